@@ -1,7 +1,7 @@
-# Sourced by the scripts beside it: their options, and training runs side by side. Needs bash, and `sae` on the PATH.
+# Sourced by the scripts of this folder: their options, and parallel training runs. Needs bash, and `sae` on the PATH.
 #
-# A script names itself in `section` before. Runs are called GROUP-ACT-WAY-VALUE-SEED, which is how `measured.py` finds
-# them again; those that are finished are not trained anew, so that an interrupted script goes on where it stopped.
+# A script sets `section` first. Runs are called GROUP-ACT-WAY-VALUE-SEED, by which `measured.py` finds them. Finished
+# runs are not trained again, so that an interrupted script goes on where it stopped.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -59,7 +59,7 @@ export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}  # for `measured.py`
 todo=$out/todo
 : > "$todo"
 
-# per FACTOR...: their product, such as the weight beside the sum over N rows of a term in a mean over rows and dimensions.
+# per FACTOR...: their product, such as a weight in a mean over rows and dimensions times N and d_in.
 per() {
     awk 'BEGIN { product = 1; for (i = 1; i < ARGC; i++) product *= ARGV[i]; printf "%.9g", product }' "$@"
 }
@@ -102,10 +102,10 @@ trained() {
     rm "$todo"
 }
 
-# activations EPOCHS: the paper's rows of Gemma-2-2B, layer 12, each the last token of a text; with --quick rows of tiny-gemma2,
-# and widths in the same proportion to them (2.2 rows and 0.08 active latents for each latent, as with K = 320). Sets
-# d_in, d_sae, rows (all the training rows that an experiment has), share (of the store's, that they are), batch, and
-# settings: the options that all runs have. What stands after these changes them: of an option given twice the last counts.
+# activations EPOCHS: the paper's rows of Gemma-2-2B, layer 12, each the last token of a text; with --quick rows of
+# tiny-gemma2, and widths in proportion (2.2 rows per latent, 8% of latents active, as with K = 320). Sets d_in, d_sae,
+# rows (an experiment's training rows), share (rows as a fraction of the store's), batch, and settings: the options of
+# all runs, which later ones override.
 activations() {
     local epochs=$1
     if $quick; then
@@ -119,9 +119,9 @@ activations() {
     settings="--data activations --d-sae $d_sae --normalize standardize --epochs $epochs"
 }
 
-# paper_pam SHARE [MU], paper_sgd SHARE [MU], paper_l1 LAMBDA: options for the solvers as the paper's code for
-# language models has them, on so large a share of the rows: a preset, and the weights that depend on the rows. Its loss is
-# a mean over rows and dimensions: its weights come here times d_in, and times N where they stand beside a sum over rows.
+# paper_pam FRACTION [MU], paper_sgd FRACTION [MU], paper_l1 LAMBDA: options of the paper's code for language models, on
+# a fraction of the rows: a preset, and the weights that depend on the rows. Its loss is a mean over rows and dimensions:
+# its weights are multiplied by d_in, and by N next to a sum over rows.
 paper_pam() {
     local mu
     mu=$(per "${2:-0.001}" "$d_in" "$rows" "$1")

@@ -1,4 +1,4 @@
-"""Figures that several sections have: curves, errors by share of the rows, and ablations."""
+"""Figures that several sections have: curves, errors by fraction of the rows, and ablations."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from measured import WAYS, Errors, Run, errors, means, ratios, select, with_base
 from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
 
 KINDS = {"inner": ("encoder steps on each batch", 1.0), "decay": ("weight decay", 0.0),
-         "proximal": ("mu and nu, encoder", 0.0)}  # by group: what varies, and what it is in `base`
+         "proximal": ("mu and nu, encoder", 0.0)}  # by group: name of the value, and its value in `base`
 NAMES = {"sgd": "SGD at {:g}", "paper": "PAM-SGD at {:g}"}
 NARROW = 3  # ratio of values up to which an axis is linear
 
@@ -22,9 +22,9 @@ def plot_errors(axes: Axes, found: Mapping[str, Errors], xlabel: str, apart: boo
     Args:
         axes: where.
         found: by way.
-        xlabel: what the values are.
-        apart: whether values stand side by side, whatever lies between them, as where one is 0.
-        labels: what all ways are called; their order gives colours.
+        xlabel: the name of the values.
+        apart: at equal distances, whatever the values, as where one is 0.
+        labels: names of all ways; their order gives colours.
     """
     for way, by_value in found.items():
         values, index = sorted(by_value), list(labels).index(way)
@@ -48,8 +48,8 @@ def curves(out: Path, runs: list[Run], acts: Mapping[str, str]) -> None:
 
     Args:
         out: the folder.
-        runs: those of the section.
-        acts: what activations are called, by their names in runs.
+        runs: the section's.
+        acts: titles of activations, by their names in runs.
     """
     with figure(out / "curves.png", 9, 3.4) as drawn:
         panels = drawn.subplots(1, len(acts))
@@ -74,7 +74,7 @@ def sizes(out: Path, runs: list[Run], acts: Mapping[str, str]) -> dict[str, dict
     with figure(out / "sizes.png", 9, 3.4) as drawn:
         panels = drawn.subplots(1, len(acts))
         for axes, (act, title) in zip(panels, acts.items(), strict=True):
-            plot_errors(axes, found[act], "share of the training rows")
+            plot_errors(axes, found[act], "fraction of the training rows")
             axes.set(title=title, ylabel="test FVU")
         legend_below(drawn, *panels[0].get_legend_handles_labels())
     return found

@@ -1,7 +1,7 @@
-"""What the scripts of this folder share: runs read back from their names, tables, curves, and claims with verdicts.
+"""Common to the scripts of this folder: runs by their names, tables, and claims with verdicts.
 
 A run is called GROUP-ACT-WAY-VALUE-SEED (see `common.sh`). Errors are the fraction of variance unexplained (FVU) of
-held-out rows: the paper's mean squared error over that of predicting the mean.
+held-out rows: the mean squared error relative to predicting the mean.
 """
 
 import argparse
@@ -29,13 +29,13 @@ WAYS = {
     "paper": "PAM-SGD, as in the paper's code",
     "default": "PAM-SGD, the tool's defaults",
 }
-SHARE = "{:.0%} of the rows"
+FRACTION = "{:.0%} of the rows"
 LEVEL = 0.02  # errors that differ by less of themselves count as the same
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its name's parts, its folder, and what `run.json` says of it."""
+    """A finished run: the parts of its name, its folder, and its `run.json`."""
 
     group: str
     act: str
@@ -77,7 +77,7 @@ def runs_of(out: Path) -> list[Run]:
 
 
 def rows_of(out: Path, store: str, which: Literal["train", "test"], fraction: float = 1.0) -> torch.Tensor:
-    """The training rows of a store, or so large a share of them, or the held-out ones, (N, D), in stored order."""
+    """A fraction of a store's training rows, or its held-out rows, (N, D), in stored order."""
     split = ActivationStore.open(out / "home" / "activations" / store).split(which, fraction=fraction)
     return torch.from_numpy(np.concatenate([batch.copy() for batch in split.sequential(4096)]))
 
@@ -99,12 +99,12 @@ def means(found: Errors) -> dict[float, float]:
 
 
 def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
-    """The runs whose parts are the ones wanted, `group="size", act="topk"`."""
+    """The runs with these parts, such as `group="size", act="topk"`."""
     return [run for run in runs if all(getattr(run, name) == part for name, part in wanted.items())]
 
 
 def with_base(runs: Sequence[Run], group: str, value: float) -> list[Run]:
-    """The runs of a group; and under a value that it lacks, those of `base`, which are what it varies from."""
+    """The runs of a group; under a value that it lacks, the runs of `base`, from which it varies."""
     varied = select(runs, group=group)
     if any(run.value == value for run in varied):
         return varied
@@ -112,7 +112,7 @@ def with_base(runs: Sequence[Run], group: str, value: float) -> list[Run]:
 
 
 def write_table(out: Path, name: str, runs: Iterable[Run]) -> None:
-    """Write what runs came to as `NAME.csv` and `NAME.json`, a line a run."""
+    """Write the measures of runs as `NAME.csv` and `NAME.json`, one line per run."""
     lines = [{"group": run.group, "act": run.act, "way": run.way, "value": run.value, "seed": run.seed,
               "run": run.folder.name, "rows_train": run.document["result"]["rows_train"],
               **{key: run.final[key] for key in ("train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction")}}
@@ -133,13 +133,13 @@ def write_series(out: Path, name: str, series: Mapping[str, Sequence[float]]) ->
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, and what came of it here.
+    """A statement of the paper, and its verdict here.
 
     Args:
-        statement: what the paper says, in words of this page.
+        statement: the statement, in words of this page.
         verdict: "holds", "does not hold", or "holds when:" and the settings for which it does.
-        evidence: the figures behind it, in words.
-        figure: a picture beside it.
+        evidence: the numbers behind it, in words.
+        figure: the file of a picture.
     """
 
     statement: str
@@ -149,55 +149,55 @@ class Claim:
 
 
 def verdict(ratios: Mapping[str, float]) -> str:
-    """What errors over those of a baseline, by setting, say of the statement that they are lower."""
+    """The verdict on "our errors are lower", given their ratios to a baseline's, by setting."""
     won = [setting for setting, ratio in ratios.items() if ratio < 1 - LEVEL]
     if len(won) == len(ratios):
         return "holds"
     return f"holds when: {'; '.join(won)}" if won else "does not hold"
 
 
-def told(ratios: Mapping[str, float]) -> str:
+def listed(ratios: Mapping[str, float]) -> str:
     """Ratios by setting, in words."""
     return "; ".join(f"{setting}: {ratio:.3g}" for setting, ratio in ratios.items())
 
 
 def ratios(ours: Errors, theirs: Errors, form: str = "{:g}") -> dict[str, float]:
-    """Mean error over mean error, for each value that both have, which stands there in the form."""
+    """Mean error over mean error, by the values that both have, formatted."""
     above, below = means(ours), means(theirs)
     return {form.format(value): above[value] / below[value] for value in above if value in below}
 
 
 def efficiency_claims(by_size: Mapping[str, Mapping[str, Errors]], titles: Mapping[str, str],
                       where: str) -> list[Claim]:
-    """What a section says of the error by share of the rows, from errors by activation and way."""
+    """Claims on the error by fraction of the rows, from errors by activation and way."""
     claims = []
     for act, title in titles.items():
-        ours, tools = (ratios(by_size[act][way], by_size[act]["sgd"], SHARE) for way in ("paper", "default"))
+        ours, tools = (ratios(by_size[act][way], by_size[act]["sgd"], FRACTION) for way in ("paper", "default"))
         claims.append(Claim(f"{where}, {title}: PAM-SGD reaches a lower test error than SGD, above all with few rows",
-                            verdict(ours), f"FVU over SGD's: {told(ours)}. Of the tool's "
-                            f"defaults: {told(tools)}", "sizes.png"))
+                            verdict(ours), f"FVU over SGD's: {listed(ours)}. Of the tool's "
+                            f"defaults: {listed(tools)}", "sizes.png"))
     return claims
 
 
 def ablation_claims(over: Mapping[str, Mapping[str, float]], where: str) -> list[Claim]:
-    """What a section says of inner steps, weight decay and proximal weights, from errors over those without."""
+    """Claims on inner steps, weight decay and proximal weights, from errors relative to none."""
     words = {"inner": "more encoder steps on each batch lower PAM-SGD's test error",
              "decay": "weight decay lowers the test error",
              "proximal": "proximal weights mu and nu lower the test error"}
-    return [Claim(f"{where}: {words[group]}", verdict(found), f"FVU over that without: {told(found)}", "ablations.png")
-            for group, found in over.items()]
+    return [Claim(f"{where}: {words[group]}", verdict(found), f"FVU over the FVU without: {listed(found)}",
+                  "ablations.png") for group, found in over.items()]
 
 
 def write_claims(out: Path, section: str, command: str, claims: Sequence[Claim], also: Sequence[str] = ()) -> None:
-    """Write the claims of a section for `report.py`, and the figures that it should show besides theirs."""
+    """Write the claims of a section for `report.py`, and further figures for it to show."""
     document = {"section": section, "command": command, "claims": [asdict(claim) for claim in claims],
                 "also": list(also)}
     (out / "claims.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def arguments(description: str, **lists: str) -> argparse.Namespace:
-    """The options of the scripts that draw: the output folder, the command that filled it, and lists of words, by name
-    with what each is."""
+    """The options of the scripts that draw: the output folder, the command that filled it, and lists of words, each by
+    its name and help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("out", type=Path, help="folder that the runs are in, and figures and tables go to")
     parser.add_argument("--command", default="", help="the command that made them, for the report")

@@ -1,9 +1,9 @@
-"""Every claim of the paper in one table, with what came of it: REPORT.md, from the folders that the sections wrote.
+"""Every claim of the paper with its verdict: REPORT.md, from the folders that the sections wrote.
 
     python examples/report.py results/mnist results/gemma results/paper_settings results/convergence [--out DIR]
 
-Copies the figures that claims rest on, made smaller, to `figures/` beside the report, and writes the verdicts into the
-README there, where it has a place for them.
+Copies the figures behind claims, made smaller, to `figures/` next to the report, and writes the verdicts into the
+README there, between its markers.
 """
 
 import argparse
@@ -17,12 +17,11 @@ from PIL import Image
 
 BEGIN, END = "<!-- results -->", "<!-- end -->"
 WIDTH, HUES = 1200, 48  # of copied figures: pixels, and colours
-HEAD = """# The paper's claims, their causes, and what came of them
+HEAD = """# The paper's claims, their causes, and verdicts
 
-Written by `examples/report.py` from what the scripts of this folder measured; nothing here is typed by hand. Errors are
-the fraction of variance unexplained (FVU) of held-out rows. "Lower" means by more than 2%. Statements are in words of
-this page; those on ablations and on causes are its own. A verdict is about the experiment named above it, at the sizes
-that it ran with, and no further.
+Written by `examples/report.py` from the measurements of this folder's scripts, not by hand. Errors are the fraction of
+variance unexplained (FVU) of held-out rows; "lower" means by more than 2%. Statements are paraphrased; those on
+ablations and causes are added here. A verdict is about the experiment above it, at its sizes.
 """
 
 

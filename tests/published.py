@@ -1,10 +1,11 @@
-"""Folders as Gemma Scope 2, Llama Scope and Qwen-Scope are published, of random weights, and their formulas in float64.
+"""Folders of SAEs as libraries save and publish them, of random weights, and their formulas in float64.
 
-Written from the descriptions of these releases, as their own files are large and on the hub. Shapes: D rows' width,
-E targets', F latents, n places of a crosscoder.
+Gemma Scope 2, Llama Scope and Qwen-Scope are written from the descriptions of these releases, as their own files are
+large and on the hub. Shapes: D rows' width, E targets', F latents, n layers of a crosscoder.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,18 @@ class Published:
     predicted: np.ndarray
 
 
+def relu(pre: np.ndarray) -> np.ndarray:
+    return np.maximum(pre, 0)
+
+
 def jumprelu(pre: np.ndarray, threshold: np.ndarray) -> np.ndarray:
-    return np.maximum(pre, 0) * (pre > threshold)
+    return relu(pre) * (pre > threshold)
 
 
-def top_k(pre: np.ndarray) -> np.ndarray:
-    """The largest K of each row, with their signs."""
-    return np.where(pre >= np.sort(pre, 1)[:, [-K]], pre, 0)
+def top_k(pre: np.ndarray, rank: np.ndarray | None = None) -> np.ndarray:
+    """The K of each row that rank highest, with their signs."""
+    rank = pre if rank is None else rank
+    return np.where(rank >= np.sort(rank, 1)[:, [-K]], pre, 0)
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], dtype: torch.dtype = torch.float32) -> dict[str, np.ndarray]:
@@ -47,6 +53,103 @@ def write(path: Path, arrays: dict[str, np.ndarray], dtype: torch.dtype = torch.
 def normals(seed: int, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(seed)
     return {name: generator.normal(size=shape) for name, shape in shapes.items()}
+
+
+def weights(width: int = D, skip: bool = False, shift: float = 0) -> dict[str, np.ndarray]:
+    """Of an SAE or a transcoder; few pre-activations are positive if they are shifted by -6."""
+    found = normals(0, W_enc=(D, F), b_enc=(F,), W_dec=(F, width), b_dec=(width,), **(
+        {"W_skip": (D, width)} if skip else {}))
+    found["b_enc"] += shift
+    return {name: array.astype(np.float32).astype(float) for name, array in found.items()}
+
+
+def formula(path: Path, w: dict[str, np.ndarray], act: Callable[[np.ndarray], np.ndarray],
+            subtract: bool = False) -> Published:
+    codes = act((ROWS - w["b_dec"] if subtract else ROWS) @ w["W_enc"] + w["b_enc"])
+    return Published(path, codes, codes @ w["W_dec"] + w["b_dec"] + (ROWS @ w["W_skip"] if "W_skip" in w else 0))
+
+
+def saelens(folder: Path, architecture: str = "standard", width: int = D, subtract: bool = False, shift: float = 0,
+            metadata: dict[str, Any] | None = None, changed: dict[str, np.ndarray] | None = None,
+            dtype: torch.dtype = torch.float32, **config: Any) -> Published:
+    """`subtract`: what its formula does, whatever the configuration says; `changed`: other tensors."""
+    w, threshold = weights(width, "skip" in architecture, shift), np.linspace(-1, 2, F).astype(np.float32)
+    stored = w | ({"threshold": threshold} if "jumprelu" in architecture else {})
+    stored |= {"W_skip": w["W_skip"].T} if "W_skip" in w else {}
+    write(folder / "sae_weights.safetensors", stored | (changed or {}), dtype)
+    metadata = metadata or {"sae_lens_version": "6.54.12", "model_name": "gpt2", "hook_name": "blocks.8.hook_mlp_out",
+                            "context_size": 64, "prepend_bos": False}
+    document = {"architecture": architecture, "d_in": D, "d_sae": F, "dtype": "float32", "device": "cpu",
+                "normalize_activations": "none", "reshape_activations": "none", "metadata": metadata} | config
+    (folder / "cfg.json").write_text(json.dumps(document))
+    if config.get("rescale_acts_by_decoder_norm"):
+        norms = np.linalg.norm(w["W_dec"], axis=1)
+        w |= {"W_dec": w["W_dec"] / norms[:, None], "W_enc": w["W_enc"] * norms, "b_enc": w["b_enc"] * norms}
+    acts = {"topk": lambda pre: relu(top_k(pre)), "abstopk": lambda pre: top_k(pre, np.abs(pre))}
+    act = acts.get(architecture, (lambda pre: jumprelu(pre, threshold)) if "jumprelu" in architecture else relu)
+    return formula(folder, w, act, subtract)
+
+
+def saelens_5(folder: Path, extra: dict[str, np.ndarray] | None = None, subtract: bool = True,
+              **config: Any) -> Published:
+    """As SAELens wrote it before version 6."""
+    w = weights()
+    write(folder / "sae_weights.safetensors", w | (extra or {}))
+    (folder / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | config))
+    act = (lambda pre: relu(top_k(pre))) if config.get("activation_fn_str") == "topk" else relu
+    return formula(folder, w, act, subtract)
+
+
+def sparsify(folder: Path, transcode: bool = False, skip: bool = False, **config: Any) -> Published:
+    w = weights(skip=skip, shift=-6)
+    write(folder / "sae.safetensors", {
+        "encoder.weight": w["W_enc"].T, "encoder.bias": w["b_enc"], "W_dec": w["W_dec"], "b_dec": w["b_dec"],
+        **({"W_skip": w["W_skip"].T} if skip else {})})
+    (folder / "cfg.json").write_text(json.dumps({
+        "activation": "topk", "num_latents": F, "k": K, "d_in": D, "transcode": transcode,
+        "skip_connection": skip} | config))
+    return formula(folder, w, lambda pre: relu(top_k(pre)), not transcode)
+
+
+def dictionary_learning(folder: Path, name: str = "AutoEncoder") -> Published:
+    w, single, per_latent = weights(), np.float32(0.7), np.linspace(0, 2, F).astype(np.float32)
+    bias = {"AutoEncoder": "bias", "AutoEncoderNew": "decoder.bias"}.get(name, "b_dec")
+    linear = {"encoder.weight": w["W_enc"].T, "encoder.bias": w["b_enc"], "decoder.weight": w["W_dec"].T,
+              bias: w["b_dec"]}
+    state, act = {
+        "AutoEncoder": (linear, relu), "AutoEncoderNew": (linear, relu),
+        "AutoEncoderTopK": (linear | {"threshold": np.float32(-1)}, lambda pre: relu(top_k(pre))),
+        "BatchTopKSAE": (linear | {"threshold": single}, lambda pre: jumprelu(pre, single)),
+        "MatryoshkaBatchTopKSAE": (w | {"threshold": single}, lambda pre: jumprelu(pre, single)),
+        "JumpReluAutoEncoder": (w | {"threshold": per_latent}, lambda pre: jumprelu(pre, per_latent))}[name]
+    tensors = {key: torch.tensor(array).float().contiguous() for key, array in state.items()}
+    tensors |= {"k": torch.tensor(K, dtype=torch.int)} if "TopK" in name else {}
+    tensors |= {"group_sizes": torch.tensor([5, F - 5])} if "Matryoshka" in name else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(tensors, folder / "ae.pt")
+    (folder / "config.json").write_text(json.dumps({"trainer": {"dict_class": name, "lm_name": "gpt2", "layer": 8}}))
+    return formula(folder, w, act, name not in ("AutoEncoderNew", "JumpReluAutoEncoder"))
+
+
+def gemma_scope(folder: Path) -> Published:
+    folder.mkdir(parents=True, exist_ok=True)
+    w, threshold = weights(), np.linspace(0, 2, F).astype(np.float32)
+    np.savez(folder / "params.npz", threshold=threshold, **{name: array.astype("f4") for name, array in w.items()})
+    return formula(folder, w, lambda pre: jumprelu(pre, threshold))
+
+
+def circuit_tracer(folder: Path, kind: str = "relu", skip: bool = False, text: str = "", layer: int | str = 5,
+                   threshold: float = 0.5) -> Published:
+    w = weights(skip=skip, shift=-6 if kind == "topk" else 0)
+    write(folder / f"layer_{layer}.safetensors", w | {"W_enc": w["W_enc"].T} | (
+        {"W_skip": w["W_skip"].T} if skip else {}) | (
+        {"activation_function.threshold": np.full(F, threshold)} if kind == "jumprelu" else {}))
+    (folder / "config.yaml").write_text(text or "\n".join([
+        'model_name: "google/gemma-2-2b"', "model_kind: transcoder_set", "feature_input_hook: mlp.hook_in",
+        "feature_output_hook: hook_mlp_out", "scan: gemma-2-2b", "transcoders:", "- hf://a/b/layer_0.safetensors",
+        *(["activation: topk", f"k: {K}"] if kind == "topk" else [])]))
+    act = {"relu": relu, "jumprelu": lambda pre: jumprelu(pre, threshold), "topk": top_k}[kind]
+    return formula(folder, w, act)
 
 
 def gemma_scope_2(folder: Path, kind: str = "sae", affine: bool = False, width: int = D, **config: Any) -> Published:

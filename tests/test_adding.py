@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..base.distributed import ALONE, Communicator
+from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Dictionary
 from .options import Sgd
 from .sgd import SgdSolver

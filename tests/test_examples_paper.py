@@ -38,8 +38,8 @@ def script(section: str, *words: str, home: Path) -> subprocess.CompletedProcess
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("section", SECTIONS)
-def test_quick_form_writes_figures_tables_and_claims_that_the_report_takes(section: str, tmp_path: Path):
+@pytest.mark.parametrize("section", FIGURES)
+def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Path):
     done = script(section, "--quick", "--out", "results", home=tmp_path)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "results"
@@ -88,7 +88,7 @@ def test_of_an_option_given_twice_the_last_counts(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_one_that_sae_train_takes_and_its_own_command_names(sae: CommandLine, name: str):
+def test_sae_train_takes_the_presets(sae: CommandLine, name: str):
     make_store(sae.home, "rows", some_rows(60))
     (command,) = re.findall(r"#     sae (train .*)", (EXAMPLES / "presets" / name).read_text())
     words = command.replace("examples", str(EXAMPLES)).replace("STORE", "rows").split()

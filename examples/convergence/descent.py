@@ -145,10 +145,10 @@ def main() -> None:
               "holds" if max(rises.values()) <= ROUNDING else "does not hold",
               "largest rise of a half step, of the objective at the start: "
               + "; ".join(f"{name} {max(rise, 0):.1g}" for name, rise in rises.items()), "descent.png"),
-        Claim("Its steps are square-summable, mu times their sum at most what the objective falls by",
+        Claim("Its steps are square-summable, mu times their sum at most the decrease of the objective",
               "holds" if max(spent.values()) <= 1 else "does not hold",
-              "mu times the sum over the fall: " + "; ".join(f"{name} {share:.2g}" for name, share in spent.items())
-              + "; share of the sum in the second half of the iterations: "
+              "mu times the sum over the decrease: " + "; ".join(f"{name} {share:.2g}" for name, share in spent.items())
+              + "; fraction of the sum in the second half of the iterations: "
               + "; ".join(f"{name} {share:.1g}" for name, share in later.items()), "descent.png"),
         Claim("It converges at a rate that a Kurdyka-Lojasiewicz exponent gives",
               "holds" if all(0 < theta < 1 and straight > 0.95 for theta, _, straight in estimates.values())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from drawn import KINDS, ablations, curves, plot_errors, sizes
 from measured import (
-    SHARE,
+    FRACTION,
     WAYS,
     Claim,
     Errors,
@@ -13,11 +13,11 @@ from measured import (
     arguments,
     efficiency_claims,
     errors,
+    listed,
     means,
     ratios,
     runs_of,
     select,
-    told,
     verdict,
     with_base,
     write_claims,
@@ -37,8 +37,8 @@ def shares_of_latents(out: Path, runs: list[Run]) -> dict[str, dict[str, Errors]
         left, right = drawn.subplots(1, 2)
         plot_errors(left, found["k"], "K")
         left.set(title="TopK", ylabel="test FVU")
-        plot_errors(right, found["density"], "share of the training rows")
-        right.set(title="relu", ylabel="share of latents active on a row")
+        plot_errors(right, found["density"], "fraction of the training rows")
+        right.set(title="relu", ylabel="fraction of latents active per row")
         legend_below(drawn, *left.get_legend_handles_labels())
     return found
 
@@ -69,7 +69,7 @@ def frontier(out: Path, runs: list[Run]) -> None:
             for value in dense:
                 axes.annotate(f"{value:.0%}", (dense[value], error[value]), xytext=(5, -11), textcoords="offset points",
                               fontsize=8, color=line.get_color())
-        axes.set(xlabel="share of latents active on a row", ylabel="test FVU", title="relu, by share of the rows")
+        axes.set(xlabel="fraction of latents active per row", ylabel="test FVU", title="relu, by fraction of the rows")
         log_scale(axes, "x")
         log_scale(axes, "y")
         legend_below(drawn, *axes.get_legend_handles_labels())
@@ -90,17 +90,17 @@ def main() -> None:
     ends, highest = [peak[min(peak)], peak[max(peak)]], max(peak, key=peak.__getitem__)
     claims.append(Claim("PAM-SGD's test error peaks at 45% of the rows, TopK",
                         "holds" if peak[highest] > 2 * max(ends) and highest == 0.45 else "does not hold",
-                        f"FVU with {told({SHARE.format(value): fvu for value, fvu in peak.items()})}",
+                        f"FVU with {listed({FRACTION.format(value): fvu for value, fvu in peak.items()})}",
                         "sizes.png"))
     over_k = ratios(by_k["k"]["paper"], by_k["k"]["sgd"], "K = {:g}")
     worse = [k for k in over_k if over_k[k] > 1.25 * list(over_k.values())[-1]]
     claims.append(Claim("PAM-SGD does worse against SGD the smaller K is",
                         "holds" if len(worse) == len(over_k) - 1 else f"holds when: {'; '.join(worse)}" if worse
-                        else "does not hold", f"FVU over SGD's: {told(over_k)}. Of the tool's defaults: "
-                        f"{told(ratios(by_k['k']['default'], by_k['k']['sgd'], 'K = {:g}'))}", "k_and_density.png"))
-    dense, tools = (ratios(by_k["density"][way], by_k["density"]["sgd"], SHARE) for way in ("paper", "default"))
+                        else "does not hold", f"FVU over SGD's: {listed(over_k)}. Of the tool's defaults: "
+                        f"{listed(ratios(by_k['k']['default'], by_k['k']['sgd'], 'K = {:g}'))}", "k_and_density.png"))
+    dense, tools = (ratios(by_k["density"][way], by_k["density"]["sgd"], FRACTION) for way in ("paper", "default"))
     claims.append(Claim("PAM-SGD's codes are sparser than SGD's, relu", verdict(dense),
-                        f"active latents over SGD's: {told(dense)}. Of the tool's defaults: {told(tools)}. All at "
+                        f"active latents over SGD's: {listed(dense)}. Of the tool's defaults: {listed(tools)}. All at "
                         "other errors, which the figure shows", "frontier.png"))
     write_claims(out, "Language model", given.command,
                  claims + ablation_claims(by_ablation["topk"], "On activations, TopK"), ["curves.png"])

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The paper's experiments on a language model: PAM-SGD beside tied SGD on 5% to 100% of 9,000 rows, relu and TopK.
+# The paper's experiments on a language model: PAM-SGD and tied SGD on 5% to 100% of 9,000 rows, relu and TopK.
 #
 #     examples/gemma/run.sh --quick      # tiny-gemma2, offline, sizes scaled down together
 #     examples/gemma/run.sh              # Gemma-2-2B, layer 12; wants a GPU and the model's licence
 #
 # Settings of the paper's code: the last token's activation of each text, standardised; d_sae 4096, Adam at 1e-3 on
 # batches of 256, 100 epochs; with relu an L1 of 0.01 for SGD and of 1e-5 for PAM-SGD. See `activations` and what
-# follows it in common.sh. Way `default` is the tool's own, with as many epochs.
+# follows it in common.sh. Way `default`: the tool's defaults, with the same epochs.
 section=gemma
 # shellcheck source=examples/common.sh
 source "$(dirname "$0")/../common.sh"
@@ -20,7 +20,7 @@ fi
 activations $epochs
 topk="--act abs-topk --k"
 
-# at GROUP FRACTION: train each way with TopK on that share of the rows, under its value.
+# at GROUP FRACTION: train each way with TopK on that fraction of the rows.
 at() {
     train "$1" topk sgd "$2" "$topk $k $(paper_sgd "$2")"
     train "$1" topk paper "$2" "$topk $k $(paper_pam "$2")"

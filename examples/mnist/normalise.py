@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from saecli.base.errors import HubError, SaeError, one_line
-from saecli.base.network import why_unreachable
-from saecli.store.array_opening import open_array
+from saecli.base.machine import why_unreachable
+from saecli.store.import_arrays import open_array
 
 MEAN, DEVIATION, WHITE = 0.1307, 0.3081, 255  # of MNIST's training images, as fractions of white
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The paper's experiments on MNIST: PAM-SGD beside tied SGD, relu and TopK, on 1% to 100% of the rows, and ablations.
+# The paper's experiments on MNIST: PAM-SGD and tied SGD, relu and TopK, on 1% to 100% of the rows, and ablations.
 #
 #     examples/mnist/run.sh --quick                                # scikit-learn's digits, offline
 #     examples/mnist/run.sh --data train-images-idx3-ubyte.gz      # MNIST's own file
 #     examples/mnist/run.sh                                        # MNIST from the Hugging Face hub
 #
 # Settings of the paper's code: d_sae 256, K = 15 largest in magnitude, relu without a penalty, Adam at 3e-3 on batches
-# of 128, 50 epochs; pixels less their mean and over their deviation, one number each for all; the decoder solved after
-# each epoch, without a bias, with a ridge of 1e-6. Way `default` is the tool's own, with as many epochs.
+# of 128, 50 epochs; pixels standardised by one mean and deviation; the decoder solved after
+# each epoch, without a bias, with a ridge of 1e-6. Way `default`: the tool's defaults, with the same epochs.
 section=mnist takes="images, in a file that sae import takes [MNIST from the hub; with --quick digits]"
 # shellcheck source=examples/common.sh
 source "$(dirname "$0")/../common.sh"

@@ -15,12 +15,12 @@ from measured import (
     Run,
     arguments,
     errors,
+    listed,
     means,
     ratios,
     rows_of,
     runs_of,
     select,
-    told,
     verdict,
     write_claims,
     write_table,
@@ -137,13 +137,13 @@ def claims_of(found: dict[str, dict[int, Errors]], by_k: dict[str, Errors],
     flat = {f"d_sae {width}": max(means(by_rows)[rows] for rows in by_rows if rows >= min(by_rows))
             / means(by_rows)[min(by_rows)] for width, by_rows in found["ridge"].items()}
     moves = all(0.5 <= top / width <= 2 for width, top in tops.items()) and min(heights.values()) > 2
-    claims = [Claim("The peak at 45% of the rows is where rows are as many as latents: it moves with d_sae",
+    claims = [Claim("The peak at 45% of the rows is where rows and latents are equal in number: it moves with d_sae",
                     "holds" if moves else "does not hold",
                     "largest FVU at " + "; ".join(f"{top:g} rows with d_sae {width}" for width, top in tops.items())
-                    + f"; over that at all rows, {told(heights)}", "peaks.png"),
+                    + f"; over the FVU at all rows, {listed(heights)}", "peaks.png"),
               Claim("The peak vanishes with a ridge chosen by leave-one-out",
                     "holds" if max(flat.values()) <= 1 + LEVEL else "does not hold",
-                    f"largest FVU over that with fewest rows, {told(flat)}", "peaks.png")]
+                    f"largest FVU over the FVU with fewest rows, {listed(flat)}", "peaks.png")]
     none, often, rare, chosen = (means(by_k[name]) for name in RIDGES)
     diverged = {k: fvu for k, fvu in none.items() if fvu > DIVERGED * chosen[k]}
     mended = {k: math.log(none[k] / rare[k]) / math.log(none[k] / chosen[k]) for k in diverged}
@@ -158,18 +158,18 @@ def claims_of(found: dict[str, dict[int, Errors]], by_k: dict[str, Errors],
     lowered = ratios(relu["tied"], relu["sgd"], ROWS)
     claims.append(Claim("The gap to SGD with relu comes in part from the baseline's L1, 1,000 times larger",
                         verdict(lowered), f"FVU of SGD with PAM-SGD's L1 over that with its own: "
-                        f"{told(lowered)}; of PAM-SGD over the latter: "
-                        f"{told(ratios(relu['paper'], relu['sgd'], ROWS))}", "gap.png"))
+                        f"{listed(lowered)}; of PAM-SGD over the latter: "
+                        f"{listed(ratios(relu['paper'], relu['sgd'], ROWS))}", "gap.png"))
     for act, found_act in by_way.items():
         untied = ratios(found_act["untied"], found_act["tied"], ROWS)
         claims.append(Claim(f"The gap to SGD comes in part from the baseline's tied decoder, {act}", verdict(untied),
-                            f"FVU of SGD untied over tied: {told(untied)}", "gap.png"))
+                            f"FVU of SGD untied over tied: {listed(untied)}", "gap.png"))
     for way, words in (("paper", "as in the paper"), ("default", "by the tool's defaults")):
         for act in ("topk", "relu"):
             over = ratios(by_way[act][way], fair(by_way[act]), ROWS)
             claims.append(Claim(f"PAM-SGD {words} reaches a lower test error than a fair SGD, {act}", verdict(over),
-                                f"FVU over that of the better of tied and untied SGD at the tool's learning rate: "
-                                f"{told(over)}", "gap.png"))
+                                f"FVU over the better of tied and untied SGD at the tool's learning rate: "
+                                f"{listed(over)}", "gap.png"))
     return claims
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     write_claims(given.out, "Geometry", given.command, [
         Claim("The cells of a TopK SAE are those of a K-th order power diagram",
               "holds" if all(found["agreement"] == 1 for found in agreed.values()) else "does not hold",
-              "share of rows in the cell of their K nearest sites: "
+              "fraction of rows in the cell of their K nearest sites: "
               + "; ".join(f"K = {k}: {found['agreement']:g} of {found['rows']:,} rows, {found['ties']} ties"
                           for k, found in agreed.items()), "orders.png"),
         Claim("An SAE lies between k-means and local PCA in accuracy", "holds" if between else "does not hold",

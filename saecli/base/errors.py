@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from typing import Self
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\b")
+UNITS = ("B", "kB", "MB", "GB", "TB")
 LONGEST_WORD = 1000  # characters of a sentence's longest word; paths are shorter
 
 
@@ -140,3 +141,26 @@ def unknown_choice(option: str, word: str, choices: Iterable[str]) -> ConfigErro
     question = did_you_mean(word, choices)
     return ConfigError(f"{flag_of(option)} must be one of {', '.join(choices)}, got {word!r}"
                        + f"; {question}" * bool(question), option=option)
+
+
+def number(value: float | int | None) -> str:
+    """A figure in a table: counts in full, measures to four significant digits, None as a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}"
+
+
+def counted(count: int, word: str) -> str:
+    """A count with its noun, as in "1 row" and "2,000 rows"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def size_words(count: float) -> str:
+    """A number of bytes in units: 1.3 GB."""
+    for unit in UNITS:
+        if count < 1000 or unit == UNITS[-1]:
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"

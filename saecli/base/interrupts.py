@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 
-from .torchrun import rank
+from .launcher import rank
 
 TYPE_CHECKING = False  # while typing was imported, Python would still handle Ctrl-C
 if TYPE_CHECKING:

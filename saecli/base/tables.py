@@ -10,8 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from .errors import printable
-from .wording import number
+from .errors import number, printable
 
 PHRASE = 24  # characters; longer cells of several words may fold between words
 LONG_WORD = 12  # characters; figures are shorter, and longer words, such as paths, are broken before names are

@@ -22,9 +22,9 @@ from ..base import interrupts
 from ..base.errors import ConfigError, PeerError, SaeError, did_you_mean, flag_of, one_line, printable, shortened
 from ..base.files import as_named
 from ..base.home import Home
-from ..base.memory import demand_address_space, is_out_of_memory
+from ..base.launcher import rank, world
+from ..base.machine import demand_address_space, is_out_of_memory
 from ..base.other_names import in_place_of
-from ..base.torchrun import rank, world
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
@@ -221,7 +221,7 @@ def root(
     """
     ctx.obj = Home(home)
     if world() > 1:
-        from ..base.distributed import join  # which imports torch
+        from ..base.processes import join  # which imports torch
 
         join()
         if ctx.invoked_subcommand not in TOGETHER:
@@ -274,7 +274,7 @@ def main() -> None:
         if isinstance(stop.code, int) and stop.code:
             _end(stop.code)
         if world() > 1:
-            from ..base.distributed import leave
+            from ..base.processes import leave
 
             leave()
         raise
@@ -311,6 +311,6 @@ def _end(status: int) -> NoReturn:
 
 def _is_first_to_say(sentence: str, error: Exception) -> bool:
     """Whether no other process of this command has printed this sentence."""
-    from ..base.distributed import is_first_to_say
+    from ..base.processes import is_first_to_say
 
     return is_first_to_say(sentence, blames_another=isinstance(error, PeerError))

@@ -17,16 +17,14 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.distributed import Communicator, communicator
-from ..base.errors import ConfigError, StoreError, did_you_mean, unknown_choice
+from ..base.errors import ConfigError, StoreError, did_you_mean, size_words, unknown_choice
 from ..base.home import Home, Shelf, checked_name
-from ..base.wording import size_words
-from ..store.admission import Admission
+from ..base.processes import Communicator, communicator
 from ..store.opening import DERIVED, finished_store, told_when_stopped
 from ..store.ranks import RankedStore, joining_began, rank_folder, rank_meta
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, hash_request, rows_per_shard
-from ..store.writer import StoreWriter, other_number
+from ..store.writer import Admission, StoreWriter, other_number
 from .forward import COLUMNS, Forward, batch_tokens, fill
 from .hook_points import SITES, HookPoint
 from .options import DEFAULT_CONTEXT, SHARD_ROWS, ExtractConfig

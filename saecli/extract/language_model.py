@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..base.devices import moved
 from ..base.errors import ModelError, SaeError, one_line
-from ..base.memory import is_out_of_memory
+from ..base.machine import is_out_of_memory
 from .hook_points import HookPoint, intercepted
 from .model_source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from transformers import __version__ as transformers_version
 
 from ..base.errors import ConfigError, ModelError
-from ..base.network import why_refused, why_unreachable
+from ..base.machine import why_refused, why_unreachable
 from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
 
 # What the library raises for damaged or foreign files; older versions of the hub's client lack the last.

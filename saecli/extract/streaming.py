@@ -9,11 +9,11 @@ import numpy as np
 
 from ..base.console import Listener
 from ..base.devices import device_named
-from ..base.distributed import ALONE
 from ..base.home import Home
-from ..store.admission import Admission
-from ..store.dtypes import DTYPES
+from ..base.processes import ALONE
+from ..store.codec import DTYPES
 from ..store.schema import StoreMeta
+from ..store.writer import Admission
 from .extraction import Extraction, Quota, StoreRequest, settled, store_requests
 from .forward import Ahead, demand_some
 from .options import TINY_GEMMA2, ExtractConfig

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 
 from ..base.errors import ModelError, one_line
 from ..base.files import NotAFile, file_sha256, regular
-from ..base.network import why_unreachable
+from ..base.machine import why_unreachable
 
 STDLIB_DOCS = "stdlib-docs"
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")

@@ -34,7 +34,6 @@ CODES = 2**22  # codes at a time, 16 MiB in float32
 
 
 def reconstructions(sae: SAE, rows: Rows) -> Rows:
-    """The SAE's reconstructions of rows, (M, D), in the SAE's own dtype."""
     step = max(1, CODES // sae.d_sae)
     parts = [sae(torch.from_numpy(rows[at:at + step]).to(sae.W_enc.dtype)).numpy() for at in range(0, len(rows), step)]
     return np.concatenate(parts)
@@ -45,13 +44,10 @@ class OwnCells:
     """The SAE against local PCA of its own rank on its own cells, those that hold enough rows.
 
     Args:
-        cells: those that hold at least 4 training rows per dimension of the SAE's map, and a row measured.
-        rank: rank of the SAE's map, mean over the rows measured.
-        rows_fitted: training rows in these cells.
-        rows_measured: rows measured in these cells.
-        sae_fvu: the SAE's FVU on them, their spread about the mean of all rows measured; None without cells.
-        local_pca_fvu: the same of local PCA.
-        price: `sae_fvu - local_pca_fvu`: the cost of shared dictionary vectors.
+        cells: those with at least 4 training rows per dimension of the SAE's map, and a row measured.
+        rank: of the SAE's map, mean over the rows measured.
+        sae_fvu, local_pca_fvu: with the spread about the mean of all rows measured; None without cells.
+        price: `sae_fvu - local_pca_fvu`.
         enough: 100 rows measured in 20 cells, or in fewer that hold nine tenths of all rows measured.
     """
 
@@ -67,14 +63,8 @@ class OwnCells:
 
 @dataclass(frozen=True)
 class References:
-    """FVU of an SAE and of its references on the same rows.
-
-    Args:
-        variable_rank_fvu: of local PCA with the theorem's rank for lambda in each cell.
-        local_pca_rank: principal directions in each cell, as far as its training rows go.
-        variable_rank_lambda: cost per row of a dimension of its cell, in squared units of the rows.
-        variable_rank_mean: principal directions, mean over the training rows.
-    """
+    """FVU of an SAE and of its references on the same rows; `variable_rank_lambda` is the cost per row of a dimension,
+    in squared units of the rows, `variable_rank_mean` the directions, mean over the training rows."""
 
     kmeans_fvu: float
     sae_fvu: float
@@ -108,11 +98,9 @@ class Bridge:
         sae: the SAE between them.
         train: training rows in memory, (any number, D).
         rows_fitted: N, these or those of a stream.
-        means: cells of the k-means autoencoder.
-        kmeans: that autoencoder, local PCA of rank 0.
-        pieces: cells of local PCA.
-        local_pca: local PCA.
-        rank: principal directions in each.
+        means, kmeans: the cells of the k-means autoencoder, and it as local PCA of rank 0.
+        pieces, local_pca: the same of local PCA.
+        rank: principal directions in each piece.
     """
 
     sae: SAE
@@ -131,11 +119,10 @@ class Bridge:
         Args:
             train: rows to fit on, (N, D), N > 0.
             rank: the SAE's rank on its own cells, K or the mean L0; at most D is used.
-            stream: N rows to fit on instead, in constant memory, with `train` a sample of them; then there are no more
-                cells than k-means of the sample could have, for local PCA `SCATTER / D^2`.
+            stream: N rows to fit on instead, with `train` a sample of them; cells are then limited to those of the
+                sample, for local PCA to `SCATTER / D^2`.
 
-        Cost: two k-means fits of at most `MINIBATCH_WORK` multiplications; or of a stream two passes over it, of
-            N C D multiplications each, and N D^2.
+        Cost: two k-means fits of at most `MINIBATCH_WORK` products; of a stream two passes, N C D each, and N D^2.
         """
         rank, N = min(rank, train.shape[1]), stream.rows if stream else len(train)
         counts = [max(1, min(sae.d_sae, N // rows)) for rows in (KMEANS_ROWS, LOCAL_PCA_ROWS * max(1, rank))]
@@ -183,7 +170,6 @@ def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, LocalPCA]:
 
 def _pieces_of_stream(sample: Rows, stream: Stream, counts: list[int],
                       seed: int) -> list[tuple[Partition, LocalPCA]]:
-    """k-means' cells without directions, and local PCA's."""
     means, pieces = (affordable(sample, min(count, len(sample))) for count in counts)
     pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
     partitions = streamed_kmeans(sample, stream, [means, pieces], seed)

@@ -70,13 +70,8 @@ class PowerDiagram:
 
 @dataclass(frozen=True)
 class KthOrderDiagram:
-    """The K-th order power diagram whose cells are those of an SAE that keeps the K largest.
-
-    Args:
-        diagram: its n sites; site s belongs to latent `s % F`.
-        activation: ranks the latents.
-        d_sae: F.
-    """
+    """The K-th order power diagram whose cells are those of an SAE that keeps the K largest; site s belongs to latent
+    `s % F`."""
 
     diagram: PowerDiagram
     activation: Largest
@@ -84,7 +79,6 @@ class KthOrderDiagram:
 
     @property
     def k(self) -> int:
-        """K."""
         return self.activation.k
 
     def support(self, pre: Tensor) -> Tensor:
@@ -106,9 +100,8 @@ def kth_order_diagram(sae: SAE) -> KthOrderDiagram | None:
     """The K-th order power diagram whose cells are the SAE's; None for an activation that has none.
 
     The K largest |v_i| of abs-topk are the K largest of the 2F numbers v_i and -v_i: both of one latent cannot be
-    among them while K <= F, since one of the two is at most zero. Its diagram has the 2F sites +w_i and -w_i, with
-    weights ||w_i||^2 + 2 b_i and ||w_i||^2 - 2 b_i, in this order; its cells separate signs of the kept latents, which
-    the SAE's own cells do not.
+    among them, since one of the two is at most zero. Its diagram has the 2F sites +w_i and -w_i, with weights
+    ||w_i||^2 + 2 b_i and ||w_i||^2 - 2 b_i; its cells separate signs of the kept latents, which the SAE's do not.
     """
     if isinstance(sae.activation, TopK):
         diagram = PowerDiagram.from_encoder(sae.W_enc, sae.b_enc)
@@ -160,7 +153,7 @@ def agreement(sae: SAE, batches: Iterable[Tensor]) -> Agreement | None:
 
 
 def _compare(sae: SAE, order: KthOrderDiagram, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each row's support is decided beyond rounding, and whether the two supports are equal, (B,) each."""
+    """Whether each row's support is beyond rounding, and whether the two supports are equal, (B,) each."""
     pre = sae.pre_activations(x)
     support = order.support(pre)  # (B, K)
     nearest = order.diagram.nearest(x, order.k) % order.d_sae  # (B, K)

@@ -45,15 +45,7 @@ HELD_OUT_ROWS = 10_000  # held-out rows whose margins are compared with training
 
 @dataclass(frozen=True)
 class Wanted:
-    """How much to measure.
-
-    Args:
-        rows: most rows to measure; of more, a random sample.
-        fit_rows: most training rows to fit the references on.
-        radius: of the local complexity, as a fraction of the rows' median distance to their mean; above 0.
-        penalty: lambda of local PCA's variable rank, in squared units of the rows; None: the one at which the mean rank
-            is the SAE's.
-    """
+    """Arguments of `geometry`, checked; `penalty` is its lambda, None for auto."""
 
     rows: int = 100_000
     fit_rows: int = SAMPLE_ROWS
@@ -69,7 +61,7 @@ class Wanted:
 
 
 def penalty_of(value: str | float) -> float | None:
-    """The lambda of local PCA's variable rank, at least 0; None for `auto`."""
+    """The lambda of local PCA's variable rank; None for `auto`."""
     if value == "auto":
         return None
     try:
@@ -132,16 +124,14 @@ def found_in(everything: Sequence[Measured], wanted: Wanted, listener: Listener)
 
 
 class Bridges:
-    """Fits references once for consecutive runs with the same training rows, number of latents and rank. Holds only the
-    last ones, which may take a GiB."""
+    """Fits references once for consecutive runs with the same rows, d_sae and rank; holds the last, up to a GiB."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._fitted: Bridge | None = None
 
     def of(self, one: Measured, train: NDArray[np.float32], most: int, rank: int) -> Bridge:
-        """The references of an SAE, fitted on training rows, (N, D), or on at most `most` that these are a sample of.
-        """
+        """The references, fitted on training rows, (N, D), or on at most `most` that these are a sample of."""
         stream = training_stream(one, most)
         key = (one.store.name, one.subject.split_seed, one.subject.fraction, len(train), stream and stream.rows,
                one.sae.d_sae, min(rank, one.sae.d_in))
@@ -201,7 +191,6 @@ def _at_random(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32
 
 
 def surveyed(one: Measured, most: int, listener: Listener) -> Iterator[Tensor]:
-    """The rows to measure, with progress."""
     done = 0
     one.demand_reconstruction("the geometry")
     with listener.progress(f"measuring {one.subject.name}", min(most, one.rows.rows), "rows") as show:
@@ -212,7 +201,7 @@ def surveyed(one: Measured, most: int, listener: Listener) -> Iterator[Tensor]:
 
 
 def training_sample(one: Measured, most: int) -> NDArray[np.float32]:
-    """Rows that the references are fitted on, (N, D): those that the run was trained on, or a sample of them."""
+    """Rows that the run was trained on, or a sample of them, (N, D)."""
     rows = _trained_on(one)
     return _in_memory(rows, sample_capacity(rows.d_in, most))
 

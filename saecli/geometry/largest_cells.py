@@ -34,7 +34,7 @@ class LargestCells(Cells):
 
     @property
     def possible_log10(self) -> float:
-        """log10 of F over K."""
+        """log10 of C(F, K)."""
         F, K = self.sae.d_sae, self.order.k
         return (math.lgamma(F + 1) - math.lgamma(K + 1) - math.lgamma(F - K + 1)) / math.log(10)
 
@@ -116,8 +116,8 @@ class LargestCells(Cells):
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
         """The number of swaps with `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
 
-        Cost: O(n) per row, O(K) for each entrant that the bound does not rule out, and O(D) for each such swap: singly
-        if they are few, else all as one product.
+        Cost: O(n) per row, O(K) for each entrant within the bound, O(D) for each such swap: singly if they are few,
+        else as one product.
         """
         values, inside, bound = self._sides(pre)
         counts = torch.zeros(len(pre), dtype=torch.long)
@@ -158,7 +158,7 @@ class ReluTopKCells(Cells):
 
     @property
     def possible_log10(self) -> float:
-        """log10 of the sum of F over j, j from 0 to K."""
+        """log10 of sum_j C(F, j), j from 0 to K."""
         F = self.sae.d_sae
         j = torch.arange(self.largest.order.k + 1, dtype=torch.float64)
         logs = math.lgamma(F + 1) - torch.lgamma(j + 1) - torch.lgamma(F - j + 1)

@@ -38,8 +38,7 @@ class Partition(Protocol):
 
 @dataclass(frozen=True)
 class Stream:
-    """N training rows that are read as often as needed: `batches` reads them all, (B, D) each, in the same random order
-    each time."""
+    """N training rows: `batches` reads them all, (B, D) each, in the same random order each time."""
 
     rows: int
     batches: Callable[[], Iterable[Rows]]
@@ -74,8 +73,8 @@ def affordable(train: Rows, count: int) -> int:
 
 
 def streamed_kmeans(sample: Rows, stream: Stream, counts: Sequence[int], seed: int) -> list[Partition]:
-    """MiniBatchKMeans of streamed training rows for each of several numbers of cells, in one pass, from centres in a
-    sample of them, (B, D), B at least each of `counts`."""
+    """MiniBatchKMeans of streamed rows for each of several numbers of cells, in one pass, from centres in a sample of
+    at least as many rows."""
     from sklearn.cluster import MiniBatchKMeans  # half a second that only this needs
 
     fitted = [MiniBatchKMeans(count, n_init=1, random_state=seed, init="random").partial_fit(sample)
@@ -120,8 +119,8 @@ class Spectrum:
 
     Args:
         rows: training rows in each cell, (C,).
-        variances: lambda_1 >= lambda_2 >= ... of each cell's training rows, C arrays.
-        explained: sum over the rows measured of the squared coordinate along each of these directions, C arrays.
+        variances: lambda_1 >= lambda_2 >= ... of each cell, C arrays.
+        explained: squared coordinates of the rows measured along each of these directions, summed, C arrays.
         total: `sum ||x - m_c||^2` over the rows measured in each cell, (C,).
     """
 
@@ -131,7 +130,7 @@ class Spectrum:
     total: Rows
 
     def ranks(self, penalty: float) -> NDArray[np.int64]:
-        """K_c of the theorem, (C,): the number of the cell's eigenvalues above lambda."""
+        """K_c of the theorem, (C,)."""
         return np.array([int((own > penalty).sum()) for own in self.variances], np.int64)
 
     def penalty_for(self, rank: float) -> float:
@@ -150,8 +149,7 @@ class Spectrum:
         return float(had @ self.rows / self.rows.sum())
 
     def residual(self, ranks: NDArray[np.int64]) -> float:
-        """`sum ||x - x_hat||^2` over the rows measured, given K_c, (C,); a cell of N_c training rows has at most
-        N_c - 1 directions."""
+        """`sum ||x - x_hat||^2` over the rows measured, given K_c, (C,)."""
         kept = [float(own[:rank].sum()) for own, rank in zip(self.explained, ranks, strict=True)]
         return max(0.0, float(self.total.sum()) - sum(kept))
 
@@ -176,7 +174,7 @@ class LocalPCA:
         return self._train[inside].mean(0, dtype=np.float64) if len(inside) else self.centres[cell]
 
     def components(self, cell: int) -> tuple[Rows, Rows]:
-        """Directions (D, r) and variances (r,) of a cell's training rows, as `principal_components` has them."""
+        """`principal_components` of a cell's training rows."""
         return principal_components(self._train[self._members[cell]].astype(np.float64) - self.mean(cell))
 
     def spectrum(self, rows: Rows, cells: Labels) -> Spectrum:
@@ -242,6 +240,6 @@ class StreamedPCA(LocalPCA):
 
 
 def members(cells: Labels, count: int) -> list[NDArray[np.int64]]:
-    """The numbers of the rows in each of `count` cells, given the cell of each row."""
+    """The rows in each of `count` cells, given the cell of each row."""
     order = np.argsort(cells, kind="stable")
     return np.split(order, np.searchsorted(cells[order], np.arange(1, count)))

@@ -79,23 +79,15 @@ class Plane:
         return (x.double() - self.origin - self.coordinates(x) @ self.basis).norm(dim=1)
 
     def section(self, sae: SAE) -> SAE:
-        """The SAE of two dimensions that does on the plane's coordinates what this one does on its points; its
-        reconstructions are projected on the plane."""
+        """The SAE of two dimensions that acts on the plane's coordinates; its reconstructions are projected on it."""
         sae = sae.copy_to(torch.float64)
         return sae.changed(W_enc=self.basis @ sae.W_enc, b_enc=self.origin @ sae.W_enc + sae.b_enc,
                            W_dec=sae.W_dec @ self.basis.T, b_dec=(sae.b_dec - self.origin) @ self.basis.T)
 
 
 def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
-    """The rows that a picture's plane goes through, (D,) each, by their numbers in stored order.
-
-    Args:
-        rows: those of a store's split.
-        chosen: `pca` for none, three numbers, or a text such as `0,5,9`.
-
-    Raises:
-        ConfigError: it is none of these, a row does not exist, or the three lie on one line.
-    """
+    """The rows that a picture's plane goes through, (D,) each, by their numbers in stored order, given `pca` for none,
+    three numbers, or a text such as `0,5,9`; ConfigError also where they lie on one line."""
     if chosen == "pca":
         return {}
     words = chosen.split(",") if isinstance(chosen, str) else [str(number) for number in chosen]
@@ -118,7 +110,7 @@ def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
 
 def window_of(points: Tensor, held: Tensor) -> Window:
     """A square around points on a plane, (M, 2), M > 0, less a hundredth of them on each side, and around all of
-    `held`, (any number, 2). Both axes have one scale, since distances on the plane are distances between rows."""
+    `held`, (any number, 2)."""
     low, high = (torch.quantile(points, q, dim=0) for q in (0.01, 0.99))
     low, high = torch.cat([low[None], held]).amin(0), torch.cat([high[None], held]).amax(0)
     half = float((high - low).max()) * 0.6 or 1.0
@@ -143,8 +135,7 @@ class PlaneCells:
     labels: NDArray[np.int64]
 
     def occupancy(self, keys: Iterable[bytes]) -> NDArray[np.int64]:
-        """Points of the plane in each cell, (C,), given their keys from `keys_at`; those outside of the window count
-        too."""
+        """Points of the plane in each cell, (C,), in the window or not, given their keys from `keys_at`."""
         counts = Counter(keys)
         return np.array([counts[key] for key in self.keys])
 
@@ -158,14 +149,9 @@ def keys_at(cells: Cells, points: Tensor) -> list[bytes]:
 
 @torch.no_grad()
 def plane_cells(cells: Cells, window: Window, pixels: int | None = None) -> PlaneCells:
-    """Find the cells in a window of a plane; cells smaller than a pixel may be missed.
+    """Find the cells in a window of a plane, given its partition, `cells_of(plane.section(sae))`.
 
-    Args:
-        cells: the partition of the plane, `cells_of(plane.section(sae))`.
-        window: left, right, bottom and top.
-        pixels: P; None for 240 to 640, within `LATENT_PIXELS`.
-
-    Cost: O(F P^2).
+    P is 240 to 640, within `LATENT_PIXELS`, unless given; cells smaller than a pixel may be missed. Cost: O(F P^2).
     """
     P = int(np.clip((LATENT_PIXELS / cells.sae.d_sae) ** 0.5, *PIXELS)) if pixels is None else pixels
     left, right, bottom, top = window

@@ -68,12 +68,10 @@ class Census:
 
     @property
     def visited(self) -> int:
-        """Cells that hold a row."""
         return len(self.counts)
 
     @property
     def l0(self) -> float:
-        """Latents kept, mean over the rows."""
         return self.active / self.rows
 
     @property
@@ -83,7 +81,7 @@ class Census:
         return self._growth if self._growth[-1:] == [last] else [*self._growth, last]
 
     def sizes(self) -> NDArray[np.int64]:
-        """Rows in each visited cell, the fullest first."""
+        """Rows in each visited cell, descending."""
         sizes = np.fromiter(self.counts.values(), np.int64, len(self.counts))
         return np.sort(sizes)[::-1]
 
@@ -109,7 +107,6 @@ class Reservoir:
         self._kept: NDArray | None = None
 
     def add(self, rows: NDArray) -> None:
-        """Offer rows, (B, ...)."""
         if self._kept is None:
             self._kept = np.empty((self.capacity, *rows.shape[1:]), rows.dtype)  # takes no memory until written
         slots = np.arange(self.seen, self.seen + len(rows))
@@ -126,7 +123,7 @@ class Reservoir:
 
 
 def describe(values: NDArray) -> dict[str, float]:
-    """Mean, extremes and quantiles of some numbers, (B,), all finite or infinite, B > 0."""
+    """Mean, extremes and quantiles of numbers, (B,), B > 0, which may be infinite."""
     order = np.sort(values)
     # The nearest rank, since interpolating between infinities gives no number.
     at = {name: float(order[round(q * (len(order) - 1))]) for name, q in QUANTILES.items()}
@@ -186,7 +183,6 @@ RANK_ROWS = 100  # rows whose cells' maps have their rank found
 
 
 def batch_size(d_sae: int) -> int:
-    """Rows per batch of a pass."""
     return max(16, min(1024, BATCH_CODES // d_sae))
 
 
@@ -196,14 +192,13 @@ def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
 
 
 def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
-    """The distribution of margins, the first of two columns, in units of the rows, and as `relative` of the second,
-    in units of each row's norm."""
+    """The distribution of margins, (B, 2), in units of the rows, and as `relative` in units of each row's norm."""
     margin, relative = margins.T
     return {**describe(margin), "relative": describe(relative)}
 
 
 def radius_of(rows: NDArray[np.floating], fraction: float) -> float:
-    """The radius of the local complexity: a fraction of the median distance of rows, (B, D), to their mean."""
+    """A fraction of the median distance of rows, (B, D), to their mean."""
     return fraction * float(np.median(np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1)))
 
 
@@ -240,11 +235,9 @@ class Survey:
     """The results of a pass over rows so far, in constant memory.
 
     Args:
-        cells: the partition.
-        sample: a sample of the rows, (B, D), float32.
+        sample: of the rows, (B, D), float32.
         sample_keys: the keys of their cells, (B,).
-        census: the cells visited.
-        margins: a sample of (margin, margin / ||x||), (B, 2).
+        margins: of (margin, margin / ||x||), (B, 2).
     """
 
     cells: Cells
@@ -255,7 +248,6 @@ class Survey:
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
-        """Count some rows, (B, D)."""
         supports, keys, margins = visit(self.cells, x)
         self.census.add(keys, int(supports.sum()))
         self.margins.add(margins)
@@ -265,8 +257,8 @@ class Survey:
 
     @torch.no_grad()
     def rank_measures(self) -> dict[str, Any]:
-        """The distribution of the rank of the SAE's map over the cells of at most 100 rows, each cell once; `full`: the
-        fraction of cells where it is min(|S|, D)."""
+        """The distribution of the rank of the SAE's map over the cells of at most 100 rows; `full`: the fraction that
+        has rank min(|S|, D)."""
         some = torch.from_numpy(spread_out(self.sample.rows, RANK_ROWS))
         supports = torch.unique(self.cells.supports(self.cells.pre_activations(some)), dim=0)
         ranks = np.array([rank(self.cells.sae, support.nonzero()[:, 0]) for support in supports])
@@ -286,7 +278,6 @@ class Survey:
 
 
 def gather(cells: Cells, batches: Iterable[Tensor]) -> Survey:
-    """Survey all rows of some batches, each (B, D)."""
     capacity = sample_capacity(cells.sae.d_in)
     survey = Survey(cells, Reservoir(capacity), Reservoir(capacity))
     for x in batches:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, counted
 from ..base.home import Home
-from ..base.wording import counted
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.split import Which
 from ..train.array_rows import ArrayLike
+from .hook_points import places_document
 from .measured import Measured, RowsLike, all_measured, by_rows, measured
-from .places import places_document
 from .worlds import FeatureScores
 
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger

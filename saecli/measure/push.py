@@ -8,9 +8,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, number
 from ..base.home import Home
-from ..base.wording import number
 from ..sae import formats
 from ..sae.dictionary import SAE
 from ..sae.formats import WRITABLE

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, MachineError
+from ..base.errors import ConfigError, MachineError, size_words
 from ..base.home import Home
-from ..base.memory import available_memory
-from ..base.wording import size_words
+from ..base.machine import available_memory
 from ..sae.dictionary import SAE, Dictionary
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import firing

@@ -29,8 +29,7 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Tensor, d_in: int | None = None, size: int | None = None, index: Tensor | None = None) -> Self:
-        """A batch of rows to reconstruct, (b, D), or if they are wider than `d_in`, of rows and targets, (b, D + E),
-        concatenated. Without a size it is whole."""
+        """Rows to reconstruct, (b, D), or if wider than `d_in`, with targets, (b, D + E); whole without a size."""
         size = len(rows) if size is None else size
         if d_in is None or rows.shape[1] == d_in:
             return cls(rows, rows, size, index)
@@ -59,7 +58,7 @@ class Batch:
 
 
 def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
-    """A batch's rows in a given order, (B,), in batches of `size`; each process keeps its own rows."""
+    """A batch's rows in a given order, (B,), in batches of `size`."""
     here = torch.full((whole.size,), -1)
     here[whole.numbers] = torch.arange(len(whole.x))
     for numbers in order.split(size):

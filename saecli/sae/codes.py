@@ -30,7 +30,7 @@ Prefixes = tuple[int, ...]  # numbers of leading latents, ascending, the last be
 
 
 def rise(prefixes: Sequence[int]) -> bool:
-    """Whether numbers of leading latents are positive, each larger than the one before."""
+    """Whether prefixes are positive and ascending."""
     return all(before < after for before, after in pairwise((0, *prefixes)))
 
 
@@ -50,7 +50,7 @@ class Codes(ABC):
 
     @abstractmethod
     def dense_rows(self, numbers: Tensor) -> Tensor:
-        """Some rows of the matrix, (m, F), by their distinct numbers, (m,)."""
+        """Some distinct rows of the matrix, (m, F)."""
 
     @abstractmethod
     def times(self, right: Tensor) -> Tensor:
@@ -61,23 +61,22 @@ class Codes(ABC):
         """`z' right`, (F, C), for (B, C)."""
 
     def prefix_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
-        """`z[:, :m] right[:m]` for each prefix of m latents, (B, L, C), for (F, C); differentiable in both; (B, 1, C)
-        without prefixes. Costs as much as `times`, since each prefix adds to the one before."""
+        """`z[:, :m] right[:m]` for each prefix m, (B, L, C), for (F, C), at the cost of `times`; differentiable."""
         return self._block_times(right, prefixes).cumsum(1) if prefixes else self.times(right)[:, None]
 
     def prefix_transposed_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
-        """`sum_l Z_l' right_l`, (F, C), for (B, L, C); Z_l: the codes, zero outside prefix l."""
+        """`sum_l Z_l' right_l`, (F, C), for (B, L, C); Z_l is zero outside prefix l."""
         if not prefixes:
             return self.transposed_times(right[:, 0])
         return self._block_transposed_times(right.flip(1).cumsum(1).flip(1), prefixes)
 
     @abstractmethod
     def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
-        """The part of `z right` from each block of latents, (B, L, C), for (F, C); `ends`: where blocks end."""
+        """`times` by each block of latents, which end before `ends`, (B, L, C)."""
 
     @abstractmethod
     def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
-        """`z' right` with another right side for each block of latents, (F, C), for (B, L, C)."""
+        """`transposed_times` with one right side per block, (F, C), for (B, L, C)."""
 
     @abstractmethod
     def sums(self) -> Tensor:
@@ -85,8 +84,7 @@ class Codes(ABC):
 
     @abstractmethod
     def add_gram(self, gram: Tensor) -> None:
-        """Add `z' z` to the lower triangle of `gram`, (F, F), a view of a wider array or not; entries above the
-        diagonal may be overwritten. Products have the codes' precision, sums the precision of `gram`."""
+        """Add `z' z` to the lower triangle of `gram`, (F, F), in its precision; entries above it may be overwritten."""
 
     @abstractmethod
     def by_latent(self, vector: Tensor) -> Tensor:
@@ -113,11 +111,11 @@ class Codes(ABC):
 
     @abstractmethod
     def latent_counts(self) -> Tensor:
-        """Number of rows on which each latent fires, (F,), int64."""
+        """Rows on which each latent fires, (F,), int64."""
 
     @abstractmethod
     def row_counts(self) -> Tensor:
-        """Number of latents that fire on each row, (B,), int64."""
+        """Latents that fire on each row, (B,), int64."""
 
     @abstractmethod
     def l1(self) -> Tensor:
@@ -203,12 +201,11 @@ class DenseCodes(Codes):
                             for rows in in_cache(self.values)]).sum()
 
     def compact(self) -> Codes:
-        """The same, sparse if few codes are non-zero; the host waits for their number."""
+        """Sparse if few codes are non-zero; the host waits for their number."""
         return self._searched(wait=True) or self
 
     @cached_property
     def _few(self) -> "SparseCodes | None":
-        """The non-zeros; None if gradients flow through zeros or dense products are faster."""
         return None if self.requires_grad else self._searched()
 
     def _searched(self, wait: bool = False) -> "SparseCodes | None":
@@ -225,8 +222,8 @@ class SparseCodes(Codes):
 
     Args:
         offsets: first entry of each row, (B,).
-        indices: the latent of each entry, (n,), distinct within a row, in any order.
-        values: the entries, (n,); some may be zero.
+        indices: latents, (n,), distinct within a row, in any order.
+        values: (n,); some may be zero.
         width: F.
         each: entries per row, if all rows have equally many.
     """
@@ -269,7 +266,7 @@ class SparseCodes(Codes):
         return self._by_block(ends).transposed_times(right.flatten(0, 1))
 
     def _by_block(self, ends: Prefixes) -> "SparseCodes":
-        """The codes with a row for each row and block of latents, (B L, F)."""
+        """A row for each row and block of latents, (B L, F)."""
         blocks = torch.bucketize(self.indices, self.indices.new_tensor(ends), right=True)
         rows, order = (self.rows * len(ends) + blocks).sort(stable=True)
         return SparseCodes(offsets_of(rows, len(self.offsets) * len(ends)), self.indices[order], self.values[order],
@@ -315,8 +312,7 @@ class SparseCodes(Codes):
         return self.rows[order], self.values[order], offsets_of(indices, self.width)
 
     def add_gram(self, gram: Tensor) -> None:
-        """As in `Codes`, pair by pair if pairs of entries are few, at 25 ns per pair on a CPU; else panel by panel. On
-        a GPU the host waits once unless `each` is known."""
+        """By pairs of entries if few, at 25 ns per pair on a CPU; the host waits for a GPU unless `each` is known."""
         sizes = self._sizes.cpu() if self.each is None else torch.full((len(self.offsets),), self.each)
         if int(pairs_of(sizes).sum()) <= PAIRS_FRACTION * gram.numel():
             add_pairs(gram, self.indices, self.values, sizes)
@@ -330,18 +326,17 @@ class SparseCodes(Codes):
 
 
 def offsets_of(bags: Tensor, count: int) -> Tensor:
-    """The first entry of each of `count` bags, given each entry's bag, (n,), ascending."""
+    """The first entry of each bag, given each entry's bag, (n,), ascending."""
     return torch.searchsorted(bags, torch.arange(count, device=bags.device))
 
 
 def in_cache(values: Tensor) -> tuple[Tensor, ...]:
-    """A matrix, (B, F), in blocks of rows whose intermediate results fit a CPU core's cache."""
+    """A matrix in blocks of rows that fit a CPU core's cache."""
     return values.split(max(1, CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values)))
 
 
 def few_entries(mask: Tensor, wait: bool = False) -> Tensor | None:
-    """The ascending flat indices, (n,), of a mask's true entries; None if dense products are faster, and on a GPU
-    unless the host may wait."""
+    """Ascending flat indices of true entries, (n,); None if they are many, or on a GPU the host may not wait."""
     if mask.device.type != "cpu":
         flat = mask.flatten().nonzero()[:, 0] if wait else None
         return None if flat is None or len(flat) > DENSITY * mask.numel() else flat
@@ -351,13 +346,13 @@ def few_entries(mask: Tensor, wait: bool = False) -> Tensor | None:
 
 
 def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The row offsets, (B,), rows, (n,), and latents, (n,), of ascending flat indices, (n,), into a matrix (B, F)."""
+    """Row offsets, (B,), rows and latents, (n,) each, of ascending flat indices into a matrix (B, F)."""
     rows = flat.div(shape[1], rounding_mode="floor")
     return offsets_of(rows, shape[0]), rows, flat - rows * shape[1]
 
 
 def joined(blocks: Sequence[Codes]) -> Codes:
-    """The codes of several batches as one; sparse if all are."""
+    """Several batches as one; sparse if all are."""
     sparse = [block for block in blocks if isinstance(block, SparseCodes)]
     if len(sparse) < len(blocks):
         return DenseCodes(torch.cat([block.dense() for block in blocks]))
@@ -369,13 +364,12 @@ def joined(blocks: Sequence[Codes]) -> Codes:
 
 
 def pairs_of(sizes: Tensor) -> Tensor:
-    """Pairs of entries in rows of these sizes, an entry with itself included."""
+    """Pairs of entries per row, an entry with itself included."""
     return sizes * (sizes + 1) // 2
 
 
 def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> None:
-    """Add `z' z` to the lower triangle of `gram`, (F, F), pair of entries by pair, some rows at a time; `sizes`, on the
-    CPU: the entries of each row, (B,)."""
+    """Add `z' z` to the lower triangle of `gram`, (F, F), pair by pair; `sizes`, on the CPU: entries per row, (B,)."""
     device, most = gram.device, PAIRS if gram.device.type == "cpu" else DEVICE_PAIRS
     ends, pairs = sizes.cumsum(0), pairs_of(sizes).cumsum(0)
     flat = gram.as_strided((len(gram) * gram.stride(0),), (1,))
@@ -392,7 +386,7 @@ def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> N
 
 
 def _within_rows(sizes: Tensor, entries: int, pairs: int) -> tuple[Tensor, Tensor]:
-    """The numbers of both entries of each pair, (pairs,), for rows with these numbers of entries."""
+    """The numbers of both entries of each pair, (pairs,)."""
     firsts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes, output_size=entries)  # of each entry's row, (n,)
     numbers = torch.arange(entries, device=sizes.device)
     partners = numbers + 1 - firsts  # number of entries of its row up to itself, (n,)

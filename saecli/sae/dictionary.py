@@ -50,8 +50,7 @@ class Loss:
 
 
 class PreActivations(torch.autograd.Function):
-    """`x W_enc + b_enc`, (B, F); the sparse gradient of selected entries (`activations/selection.py`) is multiplied as
-    sparse codes."""
+    """`x W_enc + b_enc`, (B, F); multiplies a sparse gradient (`activations/selection.py`) as sparse codes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:
@@ -75,15 +74,13 @@ class PreActivations(torch.autograd.Function):
 
 
 class Dictionary(Module, ABC):
-    """Encoder, activation and decoder bias; subclasses define the decoder weights.
-
-    Its tensors are parameters, frozen until `requires_grad_` lets descent move them.
+    """Encoder, activation and decoder bias; subclasses define W_dec. Tensors are parameters, frozen until
+    `requires_grad_`.
 
     Args:
         W_enc: (D, F).
         b_enc: (F,).
         b_dec: (E,).
-        activation_parameters: by names that differ from the other tensors'.
         prefixes: numbers of latents, ascending, the last being F; empty unless nested.
         W_skip: weights of the affine skip, (D, E).
         widths: of a crosscoder's hook points, in the order of the targets; empty for others.
@@ -128,8 +125,7 @@ class Dictionary(Module, ABC):
         return [slice(begin, end) for begin, end in pairwise(accumulate(self.widths or (self.d_out,), initial=0))]
 
     def weighed(self, W_dec: Tensor) -> Tensor:
-        """A matrix whose row norms penalties weigh latents by: W_dec, (F, E), or for a crosscoder the sums over hook
-        points of its norms, (F, 1)."""
+        """A matrix whose row norms weigh latents in penalties: W_dec, or a crosscoder's sums over hook points."""
         if not self.widths:
             return W_dec
         return torch.stack([W_dec[:, place].norm(dim=1) for place in self.places]).sum(0)[:, None]
@@ -139,7 +135,7 @@ class Dictionary(Module, ABC):
         return {name: getattr(self, name) for name in self._learned}
 
     def latent_dimension(self, name: str) -> int | None:
-        """The dimension of a parameter that counts latents; None if it has none, as b_dec."""
+        """The dimension of a parameter that counts latents, if any."""
         if name in self._learned:
             return 0 if getattr(self, name).shape == (self.d_sae,) else None
         return self.LATENT_DIMENSIONS.get(name)
@@ -149,11 +145,11 @@ class Dictionary(Module, ABC):
         return PreActivations.apply(x, self.W_enc, self.b_enc)
 
     def codes(self, x: Tensor) -> Codes:
-        """The codes of rows x, (B, D), in the dictionary's dtype and on its device; see `encode` for others."""
+        """The codes of rows, (B, D), in its dtype and on its device; `encode` takes others."""
         return self.activation(self.pre_activations(x), self.activation_parameters)
 
     def predicted(self, x: Tensor, codes: Codes) -> Tensor:
-        """The predictions y_hat by each prefix, (B, L, E), the last by all latents."""
+        """y_hat by each prefix, (B, L, E), the last by all latents."""
         return codes.prefix_times(self.decoder(), self.prefixes) + self._base(x)[..., None, :]
 
     def squared_errors(self, batch: Batch, codes: Codes, W_dec: Tensor) -> Tensor:
@@ -162,16 +158,12 @@ class Dictionary(Module, ABC):
         return (codes.prefix_times(W_dec, self.prefixes) + offset).square().sum(-1).sum(0)
 
     def _base(self, x: Tensor) -> Tensor:
-        """The prediction without codes: `b_dec`, (E,), or with a skip `x @ W_skip + b_dec`, (B, E)."""
+        """The prediction without codes, (E,), or with a skip (B, E)."""
         return self.b_dec if self.W_skip is None else torch.addmm(self.b_dec, x, self.W_skip)
 
     def loss(self, batch: Batch, sparsity: str = "none", weight: float = 0.0) -> Loss:
-        """`mean over rows and prefixes of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters.
-
-        Args:
-            batch: may be empty in this process.
-            sparsity: the penalty, one of the activation's, or `none`.
-        """
+        """`mean over rows and prefixes of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters;
+        `sparsity` names the penalty. The batch may be empty in this process."""
         pre = self.pre_activations(batch.x)
         codes = self.activation.training_codes(pre, self.activation_parameters)
         if not len(batch.x):
@@ -186,18 +178,17 @@ class Dictionary(Module, ABC):
         return Loss(value, errors[-1], codes)
 
     def encode(self, x: Tensor) -> Tensor:
-        """The codes `act(x @ W_enc + b_enc)`, (..., F), in the dictionary's dtype, of raw activations x, (..., D), of
-        any floating-point dtype, on its device."""
+        """The codes, (..., F), of raw activations, (..., D), of any floating-point dtype, on its device."""
         codes = self.codes(self._rows("encode", x, self.d_in)).dense()
         return codes.reshape(*x.shape[:-1], self.d_sae)
 
     def decode(self, z: Tensor) -> Tensor:
-        """The predictions `z @ W_dec + b_dec`, (..., E), from codes z, (..., F); a skip's part is left out."""
+        """The predictions, (..., E), of codes, (..., F); a skip's part is left out."""
         y_hat = torch.addmm(self.b_dec, self._rows("decode", z, self.d_sae), self.decoder())
         return y_hat.reshape(*z.shape[:-1], len(self.b_dec))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The predictions, (..., E), from raw activations x, (..., D): `decode(encode(x))` plus a skip's part."""
+        """The predictions, (..., E), from raw activations, (..., D), a skip's part included."""
         rows = self._rows("encode", x, self.d_in)
         return self.predicted(rows, self.codes(rows))[:, -1].reshape(*x.shape[:-1], self.d_out)
 
@@ -274,7 +265,7 @@ class SAE(Dictionary):
         return {name: getattr(self, name).detach() for name in names}
 
     def changed(self, activation: Activation | None = None, **tensors: Tensor) -> Self:
-        """The same with another activation or other tensors, by their names in `tensors`."""
+        """The same with another activation or other tensors."""
         new = self.tensors() | tensors
         learned = {name: new.pop(name) for name in self._learned}
         changed = type(self)(new["W_enc"], new["b_enc"], new["W_dec"], new["b_dec"], activation or self.activation,
@@ -289,8 +280,7 @@ class SAE(Dictionary):
                           self.W_skip, self.widths)
 
     def copy_to(self, *where: torch.device | torch.dtype | str) -> Self:
-        """A copy on another device or in another dtype, row-major as from a file: products of other strides differ in
-        their last bits."""
+        """A copy on another device or in another dtype, row-major as from a file, for equal last bits."""
         tensors = self.tensors()
         for one in where:
             tensors = {name: tensor.to(one) for name, tensor in tensors.items()}
@@ -298,15 +288,8 @@ class SAE(Dictionary):
 
     def on_raw_rows(self, mean: Tensor, scale: Tensor, target_mean: Tensor | None = None,
                     target_scale: Tensor | None = None) -> Self:
-        """Fold a normalisation into this SAE, which acts on `(x - mean) / scale`: on raw rows the result has the same
-        codes, and predicts `target_scale * y_hat + target_mean`.
-
-        Args:
-            mean: (D,).
-            scale: positive, (D,).
-            target_mean: of the targets, (E,); None for `mean`.
-            target_scale: likewise, (E,).
-        """
+        """Fold in the normalisation `(x - mean) / scale`, (D,) each: the same codes of raw rows, and predictions
+        `target_scale * y_hat + target_mean`, (E,) each, by default those of the rows."""
         target_mean = mean if target_mean is None else target_mean
         target_scale = scale if target_scale is None else target_scale
         W_enc = self.W_enc / scale[:, None]
@@ -322,7 +305,7 @@ class Coupled(Dictionary):
     """A dictionary whose decoder follows the encoder, `W_dec = c W_enc' B + Delta`.
 
     B, (D, E), is the linear regression of targets on rows, None for the identity. With c = 1 and no Delta, (F, E), the
-    weights are tied. Delta stays fixed while descent moves the encoder. The rest is taken over from `start`.
+    weights are tied. Descent on the encoder holds Delta.
     """
 
     Delta: Tensor | None
@@ -346,6 +329,6 @@ class Coupled(Dictionary):
 
     @torch.no_grad()
     def untie(self) -> None:
-        """Make Delta the whole decoder, with c = 0, so that it no longer follows the encoder."""
+        """Make Delta the whole decoder, with c = 0."""
         assert self.Delta is not None  # tied weights, without a residual, are never untied
         self.Delta.data, self.c = self.decoder().contiguous(), 0.0

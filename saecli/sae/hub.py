@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ..base.errors import ConfigError, HubError, SaeError, one_line
-from ..base.network import LOG_IN, why_refused, why_unreachable
+from ..base.machine import LOG_IN, why_refused, why_unreachable
 from .formats import FORMATS, Format, format_of, known_files
 
 if TYPE_CHECKING:
@@ -28,13 +28,7 @@ SHOWN = 8  # folders that a message lists
 
 @dataclass(frozen=True)
 class Address:
-    """An SAE's address on the hub.
-
-    Args:
-        repo: the repository's id, `user/repo`.
-        folder: the folder in it; empty for its root.
-        revision: a branch, tag or commit; None for the newest state.
-    """
+    """`user/repo`, a folder in it (empty for its root), and a branch, tag or commit (None for the newest state)."""
 
     repo: str
     folder: str = ""
@@ -42,8 +36,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The address `user/repo[/folder][@revision]` or `user/repo@revision/folder`, also after `hf://`, or the URL of
-        the web page; None for other texts."""
+        """`user/repo[/folder][@revision]` or `user/repo@revision/folder`, also after `hf://`, or a web page's URL."""
         if web := _WEB.fullmatch(text):
             return cls(web[1], web[3] or "", web[2])
         found = _PATH.fullmatch(text)
@@ -59,7 +52,7 @@ class Address:
 
 
 class Fetched(NamedTuple):
-    """An SAE in the client's cache: its address, and its folder there, or its file of several layers'."""
+    """An SAE in the client's cache; `path` is its folder, or its file of several layers'."""
 
     address: Address
     path: Path
@@ -69,8 +62,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
     """Fetch the SAE at an address, or without a network take it from the cache; unchanged files are not fetched again.
 
     Args:
-        address: a folder that holds an SAE in a known format, or has exactly one such folder below it; or one of
-            several layers' files.
+        address: a folder that holds an SAE, or has exactly one such folder below it; or one of several layers' files.
         note: called with the folder that was found, or why the hub cannot be reached.
     """
     from huggingface_hub import HfApi, snapshot_download
@@ -104,7 +96,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
 
 
 def cached(address: Address) -> Path | None:
-    """The client's cached snapshot of a repository, without asking the hub; None if it has none."""
+    """The client's snapshot of a repository, without asking the hub; None if it has none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -116,8 +108,7 @@ def cached(address: Address) -> Path | None:
 
 
 def _choose(address: Address, names: Sequence[str], note: Callable[[str], None]) -> tuple[Address, Format, list[str]]:
-    """The SAE at an address, among a repository's files: the address of its folder, or of its file if that is one of
-    several layers'; its format; and its files, in the format's order."""
+    """Address, format and files of the SAE at an address, among a repository's files."""
     wanted, file = address.folder, None
     if wanted in names:
         wanted, _, file = wanted.rpartition("/")
@@ -143,12 +134,7 @@ def _choose(address: Address, names: Sequence[str], note: Callable[[str], None])
 
 
 def writable(address: Address, private: bool) -> "ModelCard | None":
-    """The card of a repository that the user may write to or create; None if it has none.
-
-    Raises:
-        HubError: there is no token, or a read-only one.
-        ConfigError: the repository is public, and `private` is set.
-    """
+    """The card of a repository that the user may write to or create, if it has one; HubError or ConfigError if not."""
     from huggingface_hub import HfApi, ModelCard, get_token
     from huggingface_hub.constants import REPOCARD_NAME
 
@@ -170,11 +156,8 @@ def writable(address: Address, private: bool) -> "ModelCard | None":
 
 
 def upload(folder: Path, address: Address, private: bool) -> str:
-    """Upload all files below a local folder to the root of a repository, created if missing; returns the commit's URL.
-
-    Files of an SAE in another format at the address are removed in the same commit, since a reader might take that one;
-    of the same format, circuit-tracer's other layers stay.
-    """
+    """Upload a local folder to the root of a repository, created if missing; returns the commit's URL. The same commit
+    removes files of other formats at the address: a reader might take those."""
     from huggingface_hub import HfApi
 
     own = format_of(path.name for path in (folder / address.folder).iterdir())

@@ -79,8 +79,9 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
         HubError: it is neither here nor on the hub, or the hub cannot be reached.
     """
     subject = find_subject(Home.at(home), None if run is None else str(run))
-    saved = formats.load(subject.folder)
-    saved.sae.metadata = saved.origin | (_settings(subject.folder) if (subject.folder / RUN_MARKER).exists() else {})
+    folder = _folder(subject)
+    saved = formats.load(folder)
+    saved.sae.metadata = saved.origin | (_settings(folder) if (folder / RUN_MARKER).exists() else {})
     return saved.sae
 
 
@@ -123,6 +124,11 @@ def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> di
     return source
 
 
+def _folder(subject: Subject) -> Path:
+    assert subject.folder is not None  # only an SAE in memory has none
+    return subject.folder
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """All options of the run in a folder, by name, and its stores."""
     document = read_settings(folder / RUN_MARKER)
@@ -145,7 +151,7 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
         listener.note(f"using the newest run, {subject.name}")
     if not subject.complete:
         listener.note(f"{subject.name} is not finished; this is its last checkpoint")
-    saved = formats.load(subject.folder)
+    saved = formats.load(_folder(subject))
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
     return subject, saved if subject.target is None else replace(saved, transcodes=True)
@@ -157,7 +163,7 @@ def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
     if isinstance(sae, SAE) or str(sae) in home.runs.names():
         return subject.name
     folder = Path(str(sae)).expanduser()
-    here = folder.is_dir() and subject.folder.resolve() == folder.resolve()
+    here = folder.is_dir() and _folder(subject).resolve() == folder.resolve()
     return str(folder.resolve()) if here else f"hf://{subject.name}"
 
 

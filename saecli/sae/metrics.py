@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..base.devices import moved
-from ..base.distributed import ALONE, Communicator
 from ..base.errors import ConfigError
+from ..base.processes import ALONE, Communicator
 from .batch import Batch
 from .codes import Codes, Prefixes
 from .dictionary import Dictionary
@@ -43,8 +43,7 @@ class Reconstruction:
 
     @torch.no_grad()
     def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
-        """Count rows and reconstructions, (B, D) each, codes, (B, F), and for a nested SAE the reconstructions by each
-        prefix, (B, L, D)."""
+        """Count rows and reconstructions, (B, D) each, codes, (B, F), and reconstructions by prefix, (B, L, D)."""
         if not len(x):
             return
         if not self.rows:
@@ -67,7 +66,7 @@ class Reconstruction:
         self.rows = total
 
     def all_reduce(self, communicator: Communicator, device: torch.device) -> None:
-        """Merge the counts of all processes, on each; sums move to this device."""
+        """Merge the counts of all processes; sums move to this device."""
         if communicator.world_size == 1:
             return
         self._to(device)
@@ -111,8 +110,8 @@ class Reconstruction:
 @torch.no_grad()
 def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE,
                    watch: Watch | None = None) -> dict[str, Any]:
-    """`Reconstruction.result` of an SAE over batches of rows, (B, D), for a transcoder with targets, (B, D + E), and
-    over all processes; one pass. `watch` is called with the codes of each batch."""
+    """`Reconstruction.result` over batches of rows, (B, D), for a transcoder with targets, (B, D + E), and over all
+    processes; one pass. `watch` receives the codes of each batch."""
     (found,) = reconstructions([sae], batches, communicator, watch)
     return found
 
@@ -120,7 +119,7 @@ def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Com
 @torch.no_grad()
 def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
                     communicator: Communicator = ALONE, watch: Watch | None = None) -> list[dict[str, Any]]:
-    """`reconstruction` of several SAEs in one pass; batches are converted to each SAE's dtype and device."""
+    """`reconstruction` of several SAEs in one pass."""
     found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes) for sae in saes]
     for batch in batches:
         for sae, own in zip(saes, found, strict=True):
@@ -147,8 +146,7 @@ def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]
 
 
 class Firing:
-    """How often each latent fires, and how many fire per row; the codes of the first `keep` rows are kept, for a
-    picture."""
+    """How often each latent fires, and how many per row; keeps the codes of the first `keep` rows."""
 
     def __init__(self, d_sae: int, keep: int = 0) -> None:
         self.rows = 0
@@ -181,7 +179,7 @@ class Firing:
 
     @property
     def patterns(self) -> Tensor:
-        """The codes of the first rows, (at most `keep`, F), on the CPU."""
+        """The codes of the first rows, on the CPU."""
         return torch.cat(self._kept) if self._kept else torch.zeros(0, len(self._counts))
 
     def result(self) -> dict[str, Any]:
@@ -208,7 +206,7 @@ class Firing:
 
 @torch.no_grad()
 def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
-    """`Firing` of an SAE over batches of rows, (B, D), in its dtype and on its device; one pass."""
+    """`Firing` over batches of rows, (B, D); one pass."""
     found = Firing(sae.d_sae, keep)
     for x in batches:
         found.update(sae.codes(x))

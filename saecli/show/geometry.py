@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..base.wording import counted, number
+from ..base.errors import counted, number
 from ..geometry.geometry import Found
 from ..geometry.largest_cells import cells_of
 from ..geometry.plane import Plane, PlaneCells, Window, keys_at, plane_cells, window_of

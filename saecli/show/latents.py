@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 from numpy.typing import ArrayLike, NDArray
 
-from ..base.wording import counted
+from ..base.errors import counted
 from .measures import probe_of
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
 

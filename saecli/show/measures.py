@@ -9,11 +9,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ..base.errors import printable
-from ..base.wording import counted, number
+from ..base.errors import counted, number, printable
 from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import ERRORS, LIKE_L0
-from ..measure.places import EXCLUSIVE
+from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
 from ..sae.metrics import DENSE_FREQUENCY
 from .tables import table
@@ -35,8 +34,8 @@ def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> list[RenderableType]:
-    """The tables of `sae eval` from measures, sparsest first: one of reconstruction, one of the known features
-    found, where rows are made of such, and one of the effect on the language model, unless that is None."""
+    """The tables of `sae eval`: reconstruction, known features found where rows have them, and the effect on the
+    language model unless that is None."""
     order = "sparsest first" if len(ranked) > 1 else None
     compared = any(run["unbeaten"] is not None for run in ranked)
     shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {meaning(ranked[0])}" if compared else order)]
@@ -65,7 +64,7 @@ def meaning(run: Mapping[str, Any]) -> str:
 
 
 def flat(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's measures as a line of a table: those of a prefix of latents as `l0_first_N` and `fvu_first_N`."""
+    """A run's measures as a line of a table: prefixes of latents as `l0_first_N` and `fvu_first_N`."""
     line = dict(run)
     for prefix in line.pop("prefixes", ()):
         line |= {f"{name}_first_{prefix['latents']}": prefix[name] for name in ("l0", "fvu")}

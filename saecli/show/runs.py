@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
-from ..base.wording import counted
+from ..base.errors import counted
 from ..sae.metrics import DENSE_FREQUENCY, Firing
 from .latents import places
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short

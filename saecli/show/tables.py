@@ -1,4 +1,4 @@
-"""The one helper that makes tables, and the tables of training and geometry; those of measures: `measures.py`."""
+"""The helper that makes tables, and the tables of stores, training and geometry; others: `measures.py`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,8 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..base.errors import printable
-from ..base.wording import counted, number
+from ..base.errors import counted, number, printable
 
 
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
@@ -27,7 +26,7 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any
 
 
 RESULTS = {"run": "run", "data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
-NO_VARIANCE = 1e9  # of a ridge over the mean diagonal: larger beside codes that do not vary
+NO_VARIANCE = 1e9  # of a ridge over the mean diagonal: larger where codes do not vary
 FIGURES = {  # of a run, below its results, what a user can act on first; a solver's own go by their names
     "train_fvu": ("FVU on training rows", "if far below the held-out one, more rows would help"),
     "revived": ("latents re-aimed", "dead ones that were given new directions"),
@@ -36,17 +35,12 @@ FIGURES = {  # of a run, below its results, what a user can act on first; a solv
     "relative_alpha": ("ridge of the decoder step", "over the Gram matrix's mean diagonal; --alpha changes it"),
     "condition": ("condition of the decoder step", "the solve loses its log10 of float64's 15 digits"),
     "dof": ("effective degrees of freedom", "decoder vectors that the rows determine, of d_sae"),
-    "released": ("decoder released", "descends beside the encoder in the second half; --release"),
+    "released": ("decoder released", "trained by gradient in the second half; --release"),
     "residual": ("residual of the decoder step", "of its iterative solve, relative")}
 
 
 def results_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()) -> RenderableType:
-    """The results of runs on the same rows, a line each.
-
-    Args:
-        documents: as `sae train --json` prints them.
-        varied: the options in which the runs differ.
-    """
+    """The results of runs on the same rows, documents of `sae train --json`, with the options in which they differ."""
     title = None if not documents else (
         f"FVU and L0 on {counted(documents[0]['rows_test'], 'held-out row')}, dead latents on "
         f"{counted(documents[0]['rows_counted'], 'training row')}")
@@ -63,7 +57,7 @@ def _result(name: str, document: Mapping[str, Any]) -> Any:
 
 
 def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Runs' other measures, and their solvers' figures, a column each; of a single run with their meanings."""
+    """Runs' other measures and their solvers' figures, a column each; for a single run with their meanings."""
     names = {name for document in documents for name in document["final"]} - {*RESULTS, "dead_fraction", "alpha"}
     shown = [(name, *FIGURES.get(name, (name.replace("_", " "), "")))
              for name in sorted(names, key=lambda name: ([*FIGURES, name].index(name), name))]
@@ -79,7 +73,7 @@ def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _figure(name: str, document: Mapping[str, Any]) -> Any:
-    """A cell: a ridge beside codes without variance has no size."""
+    """A cell; empty for the ridge of codes without variance."""
     value = document["final"].get(name)
     if name == "released" and value is not None:
         return "yes" if value else "no"

@@ -1,1 +1,1 @@
-"""Rows on disk: shards, resume, split, shuffle; imported arrays, synthetic worlds."""
+"""Rows on disk: shards, resume, split, shuffle; imported arrays, synthetic worlds. See README.md."""

@@ -1,29 +1,46 @@
-"""An array in a file, and its rows as imported.
+"""Arrays in files: the formats, and the rows of an array as imported.
+
+A format is one function and one line in `ARRAY_FORMATS`. The function lists the arrays of a file by key (the empty key
+if the format holds just one); an array is opened when it is chosen.
 
 Legend: R rows, F features.
 """
 
+import functools
+import gzip
+import json
 import math
 import os
 import pickle
+import struct
+import subprocess
+import sys
+import tokenize
 import warnings
+import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from signal import Signals
+from typing import IO, Any, NoReturn, cast
 
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from ..base.errors import FormatError
+from ..base.errors import FormatError, size_words
 from ..base.files import NotAFile
-from ..base.memory import available_memory
-from ..base.wording import size_words
+from ..base.machine import available_memory
 
 BLOCK_BYTES = 16 << 20
 REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"
+IN_PIECES = "save it as .npy, which is read in pieces"
+IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+HDF5_PROCESS = Path(__file__).with_name("hdf5_process.py")
+PIPE_BYTES = 1 << 20
 
 Index = tuple[int | slice, ...]  # of an array's first dimensions: integers, and a slice of the last of them
 
@@ -33,11 +50,10 @@ class Array:
     """One array in a file.
 
     Args:
-        shape: its shape.
         dtype: the name of its dtype in NumPy and torch.
         read: index -> the numbers there, in a form that NumPy can convert to float32.
-        held: bytes of memory that reading takes beside the numbers requested.
-        flatten: how files of this format are flattened by default; None where either way may be meant.
+        held: bytes of memory that reading takes in addition to the numbers requested.
+        flatten: how files of this format are flattened by default; None if either way may be meant.
     """
 
     shape: tuple[int, ...]
@@ -88,16 +104,10 @@ class ArraySource:
         return kept
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """The rows in blocks of about 16 MiB, each a slice of one dimension of the array.
-
-        Args:
-            start: number of the first row.
+        """The rows from `start` on in blocks of about 16 MiB, each a slice of one dimension of the array.
 
         Yields:
             The number of the block's first row, and (R, F) float32.
-
-        Raises:
-            FormatError: the file is damaged, or ends too early.
         """
         lead, most = self.shape[:-1], max(1, BLOCK_BYTES // (4 * self.features))
         # The first dimension whose elements fit in a block, and the rows per element.
@@ -115,8 +125,8 @@ class ArraySource:
             row = end
 
 
-# Raised for unreadable files, each as observed. Exceptions that could come from a bug here are not listed; what else
-# torch's unpickler and NumPy's headers raise is caught where they are called.
+# Raised for unreadable files, each as observed. Exceptions that could come from a bug here are not listed; `libraries`
+# catches these where the libraries are called.
 UNREADABLE = (
     OSError,  # gzip: wrong checksum, or not gzip; the system
     EOFError,  # gzip, zip, pickle: truncated
@@ -130,19 +140,12 @@ UNREADABLE = (
 )
 
 
-IN_PIECES = "save it as .npy, which is read in pieces"
-
-
 @contextmanager
 def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
     """Turn the libraries' exceptions for unreadable files into a FormatError that names the file.
 
     Their own messages and warnings are dropped: they advise options that this tool does not have, such as running the
-    code in a file.
-
-    Args:
-        name: the file.
-        to_fit: what to do if it does not fit in memory.
+    code in a file. `to_fit` says what to do if the file does not fit in memory.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -162,14 +165,227 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
         raise FormatError(f"cannot read {name}: {reason}; {remedy}") from error
 
 
-def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
-    """Raise a FormatError if a file does not fit in memory, before allocating any.
+@contextmanager
+def libraries() -> Iterator[None]:
+    """Turn what else NumPy's header reader and torch's unpickler raise for damaged files into a ValueError."""
+    try:
+        yield
+    except (struct.error, LookupError, TypeError, AttributeError, AssertionError, SyntaxError,
+            tokenize.TokenError) as error:
+        raise ValueError(str(error)) from error
 
-    Args:
-        name: the file.
-        needed: bytes.
-        to_fit: what to do about it.
-    """
+
+def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
+    """Raise a FormatError if a file does not fit in memory, before allocating any."""
     if needed > (free := available_memory()):
         raise FormatError(f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
                           f"got {size_words(free)}; {to_fit}")
+
+
+def _of_numpy(values: np.ndarray, **more: Any) -> Array:
+    return Array(values.shape, values.dtype.name, values.__getitem__, **more)
+
+
+def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
+    """A tensor, or a slice of a safetensors file; bfloat16, which NumPy lacks, is read as float32."""
+    kind = tensor if hasattr(tensor, "layout") else tensor[0:0]
+    dtype = str(kind.dtype).removeprefix("torch.")
+
+    def read(index: Index) -> np.ndarray:
+        part = tensor[index]
+        return (part.float() if dtype == "bfloat16" else part).numpy(force=True)
+
+    return Array(shape, dtype if str(kind.layout) == "torch.strided" else f"sparse {dtype}", read)
+
+
+def list_numpy(path: Path) -> Arrays:
+    """The arrays of an .npz archive, by name, each read whole when opened; or the mapped one of an .npy file."""
+    with libraries():
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    if isinstance(found, np.ndarray):
+        return {"": lambda: _of_numpy(found)}
+    sizes = {info.filename.removesuffix(".npy"): info.file_size for info in found.zip.infolist()}
+
+    def load(key: str) -> Array:
+        check_memory(str(path), sizes[key])
+        with libraries():
+            values = found[key]
+        if not isinstance(values, np.ndarray):
+            raise ValueError("expected an array, got bytes")
+        return _of_numpy(values)
+
+    return {key: partial(load, key) for key in found.files}
+
+
+def _list_safetensors(path: Path) -> Arrays:
+    def describe(key: str) -> Array:
+        part = file.get_slice(key)
+        shape = tuple(part.get_shape())
+        return _of_torch(shape, part if shape else file.get_tensor(key))
+
+    file = safe_open(path, framework="pt")
+    return {key: partial(describe, key) for key in file.keys()}  # noqa: SIM118 - it is not iterable
+
+
+def _list_torch(path: Path) -> Arrays:
+    import torch
+
+    visited: set[int] = set()
+
+    def tensors(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, torch.Tensor):
+            yield key, value.detach()
+        elif isinstance(value, Mapping) and id(value) not in visited:  # a pickled mapping can contain itself
+            visited.add(id(value))
+            for name, entry in value.items():
+                yield from tensors(entry, f"{key}.{name}" if key else str(name))
+
+    return {key: partial(_of_torch, tuple(tensor.shape), tensor)
+            for key, tensor in tensors(load_torch(path, in_place=True), "")}
+
+
+def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> Any:
+    """Load a file of `torch.save` on the CPU, without running code in it; call it within `naming`.
+
+    Args:
+        in_place: map the numbers rather than read them, if the file allows.
+        to_fit: what to do if it does not fit in memory.
+    """
+    import torch
+
+    archive = zipfile.is_zipfile(path)
+    size = path.stat().st_size
+    if archive:
+        with zipfile.ZipFile(path) as file:
+            size = sum(info.file_size for info in file.infolist())
+            in_place &= all(info.compress_type == zipfile.ZIP_STORED for info in file.infolist())
+    if not (archive and in_place):  # files of torch before 1.6 can only be read whole
+        check_memory(str(path), size, to_fit)
+    try:
+        with libraries():
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=archive and in_place)
+    except pickle.UnpicklingError as error:
+        with path.open("rb") as file:
+            pickled = archive or file.read(1) == pickle.PROTO
+        if not pickled:
+            raise
+        raise FormatError(f"cannot read {path}: expected tensors alone, got other Python objects, which are not loaded "
+                          "as they could run code; save the tensors alone, with `torch.save`") from error
+
+
+def _list_idx(path: Path) -> Arrays:
+    """MNIST's format: two zero bytes, a type, the number of dimensions, each size, the numbers; all big-endian.
+
+    It usually holds images, so each element of the first dimension is a row.
+    """
+    opened: Callable[..., IO[bytes]] = gzip.open if path.suffix.lower() == ".gz" else open  # type: ignore[assignment]
+    with opened(path, "rb") as file:
+        head = file.read(4)
+        if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_TYPES:
+            raise FormatError(f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
+                              f"{list(head)}; check that the file is of this format")
+        with libraries():
+            shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
+    dtype = np.dtype(IDX_TYPES[head[2]])
+    begin, size = 4 + 4 * head[3], math.prod(shape) * dtype.itemsize
+
+    @functools.cache
+    def values() -> np.ndarray:
+        if opened is open:
+            return np.memmap(path, dtype, "r", begin, shape)
+        with gzip.open(path) as whole:
+            content = whole.read(begin + size + 1)  # past the end, where the checksum is verified
+        return np.frombuffer(content, dtype, math.prod(shape), begin).reshape(shape)
+
+    return {"": lambda: Array(shape, dtype.name, lambda index: values()[index], held=0 if opened is open else size,
+                              flatten="features")}
+
+
+def list_hdf5(path: Path) -> Arrays:
+    """The datasets and links of a file, by name."""
+    reader = _HDF5Reader(path)
+    found = reader.ask({})
+    return {**{key: partial(reader.describe, key) for key in found["datasets"]},
+            **{key: Link(path, key, why) for key, why in found["links"].items()}}
+
+
+class Link:
+    """A link in an HDF5 file to an array of another name or another file, which is refused when opened."""
+
+    def __init__(self, path: Path, key: str, why: str) -> None:
+        self._error = _refused_dataset(path, key, why)
+
+    def __call__(self) -> Array:
+        raise self._error
+
+
+def _refused_dataset(path: Path, key: str, why: str) -> FormatError:
+    return FormatError(f"cannot import {path}: expected a dataset stored in the file itself, got {key}, which {why}")
+
+
+class _HDF5Reader:
+    """The process that reads an HDF5 file; it ends with this object.
+
+    The HDF5 library trusts a file: it follows links to other files and pipes, and crashes if the file refers to itself
+    or a byte is damaged. So `hdf5_process.py` refuses links out of the file and unwritten data, limits its
+    memory, and its crash becomes an error message.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # -P: do not import modules from the program's folder in place of Python's own.
+        self._process = subprocess.Popen([sys.executable, "-P", HDF5_PROCESS, path], stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, pipesize=PIPE_BYTES,
+                                         stderr=None if os.environ.get("SAE_DEBUG") else subprocess.DEVNULL)
+        self._in, self._out = cast(IO[bytes], self._process.stdin), cast(Any, self._process.stdout)
+        weakref.finalize(self, _end, self._process)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and return the answer; see `hdf5_process.py`."""
+        try:
+            self._in.write(json.dumps(request).encode() + b"\n")
+            self._in.flush()
+        except BrokenPipeError:
+            self._failed()
+        return json.loads(self._out.readline() or self._failed())
+
+    def describe(self, key: str) -> Array:
+        """One of the file's datasets."""
+        found = self.ask({"key": key})
+        if "refused" in found:
+            raise _refused_dataset(self._path, key, found["refused"])
+        shape, dtype = tuple(found["shape"]), np.dtype(found["type"])
+
+        def read(index: Index) -> np.ndarray:
+            *outer, rows = index
+            assert isinstance(rows, slice)
+            self.ask({"key": key, "outer": outer, "begin": rows.start, "end": rows.stop})
+            values = np.empty((min(rows.stop, shape[len(outer)]) - rows.start, *shape[len(index) :]), dtype)
+            if self._out.readinto(values.data.cast("B")) < values.nbytes:
+                self._failed()
+            return values
+
+        return Array(shape, found["dtype"], read, found["held"])
+
+    def _failed(self) -> NoReturn:
+        status = self._process.wait()
+        if status >= 0:
+            raise ValueError("the HDF5 library found the file damaged")
+        raise FormatError(f"cannot read {self._path}: expected an HDF5 file, got what ends the HDF5 library "
+                          f"({Signals(-status).name}); check that the file is whole")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+# By the end of the lower-case file name.
+ARRAY_FORMATS: dict[str, Callable[[Path], Arrays]] = {
+    r"\.np[yz]$": list_numpy,
+    r"\.safetensors$": _list_safetensors,
+    r"\.(pt|pth)$": _list_torch,
+    r"\.(h5|hdf5)$": list_hdf5,
+    r"[.-]idx(\d-\w+)?(\.gz)?$": _list_idx,
+}
+SUFFIXES = ".npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with .gz"

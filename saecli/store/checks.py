@@ -14,14 +14,10 @@ from xxhash import xxh3_64
 
 from ..base.errors import StoreError
 from ..base.files import file_sha256
-from .schema import SHARDS, WORLD_FILE, StoreMeta
+from .schema import SHARDS, WORLD_FILE, ShardRecord, StoreMeta
 
 PIECE_BYTES = 4 << 20
 THREADS = 4
-
-
-def no_show(done: float) -> None:
-    """Shows no progress."""
 
 
 def make_anew(store: Path) -> str:
@@ -29,7 +25,7 @@ def make_anew(store: Path) -> str:
     return f"remove it with `sae rm {store.name}` and run the command that made it again"
 
 
-def find_damage(store: Path, meta: StoreMeta, show: Callable[[float], None] = no_show) -> list[str]:
+def find_damage(store: Path, meta: StoreMeta, show: Callable[[float], None] = lambda read: None) -> list[str]:
     """Read all shards and compare them with their checksums.
 
     Args:
@@ -50,17 +46,30 @@ def find_damage(store: Path, meta: StoreMeta, show: Callable[[float], None] = no
 
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="sae-check")
     try:
-        sentences = list(pool.map(partial(_problem, store, meta, read), range(len(meta.shards))))
+        sentences = list(pool.map(partial(_problem, store, read), meta.shards))
         return [sentence for sentence in sentences if sentence]
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupt waits only for the shards being read
 
 
-def damaged_world(store: Path, meta: StoreMeta) -> list[str]:
-    """A sentence if `world.safetensors` is missing or damaged; none without known features.
+def _problem(store: Path, read: Callable[[int], None], record: ShardRecord) -> str | None:
+    path, digest = store / SHARDS / record.file, hashlib.sha256()
+    try:
+        with open_shard(path) as file:
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+                read(len(piece))
+    except StoreError as error:
+        return str(error)
+    except OSError as error:
+        return str(unreadable(path, error.strerror or str(error)))
+    if digest.hexdigest() == record.sha256:
+        return None
+    return str(damage(path, "SHA-256", record.sha256, digest.hexdigest()))
 
-    Cost: one read of the file.
-    """
+
+def damaged_world(store: Path, meta: StoreMeta) -> list[str]:
+    """A sentence if `world.safetensors` is missing or damaged; none without known features. Cost: reads the file."""
     if meta.world is None:
         return []
     path = store / WORLD_FILE
@@ -99,27 +108,9 @@ def damage(path: Path, what: str, expected: str, got: str) -> StoreError:
 
 
 def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
-    """The XXH3-64, in hexadecimal, of a shard's bytes outside its activations, which lie from `start` to `end`."""
+    """The XXH3-64, in hexadecimal, of a shard's bytes before `start` and from `end` on."""
     digest = xxh3_64(file.read(start))
     file.seek(end)
     while piece := file.read(PIECE_BYTES):
         digest.update(piece)
     return digest.hexdigest()
-
-
-def _problem(store: Path, meta: StoreMeta, read: Callable[[int], None], index: int) -> str | None:
-    record = meta.shards[index]
-    path = store / SHARDS / record.file
-    digest = hashlib.sha256()
-    try:
-        with open_shard(path) as file:
-            while piece := file.read(PIECE_BYTES):
-                digest.update(piece)
-                read(len(piece))
-    except StoreError as error:
-        return str(error)
-    except OSError as error:
-        return str(unreadable(path, error.strerror or str(error)))
-    if digest.hexdigest() == record.sha256:
-        return None
-    return str(damage(path, "SHA-256", record.sha256, digest.hexdigest()))

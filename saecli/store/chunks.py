@@ -9,28 +9,29 @@ from pathlib import Path
 
 import numpy as np
 
+from .codec import Column
 from .schema import SHARDS, StoreMeta
 from .shard import MappedShards, demand_room
 
 
 class Chunks:
-    """A store's chunks; of an unfinished store, those of its whole shards.
-
-    Args:
-        path: the store's folder.
-        meta: its `store.json`.
+    """A store's chunks; of an unfinished store, the chunks of its whole shards.
 
     Attributes:
         shard_starts: (shards + 1,) number of each shard's first row, then the number of rows in all.
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
-        self.path = path
-        self.meta = meta
+        self.path, self.meta = path, meta
         self._shards = MappedShards(path, meta)
         rows = np.array([shard.rows for shard in meta.shards], np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
         self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
+
+    @property
+    def name(self) -> str:
+        """The store's name."""
+        return self.path.resolve().name
 
     @property
     def rows(self) -> int:
@@ -44,8 +45,13 @@ class Chunks:
 
     @property
     def dtype(self) -> str:
-        """The stored type of the rows; reading always gives float32."""
+        """The stored type of the rows."""
         return self.meta.dtype
+
+    def demand_shards(self) -> None:
+        """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
+        for shard in self.meta.shards:
+            demand_room(self.path / SHARDS / shard.file, self.meta, shard)
 
     @cached_property
     def chunk_sizes(self) -> np.ndarray:
@@ -56,11 +62,6 @@ class Chunks:
                  for shard in meta.shards]
         return np.concatenate(sizes) if sizes else np.empty(0, np.int64)
 
-    def demand_shards(self) -> None:
-        """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
-        for shard in self.meta.shards:
-            demand_room(self.path / SHARDS / shard.file, self.meta, shard)
-
     def chunk(self, chunk: int) -> np.ndarray:
         """The rows of a chunk, by its number within the store, in the storage dtype; a read-only view."""
         return self._shards.chunk(*self._within_shard(chunk))
@@ -69,7 +70,7 @@ class Chunks:
         """Have the system prefetch a chunk from disk, if it has not been read yet."""
         self._shards.expect(*self._within_shard(chunk))
 
-    def chunk_column(self, chunk: int, name: str) -> np.ndarray:
+    def chunk_column(self, chunk: int, name: str) -> Column:
         """A column's values for the rows of a chunk; a read-only view."""
         shard, within = self._within_shard(chunk)
         start = within * self.meta.chunk_rows
@@ -77,11 +78,11 @@ class Chunks:
 
     def chunk_ids(self, chunk: int) -> np.ndarray:
         """The numbers by which a chunk's rows are split: their documents', else their own within the store."""
-        if "document" in self.meta.columns:
-            return self.chunk_column(chunk, "document")
         shard, within = self._within_shard(chunk)
-        start = int(self.shard_starts[shard]) + within * self.meta.chunk_rows
-        return np.arange(start, start + self.chunk_sizes[chunk])
+        start, size = within * self.meta.chunk_rows, self.chunk_sizes[chunk]
+        if "document" in self.meta.columns:
+            return self._documents(shard)[start : start + size]
+        return int(self.shard_starts[shard]) + np.arange(start, start + size)
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Each row's chunk, and its number within that chunk, from its number within the store."""
@@ -97,7 +98,7 @@ class Chunks:
         within = rows - self.shard_starts[shards]
         ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
         none = np.empty(0, np.int64)
-        return np.concatenate([none, *(self._shards.column(int(shards[begin]), "document")[within[begin:end]]
+        return np.concatenate([none, *(self._documents(int(shards[begin]))[within[begin:end]]
                                        for begin, end in pairwise([0, *ends.tolist()]))])
 
     def in_memory(self) -> bool:
@@ -107,6 +108,11 @@ class Chunks:
     def whole_shards(self) -> list[np.ndarray]:
         """The rows of each shard in the storage dtype, where `in_memory`; read-only views."""
         return [self._shards.whole(shard) for shard in range(len(self.meta.shards))]
+
+    def _documents(self, shard: int) -> np.ndarray:
+        column = self._shards.column(shard, "document")
+        assert isinstance(column, np.ndarray)
+        return column
 
     def _within_shard(self, chunk: int) -> tuple[int, int]:
         """The shard of a chunk, and the chunk's number within it."""

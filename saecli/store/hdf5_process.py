@@ -56,7 +56,7 @@ def main() -> None:
                 answer = {"refused": str(error)}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         if values is not None:
-            sys.stdout.buffer.write(values)
+            sys.stdout.buffer.write(values.data)
         sys.stdout.buffer.flush()
 
 

@@ -1,77 +1,70 @@
 """Importing an array of activations or images into a store."""
 
 import hashlib
+import math
+import re
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import StoreError
-from ..base.files import file_sha256
+from ..base.errors import FormatError, StoreError, counted, did_you_mean, size_words
+from ..base.files import file_sha256, regular
 from ..base.home import STORE_MARKER, Home, checked_name
-from ..base.wording import counted, size_words
-from .array_opening import open_array
-from .arrays import ArraySource
+from .arrays import (
+    ARRAY_FORMATS,
+    BLOCK_BYTES,
+    REAL_NUMBERS,
+    SUFFIXES,
+    Array,
+    Arrays,
+    ArraySource,
+    Link,
+    check_memory,
+    naming,
+)
 from .opening import DERIVED, filling, finished_store, told_when_stopped
 from .options import ImportConfig
 from .reader import ActivationStore
 from .schema import COLUMNS, StoreMeta, hash_request, rows_per_shard
 from .writer import StoreWriter
 
+LONGEST = 2**31 - 1  # most positions per document
+NAMED = 20  # most keys that a message lists
+SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
+
 
 def import_array(file: str | Path, name: str | None = None, *, key: str | None = None, labels: str | None = None,
                  flatten: str | None = None, max_norm_multiple: float | None = None, dtype: str | None = None,
                  shard_rows: int | None = None, home: str | Path | None = None,
-                 progress: bool = False) -> ActivationStore:
-    """Put an array into a store, as `sae import` does, whose options these are.
+                 progress: bool | Listener = False) -> ActivationStore:
+    """Put an array into a store; an existing store of the same rows is opened. CLI equivalent: `sae import`.
 
     Args:
         file: its path; or `digits` or `patches`, which scikit-learn brings.
-        name: the store's name; by default the file's.
-        key: which array of the file, if it holds several.
         labels: a label for each row: a file, or the key of an array in the same file.
         flatten: the rows of an array of more than two dimensions, `positions` or `features`.
-        max_norm_multiple: rows whose norm exceeds this multiple of the median norm are dropped; at least 1.
-        dtype: of the stored rows, float32, float16 or bfloat16; by default the file's own.
-        shard_rows: rows in a shard file; by default 64 MiB of them.
+        max_norm_multiple: drop rows with a norm above this multiple of the median; at least 1.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        progress: show progress on stderr.
-
-    Returns:
-        The store; an existing one of the same rows is opened.
 
     Raises:
-        ConfigError: an invalid option.
         FormatError: the file cannot be read as such an array.
         StoreError: the name is another store's, or the disk has no room.
     """
+    file, listener = str(file), listening(progress)
     config = ImportConfig(key, labels, flatten, max_norm_multiple, dtype, shard_rows)
-    return imported(str(file), config, name, Home.at(home), listening(progress))[0]
-
-
-def imported(file: str, config: ImportConfig, name: str | None, home: Home,
-             listener: Listener) -> tuple[ActivationStore, bool]:
-    """The store of a file's rows, and whether it existed already.
-
-    Args:
-        file: as in `import_array`.
-        config: the options that determine the rows.
-        name: the store's name; None for the file's.
-        home: where it goes.
-        listener: shows notes and progress.
-    """
     with told_when_stopped(listener) as folders:
-        named = checked_name(Path(file).stem, DERIVED) if name is None else checked_name(name)
-        folder = home.stores.path / named
-        array = open_array(file, config.key, config.labels, config.flatten)
+        folder = Home.at(home).stores.path / (checked_name(Path(file).stem, DERIVED) if name is None else
+                                              checked_name(name))
+        array = open_array(file, key, labels, flatten)
         folders.append(folder)
         meta = _meta(file, array, config)
-        beside = sum(COLUMNS[name].itemsize for name in meta.columns)
-        check_room(folder, array.rows, meta, beside)
+        check_room(folder, array.rows, meta, sum(COLUMNS[column].itemsize for column in meta.columns))
         if (finished := finished_store(folder, meta.request_hash)) is not None:
-            return finished, True
+            return finished
         with (StoreWriter.open(folder, meta) as writer,
               filling([writer], "importing", array.rows, listener) as show):
             start = writer.cursor["row"] if writer.cursor else 0
@@ -79,11 +72,10 @@ def imported(file: str, config: ImportConfig, name: str | None, home: Home,
                 writer.append(rows, array.columns(begin, begin + len(rows)), {"row": begin})
                 show(writer.rows)
             writer.finish()
-    return ActivationStore.open(folder), False
+    return ActivationStore.open(folder)
 
 
 def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
-    """The store's `store.json` to begin with, including the hash of the request."""
     dtype = config.dtype or array.dtype
     shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
     source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
@@ -101,13 +93,7 @@ def check_room(folder: Path, rows: int, meta: StoreMeta, beside: int) -> None:
     """Refuse rows that the disk has no room for, before reading any: a header can claim any number.
 
     Args:
-        folder: the store's; rows that it holds already need no room.
-        rows: number of rows it is to hold.
-        meta: its `store.json`.
-        beside: bytes stored beside each row.
-
-    Raises:
-        StoreError: the disk has no room.
+        beside: bytes stored with each row.
     """
     if (folder / STORE_MARKER).exists():
         store = ActivationStore.open(folder)
@@ -129,3 +115,153 @@ def _identity(file: str, array: ArraySource) -> dict[str, Any]:
 
 def _hash(numbers: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
+
+
+def open_array(file: str, key: str | None = None, labels: str | None = None,
+               flatten: str | None = None) -> ArraySource:
+    """Open an array to import: of a file in one of `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`.
+
+    `flatten` makes rows of more than two dimensions: "positions", each vector along the last dimension, with one
+    document per element of the first; or "features", each element of the first.
+    """
+    if file in SAMPLES and not Path(file).exists():
+        if key or labels or flatten:
+            raise FormatError(f"{file} come whole from scikit-learn; leave out --key, --labels and --flatten")
+        return SAMPLES[file]()
+    path = Path(file)
+    with naming(file):
+        arrays = _list_arrays(path)
+        from_file = labels is not None and (Path(labels).is_file() or (labels not in arrays and Path(labels).exists()))
+        array = _choose(arrays, key, path, other=None if from_file else labels)
+    _check_numbers(array, file)
+    shape = _flattened(array, file, flatten)
+    check_memory(file, array.held + 4 * max(BLOCK_BYTES, 4 * shape[-1]))
+    found = None
+    if labels is not None:
+        if not from_file and labels not in arrays:
+            raise FormatError(f"there is no file {labels} to take the labels from; check the path" +
+                              (f", or give a key of {file} ({_words(arrays)})" if any(arrays) else ""))
+        with naming(labels):
+            found = _read_labels(_choose(_list_arrays(Path(labels)), None, Path(labels)) if from_file
+                                 else arrays[labels](), labels, shape[:-1])
+    own = array.dtype if array.dtype in ("float16", "bfloat16") else "float32"
+    return ArraySource(shape, own, naming(file)(array.read), found)
+
+
+def _list_arrays(path: Path) -> Arrays:
+    regular(path).open("rb").close()  # so that the system's errors are reported as such
+    name = path.name.lower()
+    for pattern, lister in ARRAY_FORMATS.items():
+        if re.search(pattern, name):
+            return lister(path)
+    raise FormatError(f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, "
+                      f"got {path.name}")
+
+
+def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = None) -> Array:
+    """The array of a key; without a key, the only array but the `other`."""
+    found = [name for name, array in arrays.items() if not isinstance(array, Link)] or list(arrays)
+    there = _words(found) or "none"
+    if key is not None:
+        if key not in arrays:
+            question = did_you_mean(key, arrays)
+            raise FormatError(f"{path} holds one array, without a key; leave out --key" if "" in arrays else
+                              f"{path} has no array for --key {key}; expected one of its keys ({there})"
+                              + f"; {question}" * bool(question))
+        return arrays[key]()
+    rest = [name for name in found if name != other]
+    if len(rest) != 1:
+        raise FormatError(f"expected one array in {path}, got {len(rest)} ({there}); choose one with --key")
+    return arrays[rest[0]]()
+
+
+def _words(keys: Iterable[str]) -> str:
+    """At most `NAMED` keys, with control characters escaped."""
+    names = [key if key.isprintable() else repr(key) for key in keys if key]
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
+
+
+def _check_numbers(array: Array, file: str) -> None:
+    if not re.fullmatch(REAL_NUMBERS, array.dtype):
+        raise FormatError(f"cannot import {file}: expected an array of real numbers, got one of {array.dtype}")
+    if len(array.shape) < 2:
+        raise FormatError(f"cannot import {file}: expected an array of shape (rows, features) or with more "
+                          f"dimensions, got shape {array.shape}")
+    if not math.prod(array.shape):
+        raise FormatError(f"cannot import {file}: expected a row or more, got an empty array of shape {array.shape}")
+
+
+def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:
+    """The shape of an `ArraySource`."""
+    shape = array.shape
+    if len(shape) == 2:
+        if flatten:
+            raise FormatError(f"--flatten does nothing with {file}: expected an array of more than two dimensions, got "
+                              f"shape {shape}; leave it out")
+        return shape
+    rows, width = math.prod(shape[:-1]), math.prod(shape[1:])
+    chosen = flatten or array.flatten
+    if chosen is None:
+        raise FormatError(f"cannot import {file}: expected an array of shape (rows, features), got shape {shape}: "
+                          f"--flatten positions gives {counted(rows, 'row')} of {shape[-1]:,} dimensions, "
+                          f"--flatten features {counted(shape[0], 'row')} of {width:,}")
+    if chosen == "features":
+        return shape[0], width
+    if rows // shape[0] > LONGEST:
+        raise FormatError(f"cannot import {file}: expected at most {LONGEST:,} positions in a document, got shape "
+                          f"{shape}; import parts of it")
+    return shape
+
+
+def _read_labels(array: Array, name: str, lead: tuple[int, ...]) -> np.ndarray:
+    """Labels, (rows,) int64, from an array of shape `lead` or flat."""
+    rows, shape = math.prod(lead), array.shape
+    if math.prod(shape) != rows or (shape[: len(lead)] != lead and shape[:1] != (rows,)):
+        other = f" (or of shape {lead})" if len(lead) > 1 else ""
+        raise FormatError(f"the labels {name} do not fit: expected {rows}{other}, one for each row, got shape {shape}")
+    whole = re.fullmatch(REAL_NUMBERS, array.dtype)
+    if whole:
+        check_memory(name, array.held + 24 * rows)
+        values = np.asarray(array.read((slice(0, shape[0]),))).reshape(rows)
+        whole = (values == np.floor(values)).all() and values.min() >= -(2.0**63) and values.max() < 2.0**63
+    if not whole:
+        raise FormatError(f"the labels {name} do not fit: expected whole numbers, got {array.dtype}")
+    return values.astype(np.int64)
+
+
+def _digits() -> ArraySource:
+    """scikit-learn's 1797 handwritten digits of 8x8 pixels, with their labels."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return ArraySource(images.shape, "float32", images.__getitem__, labels.astype(np.int64))
+
+
+def _patches() -> ArraySource:
+    """Patches of scikit-learn's two photographs, in grey, each less its mean.
+
+    Every square of a photograph's grid is a document of 8 patches, at positions drawn with a fixed seed, so that no
+    pixel is both in training patches and in held-out ones. Norms of rows vary 200-fold.
+    """
+    from sklearn.datasets import load_sample_images
+
+    try:
+        photographs = load_sample_images().images
+    except ImportError as error:
+        raise FormatError("reading the photographs that patches are cut from needs Pillow, which is not installed; "
+                          "install it with `pip install pillow`") from error
+    random, offsets = np.random.default_rng(0), SQUARE - PATCH + 1
+    rows: list[np.ndarray] = []
+    for grey in (photograph.mean(-1) for photograph in photographs):
+        windows = np.lib.stride_tricks.sliding_window_view(grey, (PATCH, PATCH))
+        for top in range(0, grey.shape[0] - SQUARE + 1, SQUARE):
+            for left in range(0, grey.shape[1] - SQUARE + 1, SQUARE):
+                chosen = random.choice(offsets**2, PATCHES_PER_SQUARE, replace=False)
+                rows.extend(windows[top + chosen // offsets, left + chosen % offsets])
+    patches = np.stack(rows).reshape(len(rows), -1)
+    centred = (patches - patches.mean(1, keepdims=True)).astype(np.float32)
+    documents = np.arange(len(rows), dtype=np.int64) // PATCHES_PER_SQUARE
+    return ArraySource(centred.shape, "float32", centred.__getitem__, documents=documents)
+
+
+SAMPLES: dict[str, Callable[[], ArraySource]] = {"digits": _digits, "patches": _patches}

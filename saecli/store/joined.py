@@ -1,15 +1,15 @@
-"""Stores read side by side: several places of the same tokens, row for row.
+"""Stores read side by side: several hook points of the same tokens, row for row.
 
-Legend: B rows of a batch, R rows, D = d_in, all inputs' widths together, E the target's width; 0 without.
+Legend: B rows of a batch, D = d_in, all inputs' widths together, E the target's width; 0 without.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
@@ -24,37 +24,21 @@ from .stream import WHOLE, Part
 COMPARED_ROWS = 1 << 16  # rows of the columns at a time
 
 
-P = TypeVar("P", Rows, ActivationStore)
-
-
 @dataclass(frozen=True)
-class SideBySide(Generic[P]):
-    """Several stores, or rows of them, as one.
+class JoinedRows:
+    """The same rows of several stores, a `RowSource`: one or more inputs, and what is predicted from them, if not
+    themselves."""
 
-    Args:
-        inputs: at least one.
-        target: what is predicted from them; None for the inputs themselves.
-    """
-
-    inputs: tuple[P, ...]
-    target: P | None = None
-
-    @property
-    def all(self) -> tuple[P, ...]:
-        """The inputs, and the target if there is one."""
-        return (*self.inputs, self.target) if self.target else self.inputs
-
-    @property
-    def d_in(self) -> int:
-        """Width of the inputs side by side."""
-        return sum(one.d_in for one in self.inputs)
-
-
-class JoinedRows(SideBySide[Rows]):
-    """The same rows of several stores, a `RowSource`."""
+    inputs: tuple[Rows, ...]
+    target: Rows | None = None
 
     passes = math.inf
     warnings: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[Rows, ...]:
+        """The inputs, and the target if there is one."""
+        return (*self.inputs, self.target) if self.target else self.inputs
 
     @property
     def rows(self) -> int:
@@ -64,13 +48,18 @@ class JoinedRows(SideBySide[Rows]):
     ready = rows
 
     @property
+    def d_in(self) -> int:
+        """Width of the inputs side by side."""
+        return sum(self.widths)
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """The width of each input."""
         return tuple(rows.d_in for rows in self.inputs)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The widths of a crosscoder's places: of several inputs that are their own targets; none otherwise."""
+        """The widths of a crosscoder's hook points: of several inputs that are their own targets; none otherwise."""
         return self.widths if len(self.widths) > 1 and self.target is None else ()
 
     @property
@@ -80,7 +69,7 @@ class JoinedRows(SideBySide[Rows]):
 
     @property
     def stores(self) -> "Joined":
-        """The stores that they are rows of."""
+        """The stores that hold the rows."""
         return Joined.of(self)
 
     @property
@@ -101,20 +90,19 @@ class JoinedRows(SideBySide[Rows]):
         return self.inputs[0].order(batch_size, seed=seed, epoch=epoch)
 
     def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
-        """The numbers of these rows within their stores, in stored order; see `Rows.numbers`."""
+        """The numbers of these rows within their stores; see `Rows.numbers`."""
         return self.inputs[0].numbers(batch_size)
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
                 part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """One epoch of shuffled batches, (B, D + E), in the order of the first input alone; see
-        `Rows.batches`."""
+        """One epoch of shuffled batches, (B, D + E), in the order of the first input alone; see `Rows.batches`."""
         row_bytes = self.inputs[0].store.meta.row_bytes
-        return self._side_by_side([rows.batches(batch_size, seed=seed, epoch=epoch, window_bytes=window_bytes,
-                                                part=part, row_bytes=row_bytes) for rows in self.all])
+        return _side_by_side([rows.batches(batch_size, seed=seed, epoch=epoch, window_bytes=window_bytes, part=part,
+                                           row_bytes=row_bytes) for rows in self.all])
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, (B, D + E); see `Rows.sequential`."""
-        return self._side_by_side([rows.sequential(batch_size, part) for rows in self.all])
+        return _side_by_side([rows.sequential(batch_size, part) for rows in self.all])
 
     def spread(self) -> Spread:
         """Mean and scatter of all D + E dimensions."""
@@ -122,13 +110,13 @@ class JoinedRows(SideBySide[Rows]):
         return Spread(self.rows, np.concatenate([one.mean for one in found]),
                       np.concatenate([one.scatter for one in found]))
 
-    @staticmethod
-    def _side_by_side(streams: list[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
-        with ExitStack() as opened:
-            for stream in streams:
-                opened.enter_context(closing(stream))
-            for parts in zip(*streams, strict=True):
-                yield np.concatenate(parts, axis=1)
+
+def _side_by_side(streams: list[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
+    with ExitStack() as opened:
+        for stream in streams:
+            opened.enter_context(closing(cast(Generator[np.ndarray, None, None], stream)))
+        for parts in zip(*streams, strict=True):
+            yield np.concatenate(parts, axis=1)
 
 
 def in_words(inputs: Sequence[str], target: str | None) -> str:
@@ -137,24 +125,39 @@ def in_words(inputs: Sequence[str], target: str | None) -> str:
     return f"{names} -> {target}" if target else names
 
 
-class Joined(SideBySide[ActivationStore]):
+@dataclass(frozen=True)
+class Joined:
     """The stores that are trained on: one, several side by side, or inputs and a target."""
+
+    inputs: tuple[ActivationStore, ...]
+    target: ActivationStore | None = None
 
     @classmethod
     def of(cls, rows: RowSource) -> Self:
         """The stores of stored rows."""
-        return cls(tuple(one.store for one in rows.inputs), rows.target.store if rows.target else None)
+        return cls(tuple(cast(ActivationStore, one.store) for one in rows.inputs),
+                   cast(ActivationStore, rows.target.store) if rows.target else None)
+
+    @property
+    def all(self) -> tuple[ActivationStore, ...]:
+        """The inputs, and the target if there is one."""
+        return (*self.inputs, self.target) if self.target else self.inputs
+
+    @property
+    def d_in(self) -> int:
+        """Width of the inputs side by side."""
+        return sum(store.d_in for store in self.inputs)
 
     @property
     def name(self) -> str:
         """The names of all, in words."""
-        return in_words([store.name for store in self.inputs], self.target and self.target.name)
+        return in_words([store.name for store in self.inputs], self.target.name if self.target else None)
 
     @cached_property
     def hash(self) -> str:
         """The request hash of the only store, else one of all of them."""
         hashes = [store.meta.request_hash for store in self.inputs]
-        if self.target is None and len(hashes) == 1:
+        if self.is_single:
             return hashes[0]
         return hash_request({"inputs": hashes, "target": self.target and self.target.meta.request_hash})
 
@@ -165,7 +168,7 @@ class Joined(SideBySide[ActivationStore]):
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The entries of the first input's source, with the target's layer and site, and those of several inputs."""
+        """The first input's source, with layer and site of the target and of several inputs."""
         first, *others = (store.meta.source for store in self.inputs)
         target = self.target.meta.source if self.target else {}
         inputs = [{key: source[key] for key in ("layer", "site") if key in source} for source in (first, *others)]
@@ -173,8 +176,7 @@ class Joined(SideBySide[ActivationStore]):
                 | ({"inputs": inputs} if others and all(inputs) else {}))
 
     def names(self) -> dict[str, Any]:
-        """The entries of a run's document, each a `reference`: `data`, and where there are such, `beside`, the further
-        inputs, and `target`."""
+        """The entries of a run's document, each a `reference`: `data`, further inputs as `beside`, and `target`."""
         first, *others = (store.reference for store in self.inputs)
         return {"data": first, "data_hash": self.hash, **({"beside": others} if others else {}),
                 **({"target": self.target.reference} if self.target else {})}
@@ -186,31 +188,22 @@ class Joined(SideBySide[ActivationStore]):
         return names | ({"data": [names["data"], *beside]} if beside else {})
 
     def demand_alike(self) -> None:
-        """Refuse stores that are not row for row the same tokens, by a ConfigError.
-
-        Cost: reads all columns beside the rows.
-        """
+        """Refuse stores that are not row for row the same tokens, by a ConfigError. Cost: reads all columns."""
         first, *others = self.all
         for other in others:
             for what, values in (("rows", (first.rows, other.rows)), ("dtype", (first.dtype, other.dtype)),
                                  ("columns", tuple(",".join(one.meta.columns) or "none" for one in (first, other)))):
                 if values[0] != values[1]:
-                    self._refuse(first, other, f"the same {what}", *values)
+                    _refuse(first, other, f"the same {what}", *values)
             for column in first.meta.columns:
                 at = 0
                 pairs = zip_longest(*(one.split("all").column(column, COMPARED_ROWS) for one in (first, other)))
                 for ours, theirs in pairs:
                     differ = np.flatnonzero(ours != theirs)
                     if len(differ):
-                        self._refuse(first, other, f"the same {column} in row {at + differ[0]:,}", ours[differ[0]],
-                                     theirs[differ[0]])
+                        _refuse(first, other, f"the same {column} in row {at + differ[0]:,}", ours[differ[0]],
+                                theirs[differ[0]])
                     at += len(ours)
-
-    @staticmethod
-    def _refuse(first: ActivationStore, other: ActivationStore, expected: str, *got: object) -> NoReturn:
-        raise ConfigError(f"{first.name} and {other.name} are not row for row the same tokens: expected {expected}, "
-                          f"got {got[0]} and {got[1]}; make both with one `sae extract`, by several --sites or "
-                          "--layers")
 
     def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0) -> Rows | JoinedRows:
         """The same choice of rows from each; see `ActivationStore.split`."""
@@ -218,3 +211,8 @@ class Joined(SideBySide[ActivationStore]):
         if self.is_single:
             return inputs[0]
         return JoinedRows(inputs, self.target.split(which, fraction=fraction, seed=seed) if self.target else None)
+
+
+def _refuse(first: ActivationStore, other: ActivationStore, expected: str, *got: object) -> NoReturn:
+    raise ConfigError(f"{first.name} and {other.name} are not row for row the same tokens: expected {expected}, "
+                      f"got {got[0]} and {got[1]}; make both with one `sae extract`, by several --sites or --layers")

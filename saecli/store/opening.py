@@ -1,23 +1,31 @@
-"""Opening a home's stores, with a check of changed shards; and messages while stores are filled."""
+"""The stores and runs of a home: opening, filling, listing and removing them."""
 
-from collections.abc import Iterator, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 from ..base import interrupts
-from ..base.console import Listener, Step
-from ..base.errors import ConfigError, PeerError, StoreError
-from ..base.home import STORE_MARKER, Home
-from ..base.wording import counted
-from .joined import Joined
+from ..base.console import Listener, Step, listening
+from ..base.documents import read_run
+from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted, did_you_mean
+from ..base.files import lock_folder
+from ..base.home import STORE_MARKER, Home, Shelf
+from .joined import Joined, in_words
 from .ranks import saved_rows
 from .reader import ActivationStore
 from .writer import StoreWriter
 
+DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
+Kind = Literal["store", "run"]
+
 
 def found_store(home: Home, name: str | None) -> ActivationStore:
-    """The store of that name in the home, else in the folder of that path; None for the newest. StoreError if there is
-    none, or its `store.json` is damaged."""
+    """The store of that name in the home, else in the folder of that path; None for the newest."""
     shelf = home.stores
     folder = None if name is None or name in shelf.names() else Path(name).expanduser()
     if folder is None or not (folder / STORE_MARKER).is_file():
@@ -26,7 +34,7 @@ def found_store(home: Home, name: str | None) -> ActivationStore:
 
 
 def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
-    """As `found_store`, with a note that names the newest; StoreError also if a shard is missing or truncated."""
+    """As `found_store`, with a note that names the newest; StoreError if a shard is missing or truncated."""
     store = found_store(home, name)
     if name is None:
         listener.note(f"using the newest store, {store.name}")
@@ -37,14 +45,9 @@ def open_store(home: Home, name: str | None, listener: Listener) -> ActivationSt
 
 
 def open_joined(home: Home, data: Sequence[str], target: str | None, listener: Listener) -> Joined:
-    """The stores of these names or folders side by side, none for the newest, and that of a target, None for the
-    inputs.
-
-    Raises:
-        StoreError: as of `open_store`.
-        ConfigError: one is named twice among the inputs, or they are not row for row the same tokens.
-    """
-    inputs = tuple(open_store(home, name, listener) for name in data or [None])
+    """Open input stores (default: the newest) and an optional target store; ConfigError if one is named twice among the
+    inputs, or they are not row for row the same tokens."""
+    inputs = tuple(open_store(home, name, listener) for name in data) or (open_store(home, None, listener),)
     places = [store.path.resolve() for store in inputs]
     if twice := [store.name for index, store in enumerate(inputs) if places[index] in places[:index]]:
         raise ConfigError(f"--data names {twice[0]} twice; name each store once", option="data")
@@ -54,11 +57,8 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
 
 
 def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
-    """The store in a folder; None if it is yet to be finished.
-
-    Raises:
-        StoreError: the folder holds something else, or a shard is missing or truncated.
-    """
+    """The finished store in a folder, `cached`; StoreError if it was made from something else, or a shard is missing or
+    truncated."""
     if not (folder / STORE_MARKER).exists():
         return None
     store = ActivationStore.open(folder)
@@ -66,6 +66,7 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
         raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
                          "--name")
     store.demand_shards()
+    store.cached = store.complete
     return store if store.complete else None
 
 
@@ -74,13 +75,9 @@ def first_of(problems: list[str]) -> str:
     return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
 
 
-DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
-
-
 @contextmanager
 def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
-    """If Ctrl-C ends a command that fills stores, say how many rows are saved; yields an empty list, to which the
-    stores' folders are to be added once known."""
+    """If Ctrl-C ends a command that fills stores, say how many rows are saved; yields a list for their folders."""
     folders: list[Path] = []
     try:
         yield folders
@@ -104,3 +101,159 @@ def filling(writers: Sequence[StoreWriter], label: str, rows: int, listener: Lis
             listener.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
     with listener.progress(label, rows, "rows") as show:
         yield show
+
+
+def kept_and_dropped(store: ActivationStore) -> dict[str, Any]:
+    """The entries of a store's JSON on rows dropped, and the norms of dropped and stored rows."""
+    meta = store.meta
+    norms = None if meta.norms is None else {**asdict(meta.norms), "quantiles": meta.norm_quantiles}
+    return {"dropped": meta.dropped, "norms": norms,
+            "dropped_norms": {name: asdict(found) for name, found in meta.dropped_norms.items()}}
+
+
+def stored(stores: Sequence[ActivationStore]) -> dict[str, Any]:
+    """The JSON document of a command that made stores: of one store, or of all below `stores`."""
+    documents = [{"name": store.name, "path": str(store.path), "rows": store.rows, "d_in": store.d_in,
+                  "dtype": store.dtype, "shards": len(store.meta.shards), "cached": store.cached,
+                  **kept_and_dropped(store), "source": store.meta.source} for store in stores]
+    return documents[0] if len(documents) == 1 else {"stores": documents}
+
+
+def list_home(home: str | Path | None = None, *, check: bool = False,
+              progress: bool | Listener = False) -> dict[str, Any]:
+    """The stores and runs of a home, newest first, as `sae list --json` prints them.
+
+    Args:
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        check: read every shard and compare it with its checksum.
+
+    Returns:
+        home: the folder.
+        stores, runs: a list of mappings each; an unreadable one has a `problem`, a sentence.
+        problems: only with `check`, a sentence for each unreadable store and each damaged shard.
+    """
+    place = Home.at(home)
+    stores, runs = _entries(place.stores, _store), _entries(place.runs, _run)
+    document: dict[str, Any] = {"home": str(place.path), "stores": stores, "runs": runs}
+    if check:
+        unreadable = [store["problem"] for store in stores if "problem" in store]
+        document["problems"] = unreadable + _check(stores, listening(progress))
+    return document
+
+
+def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of a shelf, newest first; an unreadable one, or one without a marker, has a `problem`."""
+    found: list[dict[str, Any]] = [
+        {"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence}
+        for name, sentence in shelf.unmarked().items()]
+    for marker in shelf.path.glob(f"*/{shelf.marker}"):
+        entry: dict[str, Any] = {"name": marker.parent.name, "path": str(marker.parent)}
+        try:
+            entry |= describe(shelf, entry["name"])
+        except SaeError as error:
+            entry |= {"state": "unreadable", "created": "", "problem": str(error)}
+        found.append(entry)
+    found = [entry | {"bytes": folder_bytes(Path(entry["path"]))} for entry in found]
+    return sorted(found, key=lambda entry: (str(entry["created"]), entry["name"]), reverse=True)
+
+
+def _store(shelf: Shelf, name: str) -> dict[str, Any]:
+    store = ActivationStore.open(shelf.path / name)
+    return {"state": "complete" if store.complete else "unfinished", "created": store.meta.created,
+            "rows": saved_rows(store.path), "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
+            **kept_and_dropped(store), "source": store.meta.source}
+
+
+def _run(shelf: Shelf, name: str) -> dict[str, Any]:
+    run = read_run(shelf.path / name / shelf.marker)
+    final: Mapping[str, Any] = run.result.final if run.result else {}
+    return {"state": "complete" if run.complete else "unfinished", "created": run.created,
+            "data": in_words([run.data, *run.beside], run.target),
+            "solver": run.solver.name, "act": run.activation.name, "d_sae": run.training.d_sae,
+            "test_fvu": final.get("test_fvu"), "test_l0": final.get("test_l0")}
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:  # renamed by a running command
+            continue
+    return total
+
+
+def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
+    """A sentence for each problem with the shards of readable stores, or with their entries in `store.json`."""
+    done = 0
+    problems: list[str] = []
+    with listener.progress("checking", sum(store["bytes"] for store in stores), "bytes") as show:
+        for store in stores:
+            if "problem" not in store:
+                opened = ActivationStore.open(Path(store["path"]))
+                problems += opened.verify(partial(_shifted, show, done, store["name"])) or opened.misfits()
+            done += store["bytes"]
+            show(done, store["name"])
+    return problems
+
+
+def _shifted(show: Step, begin: int, name: str, done: float) -> None:
+    show(begin + done, name)
+
+
+@dataclass(frozen=True)
+class Removable:
+    """A store or a run, readable or not; `users` are the folders of the runs that were trained on the store."""
+
+    kind: Kind
+    shelf: Shelf
+    path: Path
+    users: tuple[Path, ...]
+
+    def remove(self) -> None:
+        """Remove its files, or a link; SaeError if it is being written or trained on."""
+        path = self.path
+        try:
+            for path in self.users:
+                os.close(lock_folder(path))
+            path = self.path
+            if path.is_symlink():
+                return path.unlink()
+            lock = lock_folder(path)
+            try:
+                (path / self.shelf.marker).unlink(missing_ok=True)  # first: what a kill leaves is no store or run
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)
+        except BlockingIOError as error:
+            why = "another process is writing it" if path == self.path else f"{path.name} is being trained on it"
+            raise self.shelf.error(f"cannot remove {self.path.name}: {why}; wait for it, or stop it") from error
+        except OSError as error:
+            raise self.shelf.error(f"cannot remove {error.filename or path}: {error.strerror or error}; see who owns "
+                                   f"{path}") from error
+
+
+def removable(home: Home, names: Sequence[str], kind: Kind | None = None) -> list[Removable]:
+    """The stores and runs of these names; ConfigError if there is none of a name, or a store and a run have it."""
+    shelves: dict[Kind, Shelf] = {"store": home.stores, "run": home.runs}
+    there = {which: {path.name for path in shelf.path.glob("[!.]*") if path.is_dir()}
+             for which, shelf in shelves.items() if kind in (None, which)}
+    runs = {home.runs.path / entry["name"]: entry["data"] for entry in _entries(home.runs, _trained_on)
+            if "problem" not in entry}
+    found = []
+    for name in dict.fromkeys(names):
+        kinds = [which for which, folders in there.items() if name in folders]
+        if len(kinds) > 1:
+            raise ConfigError(f"{name} is a store and a run; say which by --kind store or --kind run")
+        if not kinds:
+            question = did_you_mean(name, sorted(set().union(*there.values()))) or "`sae list` shows what there is"
+            raise ConfigError(f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {question}")
+        users = tuple(run for run, data in runs.items() if kinds[0] == "store" and name in data)
+        found.append(Removable(kinds[0], shelves[kinds[0]], shelves[kinds[0]].path / name, users))
+    return found
+
+
+def _trained_on(shelf: Shelf, name: str) -> dict[str, Any]:
+    run = read_run(shelf.path / name / shelf.marker)
+    return {"created": run.created, "data": (run.data, *run.beside, run.target)}

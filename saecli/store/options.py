@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..base.options import Config, option
 
-DTYPES = ("float32", "float16", "bfloat16")  # of stored rows; see `dtypes.py`
+DTYPES = ("float32", "float16", "bfloat16")  # of stored rows; see `codec.py`
 FLATTEN = ("positions", "features")
 MAX_NORM_HELP = ("Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
                  "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "

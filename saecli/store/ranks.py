@@ -17,8 +17,8 @@ from typing import Self
 from ..base.files import flush_to_disk, lock_folder, make_folder
 from ..base.home import STORE_MARKER
 from .schema import RANKS, SHARDS, RankShards, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
-from .shard_statistics import norm_fields, stored_statistics
-from .statistics import Dropped
+from .shard import stored_statistics
+from .statistics import Dropped, norm_fields
 from .writer import ClaimedStore, claim, no_rows, other_number, remove_empty
 
 WAIT_SECONDS = 10.0  # how long an interrupted rank 0 waits for the others to end

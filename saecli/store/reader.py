@@ -1,14 +1,11 @@
-"""Opening a store, checking its shards, and choosing rows of it.
-
-Legend: R rows.
-"""
+"""A store open for reading: choosing rows, checking shards."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from ..base.errors import StoreError
-from .checks import damaged_world, find_damage, no_show
+from .checks import damaged_world, find_damage
 from .chunks import Chunks
 from .rows import Rows
 from .schema import SHARDS, StoreMeta, read_meta
@@ -19,13 +16,9 @@ from .split import TEST_FRACTION, Split, Which
 class ActivationStore(Chunks):
     """A store open for reading; of an unfinished one, the whole shards.
 
-    Args:
-        path: the store's folder.
-        meta: its `store.json`.
-        homed: whether it is in the home, where its name finds it.
-
     Attributes:
-        cached: whether `extract` found it finished.
+        homed: whether it is in the home, where its name finds it.
+        cached: whether the command that would make it found it finished.
     """
 
     cached = False
@@ -36,16 +29,7 @@ class ActivationStore(Chunks):
 
     @classmethod
     def open(cls, path: Path, homed: bool = True) -> Self:
-        """Open a store.
-
-        Args:
-            path: its folder, e.g. `home.stores.find(name)`.
-            homed: whether that is in the home.
-
-        Raises:
-            StoreError: there is none, or its `store.json` is damaged or of a newer version. Damage to a shard is
-                found when the shard is first read.
-        """
+        """Open the store in a folder; damage to a shard is found when the shard is first read."""
         return cls(path, read_meta(path), homed)
 
     def __repr__(self) -> str:
@@ -54,13 +38,8 @@ class ActivationStore(Chunks):
                 f"path={str(self.path)!r})")
 
     @property
-    def name(self) -> str:
-        """The store's name."""
-        return self.path.resolve().name
-
-    @property
     def reference(self) -> str:
-        """What finds the store again: its name, and of one outside the home its folder."""
+        """The store's name, or its folder if it is outside the home."""
         return self.name if self.homed else str(self.path.resolve())
 
     @property
@@ -93,13 +72,12 @@ class ActivationStore(Chunks):
         """
         return Rows.chosen(self, Split(which, fraction, seed, test_fraction))
 
-    def verify(self, show: Callable[[float], None] = no_show) -> list[str]:
+    def verify(self, show: Callable[[float], None] = lambda read: None) -> list[str]:
         """A sentence for each missing or damaged shard; see `find_damage`."""
         return find_damage(self.path, self.meta, show)
 
     def misfits(self) -> list[str]:
-        """A sentence for the first shard, or for `world.safetensors`, if it differs from its description in
-        `store.json`; none where all agree.
+        """A sentence if a shard or `world.safetensors` differs from its description in `store.json`.
 
         Cost: opens every shard, and reads no activations.
         """

@@ -11,12 +11,11 @@ import numpy as np
 
 from ..base.errors import ConfigError, StoreError
 from .chunks import Chunks
-from .shard_statistics import stored_statistics
-from .shuffle import Deal
-from .sparse_rows import CODES, SparseRows, stacked
+from .codec import CODES, SparseRows, stacked
+from .shard import stored_statistics
 from .split import Split
 from .statistics import Spread
-from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
+from .stream import WHOLE, Deal, Part, Source, in_order, numbers_shuffled, shuffled
 
 WINDOW_BYTES = 256 << 20
 STATISTICS_ROWS = 1024  # rows per batch of a pass that measures rows
@@ -80,9 +79,7 @@ class Rows:
     """Some of a store's rows, to iterate over as often as needed, each time from one thread.
 
     Args:
-        store: the store.
-        split: which of its rows.
-        counts: (chunks,) number of its rows in each chunk.
+        counts: (chunks,) number of the split's rows in each chunk.
         decoded: whether batches are float32, rather than of the storage dtype.
     """
 
@@ -101,7 +98,7 @@ class Rows:
 
     @classmethod
     def chosen(cls, store: Chunks, split: Split) -> Self:
-        """The rows that a split chooses; StoreError if there are none, or a shard is damaged."""
+        """The rows that a split chooses; StoreError if there are none."""
         split = split.fitted(lambda: map(store.chunk_ids, range(len(store.chunk_sizes))))
         counts = store.chunk_sizes.copy()
         if split.which != "all":
@@ -149,24 +146,17 @@ class Rows:
         """One epoch of shuffled batches, read ahead by threads.
 
         Every row comes exactly once. A batch holds no more pairs of rows of one document than under a uniform shuffle
-        (see `shuffle.py`). The order depends only on the rows, seed, epoch, batch size and window.
+        (see `Deal`). The order depends only on the rows, seed, epoch, batch size and window.
 
         Args:
-            batch_size: rows per batch, at least 1; the epoch's last may be short.
-            seed: at least 0.
-            epoch: at least 0.
-            window_bytes: size of a window as stored. Two are held in memory, or none where the store lies in the
-                system's page cache, from which rows are then gathered; a store smaller than a window is shuffled
-                uniformly.
-            part: this process's part of every batch, where several divide them; batches of which it has no row are
-                skipped. Only its own rows are read.
-            row_bytes: of a row of the store whose order to take, that of this store by default.
+            batch_size: rows per batch; the epoch's last may be short.
+            window_bytes: size of a window as stored. Two are held in memory, or none if the store lies in the page
+                cache, from which rows are then gathered; a store smaller than a window is shuffled uniformly.
+            part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
+            row_bytes: bytes per row of the store whose order to take; by default of this store.
 
         Yields:
             (B, D) float32, or as stored, writable; its memory is reused for the next batch.
-
-        Raises:
-            StoreError: a shard is missing or damaged.
         """
         _check_batch_size(batch_size)
         row_bytes = row_bytes or self.store.meta.row_bytes
@@ -183,17 +173,7 @@ class Rows:
                     UNIT_BYTES // row_bytes, batch_size)
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """The rows in stored order, read ahead by threads.
-
-        Args:
-            batch_size: rows per batch, at least 1; the last may be short.
-            part: this process's part of the batches, where several divide them.
-
-        Yields:
-            (B, D) float32, or as stored, writable; its memory is reused for the next batch.
-
-        Raises:
-            StoreError: a shard is missing or damaged.
+        """The rows in stored order, read ahead by threads, as `batches` yields them; `part` of the sequence of batches.
         """
         _check_batch_size(batch_size)
         return in_order(self._source, batch_size, part)
@@ -201,11 +181,8 @@ class Rows:
     def spread(self) -> Spread:
         """Their mean and scatter, exact to rounding.
 
-        Raises:
-            StoreError: a shard is missing or damaged.
-
-        Cost: for all training rows, a pass over the held-out ones; else, and where a shard has no statistics or nearly
-        all of some dimension's scatter is held out, a pass over the rows themselves.
+        Cost: for all training rows, a pass over the held-out ones; else, and if a shard has no statistics or nearly all
+        of some dimension's scatter is held out, a pass over the rows themselves.
         """
         store, split = self.store, self.split
         whole = stored_statistics(store.path, store.meta) if split.which == "train" and split.fraction == 1 else None
@@ -221,40 +198,28 @@ class Rows:
         return Spread.measured(self.sequential(STATISTICS_ROWS), self.d_in)
 
     def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
-        """A column's values for these rows, in stored order.
-
-        Args:
-            name: one of the store's columns.
-            batch_size: values at a time, at least 1; the last batch may be short.
-
-        Yields:
-            (B,) integers.
-
-        Raises:
-            StoreError: the store has no such column, or a shard is missing or damaged.
-        """
+        """A column's values for these rows, (B,) integers at a time, in stored order."""
         _check_batch_size(batch_size)
         if name not in self.store.meta.columns:
             there = ", ".join(self.store.meta.columns) or "none"
             raise StoreError(f"{self.store.path} has no column {name}; expected one of its columns ({there})")
-        return self._beside(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
+        return self._values(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
 
     def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
-        """The numbers of these rows within the store, from 0, in stored order, in batches as of `column`."""
+        """The numbers of these rows within the store, from 0, in stored order, (B,) at a time."""
         _check_batch_size(batch_size)
         starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
-        return self._beside(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
+        return self._values(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
 
     def codes(self, batch_size: int) -> Iterator[SparseRows]:
-        """The true codes of these rows, in stored order, in batches as of `column`; StoreError if there are none, or a
-        shard is missing or damaged."""
+        """The true codes of these rows, in stored order, B rows at a time; StoreError if there are none."""
         _check_batch_size(batch_size)
         if self.store.meta.world is None:
             raise StoreError(f"{self.store.path} has no true codes; expected a store of rows made of known features")
-        return self._beside(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
+        return self._values(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
 
-    def _beside(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
-        """Values of these rows in batches; `of_chunk` gives those of all rows of a chunk."""
+    def _values(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
+        """Values of these rows in batches; `of_chunk` gives the values of all rows of a chunk."""
         waiting = None
         for chunk in np.flatnonzero(self._counts):
             kept = self._kept(int(chunk))

@@ -1,45 +1,4 @@
-"""The format of a store, and the contents of its `store.json`.
-
-The format, version 1:
-
-- A store is a folder with `store.json` and `shards/00000.h5`, `shards/00001.h5`, ... A reader MUST take the
-  list of shards from `store.json` and ignore any other file: it may be unfinished.
-- `store.json` is one JSON object with the fields of `StoreMeta`. A reader MUST refuse a larger
-  `format_version` than it knows, and SHOULD ignore fields that it does not know.
-- Each shard is an HDF5 file of `shard_rows` rows; the last, and where several ranks wrote the store each rank's last,
-  may be shorter.
-- Its dataset `activations` has shape (rows, d_in); its chunks MUST be `chunk_rows` whole rows (a shard of fewer rows
-  has one chunk, of exactly its rows), without filters, every chunk present. Its type is float32, float16, or for
-  bfloat16 a custom float of 8 exponent and 7 mantissa bits, all little-endian.
-- The datasets of `columns`, each (rows,), are contiguous integers of the types in `COLUMNS`; a shard has none of those
-  columns that `store.json` does not list.
-- A shard SHOULD have a dataset `chunk_xxh3`, (chunks,) contiguous uint64, the XXH3-64 of each chunk's bytes, and its
-  chunks one after the other in order; its `frame` in `store.json` then gives their offset, and the XXH3-64 of all
-  bytes before and after them. A reader MUST refuse bytes that differ from a checksum, and where there is no `frame`
-  a file that differs from its `sha256`.
-- No activation is NaN or infinite. Where there is a `max_norm_multiple`, no row's norm, before rounding to the stored
-  type, exceeds `max_norm_multiple` times `median_norm`.
-- `dropped` counts, by reason, rows that are not stored: `nonfinite`, `high_norm` (by `max_norm_multiple`), `special`
-  tokens, and `beside`; and the texts that are not: `empty_texts`, `short_texts`.
-- Where `source` has a `beside`, one command filled this store and one for each of the places listed there, "l12-mlp_in"
-  for site mlp_in of block 12. Row i of each is of the same token: a row that one drops is dropped from all, and those
-  that could have stored it count it under `beside`.
-- A shard MAY have a group `statistics` of its rows as stored: `mean` and `scatter`, (d_in,) float64, the mean and
-  `sum_i (x_i - mean)^2`; attributes `norm_mean` and `norm_max` of their Euclidean norms, float64; and a histogram of
-  these norms, `norm_bin`, (K,) int32 ascending, and `norm_count`, (K,) int64 above 0: bin 0 is for norms of 0, bin i
-  for norms in `[2^((i - 1) / 40 - 149), 2^(i / 40 - 149))`.
-- A store of rows made of known features has a `world`: the file `world.safetensors` in its folder has that `sha256`,
-  and `directions` (G, d_in), `bias` (d_in,) and `firing_probabilities` (G,), float32, of G `features`. Then every shard
-  has a group `codes` of contiguous datasets: `offset` (rows + 1,) int64 from 0, `index` (n,) int32 in [0, G) ascending
-  within a row, `value` (n,) float32 above 0. Row i, before rounding to the stored type, is `bias` plus the sum of
-  `value[j] directions[index[j]]` over j in [`offset[i]`, `offset[i + 1]`).
-- `store.json` MAY lack `max_norm_multiple`, `median_norm`, `norms`, `norm_quantiles`, `dropped_norms` and a shard's
-  `frame`: older versions wrote none of them.
-- `store.json` MAY have `ranks`, where several processes wrote the store: rank r stored the documents whose number is r
-  modulo the number of ranks. Each entry, in order of rank, gives the rows the rank was to store and the number of
-  shards it wrote, which are consecutive. An unfinished store of several ranks has no shards: each rank writes its own
-  store in `ranks/NNNNN`, which a reader MUST ignore.
-"""
+"""The contents of a store's `store.json`; README.md specifies the format."""
 
 import dataclasses
 import hashlib
@@ -57,8 +16,7 @@ from ..base.documents import Origin, demand_version, parse_json
 from ..base.errors import ConfigError, StoreError, flag_of
 from ..base.files import regular, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
-from .dtypes import DTYPES
-from .sparse_rows import CODES
+from .codec import CODES, DTYPES
 from .statistics import Norms
 
 FORMAT_VERSION = 1
@@ -66,6 +24,7 @@ SHARDS = "shards"
 RANKS = "ranks"
 WORLD_FILE = "world.safetensors"
 ACTIVATIONS = "activations"
+STATISTICS = "statistics"
 CHUNK_CHECKSUMS = "chunk_xxh3"
 CHECKSUM = np.dtype("<u8")
 
@@ -93,7 +52,7 @@ def rows_per_shard(d_in: int, dtype: str, most: int = MOST) -> int:
 
 
 def hash_request(request: Mapping[str, Any]) -> str:
-    """A hash of all that determines a store's rows, by which an identical finished store is recognised."""
+    """A hash of all that determines a store's rows, which identifies an identical finished store."""
     return hashlib.sha256(json.dumps(request, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
@@ -104,7 +63,7 @@ class Resume:
     Args:
         cursor: the producer's record of where the block of the shard's last row begins; entries with a leading
             underscore only help to get there, and may differ between passes.
-        skip: the number of kept rows of that block in this shard and the ones before it.
+        skip: kept rows of that block in this shard and the ones before it.
     """
 
     cursor: dict[str, Any]
@@ -121,7 +80,7 @@ class Frame:
     """The bytes around a shard's activations: HDF5's headers, the columns, the chunks' checksums.
 
     Args:
-        start: byte offset of the activations, whose chunks lie one after the other.
+        start: byte offset of the activations, whose chunks are consecutive.
         xxh3: XXH3-64 of all bytes before and after them, in hexadecimal.
     """
 
@@ -134,13 +93,8 @@ class ShardRecord:
     """One finished shard.
 
     Args:
-        file: its name within `shards/`.
-        rows: rows in it.
-        sha256: hash of the file's bytes.
         dropped: rows dropped, by reason, in the blocks that ended since the previous shard.
-        resume: where the producer resumes after it.
-        dropped_norms: norms of the rows dropped, by reason.
-        frame: by which it is checked while it is read; None if it must be checked whole before.
+        frame: per-chunk checksums; None: verify the whole file first.
     """
 
     file: str
@@ -154,12 +108,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class RankShards:
-    """The rows and shards of one of several ranks.
-
-    Args:
-        rows: number of rows it is to store.
-        shards: number of shards it wrote; 0 while the store is unfinished.
-    """
+    """The rows that one of several ranks is to store, and its shards; none while the store is unfinished."""
 
     rows: int
     shards: int = 0
@@ -167,12 +116,7 @@ class RankShards:
 
 @dataclass(frozen=True)
 class WorldRecord:
-    """The features that a store's rows are made of.
-
-    Args:
-        features: G, their number.
-        sha256: hash of the bytes of `world.safetensors`.
-    """
+    """The number of known features that a store's rows are made of, and the SHA-256 of `world.safetensors`."""
 
     features: int
     sha256: str
@@ -185,23 +129,15 @@ class StoreMeta:
     Args:
         source: where the rows come from (model, revision, layer, site, dataset, context, ...), free-form.
         request_hash: `hash_request` of the request; an interrupted store is resumed only under the same.
-        dtype: "float32", "float16" or "bfloat16".
-        d_in: dimensions of a row.
         shard_rows: rows in every shard but the last, or the last of each rank.
         chunk_rows: rows in a chunk; 0 for `rows_per_chunk`.
-        columns: names, out of `COLUMNS`, of the values stored beside each row.
+        columns: names, out of `COLUMNS`, of the values stored with each row.
         max_norm_multiple: rows with a norm above this multiple of `median_norm` are dropped; None for no limit.
         median_norm: the median norm of the first block's finite rows; None until there is a shard.
-        created: when the store was begun.
-        complete: whether all of its rows are stored.
-        dropped: rows dropped, by reason.
-        dropped_norms: norms of the rows dropped, by reason.
-        norms: norms of the rows stored; None where an earlier version wrote some of them.
+        dropped, dropped_norms: number and norms of the rows dropped, by reason.
+        norms: of the rows stored; None if some of them are unknown.
         norm_quantiles: fraction -> quantile of the norms, within 0.87%.
-        shards: the finished shards, in the order of their rows.
         ranks: each rank's rows and shards, where several write the store; see `ranks.py`.
-        world: the known features that the rows are made of, whose true codes are stored too; None if there are none.
-        format_version: version of the format.
     """
 
     source: dict[str, Any]
@@ -253,7 +189,7 @@ class StoreMeta:
 
     @property
     def row_values(self) -> tuple[str, ...]:
-        """The names of the values stored beside each row: the columns, and true codes."""
+        """The names of the values stored with each row: the columns, and true codes."""
         return (*self.columns, CODES) if self.world else self.columns
 
     def is_last(self, shard: int) -> bool:
@@ -276,11 +212,7 @@ class StoreMeta:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse the contents of a `store.json`.
-
-        Raises:
-            ValueError: it is invalid, or of a newer version; the message says what is wrong.
-        """
+        """Parse the contents of a `store.json`; ValueError if it is invalid, or of a newer version."""
         demand_version(text, FORMAT_VERSION)
         parse_json(text, _Demanded)
         meta = parse_json(text, cls)

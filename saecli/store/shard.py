@@ -1,7 +1,7 @@
 """Reading shards: checking that an HDF5 file agrees with `store.json`, and mapping its bytes.
 
-No byte is used before its checksum is verified: the HDF5 library crashes on some damaged headers, and damaged rows look
-like any others. The frame is checked when a shard is first opened, each chunk when it is first read.
+No byte is used before its checksum is verified, as the HDF5 library crashes on some damaged headers: the frame when a
+shard is first opened, each chunk when it is first read.
 
 Legend: R rows, D = d_in.
 """
@@ -22,9 +22,9 @@ from xxhash import xxh3_64_intdigest
 from ..base.errors import StoreError
 from ..base.home import STORE_MARKER, UNREADABLE
 from .checks import damage, found_file, frame_checksum, make_anew, open_shard, unreadable
-from .dtypes import DTYPES
-from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, ShardRecord, StoreMeta
-from .sparse_rows import CODES, INDEX, OFFSET, VALUE, SparseRows
+from .codec import CODES, DTYPES, INDEX, OFFSET, VALUE, Column, SparseRows
+from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, STATISTICS, ShardRecord, StoreMeta
+from .statistics import BINS, Norms, Spread, Statistics
 
 # What h5py raises, unpredictably, for damaged or foreign files.
 HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
@@ -37,12 +37,11 @@ class Layout:
     """The byte offsets in a shard.
 
     Args:
-        rows: rows in the shard.
         chunk_rows: rows in a chunk; the last may be padded.
         chunks: (chunks,) byte offset of each chunk of activations.
         columns: byte offset of each column.
         codes: byte offset, type and length of each dataset of true codes; empty if the store has none.
-        checksums: byte offset of the chunks' checksums; None where the whole file has been checked.
+        checksums: byte offset of the chunks' checksums; 0 where the whole file has been checked.
         end: the file's minimum size in bytes.
         checked: (chunks,) whether a chunk's checksum has been verified.
         file: inode, size and `ctime` of the file when this was read.
@@ -53,19 +52,14 @@ class Layout:
     chunks: np.ndarray
     columns: dict[str, int]
     codes: dict[str, tuple[int, np.dtype, int]]
-    checksums: int | None
+    checksums: int
     end: int
     checked: np.ndarray
     file: tuple[int, int, int]
 
 
 def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
-    """Find the byte offsets in a shard, and check that it agrees with `store.json`.
-
-    Args:
-        path: the shard.
-        meta: the store's `store.json`.
-        record: the shard's entry in it.
+    """Find the byte offsets in a shard.
 
     Raises:
         StoreError: it is missing, truncated or damaged outside its activations; or its shape, type or layout differ
@@ -73,8 +67,7 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
 
     Cost: reads all but the activations, or the whole file where there is no frame.
     """
-    found = _check(path, meta, record)
-    return _read(path, meta, record, found)
+    return _read(path, meta, record, _check(path, meta, record))
 
 
 def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
@@ -104,17 +97,8 @@ def hdf5_file(path: Path) -> h5py.File:
 def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0) -> int:
     """Refuse a shard that is too short for its rows; reads it only if it is.
 
-    Args:
-        path: the shard.
-        meta: the store's `store.json`.
-        record: the shard's entry in it.
-        start: byte offset of its activations.
-
     Returns:
-        The byte offset at which its activations end.
-
-    Raises:
-        StoreError: it is missing or truncated, or `store.json` is wrong about it.
+        The byte offset at which its activations end, given the one at which they start.
     """
     chunk_rows = min(meta.chunk_rows, record.rows)
     rows = -(-record.rows // chunk_rows) * chunk_rows
@@ -128,9 +112,7 @@ def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0
 
 
 def _demand_fit(path: Path, meta: StoreMeta, record: ShardRecord) -> None:
-    """Where a shard seems damaged but is as it was written, raise a StoreError that says where `store.json` is wrong.
-
-    Cost: one read of the shard.
+    """If a shard seems damaged but is as it was written, say where `store.json` is wrong. Cost: one read of the shard.
     """
     with open_shard(path) as file:
         found = _identity(file.fileno())
@@ -148,7 +130,7 @@ def _identity(path: Path | int) -> tuple[int, int, int]:
 
 
 def _check(path: Path, meta: StoreMeta, record: ShardRecord) -> tuple[int, int, int]:
-    """Compare the frame, or where there is none the whole file, with its checksum; returns the file's identity."""
+    """Compare the frame, or without one the whole file, with its checksum; returns the file's identity."""
     with open_shard(path) as file:
         found = _identity(file.fileno())
         if record.frame is None:
@@ -185,7 +167,7 @@ def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found
     _expect("chunks", count, int((chunks >= 0).sum()))
     ends = [int(chunks.max()) + chunk_bytes]
 
-    def place(name: str, length: int, kind: np.dtype) -> int:
+    def offset_of(name: str, length: int, kind: np.dtype) -> int:
         column = file[name]
         _expect(f"shape of {name}", (length,), column.shape)
         _expect(f"type of {name}", kind, column.dtype)
@@ -194,14 +176,14 @@ def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found
         ends.append(offset + length * kind.itemsize)
         return offset
 
-    columns = {name: place(name, rows, COLUMNS[name]) for name in meta.columns}
+    columns = {name: offset_of(name, rows, COLUMNS[name]) for name in meta.columns}
     codes = {}
     _expect("known features", meta.world is not None, CODES in file)
     if meta.world:
         entries = len(file[CODES]["index"])
         for name, length, kind in (("offset", rows + 1, OFFSET), ("index", entries, INDEX), ("value", entries, VALUE)):
-            codes[name] = (place(f"{CODES}/{name}", length, kind) if length else 0, kind, length)
-    checksums = place(CHUNK_CHECKSUMS, count, CHECKSUM) if record.frame else None
+            codes[name] = (offset_of(f"{CODES}/{name}", length, kind) if length else 0, kind, length)
+    checksums = offset_of(CHUNK_CHECKSUMS, count, CHECKSUM) if record.frame else 0
     if found[1] < max(ends):
         raise ValueError(f"truncated file: expected {max(ends)} bytes or more, got {found[1]}")
     checked = np.full(count, record.frame is None)
@@ -215,12 +197,7 @@ def _expect(what: str, said: object, held: object) -> None:
 
 
 class MappedShards:
-    """The shards of a store, memory-mapped when first read; thread-safe.
-
-    Args:
-        store: the store's folder.
-        meta: its `store.json`.
-    """
+    """The shards of a store, memory-mapped when first read; thread-safe. Errors are StoreErrors that name the shard."""
 
     # Each map holds a file descriptor, and many systems allow a process only 1024.
     MAPS = 512
@@ -236,13 +213,7 @@ class MappedShards:
         return self._folder / self._meta.shards[shard].file
 
     def chunk(self, shard: int, chunk: int) -> np.ndarray:
-        """A chunk's rows.
-
-        Returns:
-            (R, D) in the storage dtype, a read-only view of the page cache.
-
-        Raises:
-            StoreError: the shard is missing, damaged or foreign.
+        """A chunk's rows, (R, D) in the storage dtype, a read-only view of the page cache.
 
         Cost: the first time, a pass of XXH3-64 over the chunk: 20 to 30 GB/s, or 0.03 CPU seconds per GiB.
         """
@@ -253,7 +224,7 @@ class MappedShards:
         rows = min(layout.chunk_rows, layout.rows - first)
         if not layout.checked[chunk]:
             checksums = np.ndarray(layout.checked.shape, CHECKSUM, mapped, layout.checksums)
-            expected, got = int(checksums[chunk]), xxh3_64_intdigest(whole)
+            expected, got = int(checksums[chunk]), xxh3_64_intdigest(whole.data)
             if expected != got:
                 raise damage(self.path(shard), f"the XXH3-64 of its rows {first} to {first + rows - 1} to be",
                              f"{expected:016x}", f"{got:016x}")
@@ -261,7 +232,7 @@ class MappedShards:
         return whole[:rows]
 
     def expect(self, shard: int, chunk: int) -> None:
-        """Have the system prefetch a chunk from disk, if it is yet to be checked and so will be read whole."""
+        """Have the system prefetch a chunk from disk, if it is yet to be checked."""
         layout, mapped = self._open(shard)
         if not layout.checked[chunk]:
             end = int(layout.chunks[chunk]) + layout.chunk_rows * self._meta.row_bytes
@@ -269,15 +240,14 @@ class MappedShards:
             mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
 
     def whole(self, shard: int) -> np.ndarray:
-        """As `chunk`, all rows of a shard whose chunks are consecutive, as `in_memory` checks."""
+        """All rows of a shard whose chunks are consecutive, as `in_memory` checks; see `chunk`."""
         layout, mapped = self._open(shard)
         for chunk in np.flatnonzero(~layout.checked).tolist():
             self.chunk(shard, chunk)
         return np.ndarray((layout.rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped, layout.chunks[0])
 
     def in_memory(self) -> bool:
-        """Whether all shards can stay mapped, and are in the page cache, by a sample of pages; StoreError if a shard is
-        missing, damaged or foreign."""
+        """Whether all shards can stay mapped, and are in the page cache, by a sample of pages."""
         return (len(self._meta.shards) <= self.MAPS and hasattr(os, "RWF_NOWAIT")
                 and all(self._in_memory(shard) for shard in range(len(self._meta.shards))))
 
@@ -293,15 +263,8 @@ class MappedShards:
                 return False
         return True
 
-    def column(self, shard: int, name: str) -> np.ndarray | SparseRows:
-        """A column of a shard, or its true codes.
-
-        Returns:
-            (rows,) of the column's type, read-only.
-
-        Raises:
-            StoreError: the shard is missing, damaged or foreign.
-        """
+    def column(self, shard: int, name: str) -> Column:
+        """A column of a shard, (rows,), or its true codes; read-only."""
         layout, mapped = self._open(shard)
         if name == CODES:
             return SparseRows(*(np.ndarray((length,), kind, mapped, offset)
@@ -330,3 +293,38 @@ class MappedShards:
             self._layouts[shard] = read_layout(path, self._meta, self._meta.shards[shard])
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+
+def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
+    """The statistics of all rows of a store; None if there is no shard, or one was written without them.
+
+    Cost: opens every shard, and reads no rows.
+    """
+    total = None
+    for record in meta.shards:
+        found = _shard_statistics(path / SHARDS / record.file, meta, record)
+        if found is None:
+            return None
+        total = found if total is None else total + found
+    return total
+
+
+def _shard_statistics(path: Path, meta: StoreMeta, record: ShardRecord) -> Statistics | None:
+    read_layout(path, meta, record)  # verifies the checksum before any byte is used
+    try:
+        with hdf5_file(path) as file:
+            if STATISTICS not in file:
+                return None
+            group = file[STATISTICS]
+            mean, scatter, bins, number = (group[name][:] for name in ("mean", "scatter", "norm_bin", "norm_count"))
+            norms = Norms(record.rows, *(float(group.attrs[name]) for name in ("norm_mean", "norm_max")))
+            counts = np.zeros(BINS, np.int64)
+            counts[bins] = number
+    except (*HDF5_ERRORS, IndexError) as error:
+        raise StoreError(f"cannot read the statistics of shard {path}: {' '.join(str(error).split())}; "
+                         f"{make_anew(path.parents[1])}") from error
+    if not (mean.shape == scatter.shape == (meta.d_in,) and (scatter >= 0).all() and counts.sum() == record.rows
+            and np.isfinite([*mean, *scatter, norms.mean, norms.max]).all()):
+        raise StoreError(f"cannot use the statistics of shard {path}: expected those of {record.rows} rows of "
+                         f"{meta.d_in} dimensions, got others; {make_anew(path.parents[1])}")
+    return Statistics(Spread(record.rows, mean, scatter), norms, counts)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -19,10 +20,8 @@ from xxhash import xxh3_64_intdigest
 
 from ..base.files import file_sha256, make_folder, partial_path, settle
 from .checks import frame_checksum
-from .dtypes import DTYPES
-from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, Frame, StoreMeta
-from .shard_statistics import put_statistics
-from .sparse_rows import CODES, INDEX, OFFSET, VALUE, SparseRows, stacked
+from .codec import CODES, DTYPES, INDEX, OFFSET, VALUE, Column, SparseRows, stacked
+from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, STATISTICS, Frame, StoreMeta
 from .statistics import Statistics
 
 ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
@@ -30,10 +29,6 @@ ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
 
 class ShardWriter:
     """Writes one shard under a hidden name; `commit` makes it appear whole.
-
-    Args:
-        path: the shard's final path.
-        meta: the store's `store.json`.
 
     Attributes:
         statistics: of the rows in whole chunks; once committed, of all.
@@ -51,7 +46,7 @@ class ShardWriter:
         self._decoded = np.empty(self._chunk.shape, np.float32)
         self._scratch = np.empty(self._chunk.shape, np.float64)
         self._filled = 0  # rows of the chunk being gathered
-        self._columns: dict[str, list[np.ndarray | SparseRows]] = {name: [] for name in meta.row_values}
+        self._columns: dict[str, list[Column]] = {name: [] for name in meta.row_values}
         self._checksums: list[int] = []  # per chunk
         _, self._start = _headers(meta, meta.shard_rows)
         self._end = self._start
@@ -59,16 +54,8 @@ class ShardWriter:
         self._file_path = partial_path(path)
         self._file = os.open(self._file_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
-    def append(self, rows: np.ndarray, columns: Mapping[str, np.ndarray | SparseRows]) -> None:
-        """Add rows.
-
-        Args:
-            rows: (R, D) in the storage dtype.
-            columns: (R,) for each of the store's columns, and true codes if it has them.
-
-        Raises:
-            OSError: the write fails.
-        """
+    def append(self, rows: np.ndarray, columns: Mapping[str, Column]) -> None:
+        """Add rows, (R, D) in the storage dtype, with their columns, (R,) each, and true codes."""
         for name, parts in self._columns.items():
             column = columns[name]
             parts.append(column.copy() if isinstance(column, SparseRows) else column.astype(COLUMNS[name]))
@@ -82,14 +69,7 @@ class ShardWriter:
                 self._flush_chunk()
 
     def commit(self) -> tuple[str, Frame]:
-        """Finish the shard, flush it to disk and rename it to its final path.
-
-        Returns:
-            The SHA-256 of the file, and its frame.
-
-        Raises:
-            OSError: the write fails.
-        """
+        """Finish the shard, flush it to disk and rename it to its final path; returns its SHA-256 and its frame."""
         if self._filled:
             if self.rows < len(self._chunk):  # the only chunk is exactly its rows; else the last is padded
                 self._chunk = self._chunk[: self.rows]
@@ -121,8 +101,8 @@ class ShardWriter:
 
     def _flush_chunk(self) -> None:
         self._measure(self._chunk[: self._filled])
-        self._checksums.append(xxh3_64_intdigest(self._chunk))
-        _write(self._file, memoryview(self._chunk).cast("B"), self._end)
+        self._checksums.append(xxh3_64_intdigest(self._chunk.data))
+        _write(self._file, self._chunk.data.cast("B"), self._end)
         self._end += self._chunk.nbytes
         self._filled = 0
 
@@ -136,7 +116,7 @@ class ShardWriter:
 
 
 def _write(file: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all of the data, of which one call may write only a part."""
+    """Write all of the data; one call may write only a part."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
@@ -144,12 +124,7 @@ def _write(file: int, data: memoryview | bytes, offset: int) -> None:
 
 
 class _Image(io.RawIOBase):
-    """A file object that records what HDF5 writes.
-
-    Attributes:
-        writes: offset and bytes of every write, in order.
-        size: size of the file.
-    """
+    """A file object that records HDF5's writes: offset and bytes of each, and the file's size."""
 
     def __init__(self) -> None:
         self.writes: list[tuple[int, bytes]] = []
@@ -163,7 +138,7 @@ class _Image(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         self.writes.append((self._at, bytes(data)))
         self._at += len(data)
         self.size = max(self.size, self._at)
@@ -174,22 +149,12 @@ class _Image(io.RawIOBase):
         return self.size
 
 
-def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray | SparseRows] | None = None,
+def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, Column] | None = None,
              statistics: Statistics | None = None) -> tuple[_Image, int]:
-    """All bytes of a shard but its activations.
+    """All bytes of a shard but its activations, and their byte offset.
 
     A fixed-size, unfiltered, chunked dataset that is allocated at once has consecutive chunks and needs no index of
     them (version 1.10 of the format); the bytes before them do not depend on `rows`.
-
-    Args:
-        meta: the store's `store.json`.
-        rows: number of rows.
-        columns: (rows,) for each of the store's columns, the chunks' checksums, and true codes if it has them; None
-            leaves them out.
-        statistics: of the rows; None leaves them out.
-
-    Returns:
-        The image, and the byte offset of the activations.
     """
     image = _Image()
     with _open(image) as file:
@@ -200,23 +165,32 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, np.ndarray | Spar
         activations = _create(file, ACTIVATIONS, DTYPES[meta.dtype].hdf5, (rows, meta.d_in), chunk)
         for name, column in (columns or {}).items():
             if isinstance(column, SparseRows):
-                _put_codes(file, column)
+                _put(file, CODES, {"offset": column.offsets.astype(OFFSET), "index": column.indices.astype(INDEX),
+                                   "value": column.values.astype(VALUE)})
             else:
                 file[name][...] = column
         if statistics is not None:
-            put_statistics(file, statistics)
+            _put_statistics(file, statistics)
         start = activations.get_chunk_info_by_coord((0, 0)).byte_offset
     return image, start
 
 
-def _put_codes(file: h5py.File, codes: SparseRows) -> None:
-    """Write a shard's true codes into it, as `schema.py` says."""
+def _put(file: h5py.File, name: str, columns: Mapping[str, np.ndarray]) -> h5py.Group:
+    """Write arrays into a new group of a shard."""
     creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
-    creation.set_obj_track_times(False)
-    group = h5py.Group(h5py.h5g.create(file.id, CODES.encode(), gcpl=creation))
-    for name, values, kind in (("offset", codes.offsets, OFFSET), ("index", codes.indices, INDEX),
-                               ("value", codes.values, VALUE)):
-        group.create_dataset(name, data=values.astype(kind), track_times=False)
+    creation.set_obj_track_times(False)  # equal rows make equal bytes
+    group = h5py.Group(h5py.h5g.create(file.id, name.encode(), gcpl=creation))
+    for key, values in columns.items():
+        group.create_dataset(key, data=values, track_times=False)
+    return group
+
+
+def _put_statistics(file: h5py.File, statistics: Statistics) -> None:
+    bins = np.flatnonzero(statistics.norm_counts)
+    group = _put(file, STATISTICS, {"mean": statistics.spread.mean, "scatter": statistics.spread.scatter,
+                                    "norm_bin": bins.astype("<i4"), "norm_count": statistics.norm_counts[bins]})
+    for name, value in (("norm_mean", statistics.norms.mean), ("norm_max", statistics.norms.max)):
+        group.attrs.create(name, value, dtype="<f8")
 
 
 def _open(image: _Image) -> h5py.File:

@@ -1,24 +1,18 @@
-"""Mean, spread and norms of rows, computed in float64 per chunk and merged without loss; and counts of rows dropped.
+"""Mean, scatter and norms of rows, in float64 per chunk and merged; and counts of rows dropped.
 
 Legend: R rows, D = d_in.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 
 @dataclass(frozen=True)
 class Norms:
-    """A summary of the norms of some rows.
-
-    Args:
-        rows: number of rows measured.
-        mean: the mean of their norms.
-        max: the largest norm.
-    """
+    """A summary of the norms of some rows."""
 
     rows: int
     mean: float
@@ -26,7 +20,7 @@ class Norms:
 
     @classmethod
     def of(cls, norms: np.ndarray) -> Self:
-        """Summarise the finite ones of some norms, (R,), of which there must be one."""
+        """Summary of the finite norms, (R,) (at least one)."""
         finite = norms[np.isfinite(norms)]
         return cls(len(finite), float(finite.mean()), float(finite.max()))
 
@@ -37,12 +31,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Rows dropped.
-
-    Args:
-        counts: number of rows, by reason.
-        norms: their norms, for each reason with a finite one.
-    """
+    """Rows dropped: their number by reason, and their norms for each reason with a finite one."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     norms: Mapping[str, Norms] = field(default_factory=dict)
@@ -78,13 +67,7 @@ QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and scatter of rows, per dimension.
-
-    Args:
-        rows: number of rows.
-        mean: (D,) float64.
-        scatter: (D,) float64, `sum_i (x_i - mean)^2`.
-    """
+    """Mean and scatter, `sum_i (x_i - mean)^2`, of rows, per dimension: (D,) float64 each."""
 
     rows: int
     mean: np.ndarray
@@ -92,8 +75,7 @@ class Spread:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """Measure rows in memory, (R, D) float64, R at least 1, overwriting them; in two passes, the mean and then the
-        deviations, to avoid cancellation."""
+        """Measure rows in memory, (R, D) float64, R at least 1, overwriting them; two passes avoid cancellation."""
         mean = np.add.reduce(rows, axis=0) / len(rows)
         rows -= mean
         np.multiply(rows, rows, out=rows)
@@ -113,7 +95,7 @@ class Spread:
         return self.scatter / self.rows
 
     def __add__(self, other: "Spread") -> Self:
-        """Of both sets of rows together: with d the difference of their means,
+        """The union of both sets of rows: with d the difference of their means,
 
             mean = mean_a + d n_b / n      scatter = scatter_a + scatter_b + d^2 n_a n_b / n
 
@@ -126,10 +108,7 @@ class Spread:
                           self.scatter + other.scatter + shift * shift * (self.rows * weight))
 
     def __sub__(self, part: "Spread") -> Self:
-        """Of the rows outside `part`, fewer than all: `+` solved for its left operand.
-
-        A scatter much smaller than that of all rows keeps few digits.
-        """
+        """The rows outside `part`; a scatter much smaller than the whole's keeps few digits."""
         rows, shift = self.rows - part.rows, self.mean - part.mean
         weight = part.rows / rows
         return type(self)(rows, self.mean + shift * weight,
@@ -138,13 +117,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the rows of a shard or a store.
-
-    Args:
-        spread: their mean and scatter.
-        norms: mean and maximum of their Euclidean norms.
-        norm_counts: (BINS,) int64, number of norms in each bin.
-    """
+    """Statistics of the rows of a shard or a store; `norm_counts`, (BINS,) int64, is a histogram of their norms."""
 
     spread: Spread
     norms: Norms
@@ -160,11 +133,19 @@ class Statistics:
         return type(self)(self.spread + other.spread, self.norms + other.norms, self.norm_counts + other.norm_counts)
 
     def norm_quantile(self, fraction: float) -> float:
-        """The norm that this fraction of the rows, in (0, 1], does not exceed, to a relative `QUANTILE_ERROR`."""
+        """The quantile of the norms, for a fraction in (0, 1], to a relative `QUANTILE_ERROR`."""
         wanted = max(1, int(np.ceil(fraction * self.norms.rows)))
         index = int(np.searchsorted(np.cumsum(self.norm_counts), wanted))
         middle = 2.0 ** ((index - 0.5) / BINS_PER_DOUBLING + LEAST_EXPONENT) if index else 0.0
         return min(middle, self.norms.max)
+
+
+def norm_fields(statistics: Statistics | None) -> dict[str, Any]:
+    """The fields of `store.json` on the norms of the rows stored; none without statistics."""
+    if statistics is None:
+        return {}
+    return {"norms": statistics.norms,
+            "norm_quantiles": {f"{fraction:g}": statistics.norm_quantile(fraction) for fraction in QUANTILES}}
 
 
 def _bins(norms: np.ndarray) -> np.ndarray:

@@ -1,10 +1,9 @@
 """Streams of rows, in stored order or shuffled, read ahead by threads in constant memory.
 
 A stream is a series of blocks of whole batches, filled by tasks of a small thread pool: reading, gathering and decoding
-are NumPy and PyTorch calls that release the GIL. A few blocks are being filled while one is consumed, in buffers used
-in turn.
+are NumPy and PyTorch calls that release the GIL. A few blocks are being filled while one is consumed.
 
-Legend: B rows of a batch, R rows, D = d_in.
+Legend: B rows of a batch, R rows, U units, D = d_in.
 """
 
 from collections import deque
@@ -18,8 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from .chunks import Chunks
-from .dtypes import DTYPES, StoredType
-from .shuffle import Deal
+from .codec import DTYPES, StoredType
 
 READERS = 2
 BLOCK_BYTES = 4 << 20
@@ -27,17 +25,15 @@ AHEAD_BYTES = 32 << 20
 LOAD_BYTES = 4 << 20
 RUN_BYTES = 1 << 20  # about the size of a core's own cache
 
+LARGEST_TABLE = 1 << 20  # numbers that are permuted by a table
+ROUNDS = 6
+
 Buffer = tuple[list[Future[None]], np.ndarray]  # the tasks that fill it, and its rows, (R, D)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of several equal, contiguous parts, each for another process.
-
-    Args:
-        number: which part, from 0.
-        parts: number of parts.
-    """
+    """One of several equal, contiguous parts, each for another process; numbered from 0."""
 
     number: int = 0
     parts: int = 1
@@ -50,12 +46,93 @@ class Part:
 WHOLE = Part()
 
 
-@dataclass(frozen=True)
-class Source:
-    """Rows of a store.
+class Permutation:
+    """A random permutation of `range(count)`, in memory of order `sqrt(count)`.
+
+    Up to 2^20 numbers it is a table. Beyond, it is a Feistel network, which makes a bijection of all b-bit numbers from
+    random functions of b/2 bits (Luby and Rackoff 1988), applied again to images outside the range.
+    """
+
+    def __init__(self, count: int, rng: np.random.Generator, largest_table: int = LARGEST_TABLE) -> None:
+        self.count = count
+        self._table = rng.permutation(count) if count <= largest_table else None
+        bits = max(2, (count - 1).bit_length())
+        self._low = bits // 2
+        sizes = (1 << self._low, 1 << (bits - self._low))
+        self._functions = [] if count <= largest_table else [
+            rng.integers(sizes[1 - turn % 2], size=sizes[turn % 2]) for turn in range(ROUNDS)]
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        """The images of (R,) int64 numbers below `count`."""
+        if self._table is not None:
+            return self._table[numbers]
+        images = self._network(numbers)
+        while len(outside := np.flatnonzero(images >= self.count)):
+            images[outside] = self._network(images[outside])
+        return images
+
+    def _network(self, numbers: np.ndarray) -> np.ndarray:
+        high, low = numbers >> self._low, numbers & ((1 << self._low) - 1)
+        for of_low, of_high in zip(self._functions[::2], self._functions[1::2], strict=True):
+            high = high ^ of_low[low]
+            low = low ^ of_high[high]
+        return (high << self._low) | low
+
+
+class Deal:
+    """Deals the wanted rows of a store to the windows of an epoch, and orders each window.
+
+    Neighbouring rows are of one document and must not share a batch. Rows are dealt in units, short runs of neighbours,
+    each window's from all over the store. A window of units of n rows is ordered in n turns: every unit gives one row
+    to each turn, at the same position in all of them. Two rows of a unit are then at least a turn's length apart, and
+    never in one batch of fewer rows than a turn has. So a batch holds no more pairs of rows of one document than under
+    a uniform shuffle, however small the window, and the disk is still read in runs.
 
     Args:
-        store: the store.
+        stored: rows in the store.
+        wanted: number of wanted rows.
+        keeps: (R,) ascending row numbers -> (R,) bool, whether each is wanted; None for all.
+        window_rows: approximate number of wanted rows in a window, which holds whole units.
+        unit_rows: most stored rows in a unit.
+        batch_size: units are short enough that a turn has at least twice this number of rows.
+    """
+
+    def __init__(self, stored: int, wanted: int, keeps: Callable[[np.ndarray], np.ndarray | None],
+                 seed: tuple[int, ...], window_rows: int, unit_rows: int, batch_size: int) -> None:
+        self._stored, self._keeps, self._seed = stored, keeps, seed
+        self.windows = -(-wanted // max(window_rows, batch_size))
+        self._unit = max(1, min(unit_rows, window_rows // (2 * batch_size))) if self.windows > 1 else 1
+        self._permutation = Permutation(-(-stored // self._unit), np.random.default_rng(seed))
+        self._units = -(-self._permutation.count // self.windows)
+
+    def window(self, number: int) -> np.ndarray:
+        """The rows of a window, (R,) int64 numbers within the store, in order. Cost: about 30 ns per stored row."""
+        first = number * self._units
+        units = self._permutation(np.arange(first, min(first + self._units, self._permutation.count)))
+        units.sort()  # so that `keeps` goes forward
+        rows = (units[:, None] * self._unit + np.arange(self._unit)).ravel()
+        kept = rows < self._stored  # the last unit may be short
+        if (wanted := self._keeps(np.minimum(rows, self._stored - 1))) is not None:
+            kept &= wanted
+        order = self._order(number, len(units))
+        return rows[order[kept[order]]]
+
+    def _order(self, number: int, units: int) -> np.ndarray:
+        """The order in which the rows of a window's units leave it, turn by turn."""
+        rng = np.random.default_rng((*self._seed, 1 + number))  # NumPy ignores a trailing 0
+        order = rng.permutation(units)
+        if self._unit == 1:
+            return order
+        turns = np.tile(np.arange(self._unit, dtype=np.int32), (units, 1))
+        offsets = rng.permuted(turns, axis=1, out=turns)[order]  # (U, turns)
+        return (order * self._unit + offsets.T).ravel()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Wanted rows of a store.
+
+    Args:
         counts: (chunks,) number of wanted rows in each chunk.
         kept: chunk number -> ascending indices of its wanted rows; None for all.
         decoded: yield them as float32, not in the storage dtype.
@@ -88,16 +165,7 @@ class Source:
 
 
 def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray]:
-    """The wanted rows in stored order.
-
-    Args:
-        source: where they come from.
-        batch_size: rows per batch; the last may be short.
-        part: of the sequence of batches.
-
-    Yields:
-        (B, D) of the source's dtype, valid until the next is asked for.
-    """
+    """The wanted rows in stored order, (B, D), each batch valid until the next; `part` of the sequence of batches."""
     ends = np.cumsum(source.counts)
     total = int(ends[-1])
     first, stop = (min(total, batch_size * batch) for batch in part.of(-(-total // batch_size)))
@@ -127,11 +195,8 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
     little with every block. Both give the same rows in the same order.
 
     Args:
-        source: where they come from.
-        deal: the rows of each window, and their order.
-        batch_size: rows per batch; the last may be short.
         part: of the rows of every batch; a batch without rows in it is skipped.
-        row_bytes: of a row, to which the order within a batch is fitted.
+        row_bytes: bytes per row, to which the order within a batch is fitted.
 
     Yields:
         (B, D) of the source's dtype, valid until the next is asked for.
@@ -162,7 +227,8 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
                 _decode(window[begin:end], out)
 
             begins = range(0, len(window), buffers.rows)
-            loaded, decoded = [], []
+            loaded: list[Future[None]] = []
+            decoded: list[Future[None]] = []
             for number, begin in enumerate(begins, 1):
                 block = buffers.fill(pool, decode, begin, min(begin + buffers.rows, len(window)))
                 decoded += block[0]
@@ -277,14 +343,7 @@ def _decode(rows: np.ndarray, out: np.ndarray) -> None:
 
 
 class _Buffers:
-    """The memory of a stream's blocks, used in turn.
-
-    Args:
-        source: the source of the rows.
-        batch_size: a block is a multiple of it.
-        total: rows in the whole stream.
-        run: the parts in which a block of one large batch is filled are multiples of it.
-    """
+    """The memory of a stream's blocks, used in turn; blocks are of whole batches, filled in parts of whole runs."""
 
     def __init__(self, source: Source, batch_size: int, total: int, run: int = 1) -> None:
         row_bytes = source.dtype.itemsize * source.d_in

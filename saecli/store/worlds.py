@@ -1,4 +1,4 @@
-"""A world: features with directions, firing probabilities, magnitudes, and what makes them fire together.
+"""Worlds: known features with directions, firing probabilities, magnitudes and correlations, from options or a store.
 
 Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correlations.
 """
@@ -16,15 +16,23 @@ from safetensors.numpy import load_file, save
 from scipy.sparse import csr_array
 from scipy.special import ndtri
 
-from ..base.errors import StoreError
+from ..base.errors import ConfigError, StoreError
 from ..base.files import appearing_whole
-from .checks import damaged_world
+from .checks import damaged_world, make_anew
+from .codec import SparseRows, offsets_of
+from .options import SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE
-from .sparse_rows import SparseRows, offsets_of
 
 BLOCK_NUMBERS = 1 << 21  # Gaussians of a block: 8 MiB in float32
 MOST_BLOCK_ROWS = 4096
+MOST_OFTEN = 0.4  # no feature fires on more of the rows
+RANK = 25
+FEATURES_PER_ROOT, BRANCHES, DEPTH = 32, 4, 2  # so that 21 of 32 features are in a tree
+MEAN, STD_MEAN, STD_STD = 1.0, 0.2, 0.1
+BIAS_NORM = 1.0
+TIGHT, STEPS = 1e-6, 500  # to a tight frame: largest change of an entry in the last step, and steps at most
+DIRECTIONS, CORRELATIONS, MAGNITUDES = 1, 2, 3  # streams of random numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,19 +42,19 @@ class World:
         x = bias + sum over f of a_f d_f,   a_f = max(0, mean_f + std_f N(0, 1)) where f fires, else 0
 
     f fires where a standard Gaussian of its own is above the quantile of its `own_probabilities`, its parent fires, and
-    it is the one that a lot chose among siblings that exclude each other. The Gaussians of a row are correlated:
+    a lot chose it among siblings that exclude each other. The Gaussians of a row are correlated:
     `factor e + sqrt(1 - |factor|^2) N(0, 1)` with e of R shared ones.
 
     Args:
         directions: d, (G, D), float32.
         bias: (D,), float32.
-        firing_probabilities: how often each feature fires, (G,), float32; of a world that SAELens saved, as it says.
-        own_probabilities: how often each would fire if its parent always did and no sibling excluded it, (G,), float32.
+        firing_probabilities: of each feature, (G,), float32; in a world that SAELens saved, as recorded.
+        own_probabilities: the same if its parent always fired and no sibling excluded it, (G,), float32.
         mean, std: of each feature's magnitude before it is cut at 0, (G,), float32.
         factor: loadings of the shared Gaussians, (G, R), float32; R may be 0.
-        parents: the feature that each fires with only, (G,), int32; -1 for none. A parent is no descendant of its own.
-        groups: a number for the siblings among which each excludes and is excluded, (G,), int32; -1 for none.
-        scaled: whether a feature's magnitude is multiplied by that of its parent over its parent's mean, (G,), bool.
+        parents: the feature without which each does not fire, (G,), int32; -1 for none.
+        groups: number of the set of siblings that exclude each other, (G,), int32; -1 for none.
+        scaled: whether a feature's magnitude is multiplied by its parent's over its parent's mean, (G,), bool.
 
     Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
     Synthetic Data", 2026, arXiv:2602.14687; details as in SAELens 6.54, `sae_lens.synthetic`.
@@ -90,14 +98,7 @@ class World:
         return [depth == level for level in range(first, int(depth.max(initial=0)) + 1)]
 
     def codes(self, seed: int, block: int) -> SparseRows:
-        """The true codes of a block of rows, a pure function of the world, seed and block.
-
-        Args:
-            seed: at least 0.
-            block: the number of the block, from 0.
-
-        Returns:
-            Those of `block_rows` rows; equal on one machine however many blocks were sampled before.
+        """The true codes of a block of `block_rows` rows, a pure function of the world, seed and block number.
 
         Cost: B G Gaussians.
         """
@@ -130,8 +131,8 @@ class World:
         return matrix @ self.directions + self.bias
 
     def _gate(self, values: np.ndarray, rows: np.ndarray, features: np.ndarray, random: np.random.Generator) -> None:
-        """Silence features of one level whose parent is silent, (n,) entries of values, (B, G), then those that lost to
-        a sibling."""
+        """Silence features of one level, (n,) entries of values, (B, G), whose parent is silent or that lost to a
+        sibling."""
         above = self.parents[features]
         parents = np.where(above >= 0, values[rows, above], 1)
         scale = np.where(self.scaled[features] & (above >= 0), parents / self.mean[above], 1)
@@ -151,7 +152,7 @@ class World:
 
     @cached_property
     def _own_part(self) -> np.ndarray:
-        """What of each feature's Gaussian is its own, (G,), float32."""
+        """The uncorrelated part of each feature's Gaussian, (G,), float32."""
         return np.sqrt(1 - np.square(self.factor, dtype=np.float64).sum(1)).astype(np.float32)
 
     def to_bytes(self) -> bytes:
@@ -160,8 +161,7 @@ class World:
 
     @staticmethod
     def save(folder: Path, content: bytes) -> None:
-        """Write `to_bytes` into a store's folder, whole or not at all, where it is not there already. Raises OSError
-        where the disk refuses it."""
+        """Write `to_bytes` into a store's folder, whole or not at all, if it is not there already."""
         path = folder / WORLD_FILE
         if path.is_file() and path.read_bytes() == content:
             return
@@ -170,23 +170,22 @@ class World:
 
     @classmethod
     def of_store(cls, store: ActivationStore) -> Self:
-        """The world that a store's rows are made of, where it has one; StoreError where its file is missing or damaged.
-        """
+        """The world of a store's rows; StoreError if its file is missing or damaged."""
         if problems := damaged_world(store.path, store.meta):
             raise StoreError(problems[0])
         path = store.path / WORLD_FILE
         try:
             return cls(**_expected(load_file(path)))
         except (OSError, SafetensorError, ValueError) as error:
-            raise StoreError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; remove the store and "
-                             "make it again") from error
+            raise StoreError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; "
+                             f"{make_anew(store.path)}") from error
 
 
 KINDS = {"parents": "int32", "groups": "int32", "scaled": "bool"}
 
 
 def _expected(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a world, by name; ValueError where some are missing, or of other types and shapes."""
+    """The arrays of a world; ValueError if some are missing, or of other types and shapes."""
     names = [one.name for one in dataclasses.fields(World)]
     if missing := [name for name in names if name not in arrays]:
         raise ValueError(f"expected an array {missing[0]}, got none")
@@ -198,4 +197,122 @@ def _expected(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
                  "factor": (features, array.shape[-1] if array.ndim else 0)}.get(name, (features,))
         if array.shape != shape or array.dtype != kind:
             raise ValueError(f"expected {name} of shape {shape} and type {kind}, got {array.shape} and {array.dtype}")
+    return found
+
+
+
+def world_of(config: SyntheticConfig) -> World:
+    """The world of some options, a function of all but rows; ConfigError if so many features cannot be active."""
+    firing = zipfian(config.features, config.zipf, config.l0)
+    parents = forest(config.features) if config.hierarchy else np.full(config.features, -1)
+    own = np.where(parents >= 0, firing / firing[parents], firing)
+    directions, bias = _directions(config)
+    random = np.random.default_rng((config.seed, MAGNITUDES))
+    std = np.abs(random.normal(STD_MEAN, STD_STD, config.features))
+    columns = {"firing_probabilities": firing, "own_probabilities": own, "mean": np.full(config.features, MEAN),
+               "std": std, "directions": directions, "bias": bias, "factor": _factor(config)}
+    return World(**{name: column.astype(np.float32) for name, column in columns.items()},
+                 parents=parents.astype(np.int32), groups=np.full(config.features, -1, np.int32),
+                 scaled=np.zeros(config.features, bool))
+
+
+def _directions(config: SyntheticConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Directions and bias, (G, D) and (D,), float64."""
+    random = np.random.default_rng((config.seed, DIRECTIONS))
+    directions = tight_frame(random.standard_normal((config.features, config.d_in)))
+    bias = random.standard_normal(config.d_in)
+    return directions, bias * (BIAS_NORM / np.linalg.norm(bias))
+
+
+def _factor(config: SyntheticConfig) -> np.ndarray:
+    """Loadings of the shared Gaussians, (G, R), each row of squared norm `correlation`; R is 0 without any."""
+    if not config.correlation:
+        return np.empty((config.features, 0))
+    factor = np.random.default_rng((config.seed, CORRELATIONS)).standard_normal((config.features, RANK))
+    if config.hierarchy:
+        _part_from_ancestors(factor, forest(config.features))
+    return factor * (np.sqrt(config.correlation) / np.linalg.norm(factor, axis=1, keepdims=True))
+
+
+def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:
+    """Firing probabilities `min(0.4, c / i^s)`, i = 1 to G, with c such that they sum to l0.
+
+    Args:
+        features: G.
+        exponent: s, at least 0.
+        l0: their sum, above 0.
+
+    Returns:
+        (G,) float64, descending.
+
+    Raises:
+        ConfigError: the sum cannot be had.
+    """
+    most = MOST_OFTEN * features
+    if l0 > most:
+        raise ConfigError(f"--l0 must be at most {MOST_OFTEN:g} times --features, {most:g}, got {l0:g}; lower --l0 "
+                          "or raise --features", option="l0")
+    shape = np.arange(1, features + 1, dtype=np.float64) ** -exponent
+    # With the first m at their most, c is what is left over the others' sum; m is right where it cuts none of them.
+    rest = shape[::-1].cumsum()[::-1]
+    scales = np.maximum(l0 - MOST_OFTEN * np.arange(features), 0) / rest
+    fits = scales * shape <= MOST_OFTEN * (1 + 1e-12)
+    return np.minimum(MOST_OFTEN, scales[fits.argmax()] * shape)
+
+
+def forest(features: int) -> np.ndarray:
+    """Each feature's parent, (G,), -1 for none: the most frequent features are roots, the next their children, and so
+    on, level by level."""
+    parents = np.full(features, -1)
+    begin, end = 0, max(1, features // FEATURES_PER_ROOT)
+    for _ in range(DEPTH):
+        children = np.arange(end, min(features, end + BRANCHES * (end - begin)))
+        parents[children] = begin + (children - end) // BRANCHES
+        begin, end = end, end + len(children)
+    return parents
+
+
+def _part_from_ancestors(factor: np.ndarray, parents: np.ndarray) -> None:
+    """Make the loadings of each feature, (G, R), orthogonal to those of its ancestors, in place: where Gaussians are
+    independent, the probabilities of firing multiply."""
+    depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
+    for level in range(1, DEPTH + 1):
+        at = np.flatnonzero(depth == level)
+        above = parents[at]
+        for _ in range(level):  # the ancestors of one feature are orthogonal to each other by now
+            unit = factor[above] / np.linalg.norm(factor[above], axis=1, keepdims=True)
+            factor[at] -= (factor[at] * unit).sum(1, keepdims=True) * unit
+            above = parents[above]
+
+
+def tight_frame(vectors: np.ndarray) -> np.ndarray:
+    """Unit vectors near those given that are as orthogonal as so many can be in the mean square.
+
+        minimise sum over i != j of <d_i, d_j>^2
+
+    over unit vectors: orthonormal ones where G <= D, else a tight frame, `d' d = G/D I`, of which the sum is
+    `G^2/D - G`. Tight and normalised vectors are taken in turns. SAELens descends on the same sum by Adam.
+
+    Args:
+        vectors: (G, D), of full rank.
+
+    Returns:
+        (G, D) float64.
+
+    Cost: `4 G D min(G, D)` operations a step, a few dozen steps.
+
+    Source: J. J. Benedetto and M. Fickus, "Finite normalized tight frames", 2003; J. A. Tropp et al., "Designing
+    structured tight frames via an alternating projection method", 2005.
+    """
+    features, d_in = vectors.shape
+    found = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    for _ in range(STEPS):
+        before = found
+        gram = found.T @ found if features > d_in else found @ found.T
+        values, axes = np.linalg.eigh(gram)
+        root = axes * values.clip(np.finfo(float).tiny) ** -0.5 @ axes.T
+        found = found @ root if features > d_in else root @ found
+        found /= np.linalg.norm(found, axis=1, keepdims=True)
+        if np.abs(found - before).max() < TIGHT:
+            break
     return found

@@ -12,27 +12,110 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from ..base.errors import StoreError
 from ..base.files import LOCK, lock_folder
 from ..base.home import STORE_MARKER
-from .admission import Admission, Columns
-from .dtypes import DTYPES
+from .codec import DTYPES, Column, SparseRows
 from .schema import RANKS, SHARDS, WORLD_FILE, Resume, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
-from .shard_statistics import norm_fields, stored_statistics
+from .shard import stored_statistics
 from .shard_writer import ShardWriter
-from .statistics import Dropped
+from .statistics import Dropped, norm_fields, row_norms
+
+ADMITTED, NONFINITE, HIGH_NORM, BESIDE = range(4)  # verdicts, one uint8 per row
+REASONS = {NONFINITE: "nonfinite", HIGH_NORM: "high_norm", BESIDE: "beside"}
+
+Columns = Mapping[str, Column]
+Key = TypeVar("Key")
+
+
+def jointly(verdicts: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
+    """Verdicts on a block of stores that hold the same rows, from each store's own: a row that one drops is dropped
+    from all, with the reason `BESIDE` where it could have been stored."""
+    dropped = np.logical_or.reduce([verdict != ADMITTED for verdict in verdicts.values()])
+    return {key: np.where((verdict == ADMITTED) & dropped, np.uint8(BESIDE), verdict)
+            for key, verdict in verdicts.items()}
+
+
+class Admission:
+    """Drops and counts rows that are not finite in the stored type, or too large: of a norm above `max_norm_multiple`
+    times the median norm of the first block that has a finite row.
+
+    Attributes:
+        median: that median; None before such a block, and without a `max_norm_multiple`.
+    """
+
+    def __init__(self, path: Path, meta: StoreMeta) -> None:
+        self._path, self._meta = path, meta
+        self.median = meta.median_norm
+
+    @property
+    def waits(self) -> bool:
+        """Whether the median is needed and not yet known."""
+        return self._meta.max_norm_multiple is not None and self.median is None
+
+    def judge(self, activations: np.ndarray) -> np.ndarray:
+        """The store's own verdict on a block, (R,)."""
+        return self._judged(self._as_rows(activations))
+
+    def __call__(self, activations: np.ndarray, columns: Columns, dropped: Mapping[str, np.ndarray],
+                 verdict: np.ndarray | None = None) -> tuple[np.ndarray, Columns, Dropped]:
+        """The rows and columns of a block to store, and the rows dropped; see `StoreWriter.append`."""
+        rows, out = self._as_rows(activations), Dropped.of(dropped)
+        self._check_columns(columns, len(rows))
+        verdict = self._judged(rows) if verdict is None else verdict
+        if not verdict.any():
+            return rows, columns, out
+        out += Dropped.of({name: self._row_norms(rows[verdict == reason]) for reason, name in REASONS.items()})
+        kept = verdict == ADMITTED
+        return rows[kept], {name: columns[name][kept] for name in self._meta.row_values}, out
+
+    def _as_rows(self, activations: np.ndarray) -> np.ndarray:
+        """A block's activations in the storage type, or float32."""
+        meta = self._meta
+        if activations.ndim != 2 or activations.shape[1] != meta.d_in:
+            raise ValueError(f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
+                             f"got {activations.shape}")
+        if activations.dtype == DTYPES[meta.dtype].storage:
+            return activations
+        if activations.dtype.kind != "f":
+            raise ValueError(f"a block does not fit {self._path}: expected floats, got {activations.dtype}")
+        with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
+            return activations.astype(np.float32, copy=False)
+
+    def _check_columns(self, columns: Columns, rows: int) -> None:
+        if columns.keys() != set(self._meta.row_values):
+            raise ValueError(f"a block does not fit {self._path}: expected columns {list(self._meta.row_values)}, "
+                             f"got {list(columns)}")
+        for name, column in columns.items():
+            if not isinstance(column, SparseRows) and (column.shape != (rows,) or column.dtype.kind not in "iu"):
+                raise ValueError(f"column {name} does not fit {self._path}: expected {rows} integers, "
+                                 f"got {column.dtype} of shape {column.shape}")
+
+    def _judged(self, rows: np.ndarray) -> np.ndarray:
+        """The verdict on undecoded rows; sets the median if it is needed and not yet known."""
+        keeps = DTYPES[self._meta.dtype].keeps(rows)
+        verdict = np.where(keeps, np.uint8(ADMITTED), np.uint8(NONFINITE))
+        if self._meta.max_norm_multiple is not None and keeps.any():
+            norms = self._row_norms(rows if keeps.all() else rows[keeps])
+            self.median = float(np.median(norms)) if self.median is None else self.median
+            verdict[np.flatnonzero(keeps)[norms > self._meta.max_norm_multiple * self.median]] = HIGH_NORM
+        return verdict
+
+    def _row_norms(self, rows: np.ndarray) -> np.ndarray:
+        """Norms, (R,), of undecoded rows; infinite for rows with a NaN or infinity in the stored type."""
+        if rows.dtype.kind == "f":
+            return row_norms(rows)
+        decoded = np.empty(rows.shape, np.float32)
+        DTYPES[self._meta.dtype].decode_rows(rows, decoded)
+        return row_norms(decoded)
 
 
 class ClaimedStore:
-    """A store that only this process may write; a context manager that releases its lock.
-
-    Args:
-        lock: the descriptor that holds the lock, closed on exit.
-    """
+    """A store that only this process may write; a context manager that releases its lock, a descriptor."""
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int) -> None:
         self.path, self._meta, self._lock = path, meta, lock
@@ -117,7 +200,8 @@ class StoreWriter(ClaimedStore):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         try:
-            self._drop_shard()
+            if self._shard:
+                self._shard.abandon()
         finally:
             if not self._meta.rows:
                 remove_empty(self.path)
@@ -229,21 +313,6 @@ class StoreWriter(ClaimedStore):
         stored = DTYPES[self._meta.dtype]
         return rows if rows.dtype == stored.storage else stored.encode_rows(np.ascontiguousarray(rows))
 
-    def _drop_shard(self) -> None:
-        if self._shard:
-            self._shard.abandon()
-            self._shard = None
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        try:
-            with super()._reporting():
-                yield
-        except StoreError:
-            if self._failed:
-                self._drop_shard()
-            raise
-
     def _differs(self, got: str) -> StoreError:
         assert self._resume is not None
         return StoreError(f"cannot go on with {self.path}: expected {self._resume.skip} rows or more at "
@@ -252,14 +321,7 @@ class StoreWriter(ClaimedStore):
 
 
 def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
-    """Lock a folder and begin a store in it, or resume one that was interrupted.
-
-    Returns:
-        The lock, a descriptor to close when done; and the `store.json` to resume from.
-
-    Raises:
-        StoreError: another process is writing it, or it holds something else.
-    """
+    """Lock a folder and begin or resume a store in it; the lock's descriptor, and the `store.json` to resume from."""
     try:
         lock = lock_folder(path)  # the system releases it if the process dies
     except BlockingIOError as error:

@@ -1,1 +1,1 @@
-"""Rows to batches, the loop, run folders; sgd, pam-sgd; ridge/: the closed-form decoder."""
+"""Rows to batches, the loop, run folders; sgd, pam-sgd; ridge/: the closed-form decoder. See README.md."""

@@ -27,12 +27,11 @@ class ArrayRows:
     """The rows of an array, a `RowSource`.
 
     Args:
-        rows: (N, D) numbers, floating or whole; a tensor of float32 or an array is not copied.
-        targets: what is predicted from them, (N, E), likewise; None for the rows themselves.
+        rows: (N, D), any real dtype; float32 tensors and arrays are not copied.
+        targets: (N, E), likewise; None for the rows themselves.
 
     Raises:
-        ConfigError: it is anything else, is empty, or holds a NaN or infinity; or there are other numbers of rows and
-            targets.
+        ConfigError: an empty array, another shape or dtype, a NaN or infinity, or unequal numbers of rows and targets.
     """
 
     def __init__(self, rows: ArrayLike, targets: ArrayLike | None = None) -> None:
@@ -64,24 +63,20 @@ class ArrayRows:
     warnings: tuple[str, ...] = ()
 
     def as_stored(self) -> "ArrayRows":
-        """The same."""
         return self
 
     @property
     def d_target(self) -> int:
-        """Width of the targets; 0 without."""
         return 0 if self._targets is None else self._targets.d_in
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self._rows.shape[0]
 
     ready = rows
 
     @property
     def d_in(self) -> int:
-        """Width of the rows."""
         return self._rows.shape[1]
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
@@ -106,7 +101,7 @@ class ArrayRows:
         return np.concatenate([rows, self._targets._with_targets(chosen)], axis=1)
 
     def spread(self) -> Spread:
-        """Their mean and scatter, in one pass."""
+        """Mean and scatter, in one pass."""
         return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in + self.d_target)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.devices import moved
-from ..base.distributed import Communicator
+from ..base.processes import Communicator
 from ..sae.batch import Batch
 from ..sae.codes import Codes
 from ..sae.dictionary import Coupled, Dictionary

@@ -73,14 +73,11 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
 
 @dataclass(frozen=True)
 class Logged:
-    """A run, for what logs it.
+    """A run to log.
 
     Args:
-        folder: its folder.
         created: time of its start, which tells it from a later run of the same name.
-        settings: its options, by name.
-        step: the last that counts; lines of later steps, left by a stopped run, are void.
-        listener: receives notes.
+        step: lines of later steps, left by a stopped run, are void.
     """
 
     folder: Path
@@ -91,18 +88,14 @@ class Logged:
 
     @property
     def identity(self) -> str:
-        """Its name and the second of its start."""
         return f"{self.folder.name}-{self.created[:19].translate(str.maketrans('T:', '--'))}"
 
 
 class Log(Protocol):
-    """Where figures are written."""
+    """Where figures are written, by lines that have a `step`."""
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Append a line, which has a `step`."""
-
-    def close(self) -> None:
-        """Finish: nothing more is written."""
+    def write(self, line: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 class MetricsLog:
@@ -237,14 +230,8 @@ BEFORE_CHECKPOINT = {*BEFORE_MARKER, RUN_MARKER, METRICS, *TRACKERS, "sae.safete
 def claimed(folder: Path, new: bool = True) -> Iterator[None]:
     """Lock a run's folder, and remove it at the end unless it has a checkpoint to resume from.
 
-    Args:
-        folder: made if need be.
-        new: whether the run is new, not resumed; leftovers of a run killed before its first checkpoint are then
-            removed.
-
-    Raises:
-        FileExistsError: the name of a new run is taken.
-        RunError: another process is training it.
+    A new run's folder loses leftovers of a run killed before its first checkpoint; FileExistsError if its name is
+    taken, RunError if another process is training it.
     """
     if new and not _is_free(folder):
         raise FileExistsError(folder)

@@ -1,7 +1,7 @@
-"""Rows that come from a model while an SAE is trained on them, through memory.
+"""Rows streamed from a model while an SAE is trained on them.
 
-Rows go through windows of equal size. While one is trained on, in a shuffled order, the next one's rows are computed by
-a thread and wait in a queue. Memory also keeps the window before it: decoder steps take rows from both.
+Rows go through windows of equal size. While one is trained on, shuffled, a thread computes the next one's rows. Memory
+also keeps the previous window: decoder steps take rows from both.
 
 Legend: N training rows, W rows of a window, B rows of a batch, D = d_in.
 """
@@ -19,7 +19,7 @@ from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..extract.forward import Ahead
 from ..extract.streaming import Streamed
-from ..store.dtypes import DTYPES
+from ..store.codec import DTYPES
 from ..store.split import is_test
 from ..store.statistics import Spread
 from ..store.stream import WHOLE, Part
@@ -37,25 +37,23 @@ class _LeftError(Exception):
 class LiveRows:
     """Training rows as a model gives them, each once; a `RowSource`.
 
-    A context manager: within it rows are computed; an error of the model or its text is raised where the next window is
-    wanted. Documents are held out by the same hash as in a store. Held-out rows of the first window are the test rows,
-    or the next ones where it has none; later ones are left out.
+    A context manager: within it rows are computed; an error of the model or its text is raised when the next window is
+    needed. Documents are held out by the same hash as in a store. The held-out rows of the first window, else the next
+    ones, are the test rows; later ones are dropped.
 
     Args:
-        source: what gives them.
+        source: gives the rows.
         rows: N; fewer if the text ends first.
-        split_seed: chooses the held-out documents.
-        least: fewest rows of a window, if there are as many.
+        split_seed: of the choice of held-out documents.
+        least: least rows of a window.
         listener: shows the progress of the first window.
         window_bytes: of a window, as stored.
 
     Attributes:
-        rows: N; where the text ended in the first window, and after training where it ended in a later one, the rows
-            that there were.
-        wanted: N as asked for.
-        d_in: D.
+        rows: N, corrected once the text has ended.
+        wanted: N as requested.
         test_rows: at most `MOST_TEST_ROWS` held-out rows.
-        ended_early: whether the text ended in a later window.
+        ended_early: whether the text ended after the first window.
     """
 
     widths: tuple[int, ...] = ()
@@ -101,37 +99,36 @@ class LiveRows:
 
     @property
     def ready(self) -> int:
-        """Number of rows at hand, of the last two windows."""
+        """Number of rows in memory, of the last two windows."""
         return min(self._taken, len(self._kept))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """After training: that the text ended early."""
+        """After training, a warning if the text ended early."""
         return (f"the text ended after {self.rows:,} of {self.wanted:,} training rows, before the learning rate had "
                 f"fallen; use --rows {self.rows}, or a longer text",) if self.ended_early else ()
 
     def as_stored(self) -> "LiveRows":
-        """The same."""
         return self
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """Shuffled batches, (B, D) float32, in an order that depends only on the rows, seed, epoch and batch size.
+        """Shuffled batches, (B, D) float32, a pure function of the rows, seed, epoch and batch size.
 
-        Epoch 0 passes once over all rows; another one over those at hand. Until it wants the second window, the pass
-        can be begun again.
+        Epoch 0 passes once over all rows, another one over those in memory. Before the second window the pass can be
+        restarted.
         """
         assert part == WHOLE, "one process runs the model"
         return self._passing(batch_size, seed) if epoch == 0 else self._of(self._kept[: self.ready], batch_size,
                                                                           (seed, epoch))
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
-        """The rows at hand, (B, D) float32."""
+        """The rows in memory, (B, D) float32."""
         assert part == WHOLE, "one process runs the model"
         for begin in range(0, self.ready, batch_size):
             yield self._decoded(self._kept[begin : min(begin + batch_size, self.ready)])
 
     def spread(self) -> Spread:
-        """Mean and scatter of the rows at hand: before training of the first window's."""
+        """Mean and scatter of the rows in memory: before training those of the first window."""
         return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in)
 
     def _passing(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
@@ -164,7 +161,7 @@ class LiveRows:
         return out
 
     def _fill(self) -> None:
-        """Take the next window's rows, in the place of the last but one."""
+        """Read the next window, over the last but one."""
         begin = self._windows % 2 * self._window_rows
         window, filled = self._kept[begin : begin + min(self._window_rows, self.rows - self._taken)], 0
         while filled < len(window):
@@ -180,7 +177,7 @@ class LiveRows:
         self._taken, self._windows = self._taken + filled, self._windows + 1
 
     def _without_held_out(self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[np.ndarray]:
-        """The training rows of blocks; of the first window, the held-out rows are kept beside."""
+        """The training rows of blocks; the held-out rows of the first window are kept."""
         for rows, documents in blocks:
             held_out = is_test(documents, seed=self._seed)
             if self._held_out is not None:
@@ -188,7 +185,7 @@ class LiveRows:
             yield rows[~held_out]
 
     def _tested(self) -> ArrayRows:
-        """The test rows: held-out ones so far, or where there are none the next ones."""
+        """Test rows: the held-out rows seen so far, else the next ones."""
         held_out = self._held_out or []
         while not sum(map(len, held_out)) and (found := next(self._train, None)) is not None:
             self._waiting = np.concatenate([self._waiting, found])
@@ -201,7 +198,7 @@ class LiveRows:
         return ArrayRows(self._decoded(rows))
 
     def _go_on(self, tokens: int, rows: int) -> None:
-        """Show the progress of the first window; called after each batch of the model, in its thread."""
+        """Show the progress of the first window; called in the model's thread."""
         if self._left.is_set():
             raise _LeftError
         self._seen += rows

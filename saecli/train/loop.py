@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..base.console import Step
 from ..base.devices import device_named
-from ..base.distributed import ALONE, Communicator
 from ..base.errors import RunError, TrainingError
+from ..base.processes import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction, reconstructions
@@ -40,27 +40,21 @@ ADVICE = "lower --lr, or look at the data"
 
 
 class Record:
-    """Keeps nothing of a training; subclasses write files."""
+    """Callbacks of a training; subclasses write files."""
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
         """The state and the progress to resume from; None to start."""
         return None
 
     def begin(self, step: int, epochs: int) -> None:
-        """Training starts, or resumes after a step, and lines of later steps are void; it has `epochs` in all."""
+        """Training starts, or resumes after `step`; lines of later steps are void."""
 
     def line(self, line: dict[str, Any]) -> None:
         """A line of measures, with its `step`."""
 
     def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
-        """The end of an epoch.
-
-        Args:
-            sae: the current SAE, acting on raw activations.
-            state: all tensors needed to resume.
-            progress: of training.
-            test: the SAE's measures on the test rows; None without test rows.
-        """
+        """An epoch ended: the SAE on raw activations, all tensors needed to resume, and measures on test rows if
+        any."""
 
     def end(self) -> None:
         """Training is over, or stopped."""
@@ -68,15 +62,10 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """One SAE in training, as `start_training` begins it.
+    """One SAE in training; see `start_training`.
 
     Args:
-        plan: what is trained.
-        record: keeps checkpoints and measures.
-        show: called with the steps done and a few words on the measures.
-        rows: normalised, on the device.
-        solver: trains the dictionary.
-        progress: up to the last epoch kept, but for its rows.
+        progress: up to the last epoch kept; its rows up to now.
         worst: squared error over the variance of the rows above which training has diverged.
         pending: reports of the steps since the last line of measures.
     """
@@ -96,14 +85,7 @@ class Training:
         return on_raw_rows(self.solver.sae(), self.rows.normalisation)
 
     def look(self, reports: Sequence[StepReport], began: float, now: bool = False) -> None:
-        """Log reports of steps, `LOG_EVERY` at a time, or all of them now.
-
-        Args:
-            began: time at which the epoch began.
-
-        Raises:
-            TrainingError: training has diverged.
-        """
+        """Log reports of steps, `LOG_EVERY` at a time, or all of them now; TrainingError if training has diverged."""
         for report in reports:
             self.progress.rows += report.rows
             self.pending.append(report)
@@ -142,7 +124,6 @@ class Training:
         demand_no_worse(error / self.rows.normalisation.variance.item(), self.worst, f"at step {step}")
 
     def keep(self, sae: SAE, test: Measures | None, began: float) -> None:
-        """Keep the epoch, after its decoder step: the SAE, and its measures on the test rows, if there are any."""
         progress, solver, normalisation = self.progress, self.solver, self.rows.normalisation
         progress.epoch, progress.step = progress.epoch + 1, solver.steps
         progress.seconds += time.monotonic() - began
@@ -152,12 +133,8 @@ class Training:
         self.record.epoch(sae, solver.state() | tensors, progress, test)
 
     def result(self, train: Measures, test: Measures) -> dict[str, Any]:
-        """The results, given the SAE's measures on the training and the test rows.
-
-        Returns:
-            `rows_train, rows_counted, rows_test, epochs, steps, seconds, rows_per_second, warnings, notes,
-            decoder_steps, final`; rows counted are those measured in `train`, the last ones where a model gives them.
-        """
+        """The results, given the SAE's measures on training and test rows; of a model's training rows, the last
+        `rows_counted` are measured."""
         solver, progress, plan = self.solver, self.progress, self.plan
         return {
             "rows_train": plan.train_rows.rows, "rows_counted": train["rows"], "rows_test": test["rows"],
@@ -172,20 +149,17 @@ class Training:
 
 def start_training(plan: Plan, record: Record, show: Step = lambda done, words="": None, trainings: int = 1,
                    communicator: Communicator = ALONE, shared: TrainingRows | None = None) -> Training:
-    """Start a training, or resume it from its checkpoint.
+    """Start a training, or resume it from its record's checkpoint.
 
     Args:
-        plan: what to train.
-        record: keeps checkpoints and measures.
         show: called with the steps done and a few words on the measures.
         trainings: number of trainings that divide the memory.
         communicator: of the processes that train on other parts of each batch.
-        shared: the rows of another training on the same rows, which are then not measured and sampled again; not used
-            with a checkpoint, which has its own normalisation.
+        shared: the rows of another training on the same rows, whose normalisation and sample are then reused; ignored
+            with a checkpoint.
 
     Raises:
-        ConfigError: the solver needs more memory than is free, the device is unknown, or several processes cannot
-            carry out the plan.
+        ConfigError: too little memory, an unknown device, or a plan that several processes cannot carry out.
         RunError: the checkpoint is of another training.
     """
     memory, holds = demand_machine(plan, trainings, communicator)
@@ -238,11 +212,8 @@ class Loop:
     """Trains SAEs on the same batches.
 
     Args:
-        trainings: one per SAE; their plans have the same rows, normalisation, batch size and order.
-        alone: whether to raise the error of a training, rather than continue with the others.
-
-    Attributes:
-        errors: of trainings that failed while others continued.
+        trainings: of plans with the same rows, normalisation, batch size and order.
+        alone: raise the error of a training, rather than keep it in `errors` and continue with the others.
     """
 
     def __init__(self, trainings: Sequence[Training], alone: bool = True) -> None:
@@ -252,15 +223,8 @@ class Loop:
         self._began = 0.0  # of the epoch
 
     def train(self) -> list[SAE]:
-        """Train to the end.
-
-        Returns:
-            The SAEs that did not fail, acting on raw activations.
-
-        Raises:
-            TrainingError: the only one diverged: the loss or a weight became NaN or infinite, or the reconstructions
-                are far worse than none; its last checkpoint is from before that.
-        """
+        """Train to the end. Returns the SAEs that did not fail, acting on raw activations; TrainingError if the only
+        one diverged, whose last checkpoint is from before that."""
         try:
             for epoch in range(min((one.progress.epoch for one in self.trainings), default=0),
                                max((one.plan.epochs for one in self.trainings), default=0)):
@@ -286,10 +250,7 @@ class Loop:
         return [one.sae for one in self.live()]
 
     def results(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
-        """`Training.result` of each training that did not fail, given the SAEs that `train` returned.
-
-        Cost: a pass over the training rows.
-        """
+        """`Training.result` of each SAE that `train` returned. Cost: a pass over the training rows."""
         live = self.live()
         train, tests = self._measured(saes, live[0].plan.train_rows), [self._tests.get(one, {}) for one in live]
         if {} in tests and (rows := live[0].plan.test_rows):  # no epoch was left to train
@@ -345,16 +306,8 @@ class Loop:
 
 
 def averages(reports: Sequence[StepReport], variance: Tensor, communicator: Communicator = ALONE) -> dict[str, Any]:
-    """The means over the rows of some consecutive batches, as a line of `metrics.jsonl`.
-
-    Args:
-        reports: for this process' parts of the batches.
-        variance: of the normalised rows, smoothed like the batches; squared errors are divided by it.
-        communicator: of the processes with the other parts.
-
-    Raises:
-        TrainingError: one of the losses is NaN or infinite; names the step.
-    """
+    """A line of `metrics.jsonl`: means over the rows of consecutive batches, squared errors over `variance`, that of
+    smoothed rows. TrainingError, with the step, if a loss is NaN or infinite."""
     parts = torch.stack([torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
                          for report in reports])
     losses, errors, l0s = communicator.all_reduce(parts.double()).cpu().unbind(1)  # all in one copy

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ..base.distributed import ALONE, Communicator
 from ..base.errors import ConfigError, flag_of
 from ..base.options import PAPER, Config, option
+from ..base.processes import ALONE, Communicator
 from .config import DEFAULT_STEPS, TrainingConfig
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.distributed import ALONE, Communicator
+from ..base.processes import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Coupled

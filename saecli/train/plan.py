@@ -11,11 +11,10 @@ from typing import Any, Self
 
 import torch
 
-from ..base.devices import device_named, free_memory
-from ..base.distributed import Communicator
+from ..base.devices import demand_precision, device_named, free_memory, multiplies_bf16
 from ..base.errors import ConfigError
-from ..base.precision import demand_precision, multiplies_bf16
-from ..base.torchrun import local_world
+from ..base.launcher import local_world
+from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.rows import RowSource
@@ -42,13 +41,9 @@ class Plan:
     """What to train, every setting resolved.
 
     Args:
-        train_rows: the rows to train on.
-        test_rows: the rows to measure on after each epoch; None for none.
-        training: the settings, resolved.
-        solver: the solver and its settings, resolved.
-        activation: the activation and its settings.
+        test_rows: measured after each epoch.
         start: the SAE to start from; None for random directions.
-        held: the weights that keep their start, W_enc or W_dec; None for none. See `Task`.
+        held: the weights that keep their start, W_enc or W_dec; see `Task`.
     """
 
     train_rows: RowSource
@@ -181,12 +176,8 @@ def _precision(training: TrainingConfig, weights: int) -> str:
 
 
 def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tuple[int, bool]:
-    """Refuse a plan that needs more memory than is free for one of `trainings`, a precision the device lacks, or what
-    several processes cannot do together.
-
-    Returns:
-        The bytes that are free for the solver, and whether the device keeps the rows besides.
-    """
+    """The bytes that are free for the solver of one of `trainings`, and whether the device also keeps the rows;
+    ConfigError for too little memory, a precision the device lacks, or what several processes cannot do together."""
     training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.d_sae
     device = device_named(training.device)
     demand_precision(training.precision, device)
@@ -237,13 +228,8 @@ def doubts_at_start(plan: Plan) -> list[str]:
 
 
 def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
-    """Warnings about measures, without those of `doubts_at_start`.
-
-    Args:
-        plan: what was trained.
-        train: `metrics.reconstruction` on training rows.
-        test: the same on held-out rows; if these do not vary, so that their FVU is not finite, `train` is used.
-    """
+    """Warnings about measures on held-out rows (on training rows if held-out ones do not vary), without those of
+    `doubts_at_start`."""
     which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
     advice = {"fvu": _for_less_error(plan, overfitted=train["fvu"] <= 1, l0=measures["l0"]),
               "l0": _for_fewer_active(plan)}

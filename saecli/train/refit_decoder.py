@@ -21,8 +21,8 @@ import torch
 
 from ..base.console import Listener
 from ..base.devices import carried, free_memory
-from ..base.distributed import ALONE
 from ..base.errors import MachineError, RunError, TrainingError
+from ..base.processes import ALONE
 from ..sae.batch import Batch
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE

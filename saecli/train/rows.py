@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..base.devices import carried
-from ..base.distributed import ALONE, Communicator
 from ..base.errors import ConfigError
+from ..base.processes import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..store.rows import RowSource
@@ -36,10 +36,8 @@ class Normalisation:
     """`(x - mean) / scale`, of rows with their targets next to them; folded into the saved weights.
 
     Args:
-        mean: (D + E,).
-        scale: (D + E,), positive.
+        mean, scale: (D + E,); scale is positive.
         variance: mean squared distance of the normalised targets of training rows from their mean, a scalar.
-        d_in: D.
     """
 
     mean: Tensor
@@ -149,7 +147,7 @@ class TrainingRows:
             yield Batch.of(rows, self.d_in, size, torch.arange(first, stop))
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
-        """`count` of the rows once, in larger batches: all in stored order, or the first in an order of that number."""
+        """`count` of the rows once, in larger batches: all in stored order, or the first in shuffled order `number`."""
         if count == self.rows:
             yield from self._sequential()
             return
@@ -176,10 +174,8 @@ class TrainingRows:
 
     @cached_property
     def regression(self) -> Tensor | None:
-        """The linear regression of the targets on the rows, (D, E); None if the targets are the rows. See `regressed`.
-
-        Cost: a pass over at most `REGRESSED_ROWS` rows per dimension.
-        """
+        """The targets' regression on the rows, (D, E), by a pass over at most `REGRESSED_ROWS` rows per dimension; None
+        if the targets are the rows."""
         if not self.stored.d_target:
             return None
         D = self.d_in
@@ -224,11 +220,7 @@ def regressed(rows: int, xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
 
         B = (x'x + r I)^-1 x'y        GCV(r) = ||x B - y||^2 / (N - trace (x'x + r I)^-1 x'x)^2
 
-    Args:
-        rows: N.
-        xx: `x'x`, (D, D), float64.
-        xy: `x'y`, (D, E).
-        yy: `||y||^2`, a scalar.
+    Given N, `x'x`, (D, D), `x'y`, (D, E), and `||y||^2`, in float64.
 
     Source: Golub, Heath and Wahba, "Generalized Cross-Validation as a Method for Choosing a Good Ridge Parameter"
     (1979).

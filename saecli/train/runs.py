@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..base import interrupts
 from ..base.console import Listener, Step
-from ..base.distributed import Communicator
 from ..base.documents import RUN_VERSION, read_settings
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.files import appearing_whole, write_json
 from ..base.home import KEPT, RUN_MARKER, Home, checked_name
 from ..base.options import toml_lines
+from ..base.processes import Communicator
 from ..extract.streaming import Streamed
 from ..sae.activations import activation_from_json, activation_to_json
 from ..sae.dictionary import SAE
@@ -48,13 +48,7 @@ from .start import Start
 
 @dataclass(frozen=True)
 class Run:
-    """A training on rows of stores, or of a model.
-
-    Args:
-        stores: the activations, or where they come from.
-        plan: what is trained.
-        created: time of its start.
-    """
+    """A training on rows of stores, or of a model, and the time of its start."""
 
     stores: Joined | Streamed
     plan: Plan
@@ -139,10 +133,9 @@ class Job:
     """A run to train.
 
     Args:
-        folder: the run's folder, claimed.
-        run: what to train, on which store.
+        folder: claimed.
         given: the options that a new run was given; None for a resumed run.
-        varied: with several runs, this run's options in which they differ.
+        varied: with several runs, the options in which they differ.
     """
 
     folder: Path
@@ -152,8 +145,7 @@ class Job:
 
 
 def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """The names of runs, with the varied values appended; None for a generated name. Raises ConfigError if they cannot
-    be folders, or are not all different."""
+    """The names of runs, with the varied values appended; None for a generated name."""
     if name is None:
         return [None] * len(varied)
     names = ["-".join([name, *(re.sub(r"[^A-Za-z0-9._+-]", "_", f"{key}{value:g}" if isinstance(value, float) else
@@ -166,8 +158,7 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
 
 def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: ExitStack,
                     communicator: Communicator) -> list[Path]:
-    """The folders of new runs, claimed by rank 0 until `claims` is closed; a name of None is generated. Raises RunError
-    if there is a run of one of those names."""
+    """The folders of new runs, claimed by rank 0 until `claims` is closed; RunError if a name is taken."""
     return communicator.broadcast_object(lambda: [_new_folder(home.runs.path, name, stem, claims) for name in names])
 
 
@@ -188,16 +179,8 @@ def _new_folder(runs: Path, name: str | None, stem: str, claims: ExitStack) -> P
 
 def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack,
                 communicator: Communicator) -> Job:
-    """A run to resume, whose folder rank 0 claims.
-
-    Args:
-        name: the run's; by default the newest unfinished one.
-        claims: until it is closed the folder is claimed.
-
-    Raises:
-        RunError: there is none, it is finished, or it is being trained; or its settings, its store or the SAE that it
-            starts from have changed.
-    """
+    """The run `name`, else the newest unfinished one, to resume; its folder is claimed until `claims` is closed.
+    RunError if it is finished, being trained, or its settings, store or initial SAE have changed."""
     job = communicator.main_first(lambda: _begun_before(home, name, listener))
     if communicator.is_main:
         claims.enter_context(claimed(job.folder, new=False))
@@ -225,16 +208,8 @@ def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
 
 
 def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: Listener, purpose: str) -> Run:
-    """The training of a run folder as it was begun, its stores and its plan; an SAE that it started from is not opened.
-
-    Args:
-        document: all entries of its `run.json`.
-        purpose: what it is for, in an error: "cannot PURPOSE NAME".
-
-    Raises:
-        RunError: its settings are not those of this version, or its store is another now.
-        StoreError: its store is missing or damaged.
-    """
+    """The run that a `run.json` describes, without opening the SAE it started from; RunError, "cannot PURPOSE NAME", if
+    its settings are not of this version, or its store has changed."""
     name, path = folder.name, folder / home.runs.marker
     if "streamed" in document:
         raise RunError(f"cannot {purpose} {name}: its rows came from a model as it trained, and are not stored; train "
@@ -263,20 +238,11 @@ def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: L
 
 def train_runs(jobs: Sequence[Job], listener: Listener,
                communicator: Communicator) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
-    """Train runs to the end.
-
-    Args:
-        jobs: the runs; several differ only in numeric options of the SAE and its solver.
-        listener: shows progress, warnings and notes.
-        communicator: of the processes that take part.
+    """Train runs, which differ only in numeric options of the SAE and its solver, to the end.
 
     Returns:
-        The document that `sae train --json` prints for each run that did not fail; and with several runs, the errors of
-        the others, by name.
-
-    Raises:
-        KeyboardInterrupt: they were interrupted; those with a checkpoint can be resumed.
-        SaeError: the error of the only run.
+        The document that `sae train --json` prints for each run that did not fail; with several runs, also the errors
+        of the others, by name. The error of a single run is raised.
     """
     try:
         for job in jobs:
@@ -301,7 +267,6 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
 
 
 def _announce(job: Job, listener: Listener, communicator: Communicator) -> None:
-    """Write a run folder's first files, and print what is trained there."""
     folder, run, plan = job.folder, job.run, job.run.plan
     if job.given is not None and communicator.is_main:
         run.write_config(folder, job.given)  # before run.json, which marks a run that can be resumed
@@ -318,19 +283,26 @@ def _announce(job: Job, listener: Listener, communicator: Communicator) -> None:
 
 def _trained(jobs: Sequence[Job], listener: Listener,
              communicator: Communicator) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
-    """Train to the end, and finish the run folders; as of `train_runs`."""
     one = len(jobs) == 1
     trainings: dict[str, Training] = {}
     errors: dict[str, Exception] = {}
     title, total = ("training", jobs[0].run.plan.steps) if one else (f"training {len(jobs)} SAEs", None)
     with listener.progress(title, total, "steps") as show:
-        progress = _Progress(show)
+        steps: dict[str, float] = {}
+
+        def step_of(name: str) -> Step:
+            def step(done: float, words: str = "") -> None:
+                steps[name] = done
+                show(sum(steps.values()), f"{name}: {words}")
+
+            return step
+
         for job in jobs:
             name = job.folder.name
             try:
                 record = RunRecord(job.run, job.folder, listener) if communicator.is_main else Record()
                 shared = next((training.rows for training in trainings.values()), None)
-                trainings[name] = start_training(job.run.plan, record, show if one else progress.of(name), len(jobs),
+                trainings[name] = start_training(job.run.plan, record, show if one else step_of(name), len(jobs),
                                                  communicator, shared)
             except Exception as error:  # reported at the end, when the others have finished
                 if one:
@@ -357,23 +329,6 @@ def _trained(jobs: Sequence[Job], listener: Listener,
              "data": job.run.stores.name, "d_in": job.run.stores.d_in, "d_sae": plan.training.d_sae, **result,
              **({} if one else {"varied": dict(job.varied)})}
             for job, result in zip(finished, results, strict=True) for plan in [job.run.plan]], errors
-
-
-class _Progress:
-    """Progress of several trainings on one display."""
-
-    def __init__(self, show: Step) -> None:
-        self._show = show
-        self._done: dict[str, float] = {}
-
-    def of(self, name: str) -> Step:
-        """The `show` of one of them."""
-
-        def step(done: float, words: str = "") -> None:
-            self._done[name] = done
-            self._show(sum(self._done.values()), f"{name}: {words}")
-
-        return step
 
 
 def _what_is_kept(training: Training) -> str:

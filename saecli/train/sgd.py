@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..base.distributed import ALONE, Communicator
+from ..base.processes import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Coupled, Dictionary

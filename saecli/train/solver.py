@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ..base.distributed import ALONE, Communicator
-from ..base.precision import products_in
+from ..base.devices import products_in
+from ..base.processes import ALONE, Communicator
 from ..sae.batch import Batch, mixed
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Dictionary

@@ -36,9 +36,8 @@ def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, pre
     """An SAE with random unit directions, its decoder the encoder's, W_dec = W_enc' B, its scale fitted to a batch.
 
     If the activation is linear on pairs of opposites and there are at least two latents per dimension, half of the
-    directions are the opposites of the others: the SAE can then be linear in the rows from the start, which random
-    directions learn late (without a penalty, test FVU after 50 passes over 700 rows of tiny-gemma2: 1e-7 instead of
-    1e-3).
+    directions are opposites of the others, so that the SAE can be linear in the rows from the start (without a penalty,
+    test FVU after 50 passes over 700 rows of tiny-gemma2: 1e-7 instead of 1e-3).
 
     Args:
         batch: normalised rows.
@@ -70,18 +69,16 @@ def fitted_learning_rate(batch: Tensor, firings: float) -> float:
         lr = min(0.008 sqrt(128 / D), 0.105 / (D lambda)^(1/3)) * min(1, firings / 8)^(2/3)
 
     lambda is the largest eigenvalue of `sum ||x||^2 x x' / sum ||x||^2` for rows of mean squared norm D. A step of Adam
-    moves each of the D weights of a latent by up to lr: the latent, of norm about 1, by up to `lr sqrt(D)`, and the
-    pre-activations of rows along the leading direction by up to `lr sqrt(D lambda)`; the fourth moment in place of the
-    second lets rows of large norm, which dominate the gradient, count for more. Adam divides by the root of a mean
-    square over all steps, so that the fewer rows of a batch a latent fires on, the noisier its steps.
+    moves a latent, of norm about 1, by up to `lr sqrt(D)`, and the pre-activations of rows along the leading direction
+    by up to `lr sqrt(D lambda)`; the fourth moment weights the rows of large norm, which dominate the gradient. The
+    fewer rows of a batch a latent fires on, the noisier its steps.
 
-    Powers and factors are fitted to the best of a few rates each, of 4,000 steps: 8e-3 on tiny-gemma2 (D = 128) at 8
-    firings, 4e-3 there at 2, 4e-3 to 8e-3 on image patches (256), about 4e-3 in two worlds of known features at 2.5
-    (128) and 3.8 (192).
+    Powers and factors are fitted to the best rates of 4,000 steps: 8e-3 on tiny-gemma2 (D = 128) at 8 firings, 4e-3
+    there at 2, 4e-3 to 8e-3 on image patches (256), about 4e-3 in two worlds at 2.5 (128) and 3.8 (192).
 
     Args:
         batch: normalised rows, (B, D).
-        firings: expected number of rows of a batch that a latent fires on, above 0.
+        firings: expected number of rows per batch on which a latent fires, above 0.
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from peak import peak_of
 from rich.console import Console
 
-from saecli.base import distributed, torchrun
+from saecli.base import launcher, processes
 from saecli.base.tables import table
 from saecli.sae.activations import TopK
 from saecli.store.reader import ActivationStore
@@ -65,9 +65,9 @@ class Traffic:
 
 def work(home: Path, d_sae: int) -> None:
     """What each process does: train, and tell seconds and bytes of steps and of decoder steps."""
-    if torchrun.world() > 1:
-        distributed.join()
-    communicator = distributed.communicator()
+    if launcher.world() > 1:
+        processes.join()
+    communicator = processes.communicator()
     traffic, seconds, calls = Traffic(), Counter(), Counter()
 
     def told(purpose: str, method: Any) -> Any:
@@ -92,7 +92,7 @@ def work(home: Path, d_sae: int) -> None:
     if communicator.is_main:
         print(json.dumps({"seconds": seconds, "calls": calls, "bytes": traffic.bytes, "memory": memory}))
     if communicator.world_size > 1:
-        distributed.leave()
+        processes.leave()
 
 
 def work_extract() -> None:
@@ -116,7 +116,7 @@ def work_extract() -> None:
     except SystemExit as stop:
         if stop.code:
             raise
-    if torchrun.rank() == 0:
+    if launcher.rank() == 0:
         print(json.dumps({"seconds": seconds}))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from saecli.store.dtypes import DTYPES
+from saecli.store.codec import DTYPES
 from saecli.store.reader import ActivationStore
 from saecli.store.rows import Rows
 from saecli.store.schema import StoreMeta, rows_per_shard

@@ -16,8 +16,7 @@ from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 from saecli.store.options import SyntheticConfig
 from saecli.store.reader import ActivationStore
-from saecli.store.synthetic import world_of
-from saecli.store.worlds import World
+from saecli.store.worlds import World, world_of
 
 G, D, ROWS = 64, 8, 3000
 SMALL = ["--features", str(G), "--d-in", str(D), "--l0", "4", "--rows", str(ROWS)]
@@ -73,7 +72,7 @@ def test_an_import_killed_anywhere_goes_on_and_equals_one_never_killed(produce, 
 
     def imported(name: str, **order: object) -> tuple[int, dict[str, bytes]]:
         folder = tmp_path / "home" / "activations" / name
-        status, error = produce(folder, words=[*words, name], imports=["saecli.store.worlds_saelens"], **order)
+        status, error = produce(folder, words=[*words, name], imports=["saecli.store.import_worlds"], **order)
         assert not error
         return status, {} if order else contents(ActivationStore.open(folder))
 

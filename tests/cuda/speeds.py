@@ -10,8 +10,7 @@ from day import Day, Figures
 from device_cases import trained
 from training_speed import SAELENS
 
-from saecli.base.devices import free_memory
-from saecli.base.precision import multiplies_bf16, products_in
+from saecli.base.devices import free_memory, multiplies_bf16, products_in
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.activations.selection import at
 from saecli.sae.batch import Batch

@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from tiny_models import loaded, save_model, save_tokenizer
 from transformers import AutoTokenizer, LlamaModel
 
-from saecli.base.distributed import Communicator
 from saecli.base.errors import ConfigError, ModelError
+from saecli.base.processes import Communicator
 from saecli.extract.extraction import Quota, rows_by_rank
 from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill, tokens_that_fit
 from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.texts import Document
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
-from saecli.store.admission import Admission
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.writer import StoreWriter
+from saecli.store.writer import Admission, StoreWriter
 
 BOS, EOS, CONTEXT, ROWS = 1, 2, 16, 700
 LETTERS = "abcdefghijklmnop"

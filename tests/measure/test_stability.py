@@ -10,7 +10,7 @@ import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
 import saecli
-from saecli.base import memory
+from saecli.base import machine
 from saecli.base.errors import ConfigError, MachineError
 from saecli.measure.stability import matching
 from saecli.sae.activations import Relu
@@ -152,7 +152,7 @@ def test_what_cannot_be_compared_is_one_sentence(saes: list[SAE], options: dict[
 def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "memory.max").write_text("1500")
     (tmp_path / "memory.current").write_text("1000")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)  # a container with 500 bytes left
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)  # a container with 500 bytes left
     with pytest.raises(MachineError, match="8 latents with 8: expected 512 B or more free, got 500 B"):
         saecli.stability([sae_of(vectors(8, 0)), sae_of(vectors(8, 1))])
 

@@ -20,7 +20,6 @@ from saecli.sae.activations import (
 )
 from saecli.sae.codes import DenseCodes
 from saecli.train.config import TrainingConfig
-from saecli.train.options import Sgd
 from saecli.train.plan import settled
 
 B, F, K = 20, 12, 3
@@ -31,14 +30,7 @@ def random_pre(seed: int = 0) -> Tensor:
     return torch.randn(B, F, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_swish_is_its_formula_and_leaves_no_code_at_zero() -> None:
-    pre = random_pre()
-    codes = Swish()(pre, {}).dense()
-    np.testing.assert_allclose(codes.numpy(), pre.numpy() / (1 + np.exp(-pre.numpy())), rtol=1e-12)
-    assert (codes != 0).all()
-
-
-def test_batchtopk_keeps_the_largest_of_the_whole_training_batch_clipped_at_zero() -> None:
+def test_batchtopk_keeps_the_largest_of_a_training_batch() -> None:
     pre = random_pre()
     lowest_kept = np.sort(pre.numpy().ravel())[-B * K]
     codes = BatchTopK(k=K).training_codes(pre, {}).dense()
@@ -80,7 +72,7 @@ def test_batchtopk_infers_with_one_threshold_row_by_row() -> None:
     assert torch.equal(BatchTopK(k=K)(pre[4:5], parameters).dense(), codes[4:5])
 
 
-def test_batchtopk_threshold_starts_at_the_first_batch_and_moves_as_a_running_mean() -> None:
+def test_batchtopk_threshold_is_a_running_mean() -> None:
     activation, parameters = BatchTopK(k=K), BatchTopK(k=K).parameters(F)
     parameters = {"threshold": parameters["threshold"].double()}
     smallest = []
@@ -99,7 +91,7 @@ def test_batchtopk_threshold_starts_at_the_first_batch_and_moves_as_a_running_me
 
 @pytest.mark.parametrize("factor", [0.2, 3.0])
 @pytest.mark.parametrize("activation", EVERY, ids=lambda activation: activation.name)
-def test_rescaled_parameters_scale_the_codes_with_the_pre_activations(activation: Activation, factor: float) -> None:
+def test_rescaled_parameters_scale_codes_with_pre_activations(activation: Activation, factor: float) -> None:
     pre = random_pre()
     parameters = {name: torch.full_like(start, 0.6) for name, start in activation.parameters(F).items()}
     rescaled = activation.rescaled(parameters, factor)
@@ -111,19 +103,12 @@ def test_rescaled_parameters_scale_the_codes_with_the_pre_activations(activation
         torch.testing.assert_close(found, activation(pre, parameters).dense() * factor)
 
 
-def test_jumprelu_threshold_gradient_is_the_straight_through_estimate() -> None:
-    bandwidth = 0.5
-    pre, upstream = random_pre(), random_pre(1)
+def test_the_l0_penaltys_gradient_is_the_straight_through_estimate() -> None:
+    bandwidth, pre = 0.5, random_pre()
     threshold = torch.linspace(0.1, 1, F, dtype=torch.float64).requires_grad_()
     activation = JumpRelu(bandwidth=bandwidth)
     near = (np.abs(pre.numpy() - threshold.detach().numpy()) < bandwidth / 2).astype(float)
     assert 0 < near.mean() < 1
-
-    (activation(pre, {"threshold": threshold}).dense() * upstream).sum().backward()
-    expected = -threshold.detach().numpy() / bandwidth * (near * upstream.numpy()).sum(0)
-    np.testing.assert_allclose(threshold.grad.numpy(), expected, rtol=1e-12)
-
-    threshold.grad = None
     penalty = activation.penalty("l0", pre, DenseCodes(pre), torch.eye(F), {"threshold": threshold})
     assert penalty.item() == pytest.approx((pre > threshold).sum(1).double().mean().item())
     penalty.backward()
@@ -161,7 +146,7 @@ def test_more_latents_kept_than_there_are_is_refused(kind: type[Activation]) -> 
 def test_penalties_and_their_settings_that_do_nothing_are_refused(
         activation: Activation, sparsity: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settled(TrainingConfig(sparsity=sparsity), activation, Sgd(), 100, 8)
+        settled(TrainingConfig(sparsity=sparsity), activation, 100, 8)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-300, 9e-7, 1.0, -0.1, 1.5])
@@ -171,8 +156,8 @@ def test_a_target_rate_that_no_rate_can_meet_is_refused(rate: float) -> None:
 
 
 def test_defaults_of_the_penalty_fit_the_activation() -> None:
-    chosen = {str(activation): settled(TrainingConfig(), activation, Sgd(), 100, 64) for activation in
+    chosen = {str(activation): settled(TrainingConfig(), activation, 100, 64) for activation in
               (Relu(), JumpRelu(), JumpRelu(fixed_threshold=True), Swish(), BatchTopK(k=3), SoftTopK(k=3))}
     assert [one.sparsity for one in chosen.values()] == ["l1", "target-l0", "l1", "none", "none", "none"]
-    assert settled(TrainingConfig(sparsity="kl"), Relu(), Sgd(), 100, 64).sparsity_weight == pytest.approx(0.64)
-    assert settled(TrainingConfig(), JumpRelu(), Sgd(), 100, 64).sparsity_weight == pytest.approx(3.2)
+    assert settled(TrainingConfig(sparsity="kl"), Relu(), 100, 64).sparsity_weight == pytest.approx(0.64)
+    assert settled(TrainingConfig(), JumpRelu(), 100, 64).sparsity_weight == pytest.approx(3.2)

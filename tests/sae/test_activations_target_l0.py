@@ -1,20 +1,16 @@
 """jumprelu with a target for L0: its gradients against plain autograd and by hand, its controller, its file."""
 
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from tasks import task_of
 from torch import Tensor
 
-from saecli.sae.activations import JumpRelu, activation_from_json
+from saecli.sae.activations import JumpRelu
 from saecli.sae.batch import Batch
 from saecli.sae.codes import Codes, DenseCodes, SparseCodes
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import load
 from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
 from saecli.train.options import PamSgd, Sgd, SolverConfig
@@ -39,7 +35,7 @@ def parameters() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("bandwidth", [None, 0.5])
 @pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, DenseCodes)])
-def test_gradients_of_the_loss_equal_autograds_of_the_loss_written_out(
+def test_gradients_of_the_loss_equal_plain_autograd(
         shift: float, kind: type[Codes], bandwidth: float | None) -> None:
     activation = JumpRelu(target_l0=L, bandwidth=bandwidth)
     sae = SAE(normal(D, F, seed=1) / 4, torch.full((F,), shift).double(), normal(F, D, seed=2), normal(D, seed=3),
@@ -78,7 +74,7 @@ def test_the_quadratic_penaltys_gradients_are_those_found_by_hand() -> None:
     np.testing.assert_allclose(given["threshold"].grad.numpy(), -slope.sum(0), rtol=1e-12)
 
 
-def test_without_a_target_no_gradient_goes_through_the_step_to_pre_activations() -> None:
+def test_without_a_target_the_step_has_no_gradient_in_pre_activations() -> None:
     pre, given = normal(B, F, seed=5).requires_grad_(), {"threshold": parameters()["threshold"].requires_grad_()}
     activation = JumpRelu()
     activation(pre, given).dense().sum().backward()
@@ -88,7 +84,7 @@ def test_without_a_target_no_gradient_goes_through_the_step_to_pre_activations()
 
 
 @pytest.mark.parametrize(("active", "side"), [(4 * F // 10, 1), (1, -1)])
-def test_too_many_active_latents_raise_thresholds_and_multiplier_and_too_few_lower_them(active: int, side: int) -> None:
+def test_the_controller_moves_thresholds_and_multiplier_with_l0(active: int, side: int) -> None:
     given = parameters()
     codes = DenseCodes((torch.arange(F) < active).double().expand(B, F))
     found = JumpRelu(target_l0=L).estimated(codes, given, 0.3)
@@ -171,7 +167,7 @@ def test_a_restored_solver_goes_on_bit_for_bit(config: SolverConfig) -> None:
         torch.testing.assert_close(tensor, second.state()[name], rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-def test_the_target_is_32_or_an_eighth_of_the_latents_by_default_and_sets_the_learning_rates_l0() -> None:
+def test_the_default_target_is_32_or_an_eighth_of_the_latents() -> None:
     rows = ArrayRows(sparse_rows(100).numpy())
 
     def planned(activation: JumpRelu, d_sae: int = 512, **options: str) -> JumpRelu:
@@ -181,16 +177,3 @@ def test_the_target_is_32_or_an_eighth_of_the_latents_by_default_and_sets_the_le
     assert planned(JumpRelu(), d_sae=24).target_l0 == 3
     assert planned(JumpRelu(target_l0=5)).expected_l0(8) == 5
     assert planned(JumpRelu(), sparsity="l0") == JumpRelu()
-
-
-def test_an_sae_saved_before_there_were_targets_is_read(tmp_path: Path) -> None:
-    old = {"name": "jumprelu", "target_rate": None, "threshold": 0.1, "bandwidth": 0.3, "fixed_threshold": False}
-    activation = activation_from_json(old)
-    assert activation == JumpRelu(threshold=0.1, bandwidth=0.3)
-    sae = SAE(normal(D, F, seed=1), normal(F, seed=2), normal(F, D, seed=3), normal(D, seed=4), activation,
-              {"threshold": parameters()["threshold"]})
-    header = {"format_version": 1, "origin": {}, "activation": old}
-    save_file(sae.tensors(), tmp_path / "sae.safetensors", {"saecli": json.dumps(header)})
-    x = normal(B, D, seed=5)
-    pre = x @ sae.W_enc + sae.b_enc
-    torch.testing.assert_close(load(tmp_path).sae.encode(x), pre * (pre > sae.threshold), rtol=1e-6, atol=1e-6)

@@ -93,7 +93,7 @@ def test_gram_matrices_are_added_to_the_lower_triangle(density: float, pairs: in
     assert torch.equal(array[:, F:], before[:, F:])
 
 
-def test_products_are_added_in_the_precision_of_what_they_are_added_to(form: Callable) -> None:
+def test_gram_products_are_added_in_the_precision_of_the_sum(form: Callable) -> None:
     dense = matrix(0.05).float()
     codes, gram = form(dense), torch.full((F, F), 1e9, dtype=torch.float64)
     codes.add_gram(gram)
@@ -109,7 +109,7 @@ def test_joined_codes_are_those_of_all_rows() -> None:
 
 
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.5])
-def test_products_are_differentiable_in_both_factors_at_the_entries_that_are_held(density: float, form: Callable):
+def test_products_are_differentiable_in_both_factors(density: float, form: Callable):
     codes, right, weights = form(matrix(density)), normal(F, D, seed=3), normal(B, D, seed=5)
     values, factor = codes.values.clone().requires_grad_(), right.clone().requires_grad_()
     found = codes.with_values(values)
@@ -129,7 +129,7 @@ def test_non_zeros_are_searched_for_where_they_are_few() -> None:
 
 
 @pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
-def test_selected_pre_activations_and_their_gradients_equal_autograds(density: float) -> None:
+def test_selected_pre_activations_and_gradients_equal_autograd(density: float) -> None:
     leaves = [normal(B, D, seed=3), normal(D, F, seed=4), normal(F, seed=5)]
     mask, upstream = matrix(density) != 0, normal(B, F, seed=6)
     order = torch.randperm(int(mask.sum()), generator=torch.Generator().manual_seed(0))
@@ -201,7 +201,7 @@ def sae_of(activation: Activation, many: bool) -> SAE:
 @pytest.mark.parametrize("number", range(len(ACTIVATIONS)), ids=list(ACTIVATIONS))
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("sparsity", ["none", "l1", "l1-codes"])
-def test_gradients_of_the_loss_equal_autograds_of_the_loss_written_out(number: int, kept: str, sparsity: str) -> None:
+def test_gradients_of_the_loss_equal_plain_autograd(number: int, kept: str, sparsity: str) -> None:
     activation = activations(KEPT[kept])[number]
     sae, y = sae_of(activation, kept == "many"), normal(B, D, seed=8)
     x = normal(B, D, seed=3).requires_grad_()

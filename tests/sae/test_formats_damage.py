@@ -1,7 +1,4 @@
-"""Damaged files of SAEs, in every format: one of the tool's own errors, in one sentence, or no matter.
-
-No oracle but the sentence: what such files raise in the libraries that read them is in `saecli.store.arrays`.
-"""
+"""Damaged files of SAEs, in every format: a FormatError of one sentence, or no matter."""
 
 import json
 import random
@@ -10,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,6 @@ from homes import CommandLine, D, F, make_run, make_store, random_sae, sae_for, 
 
 from saecli.base.errors import FormatError
 from saecli.sae.formats import WRITABLE, load, save
-from saecli.sae.formats import dictionary_learning as dictionary
 
 TIMES = 120  # that each file is damaged
 HUGE = 10**13
@@ -32,31 +29,22 @@ def saved(name: str, folder: Path) -> Path:
     return folder
 
 
-def old_torch(folder: Path) -> Path:
+def old_torch(folder: Path) -> None:
     """As torch wrote it before 1.6."""
-    path = saved("dictionary-learning", folder) / dictionary.TENSORS
+    path = saved("dictionary-learning", folder) / "ae.pt"
     torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
-    return folder
 
 
-def crosscoder(folder: Path) -> Path:
-    return published.gemma_scope_2_crosscoder(folder).path
-
-
-def llama_scope(folder: Path) -> Path:
-    return published.llama_scope(folder, moved=True).path
-
-
-def qwen_scope(folder: Path) -> Path:
-    return published.qwen_scope(folder, k=4).path.parent
+WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for name in WRITABLE} | {
+    "old torch": old_torch, "crosscoder": published.gemma_scope_2_crosscoder,
+    "llama-scope": partial(published.llama_scope, moved=True), "qwen-scope": partial(published.qwen_scope, k=4)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [*WRITABLE, old_torch, crosscoder, llama_scope, qwen_scope],
-                         ids=lambda write: getattr(write, "__name__", write))
-def test_damage_is_told_in_one_sentence_that_names_the_place_or_does_not_matter(
-        tmp_path: Path, write: str | Callable[[Path], Path]) -> None:
-    folder = write(tmp_path / "sae") if callable(write) else saved(write, tmp_path / "sae")
+@pytest.mark.parametrize("name", WRITE)
+def test_damage_is_one_sentence_that_names_the_file_or_does_not_matter(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "sae"
+    WRITE[name](folder)
     for path in sorted(folder.iterdir()):
         content, chance, refused = path.read_bytes(), random.Random(path.name), 0
         for _ in range(TIMES):
@@ -96,23 +84,20 @@ def without_end() -> dict[str, torch.Tensor]:
 ])
 def test_tensors_that_nothing_can_be_computed_with_are_refused(tmp_path: Path, tensors: Callable, said: str) -> None:
     folder = saved("dictionary-learning", tmp_path / "sae")
-    (folder / dictionary.CONFIG).write_text('{"trainer": {"dict_class": "AutoEncoder"}}')
-    torch.save(tensors(), folder / dictionary.TENSORS)
-    with pytest.raises(FormatError, match=rf"{folder / dictionary.TENSORS}: .*{said}"):
+    (folder / "config.json").write_text('{"trainer": {"dict_class": "AutoEncoder"}}')
+    torch.save(tensors(), folder / "ae.pt")
+    with pytest.raises(FormatError, match=rf"ae\.pt: .*{said}"):
         load(folder)
 
 
-@pytest.mark.parametrize("dtype", ["U16", "F4", "F6_E2M3", "F8_E4M3", "F8_E8M0", "C64", "I128"])
-def test_types_that_torch_may_not_know_are_refused(tmp_path: Path, dtype: str) -> None:
-    (tmp_path / "sae.safetensors").write_bytes(safetensors(dtype))
-    with pytest.raises(FormatError, match=r"sae\.safetensors"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [np.longdouble, "U3", "M8[s]", np.complex64, np.int64, object])
-def test_arrays_of_other_types_are_refused(tmp_path: Path, dtype: object) -> None:
-    np.savez(tmp_path / "params.npz", W_enc=np.zeros((2, 3), dtype))
-    with pytest.raises(FormatError, match=r"params\.npz: expected (floating-point )?numbers"):
+@pytest.mark.parametrize("dtype", ["U16", "F4", "F6_E2M3", "F8_E4M3", "F8_E8M0", "C64", "I128", np.longdouble, "U3",
+                                   "M8[s]", np.complex64, np.int64, object])
+def test_numbers_of_other_types_are_refused(tmp_path: Path, dtype: object) -> None:
+    if isinstance(dtype, str) and dtype[0] in "UFCI" and dtype != "U3":
+        (tmp_path / "sae.safetensors").write_bytes(safetensors(dtype))
+    else:
+        np.savez(tmp_path / "params.npz", W_enc=np.zeros((2, 3), dtype))
+    with pytest.raises(FormatError, match=r"(sae\.safetensors|params\.npz)"):
         load(tmp_path)
 
 
@@ -122,7 +107,7 @@ def test_a_damaged_run_is_one_line_of_the_command_line(sae: CommandLine) -> None
     path.write_bytes(path.read_bytes()[:-9])
     done = sae("eval", "run")
     assert (done.status, done.err.count("\n")) == (1, 1)
-    assert done.err.startswith(f"sae: cannot read {path}: expected numbers in its name's format, got something else; ")
+    assert f"cannot read {path}" in done.err
 
 
 @pytest.mark.slow

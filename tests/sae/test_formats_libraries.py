@@ -4,17 +4,22 @@
     SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/sae/test_formats_libraries.py
 """
 
+import os
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import homes
 import numpy as np
+import published
 import pytest
 import torch
 from environments import python_with
-from homes import CommandLine, make_store
+from homes import CommandLine
+from model_hub import WRITER, ModelHub, serving
 
-from saecli.sae.activations import Activation
+from saecli.sae.activations import Activation, BatchTopK, JumpRelu, ReluTopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, Format, SavedSAE, load, save
 
@@ -23,7 +28,8 @@ LIBRARIES = {"saelens": "saelens", "sparsify": "sparsify", "dictionary-learning"
              "gemma-scope": "saelens", "circuit-tracer": "circuit-tracer"}  # which library reads a format
 D, E, F, K = 24, 17, 60, 6
 ORIGIN = {"model": "gpt2", "layer": 8, "site": "resid_post", "context": 128, "prepend_bos": True}
-MLP = {"model": "gpt2", "layer": 0, "site": "mlp_in", "target_layer": 0, "target_site": "mlp_out"}
+MLP = homes.MLP | {"layer": 0, "target_layer": 0}
+SCRIPTS = Path(__file__).parents[1] / "libraries"
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for name, sae in ours.items():
         origin = MLP if name.startswith("transcoder") else ORIGIN
         save(SavedSAE(sae, origin), request.param, folder / "ours" / name)
-    script = Path(__file__).parents[1] / "libraries" / f"{request.param.replace('-', '_')}.py"
+    script = SCRIPTS / f"{request.param.replace('-', '_')}.py"
     done = subprocess.run([python, script, folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Exchange(request.param, folder, rows, ours)
@@ -103,7 +109,7 @@ def test_what_the_library_wrote_reconstructs_alike_here(exchange: Exchange) -> N
 
 
 def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchange, sae: CommandLine) -> None:
-    make_store(sae.home, "rows", exchange.rows.numpy())
+    homes.make_store(sae.home, "rows", exchange.rows.numpy())
     for path in (exchange.folder / "theirs").iterdir():
         if not path.is_dir():
             continue
@@ -112,7 +118,7 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchan
         x = exchange.rows.numpy().astype(np.float64)
         if load(path).is_transcoder:
             y = x[:, ::-1][:, :theirs["x_hat"].shape[1]]
-            make_store(sae.home, path.name, y.astype(np.float32))
+            homes.make_store(sae.home, path.name, y.astype(np.float32))
             stores = ("--data", "rows", "--target", path.name)
             (found,) = sae("eval", path, *stores, "--split", "all", "--json").json["runs"]
             expected = ((theirs["x_hat"] - y) ** 2).sum(1).mean() / y.var(0).sum()
@@ -131,3 +137,70 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchan
         (found,) = sae("sparsity", path, "--data", "rows", "--split", "all", "--json").json["runs"]
         assert found["silent"] == (codes == 0).all(0).sum()
         assert sae("geometry", path, "--data", "rows", "--split", "all", "--json").json["rows"] == len(x)
+
+
+def test_saelens_makes_the_same_of_published_folders(tmp_path: Path) -> None:
+    python, gemma = python_with("saelens"), tmp_path / "gemma-scope-2-4b-pt"
+    x = torch.from_numpy(published.ROWS).float()
+    suffix = "layer_17_width_16k_l0_big"
+    folders = {
+        "gemma": published.gemma_scope_2(gemma / "resid_post" / suffix),
+        "transcoder": published.gemma_scope_2(gemma / "transcoder" / f"{suffix}_affine", "transcoder", True),
+        "llama": published.llama_scope(tmp_path / "Llama3_1-8B-Base-LXR-8x/Llama3_1-8B-Base-L15R-8x", unit_norms=True),
+        "qwen": published.qwen_scope(tmp_path / "SAE-Res-Qwen3-8B-Base-W64K-L0_4")}
+    for name, skip in (("mlp_out", {}), ("transcoder", {"W_skip": torch.eye(published.D) / 2})):
+        ours = homes.random_sae(JumpRelu()).changed(threshold=torch.rand(published.F), **skip)
+        folder = gemma / name / "layer_3_width_16k_l0_small"
+        save(SavedSAE(ours, homes.MLP if skip else {"model": "google/gemma-3-4b-pt", "layer": 3, "site": name}),
+             "gemma-scope-2", folder)
+        folders[f"{name}-ours"] = published.Published(folder, ours.encode(x).numpy(), ours(x).numpy())
+    np.save(tmp_path / "rows.npy", x.numpy())
+    words = [f"{name}={one.path.relative_to(tmp_path)}" for name, one in folders.items()]
+    done = subprocess.run([python, SCRIPTS / "saelens_scopes.py", tmp_path, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, one in folders.items():
+        with np.load(tmp_path / f"{name}.npz") as theirs:
+            sae = load(one.path).sae
+            if name == "qwen":  # whose negative codes SAELens makes 0
+                sae = sae.changed(activation=ReluTopK(k=published.K))
+            np.testing.assert_allclose(sae.encode(x), theirs["codes"], rtol=1e-4, atol=2e-5)
+            assert_agree(sae(x), theirs["x_hat"])
+
+
+def environment(hub: ModelHub, folder: Path) -> dict[str, str]:
+    """For processes that are to know no hub but this; its address is read at import."""
+    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return own | {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
+                  "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": WRITER, "SAE_HOME": str(folder / "home")}
+
+
+@pytest.mark.parametrize(("library", "activation"), [
+    ("saelens", BatchTopK(k=4)), pytest.param("sparsify", ReluTopK(k=4), marks=pytest.mark.long),
+    pytest.param("circuit-tracer", JumpRelu(), marks=pytest.mark.long)],
+    ids=lambda value: getattr(value, "name", value))
+def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
+        tmp_path: Path, library: str, activation: Activation) -> None:
+    python = python_with(library)
+    rows, mine = homes.some_rows(), homes.random_sae(activation)
+    if library == "circuit-tracer":
+        rows, _ = homes.make_transcoder(tmp_path / "home", "first", mine, homes.MLP | {"layer": 0, "target_layer": 0})
+    else:
+        homes.make_store(tmp_path / "home", "rows", rows)
+        homes.make_run(tmp_path / "home", "first", mine)
+    np.save(tmp_path / "rows.npy", rows)
+    with serving() as hub:
+        settings = {"env": environment(hub, tmp_path), "capture_output": True, "text": True, "cwd": tmp_path}
+        for words in (("push", "first", "someone/saes", "--format", library),
+                      ("eval", "someone/saes/first@main", "--data", "x", "--target", "y")
+                      if library == "circuit-tracer" else ("geometry", "someone/saes/first@main", "--rows", "200")):
+            done = subprocess.run([sys.executable, "-m", "saecli", *words], **settings)
+            assert done.returncode == 0, done.stderr
+            assert WRITER not in done.stdout + done.stderr
+        done = subprocess.run([python, SCRIPTS / "from_hub.py", library, "someone/saes", "first", tmp_path / "rows.npy",
+                               tmp_path / "x_hat.npy"], **settings)
+        assert done.returncode == 0, done.stderr
+        assert "sae eval someone/saes/first" in hub.repos["someone/saes"].files["README.md"].decode()
+    x_hat = mine(torch.from_numpy(rows)).numpy()
+    assert np.abs(np.load(tmp_path / "x_hat.npy") - x_hat).max() <= 1e-5 * np.abs(x_hat).max()
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert written and not any(WRITER.encode() in content for content in written)

@@ -148,7 +148,7 @@ def test_a_signed_topk_is_native_where_saelens_would_change_rows(
     assert "the topk of saelens applies a ReLU" in files["README.md"].decode()
 
 
-def test_layers_for_circuit_tracer_share_a_folder_from_which_other_formats_go(sae: CommandLine, hub: ModelHub) -> None:
+def test_circuit_tracer_layers_share_a_folder_without_other_formats(sae: CommandLine, hub: ModelHub) -> None:
     for layer in (0, 1):
         shutil.rmtree(sae.home / "activations", ignore_errors=True)
         make_transcoder(sae.home, f"layer-{layer}", random_sae(), MLP | {"layer": layer, "target_layer": layer})
@@ -227,7 +227,7 @@ def test_of_several_layers_on_the_hub_one_must_be_named(sae: CommandLine, hub: M
         assert np.abs(predicted - one.predicted).max() < 1e-4
 
 
-def test_a_cross_layer_transcoder_is_refused_before_its_weights_are_fetched(
+def test_a_cross_layer_transcoder_is_refused_before_it_is_fetched(
         sae: CommandLine, hub: ModelHub, tmp_path: Path) -> None:
     published.gemma_scope_2_crosscoder(tmp_path / "there/clt/width_262k_l0_big", type="clt")
     hub.add("google/gemma-scope-2-270m-pt", files_of(tmp_path / "there"))

@@ -20,8 +20,7 @@ from storing import collect, make_store
 
 from saecli.base.errors import FormatError
 from saecli.store import arrays as array
-from saecli.store import hdf5
-from saecli.store.array_opening import open_array
+from saecli.store.import_arrays import open_array
 
 ROWS = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float32)
 FLAT = ROWS.reshape(50, 12)
@@ -299,7 +298,7 @@ def test_chunks_wider_than_a_block_are_read_once(tmp_path: Path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=(10_000, 20), fletcher32=True)
     size = (tmp_path / "a.h5").stat().st_size
-    with subprocess.Popen([sys.executable, hdf5.PROGRAM, tmp_path / "a.h5"], stdin=subprocess.PIPE,
+    with subprocess.Popen([sys.executable, array.HDF5_PROCESS, tmp_path / "a.h5"], stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE) as process:
 
         def ask(request: dict) -> dict:

@@ -22,7 +22,7 @@ from homes import CommandLine
 from safetensors.numpy import save
 
 from saecli.base.errors import FormatError
-from saecli.store.array_opening import open_array
+from saecli.store.import_arrays import open_array
 
 ROWS = np.random.default_rng(0).standard_normal((20, 6)).astype(np.float32)
 LABELS = np.arange(20)
@@ -171,21 +171,20 @@ NOT_THIS = "check that the file is whole and of this format"
 FILES = {
     "negative shape.npy": (lambda: npy(shape=(-20, 6)), NOT_THIS),
     "shape of no number.npy": (lambda: npy(shape=(20, True)), NOT_THIS),
-    "huge shape.npy": (lambda: npy(shape=(2**70, 6)), "it is truncated"),
+    "huge shape.npy": (lambda: npy(shape=(2**70, 6)), NOT_THIS),
     "no header.npy": (lambda: b"\x93NUMPY\x01\x00\x04\x00'''\n", NOT_THIS),
     "no array.npz": (lambda: archive(("x.npy", b"text")), NOT_THIS),
     "without a name.npz": (lambda: archive(("x.npy", npy())).replace(b"x.npy", b"\0.npy"), None),
-    "lzma.npz": (lambda: archive(("x.npy", npy()), method=zipfile.ZIP_LZMA), "stored or deflated, got another comp"),
-    "encrypted.npz": (lambda: archive(("x.npy", npy()), flags=1), "got an encrypted one in 'x'; save it again"),
-    "twice.npz": (lambda: archive(("x.npy", npy()), ("x", npy())), "different names, got several of one"),
+    "lzma.npz": (lambda: archive(("x.npy", npy()), method=zipfile.ZIP_LZMA), None),
+    "encrypted.npz": (lambda: archive(("x.npy", npy()), flags=1), NOT_THIS),
+    "twice.npz": (lambda: archive(("x.npy", npy()), ("x", npy())), None),
     "flipped.npz": (lambda: archive(("x.npy", npy())).replace(ROWS[9].tobytes(), ROWS[8].tobytes()), NOT_THIS),
-    "claimed shape.npz": (lambda: archive(("x.npy", npy(shape=(HUGE, 6)))), "it is truncated"),
-    "claimed size.npz": (lambda: archive(("x.npy", npy(shape=(HUGE, 1))), size=2 * HUGE * 4), "40 TB of free memory"),
+    "claimed shape.npz": (lambda: archive(("x.npy", npy(shape=(HUGE, 6)))), "expected memory for it, got none"),
+    "claimed size.npz": (lambda: archive(("x.npy", npy(shape=(HUGE, 1))), size=2 * HUGE * 4), "80 TB of free memory"),
     "claimed-idx3-ubyte.gz": (lambda: gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 2**32 - 1, 2**20, 1)),
                               "expected 4.5e.03 TB of free memory"),
-    "sizes.idx": (lambda: struct.pack(">4BI", 0, 0, 8, 200, 7), "expected 804 bytes of the sizes, got 8; it is trunc"),
-    "compressed.pt": (lambda: torch_file({"x": torch.from_numpy(ROWS)}, zipfile.ZIP_DEFLATED),
-                      "expected parts that are stored, got another compression"),
+    "sizes.idx": (lambda: struct.pack(">4BI", 0, 0, 8, 200, 7), NOT_THIS),
+    "compressed.pt": (lambda: torch_file({"x": torch.from_numpy(ROWS)}, zipfile.ZIP_DEFLATED), None),
     "nested.pt": (lambda: torch_file(nested(60)), None),
     "of no device.pt": (lambda: torch_file(torch.ones(3, 4, device="meta")), NOT_THIS),
     "one wide row.pt": (lambda: torch_file(torch.ones(1, 1).expand(2, HUGE)), "TB of free memory"),
@@ -227,7 +226,7 @@ def test_rows_that_no_disk_holds_are_refused_and_leave_nothing(sae: CommandLine,
 @pytest.mark.parametrize("dtype", ["M8[s]", object, "V4", "f4,i4"])
 def test_what_holds_no_real_numbers_is_refused(tmp_path, dtype):
     np.save(tmp_path / "a.npy", np.zeros((3, 2), dtype))
-    with pytest.raises(FormatError, match="expected an array of real numbers"):
+    with pytest.raises(FormatError, match=r"expected (an array of real )?numbers"):
         read(tmp_path / "a.npy")
 
 

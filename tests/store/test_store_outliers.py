@@ -5,7 +5,7 @@ import pytest
 from homes import CommandLine
 from storing import collect, make_store
 
-from saecli.store.dtypes import DTYPES
+from saecli.store.codec import DTYPES
 from saecli.store.reader import ActivationStore
 
 

@@ -6,12 +6,10 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from storing import collect, make_meta, make_store, memory_folder
+from storing import collect, make_meta, make_store
 
 from saecli.base.errors import StoreError
-from saecli.store.dtypes import DTYPES
+from saecli.store.codec import DTYPES
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.statistics import Norms
@@ -31,28 +29,6 @@ def awkward_rows(rng: np.random.Generator, rows: int, d_in: int) -> np.ndarray:
     values[rng.random((rows, d_in)) < 0.1] = -0.0
     values[rng.random((rows, d_in)) < 0.1] = 1 + 2.0**-8
     return values.astype(np.float32)
-
-
-@given(st.data())
-def test_store_equals_array_in_memory_whatever_the_chunk_shard_and_block_sizes(data):
-    dtype = data.draw(st.sampled_from(list(DTYPES)))
-    count, d_in = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 6))
-    rows = awkward_rows(np.random.default_rng(data.draw(st.integers(0, 9))), count, d_in)
-    with memory_folder() as folder:
-        store = make_store(folder / "s", rows, dtype, block=data.draw(st.integers(1, 90)),
-                           documents=np.arange(count) // 3, shard_rows=data.draw(st.integers(1, 120)),
-                           chunk_rows=data.draw(st.integers(1, 50)))
-        expected = rounded(rows, dtype)
-        assert store.rows == count and store.complete and not list(store.verify())
-        size = data.draw(st.integers(1, 250))
-        np.testing.assert_array_equal(collect(store.split("all").sequential(size)), expected)
-        every = store.split("all")
-        for batch, documents in zip(every.sequential(size), every.column("document", size), strict=True):
-            first = documents[0] * 3
-            assert len(documents) == len(batch)
-            assert first <= count
-        documents = np.concatenate(list(store.split("all").column("document", size)))
-        np.testing.assert_array_equal(documents, np.arange(count) // 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from storing import collect, make_store, memory_folder
 
 from saecli.base.errors import ConfigError, StoreError
-from saecli.store.dtypes import DTYPES
 from saecli.store.reader import ActivationStore
-from saecli.store.shuffle import Permutation
+from saecli.store.stream import Permutation
 
 
 def numbered(count: int, d_in: int = 3) -> np.ndarray:
@@ -28,24 +27,6 @@ def numbered(count: int, d_in: int = 3) -> np.ndarray:
 
 def reading_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("sae-read")]
-
-
-@given(st.data())
-def test_epoch_is_a_permutation_of_the_split_whatever_the_sizes(data):
-    dtype, count = data.draw(st.sampled_from(list(DTYPES))), data.draw(st.integers(1, 256))
-    with memory_folder() as folder:
-        store = make_store(folder / "s", numbered(count), dtype, shard_rows=data.draw(st.integers(1, 150)),
-                           chunk_rows=data.draw(st.integers(1, 40)))
-        try:
-            rows = store.split(data.draw(st.sampled_from(["all", "train", "test"])), seed=data.draw(st.integers(0, 9)))
-        except StoreError:
-            return  # an empty split, which has its own test
-        size, window = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 4000))
-        batches = [b[:, 0].astype(int) for b in rows.batches(size, seed=1, epoch=0, window_bytes=window)]
-        assert [len(b) for b in batches[:-1]] == [size] * (len(batches) - 1)
-        expected = collect(rows.sequential(size))[:, 0].astype(int)
-        assert len(expected) == rows.rows
-        np.testing.assert_array_equal(np.sort(np.concatenate(batches)), expected)
 
 
 @pytest.fixture(scope="module")

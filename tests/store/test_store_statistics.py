@@ -6,17 +6,13 @@ import json
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from storing import collect, make_store, memory_folder
+from storing import collect, make_store
 
 from saecli.base.errors import StoreError
-from saecli.store.dtypes import DTYPES
 from saecli.store.reader import ActivationStore
 from saecli.store.rows import Rows
-from saecli.store.shard_statistics import stored_statistics
+from saecli.store.shard import stored_statistics
 from saecli.store.split import is_test
-from saecli.store.statistics import QUANTILE_ERROR, QUANTILES
 
 
 def offset_rows(rng: np.random.Generator, rows: int, d_in: int) -> np.ndarray:
@@ -35,27 +31,6 @@ def assert_spread(found, rows: np.ndarray) -> None:
     # A sum of float64 is good to 1e-16 of its largest term: a mean to that of the mean, a scatter to that of itself.
     np.testing.assert_allclose(found.mean, rows.mean(axis=0), rtol=1e-13)
     np.testing.assert_allclose(found.scatter, ((rows - rows.mean(axis=0)) ** 2).sum(axis=0), rtol=1e-9, atol=1e-13)
-
-
-@given(st.data())
-def test_statistics_equal_numpys_in_float64_whatever_the_shard_chunk_and_block_sizes(data):
-    dtype = data.draw(st.sampled_from(list(DTYPES)))
-    count, d_in = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 6))
-    rows = offset_rows(np.random.default_rng(data.draw(st.integers(0, 9))), count, d_in)
-    rows[data.draw(st.integers(0, count - 1))] = 0
-    with memory_folder() as folder:
-        store = make_store(folder / "s", rows, dtype, block=data.draw(st.integers(1, 90)),
-                           shard_rows=data.draw(st.integers(1, 120)), chunk_rows=data.draw(st.integers(1, 50)))
-        found, stored = stored_statistics(store.path, store.meta), read_back(store.split("all"))
-    assert_spread(found.spread, stored)
-    norms = np.linalg.norm(stored, axis=1)
-    assert (found.norms.rows, found.norms.max) == (count, pytest.approx(norms.max()))
-    assert found.norms.mean == pytest.approx(norms.mean())
-    assert store.meta.norms == found.norms
-    for share in (*QUANTILES, 1):
-        exact = np.quantile(norms, share, method="inverted_cdf")
-        assert found.norm_quantile(share) == pytest.approx(exact, rel=1.001 * QUANTILE_ERROR)
-    assert store.meta.norm_quantiles == {f"{share:g}": found.norm_quantile(share) for share in QUANTILES}
 
 
 @pytest.mark.parametrize("documents", [True, False])

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from saecli.base.errors import ConfigError
 from saecli.measure.worlds import Alignment, FeatureScores
 from saecli.sae.codes import DenseCodes, SparseCodes, located
+from saecli.store.codec import SparseRows, offsets_of, stacked
 from saecli.store.options import SyntheticConfig
-from saecli.store.sparse_rows import SparseRows, offsets_of, stacked
-from saecli.store.synthetic import forest, tight_frame, world_of, zipfian
-from saecli.store.worlds import World
+from saecli.store.worlds import World, forest, tight_frame, world_of, zipfian
 
 G, D = 96, 16
 

@@ -8,7 +8,7 @@ import torch
 from storing import collect, make_store
 
 from saecli.base.devices import carried
-from saecli.store.dtypes import DTYPES
+from saecli.store.codec import DTYPES
 from saecli.store.joined import JoinedRows
 from saecli.store.rows import Rows
 from saecli.train.array_rows import HeldRows, held_bytes

@@ -15,7 +15,7 @@ from device_cases import ACTS, ROWS, SOLVERS, trained
 from saecli.measure.worlds import Alignment, FeatureScores
 from saecli.sae.metrics import firing, reconstruction
 from saecli.store.options import SyntheticConfig
-from saecli.store.synthetic import world_of
+from saecli.store.worlds import world_of
 from saecli.train.optimizers import Adam
 from saecli.train.solver import Solver
 

@@ -14,9 +14,9 @@ from device_cases import trained  # noqa: E402
 from test_held import rows_of  # noqa: E402
 
 import saecli  # noqa: E402
-from saecli.base import precision  # noqa: E402
+from saecli.base import devices  # noqa: E402
 from saecli.sae.codes import DenseCodes, SparseCodes  # noqa: E402
-from saecli.store.dtypes import DTYPES  # noqa: E402
+from saecli.store.codec import DTYPES  # noqa: E402
 from saecli.store.joined import Joined  # noqa: E402
 from saecli.train.array_rows import HeldRows  # noqa: E402
 from saecli.train.fit import planned  # noqa: E402
@@ -80,7 +80,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case == "target with a skip" else pytest.mark.slow)
                                   for case in TRAININGS])
 def test_a_device_trains_as_the_cpu(case: str, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(precision, "multiplies_bf16", lambda device: True)  # casts do their work without, only slower
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda device: True)  # casts do their work without, only slower
     options = dict(TRAININGS[case])
     of = {"target": Joined((stores[0],), stores[1]), "places": Joined(tuple(stores))}.get(options.pop("of", None))
     data = (of or stores[0]).split("train", fraction=0.5)

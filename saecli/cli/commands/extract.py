@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ...base.distributed import communicator
+from ...base.processes import communicator
 from ...extract.hook_points import SITES
 from ...extract.options import ExtractConfig
 from ..options import Device, Given, Json, configured, start
@@ -36,12 +36,13 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
     from ...extract.extraction import extract
-    from ...store.listing import stored
+    from ...show.listing import stored_tables
+    from ...store.opening import stored
 
     session = start(ctx, json)
     stores = extract(layer=layer or [], site=[one.value for one in site or []] or ["resid_post"], name=name,
                      home=session.home.path, device=device, progress=session.console,
                      **{option: options.values[option] for option in options.given})
     if communicator().is_main:
-        document, tables = stored([(store, store.cached) for store in stores])
-        session.console.result(document, *tables)
+        document = stored(stores)
+        session.console.result(document, *stored_tables(document))

@@ -1,6 +1,6 @@
 """`sae import`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,17 +27,18 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
 
     Example: sae import train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz --name mnist
     """
-    from ...store.import_arrays import imported
-    from ...store.import_worlds import imported_world, is_world, refuse_options_of_worlds
-    from ...store.listing import stored
+    from ...show.listing import stored_tables
+    from ...store.import_arrays import import_array
+    from ...store.import_worlds import import_synthetic, is_world, refuse_options_of_worlds
+    from ...store.opening import stored
 
     session = start(ctx, json)
-    config = options.config(ImportConfig)
+    given = {option: options.values[option] for option in options.given}
+    asked: dict[str, Any] = {"home": session.home.path, "progress": session.console, **given}
     if is_world(file):
-        found = imported_world(file, options.config(SyntheticConfig), config, options.given, name, session.home,
-                               session.console)
+        store = import_synthetic(file, name, **asked)
     else:
         refuse_options_of_worlds(file, options.given)
-        found = imported(file, config, name, session.home, session.console)
-    document, tables = stored([found])
-    session.console.result(document, *tables)
+        store = import_array(file, name, **asked)
+    document = stored([store])
+    session.console.result(document, *stored_tables(document))

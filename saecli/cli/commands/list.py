@@ -16,11 +16,11 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
 
     Example: sae list --check
     """
-    from ...store.listing import listed, listing_tables
-    from ...store.opening import first_of
+    from ...show.listing import listing_tables
+    from ...store.opening import first_of, list_home
 
     session = start(ctx, json)
-    document = listed(session.home, check, session.console)
+    document = list_home(session.home.path, check=check, progress=session.console)
     session.console.result(document, *listing_tables(document))
     if not check:
         return

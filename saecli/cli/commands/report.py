@@ -5,10 +5,8 @@ from typing import Annotated
 
 import typer
 
-from ...base.wording import size_words
-from ...show.report import report
-from ..options import Device, Json, Run, start
-from .eval import Data, SplitName, Target
+from ...base.errors import size_words
+from ..options import Data, Device, Json, Run, SplitName, Target, start
 
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 Latents = Annotated[str | None, typer.Option(
@@ -39,6 +37,8 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
 
     Example: sae report first --model tiny-gemma2 --out pages
     """
+    from ...show.report import report
+
     session = start(ctx, json, out=out)
     document = report(run, out, data, target=target, split=split, latents=latents, top=top, model=model,
                       examples=examples, neuronpedia=neuronpedia, device=device, home=session.home.path,

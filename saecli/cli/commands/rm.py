@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...base.errors import ConfigError
-from ...base.wording import counted, size_words
+from ...base.errors import ConfigError, counted, size_words
 from ..options import Json, all_names, start
 
 Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names of stores and runs.", autocompletion=all_names)]
@@ -22,30 +21,24 @@ def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes 
 
     Example: sae rm first --yes
     """
-    from ...store.removal import removable
+    from ...store.opening import folder_bytes, removable
 
     session = start(ctx, json)
-    found = removable(session.home, names, kind)
-    for one in found:
+    found = {one: folder_bytes(one.path) for one in removable(session.home, names, kind)}
+    for one, size in found.items():
         users = f"; trained on it: {', '.join(run.name for run in one.users)}" if one.users else ""
-        session.console.note(f"{one.kind} {one.name}: {size_words(one.bytes)} in {one.path}{users}")
-    if not yes and not _agreed(f"remove {'it' if len(found) == 1 else f'these {len(found)}'}?"):
-        session.console.note("nothing was removed")
-        found = []
+        session.console.note(f"{one.kind} {one.path.name}: {size_words(size)} in {one.path}{users}")
+    if not yes:  # asked on stderr, so that stdout holds the result alone
+        what = "it" if len(found) == 1 else f"these {len(found)}"
+        print(f"remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if not (answer := sys.stdin.readline()):
+            raise ConfigError("--yes is needed where nobody can be asked; give it to remove them", option="yes")
+        if not answer.strip().lower().startswith("y"):
+            session.console.note("nothing was removed")
+            found = {}
     for one in found:
         one.remove()
-    total = sum(one.bytes for one in found)
-    document = {"removed": [{"kind": one.kind, "name": one.name, "path": str(one.path), "bytes": one.bytes}
-                            for one in found], "bytes": total}
-    words = f"removed {counted(len(found), 'folder')}, {size_words(total)}"
+    document = {"removed": [{"kind": one.kind, "name": one.path.name, "path": str(one.path), "bytes": size}
+                            for one, size in found.items()], "bytes": sum(found.values())}
+    words = f"removed {counted(len(found), 'folder')}, {size_words(sum(found.values()))}"
     session.console.result(document, *[words] * bool(found))
-
-
-def _agreed(question: str) -> bool:
-    """Whether the answer begins with y; asked on stderr, so that stdout holds the result alone."""
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    answer = sys.stdin.readline()
-    if not answer:
-        print(file=sys.stderr)
-        raise ConfigError("--yes is needed where nobody can be asked; give it to remove them", option="yes")
-    return answer.strip().lower().startswith("y")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ...base import interrupts
-from ...base.distributed import Communicator, communicator
 from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
+from ...base.processes import Communicator, communicator
 from ...extract.hook_points import SITES
 from ...extract.options import TINY_GEMMA2, ExtractConfig
 from ...sae.activations import ACTIVATIONS
@@ -25,9 +25,11 @@ from ..options import Given, Json, Session, configured, is_given, run_names, sta
 if TYPE_CHECKING:
     from ...extract.streaming import Streamed
     from ...store.joined import Joined
-    from ...train.live import LiveRows
+    from ...store.rows import RowSource
     from ...train.runs import Run
     from ...train.start import Start
+
+    RowsOf = Callable[[TrainingConfig], tuple[RowSource, RowSource | None]]  # training rows and test rows
 
 PANEL = "Rows of --model"
 _HELP = {
@@ -40,8 +42,6 @@ FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel
                            default=None if name == "model" else one.default, advanced=name != "model")
                    for name, one in options_of(ExtractConfig).items()
                    if name not in ("dtype", "batch_size", "shard_rows"))
-Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
-Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
 Data = Annotated[list[str] | None, typer.Option(
     "--data", help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder.",
     show_default="the newest", autocompletion=store_names)]
@@ -54,8 +54,15 @@ Init = Annotated[str | None, typer.Option(
     show_default="random directions", autocompletion=run_names)]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
                                            show_default="the middle one", rich_help_panel=PANEL)]
-Site = Annotated[Literal[SITES], typer.Option("--site", help="Hook point in the block; see `sae extract`.",
-                                              rich_help_panel=PANEL)]
+if TYPE_CHECKING:  # whose choices are tables
+    Solver = str
+    Act = str
+    Site = str
+else:
+    Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
+    Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
+    Site = Annotated[Literal[SITES], typer.Option("--site", help="Hook point in the block; see `sae extract`.",
+                                                  rich_help_panel=PANEL)]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=unfinished_names)]
@@ -97,12 +104,12 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 jobs = [resumed_job(session.home, name, session.console, claims, processes)]
             else:
                 names = names_of(name, [each.varied for each in options])
-                stores, rows = _rows(ctx, session, options[0], claims, processes)
+                stores, rows_of = _rows(ctx, session, options[0], claims, processes)
                 begun = None if init is None else processes.broadcast_object(
                     lambda: Start.open(session.home, init, session.console))
                 if begun is not None and not is_given(ctx, "act"):
                     act = begun.activation
-                runs = [_planned(stores, rows, each, solver, act, begun) for each in options]
+                runs = [_planned(stores, rows_of, each, solver, act, begun) for each in options]
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
                 jobs = [Job(folder, run, _of_run(each), each.varied)
                         for folder, run, each in zip(folders, runs, options, strict=True)]
@@ -121,8 +128,8 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
         session.console.result({"runs": documents}, results_table(documents, [*jobs[0].varied]),
                                *([figures_table(documents)] if documents else []),
                                f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
-        *others, last = [*errors.values()] or [None]
-        for error in others:
+        *others, last = [None, *errors.values()]
+        for error in others[1:]:
             session.console.note(error.sentence if isinstance(error, SaeError) else str(error))
         if last is not None:
             raise last
@@ -139,8 +146,8 @@ def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,
-          processes: Communicator) -> tuple[Joined | Streamed, LiveRows | None]:
-    """What is trained on: stores, or a model and its rows, which come until `claims` is closed."""
+          processes: Communicator) -> tuple[Joined | Streamed, RowsOf]:
+    """Stores, or a model that gives rows until `claims` is closed, with their training and test rows."""
     from ...extract.streaming import open_stream
     from ...store.opening import open_joined
     from ...train.live import LiveRows
@@ -155,7 +162,7 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
                                                           session.console))
         for store in stores.all:
             checked_name(store.name, "the name of the store's folder")
-        return stores, None
+        return stores, lambda training: (training.rows_of(stores), training.test_rows_of(stores))
     if idle := sorted(given & {"data", "target", "fraction"}):
         raise ConfigError(f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave "
                           "one of them out, or store rows by `sae extract`", option=idle[0])
@@ -165,11 +172,11 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     training = options.config(TrainingConfig)
     extraction = ExtractConfig(**{one.name: options.values[one.name] for one in FROM_MODEL
                                   if one.name in options.given})
-    stores = open_stream(extraction, given=options.given, layer=ctx.params["layer"], site=ctx.params["site"],
+    stream = open_stream(extraction, given=options.given, layer=ctx.params["layer"], site=ctx.params["site"],
                          device=training.device, home=session.home, listener=session.console)
-    rows = claims.enter_context(LiveRows(stores, extraction.rows, training.split_seed,
+    rows = claims.enter_context(LiveRows(stream, extraction.rows, training.split_seed,
                                          SAMPLED_ROWS + training.batch_size, session.console))
-    return stores, rows
+    return stream, lambda _: (rows, rows.test_rows)
 
 
 def _of_run(options: Given) -> dict[str, Any]:
@@ -178,7 +185,7 @@ def _of_run(options: Given) -> dict[str, Any]:
     return {name: value for name, value in options.values.items() if name in options.given - of_rows}
 
 
-def _planned(stores: Joined | Streamed, rows: LiveRows | None, options: Given, solver: str, act: str,
+def _planned(stores: Joined | Streamed, rows_of: RowsOf, options: Given, solver: str, act: str,
              begun: Start | None) -> Run:
     """A new run, with every default resolved."""
     from ...train.plan import Plan
@@ -187,17 +194,13 @@ def _planned(stores: Joined | Streamed, rows: LiveRows | None, options: Given, s
     if begun is not None:
         options = options.else_given(begun.settings(act))
     training = options.config(TrainingConfig)
-    chosen_solver = options.choose(SOLVERS, "solver", solver)
-    activation = options.choose(ACTIVATIONS, "act", act)
-    train, test = ((training.rows_of(stores), training.test_rows_of(stores)) if rows is None else
-                   (rows, rows.test_rows))
-    plan = Plan.resolved(train, test, training, chosen_solver, activation, begun)
-    return Run(stores, plan, now())
+    settings = options.choose(SOLVERS, "solver", solver), options.choose(ACTIVATIONS, "act", act)
+    return Run(stores, Plan.resolved(*rows_of(training), training, *settings, begun), now())
 
 
 def _demand_no_others(ctx: typer.Context) -> None:
-    """Refuse options beside --resume."""
-    given = {name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"}
+    """Refuse other options with --resume."""
+    given = {name for name in ctx.params if is_given(ctx, name)}
     if others := sorted(given - {"name", "resume", "json"}):
         raise ConfigError(f"{flag_of(others[0])} does nothing with --resume, which goes on with the settings of the "
                           "run; leave it out", option=others[0])

@@ -39,10 +39,10 @@ class Activation(Config):
     of_codes: ClassVar[tuple[str, ...]] = ()
 
     def check(self, d_sae: int) -> None:
-        """Raise a ConfigError for settings that cannot work with `d_sae` latents."""
+        """Raise a ConfigError for settings that do not fit the number of latents."""
 
     def check_sparsity(self, sparsity: str) -> None:
-        """Raise a ConfigError for a penalty that the activation does not offer, or settings without effect on it."""
+        """Raise a ConfigError for a penalty that is not offered, or settings without effect on it."""
         if sparsity not in self.sparsities:
             raise ConfigError(f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of "
                               f"{', '.join(self.sparsities)}", option="sparsity")
@@ -65,11 +65,11 @@ class Activation(Config):
         return {}
 
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """The initial parameters, given the pre-activations of some rows, (n, F)."""
+        """The initial parameters, given some rows' pre-activations, (n, F)."""
         return parameters
 
     def continuing(self, parameters: Parameters, l0: float) -> Parameters:
-        """The initial parameters of a training that starts from an SAE with `l0` active latents per row."""
+        """The initial parameters of a training that starts from an SAE with this L0."""
         return parameters
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
@@ -77,30 +77,21 @@ class Activation(Config):
         return self
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """The codes of pre-activations, (B, F): sparse if their entries are known (`selection.at`) or selected by a
-        mask (`selection.where`), else `DenseCodes`."""
+        """The codes of pre-activations, (B, F); see `selection` for sparse ones."""
         raise TypeError(f"{type(self).__name__} does not say what its codes are")
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """The codes of a training batch, which may depend on the batch as a whole."""
+        """The codes of a training batch, which may depend on all of it."""
         return self(pre, parameters)
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        """New values of parameters that change after a training step other than by gradient; processes average them.
-
-        Args:
-            codes: the `training_codes` of this process' rows.
-            progress: fraction of all steps done.
-        """
+        """New values of `estimates` after a step with these `training_codes`, at this fraction of all steps; processes
+        average them."""
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
-        """Parameters refitted to some rows at the end of training.
-
-        Args:
-            pre: the rows' pre-activations, (n, F).
-            smoothed: the same of rows smoothed as in training, but by at most a given width.
-        """
+        """Parameters refitted at the end of training to some rows' pre-activations, (n, F); `smoothed`: those of rows
+        smoothed as in training by at most a given width."""
         return {}
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:
@@ -108,8 +99,7 @@ class Activation(Config):
         return codes.map(abs).sums() if sparsity == "l1" else W_dec.new_zeros(len(W_dec))
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        """The parameters with which pre-activations times `factor` > 0 give codes times `factor`; None if there are
-        none."""
+        """The parameters with which pre-activations times `factor` > 0 give codes times `factor`, if any."""
         return parameters
 
     def expected_l0(self, d_in: int) -> float:
@@ -121,8 +111,7 @@ class Activation(Config):
         return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in), "l1-codes": 0.1 * math.sqrt(d_in)}[sparsity]
 
     def penalty_l1(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """Scale-free L1, `mean over rows of sum_i |z_i| ||W_dec_i||`: shrinking codes while the decoder grows gains
-        nothing."""
+        """Scale-free L1, `mean over rows of sum_i |z_i| ||W_dec_i||`."""
         return (codes.map(abs).sums() / len(pre)) @ W_dec.norm(dim=1)
 
     def penalty_l1_codes(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
@@ -130,7 +119,7 @@ class Activation(Config):
         return codes.values.abs().sum() / len(pre)
 
     def penalty(self, sparsity: str, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """A penalty of a batch, unweighted, a mean over rows; not for `none`."""
+        """A penalty of a batch, unweighted; not for `none`."""
         return getattr(self, f"penalty_{sparsity.replace('-', '_')}")(pre, codes, W_dec, parameters)
 
 
@@ -140,7 +129,7 @@ LEAST_RATE = 1e-6  # below this rate a latent is dead, and the penalty constant
 
 
 def half_firing(W_dec: Tensor) -> float:
-    """s, the norm of a latent's part of x_hat that counts as half a firing."""
+    """s of `TargetsRate`."""
     return HALF_FIRING * math.sqrt(W_dec.shape[1])
 
 
@@ -151,10 +140,9 @@ class TargetsRate(Activation):
 
         rho_i = mean over rows of u_i / (u_i + s),    u_i = |z_i| ||W_dec_i||,    s = 0.03 sqrt(D)
 
-    Unlike a sigmoid's, codes of an SAE are unbounded, so a firing counts by the norm u of its part of x_hat. At equal
-    L0, `u / (u + s)` gave a little less error than `1 - exp(-u / s)` on digits and tiny-gemma2, and both less than L1
-    (digits, relu, SGD: FVU 0.050 against 0.078 at L0 51); with an s ten times larger, L0 stays above half of F.
-    Source: Ng, "Sparse autoencoder", lecture notes of CS294A (2011).
+    Codes are unbounded, so a firing counts by the norm u of its part of x_hat. At equal L0, `u / (u + s)` gave a little
+    less error than `1 - exp(-u / s)`, and both less than L1 (digits, relu, SGD: FVU 0.050 against 0.078 at L0 51); with
+    an s ten times larger, L0 stays above half of F. Source: Ng, "Sparse autoencoder", lecture notes of CS294A (2011).
     """
 
     target_rate: float | None = option(
@@ -173,7 +161,7 @@ class TargetsRate(Activation):
                               "--sparsity kl", option="target_rate")
 
     def rates(self, codes: Codes, W_dec: Tensor) -> Tensor:
-        """rho_i, (F,), clamped away from 0 and 1, where the divergence is infinite."""
+        """rho_i, (F,), clamped away from 0 and 1."""
         u = codes.values.abs() * codes.by_latent(W_dec.norm(dim=1))
         rates = codes.with_values(u / (u + half_firing(W_dec))).sums() / codes.shape[0]
         return rates.clamp(LEAST_RATE, 1 - LEAST_RATE)
@@ -184,9 +172,8 @@ class TargetsRate(Activation):
         return (rho * (rho / rates).log() + (1 - rho) * ((1 - rho) / (1 - rates)).log()).sum()
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:
-        """As in `Activation`; for `kl` 0 for latents that fire below the target, since a decoder step drawn to larger
-        norms has no minimum. With `kl` the decoder step may raise the objective: it uses the divergence's tangent,
-        which no quadratic in the norm majorises."""
+        """As in `Activation`; for `kl` 0 below the target, where a decoder step drawn to larger norms has no minimum. A
+        decoder step may raise the objective: no quadratic in the norm majorises the divergence."""
         if sparsity != "kl":
             return super().norm_weights(sparsity, codes, W_dec)
         rho, rates, half = self.rho, self.rates(codes, W_dec), half_firing(W_dec)

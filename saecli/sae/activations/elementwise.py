@@ -77,14 +77,14 @@ class BatchTopK(Thresholded, KeepsK):
         return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """`max(pre, 0)` at the `k B` largest entries; with several processes, each takes its own rows as the batch."""
+        """`max(pre, 0)` at the `k B` largest entries of this process' rows."""
         from .selection import at_entries
 
         kept = pre.detach().flatten().topk(self.k * len(pre), sorted=False).indices
         return at_entries(pre, kept).map(lambda values: values.relu())
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        """The running mean of the smallest positive code; unchanged by a batch without positive codes."""
+        """The running mean of the smallest positive code."""
         values, threshold = codes.values, parameters["threshold"]
         if not values.numel():
             return {"threshold": threshold}
@@ -93,7 +93,7 @@ class BatchTopK(Thresholded, KeepsK):
         return {"threshold": moved.where(smallest.isfinite(), threshold)}
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
-        """The threshold that `k` pre-activations per row exceed on average; 0 if fewer are positive."""
+        """The threshold that `k` pre-activations per row exceed on average, at least 0."""
         kept = self.k * len(pre)
         if kept >= pre.numel():
             return {"threshold": parameters["threshold"].new_zeros(())}
@@ -212,7 +212,7 @@ class JumpRelu(Thresholded, TargetsRate):
         return {"threshold": torch.full((d_sae,), THRESHOLD if self.threshold is None else self.threshold)}
 
     def training_parameters(self, d_sae: int) -> Parameters:
-        """With a target the controller's state, scalars: the current `aim`, and the `multiplier` m."""
+        """With a target the controller's state: the current `aim`, and the `multiplier` m."""
         import torch
 
         if self.target_l0 is None:
@@ -244,7 +244,7 @@ class JumpRelu(Thresholded, TargetsRate):
         return RELATIVE_BANDWIDTH * thresholds.detach()
 
     def _near(self, pre: Tensor, parameters: Parameters) -> tuple[Codes, Tensor, Tensor]:
-        """The pre-activations that are active or have a gradient, their thresholds and the widths of their kernels."""
+        """Pre-activations that are active or have a gradient, with their thresholds and kernel widths."""
         from .selection import selected
 
         thresholds = self.thresholds(parameters, pre.shape[-1])
@@ -286,22 +286,20 @@ class JumpRelu(Thresholded, TargetsRate):
         return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        """The thresholds scaled; None if they are fixed. A given `bandwidth`, on which no code depends, stays."""
+        """The thresholds scaled; None if they are fixed. Codes do not depend on the bandwidth."""
         return None if self.fixed_threshold else {"threshold": parameters["threshold"] * factor}
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
-        """An active latent costs a thousandth of a row's mean squared norm; with a target, twice its L0 costs a
-        twentieth, and the multiplier does the rest."""
+        """A thousandth of a row's mean squared norm per active latent; with a target, a twentieth at twice its L0."""
         weights = {"l0": 0.001 * d_in, "target-l0": 0.05 * d_in}
         return weights[sparsity] if sparsity in weights else super().default_weight(sparsity, d_in)
 
     def penalty_l0(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """Mean number of active latents, with the straight-through gradient of the thresholds."""
+        """Mean number of active latents, with the thresholds' straight-through gradient."""
         return self._l0(pre.detach(), parameters)
 
     def penalty_target_l0(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """`e^2 + 2 m e`, with straight-through gradients of thresholds and pre-activations; with several processes,
-        each takes its own rows as the batch."""
+        """`e^2 + 2 m e` of this process' rows, with straight-through gradients of thresholds and pre-activations."""
         assert self.target_l0 is not None  # see `resolved`
         excess = (self._l0(pre, parameters) - parameters["aim"]) / self.target_l0
         return excess.square() + 2 * parameters["multiplier"] * excess

@@ -61,13 +61,13 @@ def at_entries(pre: Tensor, entries: Tensor) -> Codes:
 
 
 def where(pre: Tensor, active: Tensor) -> Codes:
-    """Codes that keep `pre` where a mask is true, (B, F) each; no gradient flows through the zeros."""
+    """Codes that keep `pre` where a mask is true; no gradient flows through the zeros."""
     found = selected(pre, active)
     return found if isinstance(found, SparseCodes) else DenseCodes(pre * active)
 
 
 def selected(pre: Tensor, active: Tensor) -> Codes:
-    """As `where`, but all of `pre` unless few entries of the mask are true; for activations that zero the others."""
+    """As `where`, but all of `pre` if many entries are kept, for activations that zero the others."""
     few = few_entries(active)
     return DenseCodes(pre) if few is None else _at_ascending(pre, few)
 
@@ -148,7 +148,6 @@ class SoftTopKCodes(torch.autograd.Function):
 
 
 def _tree(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """`1 - q` and `q` of v, (F, B) each, the levels of their tree, and `_of_the_others` of them."""
     tails, heads = _coins(v, k, temperature)
     levels = _products(torch.stack([tails, heads]), k)
     return tails, heads, levels, _of_the_others(levels, k)
@@ -198,8 +197,7 @@ def _of_the_others(levels: list[Tensor], degree: int) -> list[Tensor]:
 
 
 def _change_of_the_others(levels: list[Tensor], others: list[Tensor], change: Tensor, degree: int) -> Tensor:
-    """The derivative of `_of_the_others` at the leaves as their coefficients of t change at the rate `change`, (F, B).
-    """
+    """The derivative of `_of_the_others` at the leaves as their coefficients of t change at the rate `change`."""
     changes = [torch.stack([torch.zeros_like(change), change])]
     for level in levels[:-1]:
         changes[-1] = _evened(changes[-1], 0.0)
@@ -238,7 +236,7 @@ def _times(left: Tensor, right: Tensor, degree: int) -> Tensor:
 
 
 def _pulled(above: Tensor, sibling: Tensor) -> Tensor:
-    """Derivatives in a factor's coefficients, given those in the product's, `above`, and the other factor."""
+    """Derivatives in a factor's coefficients, given those in the product's, `above`."""
     found = torch.zeros_like(sibling)
     for j in range(len(sibling)):
         terms = min(len(sibling), len(above) - j)

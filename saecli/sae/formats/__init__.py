@@ -39,17 +39,14 @@ class Format:
     """A format of SAEs.
 
     Args:
-        files: patterns of the files in a folder, one file of each, the weights last; `|` stands between alternatives,
-            and `/` after the name of a folder in the folder.
+        files: patterns of one SAE's files, the weights last; `|` between alternatives, `/` after a folder's name.
         load: reads the SAE in a folder, or with `layers` of each, in a file.
         save: writes an SAE in float32 into an existing folder; None for a format that is only read.
         activations: of SAEs that `save` can express.
         transcoders: activations of transcoders that `save` can express.
         one_width: whether a transcoder's targets must be as wide as its rows.
-        layers: whether there is one file of weights; one for each of several layers, which are SAEs of their own; or
-            one for each hook point of an SAE, all of which are its own.
-        check: reads the first of the files, and raises a FormatError if the SAE cannot be expressed here, before the
-            weights are fetched from the hub.
+        layers: one file of weights; one for each of several layers, SAEs of their own; or all of one SAE.
+        check: reads the first file, and raises a FormatError before the hub's weights are fetched.
     """
 
     files: tuple[str, ...]
@@ -65,13 +62,8 @@ class Format:
         return all(matching(names, pattern) for pattern in self.files)
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
-        """The names of one SAE's files, the weights last; FormatError if several SAEs' files match.
-
-        Args:
-            names: of the files in a folder.
-            place: the folder, for the message.
-            file: one of several layers' files.
-        """
+        """The names of one SAE's files, the weights last; FormatError, which names the `place`, if several SAEs' match.
+        `file`: one of several layers'."""
         there, found = sorted(names), list[str]()
         for pattern in self.files:
             here = matching([file] if file and pattern == self.files[-1] else there, pattern)
@@ -82,7 +74,7 @@ class Format:
         return found
 
     def lacks(self, saved: SavedSAE) -> str | None:
-        """What `save` cannot express of an SAE, and what it can; None if it can express the SAE."""
+        """What `save` cannot express of an SAE, and what it can; None if nothing."""
         sae, kind = saved.sae, "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder"
         able = self.transcoders if saved.is_transcoder else self.activations
         if not able:
@@ -121,7 +113,7 @@ WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None
 
 
 def stand_in(saved: SavedSAE) -> SavedSAE | None:
-    """The nearest SAE that other libraries can express, if they lack the activation: for `topk`, `relu-topk`."""
+    """The nearest SAE that other libraries can express: for `topk`, `relu-topk`."""
     activation = saved.sae.activation
     if not isinstance(activation, TopK):
         return None
@@ -129,25 +121,24 @@ def stand_in(saved: SavedSAE) -> SavedSAE | None:
 
 
 def named(name: str) -> str:
-    """A format's name in `FORMATS`, also if spelt as the library's own, such as dictionary_learning."""
+    """A format's name, also if spelt as the library's, such as dictionary_learning."""
     return name.replace("_", "-")
 
 
 def recognise(path: Path) -> str | None:
-    """The format of a folder, or of one of several layers' files in it; None if it is unknown."""
+    """The format of a folder, or of one of several layers' files in it, if known."""
     return format_of(_files_in(path), path.name if path.is_file() else None)
 
 
 def _files_in(path: Path) -> set[str]:
-    """The files of known formats in a folder, or in a file's folder, by relative names."""
+    """The files of known formats in a folder, or in a file's folder."""
     folder = path.parent if path.is_file() else path
     return {found.relative_to(folder).as_posix() for form in FORMATS.values() for pattern in form.files
             for one in pattern.split("|") for found in folder.glob(one) if found.is_file()}
 
 
 def format_of(names: Iterable[str], file: str | None = None) -> str | None:
-    """The format whose files are all among these names, relative to a folder; None if there is none. A `file` must be
-    one of several layers'."""
+    """The format whose files are all among these; a `file` must be one of several layers'."""
     there = set(names)
     return next((name for name, form in FORMATS.items() if form.are_in(there)
                  and (file is None or (form.layers == "each" and matching([file], form.files[-1])))), None)
@@ -158,8 +149,7 @@ def known_files() -> str:
 
 
 def load(path: Path) -> SavedSAE:
-    """Read the SAE in a folder, or in one of several layers' files there; FormatError if there is none, or it is
-    damaged or cannot be expressed here."""
+    """Read the SAE in a folder, or in one of several layers' files there."""
     name = recognise(path)
     if name is None:
         there = ", ".join(sorted(found.name for found in path.iterdir())[:8]) if path.is_dir() else "no such folder"
@@ -177,11 +167,7 @@ def _demand_utf8(folder: Path) -> None:
 
 
 def save(saved: SavedSAE, name: str, folder: Path) -> None:
-    """Write an SAE in a format; the folder, new or empty, appears whole or not at all.
-
-    Raises:
-        FormatError: the folder is in use, or the format cannot express the SAE.
-    """
+    """Write an SAE in a format; the folder, new or empty, appears whole or not at all."""
     _demand_utf8(folder)
     form = FORMATS[name]
     if (lacking := form.lacks(saved)) or form.save is None:

@@ -40,8 +40,7 @@ _LAYER = re.compile(r"layer_(\d{1,9})\.safetensors")
 
 
 def load_circuit_tracer(file: Path) -> SavedSAE:
-    """Read one layer's transcoder; FormatError also for a cross-layer transcoder, or thresholds below zero, under which
-    negative codes would pass."""
+    """Read one layer's transcoder; FormatError for thresholds below zero, under which negative codes would pass."""
     path, match = file.parent / CONFIG, _LAYER.fullmatch(file.name)
     if match is None:
         raise FormatError(f"{file}: expected layer_L.safetensors, L the number of its layer")
@@ -63,7 +62,7 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
 
 
 def _read_yaml(path: Path) -> dict[str, str]:
-    """The entries of a YAML file that are texts or numbers, as texts; FormatError if it cannot be read."""
+    """The entries of a YAML file that are texts or numbers, as texts."""
     import yaml  # takes 20 ms to import, and other formats do not need it
 
     try:
@@ -77,8 +76,7 @@ def _read_yaml(path: Path) -> dict[str, str]:
 
 
 def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
-    """Write a transcoder of one width; FormatError if layer or sites are unknown, or the targets are of another layer.
-    """
+    """Write a transcoder of one width and one layer."""
     import yaml
 
     sae, origin = saved.sae, saved.origin

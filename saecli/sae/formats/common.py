@@ -20,8 +20,7 @@ from torch import Tensor
 from ...base.documents import Origin, read_json
 from ...base.errors import ConfigError, FormatError, one_line
 from ...base.files import appearing_whole, as_named, regular
-from ...store.array_formats import list_npz, load_torch
-from ...store.arrays import check_memory, naming
+from ...store.arrays import check_memory, list_numpy, load_torch, naming
 from ..activations import Activation, Thresholded
 from ..codes import Prefixes, rise
 from ..dictionary import SAE
@@ -58,17 +57,16 @@ class SavedSAE:
 
     @property
     def is_transcoder(self) -> bool:
-        """Whether it predicts other targets than its rows, by its record or its weights."""
+        """Whether its targets differ from its rows, by record or weights."""
         return (self.transcodes or not self.origin.keys().isdisjoint(("target_layer", "target_site"))
                 or self.sae.W_skip is not None or self.sae.d_out != self.sae.d_in)
 
 
 def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False,
              prefixes: Prefixes = (), transcodes: bool = False, widths: tuple[int, ...] = ()) -> SAE:
-    """Make an SAE from the tensors of a file, by this tool's names, in at least float32.
+    """Make an SAE from a file's tensors, by this tool's names, in at least float32.
 
     Args:
-        path: the file, for messages.
         subtracts: whether the file's encoder subtracts `b_dec` from rows.
         transcodes: whether it may be a transcoder, of any output width, with W_skip or without.
 
@@ -122,19 +120,19 @@ def ours(path: Path, found: Mapping[str, Tensor], names: Mapping[str, str]) -> d
 
 
 def theirs(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Tensors by a format's names, those that there are; the inverse of `ours`."""
+    """The inverse of `ours`, for the tensors that there are."""
     return {name: tensors[own.removesuffix(".T")].T if own.endswith(".T") else tensors[own]
             for name, own in names.items() if own.removesuffix(".T") in tensors}
 
 
 def thresholds_of(sae: SAE) -> Tensor:
-    """The threshold of each latent, (F,), of an SAE with a `Thresholded` activation."""
+    """Each latent's threshold, (F,), with a `Thresholded` activation."""
     assert isinstance(sae.activation, Thresholded)
     return sae.activation.thresholds(sae.activation_parameters, sae.d_sae).to(sae.W_enc.dtype)
 
 
 def configured(path: Path, kind: Callable[..., Made], **settings: Any) -> Made:
-    """An activation, or what else settings from a file make; FormatError if they do not fit."""
+    """What settings from a file make, such as an activation; FormatError if they do not fit."""
     try:
         return kind(**settings)
     except ConfigError as error:
@@ -157,7 +155,7 @@ def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor
 
 
 def read_config(path: Path, kind: type[Document]) -> Document:
-    """A configuration in a JSON file; FormatError if it cannot be read, or has another type."""
+    """A configuration in a JSON file; FormatError if it is of another type."""
     try:
         return read_json(path, kind)
     except (OSError, ValueError) as error:
@@ -165,8 +163,7 @@ def read_config(path: Path, kind: type[Document]) -> Document:
 
 
 def origin_from(fields: Mapping[str, Any]) -> Origin:
-    """An origin from another library's entries; those of unexpected types, which weights do not depend on, are ignored.
-    """
+    """An origin from another library's entries; those of unexpected types are ignored."""
     kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool,
              "target_layer": int, "target_site": str}
     known: dict[str, Any] = {name: value for name, value in fields.items() if type(value) is kinds[name]}
@@ -174,13 +171,13 @@ def origin_from(fields: Mapping[str, Any]) -> Origin:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, and its header's entries; FormatError if it cannot be read."""
+    """The tensors of a safetensors file, and its header's entries."""
     with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
         return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a safetensors file atomically; FormatError if it fails, since safetensors raises no OSError."""
+    """Write tensors atomically; FormatError if that fails, since safetensors raises no OSError."""
     with appearing_whole(path) as temporary:
         try:
             save_file(_ready(tensors), temporary, metadata=metadata)
@@ -189,8 +186,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `torch.save` file, with `weights_only`, so that no code in it is run; FormatError if it is
-    damaged, or holds anything but tensors by name."""
+    """The tensors of a `torch.save` file, with `weights_only`, so that no code is run."""
     with naming(str(path), TO_FIT):
         tensors = load_torch(regular(path), to_fit=TO_FIT)
     if not isinstance(tensors, dict) or not all(isinstance(key, str) and isinstance(tensor, Tensor)
@@ -201,11 +197,9 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def read_npz(path: Path) -> dict[str, Tensor]:
-    """The arrays of NumPy's archive, without running code in it; FormatError if it is damaged, or holds anything but
-    floating-point numbers that torch has a dtype for."""
+    """The floating-point arrays of NumPy's archive, without running code."""
     with naming(str(path), TO_FIT):
-        arrays = {name: describe() for name, describe in list_npz(regular(path)).items()}
-        check_memory(str(path), sum(array.held for array in arrays.values()), TO_FIT)
+        arrays = {name: load() for name, load in list_numpy(regular(path)).items()}
         for name, array in arrays.items():
             if array.dtype not in FLOATS:
                 raise FormatError(f"{path}: expected floating-point numbers in {name!r}, got {array.dtype}")
@@ -213,7 +207,7 @@ def read_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors; FormatError unless all are dense numbers on the CPU."""
+    """FormatError unless all tensors are dense numbers on the CPU."""
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or dtype not in (*FLOATS, *WHOLE):
@@ -223,7 +217,7 @@ def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a `torch.save` file atomically; FormatError if that fails, since torch raises no OSError."""
+    """Write tensors atomically; FormatError if that fails, since torch raises no OSError."""
     with appearing_whole(path) as temporary:
         try:
             torch.save(_ready(tensors), temporary)
@@ -241,7 +235,7 @@ def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
-    """Raise a FormatError if an entry of a configuration has a value that would change what the SAE computes here."""
+    """FormatError if an entry of a configuration would change what the SAE computes here."""
     value = config.get(key, allowed[0])
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise FormatError(f"{path}: {key} {value!r} cannot be expressed here; "
@@ -249,14 +243,13 @@ def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any
 
 
 def hook_name(layer: int | None, site: str | None) -> str | None:
-    """TransformerLens' name of a hook point; None if layer or site is unknown."""
+    """TransformerLens' name of a hook point, if layer and site are known."""
     if layer is None or site is None:
         return None
     return f"blocks.{layer}.{MLP_IN_HOOK if site == 'mlp_in' else f'hook_{site}'}"
 
 
 def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
-    """The `layer` and `site` in a TransformerLens hook name, with `of` before them (`target_` for a transcoder's
-    targets); empty for other names."""
+    """`layer` and `site` in a TransformerLens hook name, after `of`; empty for other names."""
     match = _HOOK.fullmatch(name) if isinstance(name, str) else None
     return {f"{of}layer": int(match[1]), f"{of}site": match[2] or "mlp_in"} if match else {}

@@ -53,15 +53,8 @@ class Config:
 
 @dataclass(frozen=True)
 class Layout:
-    """The state_dict of one of the library's classes.
-
-    Args:
-        names: as of `common.ours`.
-        subtracts: whether it subtracts the decoder bias from rows.
-        activation: the kind here.
-        extras: further entries.
-        trainer: the library's trainer, named in a config that is written; None for a class that is only read.
-    """
+    """The state_dict of a class: names as of `common.ours`, whether it subtracts the decoder bias from rows, the
+    activation here, further entries, and the trainer that a written config names; None if it is only read."""
 
     names: dict[str, str]
     subtracts: bool
@@ -110,8 +103,7 @@ def _whole(path: Path, name: str, numbers: Tensor, count: int | None = None) -> 
 
 
 def _with_unit_rows(sae: SAE) -> SAE:
-    """The same reconstructions with decoder rows of unit norm, by which the library divides: a latent with a zero row
-    becomes one that never fires."""
+    """The same reconstructions with unit decoder rows; a latent with a zero row becomes one that never fires."""
     norms = sae.W_dec.norm(dim=1)
     W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]
     W_dec[norms == 0, 0] = 1
@@ -130,8 +122,7 @@ def _extra(sae: SAE, name: str) -> Tensor:
 
 
 def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE so that `load_dictionary` reads it; with `relu`, codes are scaled by the norms of decoder rows, as
-    that library scales them, and reconstructions are the same."""
+    """Write an SAE so that `load_dictionary` reads it; codes of `relu` are scaled, reconstructions the same."""
     sae, origin = saved.sae, saved.origin
     nested = bool(sae.prefixes) and isinstance(sae.activation, BatchTopK)
     name, layout = next((name, layout) for name, layout in CLASSES.items() if layout.trainer and

@@ -67,8 +67,7 @@ def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
 
 
 def read_config_of(folder: Path) -> dict[str, Any]:
-    """Gemma Scope 2's configuration; FormatError also for a kind that cannot be expressed here, as cross-layer
-    transcoders."""
+    """Gemma Scope 2's configuration; FormatError for kinds that cannot be expressed, as cross-layer transcoders."""
     path = folder / CONFIG
     config = read_config(path, dict[str, Any])
     refuse_unless(path, config, "architecture", "jump_relu")
@@ -94,7 +93,7 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
 
 
 def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """The tensors of a crosscoder over all its layers, and the layers' widths."""
+    """A crosscoder's tensors over all its layers, and their widths."""
     there = {path.name for path in folder.glob(LAYERS)}
     files = [folder / LAYERS.replace("*", str(layer)) for layer in range(layers)]
     if not there and (folder / WHOLE).is_file():
@@ -131,7 +130,7 @@ def _unstacked(path: Path, layers: int) -> list[dict[str, Tensor]]:
 
 
 def _layers_and_module(hook: Any) -> tuple[list[int], str]:
-    """The layers and the module in the name of a hook point, or of several; none in other names."""
+    """The layers and the module in a hook point's name, if any."""
     match = _HOOK.fullmatch(hook) if isinstance(hook, str) else None
     return ([int(layer) for layer in match[1].strip("{}").split(",")], match[2]) if match else ([], "")
 
@@ -143,8 +142,7 @@ def _origin(hook: Any, of: str = "") -> dict[str, Any]:
 
 
 def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE or a transcoder as Gemma Scope 2's are published, without hook points that have no name there;
-    FormatError for a crosscoder, whose latents read all its hook points."""
+    """Write an SAE or a transcoder as published, without hook points that have no name there."""
     sae, origin = saved.sae, saved.origin
     if sae.widths:
         raise FormatError("gemma-scope-2 cannot express a crosscoder whose latents read several hook points: expected "

@@ -36,8 +36,7 @@ NAMES = LINEAR | {"decoder.bias": "b_dec"}
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The entries of `hyperparams.json` that are used here; those of one value have others in files that cannot be
-    expressed."""
+    """The entries that are used here; those of one value cannot be expressed with others."""
 
     d_model: int
     jump_relu_threshold: float

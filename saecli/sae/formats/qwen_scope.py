@@ -22,8 +22,7 @@ _MODEL = re.compile(r"(?:.*--)?SAE-Res-(.+)-W\d+K-L0_\d+")
 
 
 def load_qwen_scope(file: Path) -> SavedSAE:
-    """Read the SAE of one layer; FormatError also if neither config.json next to it says k, nor the name of a folder
-    above, as in the hub client's cache."""
+    """Read one layer's SAE; k may be in the name of any folder above, as in the hub client's cache."""
     layer = _LAYER.fullmatch(file.name)
     if layer is None:
         raise FormatError(f"{file}: expected layerL.sae.pt, L the number of its layer")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from ...measure.cofiring import Partners
-from ...measure.latents import Survey
+from ...measure.latents import Partners, Survey
 from ...sae.metrics import DENSE_FREQUENCY
 from .overview import FEWEST_ROWS, rounded
 
@@ -47,7 +46,7 @@ class TokenNumbers:
 
 @dataclass(frozen=True)
 class Readings:
-    """The content of pages besides a survey.
+    """The content of pages that is not in a survey.
 
     Args:
         chosen: the latents that have a page, (C,), ascending.

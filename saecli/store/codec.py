@@ -1,10 +1,11 @@
-"""How activations are stored: float32, float16 or bfloat16, and the conversions from and to float32.
+"""Stored types of activations (float32, float16, bfloat16) and true codes in CSR form.
 
-Legend: R rows, D = d_in.
+Legend: R rows, D = d_in, n entries, G features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import h5py
 import numpy as np
@@ -42,7 +43,7 @@ class StoredType:
         return bfloat16
 
     def keeps(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows, (R, D) float32 or already of this type, stay finite in it, (R,) bool."""
+        """Whether each row, (R, D) float32 or already of this type, stays finite in it, (R,) bool."""
         if rows.dtype == np.uint16:
             return ((rows & 0x7F80) != 0x7F80).all(axis=1)
         if rows.dtype == np.float16:
@@ -51,7 +52,7 @@ class StoredType:
         return (rows.max(axis=1) <= self.limit) & (rows.min(axis=1) >= -self.limit)
 
     def encode_rows(self, source: np.ndarray) -> np.ndarray:
-        """Encode rows, (R, D) float32, contiguous and within the limit, to the storage dtype, (R, D)."""
+        """Encode rows, (R, D) float32, contiguous and within the limit."""
         out = np.empty(source.shape, self.storage)
         _in_pieces(self.encode, source, out)
         return out
@@ -106,3 +107,78 @@ DTYPES: dict[str, StoredType] = {
     "bfloat16": StoredType("bfloat16", np.dtype("<u2"), float(np.uint32(0x7F7F7FFF).view(np.float32)),
                            _encode_bfloat16, _decode_bfloat16),
 }
+
+CODES = "codes"  # the group of a shard that holds true codes
+OFFSET, INDEX, VALUE = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
+
+
+@dataclass(frozen=True, eq=False)
+class SparseRows:
+    """Rows of a sparse matrix in CSR form; sliced and indexed like an array.
+
+    Args:
+        offsets: row pointers, (R + 1,) int64 from 0.
+        indices: the feature of each entry, (n,) int32, ascending within a row.
+        values: (n,) float32, above 0.
+    """
+
+    offsets: np.ndarray
+    indices: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Entries per row, (R,)."""
+        return np.diff(self.offsets)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The row of each entry, (n,)."""
+        return np.repeat(np.arange(len(self)), self.counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return self.offsets.nbytes + self.indices.nbytes + self.values.nbytes
+
+    def __getitem__(self, which: slice | np.ndarray) -> "SparseRows":
+        """The rows of a slice of step 1, of a mask, (R,), or of ascending numbers."""
+        if isinstance(which, slice):
+            begin, end, _ = which.indices(len(self))
+            offsets = self.offsets[begin : max(begin, end) + 1]
+            entries = slice(int(offsets[0]), int(offsets[-1]))
+            return SparseRows(offsets - offsets[0], self.indices[entries], self.values[entries])
+        kept = np.zeros(len(self), bool)
+        kept[which] = True
+        of_kept = kept[self.rows]
+        return SparseRows(offsets_of(self.counts[kept]), self.indices[of_kept], self.values[of_kept])
+
+    def copy(self) -> "SparseRows":
+        """A copy in memory."""
+        return SparseRows(self.offsets.copy(), self.indices.copy(), self.values.copy())
+
+    def active(self, features: int) -> np.ndarray:
+        """Active features as a boolean mask, (R, G)."""
+        mask = np.zeros((len(self), features), bool)
+        mask[self.rows, self.indices] = True
+        return mask
+
+
+Column = np.ndarray | SparseRows  # (R,) integers, or true codes of R rows
+
+
+def offsets_of(counts: np.ndarray) -> np.ndarray:
+    """CSR row pointers, (R + 1,) int64, from entry counts, (R,)."""
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+def stacked(parts: Sequence[Any]) -> Any:
+    """One or more parts of a column, or of true codes, concatenated."""
+    if not isinstance(parts[0], SparseRows):
+        return np.concatenate(parts)
+    return SparseRows(offsets_of(np.concatenate([part.counts for part in parts])),
+                      np.concatenate([part.indices for part in parts]),
+                      np.concatenate([part.values for part in parts]))

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import ConfigError, PeerError
-from .torchrun import local_rank, local_world, rank, world
+from .launcher import local_rank, local_world, rank, world
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,192 @@
+"""A state machine: a store that is appended to, interrupted, killed and resumed, against rows in a NumPy array."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from storing import collect, make_meta, stored_contents
+
+from saecli.base.errors import StoreError
+from saecli.store.codec import DTYPES
+from saecli.store.reader import ActivationStore
+from saecli.store.shard import stored_statistics
+from saecli.store.split import is_test
+from saecli.store.statistics import QUANTILE_ERROR
+from saecli.store.stream import Part
+from saecli.store.writer import StoreWriter
+
+BLOCKS, D_IN, MULTIPLE = 12, 3, 2.0
+TORCH_TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def block(number: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Rows over many magnitudes, some not finite, with zeros of both signs and ties; documents; dropped norms."""
+    rng = np.random.default_rng(number)
+    count = int(rng.integers(0, 25))
+    rows = rng.standard_normal((count, D_IN)) * 10.0 ** rng.integers(-8, 3, (count, 1))
+    rows[rng.random((count, D_IN)) < 0.1] = -0.0
+    rows[rng.random((count, D_IN)) < 0.1] = 1 + 2.0**-8
+    rows[rng.random(count) < 0.1, 1] = rng.choice([np.nan, np.inf, 1e39])
+    with np.errstate(over="ignore"):
+        rows = rows.astype(np.float32)
+    return rows, 20 * number + np.arange(count) // 3, {"special": rng.lognormal(size=rng.integers(0, 3))}
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The store at `path`, and `kept` and `documents`: all rows that it is to hold in the end."""
+
+    @initialize(dtype=st.sampled_from(list(DTYPES)), shard_rows=st.integers(1, 60), chunk_rows=st.integers(1, 30),
+                limit=st.none() | st.integers(20, 120), documented=st.booleans(), multiple=st.sampled_from([None, 2.0]))
+    def begin(self, dtype, shard_rows, chunk_rows, limit, documented, multiple):
+        self.folder = Path(tempfile.mkdtemp(dir=SHM))
+        self.columns = ("document",) if documented else ()
+        self.meta = make_meta(D_IN, dtype, shard_rows=shard_rows, chunk_rows=chunk_rows, columns=self.columns,
+                              max_norm_multiple=multiple)
+        self.limit, self.writer, self.path, self.copies = limit, None, self.folder / "s", 0
+        median, kept, documents, self.until = None, [], [], []
+        for number in range(BLOCKS):
+            rows, of_rows, _ = block(number)
+            with np.errstate(over="ignore"):
+                stored = torch.from_numpy(rows).to(TORCH_TYPES[dtype]).float().numpy()
+            finite = np.isfinite(stored).all(axis=1)
+            norms = np.linalg.norm(rows.astype(np.float64), axis=1)
+            if median is None and finite.any():
+                median = np.median(norms[finite])
+            fits = finite & (norms <= multiple * median if multiple and finite.any() else True)
+            kept.append(stored[fits])
+            documents.append(of_rows[fits])
+            self.until.append(sum(map(len, kept)))  # rows up to the end of each block
+        self.kept, self.documents = np.concatenate(kept)[:limit], np.concatenate(documents)[:limit]
+
+    def append_to(self, writer: StoreWriter, number: int) -> None:
+        rows, documents, dropped = block(number)
+        writer.append(rows, dict.fromkeys(self.columns, documents), {"block": number}, dropped)
+
+    def write_rest(self, writer: StoreWriter, number: int) -> None:
+        while not writer.full and number < BLOCKS:
+            self.append_to(writer, number)
+            number += 1
+        writer.finish()
+
+    @precondition(lambda self: self.writer is None)
+    @rule()
+    def resume(self):
+        self.writer = StoreWriter.open(self.path, self.meta, limit=self.limit)
+        self.number = self.writer.cursor["block"] if self.writer.cursor else 0
+
+    @precondition(lambda self: self.writer and self.number < BLOCKS and not self.writer.full)
+    @rule()
+    def append(self):
+        self.append_to(self.writer, self.number)
+        assert self.writer.rows == min(self.until[self.number], len(self.kept))
+        self.number += 1
+
+    @precondition(lambda self: self.writer)
+    @rule()
+    def interrupt(self):
+        with self.writer:
+            self.writer = None
+
+    @precondition(lambda self: self.writer)
+    @rule()
+    def kill(self):
+        """What a kill leaves is what the disk holds now."""
+        self.copies += 1
+        killed = self.folder / f"s{self.copies}"
+        shutil.copytree(self.path, killed)
+        self.interrupt()
+        self.path = killed
+
+    @precondition(lambda self: self.writer and (self.number == BLOCKS or self.writer.full))
+    @rule()
+    def finish(self):
+        assert self.writer.finish().complete
+        assert self.writer.complete and self.writer.rows == len(self.kept)
+
+    def opened(self) -> ActivationStore | None:
+        if not (self.path / "store.json").exists():
+            return None
+        store = ActivationStore.open(self.path)
+        assert store.verify() == store.misfits() == []
+        assert store.rows % self.meta.shard_rows == 0 or store.complete
+        return store if store.rows else None
+
+    @rule(size=st.integers(1, 150), parts=st.integers(1, 4))
+    def read(self, size, parts):
+        if (store := self.opened()) is None:
+            return
+        rows, count = store.split("all"), store.rows
+        np.testing.assert_array_equal(collect(rows.sequential(size)), self.kept[:count])
+        several = [batch.copy() for number in range(parts) for batch in rows.sequential(size, Part(number, parts))]
+        np.testing.assert_array_equal(np.concatenate(several), self.kept[:count])
+        for name in self.columns:
+            np.testing.assert_array_equal(np.concatenate(list(rows.column(name, size))), self.documents[:count])
+        found, wide = stored_statistics(store.path, store.meta), self.kept[:count].astype(np.float64)
+        norms = np.linalg.norm(wide, axis=1)
+        np.testing.assert_allclose(found.spread.mean, wide.mean(0), rtol=1e-12, atol=1e-12 * np.abs(wide).max())
+        np.testing.assert_allclose(found.spread.scatter, ((wide - wide.mean(0)) ** 2).sum(0), rtol=1e-9,
+                                   atol=1e-12 * np.square(wide).max())
+        assert found.norms.rows == store.meta.norms.rows == count
+        assert found.norms.max == pytest.approx(norms.max())
+        assert found.norm_quantile(0.5) == pytest.approx(np.quantile(norms, 0.5, method="inverted_cdf"),
+                                                         rel=1.001 * QUANTILE_ERROR)
+
+    @rule(size=st.integers(1, 90), window=st.integers(1, 3000), seed=st.integers(0, 9), parts=st.integers(1, 4),
+          in_memory=st.booleans(), run=st.sampled_from([8, 64, 1 << 20]))
+    def split(self, size, window, seed, parts, in_memory, run):
+        """Train and test rows are those of the hash, in any order; parts of a batch are the batch."""
+        if (store := self.opened()) is None:
+            return
+        ids = self.documents[: store.rows] if self.columns else np.arange(store.rows)
+        held_out = is_test(ids, seed=seed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("saecli.store.stream.RUN_BYTES", run)
+            patch.setattr(ActivationStore, "in_memory", lambda store: in_memory)
+            for which, chosen in (("train", ~held_out), ("test", held_out)):
+                try:
+                    rows = store.split(which, seed=seed)
+                except StoreError:
+                    assert len(np.unique(ids)) == 1  # the only document is not held out
+                    continue
+                if held_out.any() and not held_out.all():
+                    np.testing.assert_array_equal(collect(rows.sequential(size)), self.kept[: store.rows][chosen])
+                asked = {"seed": seed, "epoch": 1, "window_bytes": window}
+                whole = [batch.copy() for batch in rows.batches(size, **asked)]
+                assert [len(batch) for batch in whole[:-1]] == [size] * (len(whole) - 1)
+                found, expected = np.concatenate(whole), collect(rows.sequential(size))
+                np.testing.assert_array_equal(found[np.lexsort(found.T)], expected[np.lexsort(expected.T)])
+                if size >= parts:
+                    some = [[batch.copy() for batch in rows.batches(size, **asked, part=Part(number, parts))]
+                            for number in range(parts)]
+                    for number, batch in enumerate(whole):
+                        own = [part[number] for part in some if number < len(part)]
+                        np.testing.assert_array_equal(np.concatenate(own), batch)
+
+    def teardown(self):
+        """However it was interrupted, the finished store is the one that never was."""
+        if not hasattr(self, "folder"):
+            return
+        try:
+            if self.writer:
+                self.interrupt()
+            with StoreWriter.open(self.folder / "whole", self.meta, limit=self.limit) as writer:
+                self.write_rest(writer, 0)
+            with StoreWriter.open(self.path, self.meta, limit=self.limit) as writer:
+                self.write_rest(writer, writer.cursor["block"] if writer.cursor else 0)
+            whole, found = stored_contents(self.folder / "whole"), stored_contents(self.path)
+            assert found["meta"] == whole["meta"]
+            np.testing.assert_array_equal(found["rows"], self.kept)
+            np.testing.assert_array_equal(whole["rows"], self.kept)
+        finally:
+            shutil.rmtree(self.folder)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
