@@ -153,22 +153,6 @@ def test_a_file_whose_name_no_store_can_have_is_imported_under_another(sae, tmp_
     assert sae("list", "--json").json["stores"][0]["source"]["file"] == "a\\udcff.npy"
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["nowhere.npy"], "there is no file nowhere.npy"),
-    (["digits", "--key", "x"], "leave out --key, --labels and --flatten"),
-    (["digits", "--name", "a/b"], "--name must be a plain folder name"),
-    (["digits", "--name", ""], "--name must be a plain folder name, of printable characters, "),
-    (["digits", "--shard-rows", "0"], "--shard-rows must be at least 1, got 0"),
-    (["digits", "--shard-rows", "4294967296"], "--shard-rows must be at most"),
-])
-def test_what_cannot_be_imported_is_refused_with_one_sentence(sae, words, said):
-    done = sae("import", *words)
-    assert done.status in (1, 2)
-    assert said in done.err
-    assert "Traceback" not in done.err
-    assert not done.out
-
-
 def test_list_shows_stores_and_runs_newest_first(sae):
     sae("import", "digits")
     sae("import", "digits", "--name", "half", "--dtype", "float16", "--shard-rows", "1000")
