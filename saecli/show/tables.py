@@ -3,26 +3,49 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from ..base.errors import counted, number, printable
 
 
+LONG = 32  # characters of a word that is folded rather than leave other columns no room
+
+
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
     """A table under its title, if any, with one cell per column in each row; numbers are formatted by `number`.
 
-    The first column and those with phrases stand left, others right. What does not fit the console folds.
+    The first column and those with phrases stand left, others right. What does not fit the console folds between words;
+    where words do not fit either, the columns stand in two tables, each with the first.
     """
-    shown = Table(header_style="bold")
-    for place, head in enumerate(columns):
-        phrases = any(" " in str(row[place]) for row in rows)
-        shown.add_column(Text(head), justify="left" if place == 0 or phrases else "right", overflow="fold")
-    for row in rows:
-        shown.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell) if isinstance(cell, str)
-                                                                 else number(cell)) for cell in row))
+    cells = [[cell if isinstance(cell, Text) else Text(printable(cell) if isinstance(cell, str) else number(cell))
+              for cell in row] for row in rows]
+    shown = _Columns([[Text(head), *(row[place] for row in cells)] for place, head in enumerate(columns)])
     return Group(Text(title, style="bold"), shown) if title else shown
+
+
+class _Columns:
+    """Columns, each its header and its cells."""
+
+    def __init__(self, columns: Sequence[Sequence[Text]]) -> None:
+        self.columns = columns
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        words = [max(cell_len(word) for cell in column for word in [*cell.plain.split(), ""]) for column in self.columns]
+        if 1 + sum(3 + min(word, LONG) for word in words) > options.max_width and len(words) > 2:
+            half = (len(words) + 2) // 2
+            yield _Columns(self.columns[:half])
+            yield _Columns([self.columns[0], *self.columns[half:]])
+            return
+        shown = Table(header_style="bold")
+        for place, (head, *cells) in enumerate(self.columns):
+            phrases = place == 0 or any(" " in cell.plain for cell in cells)
+            shown.add_column(head, justify="left" if phrases else "right", overflow="fold")
+        for row in zip(*(column[1:] for column in self.columns), strict=True):
+            shown.add_row(*row)
+        yield shown
 
 
 RESULTS = {"run": "run", "data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
