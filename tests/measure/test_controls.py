@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, make_run, make_store, random_sae, some_rows, targets_of
 from ridge_problems import least_squares, terms_of
-from test_transcoders import targets_of
 
 import saecli
 from saecli.extract.language_model import LanguageModel
