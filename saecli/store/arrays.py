@@ -87,12 +87,10 @@ class ArraySource:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return math.prod(self.shape[:-1])
 
     @property
     def features(self) -> int:
-        """Dimensions of a row."""
         return self.shape[-1]
 
     def columns(self, begin: int, end: int) -> dict[str, np.ndarray]:
@@ -302,7 +300,6 @@ def _list_idx(path: Path) -> Arrays:
 
 
 def list_hdf5(path: Path) -> Arrays:
-    """The datasets and links of a file, by name."""
     reader = _HDF5Reader(path)
     found = reader.ask({})
     return {**{key: partial(reader.describe, key) for key in found["datasets"]},
@@ -341,7 +338,6 @@ class _HDF5Reader:
         weakref.finalize(self, _end, self._process)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer; see `hdf5_process.py`."""
         try:
             self._in.write(json.dumps(request).encode() + b"\n")
             self._in.flush()
@@ -350,7 +346,6 @@ class _HDF5Reader:
         return json.loads(self._out.readline() or self._failed())
 
     def describe(self, key: str) -> Array:
-        """One of the file's datasets."""
         found = self.ask({"key": key})
         if "refused" in found:
             raise _refused_dataset(self._path, key, found["refused"])

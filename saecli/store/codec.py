@@ -131,7 +131,6 @@ class SparseRows:
 
     @property
     def counts(self) -> np.ndarray:
-        """Entries per row, (R,)."""
         return np.diff(self.offsets)
 
     @property
@@ -141,7 +140,6 @@ class SparseRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as stored."""
         return self.offsets.nbytes + self.indices.nbytes + self.values.nbytes
 
     def __getitem__(self, which: slice | np.ndarray) -> "SparseRows":
@@ -157,7 +155,6 @@ class SparseRows:
         return SparseRows(offsets_of(self.counts[kept]), self.indices[of_kept], self.values[of_kept])
 
     def copy(self) -> "SparseRows":
-        """A copy in memory."""
         return SparseRows(self.offsets.copy(), self.indices.copy(), self.values.copy())
 
     def active(self, features: int) -> np.ndarray:
@@ -176,7 +173,6 @@ def offsets_of(counts: np.ndarray) -> np.ndarray:
 
 
 def stacked(parts: Sequence[Any]) -> Any:
-    """One or more parts of a column, or of true codes, concatenated."""
     if not isinstance(parts[0], SparseRows):
         return np.concatenate(parts)
     return SparseRows(offsets_of(np.concatenate([part.counts for part in parts])),

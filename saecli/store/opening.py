@@ -71,7 +71,6 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
 
 
 def first_of(problems: list[str]) -> str:
-    """One sentence for one or more problems."""
     return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
 
 
@@ -130,7 +129,7 @@ def list_home(home: str | Path | None = None, *, check: bool = False,
     Returns:
         home: the folder.
         stores, runs: a list of mappings each; an unreadable one has a `problem`, a sentence.
-        problems: only with `check`, a sentence for each unreadable store and each damaged shard.
+        problems: with `check`, a sentence for each unreadable store and each damaged shard.
     """
     place = Home.at(home)
     stores, runs = _entries(place.stores, _store), _entries(place.runs, _run)
@@ -174,7 +173,6 @@ def _run(shelf: Shelf, name: str) -> dict[str, Any]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files in a folder."""
     total = 0
     for path in folder.rglob("*"):
         try:

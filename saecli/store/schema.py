@@ -179,12 +179,10 @@ class StoreMeta:
 
     @property
     def rows(self) -> int:
-        """Rows in the finished shards."""
         return sum(shard.rows for shard in self.shards)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row of activations as stored."""
         return self.d_in * DTYPES[self.dtype].storage.itemsize
 
     @property
@@ -203,7 +201,6 @@ class StoreMeta:
         return {**self.source, **features, **{name: getattr(self, name) for name in names}}
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `store.json`."""
         document = dataclasses.asdict(self)
         for name in ("ranks", "world"):
             if not document[name]:
@@ -244,7 +241,6 @@ class _Demanded:
 
 
 def shard_name(index: int) -> str:
-    """File name of a shard."""
     return f"{index:05d}.h5"
 
 
@@ -261,5 +257,4 @@ def read_meta(store: Path) -> StoreMeta:
 
 
 def write_meta(store: Path, meta: StoreMeta) -> None:
-    """Write a store's `store.json`, atomically."""
     write_json(store / STORE_MARKER, meta.to_json())

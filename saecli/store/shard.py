@@ -124,7 +124,6 @@ def _demand_fit(path: Path, meta: StoreMeta, record: ShardRecord) -> None:
 
 
 def _identity(path: Path | int) -> tuple[int, int, int]:
-    """Inode, size and `ctime`: one of them differs if a file has been replaced or changed."""
     there = os.stat(path)
     return there.st_ino, there.st_size, there.st_ctime_ns
 
@@ -191,7 +190,6 @@ def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found
 
 
 def _expect(what: str, said: object, held: object) -> None:
-    """Compare what `store.json` says with what the shard, whose checksum is verified, holds."""
     if said != held:
         raise ValueError(f"expected {what} {held}, got {said}")
 
@@ -209,7 +207,6 @@ class MappedShards:
         self._lock = threading.Lock()
 
     def path(self, shard: int) -> Path:
-        """A shard's file."""
         return self._folder / self._meta.shards[shard].file
 
     def chunk(self, shard: int, chunk: int) -> np.ndarray:

@@ -73,12 +73,10 @@ class World:
 
     @property
     def features(self) -> int:
-        """G."""
         return len(self.directions)
 
     @property
     def d_in(self) -> int:
-        """D."""
         return self.directions.shape[1]
 
     @property
@@ -185,7 +183,6 @@ KINDS = {"parents": "int32", "groups": "int32", "scaled": "bool"}
 
 
 def _expected(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a world; ValueError if some are missing, or of other types and shapes."""
     names = [one.name for one in dataclasses.fields(World)]
     if missing := [name for name in names if name not in arrays]:
         raise ValueError(f"expected an array {missing[0]}, got none")
@@ -202,7 +199,7 @@ def _expected(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def world_of(config: SyntheticConfig) -> World:
-    """The world of some options, a function of all but rows; ConfigError if so many features cannot be active."""
+    """The world of some options, a function of all but rows; ConfigError if the requested L0 is infeasible."""
     firing = zipfian(config.features, config.zipf, config.l0)
     parents = forest(config.features) if config.hierarchy else np.full(config.features, -1)
     own = np.where(parents >= 0, firing / firing[parents], firing)
@@ -217,7 +214,6 @@ def world_of(config: SyntheticConfig) -> World:
 
 
 def _directions(config: SyntheticConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Directions and bias, (G, D) and (D,), float64."""
     random = np.random.default_rng((config.seed, DIRECTIONS))
     directions = tight_frame(random.standard_normal((config.features, config.d_in)))
     bias = random.standard_normal(config.d_in)
@@ -237,16 +233,7 @@ def _factor(config: SyntheticConfig) -> np.ndarray:
 def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:
     """Firing probabilities `min(0.4, c / i^s)`, i = 1 to G, with c such that they sum to l0.
 
-    Args:
-        features: G.
-        exponent: s, at least 0.
-        l0: their sum, above 0.
-
-    Returns:
-        (G,) float64, descending.
-
-    Raises:
-        ConfigError: the sum cannot be had.
+    ConfigError if the requested L0 is infeasible.
     """
     most = MOST_OFTEN * features
     if l0 > most:
@@ -273,8 +260,8 @@ def forest(features: int) -> np.ndarray:
 
 
 def _part_from_ancestors(factor: np.ndarray, parents: np.ndarray) -> None:
-    """Make the loadings of each feature, (G, R), orthogonal to those of its ancestors, in place: where Gaussians are
-    independent, the probabilities of firing multiply."""
+    """Make each feature's loadings, (G, R), orthogonal to its ancestors', in place: probabilities of firing of
+    independent Gaussians multiply."""
     depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
     for level in range(1, DEPTH + 1):
         at = np.flatnonzero(depth == level)
@@ -286,18 +273,12 @@ def _part_from_ancestors(factor: np.ndarray, parents: np.ndarray) -> None:
 
 
 def tight_frame(vectors: np.ndarray) -> np.ndarray:
-    """Unit vectors near those given that are as orthogonal as so many can be in the mean square.
+    """Nearest tight frame of unit vectors, (G, D) float64, to given vectors of full rank.
 
         minimise sum over i != j of <d_i, d_j>^2
 
-    over unit vectors: orthonormal ones where G <= D, else a tight frame, `d' d = G/D I`, of which the sum is
-    `G^2/D - G`. Tight and normalised vectors are taken in turns. SAELens descends on the same sum by Adam.
-
-    Args:
-        vectors: (G, D), of full rank.
-
-    Returns:
-        (G, D) float64.
+    over unit vectors: orthonormal ones if G <= D, else `d' d = G/D I` with the sum `G^2/D - G`. Alternates between
+    tight and normalised vectors. SAELens descends on the same sum by Adam.
 
     Cost: `4 G D min(G, D)` operations a step, a few dozen steps.
 
