@@ -1,10 +1,9 @@
 """A producer of blocks to write to a store, as a process to kill.
 
-Run as a script it reads one JSON object a line, forks a child, and prints how the child ended. The child writes the store
-at "path" from where it stands, with "ranks" as four ranks do, or runs `sae` with the arguments "words" after "imports".
-It kills itself at the "kill_at"-th thing that it does to a file there (or block that it begins), is killed after
-"kill_after" seconds, finds files limited to "file_bytes", or notes in the folder "cuts" what power cuts would leave of
-the folder two above the store.
+Run as a script it reads one JSON object a line, forks a child, and prints how the child ended. The child writes the
+store at "path" from where it stands, with "ranks" as four ranks do, or runs `sae` with the arguments "words" after
+"imports". It kills itself at the "kill_at"-th thing that it does to a file there (or block that it begins), finds files
+limited to "file_bytes", or notes in the folder "cuts" what power cuts would leave of the folder two above the store.
 """
 
 import contextlib
@@ -12,13 +11,11 @@ import importlib
 import io
 import itertools
 import json
-import math
 import os
 import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,14 +161,7 @@ def main() -> None:
         if not child:
             _child(order)
             os._exit(0)
-        ended, status = 0, 0
-        deadline = time.monotonic() + order.get("kill_after", math.inf)
-        while not ended and time.monotonic() < deadline:
-            time.sleep(0.0005)
-            ended, status = os.waitpid(child, os.WNOHANG)
-        if not ended:
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
         print(json.dumps({"exit": os.waitstatus_to_exitcode(status)}), flush=True)
 
 
