@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from .measure.controls import controls
     from .measure.evaluate import compare, evaluate, sparsity
     from .measure.export import export
-    from .measure.probe import probe
+    from .measure.probes import probe
     from .measure.push import push
     from .measure.refit import refit
     from .measure.stability import stability
-    from .measure.steer import steer
-    from .measure.steering import steering
+    from .measure.steer import steer, steering
     from .sae.dictionary import SAE
     from .sae.library import load_sae, save_sae
     from .show.drawing import draw
@@ -65,7 +64,7 @@ _MODULES = {
     "list_home": "store.opening",
     "load_sae": "sae.library",
     "open_store": "train.fit",
-    "probe": "measure.probe",
+    "probe": "measure.probes",
     "push": "measure.push",
     "refit": "measure.refit",
     "report": "show.report",
@@ -73,7 +72,7 @@ _MODULES = {
     "sparsity": "measure.evaluate",
     "stability": "measure.stability",
     "steer": "measure.steer",
-    "steering": "measure.steering",
+    "steering": "measure.steer",
 }
 __all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "draw", "evaluate", "export", "extract",
            "fit", "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store",

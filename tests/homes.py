@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from saecli.cli.main import main
 from saecli.sae.activations import Activation, Relu, activation_to_json
@@ -74,6 +75,27 @@ def make_transcoder(home: Path, name: str, sae: SAE, origin: dict[str, Any] = ML
     (folder / "run.json").write_text(json.dumps(document | {"target": "y"}))
     save_native(SavedSAE(sae, origin), folder)
     return x, y
+
+
+def weights(home: Path, run: str) -> dict[str, torch.Tensor]:
+    return load_file(home / "runs" / run / "sae.safetensors")
+
+
+def assert_same_weights(home: Path, first: str, second: str) -> None:
+    """Two runs' weights are equal bit for bit."""
+    one, other = weights(home, first), weights(home, second)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def linear_map(width: int) -> np.ndarray:
+    return np.random.default_rng(5).normal(size=(8, width)).astype(np.float32)
+
+
+def targets_of(x: np.ndarray, width: int = 5) -> np.ndarray:
+    """A function of the rows with a bend, on another scale, with noise."""
+    y = np.abs(x @ linear_map(width)) + 0.1 * np.random.default_rng(6).normal(size=(len(x), width))
+    return (30 * y + 7).astype(np.float32)
 
 
 @dataclass(frozen=True)

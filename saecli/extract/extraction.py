@@ -56,8 +56,8 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
             **options: Any) -> ActivationStore | list[ActivationStore]:
     """Run a language model over text and store its activations; CLI equivalent: `sae extract`.
 
-    A finished store of the same rows is opened at once, an interrupted one resumed. Under torchrun, each rank runs the
-    model on its own documents.
+    A finished store of the same rows is opened at once, an interrupted one resumed. Under torchrun, each rank reads its
+    own documents.
 
     Args:
         model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled.
@@ -67,8 +67,6 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
         name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
             options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
-        device: where to compute; auto is cuda if available.
-        progress: show progress on stderr.
         **options: those of `sae extract` that determine the rows: `dataset`, `rows`, `context`, `dtype` and so on.
     """
     known = {field.name for field in fields(ExtractConfig)}
@@ -196,8 +194,7 @@ def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, pro
 
 
 class Extraction:
-    """A text run through a language model, both as `settled`: blocks of about `block_rows` rows, and their activations.
-    """
+    """A text run through a language model, in blocks of at most about `block_rows` rows."""
 
     def __init__(self, config: ExtractConfig, model: "LanguageModel", text: TextSource, listener: Listener) -> None:
         self.config, self.model, self.text, self.listener = config, model, text, listener
@@ -290,7 +287,7 @@ def _own_parts(extraction: Extraction, missing: Sequence[StoreRequest], metas: d
 
 def _median_norms(extraction: Extraction, requests: Sequence[StoreRequest],
                   metas: Mapping[HookPoint, StoreMeta]) -> dict[HookPoint, float | None]:
-    """The median norm per hook point, as one process would have it: of the first block that has a finite row."""
+    """The median norm per hook point that one process would record: over the first block with a finite row."""
     admissions = {request.point: Admission(request.folder, metas[request.point]) for request in requests}
     blocks, forward = extraction.blocks(Quota(0, 1, extraction.config.rows)), extraction.forward(list(admissions))
     while waiting := [point for point, admission in admissions.items() if admission.waits]:
@@ -327,8 +324,8 @@ def _progress(extraction: Extraction, requests: Sequence[StoreRequest], writers:
 
 
 def _check_same_rows(stores: Sequence[ActivationStore]) -> None:
-    """Raise a StoreError if shards of different stores end at different tokens, as they may if an extraction resumed
-    with other batches and a row's norm is within rounding of the limit."""
+    """Raise a StoreError if shards of different stores end at different tokens: resumed with other batches, a row whose
+    norm is within rounding of the limit may be dropped from one."""
     for store in stores[1:]:
         found, expected = ([shard.resume.position for shard in one.meta.shards] for one in (store, stores[0]))
         if found != expected:

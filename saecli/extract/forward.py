@@ -226,10 +226,7 @@ def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor
     The next block is prepared, and the last one stored, while the model runs.
 
     Args:
-        writers: the stores to fill.
         blocks_from: the blocks from a cursor on.
-        forward: computes a block's rows.
-        rows: rows per store.
         show: called after each batch with its numbers of tokens and rows.
         others: hook points of finished stores of the same rows, which decide with the others which rows are dropped.
     """

@@ -28,8 +28,6 @@ class LanguageModel:
     """A loaded language model and its tokenizer.
 
     Args:
-        source: where it is.
-        device: where it runs.
         head: load the unembedding too, for `logits`.
         dtype: precision of weights and forward pass; see `ModelSource.dtype_on`.
         weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
@@ -78,7 +76,7 @@ class LanguageModel:
         return self.model.get_input_embeddings().weight.shape[0]
 
     def check_tokens(self, token_ids: Tensor) -> None:
-        """Raise a ModelError for tokens without an embedding: a tokenizer may have more tokens than its model."""
+        """Raise a ModelError for tokens without an embedding; a tokenizer may have more than its model."""
         if (largest := int(token_ids.max())) >= self.vocabulary:
             raise ModelError(f"{self.source.name} cannot read the token {largest}: its embedding has "
                              f"{self.vocabulary} tokens; use the tokenizer that the model was trained with")
@@ -96,7 +94,6 @@ class LanguageModel:
         Args:
             token_ids: (B, T), int64.
             mask: 1 at tokens, 0 at padding, (B, T).
-            points: where to read.
             take: maps activations, (B, T, D) in the model's dtype and on its device; it must copy, for a model may then
                 add to them in place.
         """

@@ -44,17 +44,14 @@ class Streamed:
 
     @property
     def name(self) -> str:
-        """The name that its store would have."""
         return self.request.folder.name
 
     @property
     def hash(self) -> str:
-        """The hash that its store would have."""
         return self.request.hash
 
     @property
     def d_in(self) -> int:
-        """Width of the rows."""
         return self.meta.d_in
 
     @property
@@ -67,15 +64,12 @@ class Streamed:
         return {"data": self.name, "data_hash": self.hash, "streamed": self.given}
 
     def options(self) -> dict[str, Any]:
-        """The options of `sae train` that name the rows."""
         return self.given
 
 
 def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, site: str, device: str, home: Home,
                 listener: Listener) -> Streamed:
-    """Load a model and open a text, to read the rows of one hook point; a `layer` of None is the middle one.
-
-    `given` names the options that the user set.
+    """Load a model and open a text; `given` names the options that the user set, a `layer` of None is the middle one.
     """
     from .language_model import LanguageModel  # transformers takes seconds to import
 

@@ -64,9 +64,9 @@ class TextSource:
 
         try:
             found = HfApi().dataset_info(self.dataset, revision=self.revision, timeout=30)
+            return replace(self, revision=found.sha)
         except _hub_errors() as error:
             raise self._unread(error, "check its id and --dataset-revision") from error
-        return replace(self, revision=found.sha)
 
     def identity(self) -> dict[str, Any]:
         """The part of a request's hash that determines the documents, a JSON object."""
@@ -114,7 +114,6 @@ class TextSource:
         # Without a network `datasets` fails only after minutes. With HF_HUB_OFFLINE set it may find its cache.
         if not HF_HUB_OFFLINE and (reason := why_unreachable()):
             raise self._unreachable(reason)
-        failures = _hub_errors()
         import datasets
 
         try:
@@ -134,7 +133,7 @@ class TextSource:
                         mark = {"document": number, "state": data.state_dict()}
         except ModelError:
             raise
-        except failures as error:
+        except _hub_errors() as error:
             raise self._unread(error, "check its id, configuration and split") from error
 
     @property
@@ -142,14 +141,12 @@ class TextSource:
         return self.config or DEFAULT_CONFIGS.get(self.dataset)
 
     def _unread(self, error: BaseException, advice: str) -> ModelError:
-        """Why the hub dataset could not be read, and what to do."""
         from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 
         link: BaseException | None = error
         while link is not None:  # `datasets` reports files that it could not fetch as not found
             status = getattr(getattr(link, "response", None), "status_code", 503)
-            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and (
-                    status >= 500 or status in (408, 429)):
+            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and status in (408, 429, *range(500, 600)):
                 return self._unreachable(one_line(error))
             link = link.__cause__ or link.__context__
         if isinstance(error, FileNotFoundError | RepositoryNotFoundError):

@@ -4,7 +4,6 @@ Shapes: R directions, T tokens, D = d_in, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,19 +21,15 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
+        # Some tokenizers drop the space before the first token of a text.
+        self._before: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
 
     @classmethod
     def of_model(cls, name: str) -> "TokenTexts":
         """For a model's tokenizer, without loading weights."""
         return cls(load_tokenizer(find_model(name)))
 
-    @cached_property
-    def _before(self) -> list[int]:
-        # Some tokenizers drop the space before the first token of a text.
-        return self._tokenizer("a", add_special_tokens=False)["input_ids"]
-
     def __len__(self) -> int:
-        """Number of tokens."""
         return len(self._tokenizer)
 
     def __getitem__(self, token: int) -> str:

@@ -58,7 +58,7 @@ START = Cursor()
 
 
 class Window(NamedTuple):
-    """A window of tokens, as the model reads it, and where the next one begins."""
+    """A window of tokens, and where the next one begins."""
 
     token_ids: np.ndarray  # (T,) int64, the prefix's and the documents'
     documents: np.ndarray  # (T,) int64, number of each token's document
@@ -71,7 +71,6 @@ class Windows:
     """Cuts documents into windows.
 
     Args:
-        tokenizer: the model's.
         context: most tokens in a window, including the prefix.
         positions: keep `all` tokens that are not special, or only the `last` of them in each document's first window.
         packed: concatenate documents into full windows.
@@ -102,7 +101,7 @@ class Windows:
                               "EOS; leave it out", option="packed")
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
-        """The windows of documents, including blank ones, in order, from a token of the first on."""
+        """The windows of documents, from a token of the first document on."""
         return self._pack(documents, token) if self._packed else self._part(documents, token)
 
     def rows(self, document: Document) -> int:
@@ -199,11 +198,10 @@ class Block:
         return self.end.offered
 
     def by_length(self) -> np.ndarray:
-        """Numbers of the windows, longest first, so that one which does not fit in memory shows at once."""
+        """Numbers of the windows, longest first, so that a lack of memory shows at once."""
         return np.argsort(-self.lengths, kind="stable")
 
     def batch(self, windows: np.ndarray) -> Batch:
-        """A batch of windows, given their numbers, (B,)."""
         lengths = self.lengths[windows][:, None]
         offsets = np.arange(lengths.max())
         mask = offsets < lengths
@@ -227,7 +225,7 @@ def in_blocks(documents_from: Callable[[Cursor], Iterable[Document]], windows: W
     """The blocks of a text, from a cursor to the text's end.
 
     `documents_from` opens the text at a cursor's document. A block has about `ahead` tokens, the first about
-    `first_rows` rows; it also ends once `rows` rows have been offered in all.
+    `first_rows` rows; it ends early once `rows` rows have been offered in all.
     """
     def most_rows() -> int:
         if not cursor.offered:

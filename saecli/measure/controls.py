@@ -1,4 +1,4 @@
-"""`sae controls`, and the same from Python: what is left of a run's result in trainings that cannot deserve it.
+"""Baselines: a run's training with one ingredient removed.
 
     fixed encoder     W_enc stays random; biases, thresholds and decoder are trained, by the run's own solver
     fixed decoder     W_dec stays random; encoder and biases are trained, by descent
@@ -6,7 +6,7 @@
     random weights    the run's training on the activations of its model with weights drawn anew, at the same tokens
 
 Fixed weights are those of the run's start: unit directions, drawn for the encoder and times one number fitted to the
-rows, and a decoder W_enc' B, B the identity or, of a transcoder, the regression of the targets on the rows. No latent
+rows, and a decoder W_enc' B, B the identity or, for a transcoder, the regression of the targets on the rows. No latent
 is revived there, since that would aim it at rows.
 
 Stability alone does not set a run apart: the dimensions of shuffled rows are independent, and where they are not normal
@@ -16,116 +16,85 @@ Sources: Korznikov et al., "Sanity Checks for Sparse Autoencoders: Do SAEs Beat 
 (fixed encoder and decoder); Heap et al., "Sparse Autoencoders Can Interpret Randomly Initialized Transformers",
 arXiv:2501.17727 (random weights; shuffled rows are a simpler relative of its controls).
 
-Shapes: D = d_in, F = d_sae.
+Shapes: N rows, T tokens, D = d_in, E the width of targets; 0 without.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.documents import read_settings
-from ..base.errors import ConfigError, MachineError, RunError, TrainingError, counted
+from ..base.errors import ConfigError, MachineError, RunError, TrainingError, counted, size_words
 from ..base.home import KEPT, Home
+from ..base.machine import available_memory
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
 from ..sae.metrics import reconstruction
-from ..store.joined import JoinedRows
 from ..store.rows import RowSource
-from ..train.array_rows import ArrayRows
+from ..train.array_rows import CHECKED_ROWS, ArrayRows
 from ..train.loop import Loop, Record, start_training
 from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
 from ..train.rows import raw_batches
 from ..train.runs import run_again
 from ..train.solvers import SOLVERS
-from .control_rows import demand_memory, shuffled
 from .evaluate import check_model, check_tokens_of_model, evaluated
 from .measured import Measured
 from .stability import matching
+
+if TYPE_CHECKING:
+    from ..extract.language_model import LanguageModel
 
 SEEDS = 2  # trainings of the run and of each control
 MEASURES = ("fvu", "l0", "dead_fraction", "mcc", "f1", "ce_recovered", "kl", "stability")
 FIXED = {"fixed encoder": "W_enc", "fixed decoder": "W_dec"}
 SHUFFLED, RANDOM = "shuffled rows", "random weights"
-
-
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A trained SAE, and what measuring it on held-out rows does not tell.
-
-    Args:
-        name: of its control; `none` for the run itself.
-        sae: acting on raw rows.
-        dead_fraction: fraction of its latents that fire on none of its training rows; None if unknown.
-        stability: mean PW-MCC between the training's seeds; None with one seed.
-    """
-
-    name: str
-    sae: SAE
-    dead_fraction: float | None
-    stability: float | None
-
-    def line(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Its line, given what `evaluated` says of it."""
-        return {"control": self.name, "rows": document["rows"],
-                **{name: document.get(name) for name in MEASURES if name != "stability"}, "stability": self.stability}
+USED = 0.5  # fraction of the free memory that a control's rows may take
 
 
 def controls(run: str | Path | None = None, *, model: str | None = None, tokens: int | None = None,
-             seeds: int = SEEDS, device: str = "auto", home: str | Path | None = None,
-             progress: bool = False) -> dict[str, Any]:
-    """Train and measure the controls of a run, as `sae controls` does; no files are written.
+             seeds: int = SEEDS, device: str = "auto", home: str | Path | Home | None = None,
+             progress: bool | Listener = False) -> dict[str, Any]:
+    """Train and measure the baselines of a run; CLI equivalent: `sae controls`. No files are written.
 
     Args:
         run: name of a finished run of `sae train`, an SAE or a transcoder; None for the newest run.
-        model: hub id or folder of the language model that the rows came from, for its control with random weights, and
-            to splice into it what acts on its own rows; None for neither.
-        tokens: number of tokens of held-out rows that the model is run over for that, as of `evaluate`.
-        seeds: trainings of each control, and of the run, at least 1. The first has the run's seed, and is what is
-            measured; further ones are for `stability`.
-        device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        progress: show progress, and what is left out, on stderr.
+        model: hub id or folder of the language model that the rows came from, for the control with random weights, and
+            for CE and KL of what acts on the run's own rows.
+        tokens: held-out tokens that the model is run over, as in `evaluate`.
+        seeds: trainings of each control, and of the run, at least 1. The first has the run's seed and is measured; the
+            others are for `stability`.
+        device, home, progress: as in `evaluate`.
 
     Returns:
-        run, data: names.
-        seeds: of all trainings.
-        controls: a list, the run itself first. Of each: `control`, its name, or "none"; `rows`, how many held-out ones
-            it is measured on; `fvu`, `l0` and `dead_fraction`, as of `evaluate`; with a world of known features `mcc`
-            and, of those on the run's own rows, `f1`; with a model, of these, `ce_recovered` and `kl`; and
-            `stability`, the mean over pairs of seeds of PW-MCC (see `saecli.stability`). Where a measure is not
-            defined it is None.
+        run, data, seeds: names, and the seeds of all trainings.
+        controls: a list, the run itself first. For each: `control`, its name, or "none"; `rows`, the number of held-out
+            rows that it is measured on; `fvu`, `l0` and `dead_fraction`; with a world of known features `mcc` and, on
+            the run's own rows, `f1`; with a model, on these, `ce_recovered` and `kl`; and `stability`, the mean PW-MCC
+            over pairs of seeds (see `saecli.stability`). A measure that is not defined is None.
         notes: sentences on controls that are left out.
 
-    Raises:
-        ConfigError: an argument that cannot work.
-        RunError: it is no finished run of `sae train`, is a crosscoder, or began from an SAE.
-        StoreError, ModelError: its store or model is missing, or cannot be read.
-
-    Cost: `seeds` trainings of each of up to four controls and `seeds - 1` of the run, one after another, with the
-    memory of the run's own. Shuffled rows, and a random model's, are in memory, 4 bytes per number; if they take more
-    than half of what is free, their control is left out.
+    Cost: `seeds` trainings of each of up to four controls and `seeds - 1` of the run, one after another. Shuffled rows,
+    and a random model's, are in memory, 4 bytes per number; if they take more than half of the free memory, their
+    control is left out.
     """
-    return controlled(Home.at(home), run, model, tokens, seeds, device, listening(progress))
-
-
-def controlled(home: Home, run: str | Path | None, model: str | None, tokens: int | None, seeds: int, device: str,
-               listener: Listener) -> dict[str, Any]:
-    """The document that `sae controls --json` prints; arguments as of `controls`."""
+    listener = listening(progress)
     check_tokens_of_model(tokens, model)
     if seeds < 1:
         raise ConfigError(f"--seeds must be at least 1, got {seeds}", option="seeds")
-    one, plan = _original(home, run, device, listener)
+    one, plan = _original(Home.at(home), run, device, listener)
     if model is not None:
-        check_model(one, model)  # before the work, not after it
+        check_model(one, model)
     first = plan.training.seed
     work = _Work(one, plan, range(first, first + seeds), listener, [])
     lines = work.on_own_rows(model, tokens) + work.on_shuffled_rows()
@@ -136,14 +105,12 @@ def controlled(home: Home, run: str | Path | None, model: str | None, tokens: in
 
 
 def _original(home: Home, name: str | Path | None, device: str, listener: Listener) -> tuple[Measured, Plan]:
-    """The SAE of that run with its held-out rows, on the device, and what was trained; RunError for what has no
-    controls."""
+    """The run's SAE with its held-out rows, on the device, and its plan."""
     subject, saved = open_sae(home, name, listener)
-    marker = subject.folder / home.runs.marker
-    expected = f"{subject.name} has no controls: expected a finished run of `sae train`, got"
-    if not marker.is_file():
+    folder, expected = subject.folder, f"{subject.name} has no controls: expected a finished run of `sae train`, got"
+    if folder is None or not (marker := folder / home.runs.marker).is_file():
         raise RunError(f"{expected} a folder with an SAE of unknown training; name a run, which `sae list` shows")
-    if subject.folder.parent.name == KEPT:
+    if folder.parent.name == KEPT:
         raise RunError(f"{expected} an epoch of one; name the run itself")
     if not subject.complete:
         raise RunError(f"{expected} an unfinished one; finish it by `sae train --resume --name {subject.name}`")
@@ -155,10 +122,33 @@ def _original(home: Home, name: str | Path | None, device: str, listener: Listen
                        "began from random directions")
     if document.get("beside"):
         raise RunError(f"{expected} a crosscoder; name a run on one store, or on one and its target")
-    plan = run_again(home, subject.folder, document, listener, "make controls of").plan
-    sae = saved.sae.copy_to(device_named(device))
-    return (Measured(subject, SavedSAE(sae, saved.origin), "test", plan.test_rows),
+    plan = run_again(home, folder, document, listener, "make controls of").plan
+    if plan.test_rows is None:
+        raise RunError(f"{expected} one without held-out rows; train it anew")
+    saved = SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin)
+    return (Measured(subject, saved, "test", plan.test_rows),
             replace(plan, training=replace(plan.training, device=device), test_rows=None))
+
+
+@dataclass(frozen=True, eq=False)
+class _Trained:
+    """An SAE, acting on raw rows, with what its held-out rows do not show.
+
+    Args:
+        name: of its control; `none` for the run itself.
+        dead_fraction: fraction of latents that fire on none of its training rows; None if unknown.
+        stability: mean PW-MCC between the training's seeds; None with one seed.
+    """
+
+    name: str
+    sae: SAE
+    dead_fraction: float | None
+    stability: float | None
+
+    def line(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry of `controls`, given the result of `evaluated`."""
+        found = {name: document.get(name) for name in MEASURES}
+        return {"control": self.name, "rows": document["rows"], **found, "stability": self.stability}
 
 
 @dataclass(frozen=True)
@@ -167,10 +157,9 @@ class _Work:
 
     Args:
         one: the run's SAE and held-out rows.
-        plan: of the run, on the device to compute on, without rows to measure after each epoch.
-        seeds: of the trainings, from the run's own on.
-        listener: shows progress.
-        notes: sentences on what is left out, which grow.
+        plan: of the run, without rows to measure after each epoch.
+        seeds: of the trainings, the run's first.
+        notes: sentences on controls that are left out; grows.
     """
 
     one: Measured
@@ -185,15 +174,15 @@ class _Work:
         saes = [one.sae]
         with self._noting(f"the stability of {run.name} is left out"):
             saes += self._saes(run.name, self.plan, self.seeds[1:])
-        found = [Trained("none", one.sae, run.dead_fraction, self._stability(run.name, saes))]
+        found = [_Trained("none", one.sae, run.dead_fraction, self._stability(run.name, saes))]
         if getattr(self.plan.solver, "tied", False):
             self.notes.append("fixed encoder and fixed decoder are left out: weights are tied, so that to fix one is "
                               "to fix both")
         else:
             for name, held in FIXED.items():
                 with self._noting(f"{name} is left out"):
-                    found.append(self._trained(name, replace(self.plan, solver=_solver(self.plan.solver, held),
-                                                             held=held)))
+                    plan = replace(self.plan, solver=_solver(self.plan.solver, held), held=held)
+                    found.append(self._trained(name, plan))
         documents = evaluated([self._measured(each, one.split, one.rows) for each in found], model, tokens,
                               self.listener)
         return [each.line(document) for each, document in zip(found, documents, strict=True)]
@@ -201,7 +190,7 @@ class _Work:
     def on_shuffled_rows(self) -> list[dict[str, Any]]:
         """The line of shuffled rows; none if it is left out."""
         with self._noting(f"{SHUFFLED} are left out"):
-            if isinstance(self.one.rows, JoinedRows):
+            if self.one.rows.d_target:
                 self.notes.append(f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows")
                 return []
             demand_memory(self._all_rows)
@@ -210,18 +199,21 @@ class _Work:
 
     def on_random_weights(self, name: str) -> list[dict[str, Any]]:
         """The line of a model's random weights; none if it is left out."""
-        from ..extract.language_model import LanguageModel
-        from ..extract.model_source import find_model  # transformers takes seconds to import
-        from .model_rows import of_model
+        from ..extract.language_model import LanguageModel  # transformers takes seconds to import
+        from ..extract.model_source import find_model
 
         with self._noting(f"{RANDOM} are left out"):
             demand_memory(self._all_rows)
             model = LanguageModel(find_model(name), self.one.sae.W_enc.device, weights_seed=self.seeds[0])
-            total, found = sum(rows.rows for rows in self._all_rows), []
+            total, found = sum(rows.rows for rows in self._all_rows), list[ArrayRows]()
             with self.listener.progress(f"running {name} with {RANDOM}", total, "rows") as show:
                 for rows in self._all_rows:
                     before = sum(each.rows for each in found)
-                    found.append(of_model(model, rows, lambda done, before=before: show(before + done)))
+
+                    def add(done: float, before: int = before) -> None:
+                        show(before + done)
+
+                    found.append(of_model(model, rows, add))
             del model
             if missing := total - sum(rows.rows for rows in found):
                 self.notes.append(f"{RANDOM}: {counted(missing, 'row')} of {total:,} left out, of windows from which "
@@ -241,15 +233,15 @@ class _Work:
         alignment = self._measured(trained, self.one.split, self.one.rows).alignment()
         return trained.line(document if alignment is None else document | {"mcc": alignment.mcc()})
 
-    def _trained(self, name: str, plan: Plan) -> Trained:
-        """A control's training with each seed; the first one's SAE is the one to measure."""
+    def _trained(self, name: str, plan: Plan) -> _Trained:
+        """The training of the first seed, which is measured, and its stability over all."""
         saes = self._saes(name, plan, self.seeds)
         dead = reconstruction(saes[0], raw_batches(plan.train_rows))["silent_fraction"]
-        return Trained(name, saes[0], dead, self._stability(name, saes))
+        return _Trained(name, saes[0], dead, self._stability(name, saes))
 
     def _saes(self, name: str, plan: Plan, seeds: Sequence[int]) -> list[SAE]:
-        """The SAEs of a plan, one per seed, on raw rows. One after another, so that the memory of the run suffices."""
-        found = []
+        """One SAE per seed, trained one after another, so that the memory of the run suffices."""
+        found: list[SAE] = []
         for seed in seeds:
             seeded = replace(plan, training=replace(plan.training, seed=seed))
             with self.listener.progress(f"training {name}, seed {seed}", plan.steps, "steps") as show:
@@ -257,21 +249,20 @@ class _Work:
         return found
 
     def _stability(self, name: str, saes: Sequence[SAE]) -> float | None:
-        """The mean PW-MCC of SAEs, see `saecli.stability`; None for one, or where there is too little memory."""
+        """The mean PW-MCC; None for one SAE, or if there is too little memory."""
         with self._noting(f"the stability of {name} is left out"):
             pairs = list(combinations(saes, 2))
             return float(np.mean([matching(*pair).cosine.mean() for pair in pairs])) if pairs else None
         return None
 
-    def _measured(self, trained: Trained, split: str | None, rows: RowSource) -> Measured:
-        """An SAE with the rows to measure it on, under the name that progress shows."""
+    def _measured(self, trained: _Trained, split: str | None, rows: RowSource) -> Measured:
         name = self.one.subject.name if trained.name == "none" else trained.name
         return Measured(replace(self.one.subject, name=name, dead_fraction=trained.dead_fraction),
                         SavedSAE(trained.sae, self.one.saved.origin), split, rows)
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
-        """Note, in place of an error, that something is left out because its training diverged or lacks memory."""
+        """Note, instead of raising, that a training diverged or lacks memory."""
         try:
             yield
         except (MachineError, TrainingError) as error:
@@ -283,3 +274,61 @@ def _solver(solver: SolverConfig, held: str) -> SolverConfig:
     if held == "W_enc" or isinstance(solver, Sgd):
         return solver
     return Sgd(**{field.name: getattr(solver, field.name) for field in fields(SolverConfig)})
+
+
+def demand_memory(rows: Sequence[RowSource]) -> None:
+    """Raise a MachineError if rows and targets, in float32, take more than half of the free memory."""
+    needed, free = sum(4 * some.rows * (some.d_in + some.d_target) for some in rows), available_memory()
+    if needed > USED * free:
+        raise MachineError(f"the rows, in memory, take {size_words(needed)}: expected {size_words(USED * free)} at "
+                           "most, half of what is free; end other programs, or take a run with a smaller --fraction")
+
+
+def shuffled(rows: RowSource, seed: int) -> ArrayRows:
+    """Rows without targets, each dimension permuted by itself: every marginal stays, all other structure goes.
+
+    Cost: 4 N D bytes, and 7 s per 100 million numbers on one core.
+    """
+    found, at = np.empty((rows.rows, rows.d_in), np.float32), 0
+    for batch in rows.sequential(CHECKED_ROWS):
+        found[at : at + len(batch)] = batch
+        at += len(batch)
+    random = np.random.default_rng(seed)
+    return ArrayRows(random.permuted(found, axis=0, out=found))
+
+
+def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], None]) -> ArrayRows:
+    """A model's activations at the hook points and tokens of a store's rows, and of its target's, in stored order.
+
+    Rows of a window from which the store dropped a token are missing, since it cannot be rebuilt; see
+    `splice.stored_windows`.
+
+    Args:
+        rows: of a store that `sae extract` made; see `splice.check_rows`.
+        show: called after each batch with the number of rows done.
+
+    Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
+    """
+    from ..extract.forward import batch_tokens  # transformers takes seconds to import
+    from ..extract.hook_points import HookPoint
+    from ..extract.windows import Windows
+    from .splice import in_batches, is_plain, padded, stored_windows
+
+    ends = [rows.inputs[0], *([rows.target] if rows.target else [])]
+    context = ends[0].store.meta.source["context"]
+    cutter = Windows(model.tokenizer, context)
+    places = [HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends]
+    found, done = [np.empty((end.rows, end.d_in), np.float32) for end in ends], 0
+    for windows in in_batches(stored_windows(ends[0], cutter.prefix, ends[0].rows),
+                              batch_tokens(model, "auto", context, places)):
+        token_ids, mask = padded(windows)
+        plain = is_plain(token_ids, mask, cutter.special).to(model.device)
+
+        def take(activations: Tensor, plain: Tensor = plain) -> np.ndarray:
+            return activations[plain].to("cpu", torch.float32).numpy()
+
+        for all_rows, part in zip(found, model.read(token_ids, mask, places, take), strict=True):
+            all_rows[done : done + len(part)] = part
+        done += int(plain.sum())
+        show(done)
+    return ArrayRows(*(all_rows[:done] for all_rows in found))

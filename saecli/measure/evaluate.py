@@ -13,8 +13,8 @@ from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.split import Which
 from ..train.array_rows import ArrayLike
+from .hook_points import places_document
 from .measured import Measured, RowsLike, all_measured, by_rows, measured
-from .places import places_document
 from .worlds import FeatureScores
 
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger

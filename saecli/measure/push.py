@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, number
 from ..base.home import Home
+from ..extract.options import BUNDLED
 from ..sae import formats
 from ..sae.dictionary import SAE
 from ..sae.formats import WRITABLE
@@ -21,7 +22,6 @@ from .measured import Measured, RowsLike, measured
 
 LOCAL = ("data", "data_hash", "beside", "target")  # of an origin: names in the home
 MEASURES = ("rows", "l0", "fvu", "explained_variance", "cosine", "dead_fraction", "ce_recovered", "kl")
-COLUMNS = ("SAE", "activations", "activation", "d_in", "d_sae", *MEASURES, "remark")
 START, END = "<!-- sae push: the table keeps a line for each SAE -->", "<!-- end of sae push -->"
 LIBRARIES = {  # by format: how the library loads the SAE from the hub
     "saelens": 'sae_lens.SAE.from_pretrained("{0.repo}", "{0.folder}")',
@@ -105,8 +105,6 @@ def _card(present: ModelCard | None, address: Address, found: Conversion, one: M
     """The repository's card with a line for the SAE; None if `sae push` did not write the present one."""
     saved, sae, source = found.written, found.written.sae, one.store.meta.source
     if present is None:
-        from ..extract.options import BUNDLED  # imports transformers, which takes seconds
-
         model = one.saved.origin.get("model")
         data = ModelCardData(
             library_name=found.format if found.format in LIBRARIES else "saecli",
@@ -118,19 +116,20 @@ def _card(present: ModelCard | None, address: Address, found: Conversion, one: M
     inside, end, after = rest.partition(END)
     if not end:
         return None
-    places = [saved.origin.get("model"), *(f"{to}layer {saved.origin[f'{of}layer']}, {saved.origin.get(f'{of}site')}"
-                                           for of, to in (("", ""), ("target_", "to "))
-                                           if f"{of}layer" in saved.origin)]
-    shown = (f"`{address.folder}`", ", ".join(filter(None, places)) or one.store.name, sae.activation.name +
-             (f" {sae.k}" if sae.k else ""), number(sae.d_in), number(sae.d_sae),
-             *(number(measures.get(name)) for name in MEASURES), found.remark or "")
-    lines = [line for line in inside.splitlines() if line.startswith("| `") and not line.startswith(f"| {shown[0]} |")]
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *sorted([*lines, f"| {' | '.join(shown)} |"])]
+    hooks = [f"{to}layer {saved.origin[f'{of}layer']}, {saved.origin.get(f'{of}site')}"
+             for of, to in (("", ""), ("target_", "to ")) if f"{of}layer" in saved.origin]
+    activations = ", ".join(filter(None, [saved.origin.get("model"), *hooks])) or one.store.name
+    row = {"SAE": f"`{address.folder}`", "activations": activations,
+           "activation": f"{sae.activation.name} {sae.k or ''}".strip(), "d_in": number(sae.d_in),
+           "d_sae": number(sae.d_sae), **{name: number(measures.get(name)) for name in MEASURES},
+           "remark": found.remark or ""}
+    others = [line for line in inside.splitlines()
+              if line.startswith("| `") and not line.startswith(f"| {row['SAE']} |")]
     stores = "--data STORE --target STORE" if one.saved.is_transcoder else "--data STORE"
-    code = [f'saecli.load_sae("{address}")', *(LIBRARIES[form].format(address) for form in LIBRARIES
-                                               if form == found.format)]
     present.text = before + "\n".join([
         start, "Sparse autoencoders, measured by `sae eval` on held-out rows. fvu: `E||x_hat - x||^2 / (E||x||^2 - "
-        "||E x||^2)`; ce_recovered: `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl: nats per token.", "", *lines,
-        "", "```", f"sae eval {address} {stores}", *code, "```", end]) + after
+        "||E x||^2)`; ce_recovered: `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl: nats per token.", "",
+        f"| {' | '.join(row)} |", "|---" * len(row) + "|", *sorted([*others, f"| {' | '.join(row.values())} |"]), "",
+        "```", f"sae eval {address} {stores}", f'saecli.load_sae("{address}")',
+        *(code.format(address) for form, code in LIBRARIES.items() if form == found.format), "```", end]) + after
     return present

@@ -1,4 +1,4 @@
-"""`sae refit`, and the same from Python: the exact decoder for a store's rows, measured and saved as a run."""
+"""The exact decoder for a store's rows, measured and saved as a run."""
 
 import time
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ from ..train.ridge import TOLERANCE
 from .evaluate import check_model, check_tokens_of_model, evaluated, note_doubts
 from .measured import Measured, RowsLike, measured
 
-HELD = 100  # ridge over the Gram matrix's mean diagonal from which on the old decoder is kept but for its scale
-WORSE = 1.001  # ratio of FVUs from which on a decoder is worse than the one before, not equal to it
+HELD = 100  # if the ridge over the mean Gram diagonal is larger, the old decoder is kept but for its scale
+WORSE = 1.001  # FVU ratio above which the refit is worse
 
 
 def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str | None = None, device: str = "auto",
-          home: str | Path | None = None, progress: bool = False) -> SAE:
+          home: str | Path | Home | None = None, progress: bool | Listener = False) -> SAE:
     """An SAE with the exact decoder for given rows, its codes as they are; no files are written.
 
         sum over rows of ||z W_dec + b_dec - y||^2 + alpha ||W_dec - c T0||_F^2
@@ -38,24 +38,17 @@ def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str
     rows x, or a transcoder's targets, to which its skip, `x W_skip`, is fitted too.
 
     Args:
-        sae: an SAE, a run's name or whatever else `load_sae` takes; None for the newest run.
-        data: a store, or its name in the home, on whose training rows the decoder is solved; rows chosen from one, or
-            rows in memory, (N, D), which are all taken; None for the store that the run was trained on, else the
-            newest.
-        target: what a transcoder predicts, as of `evaluate`.
-        device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        progress: show progress, and the choices made, on stderr.
+        sae, target, device, home, progress: as in `evaluate`.
+        data: a store or its name in the home, whose training rows are read; otherwise as in `evaluate`.
 
     Returns:
         The SAE, on the device, acting on raw activations.
 
     Raises:
-        ConfigError: an argument that cannot work, such as rows of another width.
         MachineError: there is too little memory.
-        RunError, FormatError, HubError, StoreError: something is missing or cannot be read, or has no solution.
+        StoreError: the rows have no solution.
 
-    Cost: one pass over the rows; see `refitting/decoder.py`.
+    Cost: one pass over the rows; see `train/refit_decoder.py`.
     """
     listener = listening(progress)
     one = measured(Home.at(home), sae, data, "train", device, listener, target)
@@ -63,28 +56,25 @@ def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str
     return refitted(one.sae, rows, listener).sae
 
 
-def refitted_run(home: Home, sae: SAELike, data: str | None, target: str | None, name: str | None, model: str | None,
-                 tokens: int | None, device: str, listener: Listener) -> dict[str, Any]:
+def refitted_run(sae: SAELike = None, data: RowsLike = None, *, target: str | None = None, name: str | None = None,
+                 model: str | None = None, tokens: int | None = None, device: str = "auto",
+                 home: str | Path | Home | None = None, progress: bool | Listener = False) -> dict[str, Any]:
     """Refit an SAE on a store's training rows, measure both on its held-out rows, and save a run.
 
     Args:
-        home: the folder of stores and runs.
-        sae, data, target, model, tokens, device: as of `evaluate`.
         name: of the new run; None for `refit-` and the SAE's name.
-        listener: shows progress.
 
     Returns:
         The document that `sae refit --json` prints.
-
-    Raises:
-        RunError: there is a run of that name.
-        SaeError: as of `evaluate` and `refit`.
     """
+    home, listener = Home.at(home), listening(progress)
     check_tokens_of_model(tokens, model)
     before = measured(home, sae, data, "test", device, listener, target)
-    folder = _new_folder(home, name or default_name(before.subject.name))
+    folder = home.runs.path / checked_name(name or default_name(before.subject.name))
+    if not is_free(folder):
+        raise RunError(f"there is a run named {folder.name!r} already; give another --name")
     if model is not None:
-        check_model(before, model)  # before the work, not after it
+        check_model(before, model)
     created, began, rows = now(), time.monotonic(), _training_rows(before)
     found = refitted(before.sae, rows, listener)
     seconds = time.monotonic() - began
@@ -94,9 +84,12 @@ def refitted_run(home: Home, sae: SAELike, data: str | None, target: str | None,
                     saved=saved)
     measures = evaluated([before, after], model, tokens, listener)
     note_doubts(measures[1:], [after], listener)
-    notes = _notes(found, *measures)
-    result = {"rows_train": found.rows, "rows_test": before.rows.rows, "seconds": seconds, "notes": notes,
-              "final": _final(found, measures[1])}
+    decoder = found.decoder
+    final = {"test_fvu": measures[1]["fvu"], "test_mse": measures[1]["mse"], "test_l0": measures[1]["l0"],
+             "dead_fraction": found.dead_fraction, "alpha": decoder.alpha, "relative_alpha": decoder.relative_alpha,
+             "c": decoder.c, "condition": decoder.condition, "dof": decoder.dof}
+    result = {"rows_train": found.rows, "rows_test": before.rows.rows, "seconds": seconds,
+              "notes": _notes(found, *measures), "final": final}
     with folder_appearing_whole(folder) as temporary:
         save_native(saved, temporary)
         write_json(temporary / RUN_MARKER, {
@@ -115,22 +108,13 @@ def default_name(source: str) -> str:
     return f"refit-{Path(path).resolve().name or 'sae'}"
 
 
-def _new_folder(home: Home, name: str) -> Path:
-    folder = home.runs.path / checked_name(name)
-    if not is_free(folder):
-        raise RunError(f"there is a run named {name!r} already; give another --name")
-    return folder
-
-
 def _training_rows(one: Measured) -> RowSource:
     """All training rows of the store, whatever fraction the SAE was trained on."""
     return one.stores.split("train", seed=one.subject.split_seed)
 
 
 def _notes(found: Refitted, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Sentences on the solution, given the measures before and after."""
-    decoder = found.decoder
-    said = []
+    decoder, said = found.decoder, []
     if decoder.relative_alpha > HELD:
         said.append(f"the rows left out want the old decoder, times {decoder.c:.3g}; nothing more is gained on "
                     f"{found.rows:,} rows")
@@ -141,11 +125,3 @@ def _notes(found: Refitted, before: Mapping[str, Any], after: Mapping[str, Any])
         said.append(f"the decoder was solved to a residual of {decoder.residual:.1g} only, where {TOLERANCE:g} was "
                     "wanted; on a machine with more memory it would be solved directly")
     return said
-
-
-def _final(found: Refitted, measures: Mapping[str, Any]) -> dict[str, float]:
-    """The measures that a run keeps, under the names that training gives them."""
-    decoder = found.decoder
-    return {"test_fvu": measures["fvu"], "test_mse": measures["mse"], "test_l0": measures["l0"],
-            "dead_fraction": found.dead_fraction, "alpha": decoder.alpha, "relative_alpha": decoder.relative_alpha,
-            "c": decoder.c, "condition": decoder.condition, "dof": decoder.dof}

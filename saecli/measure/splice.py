@@ -24,9 +24,8 @@ from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from ..store.rows import Rows
 from ..store.split import window_starts
-from .measured import Measured, by_rows
+from .measured import COLUMNS, Measured, by_rows
 
-COLUMNS = ("document", "position", "token_id")
 READ = 1 << 16  # rows of the columns per read
 BATCH_LOGITS = 1 << 25  # logits per batch: 128 MB in float32, held a few times over
 

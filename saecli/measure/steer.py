@@ -1,136 +1,179 @@
-"""`sae steer`, and the same from Python: what a language model writes with latents of an SAE changed, beside what it
-writes by itself.
+"""A language model run with some latents of an SAE changed at every token.
 
-Shapes: B = 1 prompt, T tokens, N tokens that are not special, S chosen latents.
+    add       x' = x + scale W_dec[i]            the code of latent i plus scale
+    clamp     x' = x + (scale - z_i) W_dec[i]    the code set to scale
+    ablate    x' = x - z_i W_dec[i]              the code set to 0
+
+summed over the chosen latents i, with z the codes of x: the reconstruction error stays. A transcoder's codes are of the
+activations that it reads, and those that it predicts are changed. Special tokens (BOS) keep their activations.
+
+Sources: Turner et al., "Steering Language Models With Activation Engineering" (2023), for adding; Templeton et al.,
+"Scaling Monosemanticity" (2024), for clamping. Shapes: T tokens, N of them not special, S chosen latents, E = d_out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..base.console import Listener, listening
+from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..extract.language_model import LanguageModel
+from ..extract.hook_points import intercepted
+from ..extract.language_model import LanguageModel, blocks_of
 from ..extract.tokens import TokenTexts, continuation
 from ..sae.library import SAELike
-from .placing import Placed, model_of, placed
-from .steering import Change, changed
+from .hook_points import Hooked, hooked, model_of
 
-NEW_TOKENS = 40  # of a continuation
+METHODS, NEW_TOKENS = ("add", "clamp", "ablate"), 40
+
+
+def _refuse(option: str, wrong: object, sentence: str) -> None:
+    if wrong:
+        raise ConfigError(f"--{option} {sentence}", option=option.replace("-", "_"))
+
+
+def _chosen(one: Hooked, method: str, latents: int | Sequence[int],
+            scale: float | Sequence[float] | None) -> tuple[list[int], list[float]]:
+    """The latents to change and the scale for each, 0 to ablate."""
+    _refuse("method", method not in METHODS, f"must be one of {', '.join(METHODS)}, got {method!r}")
+    given, last = np.ravel(latents), one.sae.d_sae - 1
+    scales = np.ravel([] if scale is None else scale).astype(float).tolist()
+    _refuse("latent", not given.size or given.dtype.kind not in "iu", f"must be the number of a latent, got {latents}")
+    for each in given:
+        _refuse("latent", not 0 <= each <= last, f"must be from 0 to {last}, the last of {one.name}, got {each}")
+    _refuse("latent", len(np.unique(given)) < given.size, f"names a latent twice in {given.tolist()}; name each once")
+    _refuse("scale", method == "ablate" and scales, "does nothing with --method ablate; leave it out, or clamp")
+    _refuse("scale", method != "ablate" and not scales, f"is needed with --method {method}, in units of the code")
+    _refuse("scale", len(scales) not in (0, 1, given.size), "must be given once, or once for each latent")
+    _refuse("scale", not np.isfinite(scales).all(), f"must be finite, got {', '.join(map(str, scales))}")
+    return given.tolist(), np.broadcast_to(scales or 0.0, given.shape).tolist()
+
+
+@contextmanager
+def steering(model: nn.Module, sae: SAELike, latents: int | Sequence[int], *, method: str = "add",
+             scale: float | Sequence[float] | None = None, layer: int | None = None, site: str | None = None,
+             special: Sequence[int] | None = None, home: str | Path | Home | None = None) -> Iterator[None]:
+    """While open, a transformers model runs with latents of an SAE changed at every token.
+
+        with saecli.steering(model, "first", 12, scale=8):
+            model.generate(**tokenizer("Once", return_tensors="pt"))
+
+    Args:
+        sae: as in `evaluate`; one in memory needs `layer` and `site`, the hook point that it reads.
+        method: add, clamp or ablate; see `saecli/measure/steer.py`.
+        scale: for all latents, or one for each, in units of the latent's code.
+        special: token ids whose activations stay; by default the model's BOS, EOS and padding.
+    """
+    one = hooked(Home.at(home), sae, layer, site, "steering", Silent())
+    with _changed(model, one, method, *_chosen(one, method, latents, scale), special):
+        yield
+
+
+@contextmanager
+def _changed(model: nn.Module, one: Hooked, method: str, latents: list[int], scales: list[float],
+             special: Sequence[int] | None) -> Iterator[None]:
+    config = cast(Any, model.config).get_text_config()
+    name = getattr(config, "name_or_path", "") or type(model).__name__
+    one.check(config.hidden_size, config.num_hidden_layers, name)
+    if special is None:
+        ids = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
+        special = [each for found in ids if found is not None for each in np.ravel(found).tolist()]
+    (_, blocks), device = blocks_of(model, config.num_hidden_layers, name), next(model.parameters()).device
+    sae, kept = one.sae.copy_to(device), torch.tensor(sorted(special), dtype=torch.int64, device=device)
+    W = sae.W_dec[latents]  # (S, E)
+    batch: dict[str, Tensor | None] = {"plain": None, "read": None}  # which tokens are not special; what is encoded
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        token_ids = kwargs.get("input_ids", args[0] if args else None)  # none with inputs_embeds
+        batch.update(plain=None if token_ids is None else ~torch.isin(token_ids.to(device), kept), read=None)
+
+    def read(x: Tensor) -> Tensor:
+        batch["read"] = x.clone()  # a model may add to it in place
+        return x
+
+    def write(y: Tensor) -> Tensor:
+        x, plain = y if one.read == one.written else batch["read"], batch["plain"]
+        if x is None:
+            raise ConfigError(f"{one.name} cannot steer {name}: it reads layer {one.read.layer}, {one.read.site} after "
+                              f"layer {one.written.layer}, {one.written.site}, which it predicts; name another run")
+        plain = torch.ones(y.shape[:-1], dtype=torch.bool) if plain is None else plain
+        steps, steered = torch.tensor(scales).to(W), y.clone()
+        if method != "add":
+            steps = steps - sae.encode(x[plain.to(x.device)].to(W))[:, latents]  # (N, S)
+        steered[plain.to(y.device)] += (steps @ W).to(y)
+        return steered
+
+    with ExitStack() as hooks:
+        hooks.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        if one.read != one.written:
+            hooks.enter_context(intercepted(blocks[one.read.layer], one.read.site, read))
+        hooks.enter_context(intercepted(blocks[one.written.layer], one.written.site, write))
+        yield
 
 
 def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[str], *, method: str = "add",
           scale: float | Sequence[float] | None = None, model: str | None = None, layer: int | None = None,
           site: str | None = None, max_new_tokens: int = NEW_TOKENS, temperature: float = 0.0, seed: int | None = None,
-          device: str = "auto", home: str | Path | None = None, progress: bool = False) -> dict[str, Any]:
-    """Continue prompts with a language model in which latents of an SAE are changed, and without, as `sae steer` does.
-
-    Args:
-        sae, latents, method, scale, layer, site: as of `steering`; a `sae` of None is the newest run.
-        prompts: a text, or several.
-        model: hub id or folder of the language model; None for the one whose activations the SAE was trained on.
-        max_new_tokens: tokens of a continuation, at least 1; it also ends where the model ends a text.
-        temperature: of sampling; 0 for the likeliest token each time.
-        seed: of sampling, the same for each continuation; None for 0.
-        device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-        progress: show progress, and the choices made, on stderr.
+          device: str = "auto", home: str | Path | Home | None = None,
+          progress: bool | Listener = False) -> dict[str, Any]:
+    """Continue prompts with latents of an SAE changed, and without; arguments as in `steering` and `sae steer --help`.
 
     Returns:
-        run, model, layer, site: names and numbers; of a transcoder also `target_layer` and `target_site`.
-        method: as given.
-        activation_norm: mean norm of the activations that are changed, at the prompts' tokens.
-        latents: of each `latent`, its number; `scale`; `decoder_norm`; and `prompt_max`, its largest code on the
-            prompts' tokens.
-        max_new_tokens, temperature, seed: as given; a seed of None without sampling.
-        continuations: of each prompt `prompt`; `plain` and `steered`, the texts that follow it.
-
-    Raises:
-        ConfigError: an argument that cannot work; see `steering`.
-        RunError, FormatError, HubError, ModelError: something is missing or cannot be read.
+        The arguments as used; `activation_norm`, the mean norm of the activations that are changed, on the prompts;
+        `latents`, for each `latent`, `scale`, `decoder_norm` and `prompt_max`, its largest code on the prompts; and
+        `continuations`, for each `prompt` the texts that follow it, `plain` and `steered`.
     """
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    return steered(Home.at(home), sae, latents, prompts, method, scale, model, layer, site, max_new_tokens, temperature,
-                   seed, device, listening(progress))
-
-
-def steered(home: Home, sae: SAELike, latents: int | Sequence[int], prompts: Sequence[str], method: str,
-            scale: float | Sequence[float] | None, model: str | None, layer: int | None, site: str | None,
-            max_new_tokens: int, temperature: float, seed: int | None, device: str,
-            listener: Listener) -> dict[str, Any]:
-    """The document that `sae steer --json` prints; arguments as of `steer`."""
-    if max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {max_new_tokens}", option="max_new_tokens")
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"--temperature must be at least 0, and finite, got {temperature}", option="temperature")
-    if seed is not None and not temperature:
-        raise ConfigError("--seed does nothing without --temperature; leave it out, or sample with --temperature 1",
-                          option="seed")
-    if not prompts:
-        raise ConfigError("--prompt is needed: expected a text to continue, got none; give one with --prompt",
-                          option="prompt")
-    one = placed(home, sae, layer, site, "steering", listener)
-    change = Change.of(method, latents, scale, one.subject.name, one.sae.d_sae)
+    prompts, listener = [prompts] if isinstance(prompts, str) else prompts, listening(progress)
+    _refuse("temperature", not 0 <= temperature < np.inf, f"must be at least 0, and finite, got {temperature}")
+    _refuse("seed", seed is not None and not temperature, "does nothing without --temperature, such as 1; leave it out")
+    one = hooked(Home.at(home), sae, layer, site, "steering", listener)
+    chosen, scales = _chosen(one, method, latents, scale)
     source = model_of([one], model, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
     inputs = [_token_ids(loaded, prompt, max_new_tokens) for prompt in prompts]
-    special = loaded.tokenizer.all_special_ids
-    measures = _on_prompts(loaded, one, change, inputs, torch.tensor(sorted(special)))
-    texts, found = TokenTexts(loaded.tokenizer), []
+    special, texts, found = loaded.tokenizer.all_special_ids, TokenTexts(loaded.tokenizer), list[dict[str, str]]()
+    read, written = _at_prompts(loaded, one, inputs, torch.tensor(special))
+    codes = one.sae.copy_to(loaded.device).encode(read)  # (N, F)
     with listener.progress(f"continuing with {source.name}", 2 * len(prompts), "texts") as show:
         for prompt, token_ids in zip(prompts, inputs, strict=True):
             settings = loaded, token_ids, max_new_tokens, temperature, seed or 0
-            plain = continuation(*settings)
+            plain = texts.joined(continuation(*settings))
             show(2 * len(found) + 1)
-            with changed(loaded.model, one, change, special):
-                other = continuation(*settings)
-            found.append({"prompt": prompt, "plain": texts.joined(plain), "steered": texts.joined(other)})
+            with _changed(loaded.model, one, method, chosen, scales, special):
+                found.append({"prompt": prompt, "plain": plain, "steered": texts.joined(continuation(*settings))})
             show(2 * len(found))
-    target = {} if one.read == one.written else {f"target_{name}": value for name, value in
-                                                 one.written._asdict().items()}
-    return {"run": one.subject.name, "model": source.name, **one.read._asdict(), **target, "method": method, **measures,
+    target = {f"target_{key}": value for key, value in one.written._asdict().items() if one.read != one.written}
+    return {"run": one.name, "model": source.name, **one.read._asdict(), **target, "method": method,
+            "activation_norm": float(written.norm(dim=1).mean()), "latents": [
+                {"latent": latent, "scale": scale, "decoder_norm": float(one.sae.W_dec[latent].norm()),
+                 "prompt_max": float(codes[:, latent].max()) if len(codes) else None}
+                for latent, scale in zip(chosen, scales, strict=True)],
             "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": (seed or 0) if temperature else None,
             "continuations": found}
 
 
 def _token_ids(model: LanguageModel, prompt: str, most: int) -> Tensor:
-    """The token ids of a prompt, as the model's tokenizer begins a text, (1, T); ConfigError if it is empty or no
-    text, or leaves no room for `most` tokens."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"--prompt must be text in UTF-8, got {prompt!a}", option="prompt") from None
+    text = prompt.encode(errors="ignore").decode()
+    _refuse("prompt", not prompt or text != prompt, f"must be a text to continue, in UTF-8, got {prompt!a}")
     token_ids = torch.tensor(model.tokenizer(prompt, verbose=False)["input_ids"], dtype=torch.int64)[None]
-    if not prompt or not token_ids.numel():
-        raise ConfigError("--prompt must be a text to continue, got an empty one", option="prompt")
     model.check_tokens(token_ids)
-    positions, length = model.source.positions, token_ids.shape[1]
-    if positions is not None and length + most > positions:
-        raise ConfigError("--max-new-tokens must leave room for the prompt: expected at most "
-                          f"{max(0, positions - length)}, the {positions} positions of {model.source.name} less the "
-                          f"{length} of --prompt, got {most}; lower it, or shorten the text", option="max_new_tokens")
+    room = (model.source.positions or torch.inf) - token_ids.shape[1]
+    _refuse("max-new-tokens", most > room, f"must be at most {max(0, room)}, the positions of {model.source.name} that "
+                                           f"--prompt leaves, got {most}; lower it, or shorten the text")
     return token_ids
 
 
 @torch.no_grad()
-def _on_prompts(model: LanguageModel, one: Placed, change: Change, inputs: Sequence[Tensor],
-                special: Tensor) -> dict[str, Any]:
-    """The entries `activation_norm` and `latents` of the document."""
-    places, read, written = list(dict.fromkeys([one.read, one.written])), [], []
-    sae = one.sae.copy_to(model.device)
+def _at_prompts(model: LanguageModel, one: Hooked, inputs: Sequence[Tensor], special: Tensor) -> tuple[Tensor, Tensor]:
+    """The activations that the SAE reads and predicts at tokens that are not special, (N, D) and (N, E)."""
+    rows, places = [], list(dict.fromkeys([one.read, one.written]))
     for token_ids in inputs:
-        plain = ~torch.isin(token_ids, special).to(model.device)
-        found = model.read(token_ids, torch.ones_like(token_ids), places, lambda x, plain=plain: x[plain].to(sae.W_enc))
-        read.append(found[0])
-        written.append(found[-1])
-    codes = sae.encode(torch.cat(read))[:, list(change.latents)]  # (N, S)
-    norms = sae.W_dec[list(change.latents)].norm(dim=1).tolist()
-    largest = codes.amax(0).tolist() if len(codes) else [None] * len(norms)
-    lines = [{"latent": latent, "scale": scale, "decoder_norm": norm, "prompt_max": most} for latent, scale, norm, most
-             in zip(change.latents, change.scales, norms, largest, strict=True)]
-    return {"activation_norm": float(torch.cat(written).norm(dim=1).mean()), "latents": lines}
+        found = model.read(token_ids, torch.ones_like(token_ids), places, torch.clone)
+        rows.append([x[~torch.isin(token_ids, special).to(x.device)].to(one.sae.W_enc.dtype) for x in found])
+    return torch.cat([part[0] for part in rows]), torch.cat([part[-1] for part in rows])

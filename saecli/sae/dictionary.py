@@ -289,7 +289,7 @@ class SAE(Dictionary):
     def on_raw_rows(self, mean: Tensor, scale: Tensor, target_mean: Tensor | None = None,
                     target_scale: Tensor | None = None) -> Self:
         """Fold in the normalisation `(x - mean) / scale`, (D,) each: the same codes of raw rows, and predictions
-        `target_scale * y_hat + target_mean`, (E,) each, by default those of the rows."""
+        `target_scale * y_hat + target_mean`, (E,) each, by default `mean` and `scale`."""
         target_mean = mean if target_mean is None else target_mean
         target_scale = scale if target_scale is None else target_scale
         W_enc = self.W_enc / scale[:, None]

@@ -78,7 +78,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
             reason = one_line(error.__cause__ or error)
     if reason is None:
         found, form, names = _choose(address, [file.rfilename for file in info.siblings or ()], note)
-        with hub_errors(address), _bars_on_terminals():
+        with hub_errors(address):
             for wanted in ([names[:1]] if form.check is not None else []) + [names]:
                 snapshot = Path(snapshot_download(address.repo, revision=address.revision,
                                                   allow_patterns=[glob.escape(name) for name in wanted]))
@@ -164,7 +164,7 @@ def upload(folder: Path, address: Address, private: bool) -> str:
     others = [f"{glob.escape(address.folder)}/{one}" for name, form in FORMATS.items() if name != own
               for pattern in form.files for one in pattern.split("|")]
     api = HfApi()
-    with hub_errors(address), _bars_on_terminals():
+    with hub_errors(address):
         api.create_repo(address.repo, private=private or None, exist_ok=True)
         return api.upload_folder(repo_id=address.repo, folder_path=folder, delete_patterns=others,
                                  commit_message=f"Add {address.folder} with sae push").commit_url
@@ -181,9 +181,13 @@ def is_passing(error: BaseException | None) -> bool:
 
 @contextmanager
 def hub_errors(address: Address) -> Iterator[None]:
-    """Turn the client's exceptions into a HubError."""
+    """Turn the client's exceptions into a HubError, and draw its progress bars only on a terminal."""
     from huggingface_hub.errors import HTTPError
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+    hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if hides:
+        disable_progress_bars()
     try:
         yield
     except SaeError:
@@ -194,6 +198,9 @@ def hub_errors(address: Address) -> Iterator[None]:
         cause = error.__cause__  # of one upload among several
         said = cause if isinstance(error, RuntimeError) and isinstance(cause, Exception) else error
         raise HubError(_explained(address, said)) from error
+    finally:
+        if hides:
+            enable_progress_bars()
 
 
 def _explained(address: Address, error: Exception) -> str:
@@ -207,18 +214,3 @@ def _explained(address: Address, error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     advice = f"; {LOG_IN}, with a token that has the right" if status in (401, 403) else ""
     return f"the Hugging Face hub refused a request for {address}: {said}{advice}"
-
-
-@contextmanager
-def _bars_on_terminals() -> Iterator[None]:
-    """Let the client draw progress bars only on a terminal."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if sys.stderr.isatty() or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

@@ -30,20 +30,20 @@ SOURCE = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target
 
 @dataclass(frozen=True)
 class Subject:
-    """Where an SAE comes from.
+    """Where an SAE comes from; None where unknown.
 
     Args:
         name: for tables: its run's name, its path below the runs, or the path that was given.
         folder: its folder, or of several layers' files its own file; None for an SAE in memory.
-        data: name of the store that it was trained on; None if unknown.
+        data: name of the store that it was trained on.
         split_seed: seed of the split into training and held-out rows.
         fraction: fraction of the training rows that it was trained on, in (0, 1].
         complete: whether its training was finished.
-        data_hash: request hash of that store; None if unknown.
-        dead_fraction: fraction of latents that fire on none of the training rows, counted by training; None if unknown.
+        data_hash: request hash of that store.
+        dead_fraction: fraction of latents that fire on no training row, counted by training.
         beside: names of a crosscoder's further stores.
         target: name of the store of a transcoder's targets.
-        streamed: the options of rows that came from a model without a store; None if there was a store.
+        streamed: the options of rows from a model without a store.
     """
 
     name: str
@@ -69,9 +69,8 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
 
     Returns:
-        The SAE, on the CPU, in the precision of its file. It acts on raw activations: `encode` maps (..., D) to codes
-        (..., F), `decode` codes to reconstructions (..., D), from any floating-point type to the SAE's own. `cfg` has
-        its settings, its run's, and its hook point if the folder names it.
+        The SAE, on the CPU, in its file's precision, for raw activations: `encode` maps (..., D) to codes (..., F),
+        `decode` codes to reconstructions. `cfg` has its settings, its run's, and its hook point.
 
     Raises:
         RunError: there is no such run or folder, or the run has no SAE yet.
@@ -87,17 +86,14 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
 
 def save_sae(sae: SAE, folder: str | Path, format: str = "native",
              store: ActivationStore | Joined | None = None) -> None:
-    """Save an SAE in a folder, which appears whole or not at all, in float32.
+    """Save an SAE in float32 in a new or empty folder, which appears whole or not at all.
 
     Args:
-        sae: the SAE.
-        folder: new or empty; its parents are created.
-        format: native, saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2 or circuit-tracer, all of
-            which `load_sae` reads; also with _ for -.
-        store: the training store of an SAE that does not name its own: the files name it, model, layer and site.
+        format: native, saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2 or circuit-tracer; also with
+            _ for -.
+        store: the training store of an SAE that does not name its own, recorded with model, layer and site.
 
     Raises:
-        ConfigError: there is no such format.
         FormatError: the folder is in use, or the format cannot express the SAE.
     """
     if formats.named(format) not in WRITABLE:
@@ -139,10 +135,8 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
-    """An SAE, on the device where it is (a file's on the CPU), with where it comes from.
-
-    Tensors are row-major, so that an SAE in memory and the same one from its file give the same bits.
-    """
+    """An SAE, on its own device (a file's on the CPU), and where it comes from. It is row-major, so that an SAE in
+    memory and the same one from its file give the same bits."""
     if isinstance(sae, SAE):
         origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
         return _known(home, Subject("sae"), origin), SavedSAE(sae.copy_to(sae.W_enc.device), origin)
@@ -158,8 +152,7 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
 
 
 def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
-    """The name by which an SAE is opened again from any working folder: a folder's path is absolute, and an address on
-    the hub names the revision if the one given did."""
+    """The name by which an SAE is opened again from any working folder."""
     if isinstance(sae, SAE) or str(sae) in home.runs.names():
         return subject.name
     folder = Path(str(sae)).expanduser()
@@ -168,10 +161,8 @@ def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
 
 
 def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
-    """The SAE that a user names, as of `load_sae`; with `hf://` only an address on the hub.
-
-    `note` is called with the choice made if the text is ambiguous. The error on an unknown name lists the nearest runs.
-    """
+    """The SAE that a user names, as of `load_sae`; with `hf://` only an address on the hub. `note` is called with the
+    choice made if the text is ambiguous."""
     marker = home.runs.marker
     if text is None or text in home.runs.names():
         folder = home.runs.find(text)
@@ -218,7 +209,7 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
 
 
 def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
-    """The subject with the stores and the split that an SAE's origin names, if the stores are there."""
+    """The subject with the stores and the split of an SAE's origin, if the stores are there."""
     names = [origin[key] for key in ("data", "target") if key in origin] + [*origin.get("beside", ())]
     if "data" not in origin or not all(name in home.stores.names() or Path(name).is_dir() for name in names):
         return subject

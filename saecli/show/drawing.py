@@ -40,7 +40,7 @@ def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: Which = "te
         folders = [at.runs.find(None if name is None else str(name)) for name in saes or [None]]
         return [runs.loss_curves(None, {folder.name: read_metrics(folder) for folder in folders}, **options)]
     if picture == "probe":
-        from ..measure.probe import probe  # imports transformers, which takes seconds
+        from ..measure.probes import probe  # imports transformers, which takes seconds
 
         return [latents.probes(None, probe(saes, device=device, home=at.path, progress=progress, **options))]
     if picture == "stability":

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from ..base.errors import counted, number, printable
 from ..measure.controls import MEASURES as CONTROLLED
 from ..measure.evaluate import ERRORS, LIKE_L0
-from ..measure.places import EXCLUSIVE
+from ..measure.hook_points import EXCLUSIVE
 from ..measure.stability import MEASURES as STABILITY
 from ..sae.metrics import DENSE_FREQUENCY
 from .tables import table

@@ -8,8 +8,7 @@ import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 from reports import NASTY, WORDS, Texts, index_of, make_text_run, make_text_store, pages_of, save_model
 
-from saecli.measure.cofiring import LEAST
-from saecli.measure.latents import bin_edges
+from saecli.measure.latents import LEAST, bin_edges
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
 from saecli.sae.dictionary import SAE
 from saecli.show.report import SAMPLES, write_pages

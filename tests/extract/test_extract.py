@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -117,25 +115,6 @@ def test_killed_extractions_equal_whole_ones(sae: CommandLine, words: tuple, kil
         assert meta.to_json() == {**expected.to_json(), "created": meta.created}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("extra", [(), ("--packed",)])
-def test_a_killed_extraction_resumed_with_other_batches(sae: CommandLine, extra: tuple):
-    words = ["extract", "--model", "tiny-gemma2", "--rows", "24000", "--shard-rows", "300", *extra, "--name"]
-    assert sae(*words, "whole").status == 0
-    folder = sae.home / "activations" / "killed"
-    for shard, windows in (("00002.h5", "1"), ("00036.h5", "7"), ("00070.h5", "300")):
-        signalled(sae.home, [*words, "killed", "--batch-size", windows], shard)
-    stood = ActivationStore.open(folder).rows
-    done = sae(*words, "killed", "--batch-size", "32", "--json")
-    assert f"going on after {stood:,} rows" in done.err
-    (rows, columns), (expected, expected_columns) = stored(folder), stored(folder.with_name("whole"))
-    assert all(np.array_equal(columns[name], expected_columns[name]) for name in columns)
-    np.testing.assert_allclose(rows, expected, rtol=0.02, atol=0.05)  # bfloat16 has 8 bits, and norms are about 30
-    metas = [ActivationStore.open(folder.with_name(name)).meta for name in ("killed", "whole")]
-    assert metas[0].complete
-    assert metas[0].dropped == metas[1].dropped
-
-
 UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
 
 
@@ -179,20 +158,6 @@ def test_the_default_context_is_what_the_model_allows(sae: CommandLine, models, 
     assert sae(*words, models["gpt2"], "--context", "64", "--name", "short", "--json").json["cached"]
 
 
-@pytest.mark.slow
-def test_code_in_a_models_folder_is_not_run(sae: CommandLine, models, text, tmp_path: Path):
-    folder = shutil.copytree(models["llama"], tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    classes = {"AutoConfig": "m.Own", "AutoModel": "m.Model", "AutoModelForCausalLM": "m.Model"}
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": classes}))
-    (folder / "m.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    done = subprocess.run([sys.executable, "-m", "saecli", "--home", sae.home, "extract", "--model", folder,
-                           "--dataset", text], capture_output=True, text=True, input="y\ny\ny\n", check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "this tool runs no code from a model's folder" in done.stderr
-    assert not (tmp_path / "ran").exists()
-
-
 class Code:
     """Pickled, makes a file where it is loaded."""
 
@@ -216,7 +181,15 @@ def add_token(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def bring_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "m.Own", "AutoModel": "m.Model", "AutoModelForCausalLM": "m.Model"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": classes}))
+    (folder / "m.py").write_text("open('ran', 'w')\n")
+
+
 @pytest.mark.parametrize(("architecture", "damage", "sentence"), [
+    ("llama", bring_code, "this tool runs no code from a model's folder"),
     ("llama", pickle, "use a model with model.safetensors"),
     ("llama", lambda folder: os.truncate(folder / "model.safetensors", 2000), "cannot load the model"),
     ("llama", add_token, f"cannot read the token {VOCABULARY}"),

@@ -46,24 +46,15 @@ def kept(activations: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_resid_post_is_what_a_plain_hook_on_the_block_gives(model, tokens, layer):
-    activations = read(model, tokens, layer, "resid_post")
-    assert activations.shape == (3, 9, WIDTH)
-    torch.testing.assert_close(activations, by_plain_hook(model, model.blocks[layer], tokens), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_resid_pre_is_hidden_states_of_the_layer(model, tokens, layer):
+def test_resid_sites_match_a_plain_hook_and_hidden_states(model, tokens, layer):
+    post, pre = (read(model, tokens, layer, site) for site in ("resid_post", "resid_pre"))
+    assert post.shape == (3, 9, WIDTH)
+    torch.testing.assert_close(post, by_plain_hook(model, model.blocks[layer], tokens), rtol=0, atol=0)
     with torch.no_grad():
         states = model.model(input_ids=tokens[0], attention_mask=tokens[1], output_hidden_states=True).hidden_states
-    torch.testing.assert_close(kept(read(model, tokens, layer, "resid_pre"), tokens[1]),
-                               kept(states[layer], tokens[1]), rtol=0, atol=0)
-
-
-def test_last_hidden_state_is_not_the_last_blocks_output(model, tokens):
-    with torch.no_grad():
-        states = model.model(input_ids=tokens[0], attention_mask=tokens[1], output_hidden_states=True).hidden_states
-    assert not torch.allclose(read(model, tokens, LAYERS - 1, "resid_post"), states[-1], atol=1e-3)
+    torch.testing.assert_close(kept(pre, tokens[1]), kept(states[layer], tokens[1]), rtol=0, atol=0)
+    if layer == LAYERS - 1:  # whose hidden state is normalised
+        assert not torch.allclose(post, states[-1], atol=1e-3)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -89,7 +80,7 @@ def test_mlp_in_is_the_output_of_the_norm_before_the_mlp(model, tokens, layer):
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_replacing_mlp_in_replaces_what_the_mlp_computes_from(model, tokens, layer):
+def test_replacing_mlp_in_repoints_what_the_mlp_computes_from(model, tokens, layer):
     block, other = model.blocks[layer], torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(2))
     seen = []
     handle = block.mlp.register_forward_hook(lambda _, __, output: seen.append(output))
@@ -112,10 +103,10 @@ def test_forward_pass_stops_at_the_site(model, tokens):
 
 
 def test_hook_points_read_together_equal_those_read_alone(model, tokens):
-    places = [HookPoint(layer, site) for layer in range(LAYERS) for site in SITES]
-    together = model.read(*tokens, places, torch.clone)
-    for place, activations in zip(places, together, strict=True):
-        torch.testing.assert_close(activations, read(model, tokens, *place), rtol=0, atol=0)
+    points = [HookPoint(layer, site) for layer in range(LAYERS) for site in SITES]
+    together = model.read(*tokens, points, torch.clone)
+    for point, activations in zip(points, together, strict=True):
+        torch.testing.assert_close(activations, read(model, tokens, *point), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("site", SITES)

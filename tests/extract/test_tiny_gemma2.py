@@ -46,16 +46,13 @@ def test_held_out_cross_entropy_is_as_recorded(model, tokenizer):
     assert losses.mean() == pytest.approx(RECORD["held_out_cross_entropy"], abs=0.4)
 
 
-def test_every_text_begins_with_bos_once_and_decodes_to_itself(tokenizer):
+def test_the_bundle_is_small_and_as_recorded(model, tokenizer):
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 3_000_000
+    assert sum(parameter.numel() for parameter in model.parameters()) == RECORD["parameters"]
     for text in ("Return x.\n\n    >>> f(1)\n", "naïve 日本 \t", ""):
         ids = tokenizer(text)["input_ids"]
         assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-def test_the_bundle_is_small_and_as_recorded(model):
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 3_000_000
-    assert sum(parameter.numel() for parameter in model.parameters()) == RECORD["parameters"]
 
 
 @pytest.mark.slow

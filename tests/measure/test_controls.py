@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, make_run, make_store, random_sae, some_rows, targets_of
 from ridge_problems import least_squares, terms_of
-from test_transcoders import targets_of
 
 import saecli
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.measure import control_rows as control_rows
-from saecli.measure.control_rows import shuffled
-from saecli.measure.model_rows import of_model
+from saecli.measure.controls import of_model, shuffled
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Record, Training, start_training
 
@@ -183,7 +180,7 @@ def test_what_makes_no_sense_is_left_out_with_a_note(sae: CommandLine, monkeypat
     done = sae("controls", "across", "--seeds", "1")
     assert (done.status, "shuffled rows are left out: a transcoder's targets" in done.err) == (0, True)
     assert "fixed encoder" in done.out and "stability" not in done.out
-    monkeypatch.setattr(control_rows, "available_memory", lambda: 1000)
+    monkeypatch.setattr("saecli.measure.controls.available_memory", lambda: 1000)
     (note,) = saecli.controls("across", seeds=1, home=sae.home)["notes"]
     assert "targets" in note
     assert sae("train", "--data", "x", *QUICK, "--name", "plain").status == 0

@@ -14,10 +14,19 @@ from saecli.extract.language_model import LanguageModel, load_tokenizer
 from saecli.extract.model_source import find_model
 from saecli.extract.options import TINY_GEMMA2
 from saecli.extract.tokens import LOGIT_BINS, TokenTexts, Unembedding
-from saecli.measure import cofiring
-from saecli.measure.cofiring import LEAST, CoFiring
-from saecli.measure.latent_examples import BEFORE, TOKENS, Block, Examples, at_random, in_blocks
-from saecli.measure.latents import Magnitudes, bin_edges, neighbours
+from saecli.measure import latents as surveyed
+from saecli.measure.latents import (
+    BEFORE,
+    LEAST,
+    TOKENS,
+    CoFiring,
+    Examples,
+    Magnitudes,
+    at_random,
+    bin_edges,
+    neighbours,
+)
+from saecli.measure.measured import Block, in_blocks
 from saecli.sae.activations.selection import where
 from saecli.sae.codes import DenseCodes, SparseCodes
 from saecli.store.reader import ActivationStore
@@ -188,7 +197,7 @@ def test_partners_are_the_highest_correlations_of_firing(density: float):
 
 
 def test_cofiring_of_many_rows_looks_at_evenly_spaced_ones(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cofiring, "SAMPLED_ROWS", 40)
+    monkeypatch.setattr(surveyed, "SAMPLED_ROWS", 40)
     rows = 350  # every 9th
     fires = np.random.default_rng(0).random((rows, 12)) < 0.5
     gathered, alone = CoFiring(12, rows), CoFiring(12, 39)

@@ -26,9 +26,16 @@ from tiny_models import CONFIGS, WIDTH, loaded, save_model
 import saecli
 from saecli.extract.hook_points import HookPoint
 from saecli.extract.options import TINY_GEMMA2
-from saecli.measure.probe_sets import Sets
-from saecli.measure.probed_rows import LastTokens, codes_of
-from saecli.measure.probes import CS, dense_score, mean_and_interval, most_different, sparse_scores
+from saecli.measure.probes import (
+    CS,
+    LastTokens,
+    Sets,
+    codes_of,
+    dense_score,
+    mean_and_interval,
+    most_different,
+    sparse_scores,
+)
 from saecli.sae.activations import AbsTopK, Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
@@ -299,7 +306,7 @@ def with_package(script: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_package_has_113_sets_of_two_classes_each_of_which_can_be_read():
-    assert with_package("from saecli.measure.probe_sets import Sets\n"
+    assert with_package("from saecli.measure.probes import Sets\n"
                         "sets = Sets()\n"
                         "for name in sets.names:\n"
                         "    found = sets.read(name, 200)\n"

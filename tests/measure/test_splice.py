@@ -1,5 +1,6 @@
 """Splicing an SAE into a language model, against plain torch on a small real model."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import saecli
 from saecli.extract.forward import COLUMNS, Forward, fill
 from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
@@ -214,3 +216,32 @@ def test_a_model_that_the_rows_cannot_come_from_is_refused_before_they_are_measu
 def test_tokens_without_a_model_do_nothing_and_are_refused(sae: CommandLine) -> None:
     done = sae("eval", "random", "--tokens", "5")
     assert (done.status, "--tokens does nothing without --model" in done.err) == (2, True)
+
+
+@pytest.mark.slow
+def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(sae: CommandLine, folder: Path):
+    sae.home.mkdir()
+    text = sae.home / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": document.text}) for document in documents()))
+    done = sae("extract", "--model", folder, "--dataset", text, "--layer", str(LAYER), "--site", "resid_pre", "--site",
+               "mlp_out", "--context", str(CONTEXT), "--dtype", "float32", "--name", "t")
+    assert done.status == 0, done.err
+    words = ("--act", "topk", "--k", "4", "--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
+    names = [f"t-l{LAYER}-{site}" for site in ("resid_pre", "mlp_out")]
+    assert sae("train", "--data", names[0], "--target", names[1], "--skip", *words, "--name", "run").status == 0
+    (found,) = sae("eval", "run", "--model", folder, "--split", "all", "--tokens", "100000", "--json").json["runs"]
+    model = LanguageModel(find_model(str(folder)), torch.device("cpu"))
+    windows = [window.token_ids.tolist() for window in Windows(model.tokenizer, CONTEXT).cut(documents())]
+    transcoder = saecli.load_sae("run", sae.home).copy_to(torch.float64)
+    llama = LlamaForCausalLM.from_pretrained(folder).double()
+    seen = []
+    llama.model.layers[LAYER].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
+
+    def spliced(y: torch.Tensor) -> torch.Tensor:
+        x = seen[-1]
+        return torch.cat([y[:, :1], transcoder(x[0, 1:])[None]], dim=1)
+
+    expected = oracle_of(llama, llama.model.layers[LAYER].mlp, iter(windows), spliced)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert abs(1 - found["ce_recovered"]) > 0.001

@@ -40,13 +40,6 @@ def test_batchtopk_keeps_the_largest_of_a_training_batch() -> None:
     assert torch.equal(BatchTopK(k=F).training_codes(pre, {}).dense(), pre.relu())
 
 
-def test_batchtopk_passes_gradient_to_what_it_keeps_and_to_nothing_else() -> None:
-    pre = random_pre().requires_grad_()
-    codes = BatchTopK(k=K).training_codes(pre, {}).dense()
-    codes.sum().backward()
-    assert torch.equal(pre.grad.to_dense(), (codes != 0).double())
-
-
 def test_batchtopk_calibrated_on_rows_keeps_k_of_them_on_average() -> None:
     pre, parameters = random_pre() + 0.5, {"threshold": torch.tensor(9.0, dtype=torch.float64)}
     for k in (1, K, 6):

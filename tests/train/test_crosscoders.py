@@ -11,7 +11,7 @@ from reports import pages_of
 from ridge_problems import problem, solved, system_of, terms_of
 
 import saecli
-from saecli.measure.places import PlaceSums
+from saecli.measure.hook_points import PlaceSums
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE

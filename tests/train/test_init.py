@@ -1,15 +1,12 @@
 """`sae train --init`: training starts from an SAE, is repeated and resumed, and refuses what does not fit it."""
 
 import json
-import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
-from launching import together
-from safetensors.torch import load_file
+from homes import CommandLine, assert_same_weights, make_run, make_store, random_sae, some_rows
 from test_prefixes import PREFIXES, nested_sae
 
 import saecli
@@ -33,11 +30,6 @@ def published(activation: Activation | None = None) -> SAE:
                                                if name == "threshold" and sae.threshold.ndim})
     sae = saecli.refit(sae, rows)
     return sae.changed(W_dec=0.9 * sae.W_dec, b_dec=sae.b_dec + 1)
-
-
-def same_weights(home: Path, one: str, other: str) -> bool:
-    first, second = (load_file(home / "runs" / name / "sae.safetensors") for name in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("normalize", NORMALISATIONS)
@@ -159,7 +151,7 @@ def test_another_tools_folder_is_recorded_by_its_path_wherever_it_was_named_from
     assert tomllib.loads(config.read_text())["init"] == str((tmp_path / "theirs").resolve())
     monkeypatch.chdir("/")
     again = sae("train", "--config", config, "--json").json["run"]
-    assert same_weights(sae.home, first, again)
+    assert_same_weights(sae.home, first, again)
     assert (sae.home / "runs" / again / "config.toml").read_text() == config.read_text()
 
 
@@ -172,25 +164,7 @@ def test_a_runs_config_repeats_it(sae: CommandLine):
     assert json.loads((sae.home / "runs" / "first" / "run.json").read_text())["init"]["name"] == "old"
     done = sae("train", "--config", config, "--name", "second")
     assert done.status == 0
-    assert same_weights(sae.home, "first", "second")
-    make_run(sae.home, "other", random_sae(TopK(k=3), seed=1))
-    assert sae("train", "--config", config, "--init", "other", "--name", "third").status == 0
-    shutil.copy(sae.home / "runs" / "other" / "sae.safetensors", sae.home / "runs" / "old")
-    assert sae("train", "--config", config, "--name", "fourth").status == 0
-    assert same_weights(sae.home, "third", "fourth") and not same_weights(sae.home, "first", "fourth")
-
-
-@pytest.mark.slow
-def test_two_processes_start_from_the_same_sae(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(2000))
-    make_run(sae.home, "old", random_sae(TopK(k=3)))
-    words = ("train", "--init", "old", "--dtype", "float64", "--epochs", "2", "--batch-size", "100", "--json")
-    one = sae(*words, "--name", "one").json
-    done = together(2, "--home", sae.home, *words, "--name", "two")
-    assert done.status == 0, done.err
-    assert done.json["final"] == pytest.approx(one["final"], rel=1e-6)
-    refused = together(2, "--home", sae.home, "train", "--init", "nowhere")
-    assert refused.status != 0 and "there is no run and no folder named 'nowhere'" in refused.err
+    assert_same_weights(sae.home, "first", "second")
 
 
 def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(sae: CommandLine, monkeypatch, capsys):

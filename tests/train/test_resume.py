@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, assert_same_weights, make_run, make_store, random_sae, some_rows
 from launching import signalled
-from safetensors.torch import load_file
 from torch import Tensor
 
 import saecli
+from saecli.base.devices import multiplies_bf16
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
 from saecli.train.files import Progress, load_checkpoint, read_metrics, save_checkpoint
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Measures, Record, start_training
 from saecli.train.plan import Plan
+from saecli.train.solvers import SOLVERS
 from saecli.train.start import Start, fingerprint
 
 ROWS = some_rows(300)
@@ -40,7 +41,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("pam-sgd", "relu", {"mu_enc": 1.0, "mu_dec": 1.0, "nu_dec": 2.0, "beta": 1.0}), ("pam-sgd", "swish", {"seed": 3}),
     ("pam-sgd", "topk", TOPK | {"target": True}), ("pam-sgd", "topk", TOPK | {"target": True, "skip": True}),
     ("sgd", "topk", TOPK | {"target": True, "skip": True}), ("pam-sgd", "topk", TOPK | {"init": True, "d_sae": 20}),
-    ("sgd", "relu", {"init": True, "d_sae": 20})]
+    ("sgd", "relu", {"init": True, "d_sae": 20}),
+    *[(solver, "relu", {"precision": "bf16"}) for solver in SOLVERS if multiplies_bf16(torch.device("cpu"))]]
 
 
 class Cut(Record):
@@ -77,10 +79,6 @@ def test_resumed_is_bit_for_bit_uninterrupted(solver: str, act: str, options: di
         assert all(torch.equal(tensor, whole.tensors()[name]) for name, tensor in found.tensors().items()), after
 
 
-def weights(home: Path, run: str) -> dict[str, Tensor]:
-    return load_file(home / "runs" / run / "sae.safetensors")
-
-
 @pytest.mark.slow
 def test_a_killed_command_resumed_equals_one_never_stopped(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
@@ -93,8 +91,7 @@ def test_a_killed_command_resumed_equals_one_never_stopped(sae: CommandLine):
     shutil.rmtree(sae.home / "runs" / "old")
     done = sae("train", "--resume", "--json").json
     assert (done["run"], done["epochs"]) == ("killed", 4)
-    whole, killed = weights(sae.home, "whole"), weights(sae.home, "killed")
-    assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())
+    assert_same_weights(sae.home, "whole", "killed")
     steps = [line["step"] for line in read_metrics(folder)]
     assert steps == [line["step"] for line in read_metrics(folder.with_name("whole"))]
 
@@ -109,8 +106,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_from_the_same_sae(sae: 
     folder = sae.home / "runs" / "killed"
     shutil.copytree(folder, tmp_path / "kept")
     assert sae("train", "--resume").status == 0
-    whole, killed = weights(sae.home, "whole"), weights(sae.home, "killed")
-    assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())
+    assert_same_weights(sae.home, "whole", "killed")
     shutil.rmtree(folder)
     shutil.copytree(tmp_path / "kept", folder)
     saecli.save_sae(random_sae(seed=1), tmp_path / "other")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from grids import grid
-from homes import CommandLine, make_store, some_rows
+from homes import CommandLine, assert_same_weights, make_store, some_rows, weights
 from launching import signalled
 from safetensors.torch import load_file
 
@@ -26,16 +26,6 @@ from saecli.train.rows import fit_normalisation
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_counted", "rows_test",
         "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "final"]
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
-
-
-def weights(home: Path, run: str) -> dict[str, torch.Tensor]:
-    return load_file(home / "runs" / run / "sae.safetensors")
-
-
-def assert_same_weights(home: Path, first: str, second: str) -> None:
-    one, other = weights(home, first), weights(home, second)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow
@@ -231,3 +221,47 @@ def test_a_store_is_read_while_this_process_holds_its_shards_open_under_hdf5s_ow
     with h5py.File(shard, "r"):
         assert sae("train", *QUICK).status == 0
         assert sae("eval", "--json").status == 0
+
+
+def cells(text: str) -> list[list[str]]:
+    """The cells of a table, line by line."""
+    return [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[:1] in "│┃"]
+
+
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_a_run_prints_its_results_and_its_solvers_figures(sae: CommandLine, solver: str):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", "--solver", solver, *QUICK[:-1], "--name", "run")
+    result = json.loads((sae.home / "runs" / "run" / "run.json").read_text())["result"]
+    final = result["final"]
+    head, line, _, *figures = cells(done.out)
+    assert head == ["run", "data", "d_sae", "FVU", "L0", "dead latents"]
+    assert line[:5] == ["run", "rows", "24", f"{final['test_fvu']:.4g}", f"{final['test_l0']:.4g}"]
+    shown = {name: value for name, value, _ in figures}
+    assert shown["peak learning rate"] == f"{final['lr']:.4g}"
+    assert ("ridge of the decoder step" in shown) == (solver == "pam-sgd") == bool(result["decoder_steps"])
+    assert all(meaning for _, _, meaning in figures)
+    assert done.out.splitlines()[-1] == f"saved in {sae.home / 'runs' / 'run'}; loss.png there has its curves"
+
+
+def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    words = ("train", *QUICK[2:-1], "--solver", "sgd", "--name")
+    done = sae(*words, "x", "--d-sae", "24", "--d-sae", "16", "--seed", "0", "--seed", "1")
+    head, *lines = cells(done.out)
+    assert head == ["run", "seed", "data", "d_sae", "FVU", "L0", "dead latents"]
+    assert [(line[3], line[1]) for line in lines[:4]] == [("24", "0"), ("24", "1"), ("16", "0"), ("16", "1")]
+    assert lines[4] == ["figure", *(line[0] for line in lines[:4])]
+    assert sae(*words, "alone", "--d-sae", "16", "--seed", "1").status == 0
+    assert_same_weights(sae.home, lines[3][0], "alone")
+
+
+def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    done = sae("train", *QUICK[:-1], "--solver", "sgd", "--lr", "0.01", "--lr", "1e30", "--name", "run")
+    assert done.status == 1
+    assert "run-lr1e+30: the loss became" in done.err and "run-lr0.01" in done.out
+    assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
+    refused = sae("train", *QUICK, "--name", "run", "--lr", "0.01", "--lr", "0.02")
+    assert refused.status == 1 and "there is a run named 'run-lr0.01' already" in refused.err
+    assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]

@@ -1,15 +1,11 @@
 """Transcoders: SAEs whose targets are another store's rows, or another array's, with a skip or without."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_store, some_rows
-from safetensors.torch import load_file
-from test_splice import CONTEXT, LAYER, documents, folder, oracle_of  # noqa: F401 - a fixture
-from transformers import LlamaForCausalLM
+from homes import CommandLine, linear_map, make_store, some_rows, targets_of, weights
 
 import saecli
 from saecli.base.errors import ConfigError
@@ -24,16 +20,6 @@ QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 TOPK = ("--act", "topk", "--k", "4")
 
 
-def linear_map(width: int) -> np.ndarray:
-    return np.random.default_rng(5).normal(size=(8, width)).astype(np.float32)
-
-
-def targets_of(x: np.ndarray, width: int = 5) -> np.ndarray:
-    """A function of the rows with a bend, on another scale, with noise."""
-    y = np.abs(x @ linear_map(width)) + 0.1 * np.random.default_rng(6).normal(size=(len(x), width))
-    return (30 * y + 7).astype(np.float32)
-
-
 @pytest.fixture
 def home(sae: CommandLine) -> Path:
     """A home with rows, targets of another width, and the rows once more."""
@@ -41,10 +27,6 @@ def home(sae: CommandLine) -> Path:
     make_store(sae.home, "y", targets_of(x))
     make_store(sae.home, "again", x)
     return sae.home
-
-
-def weights(home: Path, run: str) -> dict[str, torch.Tensor]:
-    return load_file(home / "runs" / run / "sae.safetensors")
 
 
 @pytest.mark.parametrize("solver", [
@@ -155,35 +137,3 @@ def test_the_regression_is_exact_where_targets_are_linear_and_damped_where_rows_
     x /= 10.0 ** torch.arange(-3, 3)
     interpolating = torch.linalg.lstsq(x[:6], noise[:6]).solution
     assert (x @ found(6, noise)).norm() < 0.5 * (x @ interpolating).norm()
-
-
-@pytest.mark.slow
-def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(sae, folder):  # noqa: F811
-    sae.home.mkdir()
-    text = sae.home / "text.jsonl"
-    text.write_text("\n".join(json.dumps({"text": document.text}) for document in documents()))
-    done = sae("extract", "--model", folder, "--dataset", text, "--layer", str(LAYER), "--site", "resid_pre", "--site",
-               "mlp_out", "--context", str(CONTEXT), "--dtype", "float32", "--name", "t")
-    assert done.status == 0, done.err
-    names = [f"t-l{LAYER}-{site}" for site in ("resid_pre", "mlp_out")]
-    assert sae("train", "--data", names[0], "--target", names[1], "--skip", *TOPK, *QUICK, "--name", "run").status == 0
-    (found,) = sae("eval", "run", "--model", folder, "--split", "all", "--tokens", "100000", "--json").json["runs"]
-    from saecli.extract.language_model import LanguageModel
-    from saecli.extract.model_source import find_model
-    from saecli.extract.windows import Windows
-
-    model = LanguageModel(find_model(str(folder)), torch.device("cpu"))
-    windows = [window.token_ids.tolist() for window in Windows(model.tokenizer, CONTEXT).cut(documents())]
-    transcoder = saecli.load_sae("run", sae.home).copy_to(torch.float64)
-    llama = LlamaForCausalLM.from_pretrained(folder).double()
-    seen = []
-    llama.model.layers[LAYER].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
-
-    def spliced(y: torch.Tensor) -> torch.Tensor:
-        x = seen[-1]
-        return torch.cat([y[:, :1], transcoder(x[0, 1:])[None]], dim=1)
-
-    expected = oracle_of(llama, llama.model.layers[LAYER].mlp, iter(windows), spliced)
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert abs(1 - found["ce_recovered"]) > 0.001

@@ -31,11 +31,12 @@ def command(ctx: typer.Context, run: Run = None, model: Model = None, tokens: To
 
     Example: sae controls first --model google/gemma-2-2b
     """
-    from ...measure.controls import controlled
+    from ...measure.controls import controls
     from ...show.measures import controls_table
 
     session = start(ctx, json, csv=csv)
-    document = controlled(session.home, run, model, given(ctx, "tokens"), seeds, device, session.console)
+    document = controls(run, model=model, tokens=given(ctx, "tokens"), seeds=seeds, device=device,
+                        home=session.home, progress=session.console)
     for note in document["notes"]:
         session.console.note(note)
     if csv is not None:

@@ -34,13 +34,13 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
 
     Example: sae probe first second --sets 87_glue_cola,*emotion* --plot probes.png
     """
-    from ...measure.probe import probed
+    from ...measure.probes import probe
     from ...show.measures import probe_tables
 
     session = start(ctx, json, plot, csv=csv)
-    names = list(dict.fromkeys(runs or ()))
-    document = probed(session.home, names, model, layer, site and site.value, sets, rows, k or [1, 2, 5, 16], context,
-                      device, session.console)
+    document = probe(list(dict.fromkeys(runs or ())), model=model, layer=layer, site=site and site.value, sets=sets,
+                     rows=rows, k=k or (1, 2, 5, 16), context=context, device=device, home=session.home,
+                     progress=session.console)
     if plot is not None:
         from ...show.latents import probes  # matplotlib takes a second to import
 

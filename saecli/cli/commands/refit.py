@@ -28,8 +28,8 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Targ
     from ...show.measures import refit_table
 
     session = start(ctx, json)
-    document = refitted_run(session.home, run, data, target, name, model, given(ctx, "tokens"), device,
-                            session.console)
+    document = refitted_run(run, data, target=target, name=name, model=model, tokens=given(ctx, "tokens"),
+                            device=device, home=session.home, progress=session.console)
     for note in document["notes"]:
         session.console.note(note)
     session.console.result(document, refit_table(document), f"saved in {document['path']}")

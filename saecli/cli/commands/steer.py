@@ -42,10 +42,11 @@ def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = Non
 
     Example: sae steer first --latent 12 --scale 8 --prompt "Once upon a time"
     """
-    from ...measure.steer import steered
+    from ...measure.steer import steer
     from ...show.measures import steering_tables
 
     session = start(ctx, json)
-    document = steered(session.home, run, latent, prompt, method, scale, model, layer, site and site.value,
-                       max_new_tokens, temperature, seed, device, session.console)
+    document = steer(run, latent, prompt, method=method, scale=scale, model=model, layer=layer,
+                     site=site and site.value, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
+                     device=device, home=session.home, progress=session.console)
     session.console.result(document, *steering_tables(document))

@@ -90,8 +90,8 @@ class Activation(Config):
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
-        """Parameters refitted at the end of training to some rows' pre-activations, (n, F); `smoothed`: those of rows
-        smoothed as in training by at most a given width."""
+        """Parameters refitted at the end of training to some rows' pre-activations, (n, F); `smoothed` smooths the
+        rows as in training, by at most a given width."""
         return {}
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ def read_config(path: Path, kind: type[Document]) -> Document:
 
 
 def origin_from(fields: Mapping[str, Any]) -> Origin:
-    """An origin from another library's entries; those of unexpected types are ignored."""
+    """An origin from another library's entries, without entries of unexpected types."""
     kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool,
              "target_layer": int, "target_site": str}
     known: dict[str, Any] = {name: value for name, value in fields.items() if type(value) is kinds[name]}
@@ -174,15 +174,6 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a safetensors file, and its header's entries."""
     with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
         return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors atomically; FormatError if that fails, since safetensors raises no OSError."""
-    with appearing_whole(path) as temporary:
-        try:
-            save_file(_ready(tensors), temporary, metadata=metadata)
-        except SafetensorError as error:
-            raise _unwritten(path, error) from error
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
@@ -216,18 +207,23 @@ def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors atomically."""
+    _write(path, lambda temporary: save_file(_ready(tensors), temporary, metadata=metadata))
+
+
 def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors atomically; FormatError if that fails, since torch raises no OSError."""
+    """Write tensors atomically with `torch.save`."""
+    _write(path, lambda temporary: torch.save(_ready(tensors), temporary))
+
+
+def _write(path: Path, save: Callable[[Path], None]) -> None:
     with appearing_whole(path) as temporary:
         try:
-            torch.save(_ready(tensors), temporary)
-        except RuntimeError as error:
-            raise _unwritten(path, error) from error
-
-
-def _unwritten(path: Path, error: Exception) -> FormatError:
-    return FormatError(as_named(f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free some "
-                                "space and run the same command again"))
+            save(temporary)
+        except (SafetensorError, RuntimeError) as error:  # neither library raises an OSError
+            raise FormatError(as_named(f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free "
+                                       "some space and run the same command again")) from error
 
 
 def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ NAMES = LINEAR | {"decoder.bias": "b_dec"}
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The entries that are used here; those of one value cannot be expressed with others."""
+    """The entries used here; a `Literal` is the one value that can be expressed."""
 
     d_model: int
     jump_relu_threshold: float

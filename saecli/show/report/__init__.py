@@ -21,12 +21,10 @@ from ...base.documents import read_settings
 from ...base.errors import ConfigError, ModelError
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
-from ...measure.cofiring import CoFiring
 from ...measure.evaluate import evaluated
-from ...measure.latent_examples import COLUMNS, Examples, at_random, in_blocks
-from ...measure.latents import neighbours, survey
-from ...measure.measured import Measured, RowsLike, held_out, measured
-from ...measure.places import places_document
+from ...measure.hook_points import places_document
+from ...measure.latents import CoFiring, Examples, at_random, neighbours, survey
+from ...measure.measured import COLUMNS, Measured, RowsLike, held_out, in_blocks, measured
 from ...sae.library import SAELike
 from ...train.files import read_metrics
 from .details import Details, Readings, Texts, TokenNumbers

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from ...measure.cofiring import Partners
-from ...measure.latents import Survey
+from ...measure.latents import Partners, Survey
 from ...sae.metrics import DENSE_FREQUENCY
 from .overview import FEWEST_ROWS, rounded
 

@@ -1,0 +1,189 @@
+"""The hook points of SAEs: where in a language model one acts, and a crosscoder's latents by hook point.
+
+With a crosscoder's rows at every hook point divided by their own spread, so that hook points compare, and W_ip latent
+i's decoder at hook point p,
+
+    share_ip = ||W_ip|| / sum_q ||W_iq||
+
+is 1 for a latent of p alone, and 1/P for one that all P hook points have alike. L1 drives decoders of hook points that
+need a latent less to zero, whether or not they lack it. Latent scaling asks the rows themselves: the multiple of the
+latent's part, along its decoder where it is largest, that leaves the least squared error at p,
+
+    beta_ip = argmin_b sum ||e_p + z_i W_ip - b z_i W_ip*||^2,    p* = argmax_q ||W_iq||
+
+with e_p the error of p's reconstruction. A latent that only p* has gets 0 at the others, one with the same direction
+there too gets 1, whatever its decoder norms. For a decoder without a ridge, e_p is orthogonal to z_i.
+
+Source: Lindsey et al., "Sparse Crosscoders for Cross-Layer Features and Model Diffing" (2024), for norms; Minder et
+al., "Robustly Identifying Concepts Introduced During Chat Fine-Tuning Using Crosscoders" (2025), for latent scaling.
+
+Shapes: B rows, D = d_in, F = d_sae, P hook points.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..base.console import Listener
+from ..base.errors import ConfigError, unknown_choice
+from ..base.home import Home
+from ..extract.hook_points import SITES, HookPoint
+from ..sae.dictionary import SAE
+from ..sae.library import SAELike, open_sae
+from ..store.statistics import Spread
+from .measured import Measured
+
+if TYPE_CHECKING:
+    from ..extract.model_source import ModelSource
+
+EXCLUSIVE = 0.9  # a latent with a larger share belongs to that hook point alone
+SHARED = 0.6  # a latent whose every share is larger than this over P is shared by all
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """An SAE, and the hook points that it reads and predicts; the same unless it is a transcoder.
+
+    Args:
+        name: the SAE's.
+        model: the language model that its file names.
+    """
+
+    name: str
+    sae: SAE
+    model: str | None
+    read: HookPoint
+    written: HookPoint
+
+    def check(self, width: int, layers: int, model: str) -> None:
+        """Refuse a model of another width, or with too few layers."""
+        for got in (self.sae.d_in, self.sae.d_out):
+            if got != width:
+                raise ConfigError(f"{self.name} does not fit {model}: expected an SAE of the model's width, {width}, "
+                                  f"got {got}; name the model that its rows came from")
+        for place in (self.read, self.written):
+            if not 0 <= place.layer < layers:
+                raise ConfigError(f"--layer must be from 0 to {layers - 1}, the last of {model}, got {place.layer}",
+                                  option="layer")
+
+
+def hooked(home: Home, sae: SAELike, layer: int | None, site: str | None, what: str, listener: Listener) -> Hooked:
+    """Open an SAE, or a transcoder, with its hook points; `layer` and `site` if its file does not say. `what` is for
+    the error on a crosscoder: "WHAT with NAME is not defined"."""
+    subject, saved = open_sae(home, sae, listener)
+    name, origin = subject.name, saved.origin
+    if saved.sae.widths:
+        raise ConfigError(f"{what} with {name} is not defined: expected an SAE or a transcoder, which read one hook "
+                          f"point, got a crosscoder of {len(saved.sae.widths)}; name another run")
+    if site is not None and site not in SITES:
+        raise unknown_choice("site", site, SITES)
+    for option, given in (("layer", layer), ("site", site)):
+        known = origin.get(option)
+        if given is not None and known is not None and given != known:
+            raise ConfigError(f"--{option} must be that of {name}, {known}, got {given}; leave --{option} out",
+                              option=option)
+    layer, site = origin.get("layer", layer), origin.get("site", site)
+    if layer is None or site is None:
+        raise ConfigError(f"{name} does not say where it reads: expected a block and a site, got "
+                          f"{'neither' if layer is site else 'one of them'}; give --layer and --site")
+    target_layer, target_site = origin.get("target_layer"), origin.get("target_site")
+    for named in (site, target_site):
+        if named is not None and named not in SITES:
+            raise ConfigError(f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got {named!r}; "
+                              "use another SAE, or correct its file")
+    read = written = HookPoint(layer, site)
+    if saved.is_transcoder:
+        if target_layer is None or target_site is None:
+            raise ConfigError(f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
+                              "in its file, got none; name a run of `sae train`")
+        written = HookPoint(target_layer, target_site)
+    return Hooked(name, saved.sae, origin.get("model"), read, written)
+
+
+def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener) -> "ModelSource":
+    """The language model that SAEs act in, by default the one that their files name, with a note if theirs is another;
+    loads no weights."""
+    from ..extract.model_source import find_model  # transformers takes seconds to import
+
+    found = {one.model for one in everything}
+    if name is None and len(found) == 1:
+        (name,) = found
+    if name is None:
+        raise ConfigError(f"--model is needed: expected one model in the files of "
+                          f"{' and '.join(one.name for one in everything)}, got "
+                          f"{' and '.join(sorted(one or 'none' for one in found))}; name it with --model",
+                          option="model")
+    source = find_model(name)
+    for one in everything:
+        one.check(source.d_model, source.layers, source.name)
+        if one.model not in (None, name, source.identity()["model"]):
+            listener.note(f"{one.name} was trained on activations of {one.model}, and is used in {name}")
+    return source
+
+
+class PlaceSums:
+    """Sums over rows for a crosscoder's `share` and `beta`, float64."""
+
+    def __init__(self, sae: SAE) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=sae.W_enc.device)
+
+        self._sae = sae
+        self._error = zeros(sae.d_out)
+        self._z_square, self._z_error = zeros(sae.d_sae), zeros(sae.d_sae, sae.d_out)
+
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        """Count a batch of rows, (B, D)."""
+        codes = self._sae.codes(x)
+        error = x - self._sae.predicted(x, codes)[:, -1]
+        self._error += error.double().square().sum(0)
+        self._z_square += codes.map(torch.square).sums()
+        self._z_error += codes.transposed_times(error)
+
+    def result(self, spread: Spread) -> tuple[Tensor, Tensor, Tensor]:
+        """Given the spread of all rows counted: FVU by hook point, (P,), `share`, (F, P), and `beta`, (F, P), NaN for a
+        latent that never fired and between hook points of unlike widths; on the CPU."""
+        places, W_dec = self._sae.places, self._sae.W_dec.double()
+        scatter = torch.from_numpy(spread.scatter).to(W_dec.device)
+        fvu = torch.stack([self._error[place].sum() / scatter[place].sum() for place in places])
+        spreads = [(scatter[place].mean() / spread.rows).sqrt() for place in places]
+        W = [W_dec[:, place] / deviation for place, deviation in zip(places, spreads, strict=True)]
+        along = [self._z_error[:, place] / deviation for place, deviation in zip(places, spreads, strict=True)]
+        norms = torch.stack([part.norm(dim=1) for part in W], 1)
+        share = norms / norms.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        largest = norms.argmax(1)
+        beta = torch.full_like(norms, torch.nan)
+        for best, direction in enumerate(W):
+            own = (largest == best) & (self._z_square > 0)
+            d = direction[own]
+            for place, (part, error) in enumerate(zip(W, along, strict=True)):
+                if part.shape[1] == d.shape[1]:
+                    found = (d * part[own]).sum(1) + (d * error[own]).sum(1) / self._z_square[own]
+                    beta[own, place] = found / d.square().sum(1)
+        return fvu.cpu(), share.cpu(), beta.cpu()
+
+
+def places_document(one: Measured, listener: Listener) -> dict[str, Any]:
+    """What `saecli.sparsity` adds for a crosscoder, in one more pass over the rows; nothing for others.
+
+    Returns:
+        `places`: for each its store's `name`, `width`, `fvu`, and `exclusive`, the number of latents with a share above
+        `EXCLUSIVE`; `shared`, the number of latents whose every share is above `SHARED` / P; `share` and `scaling`
+        (beta), lists of P numbers per latent, None where unknown.
+    """
+    if not (widths := one.sae.widths):
+        return {}
+    sums = PlaceSums(one.sae)
+    for batch in one.inputs(listener):
+        sums.update(batch)
+    fvu, share, beta = sums.result(one.rows.spread())
+    names = [rows.name for rows in one.rows.inputs] or [f"place {number}" for number in range(len(widths))]
+    exclusive = (share > EXCLUSIVE).sum(0).tolist()
+    return {"places": [{"name": name, "width": width, "fvu": error, "exclusive": count} for name, width, error, count
+                       in zip(names, widths, fvu.tolist(), exclusive, strict=True)],
+            "shared": int((share.amin(1) > SHARED / len(widths)).sum()), "share": share.tolist(),
+            "scaling": [[None if value != value else value for value in row] for row in beta.tolist()]}
