@@ -18,8 +18,7 @@ class StoredType:
     """A number type on disk.
 
     Args:
-        name: its name in `store.json`.
-        storage: NumPy dtype of the bytes on disk; bfloat16, which NumPy lacks, is kept as its bits in a uint16.
+        storage: NumPy dtype of the bytes on disk; bfloat16 is kept as its bits in a uint16.
         limit: largest float32 that stays finite in this type.
         encode: (float32 array within the limit, storage array to fill), of one shape; rounds to nearest even.
         decode: (storage array, float32 array to fill), of one shape, contiguous and finite.

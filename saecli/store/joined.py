@@ -160,7 +160,7 @@ class Joined:
                 | ({"inputs": inputs} if others and all(inputs) else {}))
 
     def names(self) -> dict[str, Any]:
-        """The entries of a run's document, each a `reference`: `data`, further inputs as `beside`, and `target`."""
+        """The entries of a run's document: `data`, further inputs as `beside`, and `target`."""
         first, *others = (store.reference for store in self.inputs)
         return {"data": first, "data_hash": self.hash, **({"beside": others} if others else {}),
                 **({"target": self.target.reference} if self.target else {})}

@@ -33,7 +33,6 @@ class RowSource(Protocol):
         widths: of several inputs side by side; none for one.
         places: the widths of a crosscoder's hook points: of several inputs that are their own targets.
         inputs, target: the rows of each store; none if nothing stores them.
-        name: of the stores, in words.
         passes: how often the rows can be read: any number of times, or once.
         ready: number of rows that can be read at any time; `sequential` gives these.
         warnings: sentences on rows that were asked for and did not come.
@@ -144,8 +143,8 @@ class Rows:
 
         Args:
             batch_size: rows per batch; the epoch's last may be short.
-            window_bytes: size of a window as stored. Two are held in memory, or none if the store lies in the page
-                cache, from which rows are then gathered; a store smaller than a window is shuffled uniformly.
+            window_bytes: size of a window as stored, two of which are held in memory; a store smaller than a window is
+                shuffled uniformly.
             part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
             row_bytes: bytes per row of the store whose order to take; by default of this store.
 

@@ -52,7 +52,7 @@ def rows_per_shard(d_in: int, dtype: str, most: int = MOST) -> int:
 
 
 def hash_request(request: Mapping[str, Any]) -> str:
-    """A hash of all that determines a store's rows, which identifies an identical finished store."""
+    """A hash of all that determines a store's rows."""
     return hashlib.sha256(json.dumps(request, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
@@ -128,14 +128,11 @@ class StoreMeta:
 
     Args:
         source: where the rows come from (model, revision, layer, site, dataset, context, ...), free-form.
-        request_hash: `hash_request` of the request; an interrupted store is resumed only under the same.
         shard_rows: rows in every shard but the last, or the last of each rank.
         chunk_rows: rows in a chunk; 0 for `rows_per_chunk`.
         columns: names, out of `COLUMNS`, of the values stored with each row.
-        max_norm_multiple: rows with a norm above this multiple of `median_norm` are dropped; None for no limit.
         median_norm: the median norm of the first block's finite rows; None until there is a shard.
         dropped, dropped_norms: number and norms of the rows dropped, by reason.
-        norms: of the rows stored; None if some of them are unknown.
         norm_quantiles: fraction -> quantile of the norms, within 0.87%.
         ranks: each rank's rows and shards, where several write the store; see `ranks.py`.
     """

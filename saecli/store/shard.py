@@ -39,8 +39,7 @@ class Layout:
     Args:
         chunk_rows: rows in a chunk; the last may be padded.
         chunks: (chunks,) byte offset of each chunk of activations.
-        columns: byte offset of each column.
-        codes: byte offset, type and length of each dataset of true codes; empty if the store has none.
+        codes: byte offset, type and length of each dataset of true codes.
         checksums: byte offset of the chunks' checksums; 0 where the whole file has been checked.
         end: the file's minimum size in bytes.
         checked: (chunks,) whether a chunk's checksum has been verified.
@@ -71,7 +70,7 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
 
 
 def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
-    """The layout of a shard whose checksum is verified; if they disagree, `store.json` is at fault."""
+    """The layout of a shard whose checksum is verified."""
     try:
         with hdf5_file(path) as file:
             return _checked_layout(file, meta, record, found)

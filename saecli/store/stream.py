@@ -1,7 +1,7 @@
 """Streams of rows, in stored order or shuffled, read ahead by threads in constant memory.
 
-A stream is a series of blocks of whole batches, filled by tasks of a small thread pool: reading, gathering and decoding
-are NumPy and PyTorch calls that release the GIL. A few blocks are being filled while one is consumed.
+A stream is a series of blocks of whole batches. A few are being filled by a small thread pool, in NumPy and PyTorch
+calls that release the GIL, while one is consumed.
 
 Legend: B rows of a batch, R rows, U units, D = d_in.
 """
@@ -280,7 +280,7 @@ def _runs(rows: int, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
 
 
 def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of ascending runs: a part of a batch may hold the end of a sorted run and the start of the next."""
+    """Begin and end of ascending runs; a part of a batch may hold the end of a run and the start of the next."""
     for begin, end in _runs(len(rows), batch_size, run):
         falls = np.flatnonzero(np.diff(rows[begin:end]) < 0) + 1 + begin
         yield from pairwise([begin, *falls.tolist(), end])
@@ -301,7 +301,7 @@ def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, b
 
 
 def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
-    """Tasks that copy rows, (R,) numbers, into out, (R, D), to be run in any order; each reads forward."""
+    """Tasks that copy rows, (R,) numbers, into out, (R, D), in any order; each reads forward."""
     order = np.argsort(leaving)
     whole = np.dtype((np.void, source.store.meta.row_bytes))  # NumPy copies a row faster as one value
     targets = out.view(whole)[:, 0]
@@ -320,8 +320,7 @@ def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callabl
 
 
 def _decode(rows: np.ndarray, out: np.ndarray) -> None:
-    """Copy rows as stored, (R, D), into out, of their own dtype or float32, both contiguous; decoded in one pass, where
-    NumPy takes several."""
+    """Copy rows as stored, (R, D), into out, of their own dtype or float32, both contiguous, in one pass."""
     if rows.dtype == out.dtype:
         np.copyto(out, rows)
         return

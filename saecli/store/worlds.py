@@ -1,4 +1,4 @@
-"""Worlds: known features with directions, firing probabilities, magnitudes and correlations, from options or a store.
+"""Worlds: known features with directions, firing probabilities, magnitudes and correlations.
 
 Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correlations.
 """
@@ -51,7 +51,7 @@ class World:
         firing_probabilities: of each feature, (G,), float32; in a world that SAELens saved, as recorded.
         own_probabilities: the same if its parent always fired and no sibling excluded it, (G,), float32.
         mean, std: of each feature's magnitude before it is cut at 0, (G,), float32.
-        factor: loadings of the shared Gaussians, (G, R), float32; R may be 0.
+        factor: loadings of the shared Gaussians, (G, R), float32.
         parents: the feature without which each does not fire, (G,), int32; -1 for none.
         groups: number of the set of siblings that exclude each other, (G,), int32; -1 for none.
         scaled: whether a feature's magnitude is multiplied by its parent's over its parent's mean, (G,), bool.
@@ -86,8 +86,7 @@ class World:
 
     @cached_property
     def levels(self) -> list[np.ndarray]:
-        """Masks, (G,) each, of features without a parent, of their children, and so on; the first only where some of
-        them exclude each other."""
+        """Masks, (G,) each, of features by depth; roots only if some of them exclude each other."""
         depth, above = np.zeros(self.features, int), self.parents
         while (above >= 0).any():
             depth += above >= 0
@@ -124,7 +123,7 @@ class World:
         return SparseRows(offsets_of(counts), features[kept].astype(np.int32), values[kept])
 
     def rows(self, codes: SparseRows) -> np.ndarray:
-        """`codes directions + bias`, (R, D) float32; a row's terms are added in order, whatever the threads."""
+        """`codes directions + bias`, (R, D) float32."""
         matrix = csr_array((codes.values, codes.indices, codes.offsets), shape=(len(codes), self.features))
         return matrix @ self.directions + self.bias
 
@@ -248,8 +247,7 @@ def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:
 
 
 def forest(features: int) -> np.ndarray:
-    """Each feature's parent, (G,), -1 for none: the most frequent features are roots, the next their children, and so
-    on, level by level."""
+    """Each feature's parent, (G,), -1 for none: the most frequent features are roots, the next their children."""
     parents = np.full(features, -1)
     begin, end = 0, max(1, features // FEATURES_PER_ROOT)
     for _ in range(DEPTH):

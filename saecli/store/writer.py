@@ -41,12 +41,8 @@ def jointly(verdicts: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
 
 
 class Admission:
-    """Drops and counts rows that are not finite in the stored type, or too large: of a norm above `max_norm_multiple`
-    times the median norm of the first block that has a finite row.
-
-    Attributes:
-        median: that median; None before such a block, and without a `max_norm_multiple`.
-    """
+    """Drops and counts rows that are not finite in the stored type, or have a norm above `max_norm_multiple` times
+    `median`, the median norm of the first block that has a finite row."""
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
         self._path, self._meta = path, meta
@@ -217,7 +213,7 @@ class StoreWriter(ClaimedStore):
 
     def append(self, activations: np.ndarray, columns: Columns, cursor: dict[str, Any],
                dropped: Mapping[str, np.ndarray] | None = None, verdict: np.ndarray | None = None) -> None:
-        """Append one block; drop and count rows that are not finite in the stored type, or too large.
+        """Append one block, without the rows that `Admission` drops.
 
         Args:
             activations: (R, D) float, or uint16 bits if the store is bfloat16; R may be 0.
@@ -327,7 +323,7 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
 
 
 def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
-    """The `store.json` to resume from, written if there was none; StoreError if the folder holds something else."""
+    """The `store.json` to resume from, written if there was none."""
     if not (path / STORE_MARKER).exists():
         foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
         if foreign:
@@ -363,7 +359,7 @@ def remove_empty(path: Path) -> None:
 
 
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
-    """The error for a text or array that ended without a row to store; `left_out` counts rows by reason."""
+    """The error for a source without a row to store; `left_out` counts rows by reason."""
     counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     return StoreError(f"there are no rows to store in {path}; expected at least one, got none "
                       f"(dropped: {counts or 'none'}); give more or other data")
@@ -377,7 +373,7 @@ def other_number(path: Path, expected: int, got: int) -> StoreError:
 
 
 def refused(path: Path, rows: int, error: OSError) -> StoreError:
-    """The error for a failed write, with `rows` stored so far; a StoreError is returned as it is."""
+    """The error for a failed write, with `rows` stored so far."""
     if isinstance(error, StoreError):
         return error
     reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
