@@ -21,6 +21,7 @@ from ..base.home import Home
 from ..measure.measured import Measured, RowsLike, measured
 from ..sae.library import SAELike
 from ..store.rows import Rows
+from ..store.split import Which
 from .bridge import Bridge, Visited
 from .largest_cells import cells_of, check_cells
 from .local_pca import Stream
@@ -73,7 +74,7 @@ def penalty_of(value: str | float) -> float | None:
     return penalty
 
 
-def geometry(sae: SAELike = None, data: RowsLike = None, *, split: str = "test", rows: int = 100_000,
+def geometry(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test", rows: int = 100_000,
              fit_rows: int = SAMPLE_ROWS, radius: float = 0.01, lambda_: str | float = "auto",
              home: str | Path | None = None, progress: bool = False) -> dict[str, Any]:
     """Measure the spline that an SAE is: cells, power diagram, margins, references. CLI equivalent: `sae geometry`.

@@ -1,28 +1,159 @@
 """The helper that makes tables, and the tables of stores, training and geometry; others: `measures.py`."""
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..base.errors import counted, number, printable
+from ..base.errors import counted, number, printable, size_words
+from ..base.home import Home
+
+LONG = 24  # characters of a word that is folded rather than leave other columns no room
 
 
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
     """A table under its title, if any, with one cell per column in each row; numbers are formatted by `number`.
 
-    The first column and those with phrases stand left, others right. What does not fit the console folds.
+    The first column and those with phrases stand left, others right. What does not fit the console folds between words;
+    where words do not fit either, the columns stand in two tables, each with the first.
     """
-    shown = Table(header_style="bold")
-    for place, head in enumerate(columns):
-        phrases = any(" " in str(row[place]) for row in rows)
-        shown.add_column(Text(head), justify="left" if place == 0 or phrases else "right", overflow="fold")
-    for row in rows:
-        shown.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell) if isinstance(cell, str)
-                                                                 else number(cell)) for cell in row))
+    cells = [[cell if isinstance(cell, Text) else Text(printable(cell) if isinstance(cell, str) else number(cell))
+              for cell in row] for row in rows]
+    shown = _Columns([[Text(head), *(row[place] for row in cells)] for place, head in enumerate(columns)])
     return Group(Text(title, style="bold"), shown) if title else shown
+
+
+class _Columns:
+    """Columns, each its header and its cells."""
+
+    def __init__(self, columns: Sequence[Sequence[Text]]) -> None:
+        self.columns = columns
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        words = [max(cell_len(word) for cell in column for word in [*cell.plain.split(), ""])
+                 for column in self.columns]
+        least = [min(words[0], options.max_width - LONG), *(min(word, LONG) for word in words[1:])]
+        left = options.max_width - 1 - sum(3 + size for size in least)
+        if left < 0 and len(least) > 2:
+            half = (len(least) + 2) // 2
+            yield _Columns(self.columns[:half])
+            yield _Columns([self.columns[0], *self.columns[half:]])
+            return
+        shown = Table(header_style="bold")
+        for place, (size, (head, *cells)) in enumerate(zip(least, self.columns, strict=True)):
+            more = max(0, min(left, max(cell_len(cell.plain) for cell in (head, *cells)) - size))
+            left -= more
+            phrases = place == 0 or any(" " in cell.plain for cell in cells)
+            shown.add_column(head, justify="left" if phrases else "right", overflow="fold",
+                             width=size + more if left >= 0 else None)
+        for row in zip(*(column[1:] for column in self.columns), strict=True):
+            shown.add_row(*row)
+        yield shown
+
+
+TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts, not rows
+# Most wanted first: on a narrow terminal the last ones stand in a table below.
+STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "created", "norms", "dropped", "shards")
+RUN_COLUMNS = ("test_fvu", "test_l0", "solver", "act", "d_sae", "state", "created", "data", "bytes")
+HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
+
+
+def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
+    """`store.opening.stored`'s document: a table for each store."""
+    return [table("stored already, by the same request" if store["cached"] else "stored", ["", store["name"]],
+                  [*_source(store["source"]),
+                   *([key, store[key]] for key in ("path", "rows", "d_in", "dtype", "shards")), *_norms(store["norms"]),
+                   *([f"dropped: {reason}", _dropped(store, reason)] for reason in store["dropped"])])
+            for store in document.get("stores", [document])]
+
+
+def _source(source: Mapping[str, Any]) -> list[list[Any]]:
+    names = ("model", "site", "dataset", "file", "key")
+    lines = [[name, source[name]] for name in names if source.get(name) is not None]
+    if "layer" in source:
+        counted_from = f" of {source['layers']}, from 0" if "layers" in source else ""
+        lines.insert(1, ["layer", f"{source['layer']}{counted_from}"])
+    if "context" in source:
+        packed = ", packed" if source.get("packed") else ""
+        lines.append(["context", f"{counted(source['context'], 'token')}{packed}"])
+    if "beside" in source:
+        lines.append(["same tokens as", ", ".join(source["beside"])])
+    return lines
+
+
+def _norms(norms: Mapping[str, Any] | None) -> list[list[str]]:
+    return [["norm", f"median {number(norms['quantiles'].get('0.5'))}, {_sizes(norms)}"]] if norms else []
+
+
+def _sizes(norms: Mapping[str, float]) -> str:
+    return f"mean {number(norms['mean'])}, max {number(norms['max'])}"
+
+
+def _rows_dropped(counts: Mapping[str, int]) -> int:
+    return sum(count for reason, count in counts.items() if reason not in TEXT_REASONS)
+
+
+def _dropped(store: Mapping[str, Any], reason: str) -> str:
+    """Number, percentage and norms of the rows dropped for a reason; or the number of texts."""
+    count, norms = store["dropped"][reason], store["dropped_norms"].get(reason)
+    if reason in TEXT_REASONS:
+        return f"{count:,} {'text' if count == 1 else 'texts'}"
+    sizes = f", norm {_sizes(norms)}" if norms else ""
+    return f"{count:,} ({100 * count / (store['rows'] + _rows_dropped(store['dropped'])):.2g}%){sizes}"
+
+
+def listing_tables(document: dict[str, Any]) -> list[RenderableType]:
+    """`list_home`'s document for people: a table of stores, one of runs, and a line for each problem."""
+    home, stores, runs = Home(Path(document["home"])), document["stores"], document["runs"]
+    if not stores and not runs:
+        return [f"{home.path} holds nothing yet; {home.stores.remedy}"]
+    shown = [_listing(f"stores in {home.stores.path}", STORE_COLUMNS, stores),
+             _listing(f"runs in {home.runs.path}", RUN_COLUMNS, runs)]
+    broken = [f"{entry['name']}: {entry['problem']}" for entry in (*stores, *runs) if "problem" in entry]
+    unreadable = sum("problem" in store for store in stores)  # come first in problems, and are in broken
+    damaged = document.get("problems", [])[unreadable:]
+    return [shown[index] for index, entries in enumerate((stores, runs)) if entries] + broken + damaged
+
+
+def _listing(title: str, columns: tuple[str, ...], entries: list[dict[str, Any]]) -> RenderableType:
+    rows = [[entry["name"], *(_cell(entry, column) for column in columns)] for entry in entries]
+    return table(title, ["name", *(HEADS.get(column, column) for column in columns)], rows)
+
+
+def _cell(entry: dict[str, Any], column: str) -> Any:
+    value: Any = entry.get(column)
+    if column == "bytes":
+        return size_words(value)
+    if column == "created":
+        return _local_time(value)
+    if column == "norms" and value is not None:
+        return value["quantiles"].get("0.5")
+    if column == "dropped" and value is not None:
+        return _fraction_dropped(entry["rows"], value, entry["dropped_norms"])
+    return value
+
+
+def _local_time(created: str) -> str | None:
+    """To the minute, from a marker's time with its zone; as it is where it has none."""
+    try:
+        when = datetime.fromisoformat(created)
+    except ValueError:
+        return created or None
+    return f"{when.astimezone():%Y-%m-%d %H:%M}" if when.tzinfo else created
+
+
+def _fraction_dropped(stored: int, counts: dict[str, int], norms: dict[str, dict[str, float]]) -> str | None:
+    """The percentage of rows dropped, and their mean norm: 2.1% at 44.5."""
+    dropped, measured = _rows_dropped(counts), sum(found["rows"] for found in norms.values())
+    if not dropped:
+        return None
+    mean = sum(found["rows"] * found["mean"] for found in norms.values()) / max(measured, 1)
+    return f"{100 * dropped / (stored + dropped):.2g}%" + (f" at {number(mean)}" if measured else "")
 
 
 RESULTS = {"run": "run", "data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}

@@ -101,7 +101,6 @@ class ArrayRows:
         return np.concatenate([rows, self._targets._with_targets(chosen)], axis=1)
 
     def spread(self) -> Spread:
-        """Mean and scatter, in one pass."""
         return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in + self.d_target)
 
 

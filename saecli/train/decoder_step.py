@@ -8,6 +8,7 @@ last skip predicts.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +47,8 @@ class Pass:
     Args:
         number: of decoder steps before it.
         epoch: from 0.
-        after_batch: of the epoch, from 1; 0 before the first, the epoch's number of batches when it is over.
-        rows: that it takes; other ones each time, if not all.
+        after_batch: of the epoch; 0 before the first, the number of batches when the epoch is over.
+        rows: that it takes; others each time, if not all.
         chooses: whether alpha is chosen anew.
         decides: whether the decoder is released if alpha is small.
         releases: whether it is released whatever alpha is.
@@ -69,7 +70,7 @@ class Observed:
     """A pass over the rows of all processes.
 
     Args:
-        system: the normal equations; solved by rank 0 alone, or by all processes if `solve_together`.
+        system: the normal equations.
         rows: N.
         z: codes of the sampled rows, (n, F); of all rows if there are fewer than `SAMPLED_ROWS`. If rank 0 solves, the
             others have only their own.
@@ -89,19 +90,13 @@ class Observed:
 
     @property
     def solve_together(self) -> bool:
-        """Whether all processes solve, in lockstep, since each multiplies by its own codes."""
+        """Whether all processes solve, in lockstep, since each multiplies by its own codes; else rank 0 alone."""
         return isinstance(self.system, StreamedCodes)
 
 
 class DecoderPass:
-    """Collects a pass block by block; `finish` combines the processes.
-
-    Args:
-        system: collects the normal equations of this process' rows.
-        dictionary: its decoder has the norms that a penalty weighs.
-        sparsity: the penalty, or `none`.
-        rows: number of rows expected; every `ceil(rows / SAMPLED_ROWS)`-th is sampled.
-    """
+    """Collects a pass block by block, every `ceil(rows / SAMPLED_ROWS)`-th row as a sample; `finish` combines the
+    processes."""
 
     def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
         self._system, self._activation, self._sparsity = system, dictionary.activation, sparsity
@@ -124,7 +119,7 @@ class DecoderPass:
         if not len(batch.x):
             return
         y = batch.y
-        if self._skip is not None:
+        if self._skip is not None and self._W_skip is not None:
             y = torch.addmm(y, batch.x, self._W_skip.detach(), alpha=-1)
             self._skip.add(batch.x, y)
             y = torch.cat([y, batch.x], 1)
@@ -140,7 +135,6 @@ class DecoderPass:
         self._fired |= codes.fired()
 
     def finish(self, communicator: Communicator) -> Observed:
-        """The pass over all processes' rows."""
         z, y, system = torch.cat(self._z), torch.cat(self._y), self._system
         norm_weights, fired = self._norm_weights, self._fired
         several = communicator.world_size > 1
@@ -163,7 +157,7 @@ class DecoderPass:
 
 
 def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
-    """Memory of the sample on which alpha is chosen, of N rows."""
+    """Memory of the sample of N rows on which alpha is chosen."""
     return 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
 
 
@@ -171,8 +165,7 @@ def solved(observed: Observed, terms: Terms, chooses: bool, effects: bool, dof: 
     """The decoder for the rows observed.
 
     Args:
-        observed: of all processes.
-        terms: their alpha is used, or is where the choice starts; NaN for a choice over all decades.
+        terms: their alpha is used, or is where its choice starts; NaN for a choice over all decades.
         chooses: whether to choose alpha, of a crosscoder one for each place.
         effects: whether to compute the effect of each latent.
         dof: whether to compute the degrees of freedom.
@@ -200,7 +193,6 @@ def penalty_places(W_dec: Tensor, weights: Tensor, size: float, places: Sequence
         W_dec: the decoder before the step, (F, E).
         weights: the penalty's derivative in each decoder norm, a sum over rows, (F,), float64.
         size: the encoder's norm at the start of training.
-        places: of the targets.
         ratios: of each place's alpha to the one for all, (P,).
     """
     norms = torch.stack([W_dec[:, place].double().norm(dim=1) for place in places])  # (P, F)
@@ -210,28 +202,26 @@ def penalty_places(W_dec: Tensor, weights: Tensor, size: float, places: Sequence
 
 
 def broadcast(state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator) -> DecoderState:
-    """Rank 0's decoder on every process; `state` is None on processes that did not solve, where `like` has tensors of
-    the shapes and on the device of its tensors, by name."""
+    """Rank 0's decoder on every process; `like` has tensors of the shapes and on the device of its tensors, by name."""
     if communicator.world_size == 1:
+        assert state is not None
         return state
-    numbers = communicator.broadcast_object(lambda: replace(state, **dict.fromkeys(like)))
-    parts = {name: tensor if state is None else getattr(state, name) for name, tensor in like.items()}
-    return replace(numbers, **{
-        name: communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format))
-        for name, part in parts.items()})
+
+    def without_tensors() -> DecoderState:
+        assert state is not None
+        nothing: dict[str, Any] = dict.fromkeys(like)
+        return replace(state, **nothing)
+
+    numbers, parts = communicator.broadcast_object(without_tensors), dict[str, Any]()
+    for name, tensor in like.items():
+        part = tensor if state is None else getattr(state, name)
+        parts[name] = communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format))
+    return replace(numbers, **parts)
 
 
 def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Unit directions of the residuals of rows drawn with probability proportional to their squared error.
-
-    Args:
-        residuals: `y - y_hat` of some rows, (n, E).
-        count: number of directions; drawn with replacement only if fewer rows have an error.
-        generator: on the CPU.
-
-    Returns:
-        (count, E); zero if no row has an error.
-    """
+    """Unit directions of the residuals, (n, E), of rows drawn with probability proportional to their squared error, on
+    the CPU: (count, E), drawn with replacement only if fewer rows have an error; zero if none has."""
     scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
     weights = scaled.square().sum(1).cpu()
     if not weights.any():
@@ -243,17 +233,11 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
 
 
 def useful(effect: Tensor, fired: Tensor) -> Tensor:
-    """The latents that fire and that the others could not replace: not those with an effect far below the median.
+    """The latents that fire, a mask, (F,), without those that the others could replace: at most `MOST_REAIMED` of all,
+    with an effect (`DecoderState.effect`) far below the median.
 
     In worlds of known features latents of little effect are mostly duplicates and mixtures of features that others
     have; re-aimed, they find features that none has.
-
-    Args:
-        effect: of each latent, (F,), NaN where unknown; see `DecoderState.effect`.
-        fired: the latents that fired, a mask, (F,).
-
-    Returns:
-        A mask, (F,), without at most `MOST_REAIMED` of all latents that fire; of fewer than 50 with all.
     """
     if not fired.any():
         return fired
@@ -272,7 +256,6 @@ def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor |
     decoder step.
 
     Args:
-        dictionary: changed in place.
         dead: a mask, (F,), neither all false nor all true.
         directions: a unit vector d per dead latent, (m, E).
         B: the regression, (D, E); None where the targets are the rows.
@@ -298,16 +281,9 @@ def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor |
 
 @torch.no_grad()
 def silence(dictionary: Dictionary, norm_weights: Tensor, rows: float) -> bool:
-    """Turn off latents whose contribution a penalty has driven to nothing: otherwise they shrink until they underflow,
-    and a decoder step without the penalty would bring them back.
+    """Turn off latents whose contribution to N rows a penalty has driven to nothing, and say whether there were any.
 
-    Args:
-        dictionary: its encoder is changed in place.
-        norm_weights: the penalty's weight of each decoder norm, a sum over rows, (F,).
-        rows: number of rows.
-
-    Returns:
-        Whether there were any.
+    Otherwise they shrink until they underflow, and a decoder step without the penalty would bring them back.
     """
     W_dec = dictionary.decoder()
     contribution = norm_weights * W_dec.double().norm(dim=1) / rows  # (F,)
@@ -323,18 +299,13 @@ def balance(dictionary: Coupled, size: float) -> float | None:
 
     Otherwise a penalty shrinks the codes a little in each encoder step, the decoder step compensates, and after some
     hundred iterations Adam's steps are large compared to the encoder. Under a penalty too strong for any code this
-    stops at `LEAST_SIZE`, so that biases can silence the codes.
+    stops at `LEAST_SIZE` times the encoder's norm at the start, so that biases can silence the codes.
 
-    Args:
-        dictionary: changed in place.
-        size: the encoder's norm at the start of training.
-
-    Returns:
-        The codes' factor; None if there is none, as for an activation that cannot be rescaled.
+    Returns the codes' factor; None if there is none, as for an activation that cannot be rescaled.
     """
-    norm = dictionary.W_enc.norm().item()
-    tiny = torch.finfo(dictionary.W_enc.dtype).tiny
-    square = dictionary.c or dictionary.Delta.norm().item() / max(norm, tiny)
+    norm, Delta = dictionary.W_enc.norm().item(), dictionary.Delta
+    assert Delta is not None
+    square = dictionary.c or Delta.norm().item() / max(norm, torch.finfo(dictionary.W_enc.dtype).tiny)
     if not 0 < square < math.inf or not norm:
         return None
     factor = max(math.sqrt(square), LEAST_SIZE * size / norm)
@@ -346,5 +317,5 @@ def balance(dictionary: Coupled, size: float) -> float | None:
     for name, value in rescaled.items():
         getattr(dictionary, name).copy_(value)
     dictionary.c /= factor**2
-    dictionary.Delta.div_(factor)
+    Delta.div_(factor)
     return factor

@@ -35,18 +35,10 @@ Fitted = Stored | ArrayLike
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
-    """Open an activation store.
+    """Open an activation store by its name in the home or its folder; None for the newest.
 
-    Args:
-        store: its name in the home, else its folder; None for the newest.
-        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-
-    Returns:
-        The store. `store.split("train" | "test" | "all")` chooses rows as the commands do; their
-        `batches(B, seed=, epoch=)` and `sequential(B)` yield float32 arrays (B, D), each valid until the next.
-
-    Raises:
-        StoreError: there is none, or its `store.json` is damaged.
+    `store.split("train" | "test" | "all")` chooses rows as the commands do; their `batches(B, seed=, epoch=)` and
+    `sequential(B)` yield float32 arrays (B, D), each valid until the next. The home is $SAE_HOME, else ./sae-data.
     """
     return found_store(Home.at(home), None if store is None else str(store))
 
@@ -54,16 +46,8 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
 def join(*inputs: ActivationStore | str | Path, target: ActivationStore | str | Path | None = None) -> Joined:
     """Stores of the same tokens side by side, for a crosscoder, or with a target, for a transcoder.
 
-    Args:
-        *inputs: at least one store, its name in the home, or its folder.
-        target: what is predicted from them; None for the inputs themselves.
-
-    Returns:
-        Stores for `fit` and `evaluate`; rows of their `split` come in batches (B, D + E).
-
-    Raises:
-        ConfigError: they are not row for row the same tokens, or none.
-        StoreError: one is missing.
+    Each is a store, its name in the home, or its folder. The result is for `fit` and `evaluate`; rows of its `split`
+    come in batches (B, D + E). ConfigError if they are not row for row the same tokens.
     """
     if not inputs:
         raise ConfigError("join takes stores: expected at least one, got none; give join(first, second)")
@@ -100,14 +84,7 @@ def fit(rows: str | Path | Fitted, *, target: ArrayLike | None = None, solver: s
         **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
             `sparsity_weight`, `seed`, `device` and so on.
 
-    Returns:
-        The SAE, acting on raw activations, on the device that it was trained on.
-
-    Raises:
-        ConfigError: an option that is unknown, invalid, or does nothing with the others.
-        StoreError: a shard is missing or damaged.
-        RunError, FormatError, HubError: `init` is missing or cannot be read.
-        TrainingError: it diverged.
+    Returns the SAE, acting on raw activations, on the device that it was trained on; TrainingError if it diverged.
 
     Source: the paper "SplInterp: Improving our Understanding and Training of Sparse Autoencoders", Algorithm 3.1.
     """

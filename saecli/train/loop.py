@@ -27,7 +27,7 @@ from .files import Progress
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
 from .solver import Solver
-from .start import fitted_learning_rate, initial_sae
+from .start import fitted_learning_rate, initial_sae, shaped
 from .task import StepReport, Task
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
@@ -168,17 +168,16 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
     state, progress = ({}, Progress()) if checkpoint is None else checkpoint
     rows = shared if shared and not state else _normalised(plan, state, holds, communicator)
     sample, B, normalisation = rows.sample, rows.regression, rows.normalisation
-    lr, places = training.lr, plan.train_rows.places
+    lr = training.lr
     if lr == "auto":
         firing_rate = activation.expected_l0(rows.d_in) / plan.d_sae
         lr = fitted_learning_rate(sample.x, training.batch_size * firing_rate)
     if start is None or state:  # which has all that a start gives
-        initial = initial_sae(activation, plan.d_sae, sample, training.seed, training.nested, B, training.skip,
-                              places)
+        initial = initial_sae(activation, plan.d_sae, sample, training.seed, B)
     else:
-        initial = start.initial(activation, sample.x, normalisation, training.nested, training.skip, places)
+        initial = start.initial(activation, sample.x, normalisation)
     task = Task(training, rows.rows, plan.steps, float(lr), sample, B, plan.held, memory)
-    solver = plan.solver.build(initial, task, communicator)
+    solver = plan.solver.build(shaped(initial, training, plan.train_rows.places), task, communicator)
     if state:
         demand_shapes(state, {name: tuple(own.shape) for name, own in solver.state().items()})
         solver.restore(state)

@@ -10,9 +10,8 @@ from .ridge import AllReduce
 
 
 class Adam:
-    """`torch.optim.Adam` with its defaults, fused.
-
-    Called as a function: the class imports torch's compiler, which takes a second and is not used.
+    """`torch.optim.Adam` with its defaults, fused. Called as a function: the class imports torch's compiler, which
+    takes a second and is not used.
 
     Args:
         tensors: to move, by name; those that need no gradient stay.
@@ -39,7 +38,6 @@ class Adam:
         self._steps[name] = torch.zeros((), device=tensor.device)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for tensor in self.tensors.values():
             tensor.grad = None
 
@@ -56,7 +54,7 @@ class Adam:
              amsgrad=False, beta1=0.9, beta2=0.999, lr=lr, weight_decay=0.0, eps=1e-8, maximize=False)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """The gradients, all-reduced in one buffer if there are several processes."""
+        """All-reduced in one buffer if there are several processes."""
         if self.all_reduce is None:
             return {name: tensor.grad for name, tensor in self.tensors.items() if tensor.grad is not None}
         tensors = self.tensors
@@ -74,20 +72,14 @@ class Adam:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from the tensors of `state`, among others."""
         for name, own in self.state().items():
             own.copy_(state[name])
 
     @torch.no_grad()
     def forget(self, latents: Tensor, dimension: Callable[[str], int | None]) -> None:
-        """Reset the moments of latents, a mask (F,): zero the first, and set the second to the mean of the other
-        latents'. The second moment of a latent without gradient for long is so small that its first steps would be
-        several times lr.
-
-        Args:
-            latents: that were moved otherwise.
-            dimension: gives the latent dimension of a tensor, by name; None for none.
-        """
+        """Reset the moments of latents, a mask (F,), that were moved otherwise: zero the first, and set the second to
+        the mean of the other latents', by each tensor's latent dimension. The second moment of a latent without
+        gradient for long is so small that its first steps would be several times lr."""
         for name in self.tensors:
             if (along := dimension(name)) is None:
                 continue

@@ -61,6 +61,12 @@ class SolverConfig(Config, ABC):
         wanted = round(DEFAULT_STEPS / batches) if batches else 1
         return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
 
+    @property
+    def rounds(self) -> int:
+        """`inner_steps` of resolved options."""
+        assert isinstance(self.inner_steps, int)
+        return self.inner_steps
+
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
         """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
 

@@ -20,6 +20,7 @@ far from the tie, and it is held to the end (`--release`). A transcoder's is rel
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,17 +67,17 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
     exactly would choose one too small.
     """
     batches, free, first = task.batches, config.decoder == "free", config.decoder_first
-    every, smooths = batches_between(task, config, d_sae), task.training.smoothing > 0 and len(task.sample.x) > 1
+    every, smooths = batches_between(task, config, d_sae), float(task.training.smoothing) > 0 and len(task.sample.x) > 1
     # A transcoder's targets support no tie: on an MLP of tiny-gemma2 FVU is 0.212 untied from the start, 0.220 from
     # half way on, where SGD has 0.218.
     at_once = config.release == "auto" and task.B is not None and not free
     asks = config.release == "auto" and not (at_once or free or first)
-    release_from = 0.0 if at_once else RELEASE if asks else 1.0 if config.release == "auto" else config.release
+    release_from = 0.0 if at_once else RELEASE if asks else 1.0 if config.release == "auto" else float(config.release)
     passes: list[Pass] = []
     held, choice = True, 0
-    for epoch in range(math.ceil(task.steps / (batches * config.inner_steps))):
+    for epoch in range(math.ceil(task.steps / (batches * config.rounds))):
         for batch in [0] if first else [*range(every, batches, every), batches]:
-            steps, number = (epoch * batches + batch) * config.inner_steps, len(passes)
+            steps, number = (epoch * batches + batch) * config.rounds, len(passes)
             over = steps >= task.steps
             if over and batch < batches:
                 continue  # the epoch is cut short
@@ -94,12 +95,12 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
 
 
 def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
-    """The number of batches between decoder steps within an epoch; an epoch's for none."""
+    """Batches between decoder steps within an epoch; an epoch's for none."""
     if isinstance(config.decoder_every, int):
         return config.decoder_every
     if config.decoder_every == "epoch" or config.takes_all_rows:
         return task.batches
-    epochs = task.steps / (task.batches * config.inner_steps)
+    epochs = task.steps / (task.batches * config.rounds)
     affordable = PASS_FRACTION * task.steps * task.rows / task.batches / (PASS_ROWS * d_sae)
     parts = int(min(DECODER_STEPS, affordable) / epochs)  # of an epoch
     return math.ceil(task.batches / parts) if parts > 1 else task.batches
@@ -108,26 +109,34 @@ def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
 class PamSgdSolver(Solver):
     """The alternation: encoder steps, and the decoder steps between them."""
 
+    config: PamSgd
+    dictionary: Coupled
+
     def __init__(self, initial: SAE, task: Task, config: PamSgd, communicator: Communicator = ALONE) -> None:
         assert task.held != "W_dec", "a decoder that is solved for cannot be held"
         start, c = initial.sae(), 1.0 if config.decoder == "residual" else 0.0
-        dictionary = Coupled(start, c, start.W_dec.detach().clone(), task.B)
-        dictionary.Delta.sub_(dictionary.direction(), alpha=c)
+        direction = Coupled(start, 1.0, None, task.B).direction()
+        Delta = torch.sub(start.W_dec.detach(), direction, alpha=c)
+        dictionary = Coupled(start, c, Delta, task.B)
         held = ["Delta", "W_skip"]
         if config.decoder == "free" or config.beta or config.nu_dec:  # terms on b_dec, which encoder steps lack
             held.append("b_dec")
         every = batches_between(task, config, initial.d_sae)
         super().__init__(dictionary, held, task, config, every, communicator)
         self.passes = {(one.epoch, one.after_batch): one for one in decoder_steps(task, config, initial.d_sae)}
-        nan = math.nan
-        self.decoder = DecoderState(c, dictionary.Delta.detach(), dictionary.b_dec.detach(),
-                                    nan if config.alpha == "auto" else config.alpha, nan, nan, False, nan, nan, nan,
+        nan, alpha = math.nan, math.nan if config.alpha == "auto" else float(config.alpha)
+        self.decoder = DecoderState(c, Delta, dictionary.b_dec.detach(), alpha, nan, nan, False, nan, nan, nan,
                                     ratios=(1.0,) * len(dictionary.places))
         self.released = False
         self.raised = 0.0  # the largest ridge that a decoder step used instead of a smaller one
         self._size = dictionary.W_enc.norm().item()
         width, batch_size = max(initial.d_in, initial.d_out), math.ceil(task.rows / task.batches)
         self._memory = task.memory - config.beside(task.rows, batch_size, width, initial.d_sae)
+
+    @property
+    def _residual(self) -> Tensor:
+        assert self.dictionary.Delta is not None
+        return self.dictionary.Delta
 
     @torch.no_grad()
     def begin_pass(self, now: Pass, again: Callable[[], Iterable[Batch]]) -> None:
@@ -149,12 +158,12 @@ class PamSgdSolver(Solver):
         start = dictionary.decoder().detach()
         if dictionary.W_skip is not None:  # the rows' dimensions are targets too
             start = torch.cat([start, start.new_zeros(len(start), dictionary.d_in)], 1)
-        way = plan(now.rows, *start.shape, self._memory, self.config.solve, dictionary.prefixes)
-        self._pass = DecoderPass(way.system(start, codes_again), dictionary, self.task.training.sparsity, now.rows)
+        way = plan(now.rows, len(start), start.shape[1], self._memory, self.config.solve, dictionary.prefixes)
+        sparsity = self.task.training.sparsity or "none"
+        self._pass = DecoderPass(way.system(start, codes_again), dictionary, sparsity, now.rows)
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
-        """Encode a batch and add it to the decoder step's sums."""
         self._pass.add(*self._encoded(batch, self._drawn))
 
     def _encoded(self, batch: Batch, drawn: torch.Generator) -> tuple[Codes, Batch]:
@@ -181,28 +190,26 @@ class PamSgdSolver(Solver):
         return True
 
     def _solve(self, now: Pass, observed: Observed) -> DecoderState:
-        """The decoder for the rows observed, on all processes.
-
-        After training with a penalty, the last step, without it, is another problem, whose alpha is chosen anew.
-        """
+        """The decoder on all processes. After training with a penalty, the last step, without it, is another problem,
+        whose alpha is chosen anew."""
         dictionary, fraction, revives = self.dictionary, observed.rows / self.task.rows, self.revives
-        like = {"Delta": dictionary.Delta, "b": dictionary.b_dec}
-        like |= {} if dictionary.W_skip is None else {"skip": dictionary.W_skip}
-        like |= {"effect": dictionary.b_enc.detach()} if revives else {}
+        tensors = {"Delta": dictionary.Delta, "b": dictionary.b_dec, "skip": dictionary.W_skip,
+                   "effect": dictionary.b_enc.detach() if revives else None}
+        like = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         state = None
         if self.communicator.is_main or observed.solve_together:
-            pulled = bool(observed.norm_weights.any()) and self.task.training.sparsity_weight > 0
+            pulled = bool(observed.norm_weights.any()) and bool(self.task.training.sparsity_weight)
             another = now.last and pulled and self.config.alpha == "auto"
             terms = self._terms(now, observed, math.nan if another else fraction * self.decoder.alpha)
             found = solved(observed, terms, now.chooses or another, revives, now.number + 1 == len(self.passes))
-            if found.skip is not None:  # targets lacked what the last skip predicts
+            if found.skip is not None and dictionary.W_skip is not None:  # targets lacked what the last skip predicts
                 found = replace(found, skip=found.skip + dictionary.W_skip)
             state = replace(found, alpha=found.alpha / fraction,
                             **{name: getattr(found, name).to(dictionary.W_enc.dtype) for name in like})
         return broadcast(state, like, self.communicator)
 
     def _terms(self, now: Pass, observed: Observed, alpha: float) -> Terms:
-        """The decoder step's terms, scaled to the fraction of all rows that was observed, as alpha is."""
+        """Scaled to the fraction of all rows that was observed, as alpha is."""
         dictionary, config, fraction = self.dictionary, self.config, observed.rows / self.task.rows
         W_dec, b_dec = dictionary.decoder().detach(), dictionary.b_dec.detach()
         if observed.skip is not None:
@@ -215,19 +222,18 @@ class PamSgdSolver(Solver):
                      joint=config.bias == "joint", skip=observed.skip, places=places if len(places) > 1 else [])
 
     def _take(self, state: DecoderState) -> None:
-        """Put a solved decoder into the dictionary."""
         if math.isnan(state.dof):
             state = replace(state, dof=self.decoder.dof)
         if state.raised:
             self.raised = max(self.raised, state.ridge)
         self.decoder, dictionary = state, self.dictionary
         dictionary.b_dec.data = state.b
-        if state.skip is not None:
+        if state.skip is not None and dictionary.W_skip is not None:
             dictionary.W_skip.copy_(state.skip)
         if self.released:
-            dictionary.Delta.copy_(torch.add(state.Delta, dictionary.direction(), alpha=state.c))
+            self._residual.copy_(torch.add(state.Delta, dictionary.direction(), alpha=state.c))
         else:
-            dictionary.c, dictionary.Delta.data = state.c, state.Delta
+            dictionary.c, self._residual.data = state.c, state.Delta
 
     @torch.no_grad()
     def _release(self) -> None:
@@ -240,7 +246,7 @@ class PamSgdSolver(Solver):
                 self.optimizer.include(name, tensor)
 
     def _balance(self) -> None:
-        """Give encoder and decoder one norm, unless the encoder is held, or alpha, which determines their ratio."""
+        """Not if the encoder is held, or alpha, which determines the ratio of the norms."""
         adapts = self.config.alpha == "auto" and not self.task.held
         if adapts and (factor := balance(self.dictionary, self._size)):
             state = self.decoder
@@ -249,9 +255,8 @@ class PamSgdSolver(Solver):
             self.optimizer.rescale({name: factors.get(name, factor) for name in self.optimizer.tensors})
 
     def record(self) -> dict[str, float]:
-        """The decoder step's alpha, next to a sum over normalised rows, and over the Gram matrix's mean diagonal; its
-        condition estimate; whether the decoder is released; the number of revivals; the residual of an iterative
-        solve; and at the end the effective degrees of freedom."""
+        """alpha; alpha over the mean Gram diagonal; condition estimate; whether the decoder is released; latents
+        revived; the residual of an iterative solution; at the end the effective degrees of freedom."""
         state = self.decoder
         known = {name: value for name, value in (("residual", state.residual), ("dof", state.dof))
                  if not math.isnan(value)}
@@ -259,7 +264,6 @@ class PamSgdSolver(Solver):
                                    "condition": state.condition, "released": int(self.released)} | known
 
     def notes(self) -> list[str]:
-        """Sentences on the problems of the decoder steps."""
         chosen, rows, latents = self.config.alpha == "auto", self.task.rows, self.dictionary.d_sae
         alpha, dof, notes = self.decoder.alpha, self.decoder.dof, []
         if not chosen and dof > THRESHOLD_FRACTION * rows and 1 / THRESHOLD_RATIO <= rows / latents <= THRESHOLD_RATIO:
@@ -277,7 +281,7 @@ class PamSgdSolver(Solver):
         return notes
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors needed to resume after a decoder step, by name."""
+        """All tensors needed to resume after a decoder step."""
         numbers = {name: getattr(self.decoder, name) for name in NUMBERS}
         numbers |= {"most_raised": self.raised, "released": self.released, "size": self._size}
         kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
@@ -289,8 +293,8 @@ class PamSgdSolver(Solver):
             self._release()
         super().restore(state)
         self.raised, self._size = state["decoder.most_raised"].item(), state["decoder.size"].item()
-        self.decoder = replace(self.decoder, **{name: state[f"decoder.{name}"].item() for name in NUMBERS},
-                               Delta=self.dictionary.Delta.detach(), b=self.dictionary.b_dec.detach(),
-                               ratios=tuple(state["decoder.ratios"].tolist()))
+        numbers: dict[str, Any] = {name: state[f"decoder.{name}"].item() for name in NUMBERS}
+        self.decoder = replace(self.decoder, **numbers, ratios=tuple(state["decoder.ratios"].tolist()),
+                               Delta=self._residual.detach(), b=self.dictionary.b_dec.detach())
         if not self.released:
             self.dictionary.c = self.decoder.c

@@ -36,8 +36,8 @@ class Refitted:
     """A refitted SAE.
 
     Args:
-        sae: it, acting on raw rows, in the dtype and on the device of the SAE before.
-        decoder: what was solved, relative to the direction T0; alpha is in units of the codes squared, times rows.
+        sae: acting on raw rows, in the dtype and on the device of the SAE before.
+        decoder: relative to the direction T0; alpha is in units of the codes squared, times rows.
         rows: N.
         dead_fraction: fraction of the latents that fire on none of these rows.
     """
@@ -50,18 +50,11 @@ class Refitted:
 
 @torch.no_grad()
 def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
-    """The SAE with the exact decoder for these rows.
+    """The SAE, acting on raw rows, with the exact decoder for these rows.
 
-    Args:
-        sae: acting on raw rows.
-        rows: with their targets beside them, if it is a transcoder; read once; if the matrix of the normal equations
-            does not fit in memory, and neither do the codes, once for each iteration of the solution too.
-        listener: shows progress.
-
-    Raises:
-        RunError: codes or rows are so large that their products are not finite.
-        MachineError: there is too little memory.
-        StoreError: a shard is missing or damaged.
+    They are read once; if neither the matrix of the normal equations nor the codes fit in memory, once for each
+    iteration of the solution too. RunError if codes or rows are so large that their products are not finite,
+    MachineError if there is too little memory.
 
     Cost: per row, codes and `K^2 + 2 D K` operations for K active latents; some seven factorisations, of F^3 / 3
     operations each.
@@ -78,9 +71,10 @@ def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
     W_dec, b_dec = (tensor.to(sae.W_dec) for tensor in (state.W(sae.W_dec), state.b))
     if not (W_dec.isfinite().all() and b_dec.isfinite().all()):
         raise _not_finite()
-    skip = {} if state.skip is None else {"W_skip": sae.W_skip + state.skip.to(sae.W_dec)}
-    return Refitted(sae.changed(W_dec=W_dec, b_dec=b_dec, **skip), state, rows.rows,
-                    1 - observed.fired.double().mean().item())
+    tensors = {"W_dec": W_dec, "b_dec": b_dec}
+    if state.skip is not None and sae.W_skip is not None:
+        tensors["W_skip"] = sae.W_skip + state.skip.to(sae.W_dec)
+    return Refitted(sae.changed(None, **tensors), state, rows.rows, 1 - observed.fired.double().mean().item())
 
 
 def _solved(sae: SAE, observed: Observed) -> DecoderState:

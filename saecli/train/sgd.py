@@ -25,7 +25,7 @@ class SgdSolver(Solver):
     """Descent on all parameters of a dictionary together. Dead latents are revived a few times per epoch."""
 
     def __init__(self, dictionary: Dictionary, task: Task, config: Sgd, communicator: Communicator = ALONE) -> None:
-        looks = max(1, round(task.batches * config.inner_steps * REVIVALS / task.steps))
+        looks = max(1, round(task.batches * config.rounds * REVIVALS / task.steps))
         super().__init__(dictionary, (), task, config, math.ceil(task.batches / looks), communicator)
 
     def begin_epoch(self) -> None:

@@ -27,7 +27,7 @@ class Smoothing:
     """Moves rows, independently of their batch.
 
     Args:
-        width: fraction of its norm by which a row is moved; at least 0, for no smoothing.
+        width: fraction of its norm by which a row is moved; 0 for no smoothing.
         sample: rows whose differences are used, spread over all, (n, D); with n < 2 nothing moves.
         targets: their targets, (n, E); None if these are the rows.
     """
@@ -43,7 +43,6 @@ class Smoothing:
 
     @property
     def moves(self) -> bool:
-        """Whether rows are moved at all."""
         return self.width > 0 and len(self.sample) > 1
 
     @cached_property
@@ -57,8 +56,8 @@ class Smoothing:
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
         """A batch with its rows moved, each by about `width` of its norm, in new tensors.
 
-        Draws are made on the CPU, the same for every device, and for the whole batch, of which this process may hold a
-        part.
+        Draws are made on the CPU, the same for every device, and for the whole batch, whose other rows may be
+        elsewhere.
         """
         x = batch.x
         if not self.moves:

@@ -38,10 +38,7 @@ class Solver:
     Args:
         dictionary: trained in place.
         held: names of its parameters that descent does not move.
-        task: the training problem.
-        config: the solver's options.
         every: batches after which the epoch's rows so far have been trained on.
-        communicator: of the processes that train on other parts of each batch.
     """
 
     passes: Mapping[tuple[int, int], Pass] = {}
@@ -50,7 +47,7 @@ class Solver:
                  communicator: Communicator = ALONE) -> None:
         self.dictionary, self.task, self.config, self.communicator = dictionary, task, config, communicator
         self.every = every
-        self.smoothing = Smoothing(task.training.smoothing, task.sample.x, task.sample.y)
+        self.smoothing = Smoothing(float(task.training.smoothing), task.sample.x, task.sample.y)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
@@ -64,7 +61,6 @@ class Solver:
 
     @property
     def finished(self) -> bool:
-        """Whether the task's steps are used up."""
         return self.steps >= self.task.steps
 
     def begin_epoch(self) -> None:
@@ -72,20 +68,17 @@ class Solver:
         self.batches = 0  # of the epoch, taken so far
 
     def step(self, batch: Batch) -> list[StepReport]:
-        """Collect a batch of the epoch, and train once there is a window of them.
-
-        Returns the reports of the optimiser steps taken: none while batches are collected, or once the task's steps
-        are used up.
-        """
+        """Collect a batch of the epoch, and train once there is a window of them: the reports of the optimiser steps
+        taken, none while batches are collected or once the task's steps are used up."""
         if self.finished:
             return []
         self.batches += 1
         self._window.append(batch)
-        whole = len(self._window) == (1 if self.config.inner_steps == 1 else WINDOW)
+        whole = len(self._window) == (1 if self.config.rounds == 1 else WINDOW)
         return self._train_window() if whole or self.batches % self.every == 0 else []
 
     def end_epoch(self) -> list[StepReport]:
-        """End the pass: train on the batches collected so far; after the last epoch set the activation's estimates."""
+        """Train on the batches collected so far; after the last epoch set the activation's estimates."""
         reports = self._train_window()
         if self.finished:
             self.calibrate()
@@ -97,14 +90,15 @@ class Solver:
         batches, self._window = self._window, []
         if not batches:
             return []
-        waiting, inner, size, reports = len(batches), self.config.inner_steps, batches[0].size, []
+        waiting, inner, size, reports = len(batches), self.config.rounds, batches[0].size, []
         whole = Batch.joined(batches) if inner > 1 else None
         rounds = min(inner, math.ceil((self.task.steps - self.steps) / waiting))
         for round_ in range(rounds):
+            taken: Iterable[Batch] = batches
             if whole is not None:
                 order = torch.randperm(whole.size, generator=self.draws(self.steps, MIXING))
-                batches = mixed(whole, order, size)
-            for batch in batches:
+                taken = mixed(whole, order, size)
+            for batch in taken:
                 if self.finished:
                     break
                 report, codes = self.descend(batch)
@@ -114,12 +108,12 @@ class Solver:
         return reports
 
     def descend(self, batch: Batch) -> tuple[StepReport, Codes]:
-        """One step of the optimiser on a batch: its report, and its codes, smoothed."""
+        """One step of the optimiser on a batch, and its codes, smoothed."""
         task, training, dictionary, step = self.task, self.task.training, self.dictionary, self.steps
         batch = self.smoothing(batch, self.draws(step))
         self.optimizer.zero_grad()
         with products_in(training.precision):
-            loss = dictionary.loss(batch, training.sparsity, task.penalty_weight(step))
+            loss = dictionary.loss(batch, training.sparsity or "none", task.penalty_weight(step))
             value = loss.value + self.extra_loss() / self.communicator.world_size
             value.backward()
             self.optimizer.step(task.learning_rate(step))
@@ -136,7 +130,7 @@ class Solver:
         """Take a batch's codes, (b, F), in the last round over its window, where each row of an epoch is once."""
 
     def begin_pass(self, now: Pass, again: Callable[[], Iterable[Batch]]) -> None:
-        """Begin one of `passes`; `again` gives its batches once more, for an iterative solve."""
+        """Begin one of `passes`; `again` gives its batches once more, for an iterative solution."""
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def observe(self, batch: Batch) -> None:
@@ -159,7 +153,7 @@ class Solver:
         return total / self.task.rows
 
     def hold_encoder(self) -> None:
-        """Take the current encoder as the reference of its proximal terms, if there are any."""
+        """Take the current encoder as the reference of its proximal terms."""
         self._held = {name: getattr(self.dictionary, name).detach().clone() for name, weight in PROXIMAL.items()
                       if getattr(self.config, weight)}
 
@@ -169,13 +163,8 @@ class Solver:
         return self.config.revive and not self.task.held and self.steps < REVIVAL * self.task.steps
 
     def revive(self, fired: Tensor, rows: float) -> None:
-        """Re-aim latents that did not fire on enough rows at the sampled rows reconstructed worst, unless training is
-        about to end.
-
-        Args:
-            fired: the latents that fired on any row of any process, a mask, (F,).
-            rows: the number of rows.
-        """
+        """Re-aim latents that did not fire on any of enough rows, of all processes, at the sampled rows reconstructed
+        worst, unless training is about to end; `fired` is a mask, (F,)."""
         sample, dead = self.task.sample, ~fired
         if not self.revives or not len(sample.x) or rows < REVIVAL_ROWS * len(dead):
             return
@@ -207,7 +196,7 @@ class Solver:
             parameters[name].copy_(value)
 
     def record(self) -> dict[str, float]:
-        """The solver's own measures for `metrics.jsonl` and the final summary: how many times a latent was revived."""
+        """The solver's own measures for `metrics.jsonl` and the final summary."""
         return {"revived": self.revived}
 
     def notes(self) -> list[str]:
@@ -223,12 +212,11 @@ class Solver:
         return torch.Generator().manual_seed(((self.task.training.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors needed to resume, by name."""
+        """All tensors needed to resume."""
         own = {f"dictionary.{name}": tensor for name, tensor in self.dictionary.state_dict().items()}
         return own | self.optimizer.state() | {"steps": torch.tensor(self.steps), "revived": torch.tensor(self.revived)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from the tensors of `state`."""
         self.steps, self.revived = int(state["steps"]), int(state["revived"])
         with torch.no_grad():
             for name, tensor in self.dictionary.state_dict().items():

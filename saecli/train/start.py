@@ -19,10 +19,10 @@ from ..base.files import to_json
 from ..base.home import Home
 from ..sae.activations import Activation, JumpRelu, activation_to_json
 from ..sae.batch import Batch
-from ..sae.codes import Prefixes
 from ..sae.dictionary import SAE
 from ..sae.library import lasting_name, open_sae
 from ..store.rows import RowSource
+from .config import TrainingConfig
 from .rows import Normalisation
 
 RATE_FACTOR, RATE_POWER = 0.105, 1 / 3
@@ -31,8 +31,7 @@ ENOUGH_FIRINGS, FIRINGS_POWER = 8, 2 / 3
 POWER_ITERATIONS = 30  # for two digits of an eigenvalue
 
 
-def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, prefixes: Prefixes = (),
-                B: Tensor | None = None, skip: bool = False, widths: Sequence[int] = ()) -> SAE:
+def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, B: Tensor | None = None) -> SAE:
     """An SAE with random unit directions, its decoder the encoder's, W_dec = W_enc' B, its scale fitted to a batch.
 
     If the activation is linear on pairs of opposites and there are at least two latents per dimension, half of the
@@ -42,8 +41,6 @@ def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, pre
     Args:
         batch: normalised rows.
         B: the targets' linear regression on the rows, (D, E); None if they are the rows.
-        skip: whether to add an affine skip, which starts at 0.
-        widths: of a crosscoder's hook points.
     """
     x, d_in = batch.x, batch.x.shape[1]
     directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -59,8 +56,14 @@ def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, pre
     W_enc = W_enc * fit.sqrt()
     parameters = activation.fitted(x @ W_enc, parameters)
     W_dec, d_out = W_enc.T if B is None else W_enc.T @ B, batch.y.shape[1]
-    return SAE(W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters, prefixes,
-               x.new_zeros(d_in, d_out) if skip else None, widths)
+    return SAE(W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters)
+
+
+def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
+    """The SAE nested and with an affine skip, 0 if new, as the settings ask; `widths` of a crosscoder's hook points."""
+    skip = sae.W_enc.new_zeros(sae.d_in, sae.d_out) if training.skip and sae.W_skip is None else sae.W_skip
+    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, sae.activation, sae.activation_parameters, training.nested,
+               skip, tuple(widths))
 
 
 def fitted_learning_rate(batch: Tensor, firings: float) -> float:
@@ -164,15 +167,12 @@ class Start:
         return {"d_sae": sae.d_sae, "prefixes": prefixes or ",".join(map(str, sae.prefixes)) or None,
                 "skip": skip or sae.W_skip is not None}
 
-    def initial(self, activation: Activation, sample: Tensor, normalisation: Normalisation, prefixes: Prefixes,
-                skip: bool = False, widths: Sequence[int] = ()) -> SAE:
-        """The SAE acting on normalised rows, at the start of training; arguments as of `initial_sae`.
+    def initial(self, activation: Activation, sample: Tensor, normalisation: Normalisation) -> SAE:
+        """The SAE acting on normalised rows, at the start of training.
 
         An activation of the SAE's kind has the SAE's parameters; another one's are fitted to the sample, (n, D). Codes
-        are scaled so that encoder and decoder have one norm, since Adam's steps are of one size for both.
-
-        Raises:
-            ConfigError: the activation's target for L0 cannot be reached from there.
+        are scaled to give encoder and decoder one norm, since Adam's steps are of one size for both. ConfigError if the
+        activation's target for L0 cannot be reached.
         """
         mean, scale, target_mean, target_scale = (part.double() for part in normalisation.of_sae())
         own = self._sae.copy_to(torch.float64).copy_to(sample.device)
@@ -188,9 +188,8 @@ class Start:
             pre = own.pre_activations(x)
             self._demand_positive(activation, (pre > 0).sum().item() / len(pre))
             parameters = activation.fitted(pre, parameters)
-        W_skip = own.W_enc.new_zeros(own.d_in, own.d_out) if skip and own.W_skip is None else own.W_skip
-        return SAE(own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters, prefixes,
-                   W_skip, widths).copy_to(sample.dtype)
+        return SAE(own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters,
+                   W_skip=own.W_skip).copy_to(sample.dtype)
 
     def _demand_positive(self, activation: Activation, positive: float) -> None:
         """Refuse a target for L0 above the number of positive pre-activations per row, which thresholds of 0 reach."""

@@ -48,13 +48,13 @@ class Task:
         return self.training.epoch_batches(self.rows)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, from 0: a short linear rise, a plateau, and a linear fall to zero."""
+        """From 0: a short linear rise, a plateau, and a linear fall to zero."""
         rise = (step + 1) / max(1, math.ceil(self.training.lr_warm_up * self.steps))
         fall = (self.steps - step) / max(1, math.ceil(self.training.lr_decay * self.steps))
         return self.lr * min(1.0, rise, fall)
 
     def penalty_weight(self, step: int) -> float:
-        """The penalty's weight at a step, from 0."""
+        """At a step, from 0."""
         rise = (step + 1) / max(1, math.ceil(self.training.sparsity_warm_up * self.steps))
         return (self.training.sparsity_weight or 0.0) * min(1.0, rise)
 
@@ -66,9 +66,9 @@ class StepReport:
     With several processes each reports its part, and the parts sum to the batch's measures.
 
     Args:
-        step: the step's number, from 1.
+        step: from 1.
         rows: B.
-        loss: the batch's loss, penalty and proximal terms included.
+        loss: penalty and proximal terms included.
         squared_error: mean over rows of `||y_hat - y||^2`.
         l0: mean number of non-zero codes.
     """

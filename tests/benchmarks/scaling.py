@@ -28,8 +28,8 @@ from peak import peak_of
 from rich.console import Console
 
 from saecli.base import launcher, processes
-from saecli.base.tables import table
 from saecli.sae.activations import TopK
+from saecli.show.tables import table
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter

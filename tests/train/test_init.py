@@ -40,7 +40,7 @@ def test_on_normalised_rows_the_start_has_the_codes_it_has_on_raw_ones_up_to_one
     rows = torch.from_numpy(30 * some_rows(500)).double() * torch.linspace(0.5, 2, 8)
     normalisation = fit_normalisation(normalize, Spread.measured([rows.numpy()], 8), torch.float64)
     sample = normalisation(rows)
-    begun = Start("sae", fingerprint(sae), sae).initial(sae.activation, sample, normalisation, ())
+    begun = Start("sae", fingerprint(sae), sae).initial(sae.activation, sample, normalisation)
     z, codes = sae.encode(rows), begun.encode(sample)
     factor = (codes.norm() / z.norm()).item()
     torch.testing.assert_close(codes, factor * z)

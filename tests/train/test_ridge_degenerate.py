@@ -10,7 +10,7 @@ from ridge_problems import NOTHING, WEIGHTS, least_squares, press, problem, solv
 
 from saecli.base.errors import TrainingError
 from saecli.train.ridge import TOLERANCE, HeldRows, choose_alpha, iterative, solve
-from saecli.train.ridge.cholesky import Cholesky
+from saecli.train.ridge.system import Cholesky
 
 both = pytest.mark.parametrize("kind", ["sums", "held rows"])
 

@@ -36,7 +36,7 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
     from ...extract.extraction import extract
-    from ...show.listing import stored_tables
+    from ...show.tables import stored_tables
     from ...store.opening import stored
 
     session = start(ctx, json)

@@ -16,7 +16,7 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
 
     Example: sae list --check
     """
-    from ...show.listing import listing_tables
+    from ...show.tables import listing_tables
     from ...store.opening import first_of, list_home
 
     session = start(ctx, json)

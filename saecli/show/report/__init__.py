@@ -26,6 +26,7 @@ from ...measure.hook_points import places_document
 from ...measure.latents import CoFiring, Examples, at_random, neighbours, survey
 from ...measure.measured import COLUMNS, Measured, RowsLike, held_out, in_blocks, measured
 from ...sae.library import SAELike
+from ...store.split import Which
 from ...train.files import read_metrics
 from .details import Details, Readings, Texts, TokenNumbers
 from .overview import neuronpedia_url, overview
@@ -118,7 +119,7 @@ NEIGHBOURS, OUTPUT_TOKENS = 10, 10
 SAMPLES = 15  # texts per latent chosen at random, three for each fifth by strength
 
 
-def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str | None = None, split: str = "all",
+def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str | None = None, split: Which = "all",
            latents: str | Sequence[int] | None = None, top: int | None = None, model: str | None = None,
            examples: int = 12, neuronpedia: str | None = None, device: str = "auto", home: str | Path | None = None,
            progress: bool | Listener = False) -> dict[str, Any]:

@@ -66,10 +66,8 @@ class Model:
 
     Args:
         decades: log10 of alpha over A's mean diagonal.
-        alpha: the alpha.
         slack: I - H_i, (n, L, L).
-        axes: Y_i, (n, L, L).
-        poles: rho_i, (n, L).
+        axes, poles: Y_i, (n, L, L), and rho_i, (n, L).
         squares: products of r_i and of Y_i^+ r_i', one below the other, with themselves, times the row's weight,
             (n, 2 L, 2 L).
     """
@@ -92,7 +90,6 @@ class Model:
 
     @property
     def value(self) -> float:
-        """PRESS at the model's own alpha."""
         return self.press(self.slack.new_tensor([self.alpha])).item()
 
     def minimum(self, reach: float) -> tuple[float, float]:
@@ -109,13 +106,13 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
 
     Args:
         system: normal equations of all rows.
-        terms: the other terms' weights; their alpha is ignored.
+        terms: the other terms; their alpha is ignored.
         z: codes of the sampled rows, (n, F); if n = N, of all rows in the system's order.
         y: their targets, (n, E).
-        last: the alpha of the previous outer iteration, where the search starts; None for a search over all decades.
+        last: where the search starts, such as the last alpha; None for a search over all decades.
 
     Returns:
-        The factorisation, with its `alpha` between 1e-7 and 1e3 times A's mean diagonal: below, the ridge is lost in
+        The factorisation, with `alpha` between 1e-7 and 1e3 times A's mean diagonal: below, the ridge is lost in
         rounding; above, W - T vanishes. By its model, PRESS there is at most a thousandth above the local minimum; a
         hundredth if `last` itself is chosen again.
 
@@ -157,14 +154,8 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
 
 
 def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
-    """The terms with the best alpha for each place alone; all together would have that of the place of largest scale.
-
-    Args:
-        system, z, y: as of `choose_alpha`.
-        terms: of several places, with the best alpha for all together, where each search starts.
-
-    Cost: that of `choose_alpha` for each place.
-    """
+    """The terms with the best alpha for each place alone, searched for from `terms.alpha`, the best for all together,
+    which is that of the place of largest scale. Cost: that of `choose_alpha` for each place."""
     def best(place: Place) -> float:
         alone = replace(terms, columns=place.columns, decay=place.decay, places=())
         return choose_alpha(system, alone, z, y, terms.alpha).alpha
@@ -177,10 +168,7 @@ class Press:
     """The inputs of PRESS that do not depend on alpha.
 
     Args:
-        system: the normal equations.
-        terms: the other terms.
-        z: codes of the sampled rows, (n, F), float64.
-        y: their targets, (n, E), float64.
+        z, y: codes and targets of the sampled rows, (n, F) and (n, E), float64.
         index: their numbers among the system's rows, (n,); None if unknown.
         weight: of each row's error, (n,).
         centre: subtracted from the system's targets, (E,), or with a skip (E + D,).
@@ -217,7 +205,7 @@ class Press:
     def model(self, factorisation: Factorisation, decades: float) -> Model:
         """The model around the alpha of a factorisation, 10^`decades` times A's mean diagonal.
 
-        No decoder is solved for: of `W = M (right + c alpha T0)` only the products with u and psi are needed, which
+        No decoder is solved for: only the products of `W = M (right + c alpha T0)` with u and psi are needed, which
         follow from `psi' M = u'`. c is computed from the mixed columns, and hardly depends on the mixing.
         """
         terms, targets, alpha = self.terms, self.terms.targets, factorisation.alpha
@@ -249,8 +237,7 @@ class Press:
 
 
 def products(left: Tensor, right: Tensor, rows: int) -> Tensor:
-    """The products of the L vectors that each of n rows has on the left, (n L, F), with those on the right, over L,
-    (n, L, L)."""
+    """The products of each row's L vectors on the left, (n L, F), with those on the right, over L, (n, L, L)."""
     left, right = left.reshape(rows, -1, left.shape[-1]), right.reshape(rows, -1, right.shape[-1])
     return left @ right.mT / left.shape[1]
 
@@ -268,7 +255,7 @@ def axes_and_poles(K: Tensor, falling: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def inverse(slack: Tensor) -> Tensor:
-    """The inverses of symmetric matrices, (..., L, L), of which no eigenvalue counts as less than `LEAST_SLACK`."""
+    """The inverses of symmetric matrices, (..., L, L), no eigenvalue counted as less than `LEAST_SLACK`."""
     if slack.shape[-1] == 1:
         return 1 / slack.clamp(min=LEAST_SLACK)
     values, vectors = torch.linalg.eigh(slack)
@@ -283,18 +270,11 @@ def _mixing(columns: int) -> Tensor:
 
 
 def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """A sample of rows that prefers those of large norm, and the weights that make its sums unbiased.
+    """A sample of about `size` rows that prefers those of large norm, which dominate PRESS, and the weights that make
+    its sums unbiased, each (m,); all rows if there are no more.
 
-    A systematic sample, the same on every call: row i is in it with probability
-    `min(1, size (p / n + (1 - p) ||y_i - centre||^2 / sum))`. If norms differ, a few large rows dominate PRESS.
-
-    Args:
-        y: targets, (n, E).
-        centre: their mean, (E,).
-        size: rows wanted.
-
-    Returns:
-        The indices and weights, each (m,): about `size` rows at most; all rows if there are no more than `size`.
+    A systematic sample, the same on every call: of targets y, (n, E), row i is in it with probability `min(1, size (p /
+    n + (1 - p) ||y_i - centre||^2 / sum))`.
     """
     if len(y) <= size:
         return torch.arange(len(y), device=y.device), torch.ones(len(y), dtype=torch.float64, device=y.device)

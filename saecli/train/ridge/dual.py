@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ...sae.codes import Codes
-from .cholesky import Cholesky
-from .system import AllReduce, Factorisation, System
+from .system import AllReduce, Cholesky, Factorisation, System
 
 RESOLUTION = 1e-9  # least ridge over the mean diagonal, since the solution is a difference divided by the ridge
 
@@ -20,13 +19,9 @@ class HeldRows(System):
     """All rows, kept in float64.
 
     With P = I - (1 - sqrt(1 - s)) 11'/N and Z_h = P Z, the codes less a multiple of their mean, `A = Z_h' Z_h`, and
-    with E = diag(decay) + r I Woodbury's identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' r S^-1 Z_h E^-1`, where
-    `S = r I + r Z_h E^-1 Z_h'`. Then `I - H = r P S^-1 P` maps targets to residuals: nothing is subtracted from 1, so
+    with E = diag(decay) + r I Woodbury's identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' r S^-1 Z_h E^-1`, where `S = r I
+    + r Z_h E^-1 Z_h'`. Then `I - H = r P S^-1 P` maps targets to residuals: nothing is subtracted from 1, so
     leave-one-out errors stay precise for any ridge.
-
-    Args:
-        z: the first rows' codes, (N, F); None to start empty.
-        y: their targets, (N, E).
     """
 
     def __init__(self, z: Tensor | None = None, y: Tensor | None = None) -> None:
@@ -72,7 +67,7 @@ class HeldRows(System):
         return self._centre(shrink)[0].square().sum().item() / self.z.shape[1]
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Dual":
-        """Factorise S by Cholesky; 2 N^2 F + N^3 / 3 operations, the first term only once if there is no decay."""
+        """By Cholesky of S; 2 N^2 F + N^3 / 3 operations, the first term only once if there is no decay."""
         lifted, gram = self._centre(shrink)
 
         def build(ridge: float) -> Tensor:
@@ -96,15 +91,7 @@ class HeldRows(System):
 
 
 class Dual(Factorisation):
-    """A Cholesky factor of the N x N matrix S.
-
-    Args:
-        system: the rows.
-        factor: of S.
-        shrink: s.
-        lifted: Z_h, (N, F).
-        decay: (F,).
-    """
+    """A Cholesky factor of the N x N matrix S; `lifted` is Z_h."""
 
     def __init__(self, system: HeldRows, factor: Cholesky, shrink: float, lifted: Tensor, decay: Tensor) -> None:
         super().__init__(system, factor.ridge, factor.raised)
@@ -130,7 +117,7 @@ class Dual(Factorisation):
         return self._factor.condition()
 
     def own(self, index: Tensor) -> "DualRows":
-        """The rows with the given numbers, (m,); 2 N^2 operations each."""
+        """2 N^2 operations for each row."""
         rows, columns = len(self._lifted), torch.arange(len(index), device=index.device)
         units = self._lifted.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
         units[index, columns] += 1  # P's columns
@@ -149,24 +136,16 @@ class Dual(Factorisation):
 
 @dataclass(frozen=True)
 class DualRows:
-    """See `OwnRows`.
-
-    Args:
-        dual: their factorisation.
-        slack: `1 - 1/(N + beta + nu) - psi_i' M psi_i`, (m,), 1 less the leverage.
-        solved: their columns of `S^-1 P`, (N, m).
-    """
+    """See `OwnRows`; `solved` are their columns of `S^-1 P`, (N, m)."""
 
     dual: Dual
     slack: Tensor
     solved: Tensor
 
     def u(self) -> Tensor:
-        """`M psi_i`, (F, m)."""
         return self.dual.lift(self.solved)
 
     def residual(self, centre: Tensor) -> Tensor:
-        """`y_i - centre - psi_i' M sum z (y - centre)'`, (m, E), for a centre of shape (E,)."""
         return self.dual.ridge * (self.solved.T @ self.dual.apart(centre))
 
 

@@ -29,10 +29,8 @@ class Descent:
     """The outcome of an iteration.
 
     Args:
-        residual: of the worst column, in the diagonal's norm, over the right side's norm; computed from the solution,
-            not by the recurrence.
-        iterations: their number.
-        condition: estimate of the preconditioned matrix' condition number.
+        residual: of the worst column, in the diagonal's norm, over the right side's norm; computed from the solution.
+        condition: estimate for the preconditioned matrix.
     """
 
     residual: float
@@ -55,11 +53,6 @@ def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: 
         start: first guess of X, (F, C).
         diagonal: A's, (F,), positive.
         tolerance: of residuals, over the residual of X = 0.
-
-    Returns:
-        X, (F, C), and the outcome.
-
-    Cost: a product per iteration and per restart.
     """
     inverse = 1 / diagonal[:, None]
     size = (right.square() * inverse).sum(0).sqrt()  # (C,)
@@ -115,10 +108,9 @@ class StreamedCodes(System):
     memory; if not, every iteration encodes all rows again.
 
     Args:
-        start: a first guess of the decoder, (F, E), such as the last one, in the codes' precision.
+        start: a first guess of the decoder, (F, E), in the codes' precision.
         again: gives the codes of all blocks once more, as they were given to `add`.
         budget: bytes that the kept codes may take.
-        prefixes: of a nested dictionary; none otherwise.
     """
 
     def __init__(self, start: Tensor, again: Callable[[], Iterator[Codes]], budget: float,
@@ -137,7 +129,6 @@ class StreamedCodes(System):
         self._all_reduce: AllReduce = lambda tensor: tensor
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block of rows: codes (B, F), kept if they fit, and targets (B, E)."""
         if isinstance(codes, DenseCodes):
             codes = codes.compact()
         self.count += len(y)
@@ -163,10 +154,9 @@ class StreamedCodes(System):
         self._pending = []
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """All-reduce the sums, and from now on every product.
+        """The sums, and from now on every product.
 
-        Every process must then solve for the same right sides in the same order, so alpha is chosen on the same sample
-        of rows in each.
+        Every process must then solve for the same right sides in the same order, so alpha is chosen on the same rows.
         """
         self._all_reduce = all_reduce
         streams = self.count.new_tensor([self.streams])
@@ -215,14 +205,7 @@ class StreamedCodes(System):
 
 
 class Iterative(Factorisation):
-    """Nothing is factorised: each solution is an iteration; the decoder's starts from the last decoder.
-
-    Args:
-        system: computes the matrix' products.
-        ridge: r.
-        shrink: s.
-        decay: (F,).
-    """
+    """Nothing is factorised: each solution is an iteration; the decoder's starts from the last decoder."""
 
     def __init__(self, system: StreamedCodes, ridge: float, shrink: float, decay: Tensor) -> None:
         super().__init__(system, ridge, raised=False)
@@ -236,7 +219,6 @@ class Iterative(Factorisation):
         return self._solve(right, None)
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """The same, starting from the system's `start`."""
         return self._solve(self._codes.cross(centre), self._codes.start)
 
     def inverse_diagonal(self) -> Tensor:
@@ -244,11 +226,10 @@ class Iterative(Factorisation):
         return torch.full_like(self._diagonal, math.nan)
 
     def condition(self) -> float:
-        """Estimate from the iterations so far; nan before the first."""
+        """From the iterations so far; nan before the first."""
         return max((descent.condition for descent in self._descents), default=math.nan)
 
     def residual(self) -> float:
-        """The largest residual so far; nan before the first iteration."""
         return max((descent.residual for descent in self._descents), default=math.nan)
 
     def _solve(self, right: Tensor, start: Tensor | None) -> Tensor:

@@ -40,9 +40,8 @@ class Plan:
 
     Args:
         kind: "direct" by the sums over the rows, "dual" by the rows themselves, "iterative" by products with codes.
-        bytes: peak memory; for an iteration without kept codes, the least that it needs.
+        bytes: peak memory; for an iteration without kept codes.
         budget: bytes for the codes that an iteration keeps.
-        prefixes: of a nested dictionary; none otherwise.
     """
 
     kind: str
@@ -51,8 +50,8 @@ class Plan:
     prefixes: Prefixes = ()
 
     def system(self, start: Tensor, again: Callable[[], Iterator[Codes]]) -> System:
-        """Empty normal equations, with the shape and device of the decoder before the step, (F, E); `again` gives the
-        codes of all blocks once more, for an iteration that could not keep them."""
+        """Empty normal equations for a decoder of this shape and device, (F, E); `again` gives the codes of all blocks
+        once more, for an iteration that could not keep them."""
         if self.kind == "direct":
             d_sae, d_out = start.shape
             return Sums(d_sae, d_out, start.device, self.prefixes)
@@ -61,15 +60,12 @@ class Plan:
 
 def plan(rows: int, d_sae: int, d_out: int, memory: float = math.inf, solve: str = "auto",
          prefixes: Prefixes = ()) -> Plan:
-    """The way to solve a decoder step: by a factorisation if it fits, else by iteration.
+    """The way to solve a decoder step within a number of free bytes: by a factorisation if it fits, else by iteration.
 
     Args:
-        rows: N.
-        d_sae: F.
-        d_out: E.
-        memory: free bytes; a plan may need more if none fits.
+        rows, d_sae, d_out: N, F, E.
         solve: "direct" for a factorisation in any case, "iterative" for none, or "auto".
-        prefixes: of a nested dictionary, which is not solved in N dimensions: none otherwise.
+        prefixes: of a nested dictionary, which is not solved in N dimensions.
     """
     if rows < d_sae and not prefixes:
         # Codes, their centred and weighted copies, targets, products of N x N and their factor.
@@ -85,22 +81,20 @@ def plan(rows: int, d_sae: int, d_out: int, memory: float = math.inf, solve: str
 
 @dataclass(frozen=True)
 class DecoderState:
-    """A solved decoder, `W = c T0 + Delta`, and figures on its solution.
+    """A solved decoder, `W = c T0 + Delta`, and figures on its solution; all float64.
 
     Args:
         c: the multiple of the direction; 0 without a direction.
-        Delta: `W - c T0`, (F, E), float64; W itself without a direction.
-        b: bias, (E,), float64.
-        alpha: for which it is optimal.
-        relative_alpha: alpha over the mean diagonal of A.
+        Delta: `W - c T0`, (F, E); W itself without a direction.
+        b: bias, (E,).
         ridge: alpha + mu of the factorisation.
         raised: whether the ridge is larger than asked for, because that did not factorise.
-        condition: estimate of the condition number; see `Factorisation.condition`.
+        condition: see `Factorisation.condition`.
         residual: of the worst column, over its right side; nan if it was not solved by iteration.
         dof: effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for.
-        skip: weights of the affine skip, (D, E), float64; None for none.
+        skip: weights of the affine skip, (D, E); None for none.
         effect: how much the objective would rise without each latent, all others solved for again and c fixed,
-            `||W_i||^2 / M_ii`, (F,), float64, NaN for a solution by iteration; None if not asked for.
+            `||W_i||^2 / M_ii`, (F,), NaN for a solution by iteration; None if not asked for.
         ratios: of each place's alpha to `alpha`.
     """
 
@@ -119,7 +113,7 @@ class DecoderState:
     ratios: tuple[float, ...] = (1.0,)
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
-        """The decoder's weights, (F, E), float64, given its direction, (F, E)."""
+        """The decoder's weights, (F, E), given its direction, (F, E)."""
         return self.Delta if direction is None else torch.add(self.Delta, direction.double(), alpha=self.c)
 
 
@@ -131,15 +125,11 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
         system: the normal equations.
         terms: the other terms.
         factorisation: of the system with these terms; its alpha replaces theirs. None to factorise here.
-        z: codes of a sample of rows, or of all in the system's order, (n, F), to compute the degrees of freedom; None
-            to leave them out.
+        z: codes of a sample of rows, or of all in the system's order, (n, F), for the degrees of freedom; or None.
         effects: whether to compute the effect of each latent.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
     and F^3 for the effects.
-
-    Raises:
-        TrainingError: the codes are not finite, or so far from 0 that their spread is lost in rounding.
     """
     factorisation = factorisation or system.factorise(terms)
     rows, y_bar, E, alpha = system.rows, system.y_bar, terms.d_out, factorisation.alpha
@@ -176,8 +166,7 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
 
 
 class _Solution(NamedTuple):
-    """`M (C + mu W_t)`, (F, E + D), `M T0`, (F, E), None without a direction, figures of the solving, and the diagonal
-    of the M of each column, (F, 1) or (F, E), None if not asked for."""
+    """`M (C + mu W_t)`, (F, E + D), `M T0`, (F, E), figures, and the diagonal of each column's M, (F, 1) or (F, E)."""
 
     W: Tensor
     along: Tensor | None
@@ -187,7 +176,7 @@ class _Solution(NamedTuple):
 
 
 def _solved(factorisation: Factorisation, terms: Terms, effects: bool) -> _Solution:
-    """The solution of all columns; the figures are taken after it, since an iteration estimates them from its steps."""
+    """Of all columns; figures come last, since an iteration estimates them from its steps."""
     system = factorisation.system
     W = factorisation.solve_cross(terms.centre(system.rows, system.y_bar))
     if terms.mu:
@@ -198,7 +187,7 @@ def _solved(factorisation: Factorisation, terms: Terms, effects: bool) -> _Solut
 
 
 def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Solution:
-    """As `_solved`, the columns of each place with its own decay and alpha, by whose ratio `M T0` is multiplied."""
+    """The columns of each place with its own decay and alpha, by whose ratio `M T0` is multiplied."""
     parts = []
     for place in terms.places:
         own = system.factorise(replace(terms, alpha=place.ratio * alpha, decay=place.decay))
@@ -215,8 +204,7 @@ def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Sol
 
 
 def _weighted(columns: Tensor, places: Sequence[Place]) -> Tensor:
-    """Columns, (F, E), times the root of the ratio of their place's alpha: with them `best_multiple` is the best of all
-    places."""
+    """Columns, (F, E), times the root of their place's ratio: with them `best_multiple` is the best of all places."""
     return torch.cat([place.ratio**0.5 * columns[:, place.columns] for place in places], 1) if places else columns
 
 
@@ -229,8 +217,7 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
     gradient.
 
     Args:
-        T0: the direction, (F, E). Columns may be left out of all three arguments, or mixed alike: c is then the best
-            for those.
+        T0: the direction, (F, E). Columns may be left out of all three arguments, or mixed alike.
         untargeted: `M (C + mu W_t)`, (F, E).
         along: `M T0`, (F, E).
         alpha: of M.
@@ -244,18 +231,8 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
 
 
 def effective_dof(factorisation: Factorisation, terms: Terms, z: Tensor) -> float:
-    """The decoder's effective degrees of freedom: the trace of the matrix that maps targets to reconstructions, those
-    of all prefixes.
-
-    `sum_i h_i` over all rows, with c fixed: from 1, the bias alone, to min(N, F + 1), a fit without a ridge.
-
-    Args:
-        factorisation: of the normal equations of all N rows.
-        terms: the other terms.
-        z: codes of all rows, or of a sample to estimate the mean leverage, (n, F).
-
-    Cost: n F^2 operations.
-    """
+    """The trace of the matrix that maps targets to reconstructions, those of all prefixes, estimated from the codes of
+    some rows, (n, F): `sum_i h_i` with c fixed, from 1, the bias alone, to min(N, F + 1). Cost: n F^2 operations."""
     system = factorisation.system
     prefixes, rows = max(1, len(system.prefixes)), system.rows
     most = min(prefixes * rows, len(system.u) + 1)
@@ -268,8 +245,7 @@ def effective_dof(factorisation: Factorisation, terms: Terms, z: Tensor) -> floa
 
 def slack_of(factorisation: Factorisation, terms: Terms, z: Tensor) -> Tensor:
     """`1 - h_i`, (n,), of rows with codes z, (n, F); if n = N, of all rows in the system's order. h_i is the leverage,
-    `1 / (N + beta + nu) + psi_i' (A + diag(decay) + r I)^-1 psi_i` with psi_i = z_i - s z_bar; with prefixes the trace
-    of `choice`'s H_i."""
+    `1 / (N + beta + nu) + psi_i' M psi_i`; with prefixes the trace of `choice`'s H_i."""
     system = factorisation.system
     if len(z) == system.rows:
         own = [factorisation.own(some) for some in torch.arange(len(z), device=z.device).split(PIECE)]
@@ -290,7 +266,6 @@ class _Elimination(NamedTuple):
 
     @classmethod
     def of(cls, P: Tensor, C: Tensor, A_xx: Tensor) -> "_Elimination":
-        """For the solution P = M C_x."""
         K = A_xx - C.T @ P
         K = (K + K.T) / 2
         ridge = RIDGE * max(A_xx.diagonal().mean().item(), torch.finfo(torch.float64).tiny)

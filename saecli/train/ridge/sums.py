@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ...sae.codes import Codes, DenseCodes, Prefixes
-from .cholesky import Cholesky
-from .system import PIECE, AllReduce, Factorisation, System, reduced
+from .system import PIECE, AllReduce, Cholesky, Factorisation, System, reduced
 
 CONSTANT = 2.0**-23  # spread of a latent over its mean below which float32 cannot tell it from none
 RESOLUTION = 1e-13  # least ridge over the mean diagonal: a smaller one is lost in float64's rounding
@@ -25,14 +24,8 @@ class Sums(System):
 
         A = mean_l (Q_l (S - N d d') Q_l + N (Q_l z_bar - u) (Q_l z_bar - u)') + (1 - s) N u u'
 
-    Args:
-        d_sae: F.
-        d_out: E.
-        device: of the sums.
-        prefixes: of a nested dictionary; none otherwise.
-
-    Cost per row: `F^2 + 2 E F` operations for dense codes; `K^2 + 2 E K`, or `2 F K + 2 E K`, for K entries.
-    Memory: 8 F^2 + 8 F E bytes.
+    Cost per row: `F^2 + 2 E F` operations for dense codes; `K^2 + 2 E K`, or `2 F K + 2 E K`, for K entries. Memory: 8
+    F^2 + 8 F E bytes.
     """
 
     def __init__(self, d_sae: int, d_out: int, device: torch.device | str = "cpu", prefixes: Prefixes = ()) -> None:
@@ -111,7 +104,7 @@ class Sums(System):
         return max((self._membership * self._spread + self.count * between).mean().item(), 0.0)
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Direct":
-        """By Cholesky in F dimensions; F^3 / 3 operations and 8 F^2 bytes more."""
+        """By Cholesky; F^3 / 3 operations and 8 F^2 bytes more."""
         masks = self._masks
         updates = [(-self.rows / len(masks), mask * (self.sum_z / self.count)) for mask in masks]
         if self.prefixes:

@@ -9,12 +9,15 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes
 
 AllReduce = Callable[[Tensor], Tensor]  # the sum of all processes' tensors, the same bits in each process
@@ -22,6 +25,7 @@ AllReduce = Callable[[Tensor], Tensor]  # the sum of all processes' tensors, the
 NOT_FINITE = "the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr"
 INFINITE_ALPHA = 1e9  # over A's mean diagonal: W equals T to nine digits, and c would be lost in a difference
 PIECE = 256  # rows of a matrix all-reduced at a time
+RAISES = 15  # attempts to factorise, each with a ridge ten times larger
 
 
 class SkipSums:
@@ -32,15 +36,13 @@ class SkipSums:
         self._sums = torch.zeros(d_skip, d_skip + d_out, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add a block of rows, (B, D), and their targets, (B, E)."""
         self._sums += x.double().T @ torch.cat([x, y], 1).double()
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """All-reduce the sums in place."""
         self._sums.copy_(all_reduce(self._sums))
 
     def blocks(self, rows: float, x_bar: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-        """A_xx, (D, D), and A_xy, (D, E), for N rows of mean `x_bar`, (D,), and a centre of (y, x), (E + D,)."""
+        """A_xx, (D, D), and A_xy, (D, E), about a centre of (y, x), (E + D,)."""
         E = self.d_out
         centred = self._sums - rows * torch.outer(x_bar, torch.cat([centre[E:], centre[:E]]))
         return centred[:, :len(x_bar)], centred[:, len(x_bar):]
@@ -48,13 +50,7 @@ class SkipSums:
 
 @dataclass(frozen=True)
 class Place:
-    """Terms of some of the targets, the columns of a place.
-
-    Args:
-        columns: of the targets.
-        decay: weights of each latent's own `||W_i||^2` there, (F,), at least 0.
-        ratio: of alpha there to `Terms.alpha`, positive.
-    """
+    """Terms of some columns of the targets: own decays, (F,), and the ratio of its alpha to `Terms.alpha`, positive."""
 
     columns: slice
     decay: Tensor
@@ -66,16 +62,12 @@ class Terms:
     """Weights of the quadratic terms, all at least 0 and relative to a sum over all rows, and their targets.
 
     Args:
-        alpha: weight of `||W - T||_F^2`.
-        beta: weight of `||b||^2`.
-        mu: weight of `||W - W_t||_F^2`.
-        nu: weight of `||b - b_t||^2`.
+        alpha, beta, mu, nu, decay: as in the package's docstring; decay is (F,).
         direction: T0, (F, E), whose best multiple is T = c T0; None for T = 0.
         W_t: the decoder before this step, (F, E).
         b_t: its bias, (E,); with a skip (E + D,), zero for its dimensions.
-        decay: weights of each latent's own `||W_i||^2`, (F,).
         joint: whether b is optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W.
-        skip: sums for an affine skip, whose D dimensions are the system's last targets; None for none.
+        skip: sums for an affine skip, whose D dimensions are the system's last targets.
         places: of the targets, if they differ in decay or alpha, all of them; `decay` and `alpha` are then unused.
         columns: the targets for which an alpha is chosen; None for all.
     """
@@ -100,11 +92,10 @@ class Terms:
 
     @property
     def targets(self) -> slice:
-        """The targets for which an alpha is chosen."""
         return self.columns or slice(0, self.d_out)
 
     def rows_fraction(self, rows: float) -> float:
-        """`N / (N + beta + nu)`, the weight of N rows in the bias."""
+        """`N / (N + beta + nu)`."""
         return rows / (rows + self.beta + self.nu)
 
     def shrink(self, rows: float) -> float:
@@ -116,24 +107,19 @@ class Terms:
         return self.rows_fraction(rows) * y_bar + self.nu / (rows + self.beta + self.nu) * self.b_t.double()
 
     def centre(self, rows: float, y_bar: Tensor) -> Tensor:
-        """The bias subtracted from targets before solving for W, (E,): `bare_bias`, or 0 without a joint bias."""
+        """The bias subtracted from targets before solving for W, (E,)."""
         return self.bare_bias(rows, y_bar) if self.joint else torch.zeros_like(y_bar)
 
 
 class System(ABC):
     """Normal equations, collected block by block: `Sums`, `HeldRows` or `StreamedCodes`. Once they are factorised no
-    more rows may be added.
-
-    Args:
-        prefixes: of a nested dictionary; none otherwise.
-    """
+    more rows may be added."""
 
     prefixes: Prefixes = ()
 
     @abstractmethod
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block of rows: codes, (B, F), detached, which may be kept and must not be modified, and targets,
-        (B, E), in the codes' precision."""
+        """Add a block of rows: codes, (B, F), detached, which may be kept, and targets, (B, E), in their precision."""
 
     @abstractmethod
     def reduce(self, all_reduce: AllReduce) -> None:
@@ -161,7 +147,7 @@ class System(ABC):
 
     @property
     def _membership(self) -> Tensor:
-        """The fraction of the prefixes that each latent is in, (F,), not increasing; a scalar 1 without prefixes."""
+        """q, (F,), not increasing; a scalar 1 without prefixes."""
         return self._masks.mean(0) if self.prefixes else self._z_bar.new_ones(())
 
     @property
@@ -185,13 +171,8 @@ class System(ABC):
         """Mean of A's diagonal, at least 0: the scale of ridges."""
 
     def factorise(self, terms: Terms) -> "Factorisation":
-        """Prepare solving with `A + diag(decay) + (alpha + mu) I`.
-
-        Alpha is at most `INFINITE_ALPHA` times A's mean diagonal. If the matrix does not factorise, its ridge is
-        raised.
-
-        Raises:
-            TrainingError: the matrix is not finite, or after rounding no ridge makes it positive definite.
+        """Prepare solving with `A + diag(decay) + (alpha + mu) I`; alpha is at most `INFINITE_ALPHA` times A's mean
+        diagonal. A ridge that does not factorise is raised; TrainingError if none does, or if the matrix is not finite.
         """
         shrink = terms.shrink(self.rows)
         scale = self.scale(shrink)
@@ -208,7 +189,7 @@ class System(ABC):
 
 class OwnRows(Protocol):
     """Leverages and residuals of m of the system's own rows, to full precision: with a small ridge the differences
-    from 1 and from the target would cancel. psi_i = z_i - s z_bar, M the inverse."""
+    from 1 and from the target would cancel."""
 
     @property
     def slack(self) -> Tensor:
@@ -224,12 +205,8 @@ class OwnRows(Protocol):
 class Factorisation(ABC):
     """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`.
 
-    Args:
-        system: the normal equations of A.
-        ridge: of this factorisation.
-        raised: whether a smaller ridge was asked for and did not factorise.
-
     Attributes:
+        raised: whether a smaller ridge was asked for and did not factorise.
         alpha: the part of the ridge that is not mu.
         relative_alpha: alpha over A's mean diagonal.
     """
@@ -245,23 +222,22 @@ class Factorisation(ABC):
         """`(A + diag(decay) + ridge I)^-1 G`, (F, C), for a right side G of that shape."""
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """The solution for the system's `cross`, (F, E), given a centre, (E,)."""
+        """The solution for the system's `cross`, (F, E)."""
         return self.solve(self.system.cross(centre))
 
     def quadratic(self, psi: Tensor) -> Tensor:
-        """`psi_i' (A + diag(decay) + ridge I)^-1 psi_i`, (n,), of rows psi, (n, F)."""
+        """`psi_i' M psi_i`, (n,), of rows psi, (n, F)."""
         return (psi.T * self.solve(psi.T)).sum(0)
 
     def inverse_diagonal(self) -> Tensor:
-        """The diagonal of `(A + diag(decay) + ridge I)^-1`, (F,); F times the cost of `quadratic`."""
+        """The diagonal of M, (F,); F times the cost of `quadratic`."""
         u = self.system.u
         units = (one_hot(some, len(u)).to(u) for some in torch.arange(len(u), device=u.device).split(PIECE))
         return torch.cat([self.quadratic(unit) for unit in units])
 
     @abstractmethod
     def condition(self) -> float:
-        """Estimate of the condition number: of the matrix, in the 1-norm; for an iteration, of the preconditioned
-        matrix."""
+        """Estimate of the condition number: of the matrix, in the 1-norm; of an iteration's preconditioned matrix."""
 
     def residual(self) -> float:
         """The largest residual so far over its right side; nan if solutions are exact to float64's rounding."""
@@ -277,3 +253,64 @@ def reduced(tensors: Iterable[Tensor], all_reduce: AllReduce) -> None:
     for tensor in tensors:
         for piece in tensor.split(PIECE) if tensor.dim() > 1 else [tensor]:
             piece.copy_(all_reduce(piece.contiguous()))
+
+
+class Cholesky:
+    """A symmetric positive definite matrix, (F, F), as `R' R` with R upper triangular, in float64.
+
+    Attributes:
+        ridge: with which it was built.
+        raised: whether a smaller ridge failed.
+    """
+
+    def __init__(self, R: Tensor, ridge: float, raised: bool) -> None:
+        self._R, self.ridge, self.raised = R, ridge, raised
+
+    @classmethod
+    def of(cls, build: Callable[[float], Tensor], ridge: float) -> Self:
+        """Factorise `build(ridge)`, with a larger ridge if that fails; F^3 / 3 operations per attempt.
+
+        Args:
+            build: gives a new matrix, whose lower triangle is read and whose memory the factor takes.
+            ridge: at least 0.
+        """
+        for attempt in range(RAISES):
+            R, info = build(ridge).mT, torch.empty((), dtype=torch.int32)  # column-major, as LAPACK writes it
+            info = info.to(R.device)
+            torch.linalg.cholesky_ex(R, upper=True, out=(R, info))
+            if not info.item() and R.diagonal().isfinite().all():  # a NaN need not fail on every device
+                return cls(R, ridge, attempt > 0)
+            del R
+            if not build(ridge).sum().isfinite():
+                raise TrainingError(NOT_FINITE)
+            ridge *= 10
+        raise TrainingError("the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
+                            f"{ridge / 10:.3g}, since the codes' offset is so large against their spread that "
+                            "float32 sums lose it; normalise the rows, e.g. with --normalize scale")
+
+    def solve(self, right: Tensor) -> Tensor:
+        """2 F^2 operations per column."""
+        return torch.cholesky_solve(right, self._R, upper=True).contiguous()  # products with it are then faster
+
+    def squared_norms(self, right: Tensor) -> Tensor:
+        """`g' (R' R)^-1 g` of each column g of a right side, (F, C): (C,); half the operations of a solution."""
+        return torch.linalg.solve_triangular(self._R.mT, right, upper=False).square().sum(0)
+
+    def condition(self) -> float:
+        """Estimate of the 1-norm condition number (Higham and Tisseur, "A Block Algorithm for Matrix 1-Norm
+        Estimation", 2000), at the cost of solving for a few columns."""
+        return self._norm(lambda columns: self._R.mT @ (self._R @ columns)) * self._norm(self.solve)
+
+    def _norm(self, times: Callable[[Tensor], Tensor]) -> float:
+        """The 1-norm of a symmetric matrix given by its products."""
+        side, device = len(self._R), self._R.device
+        # The norm is invariant under signs; starting from ones, an eigenvector of `HeldRows`' matrix, rounding would
+        # break ties.
+        signs = (1.0 - 2.0 * (np.arange(side) % 2))[:, None]
+
+        def signed(columns: np.ndarray) -> np.ndarray:
+            return signs * times(torch.from_numpy(signs * columns.reshape(side, -1)).to(device)).cpu().numpy()
+
+        operator = LinearOperator((side, side), matvec=signed, rmatvec=signed, matmat=signed, rmatmat=signed,
+                                  dtype=float)
+        return float(onenormest(operator, t=1))  # with t > 1, columns would be drawn at random
