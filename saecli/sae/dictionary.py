@@ -5,13 +5,13 @@
 The encoder does not subtract `b_dec`, so that the decoder step changes no code. `SAE` holds W_dec itself; `Coupled`,
 used in training, derives it from W_enc. To add a kind, subclass `Dictionary` and write its `decoder`. A dictionary is
 
-- a transcoder if its targets y are not its rows x, with or without the affine skip: Dunefsky, Chlenski and Nanda,
-  "Transcoders Find Interpretable LLM Feature Circuits" (2024); Paulo, Shabalin and Belrose, "Transcoders Beat Sparse
-  Autoencoders for Interpretability" (2025);
-- a crosscoder if its rows join several hook points: penalties weigh a latent by the sum of its decoder norms there.
-  Lindsey et al., "Sparse Crosscoders for Cross-Layer Features and Model Diffing" (2024);
-- nested if several prefixes of its latents are each trained to reconstruct the rows: Bussmann, Nabeshima, Karvonen and
-  Nanda, "Learning Multi-Level Features with Matryoshka Sparse Autoencoders" (2025), equation 5.
+- a transcoder if its targets y are not its rows x: Dunefsky, Chlenski and Nanda, "Transcoders Find Interpretable LLM
+  Feature Circuits" (2024); with a skip Paulo, Shabalin and Belrose, "Transcoders Beat Sparse Autoencoders for
+  Interpretability" (2025);
+- a crosscoder if its rows join several hook points: Lindsey et al., "Sparse Crosscoders for Cross-Layer Features and
+  Model Diffing" (2024);
+- nested if prefixes of its latents are each trained to reconstruct: Bussmann, Nabeshima, Karvonen and Nanda, "Learning
+  Multi-Level Features with Matryoshka Sparse Autoencoders" (2025), equation 5.
 
 Shapes: B rows, D = d_in, E = d_out, F = d_sae, L prefixes; one, of all latents, unless nested.
 """
@@ -36,7 +36,7 @@ from .codes import Codes, DenseCodes, Prefixes, SparseCodes, offsets_of
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a batch, or this process' part of it: parts sum to the batch's.
+    """The loss of a batch, or this process' part, which sum to it.
 
     Args:
         value: squared error, averaged over prefixes, plus weighted penalty; mean over rows.
@@ -141,7 +141,7 @@ class Dictionary(Module, ABC):
         return self.LATENT_DIMENSIONS.get(name)
 
     def pre_activations(self, x: Tensor) -> Tensor:
-        """`x @ W_enc + b_enc`, (B, F), of rows x, (B, D)."""
+        """`x @ W_enc + b_enc`, (B, F)."""
         return PreActivations.apply(x, self.W_enc, self.b_enc)
 
     def codes(self, x: Tensor) -> Codes:
@@ -232,11 +232,10 @@ class Dictionary(Module, ABC):
 
 
 class SAE(Dictionary):
-    """A sparse autoencoder, transcoder or crosscoder on raw activations; arguments as of `Dictionary`, and W_dec,
-    (F, E), one dictionary vector per row.
+    """A sparse autoencoder, transcoder or crosscoder on raw activations; as `Dictionary`, with W_dec, (F, E).
 
     Attributes:
-        metadata: its origin, as far as known: the settings of its run, the hook point in its model.
+        metadata: the settings of its run and the hook point in its model, as far as known.
     """
 
     W_dec: Tensor

@@ -81,16 +81,9 @@ class Reconstruction:
     def result(self) -> dict[str, Any]:
         """The measures over all rows so far; ConfigError if there are none.
 
-        Returns:
-            rows: number of rows.
-            mse: mean over rows and dimensions.
-            fvu: fraction of variance unexplained; infinite or NaN if the rows do not vary.
-            explained_variance: `1 - fvu`.
-            cosine: of row and reconstruction, mean over rows; 0 for a row if either is zero.
-            l0: latents that fire, mean over rows.
-            l1: sum of the codes' magnitudes, mean over rows.
-            silent_fraction: of the latents, those that fire on no row; on training rows, dead latents.
-            prefixes: of a nested SAE, for each prefix its number of `latents`, `l0`, and `fvu` by itself.
+        `mse` is a mean over rows and dimensions; `fvu` is infinite or NaN if the rows do not vary; `cosine` is 0 for a
+        row if it or its reconstruction is zero; `l0` and `l1` are means over rows; `silent_fraction` counts latents
+        that fire on no row, on training rows the dead ones; `prefixes`, of a nested SAE, have `latents`, `l0`, `fvu`.
         """
         _demand_rows(self.rows)
         by_prefix = zip(self._prefixes, (self._nested[1] / self.rows).tolist(),
@@ -111,7 +104,7 @@ class Reconstruction:
 def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE,
                    watch: Watch | None = None) -> dict[str, Any]:
     """`Reconstruction.result` over batches of rows, (B, D), for a transcoder with targets, (B, D + E), and over all
-    processes; one pass. `watch` receives the codes of each batch."""
+    processes; `watch` receives the codes of each batch."""
     (found,) = reconstructions([sae], batches, communicator, watch)
     return found
 
@@ -185,14 +178,9 @@ class Firing:
     def result(self) -> dict[str, Any]:
         """The measures over all rows so far; ConfigError if there are none.
 
-        Returns:
-            rows: number of rows.
-            l0: latents that fire, mean over rows.
-            l0_std: its standard deviation over these rows, not an estimate for others.
-            density: `l0 / d_sae`.
-            silent: number of latents that fire on no row.
-            dense: number of latents that fire on more than a fraction `DENSE_FREQUENCY` of the rows.
-            frequency: fraction of rows on which each latent fires.
+        `l0` is a mean over rows, `l0_std` its standard deviation over these rows, not an estimate for others; `density`
+        is `l0 / d_sae`; `silent` counts latents that fire on no row, `dense` those on more than a fraction
+        `DENSE_FREQUENCY`; `frequency` is the fraction of rows on which each latent fires.
         """
         _demand_rows(self.rows)
         fractions = self.l0_histogram.double() / self.rows  # (F + 1,)

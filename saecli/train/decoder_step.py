@@ -70,14 +70,11 @@ class Observed:
     """A pass over the rows of all processes.
 
     Args:
-        system: the normal equations.
         rows: N.
-        z: codes of the sampled rows, (n, F); of all rows if there are fewer than `SAMPLED_ROWS`. If rank 0 solves, the
-            others have only their own.
-        y: the targets of those rows, (n, E).
+        z, y: codes, (n, F), and targets, (n, E), of the sampled rows; of all if there are fewer than `SAMPLED_ROWS`. If
+            rank 0 solves, the others have only their own.
         norm_weights: the penalty's weight of each decoder norm, a sum over rows, (F,), float64.
         fired: the latents that fired on any row, a mask, (F,).
-        skip: sums for the affine skip; None for none.
     """
 
     system: System
@@ -186,11 +183,9 @@ def penalty_places(W_dec: Tensor, weights: Tensor, size: float, places: Sequence
     decoder.
 
     `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so a step that lowers the right side lowers the left: encoder and
-    decoder step then descend on one objective. A decoder step without the penalty would undo the encoder step's gain,
-    and the two together would drive the codes to zero.
+    decoder step then descend on one objective. Without the penalty the two together would drive the codes to zero.
 
     Args:
-        W_dec: the decoder before the step, (F, E).
         weights: the penalty's derivative in each decoder norm, a sum over rows, (F,), float64.
         size: the encoder's norm at the start of training.
         ratios: of each place's alpha to the one for all, (P,).
@@ -295,13 +290,12 @@ def silence(dictionary: Dictionary, norm_weights: Tensor, rows: float) -> bool:
 
 @torch.no_grad()
 def balance(dictionary: Coupled, size: float) -> float | None:
-    """Scale the codes, and the decoder by the inverse, so that encoder and decoder have one norm.
+    """Scale the codes, and the decoder by the inverse, so that encoder and decoder have one norm, and return the
+    factor; None for an activation that cannot be rescaled.
 
     Otherwise a penalty shrinks the codes a little in each encoder step, the decoder step compensates, and after some
     hundred iterations Adam's steps are large compared to the encoder. Under a penalty too strong for any code this
     stops at `LEAST_SIZE` times the encoder's norm at the start, so that biases can silence the codes.
-
-    Returns the codes' factor; None if there is none, as for an activation that cannot be rescaled.
     """
     norm, Delta = dictionary.W_enc.norm().item(), dictionary.Delta
     assert Delta is not None

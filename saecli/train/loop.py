@@ -305,8 +305,8 @@ class Loop:
 
 
 def averages(reports: Sequence[StepReport], variance: Tensor, communicator: Communicator = ALONE) -> dict[str, Any]:
-    """A line of `metrics.jsonl`: means over the rows of consecutive batches, squared errors over `variance`, that of
-    smoothed rows. TrainingError, with the step, if a loss is NaN or infinite."""
+    """A line of `metrics.jsonl`: means over the rows of consecutive batches; `variance` is of smoothed rows.
+    TrainingError, with the step, if a loss is NaN or infinite."""
     parts = torch.stack([torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
                          for report in reports])
     losses, errors, l0s = communicator.all_reduce(parts.double()).cpu().unbind(1)  # all in one copy

@@ -154,14 +154,14 @@ class PamSgd(SolverConfig):
         return self.decoder_first or self.decoder == "free"
 
     def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
-        """The decoder step's memory, solved in the way that takes least, and `beside`."""
+        """The decoder step's memory, solved in the way that takes least, and `other_bytes`."""
         from .ridge import plan
 
         ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
         solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
-        return solving + self.beside(rows, batch_size, d_in, d_sae)
+        return solving + self.other_bytes(rows, batch_size, d_in, d_sae)
 
-    def beside(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
+    def other_bytes(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
         """Bytes besides the decoder step's: the sample on which alpha is chosen, the encoder's weights and optimiser,
         and the window in which inner steps mix rows."""
         from .decoder_step import sampled_bytes

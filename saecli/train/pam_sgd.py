@@ -131,7 +131,7 @@ class PamSgdSolver(Solver):
         self.raised = 0.0  # the largest ridge that a decoder step used instead of a smaller one
         self._size = dictionary.W_enc.norm().item()
         width, batch_size = max(initial.d_in, initial.d_out), math.ceil(task.rows / task.batches)
-        self._memory = task.memory - config.beside(task.rows, batch_size, width, initial.d_sae)
+        self._memory = task.memory - config.other_bytes(task.rows, batch_size, width, initial.d_sae)
 
     @property
     def _residual(self) -> Tensor:

@@ -213,8 +213,8 @@ def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
         raise ConfigError(f"--batch-size must be at least the number of processes, {world_size}, which share every "
                           f"batch, got {plan.training.batch_size}", option="batch_size")
     if plan.training.sparsity == "kl":
-        raise ConfigError("--sparsity kl takes each batch as a whole, since its firing rates are those of one: "
-                          f"expected one process, got {world_size}; run it without torchrun, or use another penalty",
+        raise ConfigError("--sparsity kl needs one process, since firing rates are measured on a whole batch: "
+                          f"got {world_size}; run it without torchrun, or use another penalty",
                           option="sparsity")
 
 
@@ -228,7 +228,7 @@ def doubts_at_start(plan: Plan) -> list[str]:
 
 
 def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
-    """Warnings about measures on held-out rows (on training rows if held-out ones do not vary), without those of
+    """Warnings about measures on held-out rows (on training rows if held-out ones do not vary), without
     `doubts_at_start`."""
     which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
     advice = {"fvu": _for_less_error(plan, overfitted=train["fvu"] <= 1, l0=measures["l0"]),

@@ -89,18 +89,18 @@ def _solved(sae: SAE, observed: Observed) -> DecoderState:
 
 
 def _not_finite() -> RunError:
-    return RunError("the decoder cannot be solved for: expected finite products of codes and rows, got others; look at "
-                    "the SAE and at the rows, one of which has huge numbers")
+    return RunError("the decoder cannot be solved for: expected finite products of codes and rows, got others; look "
+                    "at the SAE and at the rows for huge numbers")
 
 
 def _system(sae: SAE, rows: RowSource) -> System:
     """Empty normal equations that fit in memory."""
     device, d_sae, skipped = sae.W_enc.device, sae.d_sae, 0 if sae.W_skip is None else sae.d_in
-    beside = sampled_bytes(rows.rows, sae.d_out + skipped, d_sae) + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
+    other = sampled_bytes(rows.rows, sae.d_out + skipped, d_sae) + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
     free = free_memory(device)
-    chosen = plan(rows.rows, d_sae, sae.d_out + skipped, free - beside, prefixes=sae.prefixes)
-    if chosen.bytes + beside > free:
-        raise MachineError(f"refitting {d_sae:,} latents needs {(chosen.bytes + beside) / 2**30:.1f} GiB of memory, "
+    chosen = plan(rows.rows, d_sae, sae.d_out + skipped, free - other, prefixes=sae.prefixes)
+    if chosen.bytes + other > free:
+        raise MachineError(f"refitting {d_sae:,} latents needs {(chosen.bytes + other) / 2**30:.1f} GiB of memory, "
                            f"{free / 2**30:.1f} GiB are free; end other programs, or use a machine with more")
 
     def codes_again() -> Iterator[Codes]:

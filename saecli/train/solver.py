@@ -21,7 +21,7 @@ from .smoothing import Smoothing
 from .task import StepReport, Task
 
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
-DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws besides those of steps
+DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws; 0 for steps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
 

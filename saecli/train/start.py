@@ -159,7 +159,7 @@ class Start:
             raise ConfigError(f"--init {self.name} is a transcoder: expected the store of what it predicts, got "
                               "none; name it with --target", option="init")
         if d_sae not in (None, sae.d_sae):
-            raise ConfigError(f"--d-sae must be that of --init {self.name}, {sae.d_sae}, got {d_sae}; leave it out",
+            raise ConfigError(f"--d-sae must be {sae.d_sae}, as in --init {self.name}, got {d_sae}; leave it out",
                               option="d_sae")
         if isinstance(activation, JumpRelu) and activation.threshold is not None and self._has_parameters(activation):
             raise ConfigError(f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "

@@ -153,10 +153,7 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
 
 @pytest.mark.parametrize(("words", "said"), [
     (("--prefixes", "8,3"), "--prefixes must be auto, or numbers of latents with commas between, each larger than"),
-    (("--prefixes", "0,3"), "each larger than the one before"),
-    (("--prefixes", "3,x"), "--prefixes must be auto, or numbers"),
-    (("--prefixes", "3,64"), "--prefixes must be at most --d-sae, 20, got 64"),
-])
+    (("--prefixes", "0,3"), "each larger"), (("--prefixes", "3,x"), "--prefixes must be auto, or numbers")])
 def test_prefixes_that_cannot_be_are_refused(sae: CommandLine, words: tuple, said: str):
     make_store(sae.home, "rows", some_rows(300))
     done = sae("train", *QUICK, *words)

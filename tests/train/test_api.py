@@ -33,7 +33,7 @@ def unexplained(sae: saecli.SAE, rows: np.ndarray) -> float:
     {"solver": "sgd", "act": "topk", "k": 4, "tied": True},
     {"act": "jumprelu", "seed": 3, "fraction": 0.5, "revive": False, "inner_steps": 2},
 ], ids=str)
-def test_fitting_a_store_is_sae_train_to_the_bit_and_leaves_no_file_or_word(sae: CommandLine, capsys, options: dict):
+def test_fitting_a_store_is_sae_train_to_the_bit_and_writes_nothing(sae: CommandLine, capsys, options: dict):
     make_store(sae.home, "rows", some_rows(1000))
     before = set(sae.home.rglob("*"))
     store = saecli.open_store("rows", home=sae.home)
@@ -47,7 +47,7 @@ def test_fitting_a_store_is_sae_train_to_the_bit_and_leaves_no_file_or_word(sae:
     assert same(fitted, saecli.load_sae("run", home=sae.home))
 
 
-def test_rows_in_memory_fit_alike_whatever_holds_them_and_the_sae_acts_on_them_as_they_are():
+def test_rows_in_memory_fit_alike_in_any_container_and_dtype():
     rows = np.round(some_rows(600) * 30 + np.arange(8)).astype(np.float32)  # whole, below 256
     kinds = {"tensor": torch.from_numpy(rows), "bfloat16": torch.from_numpy(rows).bfloat16(),
              "whole": rows.astype(np.int16), "wider": rows.astype(np.float64), "list": rows.tolist()}
@@ -80,7 +80,7 @@ def test_rows_chosen_from_a_store_are_all_that_is_trained_on(tmp_path: Path):
     assert not same(whole, every)
 
 
-def test_batches_in_memory_hold_every_row_once_in_an_order_of_the_epochs_own():
+def test_batches_in_memory_hold_every_row_once_shuffled_by_epoch():
     rows = np.arange(50, dtype=np.float32).reshape(25, 2)
     held = ArrayRows(rows)
     epochs = [np.concatenate(list(held.batches(4, seed=0, epoch=epoch))) for epoch in (0, 0, 1)]

@@ -124,7 +124,7 @@ def replace_widths(sae: SAE) -> SAE:
     return SAE(**sae.tensors(), activation=sae.activation)
 
 
-def test_the_decoder_step_majorises_l1_at_each_place_and_is_each_places_own_ridge_regression():
+def test_the_decoder_step_majorises_l1_at_each_hook_point():
     z, y, direction, W_t, b_t = problem(60, 12, 8)
     places, weights = [slice(0, 5), slice(5, 8)], torch.linspace(0, 2, 12).double()
     decay = [place.decay for place in penalty_places(W_t, weights, 1.0, places, (1.0, 1.0))]
@@ -146,7 +146,7 @@ def test_the_decoder_step_majorises_l1_at_each_place_and_is_each_places_own_ridg
                                places)) + 1e-8
 
 
-def test_each_place_has_the_alpha_that_is_best_for_it_alone_whatever_the_scale_of_others():
+def test_each_hook_point_has_its_own_best_alpha():
     z, y, direction, W_t, b_t = problem(60, 12, 8)
     y, direction = y.clone(), direction.clone()
     y[:, 5:] = 1e4 * torch.randn(60, 3, generator=torch.Generator().manual_seed(3)).double()  # nothing to predict

@@ -34,7 +34,7 @@ def published(activation: Activation | None = None) -> SAE:
 
 @pytest.mark.parametrize("normalize", NORMALISATIONS)
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_on_normalised_rows_the_start_has_the_codes_it_has_on_raw_ones_up_to_one_factor(act: str, normalize: str):
+def test_a_start_has_the_codes_of_raw_rows_up_to_one_factor(act: str, normalize: str):
     kind = ACTIVATIONS[act]
     sae = published(kind(k=4) if "k" in kind.__dataclass_fields__ else kind()).copy_to(torch.float64)
     rows = torch.from_numpy(30 * some_rows(500)).double() * torch.linspace(0.5, 2, 8)
@@ -53,7 +53,7 @@ def test_on_normalised_rows_the_start_has_the_codes_it_has_on_raw_ones_up_to_one
 
 @pytest.mark.parametrize("activation", [TopK(k=4), AbsTopK(k=4), Relu(), JumpRelu(), Swish(),
                                         SoftTopK(k=4, temperature=0.3)], ids=lambda value: value.name)
-def test_without_learning_its_error_is_that_of_the_sae_whose_act_and_k_are_the_defaults(sae: CommandLine,
+def test_a_start_that_does_not_learn_has_the_error_of_its_sae(sae: CommandLine,
                                                                                        activation: Activation):
     make_store(sae.home, "rows", 30 * some_rows())
     make_run(sae.home, "old", published(activation))
@@ -112,7 +112,7 @@ def test_another_activation_begins_with_parameters_fitted_to_the_rows(sae: Comma
 
 
 @pytest.mark.slow
-def test_a_target_for_l0_is_held_from_the_first_step_on_and_refused_where_no_thresholds_have_it(sae: CommandLine):
+def test_a_target_l0_is_held_from_the_first_step(sae: CommandLine):
     make_store(sae.home, "rows", 30 * some_rows())
     make_run(sae.home, "old", published(TopK(k=3)))
     words = ("train", "--init", "old", "--solver", "sgd", "--act", "jumprelu", "--steps", "300", "--lr", "3e-3")
@@ -141,7 +141,7 @@ def test_k_of_its_own_yields_to_one_that_is_given_and_prefixes_are_kept(sae: Com
 
 
 @pytest.mark.parametrize("form", ["saelens", "gemma-scope"])
-def test_another_tools_folder_is_recorded_by_its_path_wherever_it_was_named_from(sae: CommandLine, tmp_path: Path,
+def test_another_tools_folder_is_recorded_by_its_absolute_path(sae: CommandLine, tmp_path: Path,
                                                                                  monkeypatch, form: str):
     make_store(sae.home, "rows", 30 * some_rows())
     save(SavedSAE(published(JumpRelu())), form, tmp_path / "theirs")
@@ -181,5 +181,5 @@ def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(sae: 
     assert saecli.fit(some_rows(100), init=mine, act="relu", epochs=1).activation == Relu()
     assert saecli.fit(some_rows(100), init=mine, k=5, epochs=1).activation == TopK(k=5)
     assert saecli.fit(some_rows(100), d_sae=9, epochs=1).activation == Relu()
-    with pytest.raises(saecli.SaeError, match="d_sae must be that of init sae, 20, got 9; leave it out"):
+    with pytest.raises(saecli.SaeError, match="d_sae must be 20, as in init sae, got 9; leave it out"):
         saecli.fit(some_rows(100), init=mine, d_sae=9)

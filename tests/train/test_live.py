@@ -75,7 +75,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("window", [260, 700, 5000])
-def test_every_training_row_comes_once_in_an_order_that_blocks_do_not_change(window: int):
+def test_every_training_row_comes_once_in_an_order_independent_of_blocks(window: int):
     rows, documents = of_documents()
     expected = rows[~is_test(documents)][:2000]
     orders = []
@@ -106,7 +106,7 @@ class InOrder(ArrayRows):
         return self.sequential(batch_size)
 
 
-def test_several_windows_train_bit_for_bit_as_their_rows_stored_in_the_order_in_which_they_come():
+def test_several_windows_train_bit_for_bit_as_stored_rows():
     rows, documents = of_documents(9000)
 
     def opened() -> LiveRows:
@@ -131,7 +131,7 @@ def test_decoder_steps_take_rows_of_the_last_two_windows():
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_text_that_ends_in_a_later_window_is_trained_on_to_its_end_and_told(solver: str):
+def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
     rows, documents = of_documents(9000)
     there = int((~is_test(documents)).sum())
     with LiveRows(source(rows, documents, [900, 5000]), 20_000, 0, 1200, Silent(), windows_of(2500)) as live:
@@ -143,7 +143,7 @@ def test_a_text_that_ends_in_a_later_window_is_trained_on_to_its_end_and_told(so
         f"{there}, or a longer text")
 
 
-def test_test_rows_are_the_first_windows_held_out_rows_or_the_next_ones_and_there_must_be_some():
+def test_test_rows_are_the_first_held_out_rows():
     rows, documents = of_documents()
     with LiveRows(source(rows, documents, [1500]), 1000, 0, 100, Silent()) as live:
         (found,) = live.test_rows.sequential(10_000)
@@ -160,7 +160,7 @@ def test_test_rows_are_the_first_windows_held_out_rows_or_the_next_ones_and_ther
         pass
 
 
-def test_an_error_of_the_model_is_raised_in_training_and_leaving_ends_the_thread():
+def test_an_error_of_the_model_is_raised_and_leaving_ends_the_thread():
     rows, documents = of_documents(9000)
     broken = source(rows, documents, list(range(500, 9000, 500)), error=ModelError("the network failed"))
     with LiveRows(broken, 20_000, 0, 1200, Silent(), windows_of(2500)) as live, \
@@ -195,7 +195,7 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated_on_a_store_of_its_text(sae: CommandLine,
+def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated(sae: CommandLine,
                                                                                              solver: str):
     quick = ("--rows", "1500", "--site", "mlp_out", "--act", "topk", "--k", "4", "--d-sae", "48")
     first = sae(*TRAIN, *quick, "--solver", solver, "--name", "first", "--json").json
@@ -218,7 +218,7 @@ def _unfinished(sae: CommandLine, name: str):
     return sae("train", "--resume", "--name", name)
 
 
-def test_the_papers_decoder_steps_over_all_rows_need_rows_that_stay_in_memory():
+def test_decoder_steps_over_all_rows_need_them_in_memory():
     rows, documents = of_documents(9000)
     with LiveRows(source(rows, documents, [900]), 7500, 0, 1200, Silent(), windows_of(2500)) as live:
         for option in ({"decoder": "free"}, {"decoder_first": True}):
@@ -228,7 +228,7 @@ def test_the_papers_decoder_steps_over_all_rows_need_rows_that_stay_in_memory():
 
 
 @pytest.mark.slow
-def test_a_stopped_training_without_a_store_leaves_nothing_and_does_not_wait(sae: CommandLine, tmp_path: Path):
+def test_a_stopped_training_without_a_store_leaves_nothing(sae: CommandLine, tmp_path: Path):
     text = tmp_path / "long.txt"
     text.write_text("".join(f"Some text, number {number}, of a few words more.\n\n" for number in range(100_000)))
     words = [*TRAIN, "--dataset", text, "--rows", 1_000_000, "--d-sae", 64, "--name", "x"]

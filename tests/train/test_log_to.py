@@ -37,7 +37,7 @@ def run_with(library: str, home: Path, *words: str, **environment: str) -> subpr
 
 
 @pytest.mark.slow
-def test_trackio_has_the_curves_and_settings_of_each_of_several_runs_on_this_machine(sae: CommandLine, tmp_path: Path):
+def test_trackio_has_the_curves_and_settings_of_several_runs(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows(1000))
     done = run_with("trackio", sae.home, "--seed", "0", "--seed", "1", "--json", TRACKIO_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ def test_an_error_within_leaves_the_process_as_it_was():
 @needs_bf16
 @pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free")], ids=str)
 @pytest.mark.parametrize(("activation", "sparsity"), [(Relu(), "l1"), (TopK(k=4), "none")], ids=str)
-def test_gradients_are_those_of_float32_but_for_rounding_and_weights_are_float32(config, activation, sparsity):
+def test_gradients_are_rounded_and_weights_are_float32(config, activation, sparsity):
     x = torch.randn(256, 48, generator=torch.Generator().manual_seed(1))
     exact, rounded = (solver_in(name, config, activation, sparsity) for name in ("float32", "bf16"))
     for solver in (exact, rounded):
@@ -94,7 +94,7 @@ def test_decoder_steps_are_bit_for_bit_those_of_float32():
 
 @needs_bf16
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
-def test_bf16_trains_to_other_bits_and_the_same_error_and_leaves_float32_alone(solver: str):
+def test_bf16_trains_to_the_same_error_and_leaves_float32_alone(solver: str):
     rows = some_rows(2000)
     found = {name: saecli.fit(rows, solver=solver, precision=name, **SMALL) for name in ("float32", "bf16")}
     errors = {name: error(sae(torch.from_numpy(rows)).detach(), torch.from_numpy(rows)) for name, sae in found.items()}
@@ -118,7 +118,7 @@ def test_a_run_keeps_the_precision_that_auto_found(sae: CommandLine, monkeypatch
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_auto_is_bf16_where_the_device_has_it_and_nothing_more_is_asked_for(monkeypatch, supported: bool):
+def test_auto_is_bf16_if_the_device_has_it_and_dtype_is_float32(monkeypatch, supported: bool):
     monkeypatch.setattr(plan, "multiplies_bf16", lambda _: supported)
     small = settled(TrainingConfig(d_sae=8, batch_size=1000), Relu(), 1000, 8)
     assert small.precision == "float32"

@@ -44,7 +44,7 @@ CASES = [
     (("--resume", "--init", "old"), 2, "--init does nothing with --resume"),
     (("--resume",), 1, "there is no unfinished run"),
     (("--resume", "--name", "nowhere"), 1, "there is no run named 'nowhere'"),
-    ((*INIT, "old", "--d-sae", "24"), 2, "--d-sae must be that of --init old, 20"),
+    ((*INIT, "old", "--d-sae", "24"), 2, "--d-sae must be 20, as in --init old"),
     (("--data", "narrow", "--init", "old"), 2, "--init old cannot be trained on these rows: expected rows of 8"),
     ((*INIT, "nowhere"), 1, "there is no run and no folder named 'nowhere'"),
     ((*INIT, "old", "--k", "30"), 2, "--k must be at most --d-sae, 20"),

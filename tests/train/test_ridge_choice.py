@@ -63,7 +63,7 @@ def system_and_terms(z: torch.Tensor, x: torch.Tensor, direction: torch.Tensor |
 @pytest.mark.parametrize("directed", [False, True])
 @pytest.mark.parametrize("data", [
     pytest.param(data, id=name) for name, data in DATA.items()])
-def test_chosen_alpha_is_within_a_hundredth_of_the_best_of_the_full_path(data, directed):
+def test_chosen_alpha_is_within_a_hundredth_of_the_best(data, directed):
     z, x, direction = data()
     system, terms = system_and_terms(z, x, direction if directed else None)
     scale = system.scale(1.0)
@@ -89,16 +89,6 @@ def test_a_search_finds_its_way_to_the_ends_of_the_range(last):
         assert least <= chosen / system.scale(1.0) <= most * 1.01
         if least:
             assert press(system, terms, z, x, chosen) <= 1.001 * press(system, terms, z, x, most * system.scale(1.0))
-
-
-def test_all_terms_take_part_in_the_choice():
-    z, x, direction, W_t, b_t = problem(100, 60, 4, spread=0.5)
-    terms = terms_of((0.0, 3.0, 5.0, 2.0), direction, W_t, b_t, decayed=True)
-    for kind in ("sums", "held rows"):
-        system = system_of(kind, z, x)
-        scores = [press(system, terms, z, x, system.scale(1.0) * 10**decades) for decades in PATH]
-        chosen = choose_alpha(system, terms, z, x, None).alpha
-        assert press(system, terms, z, x, chosen) <= 1.01 * min(scores)
 
 
 @pytest.mark.parametrize("rows", [20, 45, 300])

@@ -32,20 +32,12 @@ def smoothed(x: Tensor, width: float, draws: torch.Generator) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [0.05, 0.5])
-def test_rows_large_and_small_move_by_about_the_width_times_their_distance_from_the_mean(width):
+def test_rows_of_any_norm_move_by_the_width_times_their_distance(width):
     size = torch.logspace(-2, 2, 2000, dtype=torch.float64)[torch.randperm(2000, generator=generator())]
     x = normal(2000, 12) * size[:, None]
     relative = (smoothed(x, width, generator(1)) - x).norm(dim=1) / (x - x.mean(0)).norm(dim=1)
     for part in (size < 0.1, (size > 0.1) & (size < 10), size > 10):
         assert relative[part].square().mean().sqrt().item() == pytest.approx(width, rel=0.15)
-
-
-def test_moves_scale_with_the_rows_and_leave_their_mean_nearly_where_it_was():
-    x = normal(3000, 5) + 2.0
-    moved = smoothed(x, 0.5, generator(1)) - x
-    torch.testing.assert_close(smoothed(9 * x, 0.5, generator(1)) - 9 * x, 9 * moved)
-    torch.testing.assert_close(smoothed(x + 3.0, 0.5, generator(1)) - x - 3.0, moved)
-    assert moved.mean(0).norm() < 0.05 * moved.norm(dim=1).mean()
 
 
 def test_a_row_moves_by_the_width_whatever_else_is_in_its_block():
@@ -59,15 +51,7 @@ def test_a_row_moves_by_the_width_whatever_else_is_in_its_block():
     torch.testing.assert_close(together.T.cov(), moves.T.cov(), atol=0.15 * moves.T.cov().diagonal().mean(), rtol=0)
 
 
-def test_of_two_rows_each_is_the_others_partner():
-    x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    moved = torch.cat([Smoothing(0.5, x)(Batch.of(x), generator(seed)).x for seed in range(20)]).abs()
-    along = 1.0 + 0.5 * math.sqrt(2) * torch.tensor([1.0, -1.0])
-    assert torch.isclose(moved[:, :1], along.abs()).any(1).all()
-    assert len(moved[:, 0].round(decimals=4).unique()) == 2
-
-
-def test_smoothed_rows_vary_as_much_more_as_foretold():
+def test_smoothed_rows_vary_more_by_the_inflation():
     x = normal(4000, 12) * torch.linspace(0.2, 2, 12) + 5.0
     smoothing = Smoothing(0.55, x)
     inflation = (smoothing(Batch.of(x), generator()).x - x.mean(0)).square().sum() / (x - x.mean(0)).square().sum()
@@ -87,7 +71,7 @@ def test_where_there_is_nothing_to_move_along_rows_stay(x):
     assert torch.equal(smoothed(x, 0.0 if len(x) == 50 else 0.5, generator()), x)
 
 
-def test_the_default_width_is_widest_up_to_as_many_rows_as_latents_and_falls_from_there():
+def test_the_default_width_falls_with_rows_beyond_latents():
     assert [default_width(rows, 8, 100) for rows in (1, 100)] == [WIDEST, WIDEST]
     assert default_width(400, 8, 100) == default_width(400, 25, 10) == pytest.approx(WIDEST / 2)
 
@@ -103,7 +87,7 @@ def test_the_fitted_learning_rate_is_that_of_its_formula():
     assert fitted_learning_rate(x, 1) == pytest.approx(expected / 4, rel=0.02)
 
 
-def test_the_fitted_learning_rate_knows_neither_scale_nor_directions_and_falls_where_norms_differ():
+def test_the_fitted_learning_rate_ignores_scale_and_falls_with_spread():
     x = normal(400, 100) * torch.linspace(0.1, 3, 100) ** 12
     rotation, _ = torch.linalg.qr(normal(100, 100, seed=1))
     rate = fitted_learning_rate(x, 8)
@@ -112,12 +96,6 @@ def test_the_fitted_learning_rate_knows_neither_scale_nor_directions_and_falls_w
     assert fitted_learning_rate(x @ rotation, 8) == pytest.approx(rate, rel=1e-3)
     tailed = x * normal(400, 1, seed=2).abs() ** 3
     assert fitted_learning_rate(tailed, 8) < 0.7 * rate
-
-
-def test_the_fitted_learning_rate_of_rows_that_are_zero_is_the_highest_for_their_width():
-    assert fitted_learning_rate(torch.zeros(5, 128), 8) == HIGHEST_RATE
-    assert fitted_learning_rate(torch.zeros(5, 512), 8) == HIGHEST_RATE / 2
-    assert 0 < fitted_learning_rate(torch.cat([torch.zeros(5, 128), torch.ones(1, 128)]), 8) <= HIGHEST_RATE
 
 
 @pytest.mark.parametrize(("batches", "inner"), [(None, 1), (10, MOST_INNER_STEPS), (800, 5), (4000, 1), (90_000, 1)])
@@ -203,7 +181,7 @@ def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
     torch.testing.assert_close(found.norm(dim=1), torch.ones(30))
 
 
-def test_the_least_useful_latents_are_few_fire_and_have_far_less_effect_than_the_median():
+def test_the_least_useful_latents_are_few_and_of_little_effect():
     effect = torch.ones(200)
     effect[:6] = torch.tensor([0.29, 0.31, 0.0, 0.1, 0.05, 0.2])
     fired = torch.ones(200, dtype=torch.bool)

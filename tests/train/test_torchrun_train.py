@@ -103,14 +103,14 @@ def assert_two_come_as_near(sae: CommandLine, *words: str) -> None:
 
 
 @pytest.mark.long
-def test_batchtopk_keeps_k_latents_a_row_by_each_process_own_part_of_a_batch(sae: CommandLine):
+def test_batchtopk_keeps_k_latents_per_row_in_each_ranks_rows(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     assert_two_come_as_near(sae, "--epochs", "2", "--act", "batchtopk", "--k", "3")
     assert all(line["batch_l0"] <= 3 + 1e-9 for line in lines(sae.home, "two") if "batch_l0" in line)
 
 
 @pytest.mark.long
-def test_jumprelu_reaches_its_target_by_each_process_own_part_of_a_batch(sae: CommandLine):
+def test_jumprelu_reaches_its_target_in_each_ranks_rows(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     assert_two_come_as_near(sae, "--steps", "200", "--act", "jumprelu", "--target-l0", "3")
 
@@ -150,7 +150,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("words", "sentence"), [
-    (("--sparsity", "kl", "--act", "relu"), "--sparsity kl takes each batch as a whole"),
+    (("--sparsity", "kl", "--act", "relu"), "--sparsity kl needs one process"),
     (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this machine"),
     (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
     (("--solver", "sgd", "--lr", "1e20"), "the loss became"),

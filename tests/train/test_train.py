@@ -96,7 +96,7 @@ def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_last_checkpoint(sae: CommandLine):
+def test_a_nan_loss_stops_the_run_and_keeps_its_last_checkpoint(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     assert sae("train", "--name", "run", *QUICK).status == 0
     folder = sae.home / "runs" / "run"
@@ -215,7 +215,7 @@ def test_where_a_batch_is_what_needs_the_memory_it_is_named(sae: CommandLine, mo
     assert "GiB of memory, " in said[-1] and said[-1].endswith("are free; lower it\n")
 
 
-def test_a_store_is_read_while_this_process_holds_its_shards_open_under_hdf5s_own_lock(sae: CommandLine):
+def test_a_store_is_read_while_hdf5_locks_its_shards(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
     (shard,) = (sae.home / "activations" / "rows" / "shards").glob("*.h5")
     with h5py.File(shard, "r"):

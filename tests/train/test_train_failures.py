@@ -64,7 +64,7 @@ def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae: Comman
                          ids=" ".join)
 @pytest.mark.parametrize("solver", [("sgd", "--lr", "1e3"), ("pam-sgd", "--lr", "1e4", "--batch-size", "8")],
                          ids=" ".join)
-def test_a_run_that_diverges_without_overflow_ends_with_1_and_leaves_no_folder(sae: CommandLine, solver: tuple,
+def test_a_run_that_diverges_without_overflow_leaves_no_folder(sae: CommandLine, solver: tuple,
                                                                                act: tuple):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae("train", "--d-sae", "24", "--epochs", "3", "--solver", *solver, "--act", *act)
@@ -76,7 +76,7 @@ def test_a_run_that_diverges_without_overflow_ends_with_1_and_leaves_no_folder(s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [8, 900])  # is seen over some steps, or at the epoch's end alone
-def test_a_run_that_diverges_keeps_the_checkpoint_from_before_which_eval_takes_and_resume_goes_on_from(
+def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
         sae: CommandLine, batch_size: int):
     make_store(sae.home, "rows", some_rows(1000))
     words = ("--solver", "sgd", "--epochs", "2", "--batch-size", batch_size, "--d-sae", "24", "--lr", "0.001")
@@ -99,7 +99,7 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before_which_eval_takes_a
 
 
 @pytest.mark.slow
-def test_rows_far_from_0_that_are_not_centred_start_above_1_and_do_not_count_as_diverged(sae: CommandLine):
+def test_uncentred_rows_start_above_an_fvu_of_1_without_diverging(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
     done = sae("train", "--solver", "sgd", "--normalize", "none", "--lr", "0.01", "--batch-size", "8", *QUICK[:2],
                "--epochs", "1")
@@ -182,7 +182,7 @@ def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: Comman
 
 @pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["scale", "standardize"])
-def test_rows_all_but_zero_get_a_sentence_that_says_so_and_nearly_so_small_ones_train(sae: CommandLine, normalize: str):
+def test_subnormal_rows_are_refused_and_small_ones_train(sae: CommandLine, normalize: str):
     rows = some_rows(1000) - np.float32(1.5)
     for name, factor in (("subnormal", 1e-40), ("small", 1e-34), ("plain", 1)):
         make_store(sae.home, name, (rows * np.float64(factor)).astype(np.float32))
@@ -197,7 +197,7 @@ def test_rows_all_but_zero_get_a_sentence_that_says_so_and_nearly_so_small_ones_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.long), 23])
-def test_a_run_killed_at_any_moment_begins_again_under_its_name_or_is_resumed(produce: Producer, step: int):
+def test_a_run_killed_at_any_moment_begins_anew_or_is_resumed(produce: Producer, step: int):
     """Killed before every opening, renaming, removing and flushing of a file: the same command begins a run that has no
     checkpoint anew, and `--resume` goes on with one that is known; both end as one that was never killed."""
     words = ["train", "--data", "rows", "--d-sae", "12", "--epochs", "2", "--batch-size", "64", "--name"]
@@ -232,7 +232,7 @@ def test_a_run_killed_at_any_moment_begins_again_under_its_name_or_is_resumed(pr
 
 
 @pytest.mark.slow
-def test_a_finished_run_without_its_checkpoint_is_not_taken_for_one_that_was_killed(sae: CommandLine):
+def test_a_finished_run_without_its_checkpoint_is_not_overwritten(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
     assert sae("train", "--name", "run", *QUICK).status == 0
     (sae.home / "runs" / "run" / "checkpoint.safetensors").unlink()

@@ -37,7 +37,7 @@ def home(sae: CommandLine) -> Path:
         ("pam-sgd", "--fraction", "0.01", "--skip")])], ids=str)
 @pytest.mark.parametrize("act", ["topk", *(pytest.param(one, marks=pytest.mark.slow) for one in ACTIVATIONS
                                            if one != "topk")])
-def test_every_solver_and_activation_leaves_a_transcoder_that_eval_agrees_with(sae, home, solver, act):
+def test_every_solver_and_activation_trains_a_transcoder_as_eval_says(sae, home, solver, act):
     k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
     done = sae("train", "--data", "x", "--target", "y", "--solver", *solver, "--act", act, *k, *QUICK)
     assert done.status == 0, done.err
@@ -83,7 +83,7 @@ def test_sparsity_report_and_list_take_a_transcoder(sae, home, tmp_path):
     assert sae("list").status == 0 and "run" in sae("list").out
 
 
-def test_arrays_in_memory_are_fitted_and_measured_with_their_targets_beside_them():
+def test_arrays_are_fitted_and_measured_with_their_targets():
     x = some_rows(1200)
     y = targets_of(x)
     found = saecli.fit(x, target=y, act="topk", k=4, d_sae=24, epochs=2, batch_size=64)
@@ -112,7 +112,7 @@ def test_smoothing_moves_targets_along_with_their_rows():
     torch.testing.assert_close(smoothed.y, smoothed.x @ M, rtol=1e-4, atol=1e-4)
 
 
-def test_a_revived_latent_fires_where_the_regression_grows_along_its_decoder():
+def test_a_revived_latent_is_aimed_along_the_regression():
     B = torch.from_numpy(linear_map(5))
     sae = SAE(torch.ones(8, 4), torch.ones(4), torch.ones(4, 5), torch.zeros(5), Relu()).requires_grad_(True)
     directions = torch.nn.functional.normalize(torch.randn(1, 5, generator=torch.Generator().manual_seed(1)), dim=1)
@@ -123,7 +123,7 @@ def test_a_revived_latent_fires_where_the_regression_grows_along_its_decoder():
     torch.testing.assert_close(sae.W_dec[1].detach(), directions[0] * 5**0.5)
 
 
-def test_the_regression_is_exact_where_targets_are_linear_and_damped_where_rows_are_few():
+def test_the_regression_is_exact_if_linear_and_damped_for_few_rows():
     x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x *= 10.0 ** torch.arange(-3, 3)
     noise = torch.randn(400, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -37,7 +37,7 @@ _HELP = {
              f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows and others of `sae extract` (--help-all).",
     "rows": "Training rows, without held-out ones; fewer if the text ends first.",
 }
-# Rows in memory have one precision, and batches of the model leave room for the training beside it.
+# Rows in memory have one precision, and batches of the model leave room for the training.
 FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel=None if name == "model" else PANEL,
                            default=None if name == "model" else one.default, advanced=name != "model")
                    for name, one in options_of(ExtractConfig).items()

@@ -24,10 +24,10 @@ Parameters: TypeAlias = dict[str, "Tensor"]
 class Activation(Config):
     """A configuration that maps pre-activations to codes, with its parameters, gradient and penalties.
 
-    sparsities: penalties it offers, the default first; besides `none` each is a method `penalty_NAME(pre, codes, W_dec,
-        parameters)`, hyphens as underscores, that returns the mean over a batch's rows.
+    sparsities: penalties offered, the default first; each but `none` is a method `penalty_NAME(pre, codes, W_dec,
+        parameters)`, a mean over rows.
     opposites: whether `phi(v) - phi(-v) = v`, so that two latents of opposite directions are linear together.
-    exact_zeros: whether inactive codes are exactly zero, so that L0 measures sparsity.
+    exact_zeros: whether inactive codes are exactly zero.
     of_codes: settings that a trained SAE's codes depend on.
     """
 
@@ -85,8 +85,7 @@ class Activation(Config):
         return self(pre, parameters)
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        """New values of `estimates` after a step with these `training_codes`, at this fraction of all steps; processes
-        average them."""
+        """New values of `estimates` after a step, at this fraction of all steps; processes average them."""
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
@@ -99,7 +98,7 @@ class Activation(Config):
         return codes.map(abs).sums() if sparsity == "l1" else W_dec.new_zeros(len(W_dec))
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        """The parameters with which pre-activations times `factor` > 0 give codes times `factor`, if any."""
+        """The parameters that turn pre-activations times `factor` > 0 into codes times `factor`, if any."""
         return parameters
 
     def expected_l0(self, d_in: int) -> float:
@@ -183,7 +182,7 @@ class TargetsRate(Activation):
         return pull.where((rates > rho) & (rates < 1 - LEAST_RATE), 0.0)
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
-        """A nat of divergence costs a hundredth of a row's mean squared norm."""
+        """A nat costs a hundredth of a row's mean squared norm."""
         return 0.01 * d_in if sparsity == "kl" else super().default_weight(sparsity, d_in)
 
 

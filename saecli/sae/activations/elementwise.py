@@ -226,7 +226,7 @@ class JumpRelu(Thresholded, TargetsRate):
         return parameters | {"aim": parameters["aim"].clamp(max=max(self.target_l0, l0))}
 
     def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """With a target, the threshold at which the rows' L0 is the first aim."""
+        """With a target, the threshold at which L0 is the first aim."""
         if self.target_l0 is None:
             return parameters
         kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
@@ -244,7 +244,6 @@ class JumpRelu(Thresholded, TargetsRate):
         return RELATIVE_BANDWIDTH * thresholds.detach()
 
     def _near(self, pre: Tensor, parameters: Parameters) -> tuple[Codes, Tensor, Tensor]:
-        """Pre-activations that are active or have a gradient, with their thresholds and kernel widths."""
         from .selection import selected
 
         thresholds = self.thresholds(parameters, pre.shape[-1])
@@ -272,8 +271,8 @@ class JumpRelu(Thresholded, TargetsRate):
                 "aim": aim.clamp(max=_aim(self.target_l0, progress, d_sae))}  # which may have begun lower
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
-        """With a target, the thresholds times one factor: rows smoothed by `HELD_OUT_WIDTH` then have the L0 that rows
-        smoothed as in training, whose L0 the controller holds, have without it."""
+        """With a target, the thresholds times the factor that gives rows smoothed by `HELD_OUT_WIDTH` the L0 that the
+        controller held on rows smoothed as in training."""
         import torch
 
         if self.target_l0 is None:
@@ -295,11 +294,11 @@ class JumpRelu(Thresholded, TargetsRate):
         return weights[sparsity] if sparsity in weights else super().default_weight(sparsity, d_in)
 
     def penalty_l0(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """Mean number of active latents, with the thresholds' straight-through gradient."""
+        """Mean number of active latents."""
         return self._l0(pre.detach(), parameters)
 
     def penalty_target_l0(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """`e^2 + 2 m e` of this process' rows, with straight-through gradients of thresholds and pre-activations."""
+        """`e^2 + 2 m e` of this process' rows."""
         assert self.target_l0 is not None  # see `resolved`
         excess = (self._l0(pre, parameters) - parameters["aim"]) / self.target_l0
         return excess.square() + 2 * parameters["multiplier"] * excess

@@ -43,7 +43,7 @@ class _Taken(torch.autograd.Function):
 
 
 def at(pre: Tensor, indices: Tensor) -> Codes:
-    """Codes that keep the pre-activations, (B, F), of some distinct latents of each row, (B, K)."""
+    """Codes of some distinct latents of each row, (B, K)."""
     count = indices.shape[1]
     if count > DENSITY * pre.shape[1]:
         return DenseCodes(torch.zeros_like(pre).scatter(1, indices, pre.gather(1, indices)))
@@ -53,7 +53,7 @@ def at(pre: Tensor, indices: Tensor) -> Codes:
 
 
 def at_entries(pre: Tensor, entries: Tensor) -> Codes:
-    """Codes that keep some entries of the pre-activations, (B, F), by distinct flat indices, (n,)."""
+    """Codes of some entries, by distinct flat indices, (n,)."""
     if len(entries) > DENSITY * pre.numel():
         flat = pre.flatten()
         return DenseCodes(torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries)).view_as(pre))
@@ -78,8 +78,8 @@ def _at_ascending(pre: Tensor, entries: Tensor) -> SparseCodes:
 
 
 class Gate(torch.autograd.Function):
-    """`pre * H(pre - threshold)`, elementwise, with straight-through gradients (see `JumpRelu`) of the threshold and,
-    if `to_pre`, of the pre-activation in the step."""
+    """`pre * H(pre - threshold)`, with straight-through gradients (see `JumpRelu`) of the threshold and, if `to_pre`,
+    of the pre-activation in the step."""
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, threshold: Tensor, width: Tensor | float, to_pre: bool) -> Tensor:

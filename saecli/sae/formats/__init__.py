@@ -1,10 +1,12 @@
 """SAEs in folders, in this tool's own format and in other libraries'; no format runs code from a file.
 
-    common.py  SavedSAE, tables of tensors' names, reading and writing of files, hook points
-    native.py  this tool's own
+    common.py               SavedSAE, tables of tensors' names, reading and writing of files, hook points
+    native.py               this tool's own format
+    saelens.py, sparsify.py, dictionary_learning.py, circuit_tracer.py    libraries' formats
+    gemma_scope.py          Gemma Scope and Gemma Scope 2
+    scopes.py               Llama Scope and Qwen-Scope, which are only read
 
-The other files are one format each; README.md says what each can express. To add one, write
-`saecli/sae/formats/NAME.py` and a line in `FORMATS`.
+README.md says what each can express. To add a format, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -17,16 +19,7 @@ import torch
 from ...base.errors import FormatError
 from ...base.files import folder_appearing_whole, is_free, is_utf8
 from ..activations import ACTIVATIONS, Activation, ReluTopK, TopK
-from . import (
-    circuit_tracer,
-    dictionary_learning,
-    gemma_scope,
-    llama_scope,
-    native,
-    qwen_scope,
-    saelens,
-    sparsify,
-)
+from . import circuit_tracer, dictionary_learning, gemma_scope, native, saelens, scopes, sparsify
 from .common import SavedSAE, in_words, matching
 from .native import load_native, save_native
 
@@ -101,8 +94,8 @@ FORMATS: dict[str, Format] = {  # the first whose files are all present is used:
     "gemma-scope-2": Format((gemma_scope.CONFIG, gemma_scope.TENSORS), gemma_scope.load_gemma_scope_2,
                             gemma_scope.save_gemma_scope_2, gemma_scope.WRITTEN, gemma_scope.WRITTEN, layers="all",
                             check=gemma_scope.read_config_of),
-    "llama-scope": Format((llama_scope.CONFIG, llama_scope.TENSORS), llama_scope.load_llama_scope),
-    "qwen-scope": Format((qwen_scope.TENSORS,), qwen_scope.load_qwen_scope, layers="each"),
+    "llama-scope": Format((scopes.LLAMA_CONFIG, "|".join(scopes.LLAMA_WEIGHTS)), scopes.load_llama_scope),
+    "qwen-scope": Format((scopes.QWEN_WEIGHTS,), scopes.load_qwen_scope, layers="each"),
     "circuit-tracer": Format((circuit_tracer.CONFIG, circuit_tracer.TENSORS), circuit_tracer.load_circuit_tracer,
                              circuit_tracer.save_circuit_tracer, (), circuit_tracer.WRITTEN, one_width=True,
                              layers="each"),

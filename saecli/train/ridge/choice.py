@@ -93,7 +93,7 @@ class Model:
         return self.press(self.slack.new_tensor([self.alpha])).item()
 
     def minimum(self, reach: float) -> tuple[float, float]:
-        """The `decades` of the model's minimum, at most `reach` away, and its value there."""
+        """`decades` of the least model value at most `reach` away, and the value."""
         low, high = max(self.decades - reach, LEAST), min(self.decades + reach, MOST)
         points = np.union1d(np.linspace(low, high, STEPS), self.decades)
         values = self.press(self.slack.new_tensor(self.alpha * 10 ** (points - self.decades))).cpu().numpy()
@@ -154,8 +154,7 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
 
 
 def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
-    """The terms with the best alpha for each place alone, searched for from `terms.alpha`, the best for all together,
-    which is that of the place of largest scale. Cost: that of `choose_alpha` for each place."""
+    """The best alpha for each place alone, searched for from `terms.alpha`, the best for all together."""
     def best(place: Place) -> float:
         alone = replace(terms, columns=place.columns, decay=place.decay, places=())
         return choose_alpha(system, alone, z, y, terms.alpha).alpha
@@ -188,7 +187,7 @@ class Press:
 
     @classmethod
     def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
-        """On a sample of the given rows, (n, F) and (n, E); if n = N, all rows in the system's order."""
+        """On a sample of rows z, (n, F), and y, (n, E); if n = N, of all rows in the system's order."""
         rows, y_bar, targets = system.rows, system.y_bar, terms.targets
         y = y[:, targets]
         most = LEAST_ROWS if system.prefixes else MOST_ROWS
@@ -237,7 +236,7 @@ class Press:
 
 
 def products(left: Tensor, right: Tensor, rows: int) -> Tensor:
-    """The products of each row's L vectors on the left, (n L, F), with those on the right, over L, (n, L, L)."""
+    """Each row's L vectors on the left, (n L, F), times those on the right, over L: (n, L, L)."""
     left, right = left.reshape(rows, -1, left.shape[-1]), right.reshape(rows, -1, right.shape[-1])
     return left @ right.mT / left.shape[1]
 

@@ -94,8 +94,8 @@ def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
     alphas, betas = alphas[:kept], betas[: kept - 1]
     diagonal = 1 / alphas
     diagonal[1:] += betas / alphas[:-1]
-    beside = np.sqrt(betas) / alphas[:-1]
-    values = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
+    off = np.sqrt(betas) / alphas[:-1]
+    values = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(off, 1) + np.diag(off, -1))
     return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
 
 

@@ -50,8 +50,8 @@ class Plan:
     prefixes: Prefixes = ()
 
     def system(self, start: Tensor, again: Callable[[], Iterator[Codes]]) -> System:
-        """Empty normal equations for a decoder of this shape and device, (F, E); `again` gives the codes of all blocks
-        once more, for an iteration that could not keep them."""
+        """Empty normal equations for a decoder like `start`, (F, E); `again` gives the codes of all blocks once more.
+        """
         if self.kind == "direct":
             d_sae, d_out = start.shape
             return Sums(d_sae, d_out, start.device, self.prefixes)
@@ -84,13 +84,12 @@ class DecoderState:
     """A solved decoder, `W = c T0 + Delta`, and figures on its solution; all float64.
 
     Args:
-        c: the multiple of the direction; 0 without a direction.
-        Delta: `W - c T0`, (F, E); W itself without a direction.
-        b: bias, (E,).
-        ridge: alpha + mu of the factorisation.
-        raised: whether the ridge is larger than asked for, because that did not factorise.
-        condition: see `Factorisation.condition`.
-        residual: of the worst column, over its right side; nan if it was not solved by iteration.
+        c: 0 without a direction.
+        Delta: (F, E); W itself without a direction.
+        b: (E,).
+        ridge: alpha + mu.
+        raised: whether a smaller ridge was asked for and did not factorise.
+        residual: of the worst column, over its right side; nan if not solved by iteration.
         dof: effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for.
         skip: weights of the affine skip, (D, E); None for none.
         effect: how much the objective would rise without each latent, all others solved for again and c fixed,
@@ -113,7 +112,7 @@ class DecoderState:
     ratios: tuple[float, ...] = (1.0,)
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
-        """The decoder's weights, (F, E), given its direction, (F, E)."""
+        """(F, E), given the direction, (F, E)."""
         return self.Delta if direction is None else torch.add(self.Delta, direction.double(), alpha=self.c)
 
 
@@ -122,8 +121,6 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
     """The decoder that minimises the package's objective, jointly with c if there is a direction.
 
     Args:
-        system: the normal equations.
-        terms: the other terms.
         factorisation: of the system with these terms; its alpha replaces theirs. None to factorise here.
         z: codes of a sample of rows, or of all in the system's order, (n, F), for the degrees of freedom; or None.
         effects: whether to compute the effect of each latent.
@@ -231,7 +228,7 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
 
 
 def effective_dof(factorisation: Factorisation, terms: Terms, z: Tensor) -> float:
-    """The trace of the matrix that maps targets to reconstructions, those of all prefixes, estimated from the codes of
+    """The trace of the matrix that maps targets to reconstructions, by all prefixes, estimated from the codes of
     some rows, (n, F): `sum_i h_i` with c fixed, from 1, the bias alone, to min(N, F + 1). Cost: n F^2 operations."""
     system = factorisation.system
     prefixes, rows = max(1, len(system.prefixes)), system.rows
@@ -281,7 +278,7 @@ class _Elimination(NamedTuple):
         return torch.cholesky_solve(right if A_xy is None else right + A_xy, self.factor)
 
     def inverse_diagonal(self) -> Tensor:
-        """What the skip adds to the diagonal of M, (F,): that of `P K^-1 P'`."""
+        """The diagonal of `P K^-1 P'`, (F,), which the skip adds to M's."""
         return torch.linalg.solve_triangular(self.factor, self.P.T, upper=False).square().sum(0)
 
     def __call__(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:

@@ -87,7 +87,6 @@ class Terms:
 
     @property
     def d_out(self) -> int:
-        """E, without the dimensions of a skip."""
         return self.skip.d_out if self.skip else len(self.b_t)
 
     @property
@@ -107,7 +106,7 @@ class Terms:
         return self.rows_fraction(rows) * y_bar + self.nu / (rows + self.beta + self.nu) * self.b_t.double()
 
     def centre(self, rows: float, y_bar: Tensor) -> Tensor:
-        """The bias subtracted from targets before solving for W, (E,)."""
+        """Subtracted from targets before solving for W, (E,)."""
         return self.bare_bias(rows, y_bar) if self.joint else torch.zeros_like(y_bar)
 
 
@@ -188,8 +187,8 @@ class System(ABC):
 
 
 class OwnRows(Protocol):
-    """Leverages and residuals of m of the system's own rows, to full precision: with a small ridge the differences
-    from 1 and from the target would cancel."""
+    """m of the system's own rows, to full precision: with a small ridge the differences from 1 and from the target
+    cancel."""
 
     @property
     def slack(self) -> Tensor:
@@ -222,7 +221,6 @@ class Factorisation(ABC):
         """`(A + diag(decay) + ridge I)^-1 G`, (F, C), for a right side G of that shape."""
 
     def solve_cross(self, centre: Tensor) -> Tensor:
-        """The solution for the system's `cross`, (F, E)."""
         return self.solve(self.system.cross(centre))
 
     def quadratic(self, psi: Tensor) -> Tensor:
@@ -249,7 +247,6 @@ class Factorisation(ABC):
 
 
 def reduced(tensors: Iterable[Tensor], all_reduce: AllReduce) -> None:
-    """All-reduce each tensor in place, a matrix `PIECE` rows at a time."""
     for tensor in tensors:
         for piece in tensor.split(PIECE) if tensor.dim() > 1 else [tensor]:
             piece.copy_(all_reduce(piece.contiguous()))
