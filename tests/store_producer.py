@@ -1,10 +1,9 @@
 """A producer of blocks to write to a store, as a process to kill.
 
-Run as a script it reads one JSON object a line, forks a child that writes the store at "path" from where it stands,
-or runs `sae` with the arguments "words" after "imports", and prints how the child ended. The child kills itself at the
-"kill_at"-th thing that it does to a file there (or block that it begins), is killed after "kill_after" seconds, finds
-files limited to "file_bytes", or notes in the folder "cuts" what power cuts would leave of the folder two above the
-store.
+Run as a script it reads one JSON object a line, forks a child, and prints how the child ended. The child writes the
+store at "path" from where it stands, with "ranks" as four ranks do, or runs `sae` with the arguments "words" after
+"imports". It kills itself at the "kill_at"-th thing that it does to a file there (or block that it begins), finds files
+limited to "file_bytes", or notes in the folder "cuts" what power cuts would leave of the folder two above the store.
 """
 
 import contextlib
@@ -12,13 +11,11 @@ import importlib
 import io
 import itertools
 import json
-import math
 import os
 import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +26,7 @@ from storing import make_meta
 from saecli.base.errors import StoreError
 from saecli.cli import main as cli
 from saecli.cli.main import loaded
+from saecli.store.ranks import RankedStore, joining_began, rank_folder, rank_meta
 from saecli.store.writer import StoreWriter
 
 BLOCKS = 60
@@ -59,6 +57,33 @@ def write(path: Path, limit: int | None = None) -> None:
             sys.audit("store_producer.block")
             writer.append(rows, columns, cursor, dropped)
         writer.finish()
+
+
+RANK_META = make_meta(3, shard_rows=7, chunk_rows=4, columns=("document",))
+RANK_ROWS = [45, 23, 0, 31]  # of each rank
+
+
+def write_ranks(path: Path, stop: int | None = None) -> None:
+    """Write a store of four ranks, one after the other, from where it stands; each is interrupted after `stop` blocks.
+
+    A block of a rank is five documents of a row each; a row holds its document's number.
+    """
+    with RankedStore.open(path, RANK_META, world_size=len(RANK_ROWS)) as store:
+        if not store.meta.ranks:
+            store.begin(RANK_ROWS)
+        for rank, limit in enumerate(RANK_ROWS if not joining_began(path) else []):
+            if limit:
+                with StoreWriter.open(rank_folder(path, rank), rank_meta(store.meta), limit=limit) as writer:
+                    number = writer.cursor["block"] if writer.cursor else 0
+                    while not writer.full and (stop is None or number < stop):
+                        documents = rank + len(RANK_ROWS) * (5 * number + np.arange(5))
+                        writer.append(documents[:, None] * np.array([1, 0, 0], np.float32), {"document": documents},
+                                      {"block": number}, {"special": np.ones(2)})
+                        number += 1
+                    if stop is None:
+                        writer.finish()
+        if stop is None and not store.meta.complete:
+            store.join()
 
 
 class Producer:
@@ -103,6 +128,8 @@ def _child(order: dict) -> None:
     try:
         if order.get("words"):
             _command(["sae", "--home", str(Path(order["path"]).parents[1]), *order["words"]])
+        elif order.get("ranks"):
+            write_ranks(Path(order["path"]))
         else:
             write(Path(order["path"]), order.get("limit"))
         if order.get("cuts"):
@@ -134,14 +161,7 @@ def main() -> None:
         if not child:
             _child(order)
             os._exit(0)
-        ended, status = 0, 0
-        deadline = time.monotonic() + order.get("kill_after", math.inf)
-        while not ended and time.monotonic() < deadline:
-            time.sleep(0.0005)
-            ended, status = os.waitpid(child, os.WNOHANG)
-        if not ended:
-            os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
         print(json.dumps({"exit": os.waitstatus_to_exitcode(status)}), flush=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from saecli.store.codec import SparseRows, offsets_of
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
@@ -51,3 +52,17 @@ def stored_contents(path: Path) -> dict[str, Any]:
     assert store.verify() == []
     rows = collect(store.split("all").sequential(64)) if store.rows else np.empty((0, store.d_in), np.float32)
     return {"meta": store.meta.to_json() | {"created": ""}, "rows": rows}
+
+
+def dense(codes: SparseRows, features: int) -> np.ndarray:
+    """True codes as a matrix, float64."""
+    matrix = np.zeros((len(codes), features))
+    matrix[codes.rows, codes.indices] = codes.values
+    return matrix
+
+
+def sparse(matrix: np.ndarray) -> SparseRows:
+    """The non-zero numbers of a matrix."""
+    rows, features = matrix.nonzero()
+    return SparseRows(offsets_of(np.bincount(rows, minlength=len(matrix))), features.astype(np.int32),
+                      matrix[rows, features].astype(np.float32))

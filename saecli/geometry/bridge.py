@@ -97,7 +97,7 @@ class Bridge:
     Args:
         sae: the SAE between them.
         train: training rows in memory, (any number, D).
-        rows_fitted: N, these or those of a stream.
+        rows_fitted: N, in memory or streamed.
         means, kmeans: the cells of the k-means autoencoder, and it as local PCA of rank 0.
         pieces, local_pca: the same of local PCA.
         rank: principal directions in each piece.
@@ -119,8 +119,8 @@ class Bridge:
         Args:
             train: rows to fit on, (N, D), N > 0.
             rank: the SAE's rank on its own cells, K or the mean L0; at most D is used.
-            stream: N rows to fit on instead, with `train` a sample of them; cells are then limited to those of the
-                sample, for local PCA to `SCATTER / D^2`.
+            stream: N rows to fit on instead, with `train` a sample of them; cells are limited by the sample, for
+                local PCA by `SCATTER / D^2`.
 
         Cost: two k-means fits of at most `MINIBATCH_WORK` products; of a stream two passes, N C D each, and N D^2.
         """

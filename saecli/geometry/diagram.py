@@ -3,7 +3,7 @@
     power of x to site i:   pi_i(x) = ||x - mu_i||^2 - alpha_i
     of an encoder:          mu_i = w_i,  alpha_i = ||w_i||^2 + 2 b_i   =>   pi_i(x) = ||x||^2 - 2 (w_i . x + b_i)
 
-so the K largest pre-activations are the K smallest powers, and the cells of a TopK encoder are those of the K-th order
+so the K largest pre-activations are the K smallest powers: the cells of a TopK encoder are the cells of the K-th order
 power diagram of its columns:
 
     R_S = {x : TopK keeps S} = {x : pi_i(x) < pi_j(x) for i in S, j not in S}
@@ -48,7 +48,7 @@ class PowerDiagram:
 
     @classmethod
     def from_encoder(cls, W_enc: Tensor, b_enc: Tensor) -> Self:
-        """The diagram whose K-th order cells are those of the TopK encoder (D, F), (F,), for every K: `mu = W_enc'`,
+        """The diagram whose K-th order cells are the TopK encoder's, (D, F), (F,), for every K: `mu = W_enc'`,
         `alpha_i = ||w_i||^2 + 2 b_i`."""
         centroids = W_enc.double().T
         return cls(centroids, centroids.square().sum(1) + 2 * b_enc.double())
@@ -70,7 +70,7 @@ class PowerDiagram:
 
 @dataclass(frozen=True)
 class KthOrderDiagram:
-    """The K-th order power diagram whose cells are those of an SAE that keeps the K largest; site s belongs to latent
+    """The K-th order power diagram with the cells of an SAE that keeps the K largest; site s belongs to latent
     `s % F`."""
 
     diagram: PowerDiagram

@@ -146,7 +146,7 @@ class ReluTopKCells(Cells):
     """Cells of the K largest clipped at zero.
 
     A row with K positive latents or more lies in a topk cell cut at `v_i = 0` of the latents kept. With fewer, the
-    latents kept are the positive ones, and no swap among the others matters: its cell is that of relu.
+    latents kept are the positive ones, and no swap among the others matters: it lies in a cell of relu.
 
     Args:
         largest: the cells without the clipping.

@@ -1,6 +1,6 @@
 """Tables, pictures and HTML pages, made of the documents that measure and geometry return.
 
-    tables.py    the helper that makes every table; those of stores, training and geometry
+    tables.py    the helper that makes every table; tables of stores, training, geometry
     measures.py  the tables of eval, sparsity, probe, controls, refit and steer
     style.py     the common style of pictures, and saving them
     runs.py      pictures of runs: loss curves, firing, patterns, frontier

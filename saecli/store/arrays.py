@@ -1,7 +1,6 @@
 """Arrays in files: the formats, and the rows of an array as imported.
 
-A format is one function and one line in `ARRAY_FORMATS`. The function lists the arrays of a file by key (the empty key
-if the format holds just one); an array is opened when it is chosen.
+A format is one function, which lists a file's arrays by key ("" for the only one), and one line in `ARRAY_FORMATS`.
 
 Legend: R rows, F features.
 """
@@ -50,7 +49,6 @@ class Array:
     """One array in a file.
 
     Args:
-        dtype: the name of its dtype in NumPy and torch.
         read: index -> the numbers there, in a form that NumPy can convert to float32.
         held: bytes of memory that reading takes in addition to the numbers requested.
         flatten: how files of this format are flattened by default; None if either way may be meant.
@@ -75,8 +73,7 @@ class ArraySource:
             numbered in that order.
         dtype: the stored type that loses least: the array's own if "float16" or "bfloat16", else "float32".
         read: index of rows, as in `Array` -> these rows, with the array's own last dimensions.
-        labels: (rows,) int64, or None.
-        documents: (rows,) int64, or None; rows of one document are trained on or held out together.
+        labels, documents: (rows,) int64, or None.
     """
 
     shape: tuple[int, ...]
@@ -87,12 +84,10 @@ class ArraySource:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return math.prod(self.shape[:-1])
 
     @property
     def features(self) -> int:
-        """Dimensions of a row."""
         return self.shape[-1]
 
     def columns(self, begin: int, end: int) -> dict[str, np.ndarray]:
@@ -144,8 +139,8 @@ UNREADABLE = (
 def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
     """Turn the libraries' exceptions for unreadable files into a FormatError that names the file.
 
-    Their own messages and warnings are dropped: they advise options that this tool does not have, such as running the
-    code in a file. `to_fit` says what to do if the file does not fit in memory.
+    Their own messages, which may advise to run the code in a file, are dropped. `to_fit` says what to do if the file
+    does not fit in memory.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -274,10 +269,7 @@ def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> A
 
 
 def _list_idx(path: Path) -> Arrays:
-    """MNIST's format: two zero bytes, a type, the number of dimensions, each size, the numbers; all big-endian.
-
-    It usually holds images, so each element of the first dimension is a row.
-    """
+    """MNIST's format: two zero bytes, a type, the number of dimensions, each size, the numbers; all big-endian."""
     opened: Callable[..., IO[bytes]] = gzip.open if path.suffix.lower() == ".gz" else open  # type: ignore[assignment]
     with opened(path, "rb") as file:
         head = file.read(4)
@@ -302,7 +294,6 @@ def _list_idx(path: Path) -> Arrays:
 
 
 def list_hdf5(path: Path) -> Arrays:
-    """The datasets and links of a file, by name."""
     reader = _HDF5Reader(path)
     found = reader.ask({})
     return {**{key: partial(reader.describe, key) for key in found["datasets"]},
@@ -341,7 +332,6 @@ class _HDF5Reader:
         weakref.finalize(self, _end, self._process)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer; see `hdf5_process.py`."""
         try:
             self._in.write(json.dumps(request).encode() + b"\n")
             self._in.flush()
@@ -350,7 +340,6 @@ class _HDF5Reader:
         return json.loads(self._out.readline() or self._failed())
 
     def describe(self, key: str) -> Array:
-        """One of the file's datasets."""
         found = self.ask({"key": key})
         if "refused" in found:
             raise _refused_dataset(self._path, key, found["refused"])

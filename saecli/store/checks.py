@@ -21,7 +21,6 @@ THREADS = 4
 
 
 def make_anew(store: Path) -> str:
-    """What to do about a damaged store."""
     return f"remove it with `sae rm {store.name}` and run the command that made it again"
 
 
@@ -90,7 +89,6 @@ def open_shard(path: Path) -> io.FileIO:
 
 
 def found_file(path: Path) -> os.stat_result:
-    """A shard's `stat`; StoreError if it is missing."""
     try:
         return path.stat()
     except FileNotFoundError as error:
@@ -98,12 +96,10 @@ def found_file(path: Path) -> os.stat_result:
 
 
 def unreadable(path: Path, why: str) -> StoreError:
-    """The error for a shard that cannot be read."""
     return StoreError(f"cannot read shard {path}: {why}; {make_anew(path.parents[1])}")
 
 
 def damage(path: Path, what: str, expected: str, got: str) -> StoreError:
-    """The error for a shard whose bytes differ from those recorded."""
     return StoreError(f"shard {path} is damaged: expected {what} {expected}, got {got}; {make_anew(path.parents[1])}")
 
 

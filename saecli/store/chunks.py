@@ -30,22 +30,18 @@ class Chunks:
 
     @property
     def name(self) -> str:
-        """The store's name."""
         return self.path.resolve().name
 
     @property
     def rows(self) -> int:
-        """Rows that can be read."""
         return self.meta.rows
 
     @property
     def d_in(self) -> int:
-        """Dimensions of a row."""
         return self.meta.d_in
 
     @property
     def dtype(self) -> str:
-        """The stored type of the rows."""
         return self.meta.dtype
 
     def demand_shards(self) -> None:
@@ -115,6 +111,5 @@ class Chunks:
         return column
 
     def _within_shard(self, chunk: int) -> tuple[int, int]:
-        """The shard of a chunk, and the chunk's number within it."""
         shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
         return shard, chunk - int(self._chunk_starts[shard])

@@ -18,8 +18,7 @@ class StoredType:
     """A number type on disk.
 
     Args:
-        name: its name in `store.json`.
-        storage: NumPy dtype of the bytes on disk; bfloat16, which NumPy lacks, is kept as its bits in a uint16.
+        storage: NumPy dtype of the bytes on disk; bfloat16 is kept as its bits in a uint16.
         limit: largest float32 that stays finite in this type.
         encode: (float32 array within the limit, storage array to fill), of one shape; rounds to nearest even.
         decode: (storage array, float32 array to fill), of one shape, contiguous and finite.
@@ -131,7 +130,6 @@ class SparseRows:
 
     @property
     def counts(self) -> np.ndarray:
-        """Entries per row, (R,)."""
         return np.diff(self.offsets)
 
     @property
@@ -141,7 +139,6 @@ class SparseRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as stored."""
         return self.offsets.nbytes + self.indices.nbytes + self.values.nbytes
 
     def __getitem__(self, which: slice | np.ndarray) -> "SparseRows":
@@ -157,7 +154,6 @@ class SparseRows:
         return SparseRows(offsets_of(self.counts[kept]), self.indices[of_kept], self.values[of_kept])
 
     def copy(self) -> "SparseRows":
-        """A copy in memory."""
         return SparseRows(self.offsets.copy(), self.indices.copy(), self.values.copy())
 
     def active(self, features: int) -> np.ndarray:
@@ -176,7 +172,6 @@ def offsets_of(counts: np.ndarray) -> np.ndarray:
 
 
 def stacked(parts: Sequence[Any]) -> Any:
-    """One or more parts of a column, or of true codes, concatenated."""
     if not isinstance(parts[0], SparseRows):
         return np.concatenate(parts)
     return SparseRows(offsets_of(np.concatenate([part.counts for part in parts])),

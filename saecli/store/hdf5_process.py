@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 
 FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_LZF}
-SPARE = 256 << 20  # bytes of memory for the library, beside chunks
+SPARE = 256 << 20  # bytes of memory for the library, in addition to chunks
 STATM = Path("/proc/self/statm")
 IN_FILE = "write them into a dataset of this file"
 
@@ -31,7 +31,6 @@ class Refused(Exception):  # noqa: N818 - it is an answer
 
 
 def main() -> None:
-    """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted command ends this process itself
     path = Path(sys.argv[1])
     limit_memory(0)
@@ -145,7 +144,6 @@ def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p
 
 
 def in_words(name: bytes) -> str:
-    """A name from the file, as text."""
     return name.decode(errors="replace")
 
 

@@ -89,16 +89,16 @@ def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
                      max_norm_multiple=config.max_norm_multiple)
 
 
-def check_room(folder: Path, rows: int, meta: StoreMeta, beside: int) -> None:
+def check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
     """Refuse rows that the disk has no room for, before reading any: a header can claim any number.
 
     Args:
-        beside: bytes stored with each row.
+        more: bytes stored per row in addition to the activations.
     """
     if (folder / STORE_MARKER).exists():
         store = ActivationStore.open(folder)
         rows = 0 if store.complete else rows - store.rows
-    needed = rows * (meta.row_bytes + beside)
+    needed = rows * (meta.row_bytes + more)
     free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.exists())).free
     if needed > free:
         raise StoreError(f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
@@ -159,7 +159,6 @@ def _list_arrays(path: Path) -> Arrays:
 
 
 def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = None) -> Array:
-    """The array of a key; without a key, the only array but the `other`."""
     found = [name for name, array in arrays.items() if not isinstance(array, Link)] or list(arrays)
     there = _words(found) or "none"
     if key is not None:
@@ -176,7 +175,6 @@ def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = Non
 
 
 def _words(keys: Iterable[str]) -> str:
-    """At most `NAMED` keys, with control characters escaped."""
     names = [key if key.isprintable() else repr(key) for key in keys if key]
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
 
@@ -192,7 +190,6 @@ def _check_numbers(array: Array, file: str) -> None:
 
 
 def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:
-    """The shape of an `ArraySource`."""
     shape = array.shape
     if len(shape) == 2:
         if flatten:
@@ -230,7 +227,6 @@ def _read_labels(array: Array, name: str, lead: tuple[int, ...]) -> np.ndarray:
 
 
 def _digits() -> ArraySource:
-    """scikit-learn's 1797 handwritten digits of 8x8 pixels, with their labels."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

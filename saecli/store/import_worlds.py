@@ -2,8 +2,8 @@
 
 SAELens' `SyntheticModel.save` (`sae_lens.synthetic`, version 6) writes a folder with `synthetic_model_config.json`,
 `synthetic_model.safetensors` (`feature_vectors` (G, D), `bias` (D,), `firing_probabilities` (G,), and with correlations
-`correlation_factor` (G, R) and `correlation_diag` (G,)) and, with a hierarchy, `hierarchy.json`. Magnitudes are not in
-it: SAELens makes them of the configuration and its seed, as is done here, without importing SAELens.
+`correlation_factor` (G, R) and `correlation_diag` (G,)) and, with a hierarchy, `hierarchy.json`. Magnitudes are made
+from the configuration and its seed.
 
 Shapes: G features, D = d_in, R rank of the correlations.
 """
@@ -106,7 +106,6 @@ def is_world(source: str) -> bool:
 
 
 def refuse_options_of_worlds(source: str, given: Set[str]) -> None:
-    """Refuse options of worlds where an array is imported."""
     if found := sorted((options_of(SyntheticConfig).keys() - options_of(ImportConfig).keys()) & given):
         raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out, or import synthetic",
                           option=found[0])
@@ -118,7 +117,6 @@ def _folder(source: str) -> Path:
 
 
 def _source(source: str, config: SyntheticConfig) -> dict[str, Any]:
-    """The entries of `store.json` that determine the rows."""
     if not is_saved_world(source):
         return {"kind": "world", "file": SYNTHETIC, **config.to_json()}
     hashes = {path.name: file_sha256(path) for path in world_files(source)}
@@ -163,7 +161,6 @@ def is_saved_world(source: str | Path) -> bool:
 
 
 def world_files(source: str | Path) -> list[Path]:
-    """The files of a saved world."""
     path = Path(source)
     folder = path if path.is_dir() else path.parent
     return [folder / name for name in (CONFIG, WEIGHTS, HIERARCHY) if name != HIERARCHY or (folder / name).exists()]
@@ -195,7 +192,6 @@ def read_saelens(source: str | Path, seed: int) -> World:
 
 
 def _weights(path: Path, config: _Config) -> dict[str, np.ndarray]:
-    """The arrays of `synthetic_model.safetensors`, float32; ValueError if one is missing or of another shape."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file  # NumPy has no bfloat16
 

@@ -37,24 +37,20 @@ class JoinedRows:
 
     @property
     def all(self) -> tuple[Rows, ...]:
-        """The inputs, and the target if there is one."""
         return (*self.inputs, self.target) if self.target else self.inputs
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.inputs[0].rows
 
     ready = rows
 
     @property
     def d_in(self) -> int:
-        """Width of the inputs side by side."""
         return sum(self.widths)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The width of each input."""
         return tuple(rows.d_in for rows in self.inputs)
 
     @property
@@ -64,33 +60,26 @@ class JoinedRows:
 
     @property
     def d_target(self) -> int:
-        """Width of the target; 0 without."""
         return self.target.d_in if self.target else 0
 
     @property
     def stores(self) -> "Joined":
-        """The stores that hold the rows."""
         return Joined.of(self)
 
     @property
     def name(self) -> str:
-        """The names of all stores, in words."""
         return self.stores.name
 
     def as_stored(self) -> "JoinedRows":
-        """The same rows, in batches of the storage dtype; see `Rows.as_stored`."""
         return JoinedRows(tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored())
 
     def whole(self) -> "JoinedRows":
-        """All rows of the stores."""
         return JoinedRows(tuple(rows.whole() for rows in self.inputs), self.target and self.target.whole())
 
     def order(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
-        """The numbers of the rows of each of the `batches`; see `Rows.order`."""
         return self.inputs[0].order(batch_size, seed=seed, epoch=epoch)
 
     def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
-        """The numbers of these rows within their stores; see `Rows.numbers`."""
         return self.inputs[0].numbers(batch_size)
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
@@ -120,7 +109,6 @@ def _side_by_side(streams: list[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
 
 
 def in_words(inputs: Sequence[str], target: str | None) -> str:
-    """The names of stores side by side, and of the target if there is one."""
     names = " + ".join(inputs)
     return f"{names} -> {target}" if target else names
 
@@ -134,23 +122,19 @@ class Joined:
 
     @classmethod
     def of(cls, rows: RowSource) -> Self:
-        """The stores of stored rows."""
         return cls(tuple(cast(ActivationStore, one.store) for one in rows.inputs),
                    cast(ActivationStore, rows.target.store) if rows.target else None)
 
     @property
     def all(self) -> tuple[ActivationStore, ...]:
-        """The inputs, and the target if there is one."""
         return (*self.inputs, self.target) if self.target else self.inputs
 
     @property
     def d_in(self) -> int:
-        """Width of the inputs side by side."""
         return sum(store.d_in for store in self.inputs)
 
     @property
     def name(self) -> str:
-        """The names of all, in words."""
         return in_words([store.name for store in self.inputs], self.target.name if self.target else None)
 
     @cached_property
@@ -176,13 +160,12 @@ class Joined:
                 | ({"inputs": inputs} if others and all(inputs) else {}))
 
     def names(self) -> dict[str, Any]:
-        """The entries of a run's document, each a `reference`: `data`, further inputs as `beside`, and `target`."""
+        """The entries of a run's document: `data`, further inputs as `beside`, and `target`."""
         first, *others = (store.reference for store in self.inputs)
         return {"data": first, "data_hash": self.hash, **({"beside": others} if others else {}),
                 **({"target": self.target.reference} if self.target else {})}
 
     def options(self) -> dict[str, Any]:
-        """The options of `sae train` that name the stores."""
         names = {name: value for name, value in self.names().items() if name != "data_hash"}
         beside = names.pop("beside", [])
         return names | ({"data": [names["data"], *beside]} if beside else {})

@@ -4,10 +4,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..base import interrupts
 from ..base.console import Listener, Step, listening
@@ -21,7 +21,6 @@ from .reader import ActivationStore
 from .writer import StoreWriter
 
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
-Kind = Literal["store", "run"]
 
 
 def found_store(home: Home, name: str | None) -> ActivationStore:
@@ -71,7 +70,6 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
 
 
 def first_of(problems: list[str]) -> str:
-    """One sentence for one or more problems."""
     return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
 
 
@@ -130,7 +128,7 @@ def list_home(home: str | Path | None = None, *, check: bool = False,
     Returns:
         home: the folder.
         stores, runs: a list of mappings each; an unreadable one has a `problem`, a sentence.
-        problems: only with `check`, a sentence for each unreadable store and each damaged shard.
+        problems: with `check`, a sentence for each unreadable store and each damaged shard.
     """
     place = Home.at(home)
     stores, runs = _entries(place.stores, _store), _entries(place.runs, _run)
@@ -174,7 +172,6 @@ def _run(shelf: Shelf, name: str) -> dict[str, Any]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files in a folder."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -202,45 +199,13 @@ def _shifted(show: Step, begin: int, name: str, done: float) -> None:
     show(begin + done, name)
 
 
-@dataclass(frozen=True)
-class Removable:
-    """A store or a run, readable or not; `users` are the folders of the runs that were trained on the store."""
-
-    kind: Kind
-    shelf: Shelf
-    path: Path
-    users: tuple[Path, ...]
-
-    def remove(self) -> None:
-        """Remove its files, or a link; SaeError if it is being written or trained on."""
-        path = self.path
-        try:
-            for path in self.users:
-                os.close(lock_folder(path))
-            path = self.path
-            if path.is_symlink():
-                return path.unlink()
-            lock = lock_folder(path)
-            try:
-                (path / self.shelf.marker).unlink(missing_ok=True)  # first: what a kill leaves is no store or run
-                shutil.rmtree(path)
-            finally:
-                os.close(lock)
-        except BlockingIOError as error:
-            why = "another process is writing it" if path == self.path else f"{path.name} is being trained on it"
-            raise self.shelf.error(f"cannot remove {self.path.name}: {why}; wait for it, or stop it") from error
-        except OSError as error:
-            raise self.shelf.error(f"cannot remove {error.filename or path}: {error.strerror or error}; see who owns "
-                                   f"{path}") from error
-
-
-def removable(home: Home, names: Sequence[str], kind: Kind | None = None) -> list[Removable]:
-    """The stores and runs of these names; ConfigError if there is none of a name, or a store and a run have it."""
-    shelves: dict[Kind, Shelf] = {"store": home.stores, "run": home.runs}
+def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
+    """The stores and runs of these names, with `users`, the runs trained on a store; ConfigError if there is none of a
+    name, or a store and a run have it."""
+    shelves = {"store": home.stores, "run": home.runs}
     there = {which: {path.name for path in shelf.path.glob("[!.]*") if path.is_dir()}
              for which, shelf in shelves.items() if kind in (None, which)}
-    runs = {home.runs.path / entry["name"]: entry["data"] for entry in _entries(home.runs, _trained_on)
-            if "problem" not in entry}
+    runs = _entries(home.runs, _trained_on)
     found = []
     for name in dict.fromkeys(names):
         kinds = [which for which, folders in there.items() if name in folders]
@@ -249,11 +214,33 @@ def removable(home: Home, names: Sequence[str], kind: Kind | None = None) -> lis
         if not kinds:
             question = did_you_mean(name, sorted(set().union(*there.values()))) or "`sae list` shows what there is"
             raise ConfigError(f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {question}")
-        users = tuple(run for run, data in runs.items() if kinds[0] == "store" and name in data)
-        found.append(Removable(kinds[0], shelves[kinds[0]], shelves[kinds[0]].path / name, users))
+        path = shelves[kinds[0]].path / name
+        users = [run["name"] for run in runs if kinds[0] == "store" and name in run.get("data", ())]
+        found.append({"kind": kinds[0], "name": name, "path": str(path), "bytes": folder_bytes(path), "users": users})
     return found
 
 
 def _trained_on(shelf: Shelf, name: str) -> dict[str, Any]:
     run = read_run(shelf.path / name / shelf.marker)
     return {"created": run.created, "data": (run.data, *run.beside, run.target)}
+
+
+def remove(home: Home, one: dict[str, Any]) -> None:
+    """Remove one that is `removable`, or a link; SaeError if it is being written or trained on."""
+    path, shelf = Path(one["path"]), home.stores if one["kind"] == "store" else home.runs
+    try:
+        for run in one["users"]:
+            os.close(lock_folder(home.runs.path / run))
+        if path.is_symlink():
+            path.unlink()
+            return
+        lock = lock_folder(path)
+        (path / shelf.marker).unlink(missing_ok=True)  # first: what a kill leaves is no store or run
+        shutil.rmtree(path)
+        os.close(lock)
+    except BlockingIOError as error:
+        raise shelf.error(f"cannot remove {one['name']}: another process is writing it, or training on it; wait for "
+                          "it, or stop it") from error
+    except OSError as error:
+        raise shelf.error(f"cannot remove {error.filename or path}: {error.strerror or error}; see who owns "
+                          f"{path}") from error

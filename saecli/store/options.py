@@ -14,7 +14,7 @@ MAX_NORM_HELP = ("Drop and count rows whose norm exceeds this multiple of the me
 
 @dataclass(frozen=True)
 class ImportConfig(Config):
-    """The options that determine the rows of an import, beside the file."""
+    """The options that determine the rows of an import, in addition to the file."""
 
     panel: ClassVar[str] = "Rows"
 
@@ -40,8 +40,8 @@ class SyntheticConfig(Config):
     which a feature fires only with its parent (4 children each, two thirds of all features in trees, as there), a
     Gaussian copula of rank 25, unit directions made nearly orthogonal, noisy magnitudes (of mean 1 and of a standard
     deviation |N(0.2, 0.1)|, another for each feature), a bias of norm 1. Other than there, trees end two levels below
-    their roots, siblings do not exclude each other, and a feature's Gaussian is uncorrelated with those of its
-    ancestors: so each fires as often as Zipf's law says, and as many as are asked for are active in the mean.
+    their roots, siblings do not exclude each other, and a feature's Gaussian is uncorrelated with its ancestors'. So
+    each fires as often as Zipf's law says, and the mean L0 is the requested one.
 
     Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
     Synthetic Data", 2026, arXiv:2602.14687.

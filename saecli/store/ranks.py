@@ -1,8 +1,7 @@
-"""A store written by several ranks: each writes its own store in `ranks/NNNNN`, and rank 0 joins the complete ones.
+"""A store written by several ranks: each writes its own in `ranks/NNNNN` by a `StoreWriter`, and rank 0 joins them.
 
-Rank 0 locks the store and records how many rows each rank is to store. Each rank then writes its own with a plain
-`StoreWriter`, which resumes and checks it like any other. Joining renames the ranks' shards, rank by rank, and
-then marks the store complete in `store.json`; a killed join resumes with the shards that remain.
+Rank 0 locks the store and records how many rows each rank is to store. Joining renames the ranks' shards and then marks
+the store complete in `store.json`; a killed join resumes with the shards that remain.
 """
 
 import os
@@ -26,7 +25,6 @@ POLL_SECONDS = 0.05
 
 
 def rank_folder(store: Path, rank: int) -> Path:
-    """The folder of a rank's own store."""
     return store / RANKS / f"{rank:05d}"
 
 
@@ -50,7 +48,6 @@ def saved_rows(store: Path) -> int:
 
 
 def wait_for_ranks(store: Path) -> None:
-    """Wait until no rank is writing its store, for at most `WAIT_SECONDS`."""
     until = time.monotonic() + WAIT_SECONDS
     for folder in sorted((store / RANKS).glob("*")):
         while time.monotonic() < until:
@@ -66,16 +63,8 @@ class RankedStore(ClaimedStore):
 
     @classmethod
     def open(cls, path: Path, meta: StoreMeta, *, world_size: int) -> Self:
-        """Begin or resume a store.
-
-        Args:
-            path: the store's folder; created if missing.
-            meta: what it is to hold; see `StoreWriter.open`.
-            world_size: the number of ranks.
-
-        Raises:
-            StoreError: another command is writing it, it holds something else, or another number of processes began it.
-        """
+        """Begin or resume a store; StoreError if another command is writing it, it holds something else, or another
+        number of processes began it."""
         lock, there = claim(path, meta)
         begun = len(there.ranks) or (1 if there.rows else world_size)
         if not there.complete and begun != world_size:
@@ -94,15 +83,7 @@ class RankedStore(ClaimedStore):
             super().__exit__(kind, error, trace)
 
     def begin(self, rows: Sequence[int], median_norm: float | None = None) -> None:
-        """Record how many rows each rank is to store.
-
-        Args:
-            rows: the number of rows, by rank.
-            median_norm: the median norm to drop rows by; see `StoreMeta`.
-
-        Raises:
-            StoreError: there are no rows at all, or `store.json` cannot be written.
-        """
+        """Record the number of rows that each rank is to store, and the median norm to drop rows by."""
         if not any(rows):
             raise no_rows(self.path, {})
         with self._reporting():

@@ -44,12 +44,10 @@ class ActivationStore(Chunks):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the activations as stored."""
         return self.rows * self.meta.row_bytes
 
     @property
     def complete(self) -> bool:
-        """Whether the store was finished."""
         return self.meta.complete
 
     def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0,
@@ -73,7 +71,6 @@ class ActivationStore(Chunks):
         return Rows.chosen(self, Split(which, fraction, seed, test_fraction))
 
     def verify(self, show: Callable[[float], None] = lambda read: None) -> list[str]:
-        """A sentence for each missing or damaged shard; see `find_damage`."""
         return find_damage(self.path, self.meta, show)
 
     def misfits(self) -> list[str]:

@@ -33,7 +33,6 @@ class RowSource(Protocol):
         widths: of several inputs side by side; none for one.
         places: the widths of a crosscoder's hook points: of several inputs that are their own targets.
         inputs, target: the rows of each store; none if nothing stores them.
-        name: of the stores, in words.
         passes: how often the rows can be read: any number of times, or once.
         ready: number of rows that can be read at any time; `sequential` gives these.
         warnings: sentences on rows that were asked for and did not come.
@@ -76,7 +75,7 @@ class RowSource(Protocol):
 
 
 class Rows:
-    """Some of a store's rows, to iterate over as often as needed, each time from one thread.
+    """Some of a store's rows, a `RowSource`; each iteration runs in one thread.
 
     Args:
         counts: (chunks,) number of the split's rows in each chunk.
@@ -110,27 +109,22 @@ class Rows:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return int(self._counts.sum())
 
     @property
     def ready(self) -> int:
-        """All rows."""
         return self.rows
 
     @property
     def d_in(self) -> int:
-        """Dimensions of a row."""
         return self.store.d_in
 
     @property
     def inputs(self) -> "tuple[Rows, ...]":
-        """These rows alone."""
         return (self,)
 
     @property
     def name(self) -> str:
-        """The store's name."""
         return self.store.name
 
     def as_stored(self) -> "Rows":
@@ -138,20 +132,19 @@ class Rows:
         return Rows(self.store, self.split, self._counts, decoded=False)
 
     def whole(self) -> "Rows":
-        """All rows of the store."""
         return Rows.chosen(self.store, Split("all"))
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
                 part: Part = WHOLE, row_bytes: int | None = None) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, read ahead by threads.
 
-        Every row comes exactly once. A batch holds no more pairs of rows of one document than under a uniform shuffle
-        (see `Deal`). The order depends only on the rows, seed, epoch, batch size and window.
+        Every row comes exactly once, in an order that depends only on the rows, seed, epoch, batch size and window; see
+        `Deal`.
 
         Args:
             batch_size: rows per batch; the epoch's last may be short.
-            window_bytes: size of a window as stored. Two are held in memory, or none if the store lies in the page
-                cache, from which rows are then gathered; a store smaller than a window is shuffled uniformly.
+            window_bytes: size of a window as stored, two of which are held in memory; a store smaller than a window is
+                shuffled uniformly.
             part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
             row_bytes: bytes per row of the store whose order to take; by default of this store.
 
@@ -219,7 +212,7 @@ class Rows:
         return self._values(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
 
     def _values(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
-        """Values of these rows in batches; `of_chunk` gives the values of all rows of a chunk."""
+        """Values of these rows in batches, from `of_chunk`'s of all rows of a chunk."""
         waiting = None
         for chunk in np.flatnonzero(self._counts):
             kept = self._kept(int(chunk))
@@ -239,7 +232,7 @@ class Rows:
         return np.flatnonzero(self.split.keeps(self.store.chunk_ids(chunk)))
 
     def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
-        """Whether each of some rows of the store is one of these; None for all. See `Deal`."""
+        """Whether each row of the store is one of these; None for all."""
         return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
 
 

@@ -52,7 +52,7 @@ def rows_per_shard(d_in: int, dtype: str, most: int = MOST) -> int:
 
 
 def hash_request(request: Mapping[str, Any]) -> str:
-    """A hash of all that determines a store's rows, which identifies an identical finished store."""
+    """A hash of all that determines a store's rows."""
     return hashlib.sha256(json.dumps(request, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
@@ -128,14 +128,11 @@ class StoreMeta:
 
     Args:
         source: where the rows come from (model, revision, layer, site, dataset, context, ...), free-form.
-        request_hash: `hash_request` of the request; an interrupted store is resumed only under the same.
         shard_rows: rows in every shard but the last, or the last of each rank.
         chunk_rows: rows in a chunk; 0 for `rows_per_chunk`.
         columns: names, out of `COLUMNS`, of the values stored with each row.
-        max_norm_multiple: rows with a norm above this multiple of `median_norm` are dropped; None for no limit.
         median_norm: the median norm of the first block's finite rows; None until there is a shard.
         dropped, dropped_norms: number and norms of the rows dropped, by reason.
-        norms: of the rows stored; None if some of them are unknown.
         norm_quantiles: fraction -> quantile of the norms, within 0.87%.
         ranks: each rank's rows and shards, where several write the store; see `ranks.py`.
     """
@@ -179,12 +176,10 @@ class StoreMeta:
 
     @property
     def rows(self) -> int:
-        """Rows in the finished shards."""
         return sum(shard.rows for shard in self.shards)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row of activations as stored."""
         return self.d_in * DTYPES[self.dtype].storage.itemsize
 
     @property
@@ -203,7 +198,6 @@ class StoreMeta:
         return {**self.source, **features, **{name: getattr(self, name) for name in names}}
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `store.json`."""
         document = dataclasses.asdict(self)
         for name in ("ranks", "world"):
             if not document[name]:
@@ -244,7 +238,6 @@ class _Demanded:
 
 
 def shard_name(index: int) -> str:
-    """File name of a shard."""
     return f"{index:05d}.h5"
 
 
@@ -261,5 +254,4 @@ def read_meta(store: Path) -> StoreMeta:
 
 
 def write_meta(store: Path, meta: StoreMeta) -> None:
-    """Write a store's `store.json`, atomically."""
     write_json(store / STORE_MARKER, meta.to_json())

@@ -39,8 +39,7 @@ class Layout:
     Args:
         chunk_rows: rows in a chunk; the last may be padded.
         chunks: (chunks,) byte offset of each chunk of activations.
-        columns: byte offset of each column.
-        codes: byte offset, type and length of each dataset of true codes; empty if the store has none.
+        codes: byte offset, type and length of each dataset of true codes.
         checksums: byte offset of the chunks' checksums; 0 where the whole file has been checked.
         end: the file's minimum size in bytes.
         checked: (chunks,) whether a chunk's checksum has been verified.
@@ -71,7 +70,7 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
 
 
 def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
-    """The layout of a shard whose checksum is verified; if they disagree, `store.json` is at fault."""
+    """The layout of a shard whose checksum is verified."""
     try:
         with hdf5_file(path) as file:
             return _checked_layout(file, meta, record, found)
@@ -124,7 +123,6 @@ def _demand_fit(path: Path, meta: StoreMeta, record: ShardRecord) -> None:
 
 
 def _identity(path: Path | int) -> tuple[int, int, int]:
-    """Inode, size and `ctime`: one of them differs if a file has been replaced or changed."""
     there = os.stat(path)
     return there.st_ino, there.st_size, there.st_ctime_ns
 
@@ -191,7 +189,6 @@ def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found
 
 
 def _expect(what: str, said: object, held: object) -> None:
-    """Compare what `store.json` says with what the shard, whose checksum is verified, holds."""
     if said != held:
         raise ValueError(f"expected {what} {held}, got {said}")
 
@@ -209,7 +206,6 @@ class MappedShards:
         self._lock = threading.Lock()
 
     def path(self, shard: int) -> Path:
-        """A shard's file."""
         return self._folder / self._meta.shards[shard].file
 
     def chunk(self, shard: int, chunk: int) -> np.ndarray:

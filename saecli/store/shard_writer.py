@@ -1,8 +1,7 @@
 """Writing one shard.
 
-The HDF5 library never writes to disk here: on a full disk it has been seen to crash the process. It writes its few
-kilobytes of headers, and the columns, into memory; the activations go into the file at the offset that the headers
-give, by plain writes whose failure is an ordinary OSError.
+HDF5 writes its headers and the columns into memory, as on a full disk it can crash the process; the activations go to
+the offset that the headers give by plain writes, whose failure is an OSError.
 
 Legend: R rows, D = d_in.
 """
@@ -55,7 +54,6 @@ class ShardWriter:
         self._file = os.open(self._file_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def append(self, rows: np.ndarray, columns: Mapping[str, Column]) -> None:
-        """Add rows, (R, D) in the storage dtype, with their columns, (R,) each, and true codes."""
         for name, parts in self._columns.items():
             column = columns[name]
             parts.append(column.copy() if isinstance(column, SparseRows) else column.astype(COLUMNS[name]))
@@ -116,7 +114,6 @@ class ShardWriter:
 
 
 def _write(file: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all of the data; one call may write only a part."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, offset)
@@ -176,7 +173,6 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, Column] | None = 
 
 
 def _put(file: h5py.File, name: str, columns: Mapping[str, np.ndarray]) -> h5py.Group:
-    """Write arrays into a new group of a shard."""
     creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
     creation.set_obj_track_times(False)  # equal rows make equal bytes
     group = h5py.Group(h5py.h5g.create(file.id, name.encode(), gcpl=creation))

@@ -1,8 +1,7 @@
-"""Which rows are held out, and which are trained on: decided by a hash of each document, not stored.
+"""Train and test rows, by a hash of each document: a document belongs to a fraction if its hash is below it.
 
-A document belongs to a fraction if its hash is below it. So the held-out rows do not depend on the fraction trained on,
-smaller fractions are subsets of larger ones, and the rows of a document stay together. In a small store a fraction may
-have no document; then it takes the one with the lowest hash.
+So held-out rows do not depend on the fraction trained on, smaller fractions are subsets of larger ones, and the rows of
+a document stay together. A fraction without a document, as in a small store, takes the one with the lowest hash.
 
 Legend: R rows.
 """
@@ -45,18 +44,12 @@ def _hashes(ids: np.ndarray, seed: int, stream: int) -> np.ndarray:
 
 
 def _limit(fraction: float) -> int:
-    """The bound below which a fraction's hashes lie."""
     return round(fraction * 2**53)
 
 
 def _limit_of_lowest(hashes: Iterable[np.ndarray], fraction: float, *, spare_last: bool) -> int:
-    """A bound below which only the lowest hash lies; 0 if the fraction has a document, which ends the search.
-
-    Args:
-        hashes: of the whole store, part by part.
-        fraction: as in `_limit`.
-        spare_last: do not take a store's only document.
-    """
+    """A bound below which only the lowest hash lies; 0 if the fraction has a document, or with `spare_last` if there is
+    only one."""
     lowest, highest = 2**53, -1
     for part in hashes:
         if len(part):
@@ -67,30 +60,21 @@ def _limit_of_lowest(hashes: Iterable[np.ndarray], fraction: float, *, spare_las
 
 
 def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACTION) -> np.ndarray:
-    """Which documents are held out; none in some small stores, where a `Split` takes the lowest hash.
+    """Which documents are held out, (R,) bool; none in some small stores, where a `Split` takes the lowest hash.
 
     Args:
-        ids: (R,) integers: document numbers, or row numbers where a store has no documents.
-        seed: another seed holds out other documents.
-        test_fraction: fraction of the documents held out, in [0, 1].
-
-    Returns:
-        (R,) bool.
+        ids: (R,) integers: document numbers, or row numbers if a store has no documents.
     """
     return _hashes(ids, seed, _TEST_STREAM) < np.uint64(_limit(test_fraction))
 
 
 @dataclass(frozen=True)
 class Split:
-    """A choice of rows.
+    """A choice of rows; see `ActivationStore.split`.
 
     Args:
-        which: "train", "test" (the held-out rows) or "all".
-        fraction: fraction of the training rows to keep, in (0, 1]; unused by "test" and "all".
-        seed: as in `is_test`.
-        test_fraction: as in `is_test`, in [0, 1); at 0 nothing is held out.
         least_test: hashes below this number are held out whatever the fraction; see `fitted`.
-        least_train: likewise for the training rows that are kept.
+        least_train: the same for the training rows that are kept.
     """
 
     which: Which
@@ -110,14 +94,10 @@ class Split:
                               option="test_fraction")
 
     def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
-        """This split of a given store: a fraction without a document takes the one with the lowest hash.
+        """This split of a given store, whose row ids `ids` iterates over: a fraction without a document takes the one
+        with the lowest hash. A store's only document is not held out.
 
-        At least one document is left to train on: a store's only one is not held out.
-
-        Args:
-            ids: returns a new iterator over the ids of all rows, part by part.
-
-        Cost: reads up to the first document in the fraction, so little of a store of many documents.
+        Cost: reads up to the first document in the fraction.
         """
         split = self
         if self.which != "all" and self.test_fraction > 0:
@@ -129,7 +109,7 @@ class Split:
         return split
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
-        """Which rows belong to it, (R,) bool, by their ids, (R,) integers as in `is_test`."""
+        """Whether rows belong to it, (R,) bool, by their ids, (R,) integers."""
         if self.which == "all":
             return np.ones(len(ids), bool)
         held_out = self._held_out(ids)
@@ -145,18 +125,14 @@ class Split:
         return _hashes(ids, self.seed, _TEST_STREAM) < np.uint64(limit)
 
     def empty(self, path: Path, meta: StoreMeta) -> StoreError:
-        """The error that none of a store's rows is chosen."""
         if not meta.rows:
             return StoreError(f"{path} holds no whole shard yet; run the command that makes it again")
-        unit, remedy = (("documents", "make a store of more documents (blank lines separate those of a .txt file)")
+        unit, remedy = (("documents", "make a store of more documents (blank lines separate them in a .txt file)")
                         if "document" in meta.columns else ("rows", "import more rows"))
         return StoreError(f"the {self.which} split of {path} is empty: of its {meta.rows} rows, chosen by a hash of "
                           f"their {unit}, none belongs to it; {remedy}, or use another --split-seed")
 
 
 def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The ascending indices of the rows that begin a window, except the first row.
-
-    A window is a run of rows of one document with ascending positions; both are (R,) integers in stored order.
-    """
+    """The indices of the rows that begin a window, a run of one document's rows with ascending positions; not row 0."""
     return 1 + np.flatnonzero((np.diff(documents) != 0) | (np.diff(positions) <= 0))

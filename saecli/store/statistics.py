@@ -12,8 +12,6 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Norms:
-    """A summary of the norms of some rows."""
-
     rows: int
     mean: float
     max: float
@@ -149,7 +147,6 @@ def norm_fields(statistics: Statistics | None) -> dict[str, Any]:
 
 
 def _bins(norms: np.ndarray) -> np.ndarray:
-    """The bin of each norm, (R,)."""
     with np.errstate(divide="ignore"):
         above = np.floor(BINS_PER_DOUBLING * (np.log2(norms) - LEAST_EXPONENT))
     return np.where(norms > 0, above + 1, 0).astype(np.int64)

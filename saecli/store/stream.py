@@ -1,7 +1,7 @@
 """Streams of rows, in stored order or shuffled, read ahead by threads in constant memory.
 
-A stream is a series of blocks of whole batches, filled by tasks of a small thread pool: reading, gathering and decoding
-are NumPy and PyTorch calls that release the GIL. A few blocks are being filled while one is consumed.
+A stream is a series of blocks of whole batches. A few are being filled by a small thread pool, in NumPy and PyTorch
+calls that release the GIL, while one is consumed.
 
 Legend: B rows of a batch, R rows, U units, D = d_in.
 """
@@ -39,7 +39,6 @@ class Part:
     parts: int = 1
 
     def of(self, count: int) -> tuple[int, int]:
-        """Where this part of `count` items begins and ends."""
         return count * self.number // self.parts, count * (self.number + 1) // self.parts
 
 
@@ -63,7 +62,6 @@ class Permutation:
             rng.integers(sizes[1 - turn % 2], size=sizes[turn % 2]) for turn in range(ROUNDS)]
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        """The images of (R,) int64 numbers below `count`."""
         if self._table is not None:
             return self._table[numbers]
         images = self._network(numbers)
@@ -89,8 +87,7 @@ class Deal:
     a uniform shuffle, however small the window, and the disk is still read in runs.
 
     Args:
-        stored: rows in the store.
-        wanted: number of wanted rows.
+        stored, wanted: rows in the store, and how many are wanted.
         keeps: (R,) ascending row numbers -> (R,) bool, whether each is wanted; None for all.
         window_rows: approximate number of wanted rows in a window, which holds whole units.
         unit_rows: most stored rows in a unit.
@@ -118,7 +115,6 @@ class Deal:
         return rows[order[kept[order]]]
 
     def _order(self, number: int, units: int) -> np.ndarray:
-        """The order in which the rows of a window's units leave it, turn by turn."""
         rng = np.random.default_rng((*self._seed, 1 + number))  # NumPy ignores a trailing 0
         order = rng.permutation(units)
         if self._unit == 1:
@@ -145,17 +141,14 @@ class Source:
 
     @property
     def d_in(self) -> int:
-        """Dimensions of a row."""
         return self.store.d_in
 
     @property
     def stored(self) -> StoredType:
-        """How the rows are stored."""
         return DTYPES[self.store.dtype]
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the rows that are yielded."""
         return np.dtype(np.float32) if self.decoded else self.stored.storage
 
     def rows(self, chunk: int, begin: int, end: int) -> np.ndarray:
@@ -190,9 +183,8 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
 def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int) -> Iterator[np.ndarray]:
     """The wanted rows once each, shuffled.
 
-    Where the store is in the system's page cache, batches are gathered from there. Otherwise the rows of a window are
-    read forward through the store into memory, in shuffled order, and yielded while the next window is filled, a
-    little with every block. Both give the same rows in the same order.
+    If the store is in the page cache, batches are gathered from there. Otherwise a window's rows are read forward
+    through the store into memory and yielded while the next window is filled. Both give the same order.
 
     Args:
         part: of the rows of every batch; a batch without rows in it is skipped.
@@ -265,8 +257,8 @@ def _part_of_batches(leaving: np.ndarray, batch_size: int, part: Part) -> np.nda
 def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
     """The rows of each window in the order in which they leave, (R,) numbers; dealt ahead.
 
-    Rows that do not fill a batch at a window's end leave with the next window. Within a batch, whose order does not
-    matter, runs of `run` rows are sorted, so that they are read forward.
+    Rows that do not fill a batch at a window's end leave with the next window. Within a batch, runs of `run` rows are
+    sorted, so that they are read forward.
     """
     dealt = deque(pool.submit(deal.window, number) for number in range(min(2, deal.windows)))
     rest = np.empty(0, np.int64)
@@ -288,7 +280,7 @@ def _runs(rows: int, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
 
 
 def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of ascending runs: a part of a batch may hold the end of a sorted run and the start of the next."""
+    """Begin and end of ascending runs; a part of a batch may hold the end of a run and the start of the next."""
     for begin, end in _runs(len(rows), batch_size, run):
         falls = np.flatnonzero(np.diff(rows[begin:end]) < 0) + 1 + begin
         yield from pairwise([begin, *falls.tolist(), end])
@@ -309,7 +301,7 @@ def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, b
 
 
 def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
-    """Tasks that copy rows, (R,) numbers, into out, (R, D), to be run in any order; each reads forward."""
+    """Tasks that copy rows, (R,) numbers, into out, (R, D), in any order; each reads forward."""
     order = np.argsort(leaving)
     whole = np.dtype((np.void, source.store.meta.row_bytes))  # NumPy copies a row faster as one value
     targets = out.view(whole)[:, 0]
@@ -328,8 +320,7 @@ def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callabl
 
 
 def _decode(rows: np.ndarray, out: np.ndarray) -> None:
-    """Copy rows as stored, (R, D), into out, of their own dtype or float32, both contiguous; decoded in one pass, where
-    NumPy takes several."""
+    """Copy rows as stored, (R, D), into out, of their own dtype or float32, both contiguous, in one pass."""
     if rows.dtype == out.dtype:
         np.copyto(out, rows)
         return

@@ -1,4 +1,4 @@
-"""Worlds: known features with directions, firing probabilities, magnitudes and correlations, from options or a store.
+"""Worlds: known features with directions, firing probabilities, magnitudes and correlations.
 
 Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correlations.
 """
@@ -51,7 +51,7 @@ class World:
         firing_probabilities: of each feature, (G,), float32; in a world that SAELens saved, as recorded.
         own_probabilities: the same if its parent always fired and no sibling excluded it, (G,), float32.
         mean, std: of each feature's magnitude before it is cut at 0, (G,), float32.
-        factor: loadings of the shared Gaussians, (G, R), float32; R may be 0.
+        factor: loadings of the shared Gaussians, (G, R), float32.
         parents: the feature without which each does not fire, (G,), int32; -1 for none.
         groups: number of the set of siblings that exclude each other, (G,), int32; -1 for none.
         scaled: whether a feature's magnitude is multiplied by its parent's over its parent's mean, (G,), bool.
@@ -73,12 +73,10 @@ class World:
 
     @property
     def features(self) -> int:
-        """G."""
         return len(self.directions)
 
     @property
     def d_in(self) -> int:
-        """D."""
         return self.directions.shape[1]
 
     @property
@@ -88,8 +86,7 @@ class World:
 
     @cached_property
     def levels(self) -> list[np.ndarray]:
-        """Masks, (G,) each, of features without a parent, of their children, and so on; the first only where some of
-        them exclude each other."""
+        """Masks, (G,) each, of features by depth; roots only if some of them exclude each other."""
         depth, above = np.zeros(self.features, int), self.parents
         while (above >= 0).any():
             depth += above >= 0
@@ -126,7 +123,7 @@ class World:
         return SparseRows(offsets_of(counts), features[kept].astype(np.int32), values[kept])
 
     def rows(self, codes: SparseRows) -> np.ndarray:
-        """`codes directions + bias`, (R, D) float32; a row's terms are added in order, whatever the threads."""
+        """`codes directions + bias`, (R, D) float32."""
         matrix = csr_array((codes.values, codes.indices, codes.offsets), shape=(len(codes), self.features))
         return matrix @ self.directions + self.bias
 
@@ -185,7 +182,6 @@ KINDS = {"parents": "int32", "groups": "int32", "scaled": "bool"}
 
 
 def _expected(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a world; ValueError if some are missing, or of other types and shapes."""
     names = [one.name for one in dataclasses.fields(World)]
     if missing := [name for name in names if name not in arrays]:
         raise ValueError(f"expected an array {missing[0]}, got none")
@@ -202,7 +198,7 @@ def _expected(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def world_of(config: SyntheticConfig) -> World:
-    """The world of some options, a function of all but rows; ConfigError if so many features cannot be active."""
+    """The world of some options, a function of all but rows; ConfigError if the requested L0 is infeasible."""
     firing = zipfian(config.features, config.zipf, config.l0)
     parents = forest(config.features) if config.hierarchy else np.full(config.features, -1)
     own = np.where(parents >= 0, firing / firing[parents], firing)
@@ -217,7 +213,6 @@ def world_of(config: SyntheticConfig) -> World:
 
 
 def _directions(config: SyntheticConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Directions and bias, (G, D) and (D,), float64."""
     random = np.random.default_rng((config.seed, DIRECTIONS))
     directions = tight_frame(random.standard_normal((config.features, config.d_in)))
     bias = random.standard_normal(config.d_in)
@@ -237,16 +232,7 @@ def _factor(config: SyntheticConfig) -> np.ndarray:
 def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:
     """Firing probabilities `min(0.4, c / i^s)`, i = 1 to G, with c such that they sum to l0.
 
-    Args:
-        features: G.
-        exponent: s, at least 0.
-        l0: their sum, above 0.
-
-    Returns:
-        (G,) float64, descending.
-
-    Raises:
-        ConfigError: the sum cannot be had.
+    ConfigError if the requested L0 is infeasible.
     """
     most = MOST_OFTEN * features
     if l0 > most:
@@ -261,8 +247,7 @@ def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:
 
 
 def forest(features: int) -> np.ndarray:
-    """Each feature's parent, (G,), -1 for none: the most frequent features are roots, the next their children, and so
-    on, level by level."""
+    """Each feature's parent, (G,), -1 for none: the most frequent features are roots, the next their children."""
     parents = np.full(features, -1)
     begin, end = 0, max(1, features // FEATURES_PER_ROOT)
     for _ in range(DEPTH):
@@ -273,8 +258,8 @@ def forest(features: int) -> np.ndarray:
 
 
 def _part_from_ancestors(factor: np.ndarray, parents: np.ndarray) -> None:
-    """Make the loadings of each feature, (G, R), orthogonal to those of its ancestors, in place: where Gaussians are
-    independent, the probabilities of firing multiply."""
+    """Make each feature's loadings, (G, R), orthogonal to its ancestors', in place: probabilities of firing of
+    independent Gaussians multiply."""
     depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
     for level in range(1, DEPTH + 1):
         at = np.flatnonzero(depth == level)
@@ -286,18 +271,12 @@ def _part_from_ancestors(factor: np.ndarray, parents: np.ndarray) -> None:
 
 
 def tight_frame(vectors: np.ndarray) -> np.ndarray:
-    """Unit vectors near those given that are as orthogonal as so many can be in the mean square.
+    """Nearest tight frame of unit vectors, (G, D) float64, to given vectors of full rank.
 
         minimise sum over i != j of <d_i, d_j>^2
 
-    over unit vectors: orthonormal ones where G <= D, else a tight frame, `d' d = G/D I`, of which the sum is
-    `G^2/D - G`. Tight and normalised vectors are taken in turns. SAELens descends on the same sum by Adam.
-
-    Args:
-        vectors: (G, D), of full rank.
-
-    Returns:
-        (G, D) float64.
+    over unit vectors: orthonormal ones if G <= D, else `d' d = G/D I` with the sum `G^2/D - G`. Alternates between
+    tight and normalised vectors. SAELens descends on the same sum by Adam.
 
     Cost: `4 G D min(G, D)` operations a step, a few dozen steps.
 

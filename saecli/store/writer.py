@@ -41,12 +41,8 @@ def jointly(verdicts: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
 
 
 class Admission:
-    """Drops and counts rows that are not finite in the stored type, or too large: of a norm above `max_norm_multiple`
-    times the median norm of the first block that has a finite row.
-
-    Attributes:
-        median: that median; None before such a block, and without a `max_norm_multiple`.
-    """
+    """Drops and counts rows that are not finite in the stored type, or have a norm above `max_norm_multiple` times
+    `median`, the median norm of the first block that has a finite row."""
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
         self._path, self._meta = path, meta
@@ -58,7 +54,6 @@ class Admission:
         return self._meta.max_norm_multiple is not None and self.median is None
 
     def judge(self, activations: np.ndarray) -> np.ndarray:
-        """The store's own verdict on a block, (R,)."""
         return self._judged(self._as_rows(activations))
 
     def __call__(self, activations: np.ndarray, columns: Columns, dropped: Mapping[str, np.ndarray],
@@ -74,7 +69,6 @@ class Admission:
         return rows[kept], {name: columns[name][kept] for name in self._meta.row_values}, out
 
     def _as_rows(self, activations: np.ndarray) -> np.ndarray:
-        """A block's activations in the storage type, or float32."""
         meta = self._meta
         if activations.ndim != 2 or activations.shape[1] != meta.d_in:
             raise ValueError(f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
@@ -123,7 +117,6 @@ class ClaimedStore:
 
     @property
     def meta(self) -> StoreMeta:
-        """The store's `store.json` as it is on disk."""
         return self._meta
 
     def __enter__(self) -> Self:
@@ -148,8 +141,8 @@ class ClaimedStore:
 class StoreWriter(ClaimedStore):
     """Appends a producer's blocks of rows to a store, in shards that appear whole or not at all.
 
-    A producer yields deterministic blocks, each at a cursor: a small JSON object from which it can yield that block and
-    the following ones again. It starts at `writer.cursor`:
+    A producer yields deterministic blocks, each at a cursor, a JSON object from which it can yield that block and the
+    following ones again:
 
         with StoreWriter.open(path, meta) as writer:
             for cursor, rows, columns, dropped in produce(since=writer.cursor):
@@ -158,11 +151,8 @@ class StoreWriter(ClaimedStore):
                     break
             meta = writer.finish()
 
-    After an interruption the first block comes a second time; the writer skips its rows that are stored. Leaving the
-    `with` without `finish` drops the rows of the unfinished shard; a store without rows is removed.
-
-    Attributes:
-        admission: decides which rows are stored.
+    After an interruption the block at the cursor comes again; the writer skips its rows that are stored. Leaving the
+    `with` without `finish` drops the unfinished shard, and removes a store without rows.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None) -> None:
@@ -178,15 +168,11 @@ class StoreWriter(ClaimedStore):
 
     @classmethod
     def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None) -> Self:
-        """Begin a store, or resume one that was interrupted.
+        """Begin a store, or resume one that was interrupted; StoreError if another process is writing it, it holds
+        something else, or a shard is missing or damaged.
 
         Args:
-            path: the store's folder; created if missing.
-            meta: what it is to hold; `created`, `dropped` and `shards` are taken from an interrupted store.
-            limit: the number of rows after which the store is full; None for no limit.
-
-        Raises:
-            StoreError: another process is writing it, it holds something else, or a shard is missing or damaged.
+            limit: the number of rows after which the store is full.
         """
         lock, there = claim(path, meta)
         try:
@@ -214,7 +200,6 @@ class StoreWriter(ClaimedStore):
 
     @property
     def rows(self) -> int:
-        """Rows stored, including the unfinished shard's."""
         return self._meta.rows + (self._shard.rows if self._shard else 0)
 
     @property
@@ -224,23 +209,21 @@ class StoreWriter(ClaimedStore):
 
     @property
     def complete(self) -> bool:
-        """Whether the store is finished."""
         return self._meta.complete
 
     def append(self, activations: np.ndarray, columns: Columns, cursor: dict[str, Any],
                dropped: Mapping[str, np.ndarray] | None = None, verdict: np.ndarray | None = None) -> None:
-        """Append one block; drop and count rows that are not finite in the stored type, or too large.
+        """Append one block, without the rows that `Admission` drops.
 
         Args:
-            activations: (R, D) float, or uint16 bits where the store is bfloat16; R may be 0.
+            activations: (R, D) float, or uint16 bits if the store is bfloat16; R may be 0.
             columns: (R,) integers for each of the store's columns, and true codes if it has them.
-            cursor: where this block begins, a JSON object.
-            dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN where unknown.
+            cursor: where this block begins.
+            dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN if unknown.
             verdict: keep or drop, per row, shared by stores written together; see `jointly`.
 
         Raises:
-            StoreError: the write fails (whole shards stay, and the store can be resumed), or the producer does not
-                resume where the interrupted store ends.
+            StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
             ValueError: shapes or types do not fit the store.
         """
         if self.complete:
@@ -309,7 +292,6 @@ class StoreWriter(ClaimedStore):
         self._meta, self._shard, self._ended = meta, None, Dropped()
 
     def _as_stored(self, rows: np.ndarray) -> np.ndarray:
-        """Rows, (R, D), in the storage dtype."""
         stored = DTYPES[self._meta.dtype]
         return rows if rows.dtype == stored.storage else stored.encode_rows(np.ascontiguousarray(rows))
 
@@ -341,7 +323,7 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
 
 
 def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
-    """The `store.json` to resume from, written if there was none; StoreError if the folder holds something else."""
+    """The `store.json` to resume from, written if there was none."""
     if not (path / STORE_MARKER).exists():
         foreign = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
         if foreign:
@@ -377,7 +359,7 @@ def remove_empty(path: Path) -> None:
 
 
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
-    """The error for a text or array that ended without a row to store; `left_out` counts rows by reason."""
+    """The error for a source without a row to store; `left_out` counts rows by reason."""
     counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
     return StoreError(f"there are no rows to store in {path}; expected at least one, got none "
                       f"(dropped: {counts or 'none'}); give more or other data")
@@ -391,7 +373,7 @@ def other_number(path: Path, expected: int, got: int) -> StoreError:
 
 
 def refused(path: Path, rows: int, error: OSError) -> StoreError:
-    """The error for a failed write, with `rows` stored so far; a StoreError is returned as it is."""
+    """The error for a failed write, with `rows` stored so far."""
     if isinstance(error, StoreError):
         return error
     reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())

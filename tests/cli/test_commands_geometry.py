@@ -148,7 +148,7 @@ def test_more_training_rows_than_memory_holds_are_streamed_where_asked_for(
 
 
 @pytest.mark.slow
-def test_several_runs_make_one_table_and_one_picture_and_are_measured_as_each_alone(
+def test_several_runs_are_measured_as_each_alone(
         sae: CommandLine, tmp_path: Path) -> None:
     make_run(sae.home, "early", random_sae(TopK(3)))
     make_run(sae.home, "late", random_sae(TopK(3), seed=1))

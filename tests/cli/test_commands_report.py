@@ -86,7 +86,7 @@ def test_pages_show_texts_at_random_and_the_latents_that_fire_with_each(sae: Com
     assert len(chosen) == F  # each latent has its own
 
 
-def test_interest_is_contrast_and_agreement_and_zero_for_latents_that_fire_often_or_hardly_ever(
+def test_interest_is_contrast_times_agreement(
         sae: CommandLine, tmp_path: Path, model: str):
     texts, mine = make_text_run(sae.home, model, ReluTopK(k=1))
     assert sae("report", "run", "--out", tmp_path / "out", "--latents", "2-19").status == 0
@@ -122,7 +122,7 @@ def test_neuronpedias_pages_of_published_saes_are_known(name: str, source: str |
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
-def test_first_page_tells_the_measures_of_eval_and_of_sparsity_on_its_split_the_curves_and_the_settings(
+def test_first_page_has_the_measures_of_eval_and_sparsity(
         sae: CommandLine, tmp_path: Path, model: str, split: str):
     make_text_run(sae.home, model)
     done = sae("report", "--out", tmp_path / "out", "--split", split, "--json")
@@ -142,7 +142,7 @@ def test_first_page_tells_the_measures_of_eval_and_of_sparsity_on_its_split_the_
     assert index["heading"]["model"] == model
 
 
-def test_a_trained_runs_headline_is_its_last_point_of_the_held_out_curve_and_what_train_and_eval_print(
+def test_headline_is_the_last_point_of_the_held_out_curve(
         sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows())
     final = sae("train", "--act", "topk", "--k", "3", "--epochs", "3", "--json").json["final"]
@@ -154,7 +154,7 @@ def test_a_trained_runs_headline_is_its_last_point_of_the_held_out_curve_and_wha
     assert measures["dead_fraction"] == held_out["dead_fraction"] == final["dead_fraction"]
 
 
-def test_a_store_with_nothing_held_out_has_its_headline_of_all_rows_and_says_so(
+def test_headline_is_of_all_rows_where_none_are_held_out(
         sae: CommandLine, tmp_path: Path):
     texts = make_text_store(sae.home, "texts", None, rows=30)  # one document
     make_run(sae.home, "run", random_sae(), data="texts")
@@ -177,7 +177,7 @@ def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(sae: Comman
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out"]
 
 
-def test_nothing_in_a_page_is_fetched_from_elsewhere_and_no_text_ends_a_script(
+def test_pages_fetch_nothing_and_no_text_ends_a_script(
         sae: CommandLine, tmp_path: Path, model: str):
     make_text_run(sae.home, model)
     sae("report", "run", "--out", tmp_path / "out", "--examples", "20", "--model", model)
@@ -241,7 +241,7 @@ def test_a_store_without_tokens_gives_row_numbers_and_says_so(sae: CommandLine, 
     ("/gone", "showing token ids"),
     (None, "texts does not say which model its tokens are of, so they are shown as numbers; --model names it"),
 ])
-def test_tokens_whose_tokenizer_cannot_be_had_are_shown_as_numbers_and_that_is_said(
+def test_tokens_without_a_tokenizer_are_shown_as_numbers(
         sae: CommandLine, tmp_path: Path, model: str | None, said: str):
     texts, _ = make_text_run(sae.home, model)
     done = sae("report", "run", "--out", tmp_path / "out", "--latents", "0")
@@ -284,7 +284,7 @@ def test_a_report_that_is_stopped_half_way_leaves_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pages_name_the_known_feature_nearest_to_each_latent_and_its_cosine(sae: CommandLine, tmp_path: Path):
+def test_pages_name_the_known_feature_nearest_to_each_latent(sae: CommandLine, tmp_path: Path):
     sae("import", "synthetic", "--features", "40", "--d-in", str(D), "--l0", "4", "--rows", "500")
     store, mine = ActivationStore.open(sae.home / "activations" / "synthetic"), random_sae()
     make_run(sae.home, "run", mine, data="synthetic")

@@ -135,7 +135,7 @@ def test_no_choice_of_ranks_beats_the_theorems_ranks_for_lambda(seed: int, penal
 
 
 @given(st.integers(0, 2**32), st.floats(0, 3))
-def test_lambda_for_a_mean_rank_affords_it_and_the_next_smaller_one_does_not(seed: int, rank: float) -> None:
+def test_lambda_is_the_least_that_affords_a_mean_rank(seed: int, rank: float) -> None:
     rng = np.random.default_rng(seed)
     x, cells = rng.normal(size=(60, 3)), rng.integers(0, 4, 60)
     spectrum = LocalPCA(x, cells, np.zeros((4, 3))).spectrum(x, cells)
@@ -194,7 +194,7 @@ def test_a_free_rank_takes_everything_and_a_dear_one_nothing() -> None:
 
 
 @pytest.mark.parametrize("sae", [a_sae(8, 1), a_sae(6, 2)], ids=["top-1", "top-2"])
-def test_price_of_shared_vectors_equals_brute_force_over_the_saes_own_cells(sae: SAE) -> None:
+def test_price_of_shared_vectors_equals_brute_force(sae: SAE) -> None:
     train, rows = clusters(0, 2000), clusters(1, 500)
     patterns, found = (sae.encode(torch.from_numpy(some).double()) != 0 for some in (train, rows))
     sae_error = pca_error = 0.0

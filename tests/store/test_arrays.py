@@ -1,12 +1,9 @@
 """Every format gives the rows that its own library wrote; what is no array of rows is refused by a sentence."""
 
 import gzip
-import json
 import pickle
 import struct
-import subprocess
 import sys
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -108,12 +105,6 @@ def test_fortran_order_and_truth_values(tmp_path):
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "b.npy"))), ROWS[:, 0] > 0)
 
 
-def test_a_misspelt_key_is_answered_with_the_nearest(tmp_path):
-    np.savez(tmp_path / "a.npz", activations=ROWS, other=ROWS)
-    with pytest.raises(FormatError, match=r"its keys \(activations, other\); did you mean activations\?$"):
-        open_array(str(tmp_path / "a.npz"), "activation")
-
-
 def test_digits_come_with_scikit_learn():
     source, images, labels = open_array("digits"), *load_digits(return_X_y=True)
     np.testing.assert_array_equal(rows_of(source), images)
@@ -207,19 +198,6 @@ def test_pickled_objects_are_refused_and_never_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("keep", [0, 3, 0.5, 0.98])
-def test_truncated_files_are_refused_by_name(tmp_path, name, keep):
-    path = tmp_path / name
-    with_file(path, (ROWS * 40 + 100).astype("u1" if "ubyte" in name else "<f4"))
-    content = path.read_bytes()
-    path.write_bytes(content[: keep if isinstance(keep, int) else int(len(content) * keep)])
-    with pytest.raises(FormatError, match=f"{name}") as caught:
-        rows_of(open_array(str(path), flatten="features"))
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("name", [*WRITERS, "labels-idx1-ubyte"])
 def test_files_of_another_format_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"<html>404, not found</html>" * 20)
@@ -249,26 +227,6 @@ def test_other_objects_in_torch_files_are_refused_without_advice_to_run_them(tmp
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["a.npy", "a.npz"])
-@pytest.mark.parametrize("content", [b"junk", pickle.dumps([1])])
-def test_damaged_numpy_files_are_refused_without_advice_to_unpickle_them(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(FormatError, match=f"cannot read .*{name}") as caught:
-        open_array(str(tmp_path / name))
-    assert "allow_pickle" not in str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-def test_sparse_tensors_are_refused_as_rows_and_as_labels(tmp_path, sparse):
-    rows = torch.ones(3, 1)
-    torch.save({"x": rows, "y": sparse(rows)}, tmp_path / "a.pt")
-    with pytest.raises(FormatError, match="expected an array of real numbers, got one of sparse float32"):
-        open_array(str(tmp_path / "a.pt"), "y")
-    with pytest.raises(FormatError, match="labels y do not fit: expected whole numbers, got sparse float32"):
-        open_array(str(tmp_path / "a.pt"), "x", "y")
-
-
 def test_labels_that_are_no_file_and_no_key_are_refused(tmp_path):
     np.save(tmp_path / "a.npy", FLAT)
     np.savez(tmp_path / "a.npz", x=FLAT, y=LABELS)
@@ -290,30 +248,3 @@ def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
         open_array("digits", key="x")
     with pytest.raises(FormatError, match="leave out key"):
         open_array("patches", labels="x")
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's count of what a process has read")
-def test_chunks_wider_than_a_block_are_read_once(tmp_path: Path):
-    values = np.random.default_rng(0).standard_normal((10_000, 500)).astype(np.float32)
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=values, chunks=(10_000, 20), fletcher32=True)
-    size = (tmp_path / "a.h5").stat().st_size
-    with subprocess.Popen([sys.executable, array.HDF5_PROCESS, tmp_path / "a.h5"], stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as process:
-
-        def ask(request: dict) -> dict:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
-
-        def read() -> int:
-            return int(Path(f"/proc/{process.pid}/io").read_text().split()[1])
-
-        assert ask({"key": "x"})["held"] > values.nbytes
-        before = read()
-        for begin in range(0, 10_000, 1000):
-            ask({"key": "x", "outer": [], "begin": begin, "end": begin + 1000})
-            found = np.frombuffer(process.stdout.read(values[:1000].nbytes), np.float32).reshape(1000, 500)
-            np.testing.assert_array_equal(found, values[begin : begin + 1000])
-        assert read() - before < 1.1 * size
-        process.stdin.close()

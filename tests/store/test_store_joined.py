@@ -64,14 +64,6 @@ def test_the_spread_is_that_of_all_dimensions(stores):
     np.testing.assert_allclose(spread.variance, every.var(0), rtol=1e-9)
 
 
-def test_one_store_without_a_target_is_that_store(stores):
-    alone = Joined((stores[0],))
-    assert alone.is_single and alone.name == "s5" and alone.hash == stores[0].meta.request_hash
-    assert alone.names() == {"data": "s5", "data_hash": alone.hash}
-    assert not isinstance(alone.split("train"), JoinedRows)
-    assert JoinedRows((alone.split("train"),), None).d_in == 5
-
-
 def test_names_and_hash_say_what_is_read_and_in_which_order(stores):
     a, b, c = stores
     both = Joined((a, b), c)

@@ -68,13 +68,13 @@ IMPORTS = ["transformers.models.gemma2.modeling_gemma2", "transformers.models.ge
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "imports", "most", "step"), [
-    (None, [], 150, 8), (DIGITS, ["sklearn.datasets"], 90, 18), (WORLD, [], 90, 18),
-    pytest.param(TEXT, IMPORTS, 300, 12, marks=pytest.mark.long),
-    pytest.param(None, [], 200, 1, marks=pytest.mark.long)], ids=["rows", "import", "world", "extract", "every"])
-def test_killed_anywhere_and_run_again_equals_never_killed(produce, tmp_path, words, imports, most, step):
-    """Killed before its n-th file operation, and again before as many later ones; then run to the end."""
-    command = {"words": words, "imports": imports} if words else {}
+@pytest.mark.parametrize(("command", "most", "step"), [
+    ({}, 150, 8), ({"ranks": True}, 340, 12), ({"words": DIGITS, "imports": ["sklearn.datasets"]}, 90, 18),
+    ({"words": WORLD, "imports": []}, 90, 18),
+    pytest.param({"words": TEXT, "imports": IMPORTS}, 300, 12, marks=pytest.mark.long),
+    pytest.param({}, 200, 1, marks=pytest.mark.long)], ids=["rows", "ranks", "import", "world", "extract", "every"])
+def test_killed_anywhere_and_run_again_equals_never_killed(produce, tmp_path, command, most, step):
+    """Killed before its n-th file operation, again before its n/2-th, then run to the end."""
     whole = tmp_path / "whole" / "activations" / "s"
     assert produce(whole, **command) == (0, "")
     expected, kills = stored_contents(whole), 0

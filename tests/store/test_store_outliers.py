@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from homes import CommandLine
-from storing import collect, make_store
+from storing import collect
 
-from saecli.store.codec import DTYPES
 from saecli.store.reader import ActivationStore
 
 
@@ -18,28 +17,6 @@ def rows_with_outliers() -> np.ndarray:
 
 def norms_of(rows: np.ndarray) -> np.ndarray:
     return np.linalg.norm(rows.astype(np.float64), axis=1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("encoded", [True, False])
-def test_rows_above_the_multiple_of_the_first_blocks_median_are_dropped_and_counted(tmp_path, dtype, encoded):
-    rows = rows_with_outliers()
-    rows[5] = np.nan
-    given = DTYPES[dtype].encode_rows(rows) if encoded else rows
-    store = make_store(tmp_path / "s", given, dtype, block=70, shard_rows=300, max_norm_multiple=10.0)
-    if encoded:
-        rows = rows.copy()
-        DTYPES[dtype].decode_rows(given, rows)
-        rows[5] = np.nan
-    norms = norms_of(rows)
-    median = np.nanmedian(norms[:70])
-    high = norms > 10 * median
-    assert store.meta.median_norm == pytest.approx(median)
-    assert store.meta.dropped == {"nonfinite": 1, "high_norm": 40}
-    np.testing.assert_allclose(collect(store.split("all").sequential(64)), rows[~high & ~np.isnan(norms)], rtol=2**-8)
-    found = store.meta.dropped_norms["high_norm"]
-    assert (found.mean, found.max) == (pytest.approx(norms[high].mean()), pytest.approx(norms[high].max()))
-    assert store.meta.norms.max == pytest.approx(norms[~high][np.isfinite(norms[~high])].max(), rel=2**-8)
 
 
 def test_import_drops_outliers_and_says_so_everywhere(sae: CommandLine, tmp_path):
@@ -82,10 +59,3 @@ def test_extract_drops_rows_above_the_limit_and_stores_as_many_as_were_asked_for
     np.testing.assert_allclose(stored[1][: len(kept)], kept, rtol=1e-3, atol=1e-4)
     assert norms_of(stored[1]).max() <= 1.1 * median
     assert less["dropped"]["high_norm"] >= 1200 - len(kept)
-
-
-@pytest.mark.parametrize("value", ["0.5", "-1", "nan", "inf"])
-def test_a_multiple_that_would_drop_most_rows_is_refused(sae: CommandLine, value):
-    done = sae("import", "digits", "--max-norm-multiple", value)
-    assert done.status == 2
-    assert "--max-norm-multiple must be" in done.err

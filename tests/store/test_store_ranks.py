@@ -1,11 +1,6 @@
-"""A store that several ranks write: what is joined is what each of them stored, however often any of them was killed,
-joining too; and shards of uneven sizes are read as others are."""
+"""A store that several ranks write holds what each of them stored; shards of uneven sizes are read as others are."""
 
 import json
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,77 +8,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storing import collect, make_meta, memory_folder
+from store_producer import RANK_META as META
+from store_producer import RANK_ROWS as ROWS
+from store_producer import write_ranks as write
+from storing import collect, make_meta, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
-from saecli.store.ranks import RankedStore, joining_began, rank_folder, rank_meta, saved_rows
+from saecli.store.ranks import RankedStore, rank_folder, rank_meta, saved_rows
 from saecli.store.reader import ActivationStore
-from saecli.store.schema import StoreMeta
 from saecli.store.stream import Part
 from saecli.store.writer import StoreWriter
 
-META = make_meta(3, shard_rows=7, chunk_rows=4, columns=("document",))
-ROWS = [45, 23, 0, 31]  # of each rank
-Block = tuple[dict, np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]
 
-
-def blocks(rank: int, since: dict | None) -> Iterator[Block]:
-    """A rank's blocks of five documents of a row each; a row holds its document's number."""
-    for number in range(since["block"] if since else 0, 12):
-        documents = rank + len(ROWS) * (5 * number + np.arange(5))
-        yield ({"block": number}, documents[:, None] * np.array([1, 0, 0], np.float32), {"document": documents},
-               {"special": np.ones(2)})
-
-
-def write_rank(path: Path, meta: StoreMeta, rank: int, stop: int | None = None) -> None:
-    """Write a rank's rows, from where they stand; interrupted after so many blocks."""
-    limit = meta.ranks[rank].rows
-    if not limit:
-        return
-    with StoreWriter.open(rank_folder(path, rank), rank_meta(meta), limit=limit) as writer:
-        if not writer.complete:
-            for number, (cursor, rows, columns, dropped) in enumerate(blocks(rank, writer.cursor)):
-                if number == stop:
-                    raise KeyboardInterrupt
-                writer.append(rows, columns, cursor, dropped)
-                if writer.full:
-                    break
-            writer.finish()
-
-
-def write(path: Path, meta: StoreMeta = META, stops: tuple[int, ...] = ()) -> None:
-    """Write the store, as the ranks would from where it stands; rank r of those in `stops` is interrupted."""
-    with RankedStore.open(path, meta, world_size=len(ROWS)) as store:
-        if not store.meta.ranks:
-            store.begin(ROWS)
-        if not joining_began(path):
-            for rank in range(len(ROWS)):
-                with suppress(KeyboardInterrupt):
-                    write_rank(path, store.meta, rank, stops[rank] if rank < len(stops) else None)
-            if stops:
-                return
-        if not store.meta.complete:
-            store.join()
-
-
-def contents(path: Path) -> dict:
-    """All that a store says and holds, but for when it was begun."""
-    store = ActivationStore.open(path)
-    assert store.verify() == [] == store.misfits()
-    assert sorted(file.name for file in path.iterdir()) == [".lock", "shards", "store.json"]
-    return {**store.meta.to_json(), "created": "", "values": collect(store.split("all").sequential(16)).tolist()}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    path = tmp_path_factory.mktemp("ranks") / "s"
-    write(path)
-    return contents(path)
-
-
-def test_a_joined_store_says_and_holds_what_the_ranks_stored(whole: dict):
+def test_a_joined_store_says_and_holds_what_the_ranks_stored(tmp_path: Path):
+    write(tmp_path / "s")
+    found = stored_contents(tmp_path / "s")
+    whole = found["meta"]
+    assert sorted(file.name for file in (tmp_path / "s").iterdir()) == [".lock", "shards", "store.json"]
     expected = [float(rank + len(ROWS) * number) for rank, rows in enumerate(ROWS) for number in range(rows)]
-    assert [row[0] for row in whole["values"]] == expected
+    assert found["rows"][:, 0].tolist() == expected
     assert whole["complete"]
     assert [(rank["rows"], rank["shards"]) for rank in whole["ranks"]] == [(45, 7), (23, 4), (0, 0), (31, 5)]
     assert [shard["rows"] for shard in whole["shards"]] == [7] * 6 + [3] + [7] * 3 + [2] + [7] * 4 + [3]
@@ -92,61 +35,8 @@ def test_a_joined_store_says_and_holds_what_the_ranks_stored(whole: dict):
     assert whole["norms"]["max"] == max(expected)
 
 
-@pytest.mark.slow
-@given(st.lists(st.lists(st.integers(0, 11), min_size=len(ROWS), max_size=len(ROWS)), max_size=4))
-def test_ranks_interrupted_anywhere_and_run_again_equal_those_never_interrupted(whole: dict, stops: list[list[int]]):
-    with memory_folder() as folder:
-        for some in stops:
-            write(folder / "s", stops=tuple(some))
-            if (folder / "s").exists():
-                assert saved_rows(folder / "s") == sum(
-                    shard["rows"] for file in folder.glob("s/ranks/*/store.json")
-                    for shard in json.loads(file.read_text())["shards"])
-        write(folder / "s")
-        assert contents(folder / "s") == whole
-
-
-JOIN = """
-import os, signal, sys
-from pathlib import Path
-sys.path[:0] = [{tests!r}, {root!r}]
-import test_store_ranks
-left = int(sys.argv[2])
-def note(event, arguments):
-    global left
-    if event in ("os.rename", "os.mkdir", "os.remove", "shutil.rmtree", "os.chmod", "os.rmdir"):
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(note)
-test_store_ranks.write(Path(sys.argv[1]))
-"""
-
-
-@pytest.mark.long
-def test_joining_killed_at_any_step_is_gone_on_with(whole: dict, tmp_path: Path):
-    with memory_folder() as folder:
-        write(folder / "stored", stops=(99,) * len(ROWS))
-        here = Path(__file__).parent
-        script = JOIN.format(tests=str(here), root=str(here.parent))
-        kills = 0
-        for step in range(0, 60, 2):
-            shutil.rmtree(folder / "s", ignore_errors=True)
-            shutil.copytree(folder / "stored", folder / "s")
-            done = subprocess.run([sys.executable, "-c", script, folder / "s", str(step)], check=False)
-            kills += done.returncode != 0
-            write(folder / "s")
-            found = ActivationStore.open(folder / "s")
-            assert {**found.meta.to_json(), "created": ""} == {name: value for name, value in whole.items()
-                                                               if name != "values"}
-            assert collect(found.split("all").sequential(16)).tolist() == whole["values"]
-            if done.returncode == 0:
-                break
-        assert kills > 8
-
-
 def test_another_number_of_processes_is_refused_in_one_sentence(tmp_path: Path):
-    write(tmp_path / "several", stops=(3, 3, 3, 3))
+    write(tmp_path / "several", stop=3)
     with pytest.raises(StoreError, match="expected the number of processes that began it, 4, got 2; run the command "
                                          "with `torchrun --nproc-per-node 4`, or remove that store"):
         RankedStore.open(tmp_path / "several", META, world_size=2)

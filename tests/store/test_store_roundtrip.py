@@ -1,6 +1,5 @@
 """What is written is what is read: against arrays in memory, plain h5py and torch's own rounding."""
 
-import json
 
 import h5py
 import numpy as np
@@ -10,8 +9,6 @@ from storing import collect, make_meta, make_store
 
 from saecli.base.errors import StoreError
 from saecli.store.codec import DTYPES
-from saecli.store.reader import ActivationStore
-from saecli.store.schema import StoreMeta
 from saecli.store.statistics import Norms
 from saecli.store.writer import StoreWriter
 
@@ -105,24 +102,6 @@ def test_equal_rows_make_equal_bytes(tmp_path):
     first, second = (make_store(tmp_path / name, rows, "bfloat16", block=block).meta
                      for name, block in (("a", 37), ("b", 37)))
     assert [shard.sha256 for shard in first.shards] == [shard.sha256 for shard in second.shards]
-
-
-def test_meta_survives_json():
-    meta = make_meta(3, "float16", columns=("document", "label"), source={"model": "m", "layer": 3})
-    assert StoreMeta.from_json(json.dumps(meta.to_json() | {"a later field": 1})) == meta
-
-
-def test_limit_stops_at_exactly_that_many_rows(tmp_path):
-    rows = np.random.default_rng(0).standard_normal((300, 4), np.float32)
-    with StoreWriter.open(tmp_path / "s", make_meta(4), limit=150) as writer:
-        for start in range(0, 300, 40):
-            writer.append(rows[start : start + 40], {}, {"row": start})
-            if writer.full:
-                break
-        assert start == 120
-        assert writer.finish().rows == 150
-    store = ActivationStore.open(tmp_path / "s")
-    np.testing.assert_array_equal(collect(store.split("all").sequential(64)), rows[:150])
 
 
 @pytest.mark.parametrize(("block", "columns", "said"), [

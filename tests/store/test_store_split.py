@@ -20,13 +20,6 @@ def numbers(rows) -> set[int]:
     return set(collect(rows.sequential(512))[:, 0].astype(int).tolist())
 
 
-def test_train_and_test_share_no_document_and_miss_no_row(store):
-    train, test = numbers(store.split("train")), numbers(store.split("test"))
-    assert not {n // 10 for n in train} & {n // 10 for n in test}
-    assert train | test == set(range(20_000))
-    assert len(test) == store.split("test").rows == pytest.approx(2000, rel=0.15)
-
-
 def test_smaller_fractions_nest_in_larger_ones_and_never_touch_the_test_rows(store):
     test = numbers(store.split("test"))
     larger = numbers(store.split("train"))
@@ -43,12 +36,6 @@ def test_seed_decides_which_rows_are_held_out(store):
     assert len(first & second) / len(first) == pytest.approx(0.1, abs=0.06)
 
 
-def test_is_test_picks_the_documents_of_the_test_split(store):
-    documents = np.arange(2000)
-    held_out = set(documents[is_test(documents, seed=3)].tolist())
-    assert held_out == {n // 10 for n in numbers(store.split("test", seed=3))}
-
-
 def splitmix64(value: int) -> int:
     """The generator's finaliser in Python's own integers."""
     value = (value + 0x9E3779B97F4A7C15) % 2**64
@@ -62,18 +49,6 @@ def test_the_rows_held_out_are_for_ever_those_of_splitmix64(seed):
     key = splitmix64(splitmix64(seed) ^ 1)
     expected = [splitmix64(splitmix64(document) ^ key) / 2**64 < 0.1 for document in range(3000)]
     np.testing.assert_array_equal(is_test(np.arange(3000), seed=seed), expected)
-
-
-def test_columns_follow_the_split(store):
-    held_out = store.split("test")
-    for batch, documents in zip(held_out.sequential(100), held_out.column("document", 100), strict=True):
-        np.testing.assert_array_equal(batch[:, 0] // 10, documents)
-
-
-def test_shares_are_uniform_over_seeds():
-    shares = [is_test(np.arange(1000), seed=seed, test_fraction=0.1).mean() for seed in range(200)]
-    assert np.mean(shares) == pytest.approx(0.1, abs=0.003)
-    assert np.std(shares) == pytest.approx((0.1 * 0.9 / 1000) ** 0.5, rel=0.2)  # of independent draws
 
 
 def test_a_store_without_documents_is_split_by_row(tmp_path):
@@ -122,11 +97,6 @@ def test_fractions_of_a_small_store_keep_a_document_and_nest(tmp_path, units, by
         assert smaller <= larger
         larger = smaller
     assert len(larger) == 1
-
-
-def test_a_test_fraction_of_nothing_holds_nothing_out(tmp_path):
-    store = counted_store(tmp_path / "s", 5, by_document=False)
-    assert numbers(store.split("train", test_fraction=0)) == set(range(5))
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

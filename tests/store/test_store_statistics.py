@@ -117,10 +117,3 @@ def test_statistics_that_cannot_be_those_of_the_rows_are_refused_by_name(tmp_pat
     store = rewritten(make_store(tmp_path / "s", np.ones((200, 5), np.float32)), name, values)
     with pytest.raises(StoreError, match=rf"statistics of shard .*00001.h5: .*{said}.*run the command"):
         stored_statistics(store.path, store.meta)
-
-
-def test_a_store_of_which_a_shard_has_no_statistics_is_measured_by_reading_it(tmp_path):
-    store = rewritten(make_store(tmp_path / "s", offset_rows(np.random.default_rng(0), 250, 5)), "statistics", None)
-    assert stored_statistics(store.path, store.meta) is None
-    train = store.split("train")
-    assert_spread(train.spread(), read_back(train))

@@ -1,17 +1,13 @@
-"""Worlds of known features: what they are made of, and how an SAE is scored against them."""
-
-from itertools import permutations
+"""Worlds of known features."""
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from storing import dense, sparse
 
 from saecli.base.errors import ConfigError
-from saecli.measure.worlds import Alignment, FeatureScores
-from saecli.sae.codes import DenseCodes, SparseCodes, located
-from saecli.store.codec import SparseRows, offsets_of, stacked
+from saecli.store.codec import stacked
 from saecli.store.options import SyntheticConfig
 from saecli.store.worlds import World, forest, tight_frame, world_of, zipfian
 
@@ -22,18 +18,6 @@ def sampled(world: World, blocks: int, seed: int = 0) -> np.ndarray:
     """The true codes of some blocks as a matrix, float64."""
     parts = [world.codes(seed, block) for block in range(blocks)]
     return np.concatenate([dense(part, world.features) for part in parts])
-
-
-def dense(codes: SparseRows, features: int) -> np.ndarray:
-    matrix = np.zeros((len(codes), features))
-    matrix[codes.rows, codes.indices] = codes.values
-    return matrix
-
-
-def sparse(matrix: np.ndarray) -> SparseRows:
-    rows, features = matrix.nonzero()
-    return SparseRows(offsets_of(np.bincount(rows, minlength=len(matrix))), features.astype(np.int32),
-                      matrix[rows, features].astype(np.float32))
 
 
 def few(features: int = G, **changes: np.ndarray) -> World:
@@ -163,61 +147,3 @@ def test_sparse_rows_are_sliced_chosen_and_stacked_as_a_matrix_is(seed, rows, fe
         np.testing.assert_array_equal(dense(codes[which], features), dense(codes, features)[which])
     np.testing.assert_array_equal(dense(stacked([codes[:begin], codes[begin:]]), features), dense(codes, features))
     np.testing.assert_array_equal(codes.active(features), matrix > 0)
-
-
-@pytest.mark.parametrize(("latents", "features"), [(4, 6), (6, 4), (5, 5)])
-def test_mcc_is_the_best_mean_cosine_of_all_one_to_one_matchings(latents, features):
-    random = np.random.default_rng(latents)
-    W_dec, directions = random.standard_normal((latents, 3)), random.standard_normal((features, 3))
-    cosines = np.abs(W_dec @ directions.T / np.outer(np.linalg.norm(W_dec, axis=1), np.linalg.norm(directions, axis=1)))
-    wide = cosines if latents <= features else cosines.T
-    best = max(wide[np.arange(len(wide)), chosen].mean()
-               for chosen in map(list, permutations(range(wide.shape[1]), len(wide))))
-    found = Alignment.of(torch.from_numpy(W_dec), torch.from_numpy(directions))
-    assert found.mcc() == pytest.approx(best, abs=1e-6)
-    assert found.uniqueness() == len(set(cosines.argmax(1).tolist())) / latents
-
-
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_scores_over_batches_equal_those_of_each_latent_counted_row_by_row(kind):
-    random = np.random.default_rng(0)
-    W_dec, directions = random.standard_normal((7, 4)), random.standard_normal((5, 4))
-    W_dec[6] = 0
-    z = random.standard_normal((50, 7)) * (random.random((50, 7)) < 0.3)
-    z[:, 5] = 0
-    truth = random.random((50, 5)) * (random.random((50, 5)) < 0.4)
-    alignment = Alignment.of(torch.from_numpy(W_dec), torch.from_numpy(directions))
-    scores = FeatureScores(alignment)
-    for rows in (slice(0, 20), slice(20, 50)):
-        scores.update(as_codes(torch.from_numpy(z[rows]), kind), sparse(truth[rows]))
-    nearest = np.abs(W_dec @ (directions / np.linalg.norm(directions, axis=1, keepdims=True)).T).argmax(1)
-    of_latents = []
-    for latent, feature in enumerate(nearest):
-        fires, there = z[:, latent] != 0, truth[:, feature] > 0
-        precision = (fires & there).sum() / fires.sum() if fires.any() else 0
-        recall = (fires & there).sum() / there.sum()
-        total = precision + recall
-        of_latents.append((2 * precision * recall / total if total else 0, precision, recall))
-    found = scores.result()
-    assert [found[name] for name in ("f1", "precision", "recall")] == pytest.approx(np.mean(of_latents, axis=0))
-    assert found["true_l0"] == pytest.approx((truth > 0).sum(1).mean())
-
-
-def as_codes(z: torch.Tensor, kind: str) -> DenseCodes | SparseCodes:
-    if kind == "dense":
-        return DenseCodes(z)
-    flat = torch.from_numpy(np.flatnonzero(z.numpy().flatten()))
-    offsets, _, indices = located(flat, tuple(z.shape))
-    return SparseCodes(offsets, indices, z.flatten()[flat], z.shape[1])
-
-
-def test_an_sae_whose_decoder_is_the_truth_in_another_order_and_sign_scores_one():
-    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5))
-    order = np.random.default_rng(0).permutation(G)
-    alignment = Alignment.of(-3 * torch.from_numpy(world.directions[order]), torch.from_numpy(world.directions))
-    truth = world.codes(0, 0)
-    scores = FeatureScores(alignment)
-    scores.update(DenseCodes(torch.from_numpy(dense(truth, G)[:, order])), truth)
-    np.testing.assert_array_equal(alignment.nearest.numpy(), order)
-    assert {name: value for name, value in scores.result().items() if name != "true_l0"} == pytest.approx(
-        dict.fromkeys(("mcc", "f1", "precision", "recall", "uniqueness"), 1.0))

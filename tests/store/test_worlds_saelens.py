@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from environments import python_with
 from homes import CommandLine
-from storing import collect
-from test_worlds import dense
+from storing import collect, dense
 
 from saecli.store.reader import ActivationStore
 from saecli.store.worlds import World

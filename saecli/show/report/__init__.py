@@ -1,4 +1,4 @@
-"""A report on an SAE's latents as HTML pages: `overview.py` fills the first page, `details.py` those of latents.
+"""A report on an SAE's latents as HTML pages: `overview.py` fills the first page, `details.py` the others.
 
 `index.html` holds style, script and the overview. The latents' pages are in `latents/00000.js` and on, several latents
 per file, each a call of the script's function `saeLatents`: a page opened from disk may run scripts next to it, but not

@@ -50,12 +50,9 @@ class Readings:
 
     Args:
         chosen: the latents that have a page, (C,), ascending.
-        neighbours: cosines and latents, (C, n) each; see `measure.latents.neighbours`.
-        partners: the latents that fire together with them.
-        texts: of the tokens; unused if the store has none.
-        outputs: the tokens that each latent promotes and suppresses; None without a model.
-        features: the known feature nearest to each latent, and its cosine, (C,) each; None if the rows have none.
-        places: `places_document` of a crosscoder; empty otherwise.
+        neighbours: cosines and latents, (C, n) each.
+        features: the known feature nearest to each latent, and its cosine, (C,) each.
+        places: `places_document` of a crosscoder.
     """
 
     chosen: Sequence[int]
