@@ -19,7 +19,7 @@ PIPE_WIDTH = 140  # width of tables in a file or pipe, unless COLUMNS is set
 
 
 class Step(Protocol):
-    """Updates a progress display: units done, and a few words."""
+    """Updates a progress display: units done, and some words."""
 
     def __call__(self, done: float, words: str = "") -> None: ...
 
@@ -28,7 +28,7 @@ class Listener(Protocol):
     """Receives notes and progress: a `Console`, or `Silent`."""
 
     def note(self, text: str) -> None:
-        """Receive a message beside the result."""
+        """Receive a message."""
 
     def warn(self, text: str) -> None:
         """Receive a warning about a choice or about data."""
@@ -38,13 +38,12 @@ class Listener(Protocol):
 
 
 class Silent:
-    """Discards notes and progress."""
+    """Discards notes and progress, and warns as Python does, at the caller of saecli."""
 
     def note(self, text: str) -> None:
         """Discard a message."""
 
     def warn(self, text: str) -> None:
-        """Warn as Python does, at the caller of saecli."""
         level = 1
         while (frame := sys._getframe(level)) and frame.f_globals.get("__name__", "").startswith("saecli"):
             level += 1
@@ -52,7 +51,6 @@ class Silent:
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
-        """Show nothing."""
         yield lambda done, words="": None
 
 
@@ -80,7 +78,7 @@ class Console:
         return console
 
     def note(self, text: str) -> None:
-        """Print a message beside the result, on stderr."""
+        """Print a message on stderr."""
         self._err.print(printable(shortened(text)), soft_wrap=True)
 
     warn = note

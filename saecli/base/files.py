@@ -23,7 +23,7 @@ KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a soc
 
 
 class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
-    """A path that is not a regular file: opening a pipe blocks until its other end opens, and a device may not end."""
+    """A path that is no regular file: a pipe may block, and a device may not end."""
 
 
 def regular(path: Path) -> Path:
@@ -66,16 +66,11 @@ def as_named(text: str) -> str:
 
 def settle(temporary: Path, path: Path) -> None:
     """Flush a finished temporary file to disk and rename it to `path`, in the same folder."""
-    temporary.chmod(0o666 & ~_umask())  # some writers make files that only their owner may read
+    os.umask(mask := os.umask(0))
+    temporary.chmod(0o666 & ~mask)  # some writers make files that only their owner may read
     flush_to_disk(temporary)
     temporary.replace(path)
     flush_to_disk(path.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextmanager
@@ -137,12 +132,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table atomically, creating its folder. Numbers keep every digit; NaNs and infinities are empty.
-
-    Args:
-        lines: one mapping per line; their keys, in the order in which they first occur, are the columns.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a table atomically, its columns all keys of the lines. NaNs and infinities are empty."""
     columns = list(dict.fromkeys(key for line in lines for key in line))
     with appearing_whole(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -168,15 +158,11 @@ def make_folder(path: Path) -> None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder, created if missing, against other processes; BlockingIOError if another holds the lock.
-
-    Returns a descriptor to close when done; the system closes it if the process dies.
-    """
+    """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another has it."""
     while True:
         make_folder(folder)
         try:
-            # A separate file, since network file systems cannot lock folders.
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # network file systems lock no folders
         except FileNotFoundError:
             continue
         try:

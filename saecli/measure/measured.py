@@ -125,7 +125,9 @@ class Measured:
     @property
     def store(self) -> ActivationStore:
         """The store of `of_store`."""
-        return self.of_store.store
+        store = self.of_store.store
+        assert isinstance(store, ActivationStore)  # of which Chunks is the part that shuffles rows
+        return store
 
     @property
     def stores(self) -> Joined:

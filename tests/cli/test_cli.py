@@ -33,7 +33,7 @@ def test_help_shows_every_option_and_help_all_the_advanced_ones(sae: CommandLine
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_summary_in_the_list_is_the_first_line_of_the_commands_own_help(name: str):
-    module = importlib.import_module(f"saecli.cli.commands.{'import_' if name == 'import' else name}")
+    module = importlib.import_module(f"saecli.cli.{'import_' if name == 'import' else name}")
     assert inspect.getdoc(module.command).splitlines()[0] == COMMANDS[name]
 
 

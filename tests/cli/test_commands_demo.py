@@ -6,7 +6,7 @@ import re
 import pytest
 from homes import CommandLine
 
-from saecli.cli.commands import demo
+from saecli.cli import demo
 
 
 @pytest.fixture

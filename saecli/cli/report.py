@@ -1,14 +1,12 @@
 """`sae report`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ...base.errors import size_words
-from ..options import Data, Device, Json, Run, SplitName, Target, start
+from ..base.errors import size_words
+from .options import Data, Device, Json, Out, Run, SplitName, Target, start
 
-Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 Latents = Annotated[str | None, typer.Option(
     "--latents", metavar="all|NUMBERS", help="Latents that get their own page: all, or numbers and ranges: 0,5,10-19.",
     show_default="all, or the 4,096 most frequent")]
@@ -37,14 +35,12 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
 
     Example: sae report first --model tiny-gemma2 --out pages
     """
-    from ...show.report import report
+    from ..show.report import report
 
     session = start(ctx, json, out=out)
-    document = report(run, out, data, target=target, split=split, latents=latents, top=top, model=model,
-                      examples=examples, neuronpedia=neuronpedia, device=device, home=session.home.path,
+    document = report(sae=run, out=out, data=data, target=target, split=split, latents=latents, top=top,
+                      model=model, examples=examples, neuronpedia=neuronpedia, device=device, home=session.home.path,
                       progress=session.console)
-    for note in document["notes"]:
-        session.console.note(note)
-    session.console.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "
-                                     f"{document['latents']:,} latents, {size_words(document['bytes'])} in all; open "
-                                     f"it in a browser")
+    session.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "
+                             f"{document['latents']:,} latents, {size_words(document['bytes'])} in all; open it in a "
+                             "browser")
