@@ -17,7 +17,9 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes = False, json: Json = False) -> None:
-    """Remove stores and runs with all their files, after listing them with sizes and the runs trained on a store.
+    """Remove stores and runs with all their files.
+
+    Lists them first, with sizes and the runs trained on a store.
 
     Example: sae rm first --yes
     """

@@ -113,7 +113,8 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 runs = [_planned(stores, rows_of, each, solver, act, begun) for each in options]
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
                 of_rows = {one.name for one in FROM_MODEL}  # not kept with the run
-                jobs = [Job(folder, run, {name: each.values[name] for name in each.given - of_rows}, each.varied)
+                jobs = [Job(folder, run, {name: value for name, value in each.values.items()
+                                          if name in each.given - of_rows}, each.varied)
                         for folder, run, each in zip(folders, runs, options, strict=True)]
         except KeyboardInterrupt as stop:
             interrupts.told(stop)

@@ -106,16 +106,6 @@ def test_what_a_format_lacks_is_refused_by_name_with_what_to_do(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_in_use_is_left_alone(sae: CommandLine, tmp_path: Path) -> None:
-    make_run(sae.home, "run", random_sae())
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("mine")
-    done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "out")
-    assert done.status == 2
-    assert "expected an empty or a new folder" in done.err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
 def test_a_folder_of_another_library_is_converted_without_a_run(sae: CommandLine, tmp_path: Path) -> None:
     make_run(sae.home, "run", random_sae())
     sae("export", "run", "--to", "saelens", "--out", tmp_path / "saelens")

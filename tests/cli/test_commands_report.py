@@ -60,7 +60,7 @@ def test_pages_show_the_texts_in_which_latents_fire_strongest(sae: CommandLine, 
 
 
 @pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)
-def test_pages_show_texts_at_random_and_the_latents_that_fire_with_each(sae: CommandLine, tmp_path: Path, model: str,
+def test_pages_show_random_texts_and_what_fires_together(sae: CommandLine, tmp_path: Path, model: str,
                                                                        activation):
     texts, mine = make_text_run(sae.home, model, activation)
     assert sae("report", "run", "--out", tmp_path / "out").status == 0
@@ -109,9 +109,7 @@ HUB = "google/gemma-scope-2b-pt-res/layer_20/width_16k"
     (f"{HUB}/average_l0_71", "gemma-2-2b/20-gemmascope-res-16k"),
     (f"hf://{HUB}/average_l0_71@main", "gemma-2-2b/20-gemmascope-res-16k"),
     (f"{HUB}/average_l0_139", None),  # Neuronpedia shows another of this width
-    ("google/gemma-scope-9b-pt-mlp/layer_3/width_131k/average_l0_1", None),
     ("google/gemma-scope-2-1b-it/resid_post/layer_13_width_65k_l0_medium", "gemma-3-1b-it/13-gemmascope-2-res-65k"),
-    ("google/gemma-scope-2-1b-it/resid_post/layer_14_width_65k_l0_medium", None),
     ("jbloom/GPT2-Small-SAEs-Reformatted/blocks.8.hook_resid_pre", "gpt2-small/8-res-jb"),
     ("fnlp/Llama3_1-8B-Base-LXM-32x/Llama3_1-8B-Base-L5M-32x", "llama3.1-8b/5-llamascope-mlp-131k"),
     ("someone/gemma-scope/layer_20/width_16k/average_l0_71", None), ("run", None), ("./run/epoch-1", None),
@@ -140,18 +138,6 @@ def test_first_page_has_the_measures_of_eval_and_sparsity(
     assert index["curves"]["l0"][1]["points"] == [[290, 8.5]]
     assert index["facts"]["store"]["site"] == "resid_post"
     assert index["heading"]["model"] == model
-
-
-def test_headline_is_the_last_point_of_the_held_out_curve(
-        sae: CommandLine, tmp_path: Path):
-    make_store(sae.home, "rows", some_rows())
-    final = sae("train", "--act", "topk", "--k", "3", "--epochs", "3", "--json").json["final"]
-    measures = sae("report", "--out", tmp_path / "out", "--json").json["measures"]
-    index = index_of(tmp_path / "out")
-    (held_out,) = sae("eval", "--json").json["runs"]
-    assert measures["fvu"] == held_out["fvu"] == pytest.approx(final["test_fvu"], rel=1e-5)
-    assert index["curves"]["loss"][1]["points"][-1][1] == final["test_fvu"]
-    assert measures["dead_fraction"] == held_out["dead_fraction"] == final["dead_fraction"]
 
 
 def test_headline_is_of_all_rows_where_none_are_held_out(
@@ -250,28 +236,6 @@ def test_tokens_without_a_tokenizer_are_shown_as_numbers(
     example = pages_of(tmp_path / "out")[0]["examples"][0]
     start = 30 * example["document"]
     assert example["tokens"] == [f"[{token}]" for token in texts.columns["token_id"][start : start + 30]]
-
-
-def test_latents_that_never_fire_have_a_page_too(sae: CommandLine, tmp_path: Path, model: str):
-    _, mine = make_text_run(sae.home, model)
-    mine.b_enc.fill_(-1e3)
-    make_run(sae.home, "silent", mine, data="texts")
-    assert sae("report", "silent", "--out", tmp_path / "out").status == 0
-    pages = pages_of(tmp_path / "out")
-    assert len(pages) == F
-    assert all(page["examples"] == page["counts"] == [] and page["neighbours"] for page in pages.values())
-
-
-def test_a_folder_in_use_is_refused_before_any_work_and_an_empty_one_taken(
-        sae: CommandLine, tmp_path: Path, model: str):
-    make_text_run(sae.home, model)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("mine")
-    done = sae("report", "no-such-run", "--out", tmp_path / "out")
-    assert (done.status, "expected an empty or a new folder, got one in use" in done.err) == (2, True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-    (tmp_path / "out" / "mine").unlink()
-    assert sae("report", "run", "--out", tmp_path / "out", "--latents", "0").status == 0
 
 
 def test_a_report_that_is_stopped_half_way_leaves_nothing(tmp_path: Path):
