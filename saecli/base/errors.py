@@ -109,11 +109,10 @@ def shortened(sentence: str) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
-    """ "did you mean X?" for the closest choices, at most `most`; empty if none is close."""
+    """A question for at most `most` choices that are close; empty if none is."""
     spelt = {choice.casefold(): choice for choice in choices}
-    near = [spelt[one] for one in get_close_matches(word.casefold(), spelt, most)]
-    *others, last = near or [""]
-    return f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if near else ""
+    *others, last = [spelt[one] for one in get_close_matches(word.casefold(), spelt, most)] or [""]
+    return f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if last else ""
 
 
 def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigError:
@@ -135,8 +134,5 @@ def counted(count: int, word: str) -> str:
 
 def size_words(count: float) -> str:
     """A number of bytes in units: 1.3 GB."""
-    for unit in UNITS:
-        if count < 1000 or unit == UNITS[-1]:
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"
+    power = sum(count >= 1000**power for power in range(1, len(UNITS)))
+    return f"{count / 1000**power:.3g} {UNITS[power]}"

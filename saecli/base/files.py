@@ -35,7 +35,7 @@ def regular(path: Path) -> Path:
 
 
 def is_utf8(path: Path) -> bool:
-    """Whether the path is UTF-8, as safetensors requires."""
+    """Whether a path is UTF-8, as safetensors requires."""
     return str(path).encode("utf-8", "replace") == os.fsencode(path)
 
 

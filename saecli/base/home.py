@@ -108,15 +108,15 @@ class Home:
     DEFAULT: ClassVar[str] = "sae-data"
 
     def __post_init__(self) -> None:
+        wrong = ""
         if self.path.is_file():
-            raise ConfigError(f"cannot use {self.path} as the home: expected a folder, got a file; give another "
-                              "--home")
-        if self.path.is_symlink() and not self.path.exists():
-            raise ConfigError(f"cannot use {self.path} as the home: it is a link to {self.path.readlink()}, which "
-                              "does not exist; make that folder, or give another --home")
-        if not is_utf8(self.path.absolute()):
-            raise ConfigError(f"cannot use {self.path} as the home: expected a path in UTF-8, got "
-                              f"{str(self.path)!r}; give another --home")
+            wrong = "expected a folder, got a file; "
+        elif self.path.is_symlink() and not self.path.exists():
+            wrong = f"it is a link to {self.path.readlink()}, which does not exist; make that folder, or "
+        elif not is_utf8(self.path.absolute()):
+            wrong = f"expected a path in UTF-8, got {str(self.path)!r}; "
+        if wrong:
+            raise ConfigError(f"cannot use {self.path} as the home: {wrong}give another --home")
 
     @classmethod
     def at(cls, path: str | Path | Home | None) -> Self:
@@ -125,11 +125,9 @@ class Home:
 
     @property
     def stores(self) -> Shelf:
-        """The activation stores."""
         return Shelf(self.path / "activations", "activation store", STORE_MARKER, StoreError,
                      "make one with `sae extract` or `sae import`")
 
     @property
     def runs(self) -> Shelf:
-        """The training runs."""
         return Shelf(self.path / "runs", "run", RUN_MARKER, RunError, "make one with `sae train`")

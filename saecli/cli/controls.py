@@ -1,5 +1,3 @@
-"""`sae controls`."""
-
 from typing import Annotated
 
 import typer
@@ -14,17 +12,16 @@ def command(ctx: typer.Context, run: OwnRun = None, model: SplicedModel = None, 
             seeds: Seeds = 2, device: Device = "auto", csv: Csv = None, json: Json = False) -> None:
     """Train baselines for a run: random encoder or decoder, shuffled rows, random model.
 
-    A control is the training of RUN, a finished run of sae train (an SAE or transcoder from random directions), with
-    one ingredient removed: a fixed random encoder; a fixed random decoder; shuffled rows, each dimension permuted by
-    itself; and with --model the activations of that model with random weights, on the same tokens.
+    A control repeats the training of RUN (an SAE or transcoder from random directions) with one ingredient removed: a
+    fixed random encoder; a fixed random decoder; shuffled rows, each dimension permuted by itself; with --model that
+    model's activations with random weights, on the same tokens.
 
     The table compares them with the run on held-out rows: FVU, L0, dead latents; for known features MCC and F1; with
-    --model CE recovered and KL; and stability, the PW-MCC of decoder vectors between seeds. What a control reaches too
-    is no evidence for the SAE.
+    --model CE recovered and KL; stability, the PW-MCC of decoder vectors between seeds. What a control reaches too is
+    no evidence for the SAE. No run is saved.
 
-    Cost: seven trainings like the run's, with --model nine; with --seeds 1, three and four. Shuffled rows and a random
-    model's rows are held in memory, 4 bytes per number, and left out if they need more than half of the free memory. No
-    run is saved.
+    Cost: seven trainings, with --model nine; with --seeds 1, three and four. Shuffled rows and a random model's are
+    held in memory, 4 bytes per number, and left out if they need over half of what is free.
 
     Example: sae controls first --model google/gemma-2-2b
     """

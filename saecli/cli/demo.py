@@ -1,5 +1,3 @@
-"""`sae demo`."""
-
 import itertools
 import shlex
 import sys

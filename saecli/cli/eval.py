@@ -1,5 +1,3 @@
-"""`sae eval`."""
-
 from typing import Annotated, Any
 
 import typer

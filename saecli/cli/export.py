@@ -1,5 +1,3 @@
-"""`sae export`."""
-
 from typing import Annotated
 
 import typer

@@ -1,5 +1,3 @@
-"""`sae extract`."""
-
 from enum import Enum
 from typing import Annotated
 

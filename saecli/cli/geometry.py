@@ -1,5 +1,3 @@
-"""`sae geometry`."""
-
 from typing import Annotated
 
 import typer
@@ -30,9 +28,9 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     they agree is reported. The margin is a row's exact distance to the boundary of its cell; the local complexity, the
     number of boundaries within --radius of it.
 
-    References are fitted on training rows: a k-means autoencoder, and local PCA, the best that is affine on each of its
-    cells, with the SAE's rank or with a rank for each cell. On the SAE's own cells, the gap to local PCA of the same
-    rank is the cost of sharing dictionary vectors; reported from 100 rows in 20 cells on, in --json always.
+    References are fitted on training rows: k-means, and local PCA, the best map that is affine on each of its cells,
+    with the SAE's rank or a rank per cell. On the SAE's own cells, the gap to local PCA of the same rank is the cost of
+    sharing dictionary vectors; reported from 100 rows in 20 cells on, in --json always.
 
     Several runs, or the epochs that `sae train --keep-every` keeps (RUN/kept/*), make one table, and --plot draws how
     they move.

@@ -1,5 +1,3 @@
-"""`sae import`."""
-
 from typing import Annotated, Any
 
 import typer

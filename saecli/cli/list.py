@@ -1,5 +1,3 @@
-"""`sae list`."""
-
 from typing import Annotated
 
 import typer

@@ -43,26 +43,22 @@ COMMANDS = {
     "rm": "Remove stores and runs with all their files.",
     "demo": "Run extract, train and eval offline on a bundled model, printing each command.",
 }
-
-
 HELP = {"-h", "--help", "--help-all"}
 TOGETHER = ("extract", "train")  # commands that torchrun may run in several processes
 
 
 class Command(TyperCommand):
-    """A command that takes options in any spelling, and whose `--help` leaves the advanced ones to `--help-all`."""
+    """A command that takes options in any spelling, `--d_sae` too, and leaves advanced ones to `--help-all`."""
 
     advanced: Collection[str] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
-        words = [*self._spelled(ctx, args)]
-        demand_once(self, ctx, words)
+        demand_once(self, ctx, words := [*self._spelled(ctx, args)])
         return super().parse_args(ctx, words)
 
     def _spelled(self, ctx: Any, args: list[str]) -> Iterator[str]:
-        """The words with hyphens in the names of options; ConfigError for an option of another tool."""
         flags = {flag for one in self.get_params(ctx) for flag in (*one.opts, *one.secondary_opts)}
         rest = iter(args)
         for word in rest:
@@ -80,7 +76,6 @@ class Command(TyperCommand):
                 yield word
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the page of `--help`, or of `--help-all` if that is set."""
         if not ctx.params.get("help_all"):
             for one in cast(Any, self.params):
                 one.hidden = one.name in self.advanced
@@ -144,12 +139,10 @@ class LazyGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the command to run or complete, and load it."""
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and loaded(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; the error for a word that is not among an option's choices suggests the nearest."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -223,7 +216,7 @@ def sentence_for(error: BaseException) -> str | None:
     if isinstance(error, SaeError):
         return error.sentence
     if is_out_of_memory(error):
-        return _out_of_memory(error)
+        return f"out of memory: {_out_of_memory(error)}"
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return (f"the disk is full, writing {error.filename or 'a file'}; nothing half-written was kept: "
@@ -235,17 +228,15 @@ def sentence_for(error: BaseException) -> str | None:
 def _out_of_memory(error: BaseException) -> str:
     words = str(error)
     if isinstance(error, ImportError):
-        return (f"out of memory: a library could not be loaded ({one_line(error)}); raise the limit on address space "
-                "(ulimit -v), or end other programs")
+        return f"a library could not be loaded ({one_line(error)}); raise ulimit -v, or end other programs"
     if "start new thread" in words:
-        return ("out of memory: the system refused a thread; raise the limits on processes and address space "
-                "(ulimit -u, ulimit -v), or end other programs")
+        return "the system refused a thread; raise ulimit -u and ulimit -v, or end other programs"
     where = "the GPU" if "CUDA" in words or "CUBLAS" in words else "the machine"
-    return f"out of memory: {where} refused an allocation; use a smaller --batch-size or, to train, --d-sae"
+    return f"{where} refused an allocation; use a smaller --batch-size or, to train, --d-sae"
 
 
 def main() -> None:
-    """Run the command line, and end with its exit status; only rank 0 prints anything but errors."""
+    """Run the command line, and end with its exit status; only rank 0 prints more than errors."""
     errors = sys.stderr
     if rank() > 0 and not os.environ.get("SAE_DEBUG"):
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end

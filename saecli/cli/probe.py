@@ -1,5 +1,3 @@
-"""`sae probe`."""
-
 from typing import Annotated
 
 import typer
@@ -22,10 +20,9 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
     """Compare sparse probes on latents with dense probes on activations.
 
     Each of 113 sets of the package sae-probes (pip install 'saecli[probes]') has texts of two classes. A probe is a
-    logistic regression on a text's last token: on the k latents whose mean codes differ most between the classes of the
-    training part, or, dense, on all dimensions of the activations that the SAE encodes. AUC and accuracy are
-    cross-validated in 5 folds; chance is 0.5. Means over sets have 95% intervals by Student's t; the difference from
-    the dense probe is taken set by set.
+    logistic regression on a text's last token: on the k latents whose mean codes differ most between classes in the
+    training part, or, dense, on all activations that the SAE encodes. AUC and accuracy are cross-validated in 5 folds;
+    chance is 0.5. Means over sets have 95% intervals by Student's t; differences from the dense probe are set by set.
 
     Cost: --rows texts per set through the model, up to the SAEs' last block, and 65 small regressions per probe and
     set; by default about 2 minutes per run of tiny-gemma2 on one core.

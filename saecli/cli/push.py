@@ -1,5 +1,3 @@
-"""`sae push`."""
-
 from typing import Annotated
 
 import typer

@@ -1,5 +1,3 @@
-"""`sae refit`."""
-
 from typing import Annotated
 
 import typer
@@ -14,13 +12,10 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Targ
             model: SplicedModel = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
     """Solve for the decoder of an SAE that is optimal on a store's rows.
 
-    The encoder is unchanged, so the same latents fire. One pass over the store's training rows gives decoder and bias
-    in closed form, with a ridge towards a multiple of the SAE's own decoder, chosen by leave-one-out. FVU, cosine and
-    L0 on held-out rows are printed before and after, with --model CE recovered and KL too. This adapts an SAE that was
-    published, or trained on other rows, to these.
-
-    Writes a folder into runs/ of the home, which other commands take like a trained SAE; it appears whole or not at
-    all.
+    The encoder is unchanged, so the same latents fire. One pass over the training rows gives decoder and bias in closed
+    form, with a ridge towards a multiple of the SAE's own decoder, chosen by leave-one-out. FVU, cosine and L0 on
+    held-out rows are printed before and after, with --model CE recovered and KL too. This adapts an SAE that was
+    published, or trained on other rows. Writes a folder into runs/ of the home, whole or not at all.
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """

@@ -1,5 +1,3 @@
-"""`sae report`."""
-
 from typing import Annotated
 
 import typer
@@ -30,8 +28,7 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
     index.html shows learning curves, firing frequencies, and a table of all latents to search and sort. Each chosen
     latent has a page with the texts in which it fires strongest and others by strength or at random, a histogram of its
     activations, the nearest latents, those that fire with it and, with --model, the tokens that it promotes. FVU, L0
-    and cosine are those of `sae eval` on held-out rows. The folder needs no network, and can be moved or sent; it
-    appears whole or not at all.
+    and cosine are as in `sae eval`. The folder needs no network, and can be moved; it appears whole or not at all.
 
     Example: sae report first --model tiny-gemma2 --out pages
     """

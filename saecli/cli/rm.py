@@ -1,5 +1,3 @@
-"""`sae rm`."""
-
 import sys
 from typing import Annotated, Literal
 

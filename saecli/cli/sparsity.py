@@ -1,5 +1,3 @@
-"""`sae sparsity`."""
-
 import typer
 
 from .options import Data, Device, Json, Plot, Runs, SplitName, Target, start

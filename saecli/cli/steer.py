@@ -1,5 +1,3 @@
-"""`sae steer`."""
-
 from typing import Annotated, Literal
 
 import typer

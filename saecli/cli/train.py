@@ -1,5 +1,3 @@
-"""`sae train`."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

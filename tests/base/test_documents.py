@@ -46,7 +46,7 @@ def edited(document: Any, path: tuple, value: Any) -> Any:
     return changed
 
 
-def deleted() -> None:
+def deleted():
     """Stands for a field that is not there."""
 
 
@@ -108,7 +108,7 @@ def test_a_run_json_with_any_entry_changed_is_read_or_refused(sae: CommandLine, 
     words = [command] if command == "list" else [command, "run"]
     words += ["--out", tmp_path / "pages", "--latents", "0"] if command == "report" else []
 
-    def use() -> None:
+    def use():
         shutil.rmtree(tmp_path / "pages", ignore_errors=True)
         done = sae(*words)
         assert done.status in (0, 1) and "sae: unexpected" not in done.err, done.err
@@ -177,7 +177,7 @@ def test_weights_that_do_not_fit_each_other_are_refused_by_name(tmp_path: Path, 
         load(tmp_path / "sae")
 
 
-def rename(folder: Path, name: str, tensor: torch.Tensor) -> None:
+def rename(folder: Path, name: str, tensor: torch.Tensor):
     """Put another tensor in the place of one, in whichever file holds it."""
     import numpy as np
 

@@ -135,7 +135,7 @@ def test_a_full_disk_or_memory_is_told_in_a_sentence(error: Exception, said: str
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [100, 410, 980, 2047])  # MiB; by 410 and 980 a library aborts as it is loaded
 def test_too_little_address_space_is_told_in_a_sentence(tmp_path: Path, limit: int):
-    def limited() -> None:
+    def limited():
         resource.setrlimit(resource.RLIMIT_AS, (limit << 20, limit << 20))
 
     done = subprocess.run([sys.executable, "-m", "saecli", "--home", str(tmp_path), "train"], capture_output=True,

@@ -10,7 +10,7 @@ from saecli.cli import demo
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+def brief(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo, "ROWS", 1500)
     monkeypatch.setattr(demo, "EPOCHS", 1)
     monkeypatch.setenv("COLUMNS", "80")

@@ -1,17 +1,13 @@
 """`sae eval` against numpy in float64 over the same rows."""
 
 import csv
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
-from hypothesis import given
-from hypothesis import strategies as st
 
-from saecli.measure.evaluate import unbeaten
 from saecli.sae.activations import JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
@@ -34,7 +30,7 @@ def relu_oracle(sae: SAE, rows: np.ndarray) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
-def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae: CommandLine, split: str) -> None:
+def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae: CommandLine, split: str):
     rows = make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "run", random_sae(), split_seed=3)
     held_out = is_test(np.arange(len(rows)), seed=3)
@@ -46,7 +42,7 @@ def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae: CommandLine
     assert {key: found[key] for key in oracle} == pytest.approx(oracle, rel=1e-5)
 
 
-def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(sae: CommandLine, tmp_path: Path) -> None:
+def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows())
     run = sae("train", "--act", "topk", "--k", "1", "--d-sae", "64", "--epochs", "2", "--solver", "sgd", "--lr",
               "0.1", "--keep-every", "1", "--json").json
@@ -62,14 +58,14 @@ def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(sae: C
     assert (tmp_path / "x.csv").read_text().endswith(",,\n")
 
 
-def test_the_train_split_is_the_fraction_that_was_trained_on(sae: CommandLine) -> None:
+def test_the_train_split_is_the_fraction_that_was_trained_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "half", random_sae(), fraction=0.5)
     (train,) = sae("eval", "--split", "train", "--json").json["runs"]
     assert 1000 < train["rows"] < 1700
 
 
-def test_the_newest_run_is_measured_on_its_own_store(sae: CommandLine) -> None:
+def test_the_newest_run_is_measured_on_its_own_store(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     make_store(sae.home, "newer", some_rows(seed=1))
     make_run(sae.home, "old", random_sae(), created="2026-01-01")
@@ -86,7 +82,7 @@ def exact_sae(k: int = D) -> SAE:
     return SAE(torch.eye(D, F), torch.zeros(F), torch.eye(F, D), torch.zeros(D), TopK(k=k))
 
 
-def test_runs_make_one_table_sparsest_first_unbeaten_marked(sae: CommandLine) -> None:
+def test_runs_make_one_table_sparsest_first_unbeaten_marked(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "random", random_sae())  # some 11 latents fire
     make_run(sae.home, "sparse", exact_sae(4))
@@ -102,7 +98,7 @@ def test_runs_make_one_table_sparsest_first_unbeaten_marked(sae: CommandLine) ->
     assert document["unbeaten_means"] in " ".join(out.split())
 
 
-def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine) -> None:
+def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_run(sae.home, name, random_sae(seed=ord(name)), split_seed=seed)
@@ -112,36 +108,7 @@ def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine) -> None
     assert alone is None and {one, other} <= {True, False} and (one or other)
 
 
-def of(l0: float, *errors: float) -> dict[str, float]:
-    return {"l0": l0, **dict(zip(("fvu", "ce_recovered", "kl"), errors, strict=False))}
-
-
-@pytest.mark.parametrize(("runs", "marks"), [
-    ([of(16, 0.2), of(65, 0.1)], [True, True]),  # fewer latents, or less error
-    ([of(16, 0.2), of(65, 0.3)], [True, False]),
-    ([of(15.9, 0.2), of(16, 0.1)], [False, True]),  # of like L0
-    ([of(15, 0.2), of(15.76, 0.1)], [True, True]),
-    ([of(16, 0.2), of(16, 0.2)], [True, True]),
-    ([of(16, 0.1, 0.8, 0.5), of(16, 0.2, 0.9, 0.4)], [True, True]),  # better in one and worse in another
-    ([of(16, 0.1, 0.8, 0.5), of(16, 0.2, 0.8, 0.5)], [True, False]),
-    ([of(16, 0.1, 0.9, 0.5), of(16, 0.1, 0.8, 0.5)], [True, False]),
-    ([of(16, 0.1), of(16, math.nan), of(16, math.inf)], [True, False, False]),
-    ([of(1, math.nan), of(16, 0.1)], [False, True]),
-    ([of(0, 0.9), of(0, 0.8)], [False, True]),
-    ([of(100, 0.1), of(104, 0.09), of(108, 0.08), of(112, 0.07)], [False, False, False, True]),
-])
-def test_a_run_is_beaten_by_a_sparser_one_that_is_no_worse(
-        runs: list[dict[str, float]], marks: list[bool]) -> None:
-    assert unbeaten(runs) == marks
-    assert unbeaten(runs[::-1]) == marks[::-1]
-
-
-@given(st.lists(st.tuples(st.floats(0, 100), *[st.sampled_from([0.1, 0.2, 0.3])] * 3), min_size=1, max_size=12))
-def test_of_runs_with_finite_errors_at_least_one_is_unbeaten(runs: list[tuple[float, ...]]) -> None:
-    assert any(unbeaten([of(*run) for run in runs]))
-
-
-def test_runs_on_different_rows_are_pointed_out(sae: CommandLine) -> None:
+def test_runs_on_different_rows_are_pointed_out(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "a", random_sae(), split_seed=0)
     make_run(sae.home, "b", random_sae(), split_seed=1)
@@ -153,7 +120,7 @@ def test_runs_on_different_rows_are_pointed_out(sae: CommandLine) -> None:
 @pytest.mark.parametrize(("name", "activation"), [("saelens", Relu()), ("sparsify", Relu()),
                                                   ("dictionary-learning", JumpRelu())])
 def test_a_folder_of_another_library_is_measured_on_the_newest_store(
-        sae: CommandLine, tmp_path: Path, name: str, activation: Relu | JumpRelu) -> None:
+        sae: CommandLine, tmp_path: Path, name: str, activation: Relu | JumpRelu):
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "native", random_sae(activation))
     save(SavedSAE(random_sae(activation)), name, tmp_path / "theirs")
@@ -165,7 +132,7 @@ def test_a_folder_of_another_library_is_measured_on_the_newest_store(
         assert theirs[key] == pytest.approx(native[key], rel=1e-4)
 
 
-def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLine, tmp_path: Path) -> None:
+def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "random", random_sae())
     make_run(sae.home, "exact", exact_sae())
@@ -179,7 +146,7 @@ def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLi
         assert {key: type(run[key])(value) if value else None for key, value in line.items()} == run
 
 
-def test_a_csv_that_cannot_be_written_leaves_what_was_there(sae: CommandLine, tmp_path: Path) -> None:
+def test_a_csv_that_cannot_be_written_leaves_what_was_there(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", np.ones((3000, D), np.float32))
     make_run(sae.home, "run", random_sae())
     assert sae("eval", "run", "--csv", tmp_path).status == 2  # a folder
@@ -194,7 +161,7 @@ def test_a_csv_that_cannot_be_written_leaves_what_was_there(sae: CommandLine, tm
     assert sae("eval", "--json").json["runs"][0]["fvu"] is None
 
 
-def test_plot_draws_the_frontier(sae: CommandLine, tmp_path: Path) -> None:
+def test_plot_draws_the_frontier(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "run", random_sae())
     assert sae("eval", "run", "--plot", tmp_path / "frontier.png", "--json").json

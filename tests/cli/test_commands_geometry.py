@@ -48,7 +48,7 @@ def held_out() -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", [Relu(), BatchTopK(3), TopK(3), AbsTopK(3)], ids=lambda a: a.name)
-def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None:
+def test_document_equals_brute_force(sae: CommandLine, activation: Relu):
     trained = random_sae(activation)
     make_run(sae.home, "one", trained)
     found = sae("geometry", "--json").json
@@ -77,7 +77,7 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu) -> None
     assert (other["split"], other["rows"]) == ("train", 3000 - len(rows)) == ("train", references["rows_fitted"])
 
 
-def test_twins_and_latents_without_weights_are_told(sae: CommandLine) -> None:
+def test_twins_and_latents_without_weights_are_told(sae: CommandLine):
     tensors = random_sae(TopK(3)).tensors()
     tensors["W_enc"][:, :2], tensors["W_dec"][3] = tensors["W_enc"][:, 5:6].clone(), 0
     tensors["b_enc"][:2] = tensors["b_enc"][5].clone()
@@ -94,7 +94,7 @@ def test_twins_and_latents_without_weights_are_told(sae: CommandLine) -> None:
     assert "expected finite floating-point numbers in b_enc" in refused.err
 
 
-def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: CommandLine) -> None:
+def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: CommandLine):
     make_run(sae.home, "half", random_sae(TopK(3)), fraction=0.5)
     found = sae("geometry", "half", "--split", "train", "--json").json
     assert found["rows"] == found["references"]["rows_fitted"] < 1500
@@ -106,8 +106,7 @@ def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: Comma
     assert (few["rows_fitted"], few["kmeans_cells"]) == (100, 20)
 
 
-def test_more_training_rows_than_memory_holds_are_streamed(
-        sae: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_training_rows_than_memory_holds_are_streamed(sae: CommandLine, monkeypatch: pytest.MonkeyPatch):
     make_run(sae.home, "one", random_sae(TopK(3)))
     whole = sae("geometry", "--json").json["references"]
     monkeypatch.setattr(sys.modules["saecli.geometry.survey"], "SAMPLE_BYTES", 4 * D * 500)
@@ -123,8 +122,7 @@ def test_more_training_rows_than_memory_holds_are_streamed(
 
 
 @pytest.mark.slow
-def test_several_runs_are_measured_as_each_alone(
-        sae: CommandLine, tmp_path: Path) -> None:
+def test_several_runs_are_measured_as_each_alone(sae: CommandLine, tmp_path: Path):
     make_run(sae.home, "early", random_sae(TopK(3)))
     make_run(sae.home, "late", random_sae(TopK(3), seed=1))
     make_run(sae.home, "other", random_sae(Relu(), seed=2))
@@ -143,14 +141,14 @@ def test_several_runs_are_measured_as_each_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--rows", "1"], ["--fit-rows", "1"], ["--split", "train", "--rows", "2"]])
-def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, words: list[str]) -> None:
+def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, words: list[str]):
     for activation in (TopK(3), Relu(), AbsTopK(F)):
         make_run(sae.home, activation.name, random_sae(activation))
         done = sae("geometry", activation.name, "--plot", tmp_path / "x.png", "--slice", "pca", *words)
         assert (done.status, done.out.count("FVU of")) == (0, 4 + ("PCA on own cells" in done.out)), done.err
 
 
-def test_lambda_sets_what_a_dimension_costs(sae: CommandLine) -> None:
+def test_lambda_sets_what_a_dimension_costs(sae: CommandLine):
     make_run(sae.home, "one", random_sae(TopK(3)))
     auto, free, dear = (sae("geometry", "--json", "--lambda", words).json["references"]
                         for words in ("auto", "0", "1e9"))
@@ -160,7 +158,7 @@ def test_lambda_sets_what_a_dimension_costs(sae: CommandLine) -> None:
     assert auto["own_cells"]["cells"] > 0
 
 
-def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLine) -> None:
+def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLine):
     make_run(sae.home, "one", random_sae(TopK(3)))
     first, second = (sae("geometry", "--split", "all", "--rows", "1500", "--json").json for _ in range(2))
     assert first == second
@@ -169,7 +167,7 @@ def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLin
     assert first["margin"]["median"] == pytest.approx(whole["margin"]["median"], rel=0.2)
 
 
-def test_a_row_at_the_origin_and_an_sae_without_boundaries_are_no_error(sae: CommandLine) -> None:
+def test_a_row_at_the_origin_and_an_sae_without_boundaries_are_no_error(sae: CommandLine):
     make_run(sae.home, "whole", random_sae(TopK(F)))
     found = sae("geometry", "--split", "all", "--json").json
     assert (found["cells_visited"], found["occupancy"]["max"], found["occupancy"]["entropy"]) == (1, 3000, 0)
@@ -177,7 +175,7 @@ def test_a_row_at_the_origin_and_an_sae_without_boundaries_are_no_error(sae: Com
     assert found["power_diagram"]["agreement"] == 1.0
 
 
-def test_people_see_a_table(sae: CommandLine) -> None:
+def test_people_see_a_table(sae: CommandLine):
     make_run(sae.home, "one", random_sae(TopK(3)))
     done = sae("geometry", "one")
     assert "one on rows, test rows" in done.out
@@ -190,7 +188,7 @@ def test_people_see_a_table(sae: CommandLine) -> None:
     assert "hyperplanes within" in out
 
 
-def test_an_sae_of_another_tool_is_measured_on_the_newest_store(sae: CommandLine, tmp_path: Path) -> None:
+def test_an_sae_of_another_tool_is_measured_on_the_newest_store(sae: CommandLine, tmp_path: Path):
     make_run(tmp_path, "elsewhere", SAE(**random_sae(TopK(3)).tensors(), activation=TopK(3)))
     (tmp_path / "runs" / "elsewhere" / "run.json").unlink()
     done = sae("geometry", tmp_path / "runs" / "elsewhere", "--json")

@@ -60,8 +60,7 @@ def test_pages_show_the_texts_in_which_latents_fire_strongest(sae: CommandLine, 
 
 
 @pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)
-def test_pages_show_random_texts_and_what_fires_together(sae: CommandLine, tmp_path: Path, model: str,
-                                                                       activation):
+def test_pages_show_random_texts_and_what_fires_together(sae: CommandLine, tmp_path: Path, model: str, activation):
     texts, mine = make_text_run(sae.home, model, activation)
     assert sae("report", "run", "--out", tmp_path / "out").status == 0
     codes = codes_of(texts, mine)
@@ -86,8 +85,7 @@ def test_pages_show_random_texts_and_what_fires_together(sae: CommandLine, tmp_p
     assert len(chosen) == F  # each latent has its own
 
 
-def test_interest_is_contrast_times_agreement(
-        sae: CommandLine, tmp_path: Path, model: str):
+def test_interest_is_contrast_times_agreement(sae: CommandLine, tmp_path: Path, model: str):
     texts, mine = make_text_run(sae.home, model, ReluTopK(k=1))
     assert sae("report", "run", "--out", tmp_path / "out", "--latents", "2-19").status == 0
     codes, index = codes_of(texts, mine), index_of(tmp_path / "out")["latents"]
@@ -120,8 +118,7 @@ def test_neuronpedias_pages_of_published_saes_are_known(name: str, source: str |
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
-def test_first_page_has_the_measures_of_eval_and_sparsity(
-        sae: CommandLine, tmp_path: Path, model: str, split: str):
+def test_first_page_has_the_measures_of_eval_and_sparsity(sae: CommandLine, tmp_path: Path, model: str, split: str):
     make_text_run(sae.home, model)
     done = sae("report", "--out", tmp_path / "out", "--split", split, "--json")
     index = index_of(tmp_path / "out")
@@ -140,8 +137,7 @@ def test_first_page_has_the_measures_of_eval_and_sparsity(
     assert index["heading"]["model"] == model
 
 
-def test_headline_is_of_all_rows_where_none_are_held_out(
-        sae: CommandLine, tmp_path: Path):
+def test_headline_is_of_all_rows_where_none_are_held_out(sae: CommandLine, tmp_path: Path):
     texts = make_text_store(sae.home, "texts", None, rows=30)  # one document
     make_run(sae.home, "run", random_sae(), data="texts")
     done = sae("report", "run", "--out", tmp_path / "out", "--json")
@@ -163,8 +159,7 @@ def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(sae: Comman
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out"]
 
 
-def test_pages_fetch_nothing_and_no_text_ends_a_script(
-        sae: CommandLine, tmp_path: Path, model: str):
+def test_pages_fetch_nothing_and_no_text_ends_a_script(sae: CommandLine, tmp_path: Path, model: str):
     make_text_run(sae.home, model)
     sae("report", "run", "--out", tmp_path / "out", "--examples", "20", "--model", model)
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")

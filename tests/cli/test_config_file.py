@@ -24,8 +24,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("solver", ["pam-sgd", "sgd", pytest.param("proximal", marks=pytest.mark.slow)])
-def test_a_runs_own_config_trains_the_same_bits(sae: CommandLine, tmp_path,
-                                                                                         solver: str):
+def test_a_runs_own_config_trains_the_same_bits(sae: CommandLine, tmp_path, solver: str):
     make_store(sae.home, "rows", some_rows(300))
     runs = sae.home / "runs"
     assert sae("train", "--data", "rows", "--name", "first", *QUICK, *CHOICES[solver]).status == 0

@@ -49,7 +49,7 @@ def test_a_file_admits_lists_for_options_given_several_times():
 
 def test_the_command_line_takes_what_python_takes():
     @configured(Sample)
-    def command(ctx: typer.Context, options: Given) -> None:
+    def command(ctx: typer.Context, options: Given):
         print(options.config(Sample))
 
     app = typer.Typer()
