@@ -55,7 +55,7 @@ def file_sha256(path: Path) -> str:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written before it appears at `path`: beside it, hidden."""
+    """Where a file is written before it appears at `path`: next to it, hidden."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -87,7 +87,7 @@ def appearing_whole(path: Path) -> Iterator[Path]:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether `folder_appearing_whole` can write there: there is nothing, or an empty folder."""
+    """Whether there is nothing, or an empty folder."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 

@@ -56,8 +56,7 @@ def demand_address_space() -> None:
 def available_memory() -> int:
     """Bytes of memory that a process can allocate without swapping, within its container's limit."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
+    if (meminfo := Path("/proc/meminfo")).exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
     limit, used = CGROUP / "memory.max", CGROUP / "memory.current"

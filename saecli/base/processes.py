@@ -158,12 +158,11 @@ def is_first_to_say(sentence: str, blames_another: bool) -> bool:
         return True
     try:
         _launcher[0].set_timeout(STORE_PATIENCE)
-        if blames_another:
-            waited_until = time.monotonic() + BLAME_SECONDS
-            while time.monotonic() < waited_until:
-                if _launcher[0].check([SAID]):
-                    return False
-                time.sleep(0.1)
+        waited_until = time.monotonic() + BLAME_SECONDS
+        while blames_another and time.monotonic() < waited_until:
+            if _launcher[0].check([SAID]):
+                return False
+            time.sleep(0.1)
         first = _launcher[0].add(f"{SAID}-{sentence}", 1) == 1
         _launcher[0].add(SAID, 1)
         return first

@@ -1,7 +1,5 @@
-"""The command line: `sae [--home DIR] COMMAND`.
-
-To add a command, write `saecli/cli/NAME.py` with a function `command`, and a line in `COMMANDS`.
-"""
+"""The command line: `sae [--home DIR] COMMAND`. To add a command, write `saecli/cli/NAME.py` with a function `command`,
+and a line in `COMMANDS`."""
 
 import errno
 import inspect

@@ -1,11 +1,4 @@
-"""Options as Typer parameters and in the file of `--config`, those common to commands, and a command's start.
-
-    solver = "pam-sgd"
-    d_sae = 512          # the long option's name; d-sae works too
-    revive = false
-
-An option is declared once, by `base.options.option` or here. Nothing here imports torch.
-"""
+"""Options as Typer parameters and in the file of `--config`, those common to commands, and a command's start."""
 
 import functools
 import inspect
@@ -54,16 +47,9 @@ class Given:
 
 def configured(*configs: type[Config], repeated: bool = False, advanced: Collection[str] = (),
                more: Collection[Option] = (), **tables: Mapping[str, type[Config]]) -> Callable:
-    """Decorate a command with the options of configurations, and with `--config`.
-
-    The function's parameter `options` receives a `Given`; if options are `repeated`, one per combination of values, the
-    last option's changing fastest. The names of `advanced` options, shown by `--help-all` only, become an attribute.
-
-    Args:
-        advanced: those of the function's own options.
-        more: options of configurations that the function builds itself.
-        **tables: by the option that selects an entry.
-    """
+    """Decorate a command with options of configurations, of tables of them by the option that selects an entry, and
+    `--config`. The parameter `options` receives a `Given`; if options can be repeated, one per combination of values.
+    `advanced` names those of its own options that `--help-all` alone shows."""
     declared = [replace(one, panel=one.panel or config.panel) for config in configs
                 for one in options_of(config).values()]
     for selector, table in tables.items():

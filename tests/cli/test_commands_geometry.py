@@ -1,6 +1,5 @@
 """`sae geometry` against brute force over the same rows in memory."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,21 +105,6 @@ def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: Comma
     assert (few["rows_fitted"], few["kmeans_cells"]) == (100, 20)
 
 
-def test_more_training_rows_than_memory_holds_are_streamed(sae: CommandLine, monkeypatch: pytest.MonkeyPatch):
-    make_run(sae.home, "one", random_sae(TopK(3)))
-    whole = sae("geometry", "--json").json["references"]
-    monkeypatch.setattr(sys.modules["saecli.geometry.survey"], "SAMPLE_BYTES", 4 * D * 500)
-    sampled = sae("geometry", "--json").json["references"]
-    assert sampled["rows_fitted"] == 500
-    monkeypatch.setattr(sys.modules["saecli.geometry.geometry"], "SAMPLE_ROWS", 500)
-    streamed, fewer = (sae("geometry", "--json", "--fit-rows", n).json["references"] for n in ("100000", "1000"))
-    assert (streamed["rows_fitted"], fewer["rows_fitted"]) == (whole["rows_fitted"], 1000)
-    assert (streamed["kmeans_cells"], streamed["local_pca_cells"]) == (F, F)
-    for key in ("kmeans_fvu", "local_pca_fvu"):
-        assert streamed[key] == pytest.approx(whole[key], rel=0.15)
-    assert streamed["own_cells"]["rows_fitted"] <= 500
-
-
 @pytest.mark.slow
 def test_several_runs_are_measured_as_each_alone(sae: CommandLine, tmp_path: Path):
     make_run(sae.home, "early", random_sae(TopK(3)))
@@ -173,19 +157,6 @@ def test_a_row_at_the_origin_and_an_sae_without_boundaries_are_no_error(sae: Com
     assert (found["cells_visited"], found["occupancy"]["max"], found["occupancy"]["entropy"]) == (1, 3000, 0)
     assert found["margin"]["median"] is None  # infinite
     assert found["power_diagram"]["agreement"] == 1.0
-
-
-def test_people_see_a_table(sae: CommandLine):
-    make_run(sae.home, "one", random_sae(TopK(3)))
-    done = sae("geometry", "one")
-    assert "one on rows, test rows" in done.out
-    for words in ("cells visited", "power diagram", "margin, median", "swaps within",
-                  "FVU of k-means", "FVU of local PCA"):
-        assert words in done.out
-    make_run(sae.home, "two", random_sae(Relu()))
-    out = sae("geometry", "two").out
-    assert "power diagram" not in out
-    assert "hyperplanes within" in out
 
 
 def test_an_sae_of_another_tool_is_measured_on_the_newest_store(sae: CommandLine, tmp_path: Path):

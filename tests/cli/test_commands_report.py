@@ -12,7 +12,6 @@ from saecli.measure.latents import LEAST, bin_edges
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
 from saecli.sae.dictionary import SAE
 from saecli.show.report import SAMPLES, write_pages
-from saecli.show.report.overview import neuronpedia_url
 from saecli.store.reader import ActivationStore
 from saecli.store.worlds import World
 
@@ -98,23 +97,6 @@ def test_interest_is_contrast_times_agreement(sae: CommandLine, tmp_path: Path, 
         expected = (1 - sizes.mean() / sizes.max()) * (1 + np.mean(pairs)) / 2 if len(sizes) else 0
         rare = frequency[latent] > 0.1 or len(sizes) < 10
         assert told == pytest.approx(0 if rare else expected, abs=1e-3)
-
-
-HUB = "google/gemma-scope-2b-pt-res/layer_20/width_16k"
-
-
-@pytest.mark.parametrize(("name", "source"), [
-    (f"{HUB}/average_l0_71", "gemma-2-2b/20-gemmascope-res-16k"),
-    (f"hf://{HUB}/average_l0_71@main", "gemma-2-2b/20-gemmascope-res-16k"),
-    (f"{HUB}/average_l0_139", None),  # Neuronpedia shows another of this width
-    ("google/gemma-scope-2-1b-it/resid_post/layer_13_width_65k_l0_medium", "gemma-3-1b-it/13-gemmascope-2-res-65k"),
-    ("jbloom/GPT2-Small-SAEs-Reformatted/blocks.8.hook_resid_pre", "gpt2-small/8-res-jb"),
-    ("fnlp/Llama3_1-8B-Base-LXM-32x/Llama3_1-8B-Base-L5M-32x", "llama3.1-8b/5-llamascope-mlp-131k"),
-    ("someone/gemma-scope/layer_20/width_16k/average_l0_71", None), ("run", None), ("./run/epoch-1", None),
-])
-def test_neuronpedias_pages_of_published_saes_are_known(name: str, source: str | None):
-    assert neuronpedia_url(name) == (None if source is None else f"https://www.neuronpedia.org/{source}")
-    assert neuronpedia_url(name, "a-b/3.c") == "https://www.neuronpedia.org/a-b/3.c"
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])

@@ -56,15 +56,6 @@ def test_long_lists_end_with_how_many_more(sae: CommandLine):
     assert f"silent: dense {on}: none\nsilent: silent {on}: {listed} and 8 more\n" in sae("sparsity").out
 
 
-def test_two_runs_stand_in_one_table_in_the_order_given(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    make_run(sae.home, "graded", graded_sae())
-    make_run(sae.home, "random", random_sae())
-    done = sae("sparsity", "random", "graded")
-    lines = [line.split()[1] for line in done.out.splitlines() if line.startswith("│")]
-    assert lines == ["random", "graded"]
-
-
 @pytest.mark.slow
 def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows())
