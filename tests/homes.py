@@ -126,3 +126,9 @@ class CommandLine:
         with pytest.raises(SystemExit) as stop:
             main()
         return Done(stop.value.code or 0, *self.capsys.readouterr())
+
+
+def steerable(activation: Activation | None = None, d_in: int = 16) -> SAE:
+    """An SAE whose decoder is no transpose of its encoder, of which about half of the latents fire."""
+    sae = random_sae(activation, d_in)
+    return sae.changed(W_dec=torch.randn(20, d_in, generator=torch.Generator().manual_seed(5)))

@@ -39,7 +39,7 @@ def rows_of(sae: CommandLine) -> Rows:
     return ActivationStore.open(sae.home / "activations" / "rows").split("all")
 
 
-def test_every_measure_agrees_with_saelens_current_evaluation_of_the_same_tokens(
+def test_every_measure_agrees_with_saelens_on_the_same_tokens(
         trained: CommandLine, tmp_path: Path) -> None:
     python = python_with("saelens")
     for act in RUNS:
