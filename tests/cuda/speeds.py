@@ -145,7 +145,7 @@ def saelens(day: Day) -> Figures:
         import sae_lens  # noqa: F401
     except ImportError:
         return {SAELENS: "not installed here"}
-    from saelens_steps import least_step
+    from saelens_training import least_step
 
     B, D, widths = sizes(day)
     torch.set_default_device(day.device)
