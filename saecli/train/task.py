@@ -1,35 +1,33 @@
-"""What a solver is given, and what it reports of each step.
+"""What a solver is given, smoothing of rows, and what it reports of each step.
 
-Shapes: B rows, n sampled rows, D = d_in, E = d_out. All rows are normalised (see `rows.py`).
+B rows, n sampled; D = d_in, E = d_out. All rows are normalised (see `rows.py`).
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ..base.devices import moved
 from ..sae.batch import Batch
-from .config import TrainingConfig
+from .config import WIDEST, TrainingConfig
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """The training problem: its settings, its length, and what is measured on its rows.
-
-    The loss of a batch is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`; terms that the paper
-    adds to the sum over all N rows are divided by N.
+    """The training problem. A batch's loss is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`;
+    terms that the paper adds to the sum over all N rows are divided by N.
 
     Args:
-        training: resolved settings.
-        rows: N, the number of training rows.
+        rows: N.
         steps: optimiser steps in all of training.
-        lr: the peak learning rate.
-        sample: training rows spread over all, (n, D), and their targets, (n, E), for smoothing and for an activation's
-            estimates; may be empty.
+        lr: the peak.
+        sample: rows spread over all, (n, D), with targets, (n, E), for smoothing and an activation's estimates; may be
+            empty.
         B: the targets' linear regression on the rows, (D, E); None if they are the rows.
-        held: W_enc or W_dec, to keep its start bit for bit; None for neither. No latent is then revived, silenced or
-            rescaled.
+        held: W_enc or W_dec, to keep its start bit for bit; then no latent is revived, silenced or rescaled.
         memory: bytes that the solver may use.
     """
 
@@ -44,33 +42,26 @@ class Task:
 
     @property
     def batches(self) -> int:
-        """Batches per epoch."""
+        """Per epoch."""
         return self.training.epoch_batches(self.rows)
 
     def learning_rate(self, step: int) -> float:
-        """From 0: a short linear rise, a plateau, and a linear fall to zero."""
+        """At a step, from 0: a linear rise, a plateau, a linear fall to zero."""
         rise = (step + 1) / max(1, math.ceil(self.training.lr_warm_up * self.steps))
         fall = (self.steps - step) / max(1, math.ceil(self.training.lr_decay * self.steps))
         return self.lr * min(1.0, rise, fall)
 
     def penalty_weight(self, step: int) -> float:
-        """At a step, from 0."""
         rise = (step + 1) / max(1, math.ceil(self.training.sparsity_warm_up * self.steps))
         return (self.training.sparsity_weight or 0.0) * min(1.0, rise)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Measures of one smoothed batch before its step; tensors, so that the host does not wait for the device.
+    """Measures of one smoothed batch before its step, in this process: the parts of all sum to the batch's.
 
-    With several processes each reports its part, and the parts sum to the batch's measures.
-
-    Args:
-        step: from 1.
-        rows: B.
-        loss: penalty and proximal terms included.
-        squared_error: mean over rows of `||y_hat - y||^2`.
-        l0: mean number of non-zero codes.
+    Tensors, so that the host does not wait for the device. `loss` includes penalty and proximal terms; `l0` and
+    `squared_error`, `||y_hat - y||^2`, are means over rows.
     """
 
     step: int
@@ -78,3 +69,68 @@ class StepReport:
     loss: Tensor
     squared_error: Tensor
     l0: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Smoothing:
+    """Moves rows along differences of other rows, each independently of its batch.
+
+        x_i + width ||x_i|| (x_j - x_k) / sqrt(||x_j||^2 + ||x_k||^2),    j and k drawn from a sample of all rows
+
+    (norms about the sample's mean). Rows are then drawn from a kernel estimate of their density, with a kernel of the
+    data's own shape, so the encoder overfits less; the step is relative, since norms differ a hundredfold. Targets that
+    are not the rows move by the same multiple of their own difference.
+
+    Source: the smoothed bootstrap (Silverman and Young, 1987), with the kernel taken from pairs of rows.
+
+    Args:
+        width: fraction of its norm by which a row is moved; 0 for none.
+        sample: spread over all rows, (n, D); with n < 2 nothing moves.
+        targets: the sample's, (n, E); None if these are the rows.
+    """
+
+    width: float
+    sample: Tensor
+    targets: Tensor | None = None
+
+    @property
+    def inflation(self) -> float:
+        """Variance of smoothed rows over the rows' own."""
+        return 1 + self.width**2 if self.moves else 1.0
+
+    @property
+    def moves(self) -> bool:
+        return self.width > 0 and len(self.sample) > 1
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        return self.sample.mean(0)
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        return (self.sample - self._mean).square().sum(1)
+
+    def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """A batch with its rows moved, in new tensors; draws are on the CPU, for all processes' rows."""
+        x = batch.x
+        if not self.moves:
+            return batch
+        n = len(self.sample)
+        first = torch.randint(n, (batch.size,), generator=generator)
+        second = (first + 1 + torch.randint(n - 1, (batch.size,), generator=generator)) % n  # another row each
+        if batch.index is not None:
+            first, second = first[batch.index], second[batch.index]
+        first, second = moved(torch.stack([first, second]), x.device)
+        both = self._squares[first] + self._squares[second]
+        relative = ((x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()
+        step = (self.width * relative)[:, None]
+        moved_x = x + step * (self.sample[first] - self.sample[second])
+        if batch.y is x:
+            return replace(batch, x=moved_x, y=moved_x)
+        assert self.targets is not None
+        return replace(batch, x=moved_x, y=batch.y + step * (self.targets[first] - self.targets[second]))
+
+
+def default_width(rows: int, d_in: int, d_sae: int) -> float:
+    """`WIDEST` for up to max(d_sae, 4 d_in) rows, then falling as 1 / sqrt(rows), as overfitting does."""
+    return WIDEST * min(1.0, math.sqrt(max(d_sae, 4 * d_in) / rows))

@@ -10,11 +10,12 @@ from torch import Tensor
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.train import decoder_step
+from saecli.train.config import WIDEST
 from saecli.train.decoder_step import directions_of_worst, useful
 from saecli.train.options import MOST_INNER_STEPS, PamSgd, Sgd, SolverConfig
-from saecli.train.smoothing import WIDEST, Smoothing, default_width
 from saecli.train.solver import Solver
 from saecli.train.start import HIGHEST_RATE, fitted_learning_rate
+from saecli.train.task import Smoothing, default_width
 
 DEAD = [2, 5]
 

@@ -28,10 +28,9 @@ from saecli.sae.activations import BatchTopK, Relu, Swish, TopK
 from saecli.sae.batch import Batch
 from saecli.sae.metrics import reconstruction
 from saecli.train.decoder_step import balance
-from saecli.train.optimizers import Adam
 from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.pam_sgd import PamSgdSolver
-from saecli.train.solver import Solver
+from saecli.train.solver import Adam, Solver
 from saecli.train.start import initial_sae
 
 FREE = PamSgd(decoder="free", alpha=0.5, revive=False)

@@ -14,7 +14,7 @@ from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.train.decoder_step import revive
 from saecli.train.rows import regressed
-from saecli.train.smoothing import Smoothing
+from saecli.train.task import Smoothing
 
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 TOPK = ("--act", "topk", "--k", "4")

@@ -22,6 +22,10 @@ With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all 
 and with u in place of z_bar in b: one solution of the same size. With an affine skip, `x S` is added to the
 prediction; see `solve.py`.
 
+    sums.py         the first two of the systems below    choice.py   alpha, by exact leave-one-out
+    iterative.py    the third                             solve.py    the decoder, and the way to solve for it
+    system.py       what the systems share, Cholesky
+
     system = plan(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:
         system.add(codes, y)
@@ -36,12 +40,10 @@ prediction; see `solve.py`.
 """
 
 from .choice import by_place, choose_alpha
-from .dual import Dual, HeldRows
-from .iterative import TOLERANCE, Iterative, StreamedCodes
+from .iterative import TOLERANCE, StreamedCodes
 from .solve import DecoderState, plan, solve
-from .sums import Direct, Sums
+from .sums import HeldRows, Sums
 from .system import AllReduce, Factorisation, Place, SkipSums, System, Terms
 
-__all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Direct", "Dual", "Factorisation", "HeldRows", "Iterative",
-           "Place", "SkipSums", "StreamedCodes", "Sums", "System", "Terms", "by_place", "choose_alpha",
-           "plan", "solve"]
+__all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Factorisation", "HeldRows", "Place", "SkipSums", "StreamedCodes",
+           "Sums", "System", "Terms", "by_place", "choose_alpha", "plan", "solve"]
