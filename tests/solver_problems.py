@@ -9,8 +9,7 @@ from tasks import task_of
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
-from saecli.sae.batch import Batch
-from saecli.sae.dictionary import SAE
+from saecli.sae.dictionary import SAE, Batch
 from saecli.train.decoder_step import Pass
 from saecli.train.options import SolverConfig
 from saecli.train.solver import Solver

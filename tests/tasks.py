@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.train.config import TrainingConfig
 from saecli.train.task import Task
 

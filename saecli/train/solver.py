@@ -12,9 +12,8 @@ from torch.optim.adam import adam
 
 from ..base.devices import products_in
 from ..base.processes import ALONE, Communicator
-from ..sae.batch import Batch, mixed
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE, Coupled, Dictionary
+from ..sae.dictionary import SAE, Batch, Coupled, Dictionary, mixed
 from .decoder_step import Pass, directions_of_worst, revive
 from .options import REVIVAL_ROWS, WINDOW, Sgd, SolverConfig
 from .task import Smoothing, StepReport, Task

@@ -13,9 +13,8 @@ import saecli
 from saecli.base.errors import FormatError
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.activations.selection import where
-from saecli.sae.batch import Batch
 from saecli.sae.codes import DenseCodes
-from saecli.sae.dictionary import SAE
+from saecli.sae.dictionary import SAE, Batch
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.show.measures import read_measures
 

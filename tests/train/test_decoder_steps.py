@@ -20,7 +20,7 @@ from tasks import task_of
 
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu, SoftTopK, TopK
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
 from saecli.train.options import RELEASED_BELOW, PamSgd

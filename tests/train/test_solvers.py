@@ -25,7 +25,7 @@ from tasks import task_of
 from torch import Tensor
 
 from saecli.sae.activations import BatchTopK, Relu, Swish, TopK
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.sae.metrics import reconstruction
 from saecli.train.decoder_step import balance
 from saecli.train.options import PamSgd, Sgd, SolverConfig
