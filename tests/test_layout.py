@@ -78,7 +78,7 @@ def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
 def inside(package: Path) -> dict[str, set[str]]:
     """The modules of a package, its `__init__` among them, and which of each other they import: as they are loaded,
     later, or for types alone."""
-    names = {path.stem for path in package.glob("*.py")}
+    names = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
     graph = {}
     for path in package.glob("*.py"):
         found = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

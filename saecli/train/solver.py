@@ -65,7 +65,7 @@ class Solver:
         self.batches = 0  # of the epoch, taken so far
 
     def step(self, batch: Batch) -> list[StepReport]:
-        """Collect a batch, and train once there is a window of them: the reports of the optimiser steps taken."""
+        """Collect a batch, and train once there is a window of them."""
         if self.finished:
             return []
         self.batches += 1
@@ -74,15 +74,13 @@ class Solver:
         return self._train_window() if whole or self.batches % self.every == 0 else []
 
     def end_epoch(self) -> list[StepReport]:
-        """Train on the batches collected; after the last epoch set the activation's estimates."""
         reports = self._train_window()
         if self.finished:
             self.calibrate()
         return reports
 
     def _train_window(self) -> list[StepReport]:
-        """`inner_steps` rounds over the batches, rows mixed anew in each: steps on one batch in a row would overfit to
-        it, the more so with a decoder that is held fixed."""
+        """`inner_steps` rounds over the batches, rows mixed anew: repeated steps on one batch would overfit to it."""
         batches, self._window = self._window, []
         if not batches:
             return []
@@ -123,7 +121,7 @@ class Solver:
                           codes.count().double() / batch.size), codes
 
     def trained(self, codes: Codes, rows: int) -> None:
-        """Take a batch's codes, (b, F), in the last round over its window: each row once per epoch."""
+        """Take a batch's codes, (b, F), once per epoch."""
 
     def begin_pass(self, now: Pass, again: Callable[[], Iterable[Batch]]) -> None:
         """Begin one of `passes`, whose batches `again` gives once more."""
@@ -137,7 +135,7 @@ class Solver:
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def extra_loss(self) -> Tensor | float:
-        """The encoder's proximal terms and the weight decay, over N."""
+        """Proximal terms and weight decay, over N."""
         total: Tensor | float = 0.0
         for name, held in self._held.items():
             weight = getattr(self.config, PROXIMAL[name])
@@ -157,8 +155,7 @@ class Solver:
         return self.config.revive and not self.task.held and self.steps < REVIVAL * self.task.steps
 
     def revive(self, fired: Tensor, rows: float) -> None:
-        """Re-aim latents that did not fire, by a mask (F,), on enough rows of all processes, at the sampled rows
-        reconstructed worst, unless training is about to end."""
+        """Re-aim latents that did not fire, a mask (F,), at the sampled rows reconstructed worst."""
         sample, dead = self.task.sample, ~fired
         if not self.revives or not len(sample.x) or rows < REVIVAL_ROWS * len(dead):
             return
@@ -224,7 +221,7 @@ def sgd(initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALON
 
 
 class SgdSolver(Solver):
-    """Encoder and decoder by descent together; dead latents are revived a few times per epoch."""
+    """Encoder and decoder by descent together."""
 
     def __init__(self, dictionary: Dictionary, task: Task, config: Sgd, communicator: Communicator = ALONE) -> None:
         looks = max(1, round(task.batches * config.rounds * REVIVALS / task.steps))
@@ -337,7 +334,7 @@ class Adam:
 
     @torch.no_grad()
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Follow tensors that were multiplied by a factor each at the same loss: gradients shrink by it."""
+        """Follow tensors that were multiplied by a factor each: gradients shrink by it."""
         for name in self.tensors:
             self._average[name] /= factors[name]
             self._square[name] /= factors[name] ** 2

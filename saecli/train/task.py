@@ -18,31 +18,20 @@ from .config import WIDEST, TrainingConfig
 @dataclass(frozen=True, eq=False)
 class Task:
     """The training problem. A batch's loss is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`;
-    terms that the paper adds to the sum over all N rows are divided by N.
-
-    Args:
-        rows: N.
-        steps: optimiser steps in all of training.
-        lr: the peak.
-        sample: rows spread over all, (n, D), with targets, (n, E), for smoothing and an activation's estimates; may be
-            empty.
-        B: the targets' linear regression on the rows, (D, E); None if they are the rows.
-        held: W_enc or W_dec, to keep its start bit for bit; then no latent is revived, silenced or rescaled.
-        memory: bytes that the solver may use.
-    """
+    terms that the paper adds to the sum over all N rows are divided by N."""
 
     training: TrainingConfig
-    rows: int
-    steps: int
-    lr: float
+    rows: int  # N
+    steps: int  # of the optimiser in all of training
+    lr: float  # the peak
+    # Spread over all rows, (n, D) with targets (n, E), for smoothing and an activation's estimates; may be empty.
     sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
-    B: Tensor | None = None
-    held: str | None = None
-    memory: float = math.inf
+    B: Tensor | None = None  # the targets' linear regression on the rows, (D, E); None if they are the rows
+    held: str | None = None  # W_enc or W_dec, kept bit for bit; then no latent is revived, silenced or rescaled
+    memory: float = math.inf  # bytes that the solver may use
 
     @property
     def batches(self) -> int:
-        """Per epoch."""
         return self.training.epoch_batches(self.rows)
 
     def learning_rate(self, step: int) -> float:
@@ -58,17 +47,13 @@ class Task:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Measures of one smoothed batch before its step, in this process: the parts of all sum to the batch's.
-
-    Tensors, so that the host does not wait for the device. `loss` includes penalty and proximal terms; `l0` and
-    `squared_error`, `||y_hat - y||^2`, are means over rows.
-    """
+    """A process' part of a smoothed batch's measures before its step; tensors, so that nothing waits for the device."""
 
     step: int
     rows: int
-    loss: Tensor
-    squared_error: Tensor
-    l0: Tensor
+    loss: Tensor  # with penalty and proximal terms
+    squared_error: Tensor  # mean ||y_hat - y||^2
+    l0: Tensor  # mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,20 +63,14 @@ class Smoothing:
         x_i + width ||x_i|| (x_j - x_k) / sqrt(||x_j||^2 + ||x_k||^2),    j and k drawn from a sample of all rows
 
     (norms about the sample's mean). Rows are then drawn from a kernel estimate of their density, with a kernel of the
-    data's own shape, so the encoder overfits less; the step is relative, since norms differ a hundredfold. Targets that
-    are not the rows move by the same multiple of their own difference.
+    data's own shape, so the encoder overfits less. Targets move by the same multiple of their own difference.
 
     Source: the smoothed bootstrap (Silverman and Young, 1987), with the kernel taken from pairs of rows.
-
-    Args:
-        width: fraction of its norm by which a row is moved; 0 for none.
-        sample: spread over all rows, (n, D); with n < 2 nothing moves.
-        targets: the sample's, (n, E); None if these are the rows.
     """
 
-    width: float
-    sample: Tensor
-    targets: Tensor | None = None
+    width: float  # fraction of its norm by which a row is moved; 0 for none
+    sample: Tensor  # (n, D); with n < 2 nothing moves
+    targets: Tensor | None = None  # the sample's, (n, E); None if these are the rows
 
     @property
     def inflation(self) -> float:

@@ -62,21 +62,14 @@ UNIFORM = 0.5  # fraction of the sampling probability that is uniform; the rest 
 
 @dataclass(frozen=True)
 class Model:
-    """PRESS around a factorised alpha.
+    """PRESS around a factorised alpha."""
 
-    Args:
-        decades: log10 of alpha over A's mean diagonal.
-        slack, axes: I - H_i and Y_i, (n, L, L).
-        poles: rho_i, (n, L).
-        squares: products of r_i over Y_i^+ r_i' with themselves, times the row's weight, (n, 2 L, 2 L).
-    """
-
-    decades: float
+    decades: float  # log10 of alpha over A's mean diagonal
     alpha: float
-    slack: Tensor
-    axes: Tensor
-    poles: Tensor
-    squares: Tensor
+    slack: Tensor  # I - H_i, (n, L, L)
+    axes: Tensor  # Y_i, (n, L, L)
+    poles: Tensor  # rho_i, (n, L)
+    squares: Tensor  # products of r_i over Y_i^+ r_i' with themselves, times the row's weight, (n, 2 L, 2 L)
 
     def press(self, alphas: Tensor) -> Tensor:
         """At alphas, (k,), up to a factor common to all models of a sample."""
@@ -92,7 +85,6 @@ class Model:
         return self.press(self.slack.new_tensor([self.alpha])).item()
 
     def minimum(self, reach: float) -> tuple[float, float]:
-        """The `decades`, at most `reach` away, of the least value, and the value."""
         low, high = max(self.decades - reach, LEAST), min(self.decades + reach, MOST)
         points = np.union1d(np.linspace(low, high, STEPS), self.decades)
         values = self.press(self.slack.new_tensor(self.alpha * 10 ** (points - self.decades))).cpu().numpy()
@@ -101,15 +93,14 @@ class Model:
 
 
 def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float | None) -> Factorisation:
-    """The factorisation at the alpha of least PRESS over a sample of rows, (n, F) and (n, E).
+    """The factorisation at the alpha of least PRESS over rows z, (n, F), and y, (n, E), if n = N in the system's order.
 
-    The search starts at `last`, or covers all decades if that is None. alpha is between 1e-7 and 1e3 times A's mean
-    diagonal: below, the ridge is lost in rounding; above, W - T vanishes. By its model, PRESS there is at most a
-    thousandth above the local minimum; a hundredth if `last` itself is chosen again. If n = N, rows are in the system's
-    order.
+    The search starts at `last`, or covers all decades. alpha is between 1e-7 and 1e3 times A's mean diagonal: below,
+    the ridge is lost in rounding; above, W - T vanishes. By its model, PRESS is at most a thousandth above the local
+    minimum; a hundredth if `last` is chosen again.
 
-    Cost per alpha tried: a factorisation, and 2 F^2 operations for each of some 650 columns. One or two alphas from a
-    good start, about seven from none. One more factorisation if the last alpha tried was not the best.
+    Cost per alpha tried, one or two from a good start, about seven from none: a factorisation, and 2 F^2 operations for
+    each of some 650 columns. One more factorisation if the last was not the best.
     """
     scale = max(system.scale(terms.shrink(system.rows)), np.finfo(float).tiny)
     press = Press.of(system, terms, z, y)
@@ -156,30 +147,20 @@ def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
 
 @dataclass(frozen=True)
 class Press:
-    """The inputs of PRESS that do not depend on alpha.
-
-    Args:
-        z, y: of the sampled rows, (n, F) and (n, E), float64.
-        index: their numbers in the system; None if unknown.
-        weight: of each row's error, (n,).
-        centre: subtracted from the system's targets, (E,); with a skip (E + D,).
-        right: `cross` plus `mu W_t`, (F, E).
-        mixed: T0 and `right`, columns mixed into p, (F, p) each; empty without T0.
-    """
+    """The inputs of PRESS that do not depend on alpha."""
 
     system: System
     terms: Terms
-    z: Tensor
-    y: Tensor
-    index: Tensor | None
-    weight: Tensor
-    centre: Tensor
-    right: Tensor
-    mixed: tuple[Tensor, ...]
+    z: Tensor  # of the sampled rows, (n, F), float64
+    y: Tensor  # (n, E)
+    index: Tensor | None  # their numbers in the system; None if unknown
+    weight: Tensor  # of each row's error, (n,)
+    centre: Tensor  # subtracted from the system's targets, (E,); with a skip (E + D,)
+    right: Tensor  # `cross` plus mu W_t, (F, E)
+    mixed: tuple[Tensor, ...]  # T0 and `right`, columns mixed into p, (F, p) each; empty without T0
 
     @classmethod
     def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
-        """On a part of the rows z, (n, F), and y, (n, E)."""
         rows, y_bar, targets = system.rows, system.y_bar, terms.targets
         y = y[:, targets]
         most = LEAST_ROWS if system.prefixes else MOST_ROWS
@@ -194,11 +175,7 @@ class Press:
                    centre, right, mixed)
 
     def model(self, factorisation: Factorisation, decades: float) -> Model:
-        """The model around a factorisation's alpha.
-
-        Only the products of `W = M (right + c alpha T0)` with u and psi are needed, which follow from `psi' M = u'`. c
-        is computed from the mixed columns, and hardly depends on the mixing.
-        """
+        """Only products of `W = M (right + c alpha T0)` with u and psi are needed, by `psi' M = u'`."""
         terms, targets, alpha = self.terms, self.terms.targets, factorisation.alpha
         psi = self.system.centred(self.z, terms.shrink(self.system.rows))
         rows, prefixes, _ = psi.shape
@@ -228,7 +205,7 @@ class Press:
 
 
 def products(left: Tensor, right: Tensor, rows: int) -> Tensor:
-    """Each row's L vectors on the left, (n L, F), times its L on the right, over L: (n, L, L)."""
+    """Each row's L vectors, (n L, F), times its L others, over L: (n, L, L)."""
     left, right = left.reshape(rows, -1, left.shape[-1]), right.reshape(rows, -1, right.shape[-1])
     return left @ right.mT / left.shape[1]
 
@@ -253,17 +230,16 @@ def inverse(slack: Tensor) -> Tensor:
 
 
 def _mixing(columns: int) -> Tensor:
-    """(E, p): E columns into `MIXED` sums with random signs, the same on every call."""
     if columns <= MIXED:
         return torch.eye(columns)
     return 2.0 * torch.randint(2, (columns, MIXED), generator=torch.Generator().manual_seed(0)) - 1
 
 
 def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """A systematic sample of about `size` rows, preferring large norms, which dominate PRESS, and the weights that make
-    its sums unbiased, (m,) each; the same on every call.
+    """A systematic sample of about `size` rows, and the weights that make its sums unbiased, (m,) each.
 
-    Row i of the targets, (n, E), is in it with probability `min(1, size (p / n + (1 - p) ||y_i - centre||^2 / sum))`.
+    Row i of the targets, (n, E), is in it with probability `min(1, size (p / n + (1 - p) ||y_i - centre||^2 / sum))`:
+    large norms dominate PRESS.
     """
     if len(y) <= size:
         return torch.arange(len(y), device=y.device), torch.ones(len(y), dtype=torch.float64, device=y.device)

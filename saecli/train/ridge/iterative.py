@@ -26,21 +26,18 @@ JOINED_ROWS = 16_384  # of kept blocks: each adds to F sums
 
 @dataclass(frozen=True)
 class Descent:
-    """An iteration's residual, of the worst column over its right side in the diagonal's norm, and the condition number
-    of the preconditioned matrix, an estimate."""
-
-    residual: float
+    residual: float  # of the worst column, over its right side, in the diagonal's norm
     iterations: int
-    condition: float
+    condition: float  # of the preconditioned matrix, an estimate
 
 
 def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, diagonal: Tensor,
                        tolerance: float) -> tuple[Tensor, Descent]:
-    """Solve `A X = G` from a first guess of X for a symmetric positive definite A, given by its products and diagonal.
+    """Solve `A X = G`, (F, C), float64, for a symmetric positive definite A, given by its products and diagonal.
 
-    G and X are (F, C), float64. Iterations go on until each column's residual r has a `sqrt(r' diag^-1 r)` below the
-    tolerance times G's; their number grows as the root of the condition number of `diag^-1/2 A diag^-1/2`, which is 1
-    for latents that never fire together (Saad, "Iterative Methods for Sparse Linear Systems", 6.7 and 9.2).
+    It ends when each residual's `sqrt(r' diag^-1 r)` is below the tolerance times G's. Iterations grow as the root of
+    the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents that never fire together (Saad, "Iterative
+    Methods for Sparse Linear Systems", 6.7 and 9.2).
     """
     inverse = 1 / diagonal[:, None]
     size = (right.square() * inverse).sum(0).sqrt()  # (C,)
@@ -74,7 +71,7 @@ def _positive(values: Tensor) -> Tensor:
 
 
 def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
-    """Ratio of the extreme eigenvalues of the tridiagonal matrix that a column's iterations build (Saad, 6.7.3)."""
+    """By the tridiagonal matrix that a column's iterations build (Saad, 6.7.3)."""
     if not steps:
         return 1.0
     alphas, betas = (torch.stack(values)[:, column].cpu().numpy() for values in zip(*steps, strict=True))
@@ -88,14 +85,11 @@ def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
 
 
 class StreamedCodes(System):
-    """Normal equations whose matrix is given by its products with vectors, computed from the codes block by block.
+    """Normal equations whose matrix is given by its products, computed from the codes block by block.
 
     With v = z V - u' V, z being the codes of one prefix, `A V = mean_l sum (z - u) v' + (1 - s) N u (u' V)`: for K
-    entries per row, 4 K C operations per row and iteration, where encoding takes 2 D F.
-
-    Args:
-        start: first guess of the decoder, (F, E), in the codes' precision.
-        again: gives all blocks' codes once more, in each iteration if they take more than `budget` bytes.
+    entries per row, 4 K C operations per row and iteration, where encoding takes 2 D F. Codes that take more than
+    `budget` bytes come once more from `again` in each iteration, which starts at the decoder `start`, (F, E).
     """
 
     def __init__(self, start: Tensor, again: Callable[[], Iterator[Codes]], budget: float,

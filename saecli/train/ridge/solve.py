@@ -34,16 +34,14 @@ RIDGE = 1e-9  # over A_xx's mean diagonal: dimensions of x that codes explain, o
 
 @dataclass(frozen=True)
 class Plan:
-    """How a decoder step is solved: "direct" by sums over the rows, "dual" by the rows themselves, "iterative" by
-    products with codes. `bytes` is the peak memory, without the codes that an iteration keeps within `budget`."""
+    """How a decoder step is solved."""
 
-    kind: str
-    bytes: int
-    budget: float = 0.0
+    kind: str  # "direct" by sums over the rows, "dual" by the rows themselves, "iterative" by products with codes
+    bytes: int  # peak memory, without the codes that an iteration keeps
+    budget: float = 0.0  # for those
     prefixes: Prefixes = ()
 
     def system(self, start: Tensor, again: Callable[[], Iterator[Codes]]) -> System:
-        """Empty normal equations for a decoder like `start`, (F, E); `again` as of `StreamedCodes`."""
         if self.kind == "direct":
             d_sae, d_out = start.shape
             return Sums(d_sae, d_out, start.device, self.prefixes)
@@ -68,34 +66,21 @@ def plan(rows: int, d_sae: int, d_out: int, memory: float = math.inf, solve: str
 
 @dataclass(frozen=True)
 class DecoderState:
-    """A solved decoder, `W = c T0 + Delta`, and figures on its solution; all float64.
+    """A solved decoder, `W = c T0 + Delta`, and figures on its solution; float64."""
 
-    Args:
-        c: 0 without a direction.
-        Delta: (F, E); W itself without a direction.
-        ridge: alpha + mu.
-        raised: whether a smaller ridge did not factorise.
-        residual: of the worst column, over its right side; nan if not solved by iteration.
-        dof: effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for.
-        skip: (D, E).
-        effect: rise of the objective without each latent, all others solved for again and c fixed,
-            `||W_i||^2 / M_ii`, (F,); NaN for an iteration, None if not asked for.
-        ratios: each place's alpha over `alpha`.
-    """
-
-    c: float
-    Delta: Tensor
+    c: float  # 0 without a direction
+    Delta: Tensor  # (F, E); W itself without a direction
     b: Tensor
     alpha: float
     relative_alpha: float
-    ridge: float
-    raised: bool
+    ridge: float  # alpha + mu
+    raised: bool  # whether a smaller ridge did not factorise
     condition: float
-    residual: float
-    dof: float
-    skip: Tensor | None = None
-    effect: Tensor | None = None
-    ratios: tuple[float, ...] = (1.0,)
+    residual: float  # of an iteration's worst column, over its right side; else nan
+    dof: float  # effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for
+    skip: Tensor | None = None  # (D, E)
+    effect: Tensor | None = None  # rise of the objective without each latent, c fixed, ||W_i||^2 / M_ii, (F,)
+    ratios: tuple[float, ...] = (1.0,)  # each place's alpha over `alpha`
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
         """(F, E), given T0."""
@@ -107,11 +92,11 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
     """The decoder that minimises the package's objective, jointly with c if there is a direction.
 
     Args:
-        factorisation: its alpha replaces the terms'; None to factorise here.
-        z: codes of a sample of rows, or of all in the system's order, (n, F), for the degrees of freedom.
+        factorisation: its alpha replaces the terms'.
+        z: codes of some rows, or of all in the system's order, (n, F), for the degrees of freedom.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
-    and F^3 for the effects.
+    F^3 for the effects.
     """
     factorisation = factorisation or system.factorise(terms)
     rows, y_bar, E, alpha = system.rows, system.y_bar, terms.d_out, factorisation.alpha
@@ -154,13 +139,11 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
 
 
 class _Solution(NamedTuple):
-    """`M (C + mu W_t)`, (F, E + D), `M T0`, (F, E), and the diagonal of each column's M, (F, 1) or (F, E)."""
-
-    W: Tensor
-    along: Tensor | None
+    W: Tensor  # M (C + mu W_t), (F, E + D)
+    along: Tensor | None  # M T0, (F, E)
     condition: float
     residual: float
-    inverse: Tensor | None
+    inverse: Tensor | None  # the diagonal of each column's M, (F, 1) or (F, E)
 
 
 def _solved(factorisation: Factorisation, terms: Terms, effects: bool) -> _Solution:
@@ -194,10 +177,10 @@ def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Sol
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:
     """The c that minimises the objective jointly with W, and its derivative in alpha.
 
-    Of T0, `untargeted` M (C + mu W_t) and `along` M T0, each (F, E), columns may be left out, or mixed alike. At
-    W(c) = M (C + mu W_t) + c alpha M T0, M being the inverse at alpha, the objective's derivative in c,
-    `-2 alpha <T0, W(c) - c T0>`, vanishes at `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`, which for mu = 0 and no
-    decay is `<T0, M C> / <T0, M A T0>`. If no code varies every c is equally good; 1 keeps the encoder's gradient.
+    Of T0, `untargeted` M (C + mu W_t) and `along` M T0, (F, E) each, columns may be left out, or mixed alike. At
+    W(c) = M (C + mu W_t) + c alpha M T0 the objective's derivative in c, `-2 alpha <T0, W(c) - c T0>`, vanishes at
+    `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`. If no code varies every c is equally good; 1 keeps the encoder's
+    gradient.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
     if curvature <= FLAT * T0.square().sum().item():
@@ -235,11 +218,11 @@ def slack_of(factorisation: Factorisation, terms: Terms, z: Tensor) -> Tensor:
 
 
 class _Elimination(NamedTuple):
-    """The skip eliminated from W's equations: P and C_x, (F, D), and the Cholesky factor of K, (D, D)."""
+    """The skip eliminated from W's equations."""
 
-    P: Tensor
-    C: Tensor
-    factor: Tensor
+    P: Tensor  # (F, D)
+    C: Tensor  # C_x
+    factor: Tensor  # of K by Cholesky, (D, D)
 
     @classmethod
     def of(cls, P: Tensor, C: Tensor, A_xx: Tensor) -> "_Elimination":

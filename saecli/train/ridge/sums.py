@@ -57,7 +57,6 @@ class Sums(System):
         self.zy += codes.transposed_times(y)
 
     def recentre(self, z_0: Tensor, y_0: Tensor) -> None:
-        """Change the sums to offsets z_0, (F,), and y_0, (E,)."""
         z, y = self.z_0 - z_0, self.y_0 - y_0
         if z.any() or y.any():
             moved = self.sum_z + self.count * z
@@ -68,7 +67,7 @@ class Sums(System):
             self.z_0, self.y_0, self._codes_are_offset = z_0, y_0, bool(z_0.any())
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """About common offsets; `F^2 / 2 + F E` float64 numbers are all-reduced, a panel at a time."""
+        """`F^2 / 2 + F E` numbers are all-reduced, a panel at a time."""
         count = all_reduce(self.count.clone()).clamp(min=1)
         # Rounded, since later blocks subtract them in float32.
         self.recentre(*((all_reduce(self.count * offset) / count).float().double() for offset in (self.z_0, self.y_0)))
@@ -212,7 +211,7 @@ class HeldRows(System):
         return Dual(self, Cholesky.of(build, max(ridge, least)), shrink, lifted, decay)
 
     def _centre(self, shrink: float) -> tuple[Tensor, Tensor]:
-        """Z_h and its products, kept for the other ridges of this decoder step."""
+        """Z_h and its products, kept for other ridges."""
         if self._lifts is None or self._lifts[0] != shrink:
             lifted = self.z - (1 - (1 - shrink) ** 0.5) * self._z_bar
             self._lifts = shrink, lifted, lifted @ lifted.T
@@ -255,11 +254,11 @@ class Dual(Factorisation):
                        lambda centre: self.ridge * (solved.T @ self._apart(centre)))
 
     def _lift(self, columns: Tensor) -> Tensor:
-        """`r E^-1 Z_h'` times columns (N, C): (F, C)."""
+        """`r E^-1 Z_h'` times columns, (N, C)."""
         return self._weight * (self._lifted.T @ columns)
 
     def _apart(self, centre: Tensor) -> Tensor:
-        """`Y = P^-1 (y - centre)`, (N, E); with s = 1 the targets are centred, and P leaves them as they are."""
+        """`Y = P^-1 (y - centre)`, (N, E); with s = 1 P leaves centred targets as they are."""
         rows = self._rows.y - centre
         return rows if self._shrink == 1 else rows.add_(rows.mean(0), alpha=(1 - self._shrink) ** -0.5 - 1)
 

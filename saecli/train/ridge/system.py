@@ -59,30 +59,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Terms:
-    """Weights of the quadratic terms, relative to a sum over all rows, and their targets.
-
-    Args:
-        decay: (F,).
-        direction: T0, (F, E), for T = c T0 with the best c; None for T = 0.
-        W_t, b_t: the decoder before this step, (F, E), and its bias, (E,); with a skip (E + D,), zeros at the end.
-        joint: whether b is optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W.
-        skip: its D dimensions are the system's last targets.
-        places: all of the targets, if they differ in decay or alpha.
-        columns: the targets for which an alpha is chosen; None for all.
-    """
+    """Weights of the quadratic terms, relative to a sum over all rows, and their targets."""
 
     alpha: float
     beta: float
     mu: float
     nu: float
-    direction: Tensor | None
-    W_t: Tensor
-    b_t: Tensor
-    decay: Tensor
-    joint: bool = True
-    skip: SkipSums | None = None
-    places: Sequence[Place] = ()
-    columns: slice | None = None
+    direction: Tensor | None  # T0, (F, E), for T = c T0 with the best c; None for T = 0
+    W_t: Tensor  # before this step, (F, E)
+    b_t: Tensor  # (E,); with a skip (E + D,), zeros at the end
+    decay: Tensor  # (F,)
+    joint: bool = True  # b optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W
+    skip: SkipSums | None = None  # its D dimensions are the system's last targets
+    places: Sequence[Place] = ()  # all of the targets, if they differ in decay or alpha
+    columns: slice | None = None  # targets for which an alpha is chosen; None for all
 
     @property
     def d_out(self) -> int:
@@ -96,11 +86,11 @@ class Terms:
         return rows / (rows + self.beta + self.nu)
 
     def shrink(self, rows: float) -> float:
-        """The s of W's equations: 0 without a joint bias, as with an infinite beta."""
+        """s; 0 without a joint bias, as with an infinite beta."""
         return self.rows_fraction(rows) if self.joint else 0.0
 
     def bare_bias(self, rows: float, y_bar: Tensor) -> Tensor:
-        """`s y_bar + t b_t`, (E,), the bias if codes predict nothing."""
+        """`s y_bar + t b_t`, (E,)."""
         return self.rows_fraction(rows) * y_bar + self.nu / (rows + self.beta + self.nu) * self.b_t.double()
 
     def centre(self, rows: float, y_bar: Tensor) -> Tensor:
@@ -147,7 +137,7 @@ class System(ABC):
 
     @property
     def _masks(self) -> Tensor:
-        """Whether each latent is in each prefix, 1 or 0, (L, F)."""
+        """(L, F): 1 where the latent is in the prefix."""
         z_bar = self._z_bar
         ends = z_bar.new_tensor(self.prefixes or (len(z_bar),))
         return (torch.arange(len(z_bar), device=z_bar.device) < ends[:, None]).to(z_bar)
@@ -183,34 +173,21 @@ class System(ABC):
 
 
 class OwnRows(NamedTuple):
-    """m of the system's own rows, to full precision: with a small ridge the differences from 1 and from the target
-    cancel.
+    """m of the system's own rows, to full precision: with a small ridge differences cancel."""
 
-    Args:
-        slack: `1 - 1/(N + beta + nu) - psi_i' M psi_i`, (m,), 1 less the leverage.
-        u: gives `M psi_i`, (F, m).
-        residual: gives `y_i - centre - psi_i' M sum z (y - centre)'`, (m, E), for a centre, (E,).
-    """
-
-    slack: Tensor
-    u: Callable[[], Tensor]
-    residual: Callable[[Tensor], Tensor]
+    slack: Tensor  # 1 - 1/(N + beta + nu) - psi_i' M psi_i, (m,), 1 less the leverage
+    u: Callable[[], Tensor]  # gives M psi_i, (F, m)
+    residual: Callable[[Tensor], Tensor]  # gives y_i - centre - psi_i' M sum z (y - centre)', (m, E)
 
 
 class Factorisation(ABC):
-    """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`.
+    """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`; M is its inverse."""
 
-    Attributes:
-        raised: whether a smaller ridge did not factorise.
-        alpha: the ridge less mu.
-        relative_alpha: alpha over A's mean diagonal.
-    """
-
-    alpha: float
-    relative_alpha: float
+    alpha: float  # the ridge less mu
+    relative_alpha: float  # alpha over A's mean diagonal
 
     def __init__(self, system: System, ridge: float, raised: bool) -> None:
-        self.system, self.ridge, self.raised = system, ridge, raised
+        self.system, self.ridge, self.raised = system, ridge, raised  # raised: a smaller ridge did not factorise
 
     @abstractmethod
     def solve(self, right: Tensor) -> Tensor:
@@ -256,10 +233,8 @@ class Cholesky:
 
     @classmethod
     def of(cls, build: Callable[[float], Tensor], ridge: float) -> Self:
-        """Factorise `build(ridge)`, ten times the ridge at each attempt, of F^3 / 3 operations.
-
-        The new matrix's lower triangle is read, and the factor takes its memory.
-        """
+        """Factorise `build(ridge)`, whose lower triangle is read and whose memory the factor takes; F^3 / 3 operations,
+        and ten times the ridge, per attempt."""
         for attempt in range(RAISES):
             R, info = build(ridge).mT, torch.empty((), dtype=torch.int32)  # column-major, as LAPACK writes it
             info = info.to(R.device)
@@ -283,8 +258,7 @@ class Cholesky:
         return torch.linalg.solve_triangular(self._R.mT, right, upper=False).square().sum(0)
 
     def condition(self) -> float:
-        """The 1-norm's, estimated at the cost of a few solutions (Higham and Tisseur, "A Block Algorithm for Matrix
-        1-Norm Estimation", 2000)."""
+        """The 1-norm's (Higham and Tisseur, "A Block Algorithm for Matrix 1-Norm Estimation", 2000)."""
         return self._norm(lambda columns: self._R.mT @ (self._R @ columns)) * self._norm(self.solve)
 
     def _norm(self, times: Callable[[Tensor], Tensor]) -> float:
