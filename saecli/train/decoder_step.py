@@ -22,6 +22,7 @@ from .ridge import (
     Place,
     SkipSums,
     StreamedCodes,
+    Sums,
     System,
     Terms,
     by_place,
@@ -121,7 +122,7 @@ class DecoderPass:
                 self._skip.reduce(communicator.all_reduce)
         if self._holds:
             system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
-        elif several:
+        elif several and isinstance(system, Sums | StreamedCodes):
             system.reduce(communicator.all_reduce)
         if several and isinstance(system, StreamedCodes):
             sizes = communicator.broadcast_object(lambda: len(z))

@@ -22,10 +22,6 @@ With q_i the fraction of the prefixes that latent i is in, and u = q z_bar, all 
 and with u in place of z_bar in b: one solution of the same size. With an affine skip, `x S` is added to the
 prediction; see `solve.py`.
 
-    sums.py         the first two of the systems below    choice.py   alpha, by exact leave-one-out
-    iterative.py    the third                             solve.py    the decoder, and the way to solve for it
-    system.py       what the systems share, Cholesky
-
     system = plan(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
     for codes, y in blocks:
         system.add(codes, y)

@@ -229,10 +229,10 @@ class _Elimination(NamedTuple):
         K = A_xx - C.T @ P
         K = (K + K.T) / 2
         ridge = RIDGE * max(A_xx.diagonal().mean().item(), torch.finfo(torch.float64).tiny)
-        factor, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
+        failed = True
         while failed:  # rounding, where codes explain some of x exactly
-            ridge *= 10
             factor, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
+            ridge *= 10
         return cls(P, C, factor)
 
     def skip(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:

@@ -163,17 +163,12 @@ class HeldRows(System):
         self._z.append(codes.dense())
         self._y.append(y)
 
-    def reduce(self, all_reduce: AllReduce) -> None:
-        raise TypeError("rows are gathered from all processes, not summed")
-
     @property
     def z(self) -> Tensor:
-        """(N, F)."""
         return _joined(self._z)
 
     @property
     def y(self) -> Tensor:
-        """(N, E)."""
         return _joined(self._y)
 
     @property
@@ -218,12 +213,12 @@ class HeldRows(System):
         return self._lifts[1:]
 
 
-class Dual(Factorisation):
+class Dual(Direct):
     """A Cholesky factor of the N x N matrix S; `lifted` is Z_h."""
 
     def __init__(self, system: HeldRows, factor: Cholesky, shrink: float, lifted: Tensor, decay: Tensor) -> None:
-        super().__init__(system, factor.ridge, factor.raised)
-        self._rows, self._factor, self._shrink, self._lifted = system, factor, shrink, lifted
+        super().__init__(system, factor)
+        self._rows, self._shrink, self._lifted = system, shrink, lifted
         self._weight = _weight(decay, factor.ridge)  # r E^-1, (F, 1)
 
     def solve(self, right: Tensor) -> Tensor:
@@ -239,10 +234,6 @@ class Dual(Factorisation):
         """2 N F + N^2 operations per row."""
         scaled = self._weight * psi.T
         return ((scaled * psi.T).sum(0) - self._factor.squared_norms(self._lifted @ scaled)) / self.ridge
-
-    def condition(self) -> float:
-        """Of S."""
-        return self._factor.condition()
 
     def own(self, index: Tensor) -> OwnRows:
         """2 N^2 operations for each row."""

@@ -107,10 +107,6 @@ class System(ABC):
     def add(self, codes: Codes, y: Tensor) -> None:
         """Add a block: codes, (B, F), which may be kept, and targets, (B, E); none after `reduce` or `factorise`."""
 
-    @abstractmethod
-    def reduce(self, all_reduce: AllReduce) -> None:
-        """All-reduce the sums in place."""
-
     @property
     @abstractmethod
     def rows(self) -> float:
