@@ -2,18 +2,18 @@
 known features.
 
     PYTHONPATH=. python tests/benchmarks/features.py [--data docs,world] [--seeds 5] [--rates 1e-3,3e-3] [--out FOLDER]
-                                                     [--saelens [--saelens-python PYTHON]]
+                                                     [--saelens-python PYTHON]
 
-Needs no network, except --saelens without --saelens-python. Every run is a training on one thread, with equal passes
+Needs no network. Every run is a training on one thread, with equal passes
 and steps for both solvers, and is written to FOLDER/runs.jsonl when it ends; the same command resumes. The table has
 means over seeds, and the mean difference of PAM-SGD and SGD with the half width of its 95% interval over seeds;
 processor time is PAM-SGD's over the other's. --rates also trains SGD at these learning rates, and compares with the
 one of its least mean FVU, which flatters it.
 
---saelens also trains `SAELENS_CASES` of SAELens at `SAELENS_RATES` on the same rows, normalised alike, with the same
-batches and steps; see `saelens_training.py`. Its SAEs are read by `load_sae` and measured by the same `evaluate`. The
-table has the best of them, by mean mcc where there is one, else by mean FVU, which flatters it. Its processor time is
-of its training alone. Without --saelens-python, an environment with sae-lens is made, and removed at the end.
+--saelens-python, of an environment that has sae-lens 6.54.12, also trains `SAELENS_CASES` of SAELens at
+`SAELENS_RATES` on the same rows, normalised alike, with the same batches and steps; see `saelens_training.py`. Its SAEs
+are read by `load_sae` and measured by the same `evaluate`. The table has the best of them, by mean mcc where there is
+one, else by mean FVU, which flatters it. Its processor time is of its training alone.
 """
 
 import argparse
@@ -302,8 +302,7 @@ def main() -> None:
     parser.add_argument("--rates", default="", help="learning rates to train at too, with commas between")
     parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
-    parser.add_argument("--saelens", action="store_true", help="train SAELens too")
-    parser.add_argument("--saelens-python", type=Path, help="Python of an environment that has sae-lens")
+    parser.add_argument("--saelens-python", type=Path, help="Python that has sae-lens: train it too")
     chosen = parser.parse_args()
     cells = chosen.data.split(",")
     unknown = set(cells) - CELLS.keys()
@@ -311,22 +310,14 @@ def main() -> None:
         parser.error(f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}")
     home = stores(cells, chosen.out)
     ways = list(product(SOLVERS, ["auto", *filter(None, chosen.rates.split(","))]))
-    ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens else []
+    ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens_python else []
     jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways
             if way[0] not in SAELENS_CASES or "k" in CELLS[cell].options]
 
-    def report(python: Path | None) -> None:
-        results = fill(jobs, chosen.out / "runs.jsonl", chosen.jobs, home, python)
-        print(table(results))
-        if chosen.rates:
-            print(f"\n{rates_table(results)}")
-
-    if chosen.saelens:
-        from training_speed import with_saelens
-
-        with_saelens(chosen.saelens_python, report)
-    else:
-        report(None)
+    results = fill(jobs, chosen.out / "runs.jsonl", chosen.jobs, home, chosen.saelens_python)
+    print(table(results))
+    if chosen.rates:
+        print(f"\n{rates_table(results)}")
 
 
 if __name__ == "__main__":

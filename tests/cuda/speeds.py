@@ -14,7 +14,6 @@ import torch
 from day import Day, Figures
 from extraction import CONTEXT, write_text
 from solver_problems import trained_on as trained
-from training_speed import SAELENS
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from saecli.base.devices import free_memory, multiplies_bf16, products_in
@@ -145,20 +144,6 @@ def _changed(system: Sums | StreamedCodes) -> Sums | StreamedCodes:
     """The system without what has been computed for it."""
     system.changed()
     return system
-
-
-def saelens(day: Day) -> Figures:
-    """SAELens' steps in float32 and with its autocast, where it is installed."""
-    try:
-        import sae_lens  # noqa: F401
-    except ImportError:
-        return {SAELENS: "not installed here"}
-    from saelens_training import least_step
-
-    B, D, widths = sizes(day)
-    torch.set_default_device(day.device)
-    return {f"{case}, d_sae {F:,}: rows/s": B / least_step(case, D, F, B, 10 if day.full else 1)
-            for F, case in product(widths, ("relu", "relu-bf16", "topk-32", "topk-32-bf16"))}
 
 
 def gemma2(folder: Path, shrink: int) -> int:
