@@ -26,8 +26,7 @@ from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, hash_request, rows_per_shard
 from ..store.writer import Admission, StoreWriter, other_number
 from .forward import COLUMNS, Forward, batch_tokens, fill
-from .hook_points import SITES, HookPoint
-from .options import DEFAULT_CONTEXT, SHARD_ROWS, ExtractConfig
+from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint
 from .texts import Document, TextSource
 from .windows import START, Block, Cursor, Windows, in_blocks, look_ahead
 

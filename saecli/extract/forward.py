@@ -20,7 +20,7 @@ from ..base.devices import moved
 from ..base.errors import ModelError, StoreError
 from ..base.machine import is_out_of_memory
 from ..store.writer import Admission, StoreWriter, jointly
-from .hook_points import HookPoint
+from .options import HookPoint
 from .windows import LOOK_AHEAD, Batch, Block, Cursor
 
 if TYPE_CHECKING:

@@ -16,12 +16,13 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, modelin
 from transformers.utils import logging
 
 from ..base.devices import moved
-from ..base.errors import ModelError, SaeError, one_line
+from ..base.errors import ConfigError, ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
-from .hook_points import HookPoint, intercepted
 from .model_source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
+from .options import HookPoint
 
 Taken = TypeVar("Taken")
+MLP = ("mlp", "feed_forward", "ffn")  # names of a block's MLP in various architectures
 
 
 class LanguageModel:
@@ -141,7 +142,7 @@ class LanguageModel:
                              f"another model") from error
 
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """See `hook_points.intercepted`."""
+        """`intercepted` at a site of one of its blocks."""
         return intercepted(self.blocks[layer], site, replace)
 
 
@@ -240,3 +241,45 @@ def _unmapped() -> Iterator[None]:
         yield
     finally:
         vars(modeling_utils)["safe_open"] = safe_open
+
+
+def _module_at(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
+    """The module whose output (or input, where the flag is set) is the site.
+
+    Gemma-2 and its successors normalise the outputs of attention and MLP before adding them, so those norms' outputs
+    are the sites; such a block has a `post_feedforward_layernorm`.
+    """
+    is_input = site in ("resid_pre", "mlp_in")
+    if site in ("resid_pre", "resid_post"):
+        return block, is_input
+    normed = hasattr(block, "post_feedforward_layernorm")
+    names = {"mlp_in": MLP,
+             "mlp_out": ("post_feedforward_layernorm",) if normed else MLP,
+             "attn_out": ("post_attention_layernorm",) if normed else ("self_attn", "attention", "attn",
+                                                                       "self_attention")}[site]
+    for name in names:
+        if hasattr(block, name):
+            return getattr(block, name), is_input
+    raise ConfigError(f"--site {site} is unknown in {type(block).__name__}, which has no part named "
+                      f"{' or '.join(names)}; use resid_post or resid_pre", option="site")
+
+
+@contextmanager
+def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While open, forward passes replace the activations, (B, T, D), at a site of a block by `replace(activations)`."""
+    module, is_input = _module_at(block, site)
+
+    def on_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (replace(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": replace(kwargs["hidden_states"])}
+
+    def on_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return (replace(output[0]), *output[1:]) if isinstance(output, tuple) else replace(output)
+
+    handle = (module.register_forward_pre_hook(on_input, with_kwargs=True) if is_input
+              else module.register_forward_hook(on_output))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -20,8 +20,8 @@ from saecli.base.errors import ConfigError, ModelError
 from saecli.base.processes import Communicator
 from saecli.extract.extraction import Quota, rows_by_rank
 from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill, tokens_that_fit
-from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
+from saecli.extract.options import HookPoint
 from saecli.extract.texts import Document
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.reader import ActivationStore

@@ -8,10 +8,9 @@ from tiny_models import CONFIGS, LAYERS, VOCABULARY, WIDTH, loaded, save_model
 from torch import Tensor, nn
 
 from saecli.base.errors import ConfigError, ModelError
-from saecli.extract.hook_points import SITES, HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.options import TINY_GEMMA2
+from saecli.extract.options import SITES, TINY_GEMMA2, HookPoint
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
