@@ -102,6 +102,8 @@ class BatchTopK(Thresholded, KeepsK):
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
         return {"threshold": parameters["threshold"] * factor}
+
+
 @dataclass(frozen=True)
 class Swish(TargetsRate):
     """`z = pre * sigmoid(pre)`, also called SiLU. Hardly any code is exactly zero: l0 is about d_sae.
