@@ -29,30 +29,16 @@ __all__ = ["FORMATS", "WRITABLE", "Format", "SavedSAE", "format_of", "known_file
 
 @dataclass(frozen=True)
 class Format:
-    """A format of SAEs.
+    """A format of SAEs."""
 
-    Args:
-        files: patterns of one SAE's files, the weights last; `|` between alternatives, `/` after a folder's name.
-        load: reads the SAE in a folder, or with `layers` of each, in a file.
-        save: writes an SAE in float32 into an existing folder; None for a format that is only read.
-        activations: of SAEs that `save` can express.
-        transcoders: activations of transcoders that `save` can express.
-        one_width: whether a transcoder's targets must be as wide as its rows.
-        layers: one file of weights; one for each of several layers, SAEs of their own; or all of one SAE.
-        check: reads the first file, and raises a FormatError before the hub's weights are fetched.
-    """
-
-    files: tuple[str, ...]
-    load: Callable[[Path], SavedSAE]
-    save: Callable[[SavedSAE, Path], None] | None = None
-    activations: Collection[type[Activation]] = ()
-    transcoders: Collection[type[Activation]] = ()
-    one_width: bool = False
-    layers: Literal["one", "each", "all"] = "one"
-    check: Callable[[Path], object] | None = None
-
-    def are_in(self, names: Collection[str]) -> bool:
-        return all(matching(names, pattern) for pattern in self.files)
+    files: tuple[str, ...]  # patterns of one SAE's files, the weights last; `|` between alternatives
+    load: Callable[[Path], SavedSAE]  # from a folder, or with `layers` of each, from a file
+    save: Callable[[SavedSAE, Path], None] | None = None  # in float32, into an existing folder; None if only read
+    activations: Collection[type[Activation]] = ()  # of SAEs that `save` can express
+    transcoders: Collection[type[Activation]] = ()  # activations of transcoders that it can express
+    one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
+    layers: Literal["one", "each", "all"] = "one"  # files of weights: one; each an SAE of its own; all of one SAE
+    check: Callable[[Path], object] | None = None  # of the first file, before the hub's weights are fetched
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
         """The names of one SAE's files, the weights last; FormatError, which names the `place`, if several SAEs' match.
@@ -132,7 +118,7 @@ def _files_in(path: Path) -> set[str]:
 def format_of(names: Iterable[str], file: str | None = None) -> str | None:
     """The format whose files are all among these; a `file` must be one of several layers'."""
     there = set(names)
-    return next((name for name, form in FORMATS.items() if form.are_in(there)
+    return next((name for name, form in FORMATS.items() if all(matching(there, pattern) for pattern in form.files)
                  and (file is None or (form.layers == "each" and matching([file], form.files[-1])))), None)
 
 
