@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from day import Day, Figures
-from device_cases import trained
+from solver_problems import trained_on as trained
 from training_speed import SAELENS
 
 from saecli.base.devices import free_memory, multiplies_bf16, products_in

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 import torch
-from tasks import task_of
+from solver_problems import task_of
 from torch import Tensor
 
 from saecli.sae.activations import JumpRelu

@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from grids import grid
 from solver_problems import (
     F,
     RowsInMemory,
+    grid,
     one_epoch,
     solve_decoder,
     sparse_mixture,
     started,
+    task_of,
     trained,
 )
-from tasks import task_of
 
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu, SoftTopK, TopK

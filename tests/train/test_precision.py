@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from homes import CommandLine, assert_same_weights, make_store, some_rows
-from tasks import task_of
+from solver_problems import task_of
 from torch import Tensor
 
 import saecli

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grids import grid
 from solver_problems import (
     EVERY_ACTIVATION,
     D,
     F,
     RowsInMemory,
     decoder_of,
+    grid,
     loss_of,
     one_epoch,
     solve_decoder,
     sparse_mixture,
     started,
+    task_of,
     trained,
 )
-from tasks import task_of
 from torch import Tensor
 
 from saecli.sae.activations import BatchTopK, Relu, Swish, TopK
