@@ -130,12 +130,12 @@ def added(root: Path) -> dict[str, str]:
     line("sae/activations/__init__.py", "Swish, SoftTopK)}", "Swish, SoftTopK, Cubed)}")
     line("sae/activations/__init__.py", "from .topk", "from .cubed import Cubed\nfrom .topk")
     write("train/unit_sgd.py", SOLVER)
-    line("train/solvers.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
-    line("train/solvers.py", "from .options ", "from .unit_sgd import UnitSgd\nfrom .options ")
+    line("train/__init__.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
+    line("train/__init__.py", "from .options ", "from .unit_sgd import UnitSgd\nfrom .options ")
     write("sae/formats/npz.py", FORMAT)
     line("sae/formats/__init__.py", '    "native": ',
          '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ')
-    line("sae/formats/__init__.py", "    native,\n    qwen", "    native,\n    npz,\n    qwen")
+    line("sae/formats/__init__.py", "native, saelens", "native, npz, saelens")
     write("cli/count.py", COMMAND)
     line("cli/main.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
     return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}

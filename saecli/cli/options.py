@@ -20,7 +20,7 @@ from ..base.errors import ConfigError, did_you_mean, flag_of, one_line
 from ..base.files import check_place, is_free, regular, write_csv
 from ..base.home import Home
 from ..base.options import KINDS, PAPER, Config, Option, choose, in_place_of, options_of, scalar_types, toml_lines
-from ..extract.hook_points import SITES
+from ..extract.options import SITES
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 

@@ -41,13 +41,13 @@ from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
 from ..sae.metrics import reconstruction
 from ..store.rows import RowSource
+from ..train import SOLVERS
 from ..train.array_rows import CHECKED_ROWS, ArrayRows
 from ..train.loop import Loop, Record, start_training
 from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
 from ..train.rows import raw_batches
 from ..train.runs import run_again
-from ..train.solvers import SOLVERS
 from .evaluate import check_model, check_tokens_of_model, evaluated
 from .measured import Measured
 from .stability import matching
@@ -310,7 +310,7 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
     """
     from ..extract.forward import batch_tokens  # transformers takes seconds to import
-    from ..extract.hook_points import HookPoint
+    from ..extract.options import HookPoint
     from ..extract.windows import Windows
     from .splice import in_batches, is_plain, padded, stored_windows
 

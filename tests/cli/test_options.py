@@ -12,7 +12,7 @@ from saecli.base.errors import ConfigError, TrainingError
 from saecli.base.options import PAPER, Config, option, options_of
 from saecli.cli.options import Given, configured
 from saecli.sae.activations import ACTIVATIONS
-from saecli.train.solvers import SOLVERS
+from saecli.train import SOLVERS
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,19 @@ from saecli.base.console import Silent
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.home import Home
 from saecli.extract.extraction import StoreRequest
-from saecli.extract.hook_points import HookPoint
-from saecli.extract.options import ExtractConfig
+from saecli.extract.options import ExtractConfig, HookPoint
 from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test
 from saecli.store.stream import WHOLE, Part
+from saecli.train import SOLVERS
 from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
 from saecli.train.live import LiveRows
 from saecli.train.loop import Loop, Record, start_training
 from saecli.train.plan import Plan
-from saecli.train.solvers import SOLVERS
 
 D = 6
 TRAIN = ("train", "--model", "tiny-gemma2", "--layer", "2")
