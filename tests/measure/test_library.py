@@ -99,20 +99,3 @@ def test_an_array_is_imported_once_and_listed(sae: CommandLine, home: Path, tmp_
     assert saecli.list_home(home) == sae("list", "--json").json
     found = saecli.list_home(home, check=True)
     assert (found["stores"][0]["name"], found["problems"]) == ("more", [])
-
-
-@pytest.mark.parametrize(("function", "arguments", "sentence"), [
-    ("evaluate", {"tokens": 5}, "tokens does nothing without model; leave it out"),
-    ("evaluate", {"split": "other"}, "split must be one of train, test, all"),
-    ("geometry", {"data": some_rows(50)}, "data must be a store or rows of one here, got rows in memory"),
-    ("geometry", {"radius": 0.0}, "radius must be a number above 0, got 0"),
-    ("geometry", {"lambda_": "much"}, "lambda must be auto or a number that is at least 0, got 'much'"),
-    ("sparsity", {"data": some_rows(50, 9)}, "expected rows of 8 dimensions, got 9"),
-    ("sparsity", {"device": "tpu"}, "device must be cpu, cuda, cuda:N or auto, got 'tpu'"),
-    ("push", {"repo": "one"}, "cannot push to 'one': expected USER/REPO"),
-], ids=lambda part: part if isinstance(part, str) else "")
-def test_what_cannot_work_is_refused_in_pythons_names(home: Path, function: str, arguments: dict,
-                                                      sentence: str) -> None:
-    with pytest.raises(saecli.SaeError) as refused:
-        getattr(saecli, function)("first", home=home, **arguments)
-    assert sentence in str(refused.value)

@@ -241,35 +241,6 @@ def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list
     assert [list(line.get_ydata()) for line in left.lines if line.get_linestyle() == ":"] == [[0.9, 0.9]]
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("first", "--sets", "5_last_wrd"), "must name sets of sae-probes, got '5_last_wrd'; did you mean 5_last_word"),
-    (("first", "--sets", ""), "got ''; there are 5_last_word, 12_no word, 87_long and more"),
-    (("first", "--k", "21"), "--k must be at most the number of latents, 20 of first, got 21"),
-    (("first", "--k", "2", "--k", "2"), "--k must be different numbers of at least 1, got 2, 2"),
-    (("first", "--context", "129"), "tiny-gemma2 takes windows of at most 128 tokens, got --context 129"),
-    (("first", "--context", "1"), "--context must be above 1, the number of special tokens"),
-    (("first", "two"), "probing with two is not defined: expected an SAE or a transcoder"),
-    (("first", "narrow"), "narrow does not fit tiny-gemma2"),
-    (("first", "--layer", "2"), "--layer must be 1, as first says, got 2"),
-    (("nowhere",), "there is no run and no folder named 'nowhere'"),
-    (("first", "--plot", "x.docx"), "cannot draw x.docx"),
-])
-def test_what_cannot_be_probed_is_told_in_a_sentence(home: CommandLine, words: tuple, sentence: str):
-    done = home("probe", *words)
-    assert (done.status, done.out) == (1 if "nowhere" in words else 2, "")
-    assert sentence in done.err
-
-
-@pytest.mark.parametrize(("options", "sentence"), [
-    ({"rows": 10}, "rows must be at least 20, got 10"),
-    ({"k": ()}, "k must be different numbers of at least 1, got no"),
-    ({"k": (0, 2)}, "k must be different numbers of at least 1, got 0, 2"),
-    ({"context": 0}, "context must be at least 1, got 0"), ({"saes": ["first", "first"]}, "cannot probe first twice")])
-def test_arguments_of_python_are_checked_too(home: CommandLine, options: dict, sentence: str):
-    with pytest.raises(saecli.SaeError, match=sentence):
-        saecli.probe(**{"saes": "first", "home": home.home, **options})
-
-
 def test_sets_that_are_missing_or_damaged_are_told_in_a_sentence(home: CommandLine, package: Path, monkeypatch):
     path = package / "cleaned_data" / "5_last_word.csv.zst"
     whole = path.read_bytes()

@@ -215,31 +215,3 @@ def test_decoder_that_is_worse_on_rows_held_out_is_warned_of(sae: CommandLine):
     assert done.status == 0
     assert "warning: FVU on held-out rows rose from" in done.err
     assert sae("refit", "run", "--name", "again", "--json").json["after"]["fvu"] > 1
-
-
-@pytest.mark.parametrize(("words", "sentence", "status"), [
-    (("run",), "there is a run named 'refit-run' already; give another --name", 1),
-    (("run", "--name", "run"), "there is a run named 'run' already", 1),
-    (("run", "--name", "a/b"), "--name must be a plain folder name", 2),
-    (("run", "--tokens", "5"), "--tokens does nothing without --model", 2),
-    (("run", "--data", "narrow"), "expected rows of 8 dimensions, got 5; name another store with --data", 2),
-    (("run", "--data", "nowhere"), "there is no activation store named 'nowhere'", 1),
-    (("nowhere",), "there is no run and no folder named 'nowhere'", 1),
-    (("run", "--device", "abacus"), "--device must be cpu, cuda, cuda:N or auto, got 'abacus'", 2),
-    (("run", "--model", "tiny-gemma2", "--name", "new"), "expected a store that `sae extract` made", 1),
-])
-def test_what_cannot_be_refitted_is_told_in_a_sentence(sae: CommandLine, words: tuple, sentence: str, status: int):
-    make_store(sae.home, "narrow", some_rows(50, 5))
-    make_store(sae.home, "rows", some_rows(200))
-    make_run(sae.home, "run", random_sae())
-    make_run(sae.home, "refit-run", random_sae())
-    before = {path: path.stat().st_mtime_ns for path in sae.home.rglob("*")}
-    done = sae("refit", *words)
-    assert (done.status, done.out) == (status, "")
-    assert sentence in done.err
-    assert {path: path.stat().st_mtime_ns for path in sae.home.rglob("*")} == before
-
-
-def test_rows_too_large_for_their_products_are_told():
-    with pytest.raises(saecli.SaeError, match="expected finite products of codes and rows"):
-        saecli.refit(random_sae(), some_rows(100) * np.float32(1e25))

@@ -179,38 +179,6 @@ def test_sampling_is_repeated_by_its_seed_and_the_table_has_both_texts(home: Com
     assert r"prompt: The\nquick [b]" in done.out and "steered: " in done.out and "scale" not in done.out
 
 
-ADD = ("--latent", "1", "--scale", "1")
-
-
-@pytest.mark.parametrize(("run", "words", "sentence"), [
-    ("first", ("--latent", "20", "--scale", "1"), "--latent must be from 0 to 19, the last of first, got 20"),
-    ("first", ("--latent", "-1", "--scale", "1"), "--latent must be from 0 to 19, the last of first, got -1"),
-    ("first", ("--latent", "1", "--latent", "1", "--scale", "1"), "--latent names a latent twice"),
-    ("first", ("--latent", "1"), "--scale is needed with --method add"),
-    ("first", (*ADD, "--scale", "2"), "--scale must be given once, or once for each"),
-    ("first", ("--latent", "1", "--scale", "nan"), "--scale must be finite, got nan"),
-    ("first", (*ADD, "--method", "ablate"), "--scale does nothing with --method ablate"),
-    ("first", (*ADD, "--seed", "1"), "--seed does nothing without --temperature"),
-    ("first", (*ADD, "--layer", "2"), "--layer must be 1, as first says, got 2"),
-    ("first", (*ADD, "--max-new-tokens", "126"), "--max-new-tokens must be at most 125"),
-    ("first", (*ADD, "--prompt", ""), "--prompt must be a text to continue"),
-    ("first", (*ADD, "--prompt", "\udcff"), "--prompt must be a text to continue, in UTF-8"),
-    ("first", (*ADD, "--temperature", "inf"), "--temperature must be at least 0, and finite"),
-    ("narrow", ADD, "expected an SAE of the model's width, 128, got 16"),
-    ("deep", ADD, "--layer must be from 0 to 3, the last of tiny-gemma2, got 9"),
-    ("two", ADD, "steering with two is not defined: expected an SAE or a transcoder, which"),
-    ("backwards", ADD, "reads layer 1, resid_post after layer 0, resid_post"),
-    ("{home}/nowhere", ADD, "expected a block and a site, got neither; give --layer and"),
-    ("{home}/nowhere", (*ADD, "--layer", "1", "--site", "mlp_in"), "--model is needed: "),
-    ("{home}/across", (*ADD, "--layer", "1", "--site", "mlp_in"), "does not say what it pred"),
-    ("lost", ADD, "there is no run and no folder named 'lost'"),
-])
-def test_what_cannot_be_steered_is_told_in_a_sentence(home: CommandLine, run: str, words: tuple, sentence: str):
-    done = home("steer", run.format(home=home.home), "--prompt", "Return the", *words)
-    assert (done.status, done.out) == (1 if run == "lost" else 2, "")
-    assert sentence in done.err
-
-
 def test_places_that_a_file_does_not_say_are_given(home: CommandLine):
     words = ("--latent", "3", "--scale", "20", "--prompt", "Return", "--json")
     places = ("--layer", "1", "--site", "resid_post", "--model", TINY_GEMMA2)
