@@ -177,7 +177,7 @@ def test_a_run_on_a_fraction_is_refitted_on_all_its_training_rows(sae: CommandLi
 
 
 @pytest.mark.slow
-def test_effect_on_the_model_is_told_before_and_after(sae: CommandLine):
+def test_effect_on_the_model_is_measured_before_and_after(sae: CommandLine):
     assert sae("extract", "--model", "tiny-gemma2", "--rows", "3000", "--name", "notes").status == 0
     assert sae("train", "--solver", "sgd", "--act", "topk", "--k", "8", "--d-sae", "64", "--steps", "20", "--name",
                "run").status == 0
