@@ -36,7 +36,6 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test
 
 
 def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
-    """The result of `sparsity`, given the SAE's counts on its rows."""
     found = one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
     return found | places_document(one, listener)
 
@@ -65,10 +64,6 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
         `splice.effects`, and `unbeaten`, None for a single SAE.
-
-    Raises:
-        ConfigError: an argument that cannot work, or that does nothing with the others.
-        RunError, FormatError, HubError, StoreError, ModelError: something is missing or cannot be read.
     """
     return compare([sae], data, target=target, split=split, model=model, tokens=tokens, device=device, home=home,
                    progress=progress)[0]
