@@ -14,8 +14,9 @@ Sets = Annotated[str | None, typer.Option(
 Rows = Annotated[int, typer.Option("--rows", min=20, help="Read this number of texts per set, half of each class.")]
 Counts = Annotated[list[int] | None, typer.Option("--k", min=1, show_default="1, 2, 5, 16",
                                                   help="Fit a probe on k latents; repeat for several.")]
-Context = Annotated[int | None, typer.Option("--context", min=1, help="Read at most this number of last tokens of a text.",
-                                             show_default="1,024, or the model's positions")]
+Context = Annotated[int | None, typer.Option(
+    "--context", min=1, help="Read at most this number of last tokens of a text.",
+    show_default="1,024, or the model's positions")]
 
 
 def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: Layer = None, site: Sites = None,
