@@ -77,7 +77,6 @@ def controls(run: str | Path | None = None, *, model: str | None = None, tokens:
         device, home, progress: as in `evaluate`.
 
     Returns:
-        run, data, seeds: names, and the seeds of all trainings.
         controls: a list, the run itself first. For each: `control`, its name, or "none"; `rows`, the number of held-out
             rows that it is measured on; `fvu`, `l0` and `dead_fraction`; with a world of known features `mcc` and, on
             the run's own rows, `f1`; with a model, on these, `ce_recovered` and `kl`; and `stability`, the mean PW-MCC

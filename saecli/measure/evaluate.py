@@ -109,7 +109,6 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
 
 
 def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
-    """Refuse a number of tokens without a model, or below 1."""
     if tokens is not None and model is None:
         raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model",
                           option="tokens")

@@ -80,7 +80,6 @@ def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listen
 
 
 def can_be_written(saved: SavedSAE, to: str) -> bool:
-    """Whether a format can express an SAE or its stand-in."""
     return any(one is not None and not FORMATS[to].lacks(one) for one in (saved, stand_in(saved)))
 
 

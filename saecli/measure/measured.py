@@ -108,7 +108,7 @@ class Measured:
     @property
     def store(self) -> ActivationStore:
         """The store of `of_store`."""
-        return self.of_store.store
+        return self.stores.inputs[0]
 
     @property
     def stores(self) -> Joined:

@@ -329,7 +329,6 @@ class Sets:
 
 
 def _alone(name: str) -> str:
-    """A set's name without its number."""
     return name.partition("_")[2]
 
 

@@ -49,7 +49,6 @@ def stability(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, matc
         split, device, home, progress: as in `evaluate`. Assignments are on the CPU.
 
     Returns:
-        match_threshold: the argument.
         pw_mcc, matched_fraction: means over the pairs.
         firing: the same for latents that fire; None without rows, its entries None without such latents.
         pairs: for each pair `runs`, `latents`, the number matched, both measures, the same `firing`, and
