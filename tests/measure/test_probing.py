@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from environments import python_with
 from homes import CommandLine, make_run, random_sae, steerable
+from launching import python_with
 from scipy.sparse import csr_matrix
 from scipy.stats import bootstrap
 from sklearn.linear_model import LogisticRegression
@@ -22,8 +22,7 @@ from sklearn.preprocessing import StandardScaler
 from tiny_models import CONFIGS, WIDTH, loaded, save_model
 
 import saecli
-from saecli.extract.hook_points import HookPoint
-from saecli.extract.options import TINY_GEMMA2
+from saecli.extract.options import TINY_GEMMA2, HookPoint
 from saecli.measure.probes import (
     CS,
     LastTokens,

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
-from nested import PREFIXES, nested_rows, nested_sae
+from homes import PREFIXES, CommandLine, make_run, make_store, nested_rows, nested_sae, random_sae, some_rows
 from ridge_problems import least_squares, terms_of
 
 import saecli

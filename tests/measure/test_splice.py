@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import saecli
 from saecli.extract.forward import COLUMNS, Forward, fill
-from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
+from saecli.extract.options import HookPoint
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows, in_blocks
 from saecli.measure.splice import stored_windows

@@ -6,18 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_store
-from nested import PREFIXES, D, F, nested_rows, nested_sae, normal
+from homes import PREFIXES, CommandLine, D, F, make_store, nested_rows, nested_sae
 from safetensors.torch import load_file
 
 import saecli
 from saecli.base.errors import FormatError
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.activations.selection import where
-from saecli.sae.batch import Batch
 from saecli.sae.codes import DenseCodes
+from saecli.sae.dictionary import Batch
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.show.measures import read_measures
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("density", [0.05, 1.0])
@@ -31,7 +34,7 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad((found * below).sum(), right, retain_graph=True),
                                    torch.autograd.grad((expected * below).sum(), right))
-        if codes.requires_grad:
+        if codes.values.requires_grad:
             (gradient,) = torch.autograd.grad((found * below).sum(), codes.values)
             torch.testing.assert_close(gradient, torch.einsum("blc,fc,lf->bf", below, right.detach(), masks))
         torch.testing.assert_close(codes.prefix_transposed_times(below, ends),

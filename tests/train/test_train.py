@@ -9,8 +9,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from grids import grid
-from homes import CommandLine, assert_same_weights, make_store, some_rows, weights
+from homes import CommandLine, assert_same_weights, grid, make_store, some_rows, weights
 from launching import signalled
 from safetensors.torch import load_file
 
