@@ -12,7 +12,7 @@ Name = Annotated[str | None, typer.Option("--name", help="Save the new run under
 
 def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Target = None, name: Name = None,
             model: Model = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
-    """Solve for the decoder that reconstructs a store's rows best, the encoder fixed.
+    """Solve for the decoder of an SAE that is optimal on a store's rows.
 
     Adapts an SAE that was published, or trained on other rows, to the rows of --data. The encoder is unchanged, so the
     same latents fire. One pass over the training rows gives decoder and bias in closed form, with a ridge towards a

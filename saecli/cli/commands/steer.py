@@ -31,7 +31,7 @@ def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = Non
             scale: Scales = None, model: Model = None, layer: Layer = None, site: Sites = None,
             max_new_tokens: NewTokens = 40, temperature: Temperature = 0.0, seed: Seed = None,
             device: Device = "auto", json: Json = False) -> None:
-    """Generate text with latents of an SAE or transcoder changed, and without.
+    """Generate text with SAE latents steered, next to unsteered text.
 
     Adds the change of each code times its decoder vector to the activations at every token, special ones (BOS)
     excepted; the reconstruction error stays. A transcoder changes the activations that it predicts.
