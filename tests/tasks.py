@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saecli.sae.batch import Batch
-from saecli.train.config import TrainingConfig
+from saecli.train.options import TrainingConfig
 from saecli.train.task import Task
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..base.devices import moved
 from ..sae.batch import Batch
-from .config import WIDEST
+from .options import WIDEST
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..sae.batch import Batch
-from .config import TrainingConfig
+from .options import TrainingConfig
 
 
 @dataclass(frozen=True, eq=False)

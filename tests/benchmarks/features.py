@@ -171,14 +171,14 @@ def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE",
 def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     """Optimiser steps that either solver takes by default."""
     from saecli.sae.activations import ACTIVATIONS
-    from saecli.train.config import TrainingConfig
+    from saecli.train.options import TrainingConfig
     from saecli.train.plan import Plan
     from saecli.train.solvers import SOLVERS
 
     rows = store.split("train")
     plan = Plan.resolved(rows, None, TrainingConfig(d_sae=options["d_sae"]), SOLVERS["sgd"](),
                          ACTIVATIONS[options["act"]](k=options["k"]))
-    return plan.training.batches(rows.rows) * plan.solver.inner_steps
+    return plan.steps
 
 
 def fill(function: Callable[[Any], dict[str, Any]], jobs: Sequence[Any], log: Log,

@@ -33,9 +33,8 @@ from saecli.show.tables import table
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
-from saecli.train.config import TrainingConfig
 from saecli.train.loop import Loop, Record, start_training
-from saecli.train.options import PamSgd
+from saecli.train.options import PamSgd, TrainingConfig
 from saecli.train.pam_sgd import PamSgdSolver
 from saecli.train.plan import Plan
 

@@ -18,7 +18,7 @@ from saecli.sae.codes import DenseCodes
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
-from saecli.train.config import TrainingConfig
+from saecli.train.options import TrainingConfig
 from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
 from saecli.train.solvers import SOLVERS
 from saecli.train.start import initial_sae

@@ -14,8 +14,8 @@ from saecli.sae.activations import ACTIVATIONS, AbsTopK, Activation, BatchTopK, 
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.statistics import Spread
-from saecli.train.config import NORMALISATIONS
 from saecli.train.files import read_metrics
+from saecli.train.options import NORMALISATIONS
 from saecli.train.rows import fit_normalisation
 from saecli.train.start import Start, fingerprint
 

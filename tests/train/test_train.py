@@ -19,8 +19,8 @@ from saecli.sae.formats import load_native
 from saecli.store.split import is_test
 from saecli.store.statistics import Spread
 from saecli.train import plan
-from saecli.train.config import NORMALISATIONS
 from saecli.train.files import read_metrics
+from saecli.train.options import NORMALISATIONS
 from saecli.train.rows import fit_normalisation
 
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_counted", "rows_test",

@@ -12,10 +12,9 @@ from homes import make_store, some_rows
 import saecli
 from saecli.base.errors import ConfigError, TrainingError
 from saecli.store.rows import Rows
-from saecli.train.array_rows import ArrayRows
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Record, Training, start_training
-from saecli.train.rows import TrainingRows
+from saecli.train.rows import ArrayRows, TrainingRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
 KINDS = [("pam-sgd", "topk", {"k": 3}), ("sgd", "jumprelu", {}), ("pam-sgd", "batchtopk", {"k": 2, "inner_steps": 2}),

@@ -18,7 +18,7 @@ from ...base.processes import Communicator, communicator
 from ...extract.hook_points import SITES
 from ...extract.options import TINY_GEMMA2, ExtractConfig
 from ...sae.activations import ACTIVATIONS
-from ...train.config import TrainingConfig
+from ...train.options import TrainingConfig
 from ...train.solvers import SOLVERS
 from ..options import Given, Json, Session, configured, is_given, run_names, start, store_names, unfinished_names
 
