@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from saecli.sae.activations import Activation, Relu, TopK
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.train.options import PamSgd, Sgd, SolverConfig, TrainingConfig
 from saecli.train.start import initial_sae
 from saecli.train.task import Task
@@ -85,8 +85,8 @@ def saelens(python: Path, chosen: argparse.Namespace) -> dict[str, float]:
     """The least seconds of SAELens' steps, by case."""
     words = (chosen.d_in, chosen.d_sae, chosen.batch, chosen.steps, chosen.threads,
              *dict.fromkeys(theirs for *_, theirs, _ in CASES.values()))
-    done = subprocess.run([python, Path(__file__).with_name("saelens_steps.py"), *map(str, words)], text=True,
-                          stdout=subprocess.PIPE, check=True)
+    script = Path(__file__).with_name("saelens_training.py")
+    done = subprocess.run([python, script, "steps", *map(str, words)], text=True, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

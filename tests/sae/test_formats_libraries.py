@@ -1,4 +1,4 @@
-"""SAE formats against the real libraries, each in an environment of its own; `environments` says which.
+"""SAE formats against the real libraries, each in an environment of its own; `launching` says which.
 
     python -m venv /tmp/saelens && /tmp/saelens/bin/pip install sae-lens==6.54.12
     SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/sae/test_formats_libraries.py
@@ -15,8 +15,8 @@ import numpy as np
 import published
 import pytest
 import torch
-from environments import python_with
 from homes import CommandLine
+from launching import python_with
 from model_hub import WRITER, ModelHub, serving
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, ReluTopK
@@ -80,8 +80,9 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for name, sae in ours.items():
         origin = MLP if name.startswith("transcoder") else ORIGIN
         save(SavedSAE(sae, origin), request.param, folder / "ours" / name)
-    script = SCRIPTS / f"{request.param.replace('-', '_')}.py"
-    done = subprocess.run([python, script, folder], capture_output=True, text=True)
+    script = {"saelens": ["saelens.py", "formats"], "gemma-scope": ["saelens.py", "gemma_scope"]}.get(
+        request.param, [f"{request.param.replace('-', '_')}.py"])
+    done = subprocess.run([python, *script, folder], cwd=SCRIPTS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Exchange(request.param, folder, rows, ours)
 
@@ -156,7 +157,8 @@ def test_saelens_makes_the_same_of_published_folders(tmp_path: Path) -> None:
         folders[f"{name}-ours"] = published.Published(folder, ours.encode(x).numpy(), ours(x).numpy())
     np.save(tmp_path / "rows.npy", x.numpy())
     words = [f"{name}={one.path.relative_to(tmp_path)}" for name, one in folders.items()]
-    done = subprocess.run([python, SCRIPTS / "saelens_scopes.py", tmp_path, *words], capture_output=True, text=True)
+    done = subprocess.run([python, SCRIPTS / "saelens.py", "scopes", tmp_path, *words], capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr
     for name, one in folders.items():
         with np.load(tmp_path / f"{name}.npz") as theirs:

@@ -1,4 +1,4 @@
-"""Worlds and scores against SAELens' own, in an environment of its own; see `environments`."""
+"""Worlds and scores against SAELens' own, in an environment of its own; see `launching`."""
 
 import json
 import subprocess
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from environments import python_with
 from homes import CommandLine
+from launching import python_with
 from storing import collect, dense
 
 from saecli.store.reader import ActivationStore
 from saecli.store.worlds import World
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parents[1] / "libraries" / "saelens_synthetic.py"
+SCRIPT = Path(__file__).parents[1] / "libraries" / "saelens.py"
 RUNS = {"relu": [], "batchtopk": ["--k", "6"], "jumprelu": ["--sparsity", "l0"]}
 G, ROWS = 200, 40_000
 

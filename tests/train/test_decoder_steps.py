@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from grids import grid
+from homes import grid
 from solver_problems import (
     F,
     RowsInMemory,
@@ -14,13 +14,13 @@ from solver_problems import (
     solve_decoder,
     sparse_mixture,
     started,
+    task_of,
     trained,
 )
-from tasks import task_of
 
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu, SoftTopK, TopK
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.train.options import RELEASED_BELOW, PamSgd, TrainingConfig
 from saecli.train.pam_sgd import MOST_ROWS, PASS_ROWS, batches_between, decoder_steps
 from saecli.train.rows import ArrayRows

@@ -9,8 +9,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from grids import grid
-from homes import CommandLine, assert_same_weights, make_store, some_rows, weights
+from homes import CommandLine, assert_same_weights, grid, make_store, some_rows, weights
 from launching import signalled
 from safetensors.torch import load_file
 
@@ -24,7 +23,8 @@ from saecli.train.options import NORMALISATIONS
 from saecli.train.rows import fit_normalisation
 
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_counted", "rows_test",
-        "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "final"]
+        "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "decoder_steps",
+        "final"]
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 
 
