@@ -12,7 +12,7 @@ from typing import Any
 from ..base.console import listening
 from ..base.errors import ConfigError, did_you_mean, flag_of
 from ..base.home import Home
-from ..base.options import choose, options_of
+from ..base.options import Config, choose, options_of
 from ..base.other_names import in_place_of
 from ..sae.activations import ACTIVATIONS
 from ..sae.dictionary import SAE
@@ -117,8 +117,8 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
     if target is not None and isinstance(rows, Stored):
         raise ConfigError("--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
                           "target=other)`", option="target")
-    known = {name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
-             for name in options_of(config)}
+    configs: list[type[Config]] = [TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values()]
+    known = {name for config in configs for name in options_of(config)}
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
     if not isinstance(rows, ActivationStore | Joined):
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
