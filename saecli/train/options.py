@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..store.reader import ActivationStore
     from ..store.rows import Rows as StoredRows
     from ..store.rows import RowSource
-    from .task import Task
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 100
@@ -174,8 +173,8 @@ class SolverConfig(Config, ABC):
         """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""
         return 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in
 
-    def build(self, initial: SAE, task: Task, communicator: Communicator = ALONE) -> Any:
-        """A `Solver` that starts from a copy of `initial`, alone or with the communicator's other processes."""
+    def build(self, initial: SAE, task: Any, communicator: Communicator = ALONE) -> Any:
+        """A `Solver` for a `Task` that starts from a copy of `initial`, alone or with the communicator's other processes."""
         module, name = self.made_by.split(":")
         return getattr(import_module(f".{module}", __package__), name)(initial, task, self, communicator)
 
