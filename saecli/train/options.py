@@ -174,7 +174,7 @@ class SolverConfig(Config, ABC):
         return 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in
 
     def build(self, initial: SAE, task: Any, communicator: Communicator = ALONE) -> Any:
-        """A `Solver` for a `Task` that starts from a copy of `initial`, alone or with the communicator's other processes."""
+        """A `Solver` of a `Task`, from a copy of `initial`, alone or with the communicator's other processes."""
         module, name = self.made_by.split(":")
         return getattr(import_module(f".{module}", __package__), name)(initial, task, self, communicator)
 
