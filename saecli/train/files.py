@@ -51,8 +51,8 @@ class Progress:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
-    from ..sae.formats.common import write_safetensors  # imports torch
-    write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
+    from ..sae.formats.common import write_tensors  # imports torch
+    write_tensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
