@@ -17,8 +17,8 @@ from ..sae.metrics import doubts
 from ..store.rows import RowSource
 from .options import DEFAULT_STEPS, MOST_DEFAULT_EPOCHS, PENALTY_WARM_UP, SMALLEST, SolverConfig, TrainingConfig
 from .rows import SUMMED_ROWS, held_bytes
-from .smoothing import default_width
 from .start import Start
+from .task import default_width
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
 MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there
