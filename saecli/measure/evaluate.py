@@ -12,7 +12,7 @@ from ..base.home import Home
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.split import Which
-from ..train.array_rows import ArrayLike
+from ..train.rows import ArrayLike
 from .hook_points import places_document
 from .measured import Measured, RowsLike, all_measured, by_rows, measured
 from .worlds import FeatureScores

@@ -27,7 +27,7 @@ from ..store.reader import ActivationStore
 from ..store.rows import Rows, RowSource
 from ..store.split import Which, window_starts
 from ..store.worlds import World
-from ..train.array_rows import ArrayLike, ArrayRows
+from ..train.rows import ArrayLike, ArrayRows
 from .worlds import Alignment
 
 # A store, stores joined, or rows of these, rows in memory (N, D), or a store's name in the home, or several side by

@@ -18,9 +18,9 @@ from ..sae.library import SAELike, origin_of
 from ..store.joined import Joined
 from ..store.reader import ActivationStore
 from ..store.rows import RowSource
-from ..train.array_rows import ArrayLike
 from ..train.refit_decoder import Refitted, refitted
 from ..train.ridge import TOLERANCE
+from ..train.rows import ArrayLike
 from .evaluate import check_model, check_tokens_of_model, evaluated, note_doubts
 from .measured import Measured, RowsLike, measured
 

@@ -17,8 +17,8 @@ from saecli.sae.activations import ACTIVATIONS, JumpRelu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.split import is_test
 from saecli.train import refit_decoder as decoder
-from saecli.train.array_rows import ArrayRows
 from saecli.train.refit_decoder import refitted
+from saecli.train.rows import ArrayRows
 
 
 def fvu(sae: SAE, rows: np.ndarray) -> float:
