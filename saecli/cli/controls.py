@@ -4,24 +4,25 @@ import typer
 
 from .options import TOKENS, Csv, Device, Json, OwnRun, SplicedModel, Tokens, given, start
 
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Seeds per training; the first is evaluated. 1: no "
-                                                           "stability.")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Train with this number of seeds; the first is "
+                                                           "evaluated. 1: no stability.")]
 
 
 def command(ctx: typer.Context, run: OwnRun = None, model: SplicedModel = None, tokens: Tokens = TOKENS,
             seeds: Seeds = 2, device: Device = "auto", csv: Csv = None, json: Json = False) -> None:
     """Train baselines for a run: random encoder or decoder, shuffled rows, random model.
 
-    A control repeats the training of RUN (an SAE or transcoder from random directions) with one ingredient removed: a
-    fixed random encoder; a fixed random decoder; shuffled rows, each dimension permuted by itself; with --model that
-    model's activations with random weights, on the same tokens.
+    A control repeats the training of RUN with one ingredient removed: the encoder stays random; the decoder stays
+    random; each dimension of the rows is shuffled by itself; or, with --model, the rows are activations of that model
+    with random weights, on the same tokens. RUN is an SAE or a transcoder trained without --init.
 
-    The table compares them with the run on held-out rows: FVU, L0, dead latents; for known features MCC and F1; with
-    --model CE recovered and KL; stability, the PW-MCC of decoder vectors between seeds. What a control reaches too is
-    no evidence for the SAE. No run is saved.
+    The table compares the controls with RUN on held-out rows: FVU, L0, dead latents; for known features MCC and F1;
+    with --model CE recovered and KL; and stability, the PW-MCC between seeds. A score that a control reaches too is no
+    evidence for the SAE.
 
-    Cost: seven trainings, with --model nine; with --seeds 1, three and four. Shuffled rows and a random model's are
-    held in memory, 4 bytes per number, and left out if they need over half of what is free.
+    Cost: seven trainings like the run's, nine with --model; with --seeds 1, three and four. Rows that are shuffled or
+    from a random model take 4 bytes per number of memory; a control is left out if its rows need more than half of the
+    free memory. Saves no run.
 
     Example: sae controls first --model google/gemma-2-2b
     """

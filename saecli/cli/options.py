@@ -242,7 +242,7 @@ Run = Annotated[str | None, typer.Argument(
 Runs = Annotated[list[str] | None, typer.Argument(
     help="Run names, folders that hold an SAE, or user/repo/folder@revision on the Hugging Face hub.", **_RUN,
     callback=lambda names: list(dict.fromkeys(names or ())))]
-OwnRun = Annotated[str | None, typer.Argument(help="Name of a finished run of sae train.", **_RUN)]
+OwnRun = Annotated[str | None, typer.Argument(help="Compare this finished run of sae train.", **_RUN)]
 Data = Annotated[list[str] | None, typer.Option(
     "--data", help="Activation store, by name or folder; for a crosscoder several, in order.",
     autocompletion=store_names, show_default="the one that the run was trained on, else the newest",
@@ -260,14 +260,14 @@ TOKENS = 16_384  # default of --tokens; see `measure.evaluate`
 Model = Annotated[str | None, typer.Option("--model", help="Hub id or folder of the language model.",
                                            show_default="the one that the run's store came from")]
 Layer = Annotated[int | None, typer.Option(
-    "--layer", help="Block that the SAE reads, from 0, if its file does not say.")]
+    "--layer", help="Read this block, from 0, if the SAE's file has none.")]
 if TYPE_CHECKING:  # a type checker cannot read a table
     SiteName = str
 else:
     SiteName = Literal[SITES]
-Site = Annotated[SiteName | None, typer.Option("--site", help="Hook point in the block, if its file does not say.")]
+Site = Annotated[SiteName | None, typer.Option("--site", help="Read this hook point, if the SAE's file has none.")]
 Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
+Out = Annotated[Path, typer.Option("--out", help="Write into this folder, new or empty.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
 Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Write the measures here, with every digit.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")]
