@@ -48,7 +48,7 @@ from torch.nn import Parameter
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Dictionary
 from .options import Sgd
-from .sgd import SgdSolver
+from .solver import SgdSolver
 from .task import Task
 
 
