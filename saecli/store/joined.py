@@ -14,12 +14,11 @@ from typing import Any, NoReturn, Self, cast
 import numpy as np
 
 from ..base.errors import ConfigError
-from .reader import ActivationStore
-from .rows import WINDOW_BYTES, Rows, RowSource
+from .reader import WINDOW_BYTES, ActivationStore, Rows, RowSource
 from .schema import hash_request
 from .split import Which
-from .statistics import Spread
 from .stream import WHOLE, Part
+from .values import Spread
 
 COMPARED_ROWS = 1 << 16  # rows of the columns at a time
 

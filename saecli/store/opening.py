@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted,
 from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from .joined import Joined, in_words
-from .ranks import saved_rows
 from .reader import ActivationStore
-from .writer import StoreWriter
+from .writer import StoreWriter, saved_rows
 
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
 
@@ -189,58 +187,50 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
         for store in stores:
             if "problem" not in store:
                 opened = ActivationStore.open(Path(store["path"]))
-                problems += opened.verify(partial(_shifted, show, done, store["name"])) or opened.misfits()
+
+                def show_read(read: float, before: int = done, name: str = store["name"]) -> None:
+                    show(before + read, name)
+
+                problems += opened.verify(show_read) or opened.misfits()
             done += store["bytes"]
             show(done, store["name"])
     return problems
 
 
-def _shifted(show: Step, begin: int, name: str, done: float) -> None:
-    show(begin + done, name)
-
-
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
-    """The stores and runs of these names, with `users`, the runs trained on a store; ConfigError if there is none of a
-    name, or a store and a run have it."""
-    shelves = {"store": home.stores, "run": home.runs}
-    there = {which: {path.name for path in shelf.path.glob("[!.]*") if path.is_dir()}
-             for which, shelf in shelves.items() if kind in (None, which)}
-    runs = _entries(home.runs, _trained_on)
+    """The stores and runs of these names, with `users`, the runs trained on a store; ConfigError if not one of each."""
+    there = {which: {path.name: path for path in shelf.path.glob("[!.]*") if path.is_dir()}
+             for which, shelf in (("store", home.stores), ("run", home.runs)) if kind in (None, which)}
+    runs = _entries(home.runs, lambda shelf, name: {"created": "", "run": read_run(shelf.path / name / shelf.marker)})
     found = []
     for name in dict.fromkeys(names):
         kinds = [which for which, folders in there.items() if name in folders]
-        if len(kinds) > 1:
-            raise ConfigError(f"{name} is a store and a run; say which by --kind store or --kind run")
-        if not kinds:
+        if len(kinds) != 1:
             question = did_you_mean(name, sorted(set().union(*there.values()))) or "`sae list` shows what there is"
-            raise ConfigError(f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {question}")
-        path = shelves[kinds[0]].path / name
-        users = [run["name"] for run in runs if kinds[0] == "store" and name in run.get("data", ())]
+            raise ConfigError(f"{name} is a store and a run; say which by --kind store or --kind run" if kinds else
+                              f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {question}")
+        path, users = there[kinds[0]][name], [
+            run["name"] for run in runs if kinds == ["store"] and "run" in run
+            and name in (run["run"].data, *run["run"].beside, run["run"].target)]
         found.append({"kind": kinds[0], "name": name, "path": str(path), "bytes": folder_bytes(path), "users": users})
     return found
 
 
-def _trained_on(shelf: Shelf, name: str) -> dict[str, Any]:
-    run = read_run(shelf.path / name / shelf.marker)
-    return {"created": run.created, "data": (run.data, *run.beside, run.target)}
-
-
-def remove(home: Home, one: dict[str, Any]) -> None:
-    """Remove one that is `removable`, or a link; SaeError if it is being written or trained on."""
+def remove(home: Home, one: dict[str, Any]) -> int:
+    """Remove one that is `removable`, or a link; returns its bytes; SaeError if it is being written or trained on."""
     path, shelf = Path(one["path"]), home.stores if one["kind"] == "store" else home.runs
     try:
         for run in one["users"]:
             os.close(lock_folder(home.runs.path / run))
         if path.is_symlink():
             path.unlink()
-            return
-        lock = lock_folder(path)
-        (path / shelf.marker).unlink(missing_ok=True)  # first: what a kill leaves is no store or run
-        shutil.rmtree(path)
-        os.close(lock)
-    except BlockingIOError as error:
-        raise shelf.error(f"cannot remove {one['name']}: another process is writing it, or training on it; wait for "
-                          "it, or stop it") from error
+        else:
+            lock = lock_folder(path)
+            (path / shelf.marker).unlink(missing_ok=True)  # first: what a kill leaves is no store or run
+            shutil.rmtree(path)
+            os.close(lock)
+        return one["bytes"]
     except OSError as error:
-        raise shelf.error(f"cannot remove {error.filename or path}: {error.strerror or error}; see who owns "
-                          f"{path}") from error
+        why = "another process is writing it, or training on it; wait for it, or stop it"
+        why = why if isinstance(error, BlockingIOError) else f"{error.strerror or error}; see who owns {path}"
+        raise shelf.error(f"cannot remove {one['name']}: {why}") from error

@@ -16,8 +16,7 @@ from ..base.documents import Origin, demand_version, parse_json
 from ..base.errors import ConfigError, StoreError, flag_of
 from ..base.files import regular, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
-from .codec import CODES, DTYPES
-from .statistics import Norms
+from .values import CODES, DTYPES, Norms
 
 FORMAT_VERSION = 1
 SHARDS = "shards"
@@ -93,8 +92,7 @@ class ShardRecord:
     """One finished shard.
 
     Args:
-        dropped: rows dropped, by reason, in the blocks that ended since the previous shard.
-        frame: per-chunk checksums; None: verify the whole file first.
+        dropped, dropped_norms: rows dropped, by reason, in the blocks that ended since the previous shard.
     """
 
     file: str
@@ -102,8 +100,8 @@ class ShardRecord:
     sha256: str
     dropped: dict[str, int]
     resume: Resume
-    dropped_norms: dict[str, Norms] = field(default_factory=dict)
-    frame: Frame | None = None
+    dropped_norms: dict[str, Norms]
+    frame: Frame
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,19 @@
 """Worlds: known features with directions, firing probabilities, magnitudes and correlations.
 
+SAELens' `SyntheticModel.save` (`sae_lens.synthetic`, version 6) writes a folder with `synthetic_model_config.json`,
+`synthetic_model.safetensors` (`feature_vectors` (G, D), `bias` (D,), `firing_probabilities` (G,), and with correlations
+`correlation_factor` (G, R) and `correlation_diag` (G,)) and, with a hierarchy, `hierarchy.json`. Magnitudes are made
+from the configuration and its seed.
+
 Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correlations.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from safetensors import SafetensorError
@@ -16,13 +21,14 @@ from safetensors.numpy import load_file, save
 from scipy.sparse import csr_array
 from scipy.special import ndtri
 
-from ..base.errors import ConfigError, StoreError
+from ..base.documents import read_json
+from ..base.errors import ConfigError, FormatError, StoreError
 from ..base.files import appearing_whole
-from .checks import damaged_world, make_anew
-from .codec import SparseRows, offsets_of
 from .options import SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE
+from .shard import damaged_world, make_anew
+from .values import SparseRows, offsets_of
 
 BLOCK_NUMBERS = 1 << 21  # Gaussians of a block: 8 MiB in float32
 MOST_BLOCK_ROWS = 4096
@@ -33,6 +39,11 @@ MEAN, STD_MEAN, STD_STD = 1.0, 0.2, 0.1
 BIAS_NORM = 1.0
 TIGHT, STEPS = 1e-6, 500  # to a tight frame: largest change of an entry in the last step, and steps at most
 DIRECTIONS, CORRELATIONS, MAGNITUDES = 1, 2, 3  # streams of random numbers
+
+
+SYNTHETIC = "synthetic"  # what stands for a world made of options
+CONFIG, WEIGHTS, HIERARCHY = "synthetic_model_config.json", "synthetic_model.safetensors", "hierarchy.json"
+STD_STREAM, MEAN_STREAM = 1, 2  # what SAELens adds to the seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +213,10 @@ def world_of(config: SyntheticConfig) -> World:
     firing = zipfian(config.features, config.zipf, config.l0)
     parents = forest(config.features) if config.hierarchy else np.full(config.features, -1)
     own = np.where(parents >= 0, firing / firing[parents], firing)
-    directions, bias = _directions(config)
+    random = np.random.default_rng((config.seed, DIRECTIONS))
+    directions = tight_frame(random.standard_normal((config.features, config.d_in)))
+    bias = random.standard_normal(config.d_in)
+    bias *= BIAS_NORM / np.linalg.norm(bias)
     random = np.random.default_rng((config.seed, MAGNITUDES))
     std = np.abs(random.normal(STD_MEAN, STD_STD, config.features))
     columns = {"firing_probabilities": firing, "own_probabilities": own, "mean": np.full(config.features, MEAN),
@@ -210,13 +224,6 @@ def world_of(config: SyntheticConfig) -> World:
     return World(**{name: column.astype(np.float32) for name, column in columns.items()},
                  parents=parents.astype(np.int32), groups=np.full(config.features, -1, np.int32),
                  scaled=np.zeros(config.features, bool))
-
-
-def _directions(config: SyntheticConfig) -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng((config.seed, DIRECTIONS))
-    directions = tight_frame(random.standard_normal((config.features, config.d_in)))
-    bias = random.standard_normal(config.d_in)
-    return directions, bias * (BIAS_NORM / np.linalg.norm(bias))
 
 
 def _factor(config: SyntheticConfig) -> np.ndarray:
@@ -295,3 +302,139 @@ def tight_frame(vectors: np.ndarray) -> np.ndarray:
         if np.abs(found - before).max() < TIGHT:
             break
     return found
+
+
+@dataclass(frozen=True)
+class _Config:
+    num_features: int
+    hidden_dim: int
+    mean_firing_magnitudes: float | dict[str, Any] = 1.0
+    std_firing_magnitudes: float | dict[str, Any] = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class _Node:
+    feature_index: int | None = None
+    mutually_exclusive_children: bool = False
+    scale_children_by_parent: bool = False
+    children: list["_Node"] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Hierarchy:
+    roots: list[_Node]
+
+
+def is_saved_world(source: str | Path) -> bool:
+    """Whether a path is a folder in which SAELens saved a world, or one of its two required files."""
+    path = Path(source)
+    return (path / CONFIG).is_file() or (path.name in (CONFIG, WEIGHTS) and path.is_file())
+
+
+def folder_of(source: str | Path) -> Path:
+    """The folder of a saved world; `synthetic` as it is."""
+    path = Path(source)
+    return path.resolve().parent if path.is_file() else path if source == SYNTHETIC else path.resolve()
+
+
+def world_files(source: str | Path) -> list[Path]:
+    folder = folder_of(source)
+    return [folder / name for name in (CONFIG, WEIGHTS, HIERARCHY) if name != HIERARCHY or (folder / name).exists()]
+
+
+def read_saelens(source: str | Path, seed: int) -> World:
+    """A world that SAELens saved; FormatError if a file is missing, damaged or of an unknown kind.
+
+    `seed` draws magnitudes that differ by feature at random, if the world was saved without a seed; SAELens then draws
+    others each time that it loads the world.
+    """
+    folder = folder_of(source)
+    try:
+        config = read_json(folder / CONFIG, _Config)
+        hierarchy = read_json(folder / HIERARCHY, _Hierarchy) if (folder / HIERARCHY).exists() else _Hierarchy([])
+        arrays = _weights(folder / WEIGHTS, config)
+        parents, groups, scaled = _structure(hierarchy, config.num_features)
+        base = seed if config.seed is None else config.seed
+        magnitudes = {name: _magnitudes(given, config.num_features, base + stream) for name, given, stream in (
+            ("mean", config.mean_firing_magnitudes, MEAN_STREAM), ("std", config.std_firing_magnitudes, STD_STREAM))}
+    except FormatError:
+        raise
+    except (OSError, ValueError) as error:
+        raise FormatError(f"cannot read the world in {folder}: {getattr(error, 'strerror', None) or error}; save it "
+                          "again with SAELens") from error
+    probabilities = arrays["firing_probabilities"]
+    return World(arrays["feature_vectors"], arrays["bias"], probabilities, probabilities, **magnitudes,
+                 factor=arrays["correlation_factor"], parents=parents, groups=groups, scaled=scaled)
+
+
+def _weights(path: Path, config: _Config) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file  # NumPy has no bfloat16
+
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error
+    features, d_in = config.num_features, config.hidden_dim
+    shapes = {"feature_vectors": (features, d_in), "bias": (d_in,), "firing_probabilities": (features,)}
+    if "correlation_factor" in tensors:
+        shapes["correlation_factor"] = (features, tensors["correlation_factor"].shape[-1])
+    found = {"correlation_factor": np.empty((features, 0), np.float32)}
+    for name, shape in shapes.items():
+        got = tuple(tensors[name].shape) if name in tensors else "none"
+        if got != shape:
+            raise ValueError(f"expected {name} of shape {shape} in {path.name}, got {got}")
+        found[name] = tensors[name].float().numpy()
+        if not np.isfinite(found[name]).all():
+            raise ValueError(f"expected finite numbers in {name} of {path.name}, got others")
+    if not ((found["firing_probabilities"] >= 0) & (found["firing_probabilities"] <= 1)).all():
+        raise ValueError(f"expected firing_probabilities from 0 to 1 in {path.name}, got others")
+    if (np.square(found["correlation_factor"]).sum(1) > 1).any():
+        raise ValueError(f"expected rows of correlation_factor of norm 1 at most in {path.name}, got longer ones")
+    return found
+
+
+def _structure(hierarchy: _Hierarchy, features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Parents, groups and scaled of `World`, (G,) each. A node without a feature passes its parent on, and its own
+    children may exclude each other."""
+    parents, groups = np.full(features, -1, np.int32), np.full(features, -1, np.int32)
+    scaled, seen = np.zeros(features, bool), np.zeros(features, bool)
+    waiting = [(root, -1, -1, False) for root in hierarchy.roots]
+    count = 0
+    while waiting:
+        node, parent, group, scale = waiting.pop()
+        own = node.feature_index
+        if own is not None:
+            if not 0 <= own < features or seen[own]:
+                raise ValueError(f"expected each feature of {HIERARCHY} once, from 0 to {features - 1}, got {own}")
+            seen[own] = True
+            parents[own], groups[own], scaled[own] = parent, group, scale
+            parent = own
+        exclusive = node.mutually_exclusive_children and sum(c.feature_index is not None for c in node.children) > 1
+        waiting += [(child, parent, count if exclusive else -1, node.scale_children_by_parent)
+                    for child in node.children]
+        count += exclusive
+    return parents, groups, scaled
+
+
+def _magnitudes(given: float | dict[str, Any], features: int, seed: int) -> np.ndarray:
+    """Means or standard deviations, (G,) float32, by SAELens' rules."""
+    if not isinstance(given, dict):
+        return np.full(features, given, np.float32)
+    rule = dict(given)
+    kind = rule.pop("generator_name", None)
+    if kind == "constant":
+        return np.full(features, rule.get("value", 1.0), np.float32)
+    steps = np.linspace(0, 1, features) if features > 1 else np.zeros(1)
+    if kind in ("linear", "exponential") and not {"start", "end"} - rule.keys():
+        start, end = float(rule["start"]), float(rule["end"])
+        found = start + (end - start) * steps if kind == "linear" else start * (end / start) ** steps
+        return found.astype(np.float32)
+    if kind == "folded_normal":
+        import torch  # whose random numbers they are
+
+        drawn = torch.randn(features, generator=torch.Generator().manual_seed(seed)).numpy()
+        found = np.abs(rule.get("mean", 0.0) + drawn * rule.get("std", 0.1)).astype(np.float32)
+        return found.clip(rule.get("min_value"), rule.get("max_value"))
+    raise ValueError(f"expected magnitudes that are constant, linear, exponential or folded_normal, got {kind!r:.40}")

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..base.devices import carried, moved
 from ..base.errors import ConfigError
 from ..store.joined import JoinedRows
-from ..store.rows import RowSource
-from ..store.statistics import Spread
+from ..store.reader import RowSource
 from ..store.stream import WHOLE, Part
+from ..store.values import Spread
 
 ArrayLike = Tensor | numpy.typing.ArrayLike
 CHECKED_ROWS = 65_536  # rows per block, to avoid a second copy of all

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..sae.codes import Prefixes
     from ..store.joined import Joined, JoinedRows
     from ..store.reader import ActivationStore
-    from ..store.rows import Rows as StoredRows
+    from ..store.reader import Rows as StoredRows
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 100

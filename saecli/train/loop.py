@@ -21,7 +21,7 @@ from ..base.processes import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction, reconstructions
-from ..store.rows import RowSource
+from ..store.reader import RowSource
 from .array_rows import HeldRows
 from .files import Progress
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start

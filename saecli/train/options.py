@@ -15,7 +15,7 @@ from .config import DEFAULT_STEPS, TrainingConfig
 if TYPE_CHECKING:
     from ..sae.codes import Prefixes
     from ..sae.dictionary import SAE
-    from ..store.rows import RowSource
+    from ..store.reader import RowSource
     from .task import Task
 
 WINDOW = 16  # batches among which inner steps mix rows

@@ -17,7 +17,7 @@ from ..base.launcher import local_world
 from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
-from ..store.rows import RowSource
+from ..store.reader import RowSource
 from .array_rows import held_bytes
 from .config import (
     DEFAULT_STEPS,

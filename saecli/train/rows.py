@@ -17,9 +17,9 @@ from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
-from ..store.rows import RowSource
-from ..store.statistics import Spread
+from ..store.reader import RowSource
 from ..store.stream import WHOLE, Part
+from ..store.values import Spread
 from .array_rows import HeldRows
 
 LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32's maximum is 3.4e38

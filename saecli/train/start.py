@@ -21,7 +21,7 @@ from ..sae.activations import Activation, JumpRelu, activation_to_json
 from ..sae.batch import Batch
 from ..sae.dictionary import SAE
 from ..sae.library import lasting_name, open_sae
-from ..store.rows import RowSource
+from ..store.reader import RowSource
 from .config import TrainingConfig
 from .rows import Normalisation
 

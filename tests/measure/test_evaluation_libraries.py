@@ -14,8 +14,7 @@ from saecli.extract.model_source import find_model
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.windows import Windows
 from saecli.measure.splice import stored_windows
-from saecli.store.reader import ActivationStore
-from saecli.store.rows import Rows
+from saecli.store.reader import ActivationStore, Rows
 
 pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parents[1] / "libraries"

@@ -17,7 +17,7 @@ from storing import collect, make_store
 
 from saecli.base.errors import FormatError
 from saecli.store import arrays as array
-from saecli.store.import_arrays import open_array
+from saecli.store.importing import open_array
 
 ROWS = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float32)
 FLAT = ROWS.reshape(50, 12)

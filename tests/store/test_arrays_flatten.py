@@ -16,7 +16,7 @@ from storing import collect
 from saecli.base.errors import FormatError
 from saecli.store import arrays as array
 from saecli.store.arrays import ArraySource
-from saecli.store.import_arrays import open_array
+from saecli.store.importing import open_array
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import hash_request
 

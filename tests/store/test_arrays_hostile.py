@@ -22,7 +22,7 @@ from homes import CommandLine
 from safetensors.numpy import save
 
 from saecli.base.errors import FormatError
-from saecli.store.import_arrays import open_array
+from saecli.store.importing import open_array
 
 ROWS = np.random.default_rng(0).standard_normal((20, 6)).astype(np.float32)
 LABELS = np.arange(20)

@@ -193,15 +193,9 @@ def test_a_source_that_changed_is_refused(tmp_path):
         writer.finish()
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
-def test_a_store_with_a_damaged_shard_is_not_gone_on_with(tmp_path, damage):
-    rows = np.ones((250, 4), np.float32)
+def test_a_store_with_a_damaged_shard_is_not_resumed(tmp_path):
     with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
-        writer.append(rows, {}, {"row": 0})
-    damage(tmp_path / "s" / "shards" / "00000.h5")
-    said = r"00000\.h5 is (missing|truncated).*; remove it with `sae rm s` and run the command that made it again"
-    with pytest.raises(StoreError, match=said):
-        StoreWriter.open(tmp_path / "s", make_meta(4))
+        writer.append(np.ones((250, 4), np.float32), {}, {"row": 0})
     (tmp_path / "s" / "shards" / "00000.h5").write_bytes(b"x" * 10_000)
     with pytest.raises(StoreError, match=r"00000\.h5 is damaged"):
         StoreWriter.open(tmp_path / "s", make_meta(4))

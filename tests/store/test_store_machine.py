@@ -13,12 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from storing import collect, make_meta, stored_contents
 
 from saecli.base.errors import StoreError
-from saecli.store.codec import DTYPES
 from saecli.store.reader import ActivationStore
 from saecli.store.shard import stored_statistics
 from saecli.store.split import is_test
-from saecli.store.statistics import QUANTILE_ERROR
 from saecli.store.stream import Part
+from saecli.store.values import DTYPES, QUANTILE_ERROR
 from saecli.store.writer import StoreWriter
 
 BLOCKS, D_IN, MULTIPLE = 12, 3, 2.0

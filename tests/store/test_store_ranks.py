@@ -14,10 +14,9 @@ from store_producer import write_ranks as write
 from storing import collect, make_meta, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
-from saecli.store.ranks import RankedStore, rank_folder, rank_meta, saved_rows
 from saecli.store.reader import ActivationStore
 from saecli.store.stream import Part
-from saecli.store.writer import StoreWriter
+from saecli.store.writer import RankedStore, StoreWriter, rank_folder, rank_meta, saved_rows
 
 
 def test_a_joined_store_says_and_holds_what_the_ranks_stored(tmp_path: Path):

@@ -1,17 +1,12 @@
 """What a store knows of its rows: exactly what NumPy finds in float64 in the rows read back, whatever the shards."""
 
-import hashlib
-import json
 
 import h5py
 import numpy as np
 import pytest
 from storing import collect, make_store
 
-from saecli.base.errors import StoreError
-from saecli.store.reader import ActivationStore
-from saecli.store.rows import Rows
-from saecli.store.shard import stored_statistics
+from saecli.store.reader import ActivationStore, Rows
 from saecli.store.split import is_test
 
 
@@ -35,7 +30,7 @@ def assert_spread(found, rows: np.ndarray) -> None:
 
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
-def test_spread_of_training_rows_is_exact_and_untouched_by_held_out_rows(tmp_path, documents, fraction):
+def test_spread_of_training_rows_excludes_held_out_rows(tmp_path, documents, fraction):
     rows = offset_rows(np.random.default_rng(0), 1000, 5)
     numbers = np.arange(1000) // 7 if documents else None
     store = make_store(tmp_path / "s", rows, documents=numbers, shard_rows=300)
@@ -47,7 +42,7 @@ def test_spread_of_training_rows_is_exact_and_untouched_by_held_out_rows(tmp_pat
 
 
 @pytest.mark.parametrize(("inside", "outside"), [(0.0, 1.0), (1e-6, 1e6)])
-def test_spread_stays_exact_where_a_dimension_varies_among_held_out_rows_alone(tmp_path, inside, outside):
+def test_spread_is_exact_where_only_held_out_rows_vary(tmp_path, inside, outside):
     rows = np.random.default_rng(0).standard_normal((1000, 3)).astype(np.float32)
     plain = make_store(tmp_path / "plain", rows)
     held_out = np.concatenate(list(make_store(tmp_path / "n", np.arange(1000, dtype=np.float32)[:, None])
@@ -61,7 +56,7 @@ def test_spread_stays_exact_where_a_dimension_varies_among_held_out_rows_alone(t
     assert (train.spread().scatter[1] == 0) == (inside == 0)
 
 
-def test_spread_of_training_rows_reads_the_held_out_rows_and_no_others(tmp_path):
+def test_spread_of_training_rows_reads_only_held_out_rows(tmp_path):
     rows = offset_rows(np.random.default_rng(0), 1000, 5)
     store = make_store(tmp_path / "s", rows, shard_rows=300, chunk_rows=1)
     expected = read_back(store.split("train"))
@@ -73,47 +68,3 @@ def test_spread_of_training_rows_reads_the_held_out_rows_and_no_others(tmp_path)
             file.seek(at)
             file.write(b"\xff" * 20)
     assert_spread(ActivationStore.open(store.path).split("train").spread(), expected)
-
-
-def test_statistics_read_in_plain_h5py(tmp_path):
-    store = make_store(tmp_path / "s", offset_rows(np.random.default_rng(0), 230, 5), "bfloat16")
-    for path in sorted((store.path / "shards").iterdir()):
-        with h5py.File(path) as file:
-            x = file["activations"].astype("float32")[:].astype(np.float64)
-            group = file["statistics"]
-            np.testing.assert_allclose(group["mean"][:], x.mean(axis=0), rtol=1e-13)
-            np.testing.assert_allclose(group["scatter"][:], x.var(axis=0) * len(x), rtol=1e-9, atol=1e-13)
-            norms = np.linalg.norm(x, axis=1)
-            assert group.attrs["norm_mean"] == pytest.approx(norms.mean())
-            assert group.attrs["norm_max"] == pytest.approx(norms.max())
-            edges = 2.0 ** (np.arange(12_000) / 40 - 149)
-            bins, counts = np.unique(np.searchsorted(edges, norms, side="right"), return_counts=True)
-            np.testing.assert_array_equal(group["norm_bin"][:], bins)
-            np.testing.assert_array_equal(group["norm_count"][:], counts)
-
-
-def rewritten(store: ActivationStore, name: str, values: np.ndarray | None) -> ActivationStore:
-    """The store with one of its second shard's statistics replaced or removed, as another program may write it."""
-    path = store.path / "shards" / "00001.h5"
-    with h5py.File(path, "r+") as file:
-        del file[name]
-        if values is not None:
-            file[name] = values
-    document = json.loads((store.path / "store.json").read_text())
-    document["shards"][1] |= {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "frame": None}
-    (store.path / "store.json").write_text(json.dumps(document))
-    return ActivationStore.open(store.path)
-
-
-@pytest.mark.parametrize(("name", "values", "said"), [
-    ("statistics/mean", np.zeros(4), "expected those of 100 rows of 5 dimensions, got others"),
-    ("statistics/mean", np.full(5, np.nan), "expected those of 100 rows of 5 dimensions, got others"),
-    ("statistics/scatter", np.array([1.0, 1, -1, 1, 1]), "expected those of 100 rows of 5 dimensions, got others"),
-    ("statistics/norm_count", np.zeros(1, int), "expected those of 100 rows of 5 dimensions, got others"),
-    ("statistics/norm_bin", np.full(1, 10**6), "out of bounds"),
-    ("statistics/scatter", None, "scatter"),
-])
-def test_statistics_that_cannot_be_those_of_the_rows_are_refused_by_name(tmp_path, name, values, said):
-    store = rewritten(make_store(tmp_path / "s", np.ones((200, 5), np.float32)), name, values)
-    with pytest.raises(StoreError, match=rf"statistics of shard .*00001.h5: .*{said}.*run the command"):
-        stored_statistics(store.path, store.meta)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from storing import dense, sparse
 
 from saecli.base.errors import ConfigError
-from saecli.store.codec import stacked
 from saecli.store.options import SyntheticConfig
+from saecli.store.values import stacked
 from saecli.store.worlds import World, forest, tight_frame, world_of, zipfian
 
 G, D = 96, 16

@@ -16,7 +16,7 @@ from saecli.sae.activations import Relu, TopK
 from saecli.sae.batch import Batch
 from saecli.sae.dictionary import SAE
 from saecli.store.joined import Joined
-from saecli.store.statistics import Spread
+from saecli.store.values import Spread
 from saecli.train.decoder_step import penalty_places
 from saecli.train.ridge import Place, by_place, choose_alpha
 

@@ -8,9 +8,9 @@ import torch
 from storing import collect, make_store
 
 from saecli.base.devices import carried
-from saecli.store.codec import DTYPES
 from saecli.store.joined import JoinedRows
-from saecli.store.rows import Rows
+from saecli.store.reader import Rows
+from saecli.store.values import DTYPES
 from saecli.train.array_rows import HeldRows, held_bytes
 
 random = np.random.default_rng(0)

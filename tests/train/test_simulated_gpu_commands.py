@@ -16,8 +16,8 @@ from test_held import rows_of  # noqa: E402
 import saecli  # noqa: E402
 from saecli.base import devices  # noqa: E402
 from saecli.sae.codes import DenseCodes, SparseCodes  # noqa: E402
-from saecli.store.codec import DTYPES  # noqa: E402
 from saecli.store.joined import Joined  # noqa: E402
+from saecli.store.values import DTYPES  # noqa: E402
 from saecli.train.array_rows import HeldRows  # noqa: E402
 from saecli.train.fit import planned  # noqa: E402
 from saecli.train.loop import Loop, Record, start_training  # noqa: E402

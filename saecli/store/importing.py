@@ -1,19 +1,20 @@
-"""Importing an array of activations or images into a store."""
+"""Importing rows into a store: an array of activations or images, or a world's rows."""
 
 import hashlib
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import FormatError, StoreError, counted, did_you_mean, size_words
+from ..base.errors import ConfigError, FormatError, StoreError, counted, did_you_mean, flag_of, size_words
 from ..base.files import file_sha256, regular
 from ..base.home import STORE_MARKER, Home, checked_name
+from ..base.options import options_of
 from .arrays import (
     ARRAY_FORMATS,
     BLOCK_BYTES,
@@ -27,14 +28,22 @@ from .arrays import (
     naming,
 )
 from .opening import DERIVED, filling, finished_store, told_when_stopped
-from .options import ImportConfig
+from .options import ImportConfig, SyntheticConfig
 from .reader import ActivationStore
-from .schema import COLUMNS, StoreMeta, hash_request, rows_per_shard
+from .schema import COLUMNS, StoreMeta, WorldRecord, hash_request, rows_per_shard
+from .shard import damaged_world
+from .shard_writer import Columns
+from .values import CODES, INDEX, OFFSET, VALUE
+from .worlds import SYNTHETIC, folder_of, is_saved_world, read_saelens, world_files, world_of
 from .writer import StoreWriter
 
 LONGEST = 2**31 - 1  # most positions per document
 NAMED = 20  # most keys that a message lists
 SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
+OF_ROWS = {"rows", "seed", "dtype", "shard_rows"}  # options that a saved world leaves open
+OF_ARRAYS = options_of(ImportConfig).keys() - OF_ROWS
+OF_WORLDS = options_of(SyntheticConfig).keys() - OF_ROWS
+WORLD_SHARD_ROWS = 32_768  # true codes of a shard are held in memory until it is whole
 
 
 def import_array(file: str | Path, name: str | None = None, *, key: str | None = None, labels: str | None = None,
@@ -55,46 +64,117 @@ def import_array(file: str | Path, name: str | None = None, *, key: str | None =
         StoreError: the name is another store's, or the disk has no room.
     """
     file, listener = str(file), listening(progress)
-    config = ImportConfig(key, labels, flatten, max_norm_multiple, dtype, shard_rows)
+    ImportConfig(key, labels, flatten, max_norm_multiple, dtype, shard_rows)  # refuses what is invalid
     with told_when_stopped(listener) as folders:
-        folder = Home.at(home).stores.path / (checked_name(Path(file).stem, DERIVED) if name is None else
-                                              checked_name(name))
+        folder = _folder(home, name, Path(file).stem)
         array = open_array(file, key, labels, flatten)
         folders.append(folder)
-        meta = _meta(file, array, config)
-        check_room(folder, array.rows, meta, sum(COLUMNS[column].itemsize for column in meta.columns))
-        if (finished := finished_store(folder, meta.request_hash)) is not None:
+        dtype = dtype or array.dtype
+        shard_rows = shard_rows or rows_per_shard(array.features, dtype)
+        content = file_sha256(Path(file)) if Path(file).exists() else _hash(array.read((slice(None),)))
+        source: dict[str, Any] = {"kind": "array", "file": Path(file).name, "key": key, "sha256": content,
+                                  "labels_sha256": None if array.labels is None else _hash(array.labels)}
+        if array.documents is not None:
+            source["documents_sha256"] = _hash(array.documents)
+        if max_norm_multiple is not None:
+            source["max_norm_multiple"] = max_norm_multiple
+        if flatten == "positions":  # features, which is some formats' default, gives the same rows either way
+            source["flatten"] = flatten
+        request = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
+        meta = StoreMeta(source, request, dtype, array.features, shard_rows, columns=tuple(array.columns(0, 0)),
+                         max_norm_multiple=max_norm_multiple)
+        more = sum(COLUMNS[column].itemsize for column in meta.columns)
+        _check_room(folder, array.rows, meta, more)
+        if (finished := finished_store(folder, request)) is not None:
             return finished
-        with (StoreWriter.open(folder, meta) as writer,
-              filling([writer], "importing", array.rows, listener) as show):
-            start = writer.cursor["row"] if writer.cursor else 0
-            for begin, rows in () if writer.complete else array.blocks(start):
-                writer.append(rows, array.columns(begin, begin + len(rows)), {"row": begin})
-                show(writer.rows)
-            writer.finish()
-    return ActivationStore.open(folder)
+
+        def blocks(_: StoreWriter, start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
+            for begin, rows in array.blocks(start):
+                yield begin, rows, array.columns(begin, begin + len(rows))
+
+        return _filled(folder, meta, array.rows, "importing", listener, blocks)
 
 
-def _meta(file: str, array: ArraySource, config: ImportConfig) -> StoreMeta:
-    dtype = config.dtype or array.dtype
-    shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
-    source = {"kind": "array", "file": Path(file).name, "key": config.key, **_identity(file, array)}
-    # Else hash as before these options existed.
-    if config.max_norm_multiple is not None:
-        source["max_norm_multiple"] = config.max_norm_multiple
-    if config.flatten == "positions":
-        source["flatten"] = config.flatten
-    wanted = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
-    return StoreMeta(source, wanted, dtype, array.features, shard_rows, columns=tuple(array.columns(0, 0)),
-                     max_norm_multiple=config.max_norm_multiple)
+def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *, home: str | Path | None = None,
+                     progress: bool | Listener = False, **options: Any) -> ActivationStore:
+    """Put rows of a world, whose features are known, into a store; an existing one of the same rows is opened.
 
-
-def check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
-    """Refuse rows that the disk has no room for, before reading any: a header can claim any number.
+    `evaluate` on it measures the features that an SAE has found. CLI equivalent: `sae import synthetic`.
 
     Args:
-        more: bytes stored per row in addition to the activations.
+        source: `synthetic`, or a folder in which SAELens saved a world (`SyntheticModel.save`).
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        **options: `features` (G), `d_in` (D), `rows`, `seed`, `l0`, `zipf`, `hierarchy`, `correlation`; `dtype` and
+            `shard_rows`. A saved world takes `rows`, `seed`, `dtype` and `shard_rows`.
+
+    Raises:
+        ConfigError: an option that is unknown, invalid, or has no effect here.
+        FormatError: the saved world cannot be read.
+        StoreError: the name is another store's, or the disk has no room.
     """
+    source, listener = str(source), listening(progress)
+    if not is_world(source):
+        raise ConfigError(f"--source must be synthetic or a folder in which SAELens saved a world, got {source!r}",
+                          option="source")
+    saved = is_saved_world(source)
+    if found := sorted((OF_ARRAYS | OF_WORLDS if saved else OF_ARRAYS) & options.keys()):
+        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out", option=found[0])
+    known = [*OF_WORLDS, *OF_ROWS]
+    if unknown := [word for word in options if word not in known]:
+        advice = did_you_mean(unknown[0], known) or "expected one of `sae import synthetic`'s"
+        raise ConfigError(f"import_synthetic has no option {unknown[0]}; {advice}")
+    shape = ImportConfig(dtype=options.pop("dtype", None), shard_rows=options.pop("shard_rows", None))
+    config, dtype = SyntheticConfig(**options), shape.dtype or "float32"
+    with told_when_stopped(listener) as folders:
+        folder = _folder(home, name, folder_of(source).name)
+        wanted = {"kind": "world", "file": SYNTHETIC, **config.to_json()}
+        if saved:
+            wanted = {"kind": "world", "file": folder_of(source).name, "rows": config.rows, "seed": config.seed,
+                      "sha256": {path.name: file_sha256(path) for path in world_files(source)}}
+        request = hash_request({**wanted, "dtype": dtype, "shard_rows": shape.shard_rows})
+        folders.append(folder)
+        if (there := finished_store(folder, request)) is not None:
+            if problems := damaged_world(there.path, there.meta):
+                raise StoreError(problems[0])
+            return there
+        world = read_saelens(source, config.seed) if saved else world_of(config)
+        content = world.to_bytes()
+        record = WorldRecord(world.features, hashlib.sha256(content).hexdigest())
+        shard_rows = shape.shard_rows or rows_per_shard(world.d_in, dtype, WORLD_SHARD_ROWS)
+        meta = StoreMeta(wanted, request, dtype, world.d_in, shard_rows, world=record)
+        entries = world.firing_probabilities.sum()  # mean per row; in a saved world at most that
+        _check_room(folder, config.rows, meta, OFFSET.itemsize + int(entries * (INDEX.itemsize + VALUE.itemsize)))
+
+        def blocks(writer: StoreWriter, start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
+            if writer.meta.world != record:
+                raise StoreError(f"cannot go on with {folder}: expected a world of SHA-256 {writer.meta.world}, got "
+                                 f"{record}, as another machine may round differently; remove that store")
+            world.save(folder, content)
+            for begin in range(start, config.rows, world.block_rows):
+                codes = world.codes(config.seed, begin // world.block_rows)[: config.rows - begin]
+                yield begin, world.rows(codes), {CODES: codes}
+
+        return _filled(folder, meta, config.rows, "sampling", listener, blocks)
+
+
+def is_world(source: str) -> bool:
+    """Whether a source is a world: `synthetic`, if there is no file of that name, or one that SAELens saved."""
+    return (source == SYNTHETIC and not Path(source).is_file()) or is_saved_world(source)
+
+
+def refuse_options_of_worlds(source: str, given: Set[str]) -> None:
+    if found := sorted((options_of(SyntheticConfig).keys() - options_of(ImportConfig).keys()) & given):
+        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out, or import synthetic",
+                          option=found[0])
+
+
+def _folder(home: str | Path | None, name: str | None, derived: str) -> Path:
+    return Home.at(home).stores.path / (checked_name(derived, DERIVED) if name is None else checked_name(name))
+
+
+def _check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
+    """Refuse rows, of `more` bytes besides the activations, that the disk has no room for: a header can claim any
+    number."""
     if (folder / STORE_MARKER).exists():
         store = ActivationStore.open(folder)
         rows = 0 if store.complete else rows - store.rows
@@ -106,11 +186,16 @@ def check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
                          "choose another --home")
 
 
-def _identity(file: str, array: ArraySource) -> dict[str, Any]:
-    """Hashes of the file's bytes, or of the numbers if there is no file, and of labels and documents."""
-    content = file_sha256(Path(file)) if Path(file).exists() else _hash(array.read((slice(None),)))
-    documents = {} if array.documents is None else {"documents_sha256": _hash(array.documents)}
-    return {"sha256": content, "labels_sha256": None if array.labels is None else _hash(array.labels), **documents}
+def _filled(folder: Path, meta: StoreMeta, rows: int, label: str, listener: Listener,
+            blocks: Callable[[StoreWriter, int], Iterator[tuple[int, np.ndarray, Columns]]]) -> ActivationStore:
+    """Fill a store with blocks: the number of the first row, the rows and their columns, from a given row on."""
+    with StoreWriter.open(folder, meta) as writer, filling([writer], label, rows, listener) as show:
+        start = writer.cursor["row"] if writer.cursor else 0
+        for begin, block, columns in () if writer.complete else blocks(writer, start):
+            writer.append(block, columns, {"row": begin})
+            show(writer.rows)
+        writer.finish()
+    return ActivationStore.open(folder)
 
 
 def _hash(numbers: np.ndarray) -> str:
