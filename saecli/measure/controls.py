@@ -5,12 +5,12 @@
     shuffled rows     the run's training on its rows with each dimension permuted by itself
     random weights    the run's training on the activations of its model with weights drawn anew, at the same tokens
 
-Fixed weights are those of the run's start: unit directions, drawn for the encoder and times one number fitted to the
-rows, and a decoder W_enc' B, B the identity or, for a transcoder, the regression of the targets on the rows. No latent
-is revived there, since that would aim it at rows.
+Fixed weights are the run's at the start: unit directions for the encoder, times one number fitted to the rows, and a
+decoder W_enc' B, B the identity or, for a transcoder, the regression of the targets on the rows. No latent is
+revived there, since that would aim it at rows.
 
-Stability alone does not set a run apart: the dimensions of shuffled rows are independent, and where they are not normal
-these axes are features that every seed finds (in a world of 64 known features: PW-MCC 0.95, of the run 0.86).
+Stability alone does not set a run apart: the dimensions of shuffled rows are independent, and unless normal they are
+features that every seed finds (in a world of 64 known features: PW-MCC 0.95, the run's 0.86).
 
 Sources: Korznikov et al., "Sanity Checks for Sparse Autoencoders: Do SAEs Beat Random Baselines?", arXiv:2602.14111
 (fixed encoder and decoder); Heap et al., "Sparse Autoencoders Can Interpret Randomly Initialized Transformers",

@@ -28,7 +28,7 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test
 
     Returns:
         `run`, `data`, `split`, the measures of `Firing.result`, among them `frequency`, the fraction of the rows on
-        which each latent fires, `dead_fraction`, and for a crosscoder those of `places_document`.
+        which each latent fires, `dead_fraction`, and for a crosscoder `places_document`.
     """
     listener = listening(progress)
     one = measured(Home.at(home), sae, data, split, device, listener)
@@ -63,7 +63,7 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
 
     Returns:
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
-        features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those of
+        features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
         `splice.effects`, and `unbeaten`, None for a single SAE.
 
     Raises:
@@ -143,7 +143,7 @@ def evaluated(everything: Sequence[Measured], model: str | None, tokens: int | N
         effects = splice.effects([everything[index].sae for index in splice.members], tokens or TOKENS, listener)
         for index, effect in zip(splice.members, effects, strict=True):
             found[index] |= effect
-    listener.note("special tokens (BOS) keep their own activations beside the SAE's, are zero in ce_zero, and are left "
+    listener.note("special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
                   "out of the means")
     return found
 

@@ -83,7 +83,7 @@ def hooked(home: Home, sae: SAELike, layer: int | None, site: str | None, what: 
     for option, given in (("layer", layer), ("site", site)):
         known = origin.get(option)
         if given is not None and known is not None and given != known:
-            raise ConfigError(f"--{option} must be that of {name}, {known}, got {given}; leave --{option} out",
+            raise ConfigError(f"--{option} must be {known}, as {name} says, got {given}; leave --{option} out",
                               option=option)
     layer, site = origin.get("layer", layer), origin.get("site", site)
     if layer is None or site is None:

@@ -29,7 +29,7 @@ EXPONENT_AT, BIAS = 23, 127  # of a float32's bits
 BLOCK_COSINES = 1 << 24  # per product: 64 MB in float32
 SAMPLED_ROWS = 1 << 15  # at most, spread evenly over the rows
 LEAST = 3  # rows that two latents share; fewer are taken for chance
-BLOCK_PAIRS, CHUNK = 1 << 22, 1024  # pairs (16 MB in float32, of which a few are held) and sampled rows per product
+BLOCK_PAIRS, CHUNK = 1 << 22, 1024  # pairs (16 MB in float32, a few times over) and sampled rows per product
 TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
 WINDOWS = 128  # examined before the smallest examples are updated
 FACTOR = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
@@ -314,7 +314,7 @@ class Examples:
 
 
 def _numbered(owners: np.ndarray) -> np.ndarray:
-    """The rank, from 0, of each entry among those of the same owner; owners are ascending."""
+    """The rank, from 0, of each entry within its owner's; owners are ascending."""
     return np.arange(len(owners)) - np.searchsorted(owners, owners)
 
 
@@ -366,7 +366,7 @@ class Survey:
 def survey(sae: SAE, blocks: Iterable[Block], rows: int, examples: Examples, samples: Examples) -> Survey:
     """Encode rows once, and measure all latents on them; `examples` and `samples` are filled.
 
-    Memory: 1.5 KB per latent, and that of `Examples` and `CoFiring`; independent of the number of rows.
+    Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`; independent of the number of rows.
     """
     found = Survey(Firing(sae.d_sae), Magnitudes(sae.d_sae), examples, samples, CoFiring(sae.d_sae, rows))
     for block in blocks:

@@ -4,8 +4,8 @@ A k-sparse probe takes the k latents whose mean codes differ most between the cl
 each latent's mean magnitude where it fires, as sae-probes does: no latent is chosen for the scale of its codes. Probes
 are standardised by their training part, and C is the best of `CS` by AUC, cross-validated inside it.
 
-The labelled texts are those of the package sae-probes, 113 sets of two classes. They are read from the package's files:
-to import it would import TransformerLens and SAELens, which its data do not need.
+The labelled texts are the 113 sets of two classes in the package sae-probes. They are read from its files: to import it
+would import TransformerLens and SAELens, which its data do not need.
 
 Sources: Gurnee et al., "Finding Neurons in a Haystack: Case Studies with Sparse Probing" (2023), for the choice by mean
 difference; Kantamneni et al., "Are Sparse Autoencoders Useful? A Case Study in Sparse Probing" (2025).
@@ -82,10 +82,10 @@ def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None,
         runs: for each SAE `run`, `layer` and `site`.
         probes: for each SAE and `k`, then for each hook point the dense probe, with `run` and `k` None: `accuracy` and
             `auc`, means over sets, and the ends of their 95% intervals, `accuracy_low` to `auc_high`; for an SAE
-            `auc_difference` and its ends, the mean over sets of the AUC less that of the dense probe. Ends are None for
+            `auc_difference` and its ends, the mean over sets of the AUC less the dense probe's. Ends are None for
             a single set.
         by_set: the same for each set, with its name, `set`, and `rows`, and intervals by folds; for an SAE also
-            `latents`, those of the largest mean difference over all rows.
+            `latents`, with the largest mean difference over all rows.
     """
     listener = listening(progress)
     if rows < LEAST_ROWS:

@@ -52,10 +52,10 @@ def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str
     listener = listening(progress)
     one = measured(Home.at(home), sae, data, "train", device, listener, target)
     rows = _training_rows(one) if data is None or isinstance(data, ActivationStore | Joined | str) else one.rows
-    return refitted(one.sae, rows, listener).sae
+    return refitted(one.sae, rows, listener).sae.copy_to(one.sae.W_enc.device)  # row-major, as from a file
 
 
-def refitted_run(sae: SAELike = None, data: RowsLike = None, *, target: str | None = None, name: str | None = None,
+def refitted_run(run: SAELike = None, data: RowsLike = None, *, target: str | None = None, name: str | None = None,
                  model: str | None = None, tokens: int | None = None, device: str = "auto",
                  home: str | Path | Home | None = None, progress: bool | Listener = False) -> dict[str, Any]:
     """Refit an SAE on a store's training rows, measure both on its held-out rows, and save a run.
@@ -68,7 +68,7 @@ def refitted_run(sae: SAELike = None, data: RowsLike = None, *, target: str | No
     """
     home, listener = Home.at(home), listening(progress)
     check_tokens_of_model(tokens, model)
-    before = measured(home, sae, data, "test", device, listener, target)
+    before = measured(home, run, data, "test", device, listener, target)
     folder = home.runs.path / checked_name(name or default_name(before.subject.name))
     if not is_free(folder):
         raise RunError(f"there is a run named {folder.name!r} already; give another --name")
@@ -78,7 +78,8 @@ def refitted_run(sae: SAELike = None, data: RowsLike = None, *, target: str | No
     found = refitted(before.sae, rows, listener)
     seconds = time.monotonic() - began
     stores, source = before.stores, before.subject.name
-    saved = SavedSAE(found.sae, before.saved.origin | origin_of(stores, before.subject.split_seed))
+    sae = found.sae.copy_to(found.sae.W_enc.device)  # row-major, as from its file
+    saved = SavedSAE(sae, before.saved.origin | origin_of(stores, before.subject.split_seed))
     after = replace(before, subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
                     saved=saved)
     measures = evaluated([before, after], model, tokens, listener)

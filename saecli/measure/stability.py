@@ -184,7 +184,7 @@ def matching(one: Dictionary, other: Dictionary) -> Matching:
 
         max over one-to-one p of sum_m |<w_m, v_p(m)>| / (||w_m|| ||v_p(m)||)
 
-    where w are the decoder vectors of the SAE with fewer latents and v those of the other. The cosine with a vector of
+    where w are the decoder vectors of the SAE with fewer latents and v the other's. The cosine with a vector of
     length 0 is 0. The assignment is exact; cosines are products in float32.
 
     Raises:

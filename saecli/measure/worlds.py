@@ -1,7 +1,6 @@
 """How well an SAE has found the features that rows are made of.
 
-The definitions are those of `sae_lens.synthetic.evals`, SAELens 6.54. Shapes: B rows, n entries, D = d_in, F = d_sae,
-G features.
+Defined as in `sae_lens.synthetic.evals`, SAELens 6.54. Shapes: B rows, n entries, D = d_in, F = d_sae, G features.
 """
 
 from dataclasses import dataclass
@@ -20,11 +19,7 @@ LEAST_NORM = 1e-8  # a vector no longer than this has cosines of 0, or nearly so
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """Cosines between decoder vectors and the directions of features.
-
-    Args:
-        cosines: (F, G), float32, on the CPU.
-    """
+    """Cosines, (F, G), between decoder vectors and the directions of features; float32, on the CPU."""
 
     cosines: Tensor
 
@@ -37,8 +32,7 @@ class Alignment:
 
     @cached_property
     def nearest(self) -> Tensor:
-        """For each latent the feature with the largest |cosine|, (F,), int64: the one that the latent is taken to
-        detect."""
+        """The feature that each latent is taken to detect, by the largest |cosine|, (F,), int64."""
         return self.cosines.abs().argmax(1)
 
     @property
@@ -47,12 +41,11 @@ class Alignment:
         return self.cosines.gather(1, self.nearest[:, None])[:, 0]
 
     def mcc(self) -> float:
-        """Mean |cosine| under the best one-to-one matching of latents and features, in [0, 1], of as many as the fewer
-        of the two are.
+        """Mean |cosine| under the best one-to-one matching of latents and features, in [0, 1].
 
-        Cost: the Hungarian algorithm, of the cube of that number at worst; some seconds at 4,096.
+        Cost: the Hungarian algorithm, cubic in the smaller number at worst; some seconds at 4,096.
         """
-        from scipy.optimize import linear_sum_assignment  # a fifth of a second that only this needs
+        from scipy.optimize import linear_sum_assignment  # takes a fifth of a second to import
 
         sizes = self.cosines.abs().numpy()
         return float(sizes[linear_sum_assignment(sizes, maximize=True)].mean(dtype=np.float64))
@@ -69,10 +62,6 @@ class FeatureScores:
 
     of the rows on which the latent fires (its code is not 0) and on which its nearest feature does; 0 where the
     denominator is; each then a mean over all latents.
-
-    Args:
-        alignment: of the decoder with the features.
-        device: where the codes are.
 
     Source: SAELens 6.54, `sae_lens.synthetic.evals`.
     """
@@ -98,14 +87,8 @@ class FeatureScores:
         self.rows += len(truth)
 
     def result(self) -> dict[str, Any]:
-        """The measures over all rows so far, one or more.
-
-        Returns:
-            mcc: `Alignment.mcc`.
-            f1, precision, recall: means over the latents, in [0, 1].
-            uniqueness: `Alignment.uniqueness`.
-            true_l0: features active on a row, in the mean.
-        """
+        """`mcc`, `f1`, `precision`, `recall` (means over the latents), `uniqueness`, and `true_l0`, the mean number of
+        features active on a row, over all rows so far."""
         both, fired, true = (counts.double() for counts in (self._both, self._fired, self._true))
         precision, recall = both / fired.clamp(min=1), both / true[self._nearest].clamp(min=1)
         f1 = 2 * precision * recall / (precision + recall).clamp(min=torch.finfo(torch.float64).tiny)

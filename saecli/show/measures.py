@@ -142,7 +142,7 @@ def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:
     counts = list(dict.fromkeys(one["k"] for one in probes if one["k"] is not None))
     sets = counted(probes[0]["sets"], "set")
     shown = []
-    for name, title in (("auc", f"AUC, mean over {sets}"), ("auc_difference", f"AUC less that of the dense probe, mean "
+    for name, title in (("auc", f"AUC, mean over {sets}"), ("auc_difference", f"AUC less the dense probe's, mean "
                                                                              f"over {sets}"),
                         ("accuracy", f"accuracy, mean over {sets}")):
         dense = name != "auc_difference"

@@ -15,8 +15,7 @@ from torch import Tensor
 from ..base.devices import carried
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
-from ..sae.batch import Batch
-from ..sae.dictionary import SAE
+from ..sae.dictionary import SAE, Batch
 from ..store.reader import RowSource
 from ..store.stream import WHOLE, Part
 from ..store.values import Spread

@@ -1,4 +1,4 @@
-"""`sae eval` against the evaluations of other libraries, each in an environment of its own; see `environments`."""
+"""`sae eval` against the evaluations of other libraries, each in an environment of its own; see `launching`."""
 
 import json
 import subprocess
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from environments import python_with
 from homes import CommandLine
+from launching import python_with
 
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
@@ -38,7 +38,7 @@ def rows_of(sae: CommandLine) -> Rows:
     return ActivationStore.open(sae.home / "activations" / "rows").split("all")
 
 
-def test_every_measure_agrees_with_saelens_current_evaluation_of_the_same_tokens(
+def test_every_measure_agrees_with_saelens_on_the_same_tokens(
         trained: CommandLine, tmp_path: Path) -> None:
     python = python_with("saelens")
     for act in RUNS:

@@ -22,7 +22,7 @@ def home(sae: CommandLine) -> Path:
 
 @pytest.mark.parametrize("split", ["test", "all"])
 @pytest.mark.parametrize("command", ["eval", "sparsity", "geometry"])
-def test_a_measurement_is_the_json_of_its_command_whatever_names_the_sae_and_the_rows(
+def test_a_measurement_is_the_json_of_its_command(
         sae: CommandLine, home: Path, capsys: pytest.CaptureFixture[str], command: str, split: str) -> None:
     function = {"eval": saecli.evaluate, "sparsity": saecli.sparsity, "geometry": saecli.geometry}[command]
     printed = sae(command, "first", "--split", split, "--json").json
@@ -66,7 +66,7 @@ def test_progress_says_on_stderr_what_was_chosen(home: Path, capsys: pytest.Capt
     assert (out, err.splitlines()[0]) == ("", "using the newest run, second")
 
 
-def test_a_report_of_an_sae_in_memory_is_that_of_its_run_but_for_how_it_learned(
+def test_a_report_of_an_sae_in_memory_matches_its_runs(
         sae: CommandLine, tmp_path: Path) -> None:
     _, mine = make_text_run(sae.home, str(save_model(tmp_path / "model")))
     printed = sae("report", "run", "--latents", "3,5-6", "--out", tmp_path / "one", "--json").json
@@ -80,7 +80,7 @@ def test_a_report_of_an_sae_in_memory_is_that_of_its_run_but_for_how_it_learned(
         saecli.report("run", tmp_path / "two", home=sae.home)
 
 
-def test_an_export_is_that_of_the_command_and_needs_rows_where_another_activation_stands_in(
+def test_an_export_matches_the_commands(
         sae: CommandLine, home: Path, tmp_path: Path) -> None:
     printed = sae("export", "first", "--to", "saelens", "--out", tmp_path / "one", "--json").json
     assert saecli.export("first", "saelens", tmp_path / "two", home=home) == printed | {"path": str(tmp_path / "two")}

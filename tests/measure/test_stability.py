@@ -94,7 +94,7 @@ def test_a_latent_is_matched_above_the_threshold_and_not_at_it() -> None:
     assert [one["matched_fraction"] for one in found] == [0, 1, 0]
 
 
-def test_saes_of_different_width_are_matched_over_the_narrower_in_either_order() -> None:
+def test_saes_of_different_width_are_matched_over_the_narrower() -> None:
     wide = sae_of(vectors(9, 0))
     narrow = sae_of(wide.W_dec[[7, 2, 5]])
     for saes in ([wide, narrow], [narrow, wide]):
@@ -112,7 +112,7 @@ def test_a_decoder_vector_of_length_zero_has_cosine_zero() -> None:
     assert saecli.stability([sae_of(W), sae_of(W.clone())])["pw_mcc"] == pytest.approx(0.75)
 
 
-def test_silent_latents_are_matched_and_left_out_of_the_measures_of_firing_ones() -> None:
+def test_silent_latents_are_matched_but_not_counted_as_firing() -> None:
     W, dead = vectors(6, 0, d_in=D), torch.tensor([100.0] * 4 + [-1e9] * 2)
     other = W.clone()
     other[3:] = vectors(3, 1, d_in=D)

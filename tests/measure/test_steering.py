@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from homes import CommandLine, make_run, random_sae
-from tiny_models import CONFIGS, WIDTH, save_model
+from homes import CommandLine, make_run, random_sae, steerable
+from tiny_models import CONFIGS, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,12 +18,6 @@ from saecli.sae.formats import SavedSAE, save_native
 
 LATENTS, SCALES = [3, 11], [2.5, -4.0]
 BOS, EOS, PAD = 1, 2, 0
-
-
-def steerable(activation: Activation | None = None, d_in: int = WIDTH) -> SAE:
-    """An SAE whose decoder is no transpose of its encoder, of which about half of the latents fire."""
-    sae = random_sae(activation, d_in)
-    return sae.changed(W_dec=torch.randn(20, d_in, generator=torch.Generator().manual_seed(5)))
 
 
 def by_hand(sae: SAE, method: str, x: Tensor, scales: list[float] = SCALES) -> Tensor:
@@ -90,7 +84,7 @@ def test_generation_with_a_cache_writes_what_generation_without_one_does(model: 
     assert not torch.equal(cached, model.generate(prompt()[:1], **settings))
 
 
-def test_one_scale_is_of_all_latents_and_the_choice_of_special_tokens_is_the_users(model: nn.Module):
+def test_one_scale_is_for_all_latents_and_special_tokens_are_the_users(model: nn.Module):
     sae, token_ids = steerable(), prompt()
     hook = hooked(model, blocks(model)[0], lambda x: by_hand(sae, "clamp", x, [3.0, 3.0]), token_ids + 3)
     with torch.no_grad(), saecli.steering(model, sae, LATENTS, method="clamp", scale=3, layer=0, site="resid_post",
@@ -197,7 +191,7 @@ ADD = ("--latent", "1", "--scale", "1")
     ("first", ("--latent", "1", "--scale", "nan"), "--scale must be finite, got nan"),
     ("first", (*ADD, "--method", "ablate"), "--scale does nothing with --method ablate"),
     ("first", (*ADD, "--seed", "1"), "--seed does nothing without --temperature"),
-    ("first", (*ADD, "--layer", "2"), "--layer must be that of first, 1, got 2"),
+    ("first", (*ADD, "--layer", "2"), "--layer must be 1, as first says, got 2"),
     ("first", (*ADD, "--max-new-tokens", "126"), "--max-new-tokens must be at most 125"),
     ("first", (*ADD, "--prompt", ""), "--prompt must be a text to continue"),
     ("first", (*ADD, "--prompt", "\udcff"), "--prompt must be a text to continue, in UTF-8"),
