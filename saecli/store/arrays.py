@@ -69,8 +69,7 @@ class ArraySource:
     """Rows to import.
 
     Args:
-        shape: (rows, features); or (documents, positions, features), or more dimensions of positions, whose rows are
-            numbered in that order.
+        shape: (rows, features); or (documents, positions, features), or more dimensions of positions.
         dtype: the stored type that loses least: the array's own if "float16" or "bfloat16", else "float32".
         read: index of rows, as in `Array` -> these rows, with the array's own last dimensions.
         labels, documents: (rows,) int64, or None.
@@ -99,11 +98,7 @@ class ArraySource:
         return kept
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """The rows from `start` on in blocks of about 16 MiB, each a slice of one dimension of the array.
-
-        Yields:
-            The number of the block's first row, and (R, F) float32.
-        """
+        """The rows from `start` on in blocks of about 16 MiB: the number of the first row, and (R, F) float32."""
         lead, most = self.shape[:-1], max(1, BLOCK_BYTES // (4 * self.features))
         # The first dimension whose elements fit in a block, and the rows per element.
         axis = next((axis for axis in range(len(lead)) if math.prod(lead[axis + 1 :]) <= most), len(lead) - 1)
@@ -137,11 +132,8 @@ UNREADABLE = (
 
 @contextmanager
 def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
-    """Turn the libraries' exceptions for unreadable files into a FormatError that names the file.
-
-    Their own messages, which may advise to run the code in a file, are dropped. `to_fit` says what to do if the file
-    does not fit in memory.
-    """
+    """Turn the libraries' exceptions for unreadable files into a FormatError that names the file. Their messages, which
+    may advise to run the code in a file, are dropped. `to_fit`: what to do if memory is too small."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -240,12 +232,8 @@ def _list_torch(path: Path) -> Arrays:
 
 
 def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> Any:
-    """Load a file of `torch.save` on the CPU, without running code in it; call it within `naming`.
-
-    Args:
-        in_place: map the numbers rather than read them, if the file allows.
-        to_fit: what to do if it does not fit in memory.
-    """
+    """Load a file of `torch.save` on the CPU, without running code in it; call it within `naming`. `in_place` maps the
+    numbers rather than reads them, if the file allows."""
     import torch
 
     archive = zipfile.is_zipfile(path)
@@ -270,7 +258,7 @@ def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> A
 
 def _list_idx(path: Path) -> Arrays:
     """MNIST's format: two zero bytes, a type, the number of dimensions, each size, the numbers; all big-endian."""
-    opened: Callable[..., IO[bytes]] = gzip.open if path.suffix.lower() == ".gz" else open  # type: ignore[assignment]
+    opened = cast(Callable[..., IO[bytes]], gzip.open if path.suffix.lower() == ".gz" else open)
     with opened(path, "rb") as file:
         head = file.read(4)
         if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_TYPES:
@@ -300,26 +288,24 @@ def list_hdf5(path: Path) -> Arrays:
             **{key: Link(path, key, why) for key, why in found["links"].items()}}
 
 
+@dataclass(frozen=True)
 class Link:
-    """A link in an HDF5 file to an array of another name or another file, which is refused when opened."""
+    """A dataset of an HDF5 file, or a link in it, that is refused when opened."""
 
-    def __init__(self, path: Path, key: str, why: str) -> None:
-        self._error = _refused_dataset(path, key, why)
+    path: Path
+    key: str
+    why: str
 
     def __call__(self) -> Array:
-        raise self._error
-
-
-def _refused_dataset(path: Path, key: str, why: str) -> FormatError:
-    return FormatError(f"cannot import {path}: expected a dataset stored in the file itself, got {key}, which {why}")
+        raise FormatError(f"cannot import {self.path}: expected a dataset stored in the file itself, got {self.key}, "
+                          f"which {self.why}")
 
 
 class _HDF5Reader:
     """The process that reads an HDF5 file; it ends with this object.
 
-    The HDF5 library trusts a file: it follows links to other files and pipes, and crashes if the file refers to itself
-    or a byte is damaged. So `hdf5_process.py` refuses links out of the file and unwritten data, limits its
-    memory, and its crash becomes an error message.
+    The HDF5 library trusts a file: it follows links to other files and pipes, and crashes on self-references and
+    damage. `hdf5_process.py` refuses links and unwritten data, and limits memory; its crash becomes an error message.
     """
 
     def __init__(self, path: Path) -> None:
@@ -342,7 +328,7 @@ class _HDF5Reader:
     def describe(self, key: str) -> Array:
         found = self.ask({"key": key})
         if "refused" in found:
-            raise _refused_dataset(self._path, key, found["refused"])
+            return Link(self._path, key, found["refused"])()
         shape, dtype = tuple(found["shape"]), np.dtype(found["type"])
 
         def read(index: Index) -> np.ndarray:

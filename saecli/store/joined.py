@@ -23,51 +23,20 @@ from .values import Spread
 COMPARED_ROWS = 1 << 16  # rows of the columns at a time
 
 
-@dataclass(frozen=True)
 class JoinedRows:
-    """The same rows of several stores, a `RowSource`: one or more inputs, and what is predicted from them, if not
-    themselves."""
-
-    inputs: tuple[Rows, ...]
-    target: Rows | None = None
+    """The same rows of several stores, a `RowSource`: one or more inputs, and their targets if not themselves."""
 
     passes = math.inf
     warnings: tuple[str, ...] = ()
 
-    @property
-    def all(self) -> tuple[Rows, ...]:
-        return (*self.inputs, self.target) if self.target else self.inputs
-
-    @property
-    def rows(self) -> int:
-        return self.inputs[0].rows
-
-    ready = rows
-
-    @property
-    def d_in(self) -> int:
-        return sum(self.widths)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return tuple(rows.d_in for rows in self.inputs)
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The widths of a crosscoder's hook points: of several inputs that are their own targets; none otherwise."""
-        return self.widths if len(self.widths) > 1 and self.target is None else ()
-
-    @property
-    def d_target(self) -> int:
-        return self.target.d_in if self.target else 0
-
-    @property
-    def stores(self) -> "Joined":
-        return Joined.of(self)
-
-    @property
-    def name(self) -> str:
-        return self.stores.name
+    def __init__(self, inputs: tuple[Rows, ...], target: Rows | None = None) -> None:
+        self.inputs, self.target = inputs, target
+        self.all = (*inputs, target) if target else inputs
+        self.rows = self.ready = inputs[0].rows
+        self.widths = tuple(rows.d_in for rows in inputs)
+        self.d_in, self.d_target = sum(self.widths), target.d_in if target else 0
+        self.places = self.widths if len(inputs) > 1 and target is None else ()
+        self.name = Joined.of(self).name
 
     def as_stored(self) -> "JoinedRows":
         return JoinedRows(tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored())

@@ -42,8 +42,8 @@ def open_store(home: Home, name: str | None, listener: Listener) -> ActivationSt
 
 
 def open_joined(home: Home, data: Sequence[str], target: str | None, listener: Listener) -> Joined:
-    """Open input stores (default: the newest) and an optional target store; ConfigError if one is named twice among the
-    inputs, or they are not row for row the same tokens."""
+    """Open input stores (default: the newest) and an optional target; ConfigError if an input is named twice, or they
+    are not row for row the same tokens."""
     inputs = tuple(open_store(home, name, listener) for name in data) or (open_store(home, None, listener),)
     places = [store.path.resolve() for store in inputs]
     if twice := [store.name for index, store in enumerate(inputs) if places[index] in places[:index]]:
@@ -54,8 +54,7 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
 
 
 def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
-    """The finished store in a folder, `cached`; StoreError if it was made from something else, or a shard is missing or
-    truncated."""
+    """The finished store in a folder; StoreError if it was made from something else, or a shard is missing."""
     if not (folder / STORE_MARKER).exists():
         return None
     store = ActivationStore.open(folder)
@@ -138,7 +137,7 @@ def list_home(home: str | Path | None = None, *, check: bool = False,
 
 
 def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries of a shelf, newest first; an unreadable one, or one without a marker, has a `problem`."""
+    """The entries of a shelf, newest first; an unreadable one has a `problem`."""
     found: list[dict[str, Any]] = [
         {"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence}
         for name, sentence in shelf.unmarked().items()]

@@ -91,8 +91,8 @@ class Rows:
     warnings: tuple[str, ...] = ()
 
     def __init__(self, store: Chunks, split: Split, counts: np.ndarray, decoded: bool = True) -> None:
-        self.store = store
-        self.split = split
+        self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
+        self.rows = self.ready = int(counts.sum())
         self._counts = counts
         self._source = Source(store, counts, self._kept, decoded)
 
@@ -109,24 +109,8 @@ class Rows:
         return cls(store, split, counts)
 
     @property
-    def rows(self) -> int:
-        return int(self._counts.sum())
-
-    @property
-    def ready(self) -> int:
-        return self.rows
-
-    @property
-    def d_in(self) -> int:
-        return self.store.d_in
-
-    @property
     def inputs(self) -> "tuple[Rows, ...]":
         return (self,)
-
-    @property
-    def name(self) -> str:
-        return self.store.name
 
     def as_stored(self) -> "Rows":
         """The same rows, in batches of the storage dtype: bfloat16 as its bits, in uint16."""
@@ -190,7 +174,6 @@ class Rows:
 
     def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
         """A column's values for these rows, (B,) integers at a time, in stored order."""
-        _check_batch_size(batch_size)
         if name not in self.store.meta.columns:
             there = ", ".join(self.store.meta.columns) or "none"
             raise StoreError(f"{self.store.path} has no column {name}; expected one of its columns ({there})")
@@ -198,19 +181,18 @@ class Rows:
 
     def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
         """The numbers of these rows within the store, from 0, in stored order, (B,) at a time."""
-        _check_batch_size(batch_size)
         starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
         return self._values(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
 
     def codes(self, batch_size: int) -> Iterator[SparseRows]:
         """The true codes of these rows, in stored order, B rows at a time; StoreError if there are none."""
-        _check_batch_size(batch_size)
         if self.store.meta.world is None:
             raise StoreError(f"{self.store.path} has no true codes; expected a store of rows made of known features")
         return self._values(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
 
     def _values(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
         """Values of these rows in batches, from `of_chunk`'s of all rows of a chunk."""
+        _check_batch_size(batch_size)
         waiting = None
         for chunk in np.flatnonzero(self._counts):
             kept = self._kept(int(chunk))
@@ -247,6 +229,7 @@ class ActivationStore(Chunks):
 
     def __init__(self, path: Path, meta: StoreMeta, homed: bool = True) -> None:
         super().__init__(path, meta)
+        self.complete, self.stored_bytes = meta.complete, meta.rows * meta.row_bytes
         self.homed = homed  # in the home, where its name finds it
 
     @classmethod
@@ -263,14 +246,6 @@ class ActivationStore(Chunks):
     def reference(self) -> str:
         """The store's name, or its folder if it is outside the home."""
         return self.name if self.homed else str(self.path.resolve())
-
-    @property
-    def stored_bytes(self) -> int:
-        return self.rows * self.meta.row_bytes
-
-    @property
-    def complete(self) -> bool:
-        return self.meta.complete
 
     def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0,
               test_fraction: float = TEST_FRACTION) -> Rows:

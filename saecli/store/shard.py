@@ -164,8 +164,9 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
         found = _identity(file.fileno())
         digest = frame_checksum(file, record.frame.start, demand_room(path, meta, record))
     if digest != record.frame.xxh3:
-        raise StoreError(f"shard {path} is damaged, or does not fit {STORE_MARKER}: expected the XXH3-64 of its "
-                         f"headers and columns to be {record.frame.xxh3}, got {digest}; {make_anew(path.parents[1])}")
+        raise StoreError(f"shard {path} is damaged, or {STORE_MARKER} does not fit it: expected the XXH3-64 of its "
+                         f"headers and columns to be {record.frame.xxh3}, got {digest}; restore {STORE_MARKER} if it "
+                         f"was edited, else {make_anew(path.parents[1])}")
     with hdf5_file(path) as file:
         dataset, rows = file[ACTIVATIONS], record.rows
         chunk_rows, kind = min(meta.chunk_rows, rows), dataset.id.get_type()

@@ -52,8 +52,7 @@ def _limit(fraction: float) -> int:
 
 
 def _limit_of_lowest(hashes: Iterable[np.ndarray], fraction: float, *, spare_last: bool) -> int:
-    """A bound below which only the lowest hash lies; 0 if the fraction has a document, or with `spare_last` if there is
-    only one."""
+    """A bound below which only the lowest hash lies; 0 if the fraction has a document, or the only one is spared."""
     lowest, highest = 2**53, -1
     for part in hashes:
         if len(part):
@@ -74,12 +73,8 @@ def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACT
 
 @dataclass(frozen=True)
 class Split:
-    """A choice of rows; see `ActivationStore.split`.
-
-    Args:
-        least_test: hashes below this number are held out whatever the fraction; see `fitted`.
-        least_train: the same for the training rows that are kept.
-    """
+    """A choice of rows; see `ActivationStore.split`. Rows with hashes below `least_test` are held out, and below
+    `least_train` trained on, whatever the fraction."""
 
     which: Which
     fraction: float = 1.0
@@ -98,8 +93,7 @@ class Split:
                               option="test_fraction")
 
     def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
-        """This split of a given store, whose row ids `ids` iterates over: a fraction without a document takes the one
-        with the lowest hash. A store's only document is not held out.
+        """This split of a store with these row ids. A store's only document is not held out.
 
         Cost: reads up to the first document in the fraction.
         """
@@ -179,9 +173,9 @@ class Deal:
 
     Neighbouring rows are of one document and must not share a batch. Rows are dealt in units, short runs of neighbours,
     each window's from all over the store. A window of units of n rows is ordered in n turns: every unit gives one row
-    to each turn, at the same position in all of them. Two rows of a unit are then at least a turn's length apart, and
-    never in one batch of fewer rows than a turn has. So a batch holds no more pairs of rows of one document than under
-    a uniform shuffle, however small the window, and the disk is still read in runs.
+    to each turn, at the same position in all. Two rows of a unit are then a turn's length apart or more, and never in
+    one batch shorter than a turn. So a batch holds no more pairs of rows of one document than under a uniform shuffle,
+    and the disk is still read in runs.
 
     Args:
         stored, wanted: rows in the store, and how many are wanted.

@@ -21,7 +21,7 @@ import numpy as np
 from .schema import SHARDS, StoreMeta
 from .shard import MappedShards, demand_room
 from .split import Deal
-from .values import DTYPES, Column, StoredType
+from .values import DTYPES, Column
 
 READERS = 2
 BLOCK_BYTES = 4 << 20
@@ -54,27 +54,12 @@ class Chunks:
     """
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
-        self.path, self.meta = path, meta
+        self.path, self.meta, self.name = path, meta, path.resolve().name
+        self.rows, self.d_in, self.dtype = meta.rows, meta.d_in, meta.dtype
         self._shards = MappedShards(path, meta)
         rows = np.array([shard.rows for shard in meta.shards], np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
         self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
-
-    @property
-    def name(self) -> str:
-        return self.path.resolve().name
-
-    @property
-    def rows(self) -> int:
-        return self.meta.rows
-
-    @property
-    def d_in(self) -> int:
-        return self.meta.d_in
-
-    @property
-    def dtype(self) -> str:
-        return self.meta.dtype
 
     def demand_shards(self) -> None:
         """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
@@ -142,7 +127,6 @@ class Chunks:
         return shard, chunk - int(self._chunk_starts[shard])
 
 
-@dataclass(frozen=True)
 class Source:
     """Wanted rows of a store.
 
@@ -152,22 +136,11 @@ class Source:
         decoded: yield them as float32, not in the storage dtype.
     """
 
-    store: Chunks
-    counts: np.ndarray
-    kept: Callable[[int], np.ndarray | None]
-    decoded: bool = True
-
-    @property
-    def d_in(self) -> int:
-        return self.store.d_in
-
-    @property
-    def stored(self) -> StoredType:
-        return DTYPES[self.store.dtype]
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(np.float32) if self.decoded else self.stored.storage
+    def __init__(self, store: Chunks, counts: np.ndarray, kept: Callable[[int], np.ndarray | None],
+                 decoded: bool) -> None:
+        self.store, self.counts, self.kept, self.d_in = store, counts, kept, store.d_in
+        self.storage = DTYPES[store.dtype].storage
+        self.dtype = np.dtype(np.float32) if decoded else self.storage
 
     def rows(self, chunk: int, begin: int, end: int) -> np.ndarray:
         """Wanted rows `begin` to `end` of a chunk, in the storage dtype; a view where all are wanted."""
@@ -176,7 +149,7 @@ class Source:
 
 
 def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray]:
-    """The wanted rows in stored order, (B, D), each batch valid until the next; `part` of the sequence of batches."""
+    """The wanted rows in stored order, (B, D), each batch valid until the next."""
     ends = np.cumsum(source.counts)
     total = int(ends[-1])
     first, stop = (min(total, batch_size * batch) for batch in part.of(-(-total // batch_size)))
@@ -199,17 +172,10 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
 
 
 def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int) -> Iterator[np.ndarray]:
-    """The wanted rows once each, shuffled.
+    """The wanted rows once each, shuffled, (B, D) of the source's dtype, each batch valid until the next.
 
-    If the store is in the page cache, batches are gathered from there. Otherwise a window's rows are read forward
-    through the store into memory and yielded while the next window is filled. Both give the same order.
-
-    Args:
-        part: of the rows of every batch; a batch without rows in it is skipped.
-        row_bytes: bytes per row, to which the order within a batch is fitted.
-
-    Yields:
-        (B, D) of the source's dtype, valid until the next is asked for.
+    From the page cache, batches are gathered. Otherwise a window's rows are read forward through the store into memory
+    and yielded while the next window is filled. Both give the same order, fitted to `row_bytes`.
     """
     run = max(1, RUN_BYTES // row_bytes)
     own_size = part.of(batch_size)[1] - part.of(batch_size)[0]
@@ -225,11 +191,11 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
                 yield buffers.fill(pool, gather, begin, min(begin + buffers.rows, len(leaving)))
 
     def from_windows(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
-        memory = [np.empty((0, source.d_in), source.stored.storage)] * 2
+        memory = [np.empty((0, source.d_in), source.storage)] * 2
         window = memory[0]
         for turn, leaving in enumerate(chain(leaving_here(pool), [np.empty(0, np.int64)])):
             if len(leaving) > len(memory[turn % 2]):
-                memory[turn % 2] = np.empty((len(leaving), source.d_in), source.stored.storage)
+                memory[turn % 2] = np.empty((len(leaving), source.d_in), source.storage)
             following = memory[turn % 2][: len(leaving)]
             loads = _loads(source, leaving, following)
 
@@ -249,10 +215,8 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
                 done.result()
             window = following
 
-    def blocks(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
-        return gathered(pool) if source.store.in_memory() else from_windows(pool)
-
-    return _read_ahead(blocks, buffers.ahead, own_size)
+    return _read_ahead(lambda pool: (gathered if source.store.in_memory() else from_windows)(pool), buffers.ahead,
+                       own_size)
 
 
 def numbers_shuffled(deal: Deal, batch_size: int, row_bytes: int) -> Iterator[np.ndarray]:
@@ -298,7 +262,7 @@ def _runs(rows: int, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
 
 
 def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of ascending runs; a part of a batch may hold the end of a run and the start of the next."""
+    """Begin and end of ascending runs; a part of a batch may hold parts of several."""
     for begin, end in _runs(len(rows), batch_size, run):
         falls = np.flatnonzero(np.diff(rows[begin:end]) < 0) + 1 + begin
         yield from pairwise([begin, *falls.tolist(), end])
@@ -308,7 +272,7 @@ def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, b
             end: int, out: np.ndarray) -> None:
     """Decode rows `begin` to `end` of a window's order, from shards in memory, run by run."""
     starts = source.store.shard_starts
-    scratch = np.empty((min(run, end - begin), source.d_in), source.stored.storage)
+    scratch = np.empty((min(run, end - begin), source.d_in), source.storage)
     for start, stop in _ascending(leaving[begin:end], batch_size, run):
         rows = leaving[begin + start : begin + stop]
         first, last = (np.searchsorted(starts, rows[[0, -1]], side="right") - 1).tolist()
@@ -338,7 +302,7 @@ def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callabl
 
 
 def _decode(rows: np.ndarray, out: np.ndarray) -> None:
-    """Copy rows as stored, (R, D), into out, of their own dtype or float32, both contiguous, in one pass."""
+    """Copy rows as stored, (R, D), into out, of their own dtype or float32, both contiguous."""
     if rows.dtype == out.dtype:
         np.copyto(out, rows)
         return
@@ -367,7 +331,7 @@ class _Buffers:
 
     def fill(self, pool: ThreadPoolExecutor, fill: Callable[[int, int, np.ndarray], None], begin: int,
              end: int) -> Buffer:
-        """Have `fill` write rows `begin` to `end` into the next block, which is reused after `ahead` others."""
+        """Have `fill` write rows `begin` to `end` into the next block."""
         self._turn += 1
         out = self._blocks[self._turn % len(self._blocks)][: end - begin]
         return [pool.submit(fill, part, min(part + self._part, end), out[part - begin : part - begin + self._part])

@@ -18,10 +18,10 @@ class StoredType:
     """A number type on disk.
 
     Args:
-        storage: NumPy dtype of the bytes on disk; bfloat16 is kept as its bits in a uint16.
+        storage: NumPy dtype of the bytes; bfloat16 is kept as its bits in a uint16.
         limit: largest float32 that stays finite in this type.
-        encode: (float32 array within the limit, storage array to fill), of one shape; rounds to nearest even.
-        decode: (storage array, float32 array to fill), of one shape, contiguous and finite.
+        encode: (float32 array within the limit, storage array to fill); rounds to nearest even.
+        decode: (finite storage array, float32 array to fill), contiguous.
     """
 
     name: str
@@ -32,7 +32,7 @@ class StoredType:
 
     @property
     def hdf5(self) -> h5py.h5t.TypeID:
-        """The HDF5 type. bfloat16 is a custom float that the HDF5 library itself converts to float32."""
+        """bfloat16 is a custom float that the HDF5 library itself converts to float32."""
         if self.name != "bfloat16":
             return h5py.h5t.py_create(self.storage)
         bfloat16 = h5py.h5t.IEEE_F32LE.copy()
@@ -51,7 +51,7 @@ class StoredType:
         return (rows.max(axis=1) <= self.limit) & (rows.min(axis=1) >= -self.limit)
 
     def encode_rows(self, source: np.ndarray) -> np.ndarray:
-        """Encode rows, (R, D) float32, contiguous and within the limit."""
+        """Rows, (R, D) float32, contiguous and within the limit, in this type."""
         out = np.empty(source.shape, self.storage)
         _in_pieces(self.encode, source, out)
         return out
@@ -242,7 +242,7 @@ class Spread:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """Measure rows in memory, (R, D) float64, R at least 1, overwriting them; two passes avoid cancellation."""
+        """Measure rows, (R, D) float64, R at least 1, overwriting them; two passes avoid cancellation."""
         mean = np.add.reduce(rows, axis=0) / len(rows)
         rows -= mean
         np.multiply(rows, rows, out=rows)
@@ -250,7 +250,7 @@ class Spread:
 
     @classmethod
     def measured(cls, batches: Iterable[np.ndarray], d_in: int) -> Self:
-        """Measure batches of rows, (R, D) each, in one pass."""
+        """Measure batches, (R, D) each, in one pass."""
         total = cls(0, np.zeros(d_in), np.zeros(d_in))
         for batch in batches:
             total += cls.of(batch.astype(np.float64))
@@ -258,7 +258,6 @@ class Spread:
 
     @property
     def variance(self) -> np.ndarray:
-        """(D,) mean squared deviation from the mean."""
         return self.scatter / self.rows
 
     def __add__(self, other: "Spread") -> Self:
@@ -284,7 +283,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the rows of a shard or a store; `norm_counts`, (BINS,) int64, is a histogram of their norms."""
+    """Statistics of rows; `norm_counts`, (BINS,) int64, is a histogram of their norms."""
 
     spread: Spread
     norms: Norms
@@ -292,7 +291,7 @@ class Statistics:
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
-        """Measure rows in memory, (R, D) float64, finite, R at least 1, overwriting them."""
+        """Measure finite rows, (R, D) float64, R at least 1, overwriting them."""
         norms = row_norms(rows)
         with np.errstate(divide="ignore"):
             above = np.floor(BINS_PER_DOUBLING * (np.log2(norms) - LEAST_EXPONENT))

@@ -9,14 +9,12 @@ Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correl
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 from scipy.sparse import csr_array
 from scipy.special import ndtri
@@ -27,7 +25,7 @@ from ..base.files import appearing_whole
 from .options import SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE
-from .shard import damaged_world, make_anew
+from .shard import damaged_world
 from .values import SparseRows, offsets_of
 
 BLOCK_NUMBERS = 1 << 21  # Gaussians of a block: 8 MiB in float32
@@ -114,9 +112,9 @@ class World:
         gaussians = random.standard_normal((self.block_rows, self.features), np.float32)
         if self.factor.shape[1]:
             shared = random.standard_normal((self.block_rows, self.factor.shape[1]), np.float32)
-            gaussians *= self._own_part
+            gaussians *= np.sqrt(1 - np.square(self.factor, dtype=np.float64).sum(1)).astype(np.float32)
             gaussians += shared @ self.factor.T
-        fires = gaussians > self._thresholds
+        fires = gaussians > -ndtri(self.own_probabilities.astype(np.float64)).astype(np.float32)
         for level in self.levels:  # before magnitudes are drawn: of most children the parent does not fire
             below = np.flatnonzero(level & (self.parents >= 0))
             fires[:, below] &= fires[:, self.parents[below]]
@@ -139,8 +137,7 @@ class World:
         return matrix @ self.directions + self.bias
 
     def _gate(self, values: np.ndarray, rows: np.ndarray, features: np.ndarray, random: np.random.Generator) -> None:
-        """Silence features of one level, (n,) entries of values, (B, G), whose parent is silent or that lost to a
-        sibling."""
+        """Silence those of a level's entries, (n,), whose parent is silent or that lost to a sibling."""
         above = self.parents[features]
         parents = np.where(above >= 0, values[rows, above], 1)
         scale = np.where(self.scaled[features] & (above >= 0), parents / self.mean[above], 1)
@@ -153,15 +150,6 @@ class World:
         groups = self.groups[features]
         lost = (rows[1:] == rows[:-1]) & (groups[1:] == groups[:-1])  # all but the last, which drew the largest lot
         values[rows[:-1][lost], features[:-1][lost]] = 0
-
-    @cached_property
-    def _thresholds(self) -> np.ndarray:
-        return -ndtri(self.own_probabilities.astype(np.float64)).astype(np.float32)
-
-    @cached_property
-    def _own_part(self) -> np.ndarray:
-        """The uncorrelated part of each feature's Gaussian, (G,), float32."""
-        return np.sqrt(1 - np.square(self.factor, dtype=np.float64).sum(1)).astype(np.float32)
 
     def to_bytes(self) -> bytes:
         """The contents of `world.safetensors`, equal for equal worlds."""
@@ -181,31 +169,7 @@ class World:
         """The world of a store's rows; StoreError if its file is missing or damaged."""
         if problems := damaged_world(store.path, store.meta):
             raise StoreError(problems[0])
-        path = store.path / WORLD_FILE
-        try:
-            return cls(**_expected(load_file(path)))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise StoreError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; "
-                             f"{make_anew(store.path)}") from error
-
-
-KINDS = {"parents": "int32", "groups": "int32", "scaled": "bool"}
-
-
-def _expected(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    names = [one.name for one in dataclasses.fields(World)]
-    if missing := [name for name in names if name not in arrays]:
-        raise ValueError(f"expected an array {missing[0]}, got none")
-    found = {name: arrays[name] for name in names}
-    features, d_in = np.atleast_2d(found["directions"]).shape
-    for name, array in found.items():
-        kind = KINDS.get(name, "float32")
-        shape = {"directions": (features, d_in), "bias": (d_in,),
-                 "factor": (features, array.shape[-1] if array.ndim else 0)}.get(name, (features,))
-        if array.shape != shape or array.dtype != kind:
-            raise ValueError(f"expected {name} of shape {shape} and type {kind}, got {array.shape} and {array.dtype}")
-    return found
-
+        return cls(**load_file(store.path / WORLD_FILE))
 
 
 def world_of(config: SyntheticConfig) -> World:
@@ -220,19 +184,28 @@ def world_of(config: SyntheticConfig) -> World:
     random = np.random.default_rng((config.seed, MAGNITUDES))
     std = np.abs(random.normal(STD_MEAN, STD_STD, config.features))
     columns = {"firing_probabilities": firing, "own_probabilities": own, "mean": np.full(config.features, MEAN),
-               "std": std, "directions": directions, "bias": bias, "factor": _factor(config)}
+               "std": std, "directions": directions, "bias": bias, "factor": _factor(config, parents)}
     return World(**{name: column.astype(np.float32) for name, column in columns.items()},
                  parents=parents.astype(np.int32), groups=np.full(config.features, -1, np.int32),
                  scaled=np.zeros(config.features, bool))
 
 
-def _factor(config: SyntheticConfig) -> np.ndarray:
-    """Loadings of the shared Gaussians, (G, R), each row of squared norm `correlation`; R is 0 without any."""
+def _factor(config: SyntheticConfig, parents: np.ndarray) -> np.ndarray:
+    """Loadings of the shared Gaussians, (G, R), each row of squared norm `correlation`; R is 0 without any.
+
+    They are orthogonal to those of the feature's ancestors, so that probabilities of firing multiply.
+    """
     if not config.correlation:
         return np.empty((config.features, 0))
     factor = np.random.default_rng((config.seed, CORRELATIONS)).standard_normal((config.features, RANK))
-    if config.hierarchy:
-        _part_from_ancestors(factor, forest(config.features))
+    depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
+    for level in range(1, DEPTH + 1):
+        at = np.flatnonzero(depth == level)
+        above = parents[at]
+        for _ in range(level):  # the ancestors of one feature are orthogonal to each other by now
+            unit = factor[above] / np.linalg.norm(factor[above], axis=1, keepdims=True)
+            factor[at] -= (factor[at] * unit).sum(1, keepdims=True) * unit
+            above = parents[above]
     return factor * (np.sqrt(config.correlation) / np.linalg.norm(factor, axis=1, keepdims=True))
 
 
@@ -262,19 +235,6 @@ def forest(features: int) -> np.ndarray:
         parents[children] = begin + (children - end) // BRANCHES
         begin, end = end, end + len(children)
     return parents
-
-
-def _part_from_ancestors(factor: np.ndarray, parents: np.ndarray) -> None:
-    """Make each feature's loadings, (G, R), orthogonal to its ancestors', in place: probabilities of firing of
-    independent Gaussians multiply."""
-    depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
-    for level in range(1, DEPTH + 1):
-        at = np.flatnonzero(depth == level)
-        above = parents[at]
-        for _ in range(level):  # the ancestors of one feature are orthogonal to each other by now
-            unit = factor[above] / np.linalg.norm(factor[above], axis=1, keepdims=True)
-            factor[at] -= (factor[at] * unit).sum(1, keepdims=True) * unit
-            above = parents[above]
 
 
 def tight_frame(vectors: np.ndarray) -> np.ndarray:
@@ -327,7 +287,7 @@ class _Hierarchy:
 
 
 def is_saved_world(source: str | Path) -> bool:
-    """Whether a path is a folder in which SAELens saved a world, or one of its two required files."""
+    """Whether a path is a world's folder of SAELens, or one of its two required files."""
     path = Path(source)
     return (path / CONFIG).is_file() or (path.name in (CONFIG, WEIGHTS) and path.is_file())
 
@@ -346,8 +306,7 @@ def world_files(source: str | Path) -> list[Path]:
 def read_saelens(source: str | Path, seed: int) -> World:
     """A world that SAELens saved; FormatError if a file is missing, damaged or of an unknown kind.
 
-    `seed` draws magnitudes that differ by feature at random, if the world was saved without a seed; SAELens then draws
-    others each time that it loads the world.
+    `seed` draws random magnitudes of a world saved without a seed, which SAELens draws anew at each loading.
     """
     folder = folder_of(source)
     try:
@@ -396,8 +355,7 @@ def _weights(path: Path, config: _Config) -> dict[str, np.ndarray]:
 
 
 def _structure(hierarchy: _Hierarchy, features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Parents, groups and scaled of `World`, (G,) each. A node without a feature passes its parent on, and its own
-    children may exclude each other."""
+    """Parents, groups and scaled of `World`, (G,) each. A node without a feature passes its parent on."""
     parents, groups = np.full(features, -1, np.int32), np.full(features, -1, np.int32)
     scaled, seen = np.zeros(features, bool), np.zeros(features, bool)
     waiting = [(root, -1, -1, False) for root in hierarchy.roots]

@@ -73,8 +73,7 @@ class ClaimedStore:
 class StoreWriter(ClaimedStore):
     """Appends a producer's blocks of rows to a store, in shards that appear whole or not at all.
 
-    A producer yields deterministic blocks, each at a cursor, a JSON object from which it can yield that block and the
-    following ones again:
+    A producer yields deterministic blocks, each at a cursor, a JSON object from which it can yield that block again:
 
         with StoreWriter.open(path, meta) as writer:
             for cursor, rows, columns, dropped in produce(since=writer.cursor):
@@ -83,15 +82,15 @@ class StoreWriter(ClaimedStore):
                     break
             meta = writer.finish()
 
-    After an interruption the block at the cursor comes again; the writer skips its rows that are stored. Leaving the
-    `with` without `finish` drops the unfinished shard, and removes a store without rows.
+    On resuming, the writer skips the rows of the first block that are stored. Leaving the `with` without `finish` drops
+    the unfinished shard, and removes a store without rows.
     """
 
     def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None) -> None:
         super().__init__(path, meta, lock)
         self.admission = Admission(path, meta)
         self._limit = limit
-        self._statistics = None if meta.complete else stored_statistics(path, meta)  # of all shards
+        self._statistics = None if meta.complete else stored_statistics(path, meta)
         self._shard: ShardWriter | None = None
         self._resume = meta.shards[-1].resume if meta.shards else None  # until the first block has come again
         self._last: Resume | None = None  # where the last row stored came from
@@ -100,12 +99,8 @@ class StoreWriter(ClaimedStore):
 
     @classmethod
     def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None) -> Self:
-        """Begin a store, or resume one that was interrupted; StoreError if another process is writing it, it holds
-        something else, or a shard is missing or damaged.
-
-        Args:
-            limit: the number of rows after which the store is full.
-        """
+        """Begin a store of at most `limit` rows, or resume it; StoreError if another process is writing it, it holds
+        something else, or a shard is missing or damaged."""
         lock, there = claim(path, meta)
         try:
             if there.ranks and not there.complete:
@@ -150,13 +145,11 @@ class StoreWriter(ClaimedStore):
         Args:
             activations: (R, D) float, or uint16 bits if the store is bfloat16; R may be 0.
             columns: (R,) integers for each of the store's columns, and true codes if it has them.
-            cursor: where this block begins.
             dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN if unknown.
-            verdict: keep or drop, per row, shared by stores written together; see `jointly`.
+            verdict: per row, for stores written together; see `jointly`.
 
         Raises:
             StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
-            ValueError: shapes or types do not fit the store.
         """
         if self.complete:
             raise StoreError(f"{self.path} is complete, with {self.rows} rows; expected one to go on with; choose "
@@ -201,11 +194,8 @@ class StoreWriter(ClaimedStore):
         return self.meta
 
     def _record(self, complete: bool = False) -> None:
-        """Commit the shard, if there is one, and record it in `store.json`.
-
-        The last shard and the store's completion are recorded together: if a short shard were in an unfinished store,
-        resuming would count its dropped rows twice.
-        """
+        """Commit the shard, if any, and record it in `store.json`, the last together with the store's completion: else
+        resuming after a short shard would count its dropped rows twice."""
         shards = self.meta.shards
         if self._shard:
             assert self._last is not None
@@ -244,6 +234,7 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
                 raise StoreError(f"cannot make a store in {path}: expected an empty folder, got one that holds "
                                  f"{foreign[0]}; choose another --name")
             write_meta(path, meta)
+            return lock, meta
         there = read_meta(path)
         wanted, got = meta.request(), there.request()
         if wanted != got:
@@ -307,7 +298,7 @@ def rank_folder(store: Path, rank: int) -> Path:
 
 
 def rank_meta(meta: StoreMeta) -> StoreMeta:
-    """The `store.json` to begin each rank's own store with, from the joint store's."""
+    """The `store.json` of each rank's own store, from the joint one's."""
     return replace(meta, ranks=())
 
 
@@ -341,8 +332,7 @@ class RankedStore(ClaimedStore):
 
     @classmethod
     def open(cls, path: Path, meta: StoreMeta, *, world_size: int) -> Self:
-        """Begin or resume a store; StoreError if another command is writing it, it holds something else, or another
-        number of processes began it."""
+        """Begin or resume a store; StoreError as by `StoreWriter.open`, or if another number of processes began it."""
         lock, there = claim(path, meta)
         begun = len(there.ranks) or (1 if there.rows else world_size)
         if not there.complete and begun != world_size:

@@ -29,7 +29,7 @@ def flipped(path, at, bit=4):
     (lambda path: path.write_bytes(path.read_bytes()[:-100]), "damaged"),
     (lambda path: path.write_bytes(path.read_bytes()[:1000]), "truncated"),
     (lambda path: path.write_bytes(b""), "truncated"),
-    (lambda path: path.write_bytes(b"not HDF5" * 999), "is damaged, or does not fit store.json: expected"),
+    (lambda path: path.write_bytes(b"not HDF5" * 999), "is damaged, or store.json does not fit it: expected"),
     (lambda path: path.unlink(), "is missing"),
     (lambda path: (path.unlink(), path.mkdir()), "expected a file, got something else|truncated"),
     (lambda path: (path.unlink(), os.mkfifo(path)), "expected a file, got something else|truncated"),
@@ -37,7 +37,7 @@ def flipped(path, at, bit=4):
 def test_a_damaged_shard_is_refused_by_name_and_not_resumed_from(tmp_path, damage, said):
     store = make_store(tmp_path / "s", ROWS)
     damage(tmp_path / "s" / "shards" / "00001.h5")
-    with pytest.raises(StoreError, match=rf"00001\.h5.*({said}).*; remove it with `sae rm s` and run the command"):
+    with pytest.raises(StoreError, match=rf"00001\.h5.*({said}).* remove it with `sae rm s` and run"):
         read(tmp_path)
     (problem,) = store.verify()
     assert "00001.h5" in problem

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from storing import collect, make_meta, stored_contents
@@ -188,4 +188,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+# Shrinking a failure takes minutes.
+TestStore.settings = settings(max_examples=25, stateful_step_count=25, deadline=None,
+                              phases=(Phase.explicit, Phase.reuse, Phase.generate))

@@ -49,7 +49,7 @@ def test_another_number_of_processes_is_refused_in_one_sentence(tmp_path: Path):
     write(tmp_path / "several")  # as it was, each of them lets go of the lock
 
 
-def test_a_second_command_is_refused_and_a_store_without_rows_is_removed(tmp_path: Path):
+def test_a_second_command_is_refused_and_an_empty_store_removed(tmp_path: Path):
     with RankedStore.open(tmp_path / "s", META, world_size=4) as store:
         for again in (lambda: RankedStore.open(tmp_path / "s", META, world_size=4),
                       lambda: StoreWriter.open(tmp_path / "s", META)):

@@ -15,7 +15,7 @@ from storing import collect, make_store, memory_folder
 
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
-from saecli.store.stream import Permutation
+from saecli.store.split import Permutation
 
 
 def numbered(count: int, d_in: int = 3) -> np.ndarray:
@@ -72,7 +72,7 @@ def documents(tmp_path_factory, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 4, 30, 200])
-def test_a_batch_holds_few_pairs_of_one_document_however_many_windows_there_are(documents, parts):
+def test_a_batch_holds_few_pairs_of_one_document(documents, parts):
     store, of_rows = documents
     window = store.rows // parts * 512
     came = collect(store.split("all").batches(64, seed=0, epoch=0, window_bytes=window))[:, 0].astype(int)
@@ -147,8 +147,10 @@ def test_batches_stay_valid_while_held_and_may_be_written_to(rows):
     np.testing.assert_array_equal(np.sort(np.concatenate(seen)[:, 0]), np.arange(5000))
 
 
-@pytest.mark.parametrize("stream", [lambda rows: rows.sequential(64),
-                                    lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000)])
+STREAMS = [lambda rows: rows.sequential(64), lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000)]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
 def test_threads_end_when_the_consumer_stops_early(rows, stream):
     threads = torch.get_num_threads()
     batches = stream(rows)
@@ -158,9 +160,8 @@ def test_threads_end_when_the_consumer_stops_early(rows, stream):
     assert not reading_threads() and torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("stream", [lambda rows: rows.sequential(64),
-                                    lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000)])
-def test_an_error_while_reading_ahead_reaches_the_consumer_and_ends_the_threads(tmp_path, stream):
+@pytest.mark.parametrize("stream", STREAMS)
+def test_an_error_while_reading_ahead_reaches_the_consumer(tmp_path, stream):
     store = make_store(tmp_path / "s", numbered(2000), shard_rows=700, chunk_rows=20)
     (tmp_path / "s" / "shards" / "00001.h5").write_bytes(b"not HDF5")
     with pytest.raises(StoreError, match=r"00001\.h5"):
