@@ -149,6 +149,7 @@ def counted(count: int, word: str) -> str:
 
 def size_words(count: float) -> str:
     """A number of bytes in units: 1.3 GB."""
+    count = min(count, 1e300)  # a damaged file may claim more than a float holds
     for unit in UNITS:
         if count < 1000 or unit == UNITS[-1]:
             break

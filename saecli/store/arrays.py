@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -31,7 +32,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..base.errors import FormatError, size_words
-from ..base.files import NotAFile
+from ..base.files import NotAFile, regular
 from ..base.machine import available_memory
 
 BLOCK_BYTES = 16 << 20
@@ -169,8 +170,8 @@ def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
                           f"got {size_words(free)}; {to_fit}")
 
 
-def _of_numpy(values: np.ndarray, **more: Any) -> Array:
-    return Array(values.shape, values.dtype.name, values.__getitem__, **more)
+def _of_numpy(values: np.ndarray) -> Array:
+    return Array(values.shape, values.dtype.name, values.__getitem__)
 
 
 def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
@@ -187,7 +188,9 @@ def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
 
 def list_numpy(path: Path) -> Arrays:
     """The arrays of an .npz archive, by name, each read whole when opened; or the mapped one of an .npy file."""
-    with libraries():
+    with libraries(), path.open("rb") as file:
+        if file.read(2) == b"PK":
+            zipfile.ZipFile(file).close()  # of a damaged one NumPy would leave the file open
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     if isinstance(found, np.ndarray):
         return {"": lambda: _of_numpy(found)}
@@ -364,3 +367,12 @@ ARRAY_FORMATS: dict[str, Callable[[Path], Arrays]] = {
     r"[.-]idx(\d-\w+)?(\.gz)?$": _list_idx,
 }
 SUFFIXES = ".npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with .gz"
+
+
+def list_arrays(path: Path) -> Arrays:
+    regular(path).open("rb").close()  # so that the system's errors are reported as such
+    for pattern, lister in ARRAY_FORMATS.items():
+        if re.search(pattern, path.name.lower()):
+            return lister(path)
+    raise FormatError(f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, "
+                      f"got {path.name}")

@@ -12,21 +12,10 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, FormatError, StoreError, counted, did_you_mean, flag_of, size_words
-from ..base.files import file_sha256, regular
+from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import options_of
-from .arrays import (
-    ARRAY_FORMATS,
-    BLOCK_BYTES,
-    REAL_NUMBERS,
-    SUFFIXES,
-    Array,
-    Arrays,
-    ArraySource,
-    Link,
-    check_memory,
-    naming,
-)
+from .arrays import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, Link, check_memory, list_arrays, naming
 from .opening import DERIVED, filling, finished_store, told_when_stopped
 from .options import ImportConfig, SyntheticConfig
 from .reader import ActivationStore
@@ -204,21 +193,23 @@ def _hash(numbers: np.ndarray) -> str:
 
 def open_array(file: str, key: str | None = None, labels: str | None = None,
                flatten: str | None = None) -> ArraySource:
-    """Open an array to import: of a file in one of `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`.
-
-    `flatten` makes rows of more than two dimensions: "positions", each vector along the last dimension, with one
-    document per element of the first; or "features", each element of the first.
-    """
+    """Open an array to import: of a file in one of `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`."""
     if file in SAMPLES and not Path(file).exists():
         if key or labels or flatten:
             raise FormatError(f"{file} come whole from scikit-learn; leave out --key, --labels and --flatten")
         return SAMPLES[file]()
     path = Path(file)
     with naming(file):
-        arrays = _list_arrays(path)
+        arrays = list_arrays(path)
         from_file = labels is not None and (Path(labels).is_file() or (labels not in arrays and Path(labels).exists()))
         array = _choose(arrays, key, path, other=None if from_file else labels)
-    _check_numbers(array, file)
+    if not re.fullmatch(REAL_NUMBERS, array.dtype):
+        raise FormatError(f"cannot import {file}: expected an array of real numbers, got one of {array.dtype}")
+    if len(array.shape) < 2:
+        raise FormatError(f"cannot import {file}: expected an array of shape (rows, features) or with more "
+                          f"dimensions, got shape {array.shape}")
+    if not math.prod(array.shape):
+        raise FormatError(f"cannot import {file}: expected a row or more, got an empty array of shape {array.shape}")
     shape = _flattened(array, file, flatten)
     check_memory(file, array.held + 4 * max(BLOCK_BYTES, 4 * shape[-1]))
     found = None
@@ -227,20 +218,10 @@ def open_array(file: str, key: str | None = None, labels: str | None = None,
             raise FormatError(f"there is no file {labels} to take the labels from; check the path" +
                               (f", or give a key of {file} ({_words(arrays)})" if any(arrays) else ""))
         with naming(labels):
-            found = _read_labels(_choose(_list_arrays(Path(labels)), None, Path(labels)) if from_file
+            found = _read_labels(_choose(list_arrays(Path(labels)), None, Path(labels)) if from_file
                                  else arrays[labels](), labels, shape[:-1])
     own = array.dtype if array.dtype in ("float16", "bfloat16") else "float32"
     return ArraySource(shape, own, naming(file)(array.read), found)
-
-
-def _list_arrays(path: Path) -> Arrays:
-    regular(path).open("rb").close()  # so that the system's errors are reported as such
-    name = path.name.lower()
-    for pattern, lister in ARRAY_FORMATS.items():
-        if re.search(pattern, name):
-            return lister(path)
-    raise FormatError(f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, "
-                      f"got {path.name}")
 
 
 def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = None) -> Array:
@@ -262,16 +243,6 @@ def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = Non
 def _words(keys: Iterable[str]) -> str:
     names = [key if key.isprintable() else repr(key) for key in keys if key]
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
-
-
-def _check_numbers(array: Array, file: str) -> None:
-    if not re.fullmatch(REAL_NUMBERS, array.dtype):
-        raise FormatError(f"cannot import {file}: expected an array of real numbers, got one of {array.dtype}")
-    if len(array.shape) < 2:
-        raise FormatError(f"cannot import {file}: expected an array of shape (rows, features) or with more "
-                          f"dimensions, got shape {array.shape}")
-    if not math.prod(array.shape):
-        raise FormatError(f"cannot import {file}: expected a row or more, got an empty array of shape {array.shape}")
 
 
 def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:
@@ -321,8 +292,8 @@ def _digits() -> ArraySource:
 def _patches() -> ArraySource:
     """Patches of scikit-learn's two photographs, in grey, each less its mean.
 
-    Every square of a photograph's grid is a document of 8 patches, at positions drawn with a fixed seed, so that no
-    pixel is both in training patches and in held-out ones. Norms of rows vary 200-fold.
+    Every square of a photograph's grid is a document of 8 patches, at positions drawn with a fixed seed, so that
+    training patches and held-out ones share no pixel.
     """
     from sklearn.datasets import load_sample_images
 

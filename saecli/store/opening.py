@@ -123,9 +123,8 @@ def list_home(home: str | Path | None = None, *, check: bool = False,
         check: read every shard and compare it with its checksum.
 
     Returns:
-        home: the folder.
-        stores, runs: a list of mappings each; an unreadable one has a `problem`, a sentence.
-        problems: with `check`, a sentence for each unreadable store and each damaged shard.
+        `home`, the folder; `stores` and `runs`, lists of mappings, an unreadable one with a `problem`, a sentence; with
+        `check` `problems`, a sentence for each unreadable store and each damaged shard.
     """
     place = Home.at(home)
     stores, runs = _entries(place.stores, _store), _entries(place.runs, _run)

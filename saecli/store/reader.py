@@ -255,12 +255,9 @@ class ActivationStore(Chunks):
             which: "train", "test" (held out) or "all".
             fraction: fraction of the training rows to keep, in (0, 1]; smaller fractions are subsets of larger ones,
                 and the test rows do not depend on it.
-            seed: another seed holds out other rows.
-            test_fraction: fraction of the documents held out, in [0, 1). Unless it is 0, at least one of two or more
-                documents is held out, and at least one is trained on.
+            test_fraction: fraction of the documents held out, in [0, 1); at least one of two or more, unless it is 0.
 
         Raises:
-            ConfigError: an argument out of its range.
             StoreError: the split is empty, or a shard is damaged.
 
         Cost: reads and hashes the document of every row (about 50 ms per million rows).

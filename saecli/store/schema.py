@@ -28,12 +28,8 @@ CHUNK_CHECKSUMS = "chunk_xxh3"
 CHECKSUM = np.dtype("<u8")
 
 COLUMNS: dict[str, np.dtype] = {
-    "token_id": np.dtype("<i4"),
-    "position": np.dtype("<i4"),
-    "document": np.dtype("<i8"),
-    "label": np.dtype("<i8"),
-}
-
+    "token_id": np.dtype("<i4"), "position": np.dtype("<i4"), "document": np.dtype("<i8"),
+    "label": np.dtype("<i8")}
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 64 << 20
@@ -97,7 +93,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class RankShards:
-    """The rows that one of several ranks is to store, and its shards; none while the store is unfinished."""
+    """The rows that a rank is to store, and its shards; none while the store is unfinished."""
 
     rows: int
     shards: int = 0
@@ -105,7 +101,7 @@ class RankShards:
 
 @dataclass(frozen=True)
 class WorldRecord:
-    """The number of known features that a store's rows are made of, and the SHA-256 of `world.safetensors`."""
+    """The number of known features, and the SHA-256 of `world.safetensors`."""
 
     features: int
     sha256: str

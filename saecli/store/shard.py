@@ -135,8 +135,7 @@ class Layout:
     """The byte offsets in a shard.
 
     Args:
-        chunk_rows: rows in a chunk; the last may be padded.
-        start: byte offset of the activations, whose chunks are consecutive.
+        start: byte offset of the activations, whose chunks are consecutive, the last padded.
         codes: byte offset, type and length of each dataset of true codes.
         checked: (chunks,) whether a chunk's checksum has been verified.
         file: inode, size and `ctime` of the file when this was read.
@@ -153,13 +152,8 @@ class Layout:
 
 
 def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
-    """Find the byte offsets in a shard.
-
-    Raises:
-        StoreError: it is missing, truncated or damaged outside its activations, or differs from `store.json`.
-
-    Cost: reads all but the activations.
-    """
+    """The layout of a shard; StoreError if it is missing, truncated, damaged outside its activations, or differs from
+    `store.json`. Cost: reads all but the activations."""
     with open_shard(path) as file:
         found = _identity(file.fileno())
         digest = frame_checksum(file, record.frame.start, demand_room(path, meta, record))
@@ -289,7 +283,11 @@ class MappedShards:
     def _open(self, shard: int) -> tuple[Layout, mmap.mmap]:
         with self._lock:
             if shard not in self._maps:
-                self._maps[shard] = self._map(shard, self.path(shard))
+                path = self.path(shard)
+                if shard not in self._layouts or self._layouts[shard].file != _identity(path):
+                    self._layouts[shard] = read_layout(path, self._meta, self._meta.shards[shard])
+                with path.open("rb") as file:
+                    self._maps[shard] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
                 if len(self._maps) > self.MAPS:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard)
@@ -301,13 +299,6 @@ class MappedShards:
                 raise StoreError(f"shard {self.path(shard)} was cut short: expected {layout.file[1]} bytes, got "
                                  f"{there.st_size}; {make_anew(self._folder.parent)}")
         return layout, mapped
-
-    def _map(self, shard: int, path: Path) -> mmap.mmap:
-        """Map a shard, and read its layout if it is not known or the file has changed since."""
-        if shard not in self._layouts or self._layouts[shard].file != _identity(path):
-            self._layouts[shard] = read_layout(path, self._meta, self._meta.shards[shard])
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
 
 def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:

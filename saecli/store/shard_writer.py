@@ -41,8 +41,8 @@ def jointly(verdicts: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
 
 
 class Admission:
-    """Drops and counts rows that are not finite in the stored type, or have a norm above `max_norm_multiple` times
-    `median`, the median norm of the first block that has a finite row."""
+    """Drops and counts rows that are not finite in the stored type, or have a norm above `max_norm_multiple` times the
+    median of the first block that has a finite row."""
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
         self._path, self._meta = path, meta
@@ -106,10 +106,7 @@ class Admission:
 
 
 class ShardWriter:
-    """Writes one shard under a hidden name; `commit` makes it appear whole.
-
-    Attributes:
-        statistics: of the rows in whole chunks; once committed, of all.
+    """Writes one shard under a hidden name; `commit` makes it appear whole, with `statistics` of its rows.
 
     Memory: one chunk as stored, in float32 and in float64, and the columns.
     """
@@ -146,7 +143,7 @@ class ShardWriter:
                 self._flush_chunk()
 
     def commit(self) -> tuple[str, Frame]:
-        """Finish the shard, flush it to disk and rename it to its final path; returns its SHA-256 and its frame."""
+        """Finish the shard, flush it and rename it to its final path; returns its SHA-256 and its frame."""
         if self._filled:
             if self.rows < len(self._chunk):  # the only chunk is exactly its rows; else the last is padded
                 self._chunk = self._chunk[: self.rows]

@@ -63,11 +63,8 @@ def _limit_of_lowest(hashes: Iterable[np.ndarray], fraction: float, *, spare_las
 
 
 def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACTION) -> np.ndarray:
-    """Which documents are held out, (R,) bool; none in some small stores, where a `Split` takes the lowest hash.
-
-    Args:
-        ids: (R,) integers: document numbers, or row numbers if a store has no documents.
-    """
+    """Which ids, (R,) integers of documents, or of rows without documents, are held out, (R,) bool; none in some small
+    stores, where a `Split` takes the lowest hash."""
     return _hashes(ids, seed, _TEST_STREAM) < np.uint64(_limit(test_fraction))
 
 
@@ -178,11 +175,11 @@ class Deal:
     and the disk is still read in runs.
 
     Args:
-        stored, wanted: rows in the store, and how many are wanted.
+        stored, wanted: numbers of rows.
         keeps: (R,) ascending row numbers -> (R,) bool, whether each is wanted; None for all.
         window_rows: approximate number of wanted rows in a window, which holds whole units.
         unit_rows: most stored rows in a unit.
-        batch_size: units are short enough that a turn has at least twice this number of rows.
+        batch_size: a turn has at least twice this number of rows.
     """
 
     def __init__(self, stored: int, wanted: int, keeps: Callable[[np.ndarray], np.ndarray | None],

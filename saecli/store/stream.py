@@ -182,7 +182,12 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
     buffers = _Buffers(source, own_size, int(source.counts.sum()), run)
 
     def leaving_here(pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
-        return (_part_of_batches(leaving, batch_size, part) for leaving in _leaving(deal, batch_size, run, pool))
+        """The rows of this part of each batch, in the order in which they leave."""
+        for leaving in _leaving(deal, batch_size, run, pool):
+            whole = len(leaving) - len(leaving) % batch_size
+            (begin, end), (first, stop) = part.of(batch_size), part.of(len(leaving) - whole)
+            yield leaving if part.parts == 1 else np.concatenate(
+                [leaving[:whole].reshape(-1, batch_size)[:, begin:end].ravel(), leaving[whole:][first:stop]])
 
     def gathered(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         for leaving in leaving_here(pool):
@@ -226,22 +231,9 @@ def numbers_shuffled(deal: Deal, batch_size: int, row_bytes: int) -> Iterator[np
             yield from (leaving[begin : begin + batch_size] for begin in range(0, len(leaving), batch_size))
 
 
-def _part_of_batches(leaving: np.ndarray, batch_size: int, part: Part) -> np.ndarray:
-    """The rows of a part of each batch, from all rows in the order in which they leave."""
-    if part.parts == 1:
-        return leaving
-    whole = len(leaving) - len(leaving) % batch_size
-    (begin, end), (first, stop) = part.of(batch_size), part.of(len(leaving) - whole)
-    return np.concatenate([leaving[:whole].reshape(-1, batch_size)[:, begin:end].ravel(),
-                           leaving[whole:][first:stop]])
-
-
 def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
-    """The rows of each window in the order in which they leave, (R,) numbers; dealt ahead.
-
-    Rows that do not fill a batch at a window's end leave with the next window. Within a batch, runs of `run` rows are
-    sorted, so that they are read forward.
-    """
+    """The rows of each window in the order in which they leave, (R,) numbers; dealt ahead. Rows that do not fill a
+    batch leave with the next window. Runs of `run` rows within a batch are sorted, to be read forward."""
     dealt = deque(pool.submit(deal.window, number) for number in range(min(2, deal.windows)))
     rest = np.empty(0, np.int64)
     for number in range(deal.windows):

@@ -198,7 +198,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Rows dropped: their number by reason, and their norms for each reason with a finite one."""
+    """Rows dropped, by reason: their number, and their norms if one is finite."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     norms: Mapping[str, Norms] = field(default_factory=dict)
@@ -302,7 +302,7 @@ class Statistics:
         return type(self)(self.spread + other.spread, self.norms + other.norms, self.norm_counts + other.norm_counts)
 
     def norm_quantile(self, fraction: float) -> float:
-        """The quantile of the norms, for a fraction in (0, 1], to a relative `QUANTILE_ERROR`."""
+        """The quantile of the norms, fraction in (0, 1], to a relative `QUANTILE_ERROR`."""
         wanted = max(1, int(np.ceil(fraction * self.norms.rows)))
         index = int(np.searchsorted(np.cumsum(self.norm_counts), wanted))
         middle = 2.0 ** ((index - 0.5) / BINS_PER_DOUBLING + LEAST_EXPONENT) if index else 0.0

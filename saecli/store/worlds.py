@@ -243,7 +243,7 @@ def tight_frame(vectors: np.ndarray) -> np.ndarray:
         minimise sum over i != j of <d_i, d_j>^2
 
     over unit vectors: orthonormal ones if G <= D, else `d' d = G/D I` with the sum `G^2/D - G`. Alternates between
-    tight and normalised vectors. SAELens descends on the same sum by Adam.
+    tight and normalised vectors.
 
     Cost: `4 G D min(G, D)` operations a step, a few dozen steps.
 

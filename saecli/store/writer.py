@@ -316,17 +316,6 @@ def saved_rows(store: Path) -> int:
     return sum(read_meta(folder).rows for folder in folders if (folder / STORE_MARKER).exists())
 
 
-def wait_for_ranks(store: Path) -> None:
-    until = time.monotonic() + WAIT_SECONDS
-    for folder in sorted((store / RANKS).glob("*")):
-        while time.monotonic() < until:
-            try:
-                os.close(lock_folder(folder))
-                break
-            except BlockingIOError:
-                time.sleep(POLL_SECONDS)
-
-
 class RankedStore(ClaimedStore):
     """Rank 0's lock on a store that several ranks write; leaving the `with` removes a store without rows."""
 
@@ -344,7 +333,14 @@ class RankedStore(ClaimedStore):
                  trace: TracebackType | None) -> None:
         try:
             if not self.meta.complete:
-                wait_for_ranks(self.path)
+                until = time.monotonic() + WAIT_SECONDS
+                for folder in sorted((self.path / RANKS).glob("*")):
+                    while time.monotonic() < until:
+                        try:
+                            os.close(lock_folder(folder))
+                            break
+                        except BlockingIOError:
+                            time.sleep(POLL_SECONDS)
                 if not saved_rows(self.path):
                     remove_empty(self.path)
         finally:

@@ -15,7 +15,6 @@ from storing import collect, make_meta, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
-from saecli.store.stream import Part
 from saecli.store.writer import RankedStore, StoreWriter, rank_folder, rank_meta, saved_rows
 
 
@@ -64,7 +63,7 @@ def test_a_second_command_is_refused_and_an_empty_store_removed(tmp_path: Path):
     assert not (tmp_path / "s").exists()
 
 
-def test_a_store_json_whose_ranks_do_not_fit_its_shards_is_refused(tmp_path: Path):
+def test_a_store_json_whose_ranks_do_not_fit_is_refused(tmp_path: Path):
     write(tmp_path / "s")
     document = json.loads((tmp_path / "s" / "store.json").read_text())
     for ranks, said in (([{"rows": 45, "shards": 7}], "expected 7 shards, as `ranks` says, got 16"),
@@ -104,9 +103,6 @@ def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
         assert np.concatenate(list(rows.numbers(size))).tolist() == list(range(total))
         asked = {"seed": 1, "epoch": 0, "window_bytes": data.draw(st.integers(1, 2000))}
         assert sorted(collect(rows.batches(size, **asked))[:, 0].tolist()) == list(range(total))
-        if 1 < size <= total:
-            parts = [collect(rows.batches(size, **asked, part=Part(part, 2)))[:, 0] for part in range(2)]
-            assert sorted(np.concatenate(parts).tolist()) == list(range(total))
         if total > 1:
             train, test = store.split("train"), store.split("test")
             assert sorted([*collect(train.batches(size, **asked))[:, 0],

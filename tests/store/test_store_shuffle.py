@@ -115,12 +115,6 @@ def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
     np.testing.assert_array_equal(shuffled[np.lexsort((shuffled[:, 1], shuffled[:, 0]))], rows)
 
 
-def test_window_as_large_as_the_store_gives_a_uniform_shuffle(rows):
-    shuffled = order(rows, window_bytes=1 << 20)
-    displacement = np.abs(np.argsort(shuffled) - np.arange(5000)).mean()
-    assert displacement == pytest.approx(5000 / 3, rel=0.05)  # the mean of |U - V| for independent uniforms
-
-
 @given(st.integers(1, 3000), st.integers(0, 2**32))
 def test_permutation_beyond_a_table_is_one(count, seed):
     permutation = Permutation(count, np.random.default_rng(seed), largest_table=0)
