@@ -86,8 +86,8 @@ def saelens(python: Path, chosen: argparse.Namespace) -> dict[str, float]:
     """The least seconds of SAELens' steps, by case."""
     words = (chosen.d_in, chosen.d_sae, chosen.batch, chosen.steps, chosen.threads,
              *dict.fromkeys(theirs for *_, theirs, _ in CASES.values()))
-    done = subprocess.run([python, Path(__file__).with_name("saelens_steps.py"), *map(str, words)], text=True,
-                          stdout=subprocess.PIPE, check=True)
+    script = Path(__file__).with_name("saelens_training.py")
+    done = subprocess.run([python, script, "steps", *map(str, words)], text=True, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -14,7 +14,7 @@ from saecli.store.reader import ActivationStore
 from saecli.store.worlds import World
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parents[1] / "libraries" / "saelens_synthetic.py"
+SCRIPT = Path(__file__).parents[1] / "libraries" / "saelens.py"
 RUNS = {"relu": [], "batchtopk": ["--k", "6"], "jumprelu": ["--sparsity", "l0"]}
 G, ROWS = 200, 40_000
 
