@@ -91,8 +91,7 @@ class Joined:
 
     @classmethod
     def of(cls, rows: RowSource) -> Self:
-        return cls(tuple(cast(ActivationStore, one.store) for one in rows.inputs),
-                   cast(ActivationStore, rows.target.store) if rows.target else None)
+        return cls(tuple(one.store for one in rows.inputs), rows.target.store if rows.target else None)
 
     @cached_property
     def hash(self) -> str:

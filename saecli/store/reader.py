@@ -90,14 +90,14 @@ class Rows:
     passes = math.inf
     warnings: tuple[str, ...] = ()
 
-    def __init__(self, store: Chunks, split: Split, counts: np.ndarray, decoded: bool = True) -> None:
+    def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True) -> None:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
         self.rows = self.ready = int(counts.sum())
         self._counts = counts
         self._source = Source(store, counts, self._kept, decoded)
 
     @classmethod
-    def chosen(cls, store: Chunks, split: Split) -> Self:
+    def chosen(cls, store: "ActivationStore", split: Split) -> Self:
         """The rows that a split chooses; StoreError if there are none."""
         split = split.fitted(lambda: map(store.chunk_ids, range(len(store.chunk_sizes))))
         counts = store.chunk_sizes.copy()
