@@ -27,10 +27,9 @@ import torch
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill
-from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.options import BUNDLED, TINY_GEMMA2
+from saecli.extract.options import BUNDLED, TINY_GEMMA2, HookPoint
 from saecli.extract.texts import STDLIB_DOCS, Document, TextSource
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.schema import StoreMeta, rows_per_shard
