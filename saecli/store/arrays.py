@@ -155,7 +155,7 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
 
 @contextmanager
 def libraries() -> Iterator[None]:
-    """Turn what else NumPy's header reader and torch's unpickler raise for damaged files into a ValueError."""
+    """Turn what else NumPy and torch raise for damaged files into a ValueError."""
     try:
         yield
     except (struct.error, LookupError, TypeError, AttributeError, AssertionError, SyntaxError,
@@ -164,7 +164,7 @@ def libraries() -> Iterator[None]:
 
 
 def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
-    """Raise a FormatError if a file does not fit in memory, before allocating any."""
+    """Raise a FormatError if a file does not fit in memory."""
     if needed > (free := available_memory()):
         raise FormatError(f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
                           f"got {size_words(free)}; {to_fit}")

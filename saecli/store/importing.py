@@ -177,7 +177,7 @@ def _check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
 
 def _filled(folder: Path, meta: StoreMeta, rows: int, label: str, listener: Listener,
             blocks: Callable[[StoreWriter, int], Iterator[tuple[int, np.ndarray, Columns]]]) -> ActivationStore:
-    """Fill a store with blocks: the number of the first row, the rows and their columns, from a given row on."""
+    """Fill a store with blocks, from a given row on: the first one's number, the rows and their columns."""
     with StoreWriter.open(folder, meta) as writer, filling([writer], label, rows, listener) as show:
         start = writer.cursor["row"] if writer.cursor else 0
         for begin, block, columns in () if writer.complete else blocks(writer, start):

@@ -90,7 +90,7 @@ class Chunks:
         return self._shards.column(shard, name)[start : start + self.chunk_sizes[chunk]]
 
     def chunk_ids(self, chunk: int) -> np.ndarray:
-        """The numbers by which a chunk's rows are split: their documents', else their own within the store."""
+        """The numbers by which a chunk's rows are split: their documents', else their own."""
         if "document" in self.meta.columns:
             return cast(np.ndarray, self.chunk_column(chunk, "document"))
         shard, within = self._within_shard(chunk)

@@ -95,7 +95,7 @@ class World:
 
     @cached_property
     def levels(self) -> list[np.ndarray]:
-        """Masks, (G,) each, of features by depth; roots only if some of them exclude each other."""
+        """Masks, (G,) each, of features by depth; roots only if some exclude each other."""
         depth, above = np.zeros(self.features, int), self.parents
         while (above >= 0).any():
             depth += above >= 0
@@ -104,10 +104,7 @@ class World:
         return [depth == level for level in range(first, int(depth.max(initial=0)) + 1)]
 
     def codes(self, seed: int, block: int) -> SparseRows:
-        """The true codes of a block of `block_rows` rows, a pure function of the world, seed and block number.
-
-        Cost: B G Gaussians.
-        """
+        """The true codes of a block, a pure function of the world, seed and block number. Cost: B G Gaussians."""
         random = np.random.default_rng((seed, block))
         gaussians = random.standard_normal((self.block_rows, self.features), np.float32)
         if self.factor.shape[1]:
@@ -157,7 +154,7 @@ class World:
 
     @staticmethod
     def save(folder: Path, content: bytes) -> None:
-        """Write `to_bytes` into a store's folder, whole or not at all, if it is not there already."""
+        """Write `to_bytes` into a store's folder, if it is not there already."""
         path = folder / WORLD_FILE
         if path.is_file() and path.read_bytes() == content:
             return
@@ -173,7 +170,7 @@ class World:
 
 
 def world_of(config: SyntheticConfig) -> World:
-    """The world of some options, a function of all but rows; ConfigError if the requested L0 is infeasible."""
+    """The world of some options; ConfigError if the requested L0 is infeasible."""
     firing = zipfian(config.features, config.zipf, config.l0)
     parents = forest(config.features) if config.hierarchy else np.full(config.features, -1)
     own = np.where(parents >= 0, firing / firing[parents], firing)
@@ -210,10 +207,7 @@ def _factor(config: SyntheticConfig, parents: np.ndarray) -> np.ndarray:
 
 
 def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:
-    """Firing probabilities `min(0.4, c / i^s)`, i = 1 to G, with c such that they sum to l0.
-
-    ConfigError if the requested L0 is infeasible.
-    """
+    """Firing probabilities `min(0.4, c / i^s)`, i = 1 to G, with c such that they sum to l0."""
     most = MOST_OFTEN * features
     if l0 > most:
         raise ConfigError(f"--l0 must be at most {MOST_OFTEN:g} times --features, {most:g}, got {l0:g}; lower --l0 "
