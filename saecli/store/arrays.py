@@ -194,12 +194,13 @@ def list_numpy(path: Path) -> Arrays:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     if isinstance(found, np.ndarray):
         return {"": lambda: _of_numpy(found)}
-    sizes = {info.filename.removesuffix(".npy"): info.file_size for info in found.zip.infolist()}
+    with found:
+        sizes = {info.filename.removesuffix(".npy"): info.file_size for info in found.zip.infolist()}
 
     def load(key: str) -> Array:
         check_memory(str(path), sizes[key])
-        with libraries():
-            values = found[key]
+        with libraries(), np.load(path, allow_pickle=False) as archive:
+            values = archive[key]
         if not isinstance(values, np.ndarray):
             raise ValueError("expected an array, got bytes")
         return _of_numpy(values)
