@@ -1,19 +1,18 @@
 """Error, effect on the model and features found, of both solvers at their defaults: data of several kinds, worlds of
 known features.
 
-    PYTHONPATH=. python tests/benchmarks/features.py [--data docs,world] [--seeds 5] [--rates 1e-3,3e-3] [--out FOLDER]
-                                                     [--saelens [--saelens-python PYTHON]]
+    PYTHONPATH=. python tests/benchmarks/features.py [--data docs,world] [--seeds 5] [--out FOLDER]
+                                                     [--saelens-python PYTHON]
 
-Needs no network, except --saelens without --saelens-python. Every run is a training on one thread, with equal passes
+Needs no network. Every run is a training on one thread, with equal passes
 and steps for both solvers, and is written to FOLDER/runs.jsonl when it ends; the same command resumes. The table has
 means over seeds, and the mean difference of PAM-SGD and SGD with the half width of its 95% interval over seeds;
-processor time is PAM-SGD's over the other's. --rates also trains SGD at these learning rates, and compares with the
-one of its least mean FVU, which flatters it.
+processor time is PAM-SGD's over the other's.
 
---saelens also trains `SAELENS_CASES` of SAELens at `SAELENS_RATES` on the same rows, normalised alike, with the same
-batches and steps; see `saelens_training.py`. Its SAEs are read by `load_sae` and measured by the same `evaluate`. The
-table has the best of them, by mean mcc where there is one, else by mean FVU, which flatters it. Its processor time is
-of its training alone. Without --saelens-python, an environment with sae-lens is made, and removed at the end.
+--saelens-python, of an environment that has sae-lens 6.54.12, also trains `SAELENS_CASES` of SAELens at
+`SAELENS_RATES` on the same rows, normalised alike, with the same batches and steps; see `saelens_training.py`. Its SAEs
+are read by `load_sae` and measured by the same `evaluate`. The table has the best of them, by mean mcc where there is
+one, else by mean FVU, which flatters it. Its processor time is of its training alone.
 """
 
 import argparse
@@ -126,9 +125,8 @@ def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
     if job.solver in SAELENS_CASES:
         sae, known = by_saelens(job, store, saelens)
     else:
-        rate = job.rate if job.rate == "auto" else float(job.rate)
         began = time.process_time()
-        sae = saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options, lr=rate)
+        sae = saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options)
         known = {"seconds": time.process_time() - began}
     found = saecli.evaluate(sae, store, model=cell.model)
     return known | {name: found[name] for name in MEASURES if name in found}
@@ -170,14 +168,14 @@ def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE",
 def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     """Optimiser steps that either solver takes by default."""
     from saecli.sae.activations import ACTIVATIONS
-    from saecli.train.config import TrainingConfig
+    from saecli.train import SOLVERS
+    from saecli.train.options import TrainingConfig
     from saecli.train.plan import Plan
-    from saecli.train.solvers import SOLVERS
 
     rows = store.split("train")
     plan = Plan.resolved(rows, None, TrainingConfig(d_sae=options["d_sae"]), SOLVERS["sgd"](),
                          ACTIVATIONS[options["act"]](k=options["k"]))
-    return plan.training.batches(rows.rows) * plan.solver.inner_steps
+    return plan.steps
 
 
 def fill(jobs: Sequence[Job], log: Path, processes: int, home: Path, saelens: Path | None) -> dict[Job, dict[str, Any]]:
@@ -232,8 +230,8 @@ def table(results: Results) -> str:
         if not ours:
             continue
         known = [measure for measure in MEASURES if all(measure in one for one in ours.values())]
-        (_, rate), sgd = best(by_rate(results, cell, ["sgd"]), "fvu")
-        heading, others = f"{cell}, {len(ours)} seed{'s' * (len(ours) != 1)}, sgd at {rate}", [sgd]
+        sgd = by_rate(results, cell, ["sgd"])["sgd", "auto"]
+        heading, others = f"{cell}, {len(ours)} seed{'s' * (len(ours) != 1)}", [sgd]
         rivals = by_rate(results, cell, SAELENS_CASES)
         if rivals:
             (case, rate), theirs = best(rivals, "mcc" if "mcc" in known else "fvu")
@@ -243,28 +241,6 @@ def table(results: Results) -> str:
             columns.insert(1, f"{np.mean([one[measure] for one in ours.values()]):.4f}")
             columns += [""] * 3 if saelens and not rivals else []
             lines.append(f"| {' | '.join([heading, measure, *columns])} |")
-    return "\n".join(lines)
-
-
-def rates_table(results: Results) -> str:
-    """A row per cell and solver, in Markdown: FVU and F1 of `--lr auto`, and of the best rate, auto included."""
-    lines = ["| data | solver | fvu at auto | best | at | over it | f1 at auto | best | at | below it |",
-             "|---" * 10 + "|"]
-    for cell, solver in product(CELLS, SOLVERS):
-        ways = by_rate(results, cell, [solver])
-        if not ways:
-            continue
-        columns = []
-        for measure in ("fvu", "f1"):
-            if not all(measure in one for seeds in ways.values() for one in seeds.values()):
-                columns += [""] * 4
-                continue
-            (_, rate), found = best(ways, measure)
-            auto, least = (np.mean([one[measure] for one in seeds.values()]) for seeds in
-                           (ways[solver, "auto"], found))
-            loss = f"{auto / least - 1:+.1%}" if measure == "fvu" else f"{least - auto:.3f}"
-            columns += [f"{auto:.4f}", f"{least:.4f}", rate, loss]
-        lines.append(f"| {' | '.join([cell, solver, *columns])} |")
     return "\n".join(lines)
 
 
@@ -299,34 +275,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=",".join(HEADLINES), help=f"out of {', '.join(CELLS)}")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--rates", default="", help="learning rates to train at too, with commas between")
     parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
-    parser.add_argument("--saelens", action="store_true", help="train SAELens too")
-    parser.add_argument("--saelens-python", type=Path, help="Python of an environment that has sae-lens")
+    parser.add_argument("--saelens-python", type=Path, help="Python that has sae-lens: train it too")
     chosen = parser.parse_args()
     cells = chosen.data.split(",")
     unknown = set(cells) - CELLS.keys()
     if unknown:
         parser.error(f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}")
     home = stores(cells, chosen.out)
-    ways = list(product(SOLVERS, ["auto", *filter(None, chosen.rates.split(","))]))
-    ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens else []
+    ways = [(solver, "auto") for solver in SOLVERS]
+    ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens_python else []
     jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways
             if way[0] not in SAELENS_CASES or "k" in CELLS[cell].options]
 
-    def report(python: Path | None) -> None:
-        results = fill(jobs, chosen.out / "runs.jsonl", chosen.jobs, home, python)
-        print(table(results))
-        if chosen.rates:
-            print(f"\n{rates_table(results)}")
-
-    if chosen.saelens:
-        from training_speed import with_saelens
-
-        with_saelens(chosen.saelens_python, report)
-    else:
-        report(None)
+    print(table(fill(jobs, chosen.out / "runs.jsonl", chosen.jobs, home, chosen.saelens_python)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""Whether a GPU computes what a CPU does, the same each time, and for what the host waits."""
+"""Whether a GPU computes what a CPU does, and the same bits each time."""
 
-import collections
 import itertools
 import json
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,26 +89,6 @@ def repeats(day: Day) -> Figures:
             other, _ = trained(day.device, solver, act, options, start)
             same = all(torch.equal(one, other.tensors()[name]) for name, one in whole.tensors().items())
             found[f"{solver} {act}, {what}"] = "the same bits" if same else "OTHER BITS"
-    return found
-
-
-def waits(day: Day) -> Figures:
-    """Where the host waits for the device, by file and line, and how often, in a training of each solver."""
-    if not day.full:
-        return {"host waits": "counted on CUDA only"}
-    found: Figures = {}
-    for solver in ("sgd", "pam-sgd"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                one_step = {"inner_steps": 1} if solver == "pam-sgd" else {}
-                trained(day.device, solver, "topk", {"k": 3, "epochs": 3, "batch_size": 10} | one_step)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        places = collections.Counter(f"{one.filename.rpartition('saecli/')[2]}:{one.lineno}" for one in caught)
-        found[f"{solver}, 90 steps"] = sum(places.values())
-        found |= {f"{solver}, {place}": count for place, count in places.most_common(12)}
     return found
 
 

@@ -16,9 +16,8 @@ from typing import Any
 
 Figures = dict[str, Any]
 PARTS = {  # the module of each, and the most seconds that it may take
-    "machine": ("speeds", 120), "correctness": ("checks", 300), "repeats": ("checks", 90), "waits": ("checks", 90),
-    "processes": ("checks", 120), "steps": ("speeds", 240), "rows": ("speeds", 120), "decoder": ("speeds", 240),
-    "saelens": ("speeds", 120), "quality": ("speeds", 180), "extraction": ("speeds", 300)}
+    "machine": ("speeds", 120), "correctness": ("checks", 300), "repeats": ("checks", 90), "processes": ("checks", 120),
+    "steps": ("speeds", 240), "rows": ("speeds", 120), "decoder": ("speeds", 240), "extraction": ("speeds", 300)}
 ALL_SECONDS = 1440
 
 

@@ -1,5 +1,5 @@
-"""What steps, rows and decoder steps cost, next to the device's own products and copies; extraction, and training to
-a quality, as a user runs them."""
+"""What steps, rows and decoder steps cost, next to the device's own products and copies; extraction
+as a user runs it."""
 
 import json
 import subprocess
@@ -14,7 +14,6 @@ import torch
 from day import Day, Figures
 from extraction import CONTEXT, write_text
 from solver_problems import trained_on as trained
-from training_speed import SAELENS
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from saecli.base.devices import free_memory, multiplies_bf16, products_in
@@ -26,9 +25,9 @@ from saecli.sae.dictionary import Batch
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
-from saecli.train.config import TrainingConfig
+from saecli.train import SOLVERS
+from saecli.train.options import TrainingConfig
 from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
-from saecli.train.solvers import SOLVERS
 from saecli.train.start import initial_sae
 from saecli.train.task import Task
 
@@ -134,31 +133,13 @@ def _decoder_step(day: Day, d_sae: int) -> Figures:
             dense = DenseCodes(pre.sub(1.5).relu())
             found["sums of dense codes, rows/s"] = B / day.seconds(lambda: sums.add(dense, x), 2)
             found["alpha chosen, s"] = day.seconds(lambda: choose_alpha(sums, terms, codes.dense(), x, None), 1)
-        found["solved directly, s"] = day.seconds(lambda: solve(_changed(sums), terms), 1)
+        found["solved directly, s"] = day.seconds(lambda: solve(sums, terms), 1)
     system = StreamedCodes(torch.zeros_like(direction), lambda: iter([codes]), 2.0**33)
     system.add(codes, x)
-    found["solved iteratively, s"] = day.seconds(lambda: solve(_changed(system), terms), 1)
+    found["solved iteratively, s"] = day.seconds(lambda: solve(system, terms), 1)
     return found | {"peak memory, GiB": day.peak()}
 
 
-def _changed(system: Sums | StreamedCodes) -> Sums | StreamedCodes:
-    """The system without what has been computed for it."""
-    system.changed()
-    return system
-
-
-def saelens(day: Day) -> Figures:
-    """SAELens' steps in float32 and with its autocast, where it is installed."""
-    try:
-        import sae_lens  # noqa: F401
-    except ImportError:
-        return {SAELENS: "not installed here"}
-    from saelens_training import least_step
-
-    B, D, widths = sizes(day)
-    torch.set_default_device(day.device)
-    return {f"{case}, d_sae {F:,}: rows/s": B / least_step(case, D, F, B, 10 if day.full else 1)
-            for F, case in product(widths, ("relu", "relu-bf16", "topk-32", "topk-32-bf16"))}
 
 
 def gemma2(folder: Path, shrink: int) -> int:
@@ -177,30 +158,6 @@ def gemma2(folder: Path, shrink: int) -> int:
     return model.num_parameters()
 
 
-def sae(home: Path, *words: object) -> dict:
-    """What a command prints with --json."""
-    done = subprocess.run([sys.executable, "-m", "saecli", "--home", str(home), *map(str, words), "--json"], check=True,
-                          text=True, stdout=subprocess.PIPE)
-    return json.loads(done.stdout)
-
-
-def quality(day: Day) -> Figures:
-    """Seconds of training, and what they buy, in a world of known features; next to them the CPU's."""
-    rows, epochs = (100_000, 10) if day.full else (5000, 2)
-    found: Figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
-        sae(home, "import", "synthetic", "--rows", rows, "--name", "world")
-        for solver, device in ((solver, device) for solver in ("sgd", "pam-sgd") for device in {day.device, "cpu"}):
-            name = f"{solver}-{device}"
-            done = sae(home, "train", "--data", "world", "--solver", solver, "--act", "batchtopk", "--k", 10, "--d-sae",
-                       1024, "--epochs", epochs, "--device", device, "--name", name)
-            (measured,) = sae(home, "eval", name, "--data", "world", "--device", device)["runs"]
-            found[f"{solver} on {device}: seconds"] = done["seconds"]
-            found[f"{solver} on {device}: FVU, mcc"] = f"{measured['fvu']:.4f}, {measured['mcc']:.3f}"
-    return found
-
-
 def extraction(day: Day) -> Figures:
     """Extraction of a random Gemma-2-2B, at full size on a GPU, to layer 12: rows per second and memory."""
     rows, shrink = (100_000, 1) if day.full else (2000, 8)
@@ -209,8 +166,11 @@ def extraction(day: Day) -> Figures:
         parameters = gemma2(home / "model", shrink)
         write_text(home / "text.jsonl")
         began = time.perf_counter()
-        done = sae(home, "extract", "--model", home / "model", "--dataset", home / "text.jsonl", "--layer", LAYER,
-                   "--rows", rows, "--context", CONTEXT, "--device", day.device)
+        words = ["--home", home, "extract", "--model", home / "model", "--dataset", home / "text.jsonl",
+                 "--layer", LAYER, "--rows", rows, "--context", CONTEXT, "--device", day.device, "--json"]
+        found = subprocess.run([sys.executable, "-m", "saecli", *map(str, words)], check=True, text=True,
+                               stdout=subprocess.PIPE)
+        done = json.loads(found.stdout)
         seconds = time.perf_counter() - began
     found = {"parameters": parameters, "rows": done["rows"], "seconds, loading included": seconds,
              "rows/s, loading included": done["rows"] / seconds}

@@ -71,9 +71,9 @@ OLD = {  # what versions before 6 wrote, by the case above whose weights it is s
              "apply_b_dec_to_input": False, "normalize_activations": None},
 }
 
-CONVERTERS = {"gemma": loaders.gemma_3_sae_huggingface_loader, "transcoder": loaders.gemma_3_sae_huggingface_loader,
+CONVERTERS = {**dict.fromkeys(("gemma", "transcoder", "mlp_out"), loaders.gemma_3_sae_huggingface_loader),
               "llama": loaders.llama_scope_sae_huggingface_loader, "qwen": loaders.qwen_scope_sae_huggingface_loader}
-MODEL = {"gemma": "google", "transcoder": "google", "llama": "fnlp", "qwen": "Qwen"}
+MODEL = {"gemma": "google", "transcoder": "google", "mlp_out": "google", "llama": "fnlp", "qwen": "Qwen"}
 
 BATCH = 500
 HIERARCHIES = {

@@ -90,7 +90,7 @@ def test_a_saved_world_is_recognised_by_folder_or_file(sae: CommandLine, tmp_pat
         done = sae("import", tmp_path / "tree" / name, "--rows", "100", "--name", f"by-file{number}", "--json")
         assert (done.json["rows"], done.json["d_in"]) == (100, 12)
     refused = sae("import", tmp_path / "tree", "--features", "3")
-    assert refused.status == 1 and "--features does nothing with" in refused.err
+    assert refused.status == 2 and "--features does nothing with" in refused.err
     for name in [*files, "hierarchy.json"]:
         path = tmp_path / "tree" / name
         whole = path.read_bytes()
