@@ -240,7 +240,7 @@ def test_small_spaces_are_drawn_whole(sae: CommandLine, tmp_path: Path, d_in: in
     (["--slice", "0,1", "--plot", "x.png"], "--slice must be pca or three row numbers like 0,5,9, got '0,1'", 2),
     (["--slice", "0,1,9999", "--plot", "x.png"], "--slice names row 9999, but the split has", 2),
     (["--slice", "1,1,2", "--plot", "x.png"], "the rows of --slice span no plane", 2),
-    (["--plot", "x.gif"], "cannot draw x.gif: expected an ending out of .png, .pdf, .svg, got .gif", 2),
+    (["--plot", "x.gif"], "cannot draw x.gif: a picture's name ends in .png, .pdf, .svg", 2),
     (["--lambda", "-1"], "--lambda must be auto or a number that is at least 0, got '-1'", 2),
     (["--lambda", "nan"], "--lambda must be auto or a number that is at least 0, got 'nan'", 2),
     (["--radius", "0"], "--radius must be a number above 0, got 0", 2),

@@ -78,7 +78,7 @@ def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> lis
         ("Count how often latents fire: silent ones never, dense ones on over a tenth.",
          ["sparsity", sgd, pam, "--plot", sparsity]),
         ("Look at the spline that an SAE is, affine on each cell of rows with the same\n"
-         "   latents, beside k-means and local PCA.",
+         "   latents, next to k-means and local PCA.",
          ["geometry", pam, "--plot", geometry]),
         ("List what is in the home folder now.", ["list"]),
     ]

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -40,28 +40,20 @@ class TokenNumbers:
         return f"[{token}]"
 
     def joined(self, tokens: Sequence[int]) -> str:
-        """The ids of consecutive tokens."""
         return "".join(map(self.__getitem__, tokens))
 
 
 @dataclass(frozen=True)
 class Readings:
-    """The content of pages that is not in a survey.
+    """The content of pages that is not in a survey."""
 
-    Args:
-        chosen: the latents that have a page, (C,), ascending.
-        neighbours: cosines and latents, (C, n) each.
-        features: the known feature nearest to each latent, and its cosine, (C,) each.
-        places: `places_document` of a crosscoder.
-    """
-
-    chosen: Sequence[int]
-    neighbours: tuple[Tensor, Tensor]
+    chosen: Sequence[int]  # (C,), ascending
+    neighbours: tuple[Tensor, Tensor]  # cosines and latents, (C, n) each
     partners: Partners
     texts: Texts
     outputs: "OutputTokens | None"
-    features: tuple[Tensor, Tensor] | None = None
-    places: Mapping[str, Any] = field(default_factory=dict)
+    features: tuple[Tensor, Tensor] | None  # the known feature nearest to each latent, and its cosine, (C,) each
+    places: Mapping[str, Any]  # `places_document`
 
 
 class Details:
@@ -83,14 +75,19 @@ class Details:
     def columns(self) -> dict[str, Any]:
         """The table's columns for the chosen latents: interest, tokens at the peaks of examples, a snippet of the best
         example, tokens promoted most; and which latents have a page."""
-        columns: dict[str, Any] = {"chosen": list(self._readings.chosen), "per_file": PER_FILE}
-        alike = [0.0] * len(self._readings.chosen)
+        chosen = list(self._readings.chosen)
+        columns: dict[str, Any] = {"chosen": chosen, "per_file": PER_FILE}
+        alike = [0.0] * len(chosen)
         if "token" in self._found["examples"]:
-            peaks = [self._peaks(place) for place in range(len(self._readings.chosen))]
+            peaks = [self._peaks(place) for place in range(len(chosen))]
             alike = list(map(agreement, peaks))
-            columns["tokens"] = [_most_frequent(map(_short, own)) for own in peaks]
-            columns["snippets"] = [self._snippet(place) for place in range(len(self._readings.chosen))]
-        columns["interest"] = self._interest(alike)
+            columns["tokens"] = [[text for text, _ in Counter(map(_short, own)).most_common(LISTED_TOKENS)]
+                                 for own in peaks]
+            columns["snippets"] = [self._snippet(place) for place in range(len(chosen))]
+        firing, means = self._survey.firing, self._survey.magnitudes.means
+        figures = (values[chosen].tolist() for values in (firing.frequency, means, self._largest))
+        columns["interest"] = [round(interest(frequency, firing.rows, mean, largest, own), 3)
+                               for frequency, mean, largest, own in zip(*figures, alike, strict=True)]
         if (outputs := self._readings.outputs) is not None:
             columns["promoted"] = [[_short(self._texts[token]) for token in tokens[:LISTED_TOKENS]]
                                    for tokens in outputs.promoted.tolist()]
@@ -126,8 +123,8 @@ class Details:
         return page
 
     def _example(self, own: Mapping[str, Any], scale: float, strings: dict[str, int]) -> dict[str, Any]:
-        """One example: its code and row; with tokens also the excerpt's pieces as indices into `strings`, number and
-        code of a piece, in units of `scale`, where it fires, and the pieces that follow missing rows."""
+        """One example: its code and row; with tokens also pieces of the excerpt as indices into `strings`, number and
+        code, in units of `scale`, of those where it fires, and the pieces that follow missing rows."""
         codes = np.rint(own["code"] / scale).astype(int)
         if "token" not in own:
             return {"code": float(own["code"][0]), "row": int(own["number"])}
@@ -146,31 +143,16 @@ class Details:
 
     def _pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
         """An excerpt's pieces of text, and the number of tokens in each: one, unless a character spans several."""
-        pieces: list[tuple[str, int]] = []
-        waiting: list[int] = []
-
-        def settle() -> None:
-            if waiting:
-                pieces.append((self._texts.joined(waiting), len(waiting)))
-                waiting.clear()
-
+        groups: list[list[int]] = []
+        broken = False  # whether the last group may go on
         for token in tokens:
-            if BROKEN not in (text := self._texts[token]):
-                settle()
-                pieces.append((text, 1))
-                continue
-            waiting.append(token)
-            if len(waiting) == LONGEST_CHARACTER or BROKEN not in self._texts.joined(waiting):
-                settle()
-        settle()
-        return pieces
-
-    def _interest(self, alike: Sequence[float]) -> list[float]:
-        firing, magnitudes = self._survey.firing, self._survey.magnitudes
-        chosen = list(self._readings.chosen)
-        figures = (firing.frequency[chosen].tolist(), magnitudes.means[chosen].tolist(), self._largest[chosen].tolist())
-        return [round(interest(frequency, firing.rows, mean, largest, own), 3)
-                for frequency, mean, largest, own in zip(*figures, alike, strict=True)]
+            part = BROKEN in self._texts[token]
+            if part and broken:
+                groups[-1].append(token)
+            else:
+                groups.append([token])
+            broken = part and len(groups[-1]) < LONGEST_CHARACTER and BROKEN in self._texts.joined(groups[-1])
+        return [(self._texts[one[0]] if len(one) == 1 else self._texts.joined(one), len(one)) for one in groups]
 
     def _peaks(self, place: int) -> list[str]:
         """The texts at the peaks of a latent's examples."""
@@ -189,10 +171,6 @@ class Details:
         parts = tokens[:peak], tokens[peak : peak + 1], tokens[peak + 1 : end]
         before, at, after = map(self._texts.joined, parts)
         return [_shortened(before[::-1], SNIPPET_BEFORE)[::-1], _short(at), _shortened(after, SNIPPET_AFTER)]
-
-
-def _most_frequent(texts: Iterable[str]) -> list[str]:
-    return [text for text, _ in Counter(texts).most_common(LISTED_TOKENS)]
 
 
 def _shortened(text: str, length: int) -> str:
