@@ -16,8 +16,6 @@ from hypothesis import settings
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count()))
 
-sys.path += [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]  # modules of other rooms
-
 from homes import CommandLine
 from store_producer import Producer
 
@@ -77,7 +75,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A headless Chromium."""
-    from browsers import open_browser
+    from opened_pages import open_browser
 
     with open_browser() as found:
         yield found

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from saecli.cli.main import main
-from saecli.sae.activations import Activation, Relu, activation_to_json
+from saecli.sae.activations import ACTIVATIONS, Activation, Relu, activation_to_json
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, SavedSAE, save_native
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
 
-D, F = 8, 20
+D, F, PREFIXES = 8, 20, (3, 8, 20)
 MLP = {"model": "gpt2", "layer": 3, "site": "mlp_in", "target_layer": 3, "target_site": "mlp_out"}
 
 
@@ -132,3 +132,20 @@ def steerable(activation: Activation | None = None, d_in: int = 16) -> SAE:
     """An SAE whose decoder is no transpose of its encoder, of which about half of the latents fire."""
     sae = random_sae(activation, d_in)
     return sae.changed(W_dec=torch.randn(20, d_in, generator=torch.Generator().manual_seed(5)))
+
+
+def nested_rows(rows: int, seed: int = 0) -> np.ndarray:
+    """Rows of a few directions at a time, far from zero, the first directions the largest."""
+    rng = np.random.default_rng(seed)
+    directions = np.random.default_rng(9).normal(size=(20, D)) * np.linspace(2, 0.5, 20)[:, None]
+    codes = rng.exponential(size=(rows, 20)) * (rng.random((rows, 20)) < 0.15)
+    return (codes @ directions + 3).astype(np.float32)
+
+
+def nested_sae(act: str) -> SAE:
+    kind = ACTIVATIONS[act]
+    activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
+    parameters = {name: torch.full_like(start.double(), 0.3) for name, start in activation.parameters(F).items()}
+    tensors = (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+               for seed, shape in enumerate(((D, F), (F,), (F, D), (D,))))
+    return SAE(*tensors, activation, parameters, PREFIXES)

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
-from answering import Answering
+from fake_hub import Answering
 
 WRITER, READER = "hf_writer-0123456789", "hf_reader-0123456789"  # tokens, and what they may do
 ROLES = {WRITER: "write", READER: "read"}

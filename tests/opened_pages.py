@@ -1,5 +1,7 @@
 """Reports opened in a browser; the fixtures `folders` and `open_page` are in `conftest`."""
 
+import importlib.util
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,12 +13,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from browsers import why_no_browser
 from homes import D, make_run
 from reports import make_text_run, save_model
 
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def why_no_browser() -> str | None:
+    """Why there is none; None where there is one."""
+    if importlib.util.find_spec("playwright") is None:
+        return "playwright is not installed: pip install -e '.[browser]'"
+    if not any(map(shutil.which, NAMES)):
+        return f"no browser is installed: none of {', '.join(NAMES)} is on the path (Debian: apt install chromium)"
+    return None
+
+
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    """A browser that may reach no network."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = next(path for path in map(shutil.which, NAMES) if path)
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
 
 needs_browser = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or "")]
 MANY = 4096

@@ -1,21 +1,26 @@
 """Small problems for solvers in memory, and the training loop around them."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
-from tasks import task_of
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
-from saecli.sae.batch import Batch
-from saecli.sae.dictionary import SAE
+from saecli.sae.dictionary import SAE, Batch
+from saecli.train.config import TrainingConfig
 from saecli.train.decoder_step import Pass
+from saecli.train.fit import planned
+from saecli.train.loop import Loop, Record, start_training
 from saecli.train.options import SolverConfig
 from saecli.train.solver import Solver
 from saecli.train.start import initial_sae
-from saecli.train.task import StepReport
+from saecli.train.task import StepReport, Task
 
 D, F = 6, 16
 EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
@@ -111,3 +116,54 @@ def loss_of(solver: Solver, data: RowsInMemory) -> Tensor:
 def decoder_of(solver: Solver) -> tuple[Tensor, Tensor]:
     """The decoder's weights and bias as they stand."""
     return solver.dictionary.decoder().detach().clone(), solver.dictionary.b_dec.detach().clone()
+
+
+def task_of(rows: int, steps: int, lr: float = 1e-2, sparsity: str = "none", weight: float = 0.0, *,
+            sample: Tensor | None = None, batches: int = 1, memory: float = math.inf, **training: Any) -> Task:
+    """A task with `batches` per epoch; smoothing is 0 unless given."""
+    settings = TrainingConfig(**{"batch_size": math.ceil(rows / batches), "sparsity": sparsity,
+                                 "sparsity_weight": weight, "smoothing": 0.0} | training)
+    return Task(settings, rows, steps, lr, Batch.of(torch.empty(0, 0) if sample is None else sample), memory=memory)
+
+
+def grid(*axes: Sequence[Any]) -> list[Any]:
+    """Every combination, for `pytest.mark.parametrize`: those that differ from the last entries in more than one axis
+    are slow, so that the default run has each entry once at least."""
+    def is_quick(combination: tuple) -> bool:
+        return sum(one is not axis[-1] for one, axis in zip(combination, axes, strict=True)) <= 1
+
+    return [pytest.param(*combination, marks=() if is_quick(combination) else pytest.mark.slow)
+            for combination in product(*axes)]
+
+
+_random = np.random.default_rng(0)
+ROWS = (_random.standard_normal((300, 12)) @ _random.standard_normal((12, 20)) + 1).astype(np.float32)
+ACTS = [("relu", {}), ("relu", {"sparsity": "kl"}), ("jumprelu", {}), ("topk", {"k": 3}), ("abs-topk", {"k": 3}),
+        ("batchtopk", {"k": 3}), ("swish", {}), ("soft-topk", {"k": 3, "d_sae": 16})]
+SOLVERS = [("sgd", {}), ("sgd", {"tied": True, "clip_norm": 1.0}), ("pam-sgd", {}), ("pam-sgd", {"decoder": "free"}),
+           ("pam-sgd", {"solve": "iterative"}), ("pam-sgd", {"decoder_every": 1, "inner_steps": 1, "d_sae": 24}),
+           ("pam-sgd", {"d_sae": 400}), ("pam-sgd", {"alpha": 1.0, "bias": "after", "mu_enc": 0.1, "mu_dec": 0.1})]
+# The last but one solves in the dimension of the rows, of which there are fewer than latents; the one before solves
+# after every batch.
+
+
+class Kept(Record):
+    """Keeps the first epoch's state as a file would, on the CPU, and begins with what it is given."""
+
+    def __init__(self, start: Any = None) -> None:
+        self.start, self.kept = start, None
+
+    def checkpoint(self) -> Any:
+        return self.start
+
+    def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Any, test: Any) -> None:
+        self.kept = self.kept or ({name: t.cpu().clone() for name, t in state.items()}, replace(progress))
+
+
+def trained_on(device: str, solver: str, act: str, options: dict[str, Any], start: Any = None,
+            rows: np.ndarray = ROWS) -> tuple[SAE, Any]:
+    """The SAE, and the state after the first epoch."""
+    record = Kept(start)
+    given = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
+    (sae,) = Loop([start_training(planned(rows, solver, act, given), record)]).train()
+    return sae, record.kept

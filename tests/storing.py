@@ -1,5 +1,6 @@
 """What the tests of the store share."""
 
+import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,3 +67,22 @@ def sparse(matrix: np.ndarray) -> SparseRows:
     rows, features = matrix.nonzero()
     return SparseRows(offsets_of(np.bincount(rows, minlength=len(matrix))), features.astype(np.int32),
                       matrix[rows, features].astype(np.float32))
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """The content cut off, with bytes flipped, or parts of it swapped, left out or said to be other numbers."""
+    result, first, second = bytearray(content), *sorted(chance.sample(range(len(content)), 2))
+    match chance.randrange(5):
+        case 0:
+            return content[:second]
+        case 1:
+            result[first : first + 9], result[second : second + 9] = content[second:][:9], content[first:][:9]
+        case 2:
+            del result[first : first + chance.randrange(9)]
+        case 3:
+            at = chance.randrange(min(300, len(content)))
+            result[at : at + 2] = chance.choice([b"-1", b"99", b"((", b"\xff\xff", b"\0\0", b"9" * 25, b"''"])
+        case 4:
+            for at in chance.choices(range(len(content)), k=3):
+                result[at] ^= 1 << chance.randrange(8)
+    return bytes(result)

@@ -21,8 +21,7 @@ from measured import Claim, arguments, rows_of, write_claims, write_series
 from torch import Tensor
 
 from saecli.sae.activations import Activation, SoftTopK, Swish
-from saecli.sae.batch import Batch
-from saecli.sae.dictionary import SAE
+from saecli.sae.dictionary import SAE, Batch
 from saecli.show.style import COLOURS, figure, legend_below, log_scale
 from saecli.train.ridge import Sums, Terms, solve
 from saecli.train.start import initial_sae

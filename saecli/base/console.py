@@ -19,7 +19,7 @@ PIPE_WIDTH = 140  # width of tables in a file or pipe, unless COLUMNS is set
 
 
 class Step(Protocol):
-    """Updates a progress display: how much is done, and a few words beside the bar."""
+    """Updates a progress display: units done, and a few words."""
 
     def __call__(self, done: float, words: str = "") -> None: ...
 
@@ -31,10 +31,10 @@ class Listener(Protocol):
         """Receive a message beside the result."""
 
     def warn(self, text: str) -> None:
-        """Receive a message on a choice that may not be the user's, or on data that may not fit."""
+        """Receive a warning about a choice or about data."""
 
     def progress(self, label: str, total: float | None, unit: str) -> AbstractContextManager[Step]:
-        """Receive the progress of long work; see `Console.progress`."""
+        """Show the progress of long work: label, number of units (None: unknown), their name. Yields a `Step`."""
 
 
 class Silent:
@@ -52,7 +52,7 @@ class Silent:
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
-        """Show nothing; arguments as in `Console.progress`."""
+        """Show nothing."""
         yield lambda done, words="": None
 
 
@@ -64,11 +64,7 @@ def listening(progress: bool | Listener) -> Listener:
 
 
 class Console:
-    """The one output sink of a command.
-
-    Args:
-        as_json: print one JSON document instead of tables.
-    """
+    """The one output sink of a command; with `as_json` it prints one JSON document instead of tables."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -99,16 +95,7 @@ class Console:
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
-        """Show the progress of long work, with its rate and the time left.
-
-        Args:
-            label: a name for the work.
-            total: number of units in all; None if unknown.
-            unit: the unit's name.
-
-        Yields:
-            A function to call with the number of units done.
-        """
+        """Show progress with rate and time left; see `Listener.progress`."""
         started = time.monotonic()
 
         def rate(done: float) -> str:

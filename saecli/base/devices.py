@@ -23,6 +23,7 @@ from .machine import available_memory
 
 AHEAD = 2  # batches on their way to a device
 
+
 def device_named(name: str) -> torch.device:
     """The device for a value of `--device`; ConfigError if there is none."""
     if name == "auto":
@@ -51,21 +52,14 @@ def free_memory(device: torch.device, processes: int = 1) -> int:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; from a CPU it is copied without blocking, and its memory can be reused. Where it is there
-    already, the tensor itself."""
+    """A tensor on a device, copied from a CPU without blocking."""
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # copies from pageable memory would block
 
 
 def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
-    """Add each value at its place of a vector, several to one perhaps, in an order that is the same on every run.
-
-    Args:
-        sums: changed in place, (F,).
-        places: indices into it, (n,).
-        values: in the vector's dtype, (n,).
-    """
+    """`sums[places] += values` for sums (F,), places and values (n,), with repeated places, in deterministic order."""
     if sums.device.type == "cpu":
         sums.scatter_add_(0, places, values)
     else:
@@ -73,11 +67,10 @@ def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
 
 
 def carried(batches: Iterable[np.ndarray | Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Copies of batches, (B, D), on a device, in order and in their own dtype; uint16 holds the bits of bfloat16. For a
-    CPU, the batches themselves.
+    """Batches, (B, D), on a device, in their own dtype; uint16 holds the bits of bfloat16.
 
-    On CUDA they go through a stream of their own, from pinned memory that torch uses in turn, `AHEAD` batches before
-    they are asked for: a copy and the steps before it then overlap.
+    To CUDA they are copied by a stream of their own from pinned memory, `AHEAD` batches early, so that copies and steps
+    overlap.
     """
     if device.type != "cuda":
         yield from (moved(_tensor(batch), device) for batch in batches)
@@ -106,20 +99,13 @@ def _arrived(tensor: Tensor, copied: "torch.cuda.Event") -> Tensor:
 
 
 def products_in(precision: str) -> AbstractContextManager[Any]:
-    """A context in which products of float32 matrices are computed in a precision, those of a backward pass
-    too; sparse products stay as they are.
-
-    tf32 is a setting of the whole process, put back at the end: other threads' products follow it meanwhile.
-
-    Args:
-        precision: float32 for as they are, tf32 or bf16.
-    """
+    """A context in which dense products of float32 matrices, also of a backward pass, are computed in float32, tf32 or
+    bf16. tf32 is a setting of the whole process: other threads follow it meanwhile."""
     return _Cast() if precision == "bf16" else _tf32() if precision == "tf32" else nullcontext()
 
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    """PyTorch's own setting, by which cuBLAS rounds the factors itself and gives float32 products."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -148,7 +134,7 @@ def _cast_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def demand_precision(precision: str, device: torch.device) -> None:
-    """Refuse a precision in which a device does not multiply, by a ConfigError."""
+    """ConfigError for a precision in which a device does not multiply."""
     if precision == "bf16" and not multiplies_bf16(device):
         raise ConfigError(f"--precision {precision} is slower than float32 here: --device {device.type} has no "
                           "bfloat16 products; use --precision float32", option="precision")

@@ -1,7 +1,6 @@
-"""JSON documents, which anyone may have edited: each is checked against a type when read.
+"""JSON documents, which anyone may have edited: pydantic checks each strictly against a dataclass when read.
 
-A document's type is a dataclass whose annotations state all that is relied on. Pydantic checks it strictly, without
-converting strings to numbers or numbers to strings. Fields that the type does not have are ignored.
+Fields that the dataclass does not have are ignored.
 """
 
 from dataclasses import dataclass, field
@@ -19,30 +18,17 @@ RUN_VERSION = 1  # of run.json
 
 
 def read_json(path: Path, kind: type[Document]) -> Document:
-    """The document in a file.
-
-    Args:
-        path: a regular file of JSON text.
-        kind: the document's type.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it is not a regular file, or cannot be read.
-        ValueError: it is not JSON, or not of that type; the message says where.
-    """
+    """The document in a regular file; OSError if it cannot be read, else as `parse_json`."""
     return parse_json(regular(path).read_bytes(), kind)
 
 
 def parse_json(text: str | bytes, kind: type[Document]) -> Document:
-    """The document in a text; see `read_json`.
-
-    Raises:
-        ValueError: it is not JSON, or not of that type; the message says where.
-    """
+    """The document in a text; a ValueError says where it is not JSON, or not of that type."""
     from pydantic import ValidationError  # takes 0.1 s to import, and `sae --help` does not need it
 
     try:
-        return _adapter(kind).validate_json(text, strict=True)
+        found: Any = kind
+        return _adapter(found).validate_json(text, strict=True)
     except ValidationError as error:
         raise ValueError(_sentence(error.errors(include_url=False)[0])) from None
 
@@ -88,12 +74,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Marker:
-    """The entries that the marker files of stores and runs have in common.
-
-    Args:
-        created: when it was begun; see `now`.
-        complete: whether it was finished.
-    """
+    """The entries that the marker files of stores and runs have in common; for `created` see `home.now`."""
 
     created: str
     complete: bool
@@ -108,13 +89,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Trained:
-    """The training settings that determine its data and width.
-
-    Args:
-        split_seed: seed of the split into training and held-out rows.
-        fraction: fraction of the training rows.
-        d_sae: number of latents.
-    """
+    """The training settings that determine an SAE's data and width."""
 
     split_seed: Annotated[int, Ge(0)]
     fraction: Annotated[float, Gt(0), Le(1)]
@@ -123,7 +98,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a training, as `sae train` prints it; only the measures are read here."""
+    """The result of a training; only its measures are read here."""
 
     final: dict[str, float | None] = field(default_factory=dict)
 
@@ -161,7 +136,7 @@ class _Versioned:
 
 
 def demand_version(text: str | bytes, newest: int) -> None:
-    """Raise a ValueError if a document's `format_version` is missing or newer than `newest`, whatever else is in it."""
+    """ValueError if a document's `format_version` is missing or newer than `newest`, whatever else is in it."""
     version = parse_json(text, _Versioned).format_version
     if version > newest:
         raise ValueError(f"expected format version {newest} or older, got {version}; upgrade saecli to read it")
@@ -188,14 +163,13 @@ def _read_run(path: Path, kind: type) -> Any:
 
 
 @cache
-def _adapter(kind: type) -> Any:
+def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
 def _sentence(problem: Any) -> str:
-    """The message for one of pydantic's errors."""
     field = ".".join(map(str, problem["loc"]))
     at = f"{field}: " if field else ""
     if problem["type"] == "missing":

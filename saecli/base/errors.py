@@ -30,9 +30,8 @@ class SaeError(Exception):
         ConfigError(f"--k must be at most --d-sae, {most}, got {k}; lower --k or raise --d-sae", option="k")
 
     Args:
-        sentence: the message. Options are written as on the command line, `--d-sae`; `str` of the error, which Python
-            shows, writes them as its arguments, `d_sae`.
-        option: the name, in Python's spelling, of the option that the error is about.
+        sentence: the message, with options as flags, `--d-sae`; `str` of the error spells them as arguments, `d_sae`.
+        option: the option that the error is about, in Python's spelling.
     """
 
     def __init__(self, sentence: str, option: str | None = None) -> None:
@@ -41,12 +40,12 @@ class SaeError(Exception):
 
     @property
     def options(self) -> list[str]:
-        """The options that the sentence names, the one that it is about first."""
+        """The options that the sentence names, its own first."""
         own = [] if self.option is None else [self.option]
         return list(dict.fromkeys([*own, *(_as_argument(flag) for flag in FLAG.findall(self.sentence))]))
 
     def within(self, before: str = "", after: str = "") -> Self:
-        """The same error, with words of the caller's before its sentence, after it, or both."""
+        """The same error, with words before its sentence or after it."""
         return type(self)(f"{before}: " * bool(before) + self.sentence + f"; {after}" * bool(after), self.option)
 
     def __str__(self) -> str:
@@ -101,34 +100,25 @@ def _as_argument(flag: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The error's message in one line, without its final stop, cut where it becomes a page."""
+    """The error's message in one line of at most 300 characters, without its final stop."""
     message = " ".join(str(error).split()) or type(error).__name__
     return (message if len(message) <= 300 else f"{message[:300]}...").rstrip(".")
 
 
 def printable(text: str) -> str:
-    """The text, all escaped that a terminal would act on or that no encoding has: control characters, changes of
-    direction, bytes of a file's name that are no UTF-8."""
+    """The text with unprintable characters escaped: control characters, changes of direction, bytes that are no UTF-8.
+    """
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def shortened(sentence: str) -> str:
-    """A sentence with words of over `LONGEST_WORD` characters, such as a text given as a name, cut."""
+    """A sentence with words of over `LONGEST_WORD` characters cut."""
     return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)",
                   sentence)
 
 
 def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
-    """The question whether a word was meant for one of the choices that are spelt nearly as it is.
-
-    Args:
-        word: what was given.
-        choices: what could have been.
-        most: how many choices the question names at most.
-
-    Returns:
-        "did you mean relu?", or nothing where none is near.
-    """
+    """ "did you mean X?" for the closest choices, at most `most`; empty if none is close."""
     spelt = {choice.casefold(): choice for choice in choices}
     near = [spelt[one] for one in get_close_matches(word.casefold(), spelt, most)]
     *others, last = near or [""]
@@ -136,7 +126,7 @@ def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
 
 
 def unknown_choice(option: str, word: str, choices: Iterable[str]) -> ConfigError:
-    """The error on a word that is none of the choices of what it was given for, such as act."""
+    """ConfigError for an invalid choice."""
     choices = list(choices)
     question = did_you_mean(word, choices)
     return ConfigError(f"{flag_of(option)} must be one of {', '.join(choices)}, got {word!r}"

@@ -27,7 +27,7 @@ class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
 
 
 def regular(path: Path) -> Path:
-    """The path, if it is a regular file or a link to one; else NotAFile, FileNotFoundError or another OSError."""
+    """The path, if it is a regular file or a link to one; else NotAFile or another OSError."""
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
         raise NotAFile(f"expected a file, got {KINDS.get(kind, 'something else')}")
@@ -49,7 +49,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal; OSError if it is not a regular file, or cannot be read."""
+    """The SHA-256 of a regular file's bytes, in hexadecimal."""
     with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -65,11 +65,7 @@ def as_named(text: str) -> str:
 
 
 def settle(temporary: Path, path: Path) -> None:
-    """Flush a finished temporary file to disk and rename it to `path`, in the same folder.
-
-    Raises:
-        OSError: the disk refuses it; `path` is unchanged.
-    """
+    """Flush a finished temporary file to disk and rename it to `path`, in the same folder."""
     temporary.chmod(0o666 & ~_umask())  # some writers make files that only their owner may read
     flush_to_disk(temporary)
     temporary.replace(path)
@@ -84,10 +80,7 @@ def _umask() -> int:
 
 @contextmanager
 def appearing_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success flush it to disk and rename it to `path`.
-
-    On any failure, including a full disk or an interrupt, the temporary file is removed and `path` is unchanged.
-    """
+    """Yield a temporary path; on success flush it to disk and rename it to `path`, on any failure remove it."""
     temporary = partial_path(path)
     temporary.unlink(missing_ok=True)  # left by a killed process; or a pipe, on which writing would block
     try:
@@ -105,10 +98,7 @@ def is_free(folder: Path) -> bool:
 
 @contextmanager
 def folder_appearing_whole(folder: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `folder`; on success rename it to `folder`, which `is_free`.
-
-    On any failure, including an interrupt, the temporary folder is removed with its contents.
-    """
+    """Yield an empty temporary folder; on success rename it to `folder`, which `is_free`, on any failure remove it."""
     make_folder(folder.parent)
     temporary = partial_path(folder)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -123,8 +113,7 @@ def folder_appearing_whole(folder: Path) -> Iterator[Path]:
 
 
 def storable(document: Any) -> Any:
-    """The document with NaN and infinities, which JSON lacks, replaced by None, and bytes in file names that are not
-    UTF-8, which readers of JSON refuse, escaped."""
+    """The document with NaN and infinities replaced by None, and bytes that are no UTF-8 escaped."""
     if isinstance(document, dict):
         return {key: storable(value) for key, value in document.items()}
     if isinstance(document, list | tuple):
@@ -148,12 +137,10 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table atomically, creating its folder if missing.
+    """Write a table atomically, creating its folder. Numbers keep every digit; NaNs and infinities are empty.
 
     Args:
-        path: the file.
-        lines: one mapping per line; their keys, in the order in which they first occur, are the columns. Numbers keep
-            every digit, NaNs and infinities are left empty.
+        lines: one mapping per line; their keys, in the order in which they first occur, are the columns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(key for line in lines for key in line))
@@ -164,7 +151,7 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Raise an OSError if a file cannot be written at a path, whose folder must exist; leaves nothing behind."""
+    """OSError if a file cannot be written at a path, whose folder must exist; leaves nothing behind."""
     with suppress(FileNotFoundError):
         regular(path)  # would be replaced
     if not path.parent.is_dir():
@@ -181,14 +168,9 @@ def make_folder(path: Path) -> None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder, created if missing, against other processes that lock it.
+    """Lock a folder, created if missing, against other processes; BlockingIOError if another holds the lock.
 
-    Returns:
-        A descriptor to close when done; the system closes it, and so releases the lock, if the process dies.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-        OSError: the folder cannot be created.
+    Returns a descriptor to close when done; the system closes it if the process dies.
     """
     while True:
         make_folder(folder)

@@ -28,15 +28,7 @@ def now() -> str:
 
 
 def checked_name(name: str, what: str = "--name") -> str:
-    """Check the name of a run or a store, which becomes a folder's.
-
-    Args:
-        name: the name.
-        what: its description in messages.
-
-    Raises:
-        ConfigError: not every file system allows it as a folder's name, or it cannot be printed.
-    """
+    """The name of a run or a store, `what` in messages; ConfigError if it cannot be a folder's name everywhere."""
     # Unprintable characters have no UTF-8, or control the terminal.
     if name and name.isprintable() and not name.startswith(".") and "/" not in name \
             and len(name.encode()) <= NAME_BYTES:
@@ -48,14 +40,9 @@ def checked_name(name: str, what: str = "--name") -> str:
 
 @dataclass(frozen=True)
 class Shelf:
-    """The stores or the runs of a home: a folder of folders, each with a JSON marker file, see `Marker`.
+    """The stores or the runs of a home: folders in a folder, each with a JSON file `marker`, see `Marker`.
 
-    Args:
-        path: the folder that holds them.
-        noun: the name for one in messages.
-        marker: file name of the marker.
-        error: the error raised when one is missing or unreadable.
-        remedy: how to make one.
+    An entry that is missing or unreadable raises `error`; messages call it a `noun`, and name the `remedy`.
     """
 
     path: Path
@@ -76,14 +63,12 @@ class Shelf:
                            reverse=True))
 
     def unfinished(self) -> list[str]:
-        """The names of entries that were begun and not finished, newest first."""
+        """The names of unfinished entries, newest first."""
         return [name for name, marker in self.markers().items() if marker and not marker.complete]
 
     def unmarked(self) -> dict[str, str]:
-        """The folders that hold something but no marker, by name, each with a sentence on what to do about it.
-
-        Hidden files do not count, such as the lock of a starting command.
-        """
+        """The folders that hold something but no marker, by name, each with advice. Hidden files do not count, such as
+        the lock of a starting command."""
         folders = (path for path in self.path.glob("[!.]*") if path.is_dir() and not (path / self.marker).exists())
         return {path.name: f"{path} is no {self.noun}: expected {self.marker} in it, got none; {UNREADABLE}"
                 for path in sorted(folders) if any(path.glob("[!.]*"))}
@@ -106,12 +91,7 @@ class Shelf:
             return None
 
     def find(self, name: str | None) -> Path:
-        """The folder of an entry; without a name, of the newest complete one, else of the newest.
-
-        Raises:
-            SaeError: there is none of that name (the message names similar ones), or none at all; or its marker cannot
-                be read.
-        """
+        """The folder of an entry; without a name, of the newest complete one, else of the newest."""
         markers = self.markers()
         if name is not None and name not in markers:
             raise self.error(f"there is no {self.noun} named {name!r}; {self.instead_of(name)}")
@@ -124,7 +104,7 @@ class Shelf:
         return self.path / name
 
     def instead_of(self, name: str) -> str:
-        """In words, entries with a name similar to one that does not exist, else the newest, and how many more."""
+        """Entries with a name similar to one that does not exist, else the newest, in words."""
         names = self.names()
         if not names:
             return f"{self.path} holds none, {self.remedy}"

@@ -23,8 +23,8 @@ _came = False
 
 
 def watch() -> None:
-    """From here on Ctrl-C ends the process at once: an exception would leave libraries half loaded, and some turn it
-    into another. If Ctrl-C is ignored, as under `nohup`, it stays so."""
+    """From here on Ctrl-C ends the process at once: an exception would leave libraries half loaded. Stays ignored under
+    `nohup`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
         sys.unraisablehook = _pass_on
@@ -37,7 +37,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """From here on Ctrl-C does nothing, as the exit status is decided; Python would end the process by the signal."""
+    """From here on Ctrl-C does nothing, as the exit status is decided."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -49,7 +49,7 @@ def told(stop: BaseException) -> None:
 
 
 def came() -> bool:
-    """Whether Ctrl-C was pressed while the command ran, even if a library swallowed or changed the exception."""
+    """Whether Ctrl-C was pressed, even if a library swallowed or changed the exception."""
     return _came
 
 
@@ -66,9 +66,9 @@ def _interrupt(number: int, frame: "Any") -> None:
 
 
 def _pass_on(ignored: "Any") -> None:
-    """Interrupt the command again after a callback that swallowed the interrupt, which Python would only print."""
+    """Interrupt again after a callback that swallowed the interrupt."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
-        main = threading.main_thread().ident
+        main = threading.main_thread().ident or 0
         threading.Timer(0.01, lambda: signal.pthread_kill(main, signal.SIGINT)).start()  # wakes it if it waits
     else:
         sys.__unraisablehook__(ignored)

@@ -16,10 +16,7 @@ REFUSALS = ("out of memory", "can't allocate memory", "not enough memory", "cann
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means a failed allocation, mostly by its message.
-
-    Illegal accesses, such as CUDA's "an illegal memory access was encountered", do not count.
-    """
+    """Whether an error means a failed allocation, mostly by its message; illegal accesses do not count."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     words = str(error).lower()
@@ -51,10 +48,7 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def why_unreachable() -> str | None:
-    """Why the hub cannot be reached; None if nothing indicates that.
-
-    Fails at once without a network, where the hub's own client would retry for half a minute.
-    """
+    """Why the hub cannot be reached, at once; None if nothing indicates that."""
     import socket  # each of these is slow to import, and most commands do not need them
     import urllib.request
     from urllib.parse import urlsplit
@@ -74,8 +68,7 @@ def why_unreachable() -> str | None:
 
 
 def why_refused(repo: str, error: BaseException) -> str | None:
-    """Why the hub refuses a model repository that is gated, private or missing, and what to do; None for any other
-    error."""
+    """Why the hub refuses a gated, private or missing repository, and what to do; None for any other error."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 

@@ -1,8 +1,7 @@
 """Options, each declared once, and configurations made of them.
 
-A configuration subclasses `Config` and declares each field with `option(...)`, beside the code that it configures. The
-resulting `Option` is the only description of the field: `Config.__post_init__` checks values by it, `options/` makes a
-Typer parameter of it and checks the values of a TOML file by it, and help pages show it.
+A configuration subclasses `Config` and declares each field with `option(...)`. The resulting `Option` serves Python,
+TOML files, the command line and help pages.
 """
 
 import dataclasses
@@ -24,25 +23,18 @@ PAPER: dict[str, Any] = {"panel": "The paper's experiments", "advanced": True}  
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its name, type, allowed values and help.
+    """One option.
 
     Args:
-        help: one sentence for the help page, with the unit if any.
-        name: its Python name, such as d_sae.
         kinds: its types, out of `KINDS`.
         optional: whether it can be None, for a default that depends on something else.
-        default: its default value.
-        minimum: smallest value allowed.
-        above: value that must be exceeded.
-        maximum: largest value allowed.
-        below: value that must not be reached.
-        choices: the words allowed; if numbers are too, the words allowed beside them.
+        minimum, above, maximum, below: inclusive and exclusive bounds.
+        choices: the words allowed, with numbers or without.
         check: validates a word instead of `choices`; raises ValueError with a description of valid words.
-        metavar: how the help page writes the value.
         panel: its panel of the help page; None for its configuration's.
-        advanced: whether only `--help-all` shows it.
-        once: whether it takes one value even where other numbers may be repeated, for one result per value.
-        several: whether it may be given several times, in a file as a list.
+        advanced: shown by `--help-all` only.
+        once: not repeatable, where other numbers may be repeated for one result per value.
+        several: may be given several times, in a file as a list.
     """
 
     help: str
@@ -75,7 +67,7 @@ class Option:
         return " or ".join(words) + ", or a list of such" * self.several
 
     def admits(self, value: Any) -> bool:
-        """Whether a value, from a TOML file or Python, has an allowed type and is among the allowed words."""
+        """Whether a value has an allowed type and is among the allowed words."""
         if isinstance(value, list):
             return self.several and bool(value) and not any(isinstance(one, list) or not self.admits(one)
                                                             for one in value)
@@ -118,16 +110,7 @@ class Option:
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:
-    """Declare a configuration field.
-
-    Args:
-        default: the default value.
-        help: one sentence for the help page.
-        **rules: further fields of `Option`; name, types and default are taken from the dataclass field.
-
-    Returns:
-        A dataclass field that carries its `Option`.
-    """
+    """Declare a configuration field; `rules` are further fields of `Option`."""
     return field(default=default, metadata={"option": Option(help, **rules)})
 
 
@@ -146,7 +129,7 @@ def scalar_types(annotation: Any) -> tuple[type, ...]:
 
 @dataclass(frozen=True)
 class Config:
-    """Base of every configuration; see the module's docstring."""
+    """Base of every configuration."""
 
     panel: ClassVar[str] = "Options"
 
@@ -160,16 +143,20 @@ class Config:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """The configuration that `to_json` wrote; missing fields, as in older documents, take their defaults.
-        ConfigError for an unexpected field, or a value that is not allowed."""
+        """The configuration that `to_json` wrote; missing fields take their defaults, unexpected ones are refused."""
         if unexpected := sorted(document.keys() - options_of(cls).keys()):
             raise ConfigError(f"{cls.__name__} does not match: unexpected {unexpected}")
         return cls(**document)
 
 
-@functools.cache
 def options_of(config: type[Config]) -> dict[str, Option]:
     """The options that the fields of a configuration class declare, by name."""
+    found: Any = config
+    return _options_of(found)
+
+
+@functools.cache
+def _options_of(config: Any) -> dict[str, Option]:
     hints = typing.get_type_hints(config)
     found = {}
     for one in dataclasses.fields(config):
@@ -181,7 +168,7 @@ def options_of(config: type[Config]) -> dict[str, Option]:
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
-    """Values as lines of TOML, which writes strings, numbers and lists as JSON does; None is left out."""
+    """Values as lines of TOML; None is left out."""
     return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]
 
 
@@ -190,20 +177,12 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 def choose(table: Mapping[str, type[ConfigT]], selector: str, name: str,
            values: Mapping[str, Any], given: Set[str]) -> ConfigT:
-    """Build the configuration of a table's entry, refusing options that only other entries have.
+    """Build `table[name]` from the options given, refusing those that only other entries have.
 
     Args:
-        table: configuration class by name, e.g. the solvers.
         selector: option that selects from the table, e.g. "solver".
-        name: the entry selected.
         values: value by option name, for the options of all entries.
         given: the options that the user set, as opposed to left at their defaults.
-
-    Returns:
-        An instance of `table[name]`, with the given values and its own defaults for the others.
-
-    Raises:
-        ConfigError: the table has no such entry, or the user set an option that only other entries have.
     """
     if name not in table:
         raise unknown_choice(selector, name, table)

@@ -7,13 +7,7 @@ from .errors import flag_of
 
 
 class Ours(NamedTuple):
-    """The option here.
-
-    Args:
-        option: its name.
-        words: how its value differs, or what is different here; empty if nothing is.
-        command: the command that has it; empty for an option of `sae` itself.
-    """
+    """The option here, how its value differs, and the command that has it (empty: `sae` itself)."""
 
     option: str
     words: str = ""
@@ -70,15 +64,7 @@ OTHERS: dict[str, Ours] = {
 
 
 def in_place_of(name: str, options: Collection[str]) -> str:
-    """What takes the place of another tool's option.
-
-    Args:
-        name: the option, in Python's spelling.
-        options: the options of the command that it was given to, likewise.
-
-    Returns:
-        The remedy of a `ConfigError`; empty if the name is not known.
-    """
+    """Advice on another tool's option, given to a command with these options; empty if unknown."""
     ours = OTHERS.get(name) or (_LOG if name.startswith("wandb") else None)
     if ours is None:
         return ""

@@ -1,8 +1,8 @@
-"""Several processes that run one command, started by torchrun: the part of torch.distributed that is needed.
+"""Processes of one command, started by torchrun: the part of torch.distributed that is needed.
 
-A `Communicator` is passed to whatever reduces gradients, sums or measures; the default is `ALONE`, a world of size 1,
-whose operations return their arguments. All processes must make the same calls in the same order. Objects travel by
-gloo. When a process has ended, the calls of the others raise `PeerError`.
+A `Communicator` is passed to whatever reduces gradients, sums or measures; the operations of the default, `ALONE`,
+return their arguments. All processes must make the same calls in the same order. When a process has ended, the calls of
+the others raise `PeerError`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ _launcher: list[Any] = []  # the key-value store that torchrun keeps, once this 
 
 @dataclass(frozen=True)
 class Communicator:
-    """The processes of a command, seen from one of them.
-
-    Args:
-        rank: of this process, from 0.
-        world_size: number of processes.
-    """
+    """The processes of a command, seen from one of them."""
 
     rank: int = 0
     world_size: int = 1
@@ -75,7 +70,7 @@ class Communicator:
         return tensor
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All processes' rows, (n, ...), in order of rank, on rank 0; the others get back their own."""
+        """All processes' rows, (n, ...), by rank, on rank 0; the others get back their own."""
         if self.world_size == 1:
             return rows
         counts = self.all_gather_object(len(rows))
@@ -107,7 +102,7 @@ class Communicator:
         """Call `find` on rank 0 only, and return its value on every process."""
         if self.world_size == 1:
             return find()
-        values = [find() if self.is_main else None]
+        values: list[Any] = [find() if self.is_main else None]
         with _peers() as dist:
             dist.broadcast_object_list(values, 0)
         return values[0]
@@ -118,9 +113,12 @@ class Communicator:
 
     def main_first(self, find: Callable[[], Value]) -> Value:
         """Call `find` on every process, on rank 0 first: it caches checks that the others then need not make."""
-        value = find() if self.is_main else None
+        if not self.is_main:
+            self.barrier()
+            return find()
+        value = find()
         self.barrier()
-        return value if self.is_main else find()
+        return value
 
 
 ALONE = Communicator()
@@ -132,13 +130,7 @@ def communicator() -> Communicator:
 
 
 def join() -> None:
-    """Join the processes of this command; from then on SIGTERM, which torchrun sends when one has failed, raises
-    `PeerError`.
-
-    Raises:
-        ConfigError: this machine has fewer GPUs than processes.
-        PeerError: the others cannot be reached.
-    """
+    """Join the processes; then SIGTERM, which torchrun sends when one has failed, raises `PeerError`."""
     import torch
 
     signal.signal(signal.SIGTERM, _terminated)
@@ -164,8 +156,6 @@ def leave() -> None:
 
 def is_first_to_say(sentence: str, blames_another: bool) -> bool:
     """Whether no other process has printed this sentence; one that `blames_another` also yields to any other sentence.
-
-    If all fail alike, one process says so; if one fails, only it does, and not the others, which lose it.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sentence says why
     if not _launcher:

@@ -23,10 +23,7 @@ HELP = 'TOML file of options, each by its long name (dtype = "float32"); those o
 
 
 def config_parameter(options: Mapping[str, Option]) -> Parameter:
-    """The parameter `config` of a command with these options, by name.
-
-    It is parsed before all others, and its file's values become their defaults.
-    """
+    """The parameter `config`, parsed before all others: its file's values become their defaults."""
 
     def load(ctx: typer.Context, path: Path | None) -> Path | None:
         if path is not None and not ctx.resilient_parsing:
@@ -67,7 +64,6 @@ def read_config(path: Path, options: Mapping[str, Option], command: str) -> dict
 
 
 def _look_at(name: str, written: str, value: Any, options: Mapping[str, Option], command: str) -> None:
-    """Raise a ConfigError for an entry that is not an option, or has a value that the option does not take."""
     if isinstance(value, dict):
         raise ConfigError(f"expected lines such as d_sae = 512 outside of any table, got the table [{written}]; "
                           "leave its heading out")
@@ -81,7 +77,6 @@ def _look_at(name: str, written: str, value: Any, options: Mapping[str, Option],
 
 
 def _typed(value: Any) -> Any:
-    """A value in the form that the command line gives: bool for a flag, else str."""
     if isinstance(value, list):
         return [str(one) for one in value]
     return value if isinstance(value, bool) else str(value)
@@ -94,12 +89,12 @@ def naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
         yield
     except ConfigError as error:
         said = [line for name, given in ctx.params.items() if name in error.options and name in (ctx.default_map or ())
-                and ctx.get_parameter_source(name).name == "DEFAULT_MAP" for line in toml_lines({name: _alone(given)})]
+                and getattr(ctx.get_parameter_source(name), "name", "") == "DEFAULT_MAP"
+                for line in toml_lines({name: _alone(given)})]
         if not said:
             raise
         raise error.within(f"{path} says {' and '.join(said)}") from error
 
 
 def _alone(value: Any) -> Any:
-    """The value in a list of one; others unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value

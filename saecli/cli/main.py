@@ -84,7 +84,7 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the page of `--help`, or of `--help-all` if that is set."""
         if not ctx.params.get("help_all"):
-            for one in self.params:
+            for one in cast(Any, self.params):
                 one.hidden = one.name in self.advanced
             if self.advanced:
                 self.epilog = f"{ctx.command_path} --help-all shows {len(self.advanced)} more options."
@@ -113,7 +113,7 @@ def loaded(name: str) -> Command:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     app.command(name, cls=Command, help=escape("\n\n".join(paragraphs)))(function)
     command = cast(Command, typer.main.get_command(app))
-    for one in command.params:
+    for one in cast(Any, command.params):
         one.help = escape(one.help)  # square brackets are rich's markup
     command.advanced = getattr(function, "advanced", ())
     if command.advanced:
@@ -184,7 +184,7 @@ def _plainly(message: str) -> str:
 
 
 def _listed_only() -> None:
-    """A placeholder for a command in the list; `LazyGroup` runs the real one."""
+    """Stands for a command in the list."""
 
 
 for _name, _summary in COMMANDS.items():
@@ -244,7 +244,6 @@ def sentence_for(error: BaseException) -> str | None:
 
 
 def _out_of_memory(error: BaseException) -> str:
-    """The sentence for a refused allocation."""
     words = str(error)
     if isinstance(error, ImportError):
         return (f"out of memory: a library could not be loaded ({one_line(error)}); raise the limit on address space "
@@ -257,8 +256,7 @@ def _out_of_memory(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Run the command line, and end with its exit status; of several processes only rank 0 prints anything but errors.
-    """
+    """Run the command line, and end with its exit status; only rank 0 prints anything but errors."""
     errors = sys.stderr
     if rank() > 0 and not os.environ.get("SAE_DEBUG"):
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
@@ -300,12 +298,12 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """End with a status for a failure or an interrupt."""
     if world() == 1:
         sys.exit(status)
     # Tearing down the process group would wait for processes that have ended, or abort.
     for stream in (sys.__stdout__, sys.__stderr__):
-        stream.flush()
+        if stream is not None:
+            stream.flush()
     os._exit(status)
 
 

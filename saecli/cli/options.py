@@ -33,8 +33,7 @@ class Given:
     """The configuration options of one invocation.
 
     Args:
-        values: value by option name.
-        given: the options that the user set, as opposed to left at their defaults.
+        given: the options that the user set.
         varied: this combination's values of the options that the user set to several.
     """
 
@@ -43,11 +42,11 @@ class Given:
     varied: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, kind: type[ConfigT]) -> ConfigT:
-        """Build one configuration from the options that were set; the others keep its own defaults."""
+        """Build a configuration from the options that were set."""
         return kind(**{name: self.values[name] for name in options_of(kind).keys() & self.given})
 
     def else_given(self, values: Mapping[str, Any]) -> "Given":
-        """The same with these values of options that the user did not set, as if they had been set."""
+        """The same with these values for options that the user did not set."""
         return replace(self, values=dict(values) | {name: value for name, value in self.values.items()
                                                     if name in self.given or name not in values},
                        given=self.given | values.keys())
@@ -104,7 +103,6 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
 
 
 def parameter_of(option: Option) -> Parameter:
-    """The Typer parameter of an option."""
     default = option.default
     settings: dict[str, Any] = {"help": option.help, "rich_help_panel": option.panel, "metavar": option.metavar,
                                 "show_default": default is not None and default is not False}
@@ -114,7 +112,7 @@ def parameter_of(option: Option) -> Parameter:
                      "metavar": option.metavar or f"{'|'.join(option.choices)}|{numeric.__name__.upper()}"}
         kind: Any = str
     else:
-        kind = Literal.__getitem__(option.choices) if option.choices else option.kinds[0]
+        kind = Literal[option.choices] if option.choices else option.kinds[0]
     flag = flag_of(option.name)
     if kind is bool:
         flag += f"/{flag_of('no_' + option.name)}"  # so that the command line can undo a file's
@@ -141,7 +139,7 @@ def own_options(parameters: Mapping[str, Parameter]) -> dict[str, Option]:
 
 
 def _kind_of(annotation: Any) -> tuple[Any, tuple[str, ...], bool]:
-    """The type of a parameter's values, the words it is limited to, and whether it takes several."""
+    """Type of a parameter's values, its choices, and whether it takes several."""
     (kind,) = (one for one in scalar_types(annotation) if one is not types.NoneType)
     if several := get_origin(kind) is list:
         (kind,) = get_args(kind)
@@ -193,10 +191,10 @@ def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Giv
     return tuple(result)
 
 
-def is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether the user set an option, on the command line or in a file."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+def is_given(ctx: Any, name: str, source: str = "") -> bool:
+    """Whether the user set an option, on the command line or in a file; or by that source."""
+    found = ctx.get_parameter_source(name)
+    return found is not None and (found.name == source if source else found.name != "DEFAULT")
 
 
 def given(ctx: typer.Context, name: str) -> Any:
@@ -261,8 +259,8 @@ class Session:
 
 def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path | None = None,
           out: Path | None = None) -> Session:
-    """Begin a command, after its imports: from here on Ctrl-C is a KeyboardInterrupt. Checks that a picture, a table
-    and a folder, new or empty, can be written; ConfigError if not."""
+    """Begin a command, after its imports: from now on Ctrl-C is a KeyboardInterrupt. ConfigError if a path cannot be
+    written."""
     interrupts.begin()
     if plot is not None:
         from ..show.style import check_suffix  # matplotlib takes a second to import

@@ -11,8 +11,7 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, FormatError, StoreError, unknown_choice
 from ..base.home import Home
 from ..sae import formats
-from ..sae.batch import Batch
-from ..sae.dictionary import SAE
+from ..sae.dictionary import SAE, Batch
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
 from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Reconstruction

@@ -1,8 +1,7 @@
 """Sparse autoencoders: what they are, how well they do, and how they are stored.
 
-    batch.py        Batch: rows and their targets
     codes.py        Codes: an activation's output, dense or sparse, and every product with it
-    dictionary.py   the model: Dictionary, SAE, Coupled; its loss
+    dictionary.py   Batch; the model: Dictionary, SAE, Coupled; its loss
     activations/    relu to soft-topk, with parameters, gradients and penalties
     metrics.py      FVU, L0 and firing of latents, accumulated over batches
     formats/        files of SAEs, this tool's own and other libraries'

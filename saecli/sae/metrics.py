@@ -15,9 +15,8 @@ from torch import Tensor
 from ..base.devices import moved
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
-from .batch import Batch
 from .codes import Codes, Prefixes
-from .dictionary import Dictionary
+from .dictionary import Batch, Dictionary
 
 Watch = Callable[[Codes], None]
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger fraction of the rows counts as dense

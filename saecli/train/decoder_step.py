@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ..base.devices import moved
 from ..base.processes import Communicator
-from ..sae.batch import Batch
 from ..sae.codes import Codes
-from ..sae.dictionary import Coupled, Dictionary
+from ..sae.dictionary import Batch, Coupled, Dictionary
 from .ridge import (
     DecoderState,
     HeldRows,

@@ -18,8 +18,7 @@ from ..base.console import Step
 from ..base.devices import device_named
 from ..base.errors import RunError, TrainingError
 from ..base.processes import ALONE, Communicator
-from ..sae.batch import Batch
-from ..sae.dictionary import SAE
+from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstruction, reconstructions
 from ..store.rows import RowSource
 from .array_rows import HeldRows

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from ..base.processes import ALONE, Communicator
-from ..sae.batch import Batch
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE, Coupled
+from ..sae.dictionary import SAE, Batch, Coupled
 from .decoder_step import (
     DecoderPass,
     Observed,

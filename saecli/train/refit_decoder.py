@@ -23,9 +23,8 @@ from ..base.console import Listener
 from ..base.devices import carried, free_memory
 from ..base.errors import MachineError, RunError, TrainingError
 from ..base.processes import ALONE
-from ..sae.batch import Batch
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE
+from ..sae.dictionary import SAE, Batch
 from .decoder_step import DecoderPass, Observed, sampled_bytes
 from .ridge import DecoderState, System, Terms, choose_alpha, plan, solve
 from .rows import SUMMED_ROWS, RowSource

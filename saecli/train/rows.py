@@ -15,8 +15,7 @@ from torch import Tensor
 from ..base.devices import carried
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
-from ..sae.batch import Batch
-from ..sae.dictionary import SAE
+from ..sae.dictionary import SAE, Batch
 from ..store.rows import RowSource
 from ..store.statistics import Spread
 from ..store.stream import WHOLE, Part

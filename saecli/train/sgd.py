@@ -5,9 +5,8 @@ import math
 import torch
 
 from ..base.processes import ALONE, Communicator
-from ..sae.batch import Batch
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE, Coupled, Dictionary
+from ..sae.dictionary import SAE, Batch, Coupled, Dictionary
 from .options import Sgd
 from .solver import Solver
 from .task import StepReport, Task

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.devices import moved
-from ..sae.batch import Batch
+from ..sae.dictionary import Batch
 from .config import WIDEST
 
 

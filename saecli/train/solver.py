@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..base.devices import products_in
 from ..base.processes import ALONE, Communicator
-from ..sae.batch import Batch, mixed
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE, Dictionary
+from ..sae.dictionary import SAE, Batch, Dictionary, mixed
 from .decoder_step import Pass, directions_of_worst, revive
 from .optimizers import Adam
 from .options import REVIVAL_ROWS, WINDOW, SolverConfig

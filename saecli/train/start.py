@@ -18,8 +18,7 @@ from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
 from ..base.home import Home
 from ..sae.activations import Activation, JumpRelu, activation_to_json
-from ..sae.batch import Batch
-from ..sae.dictionary import SAE
+from ..sae.dictionary import SAE, Batch
 from ..sae.library import lasting_name, open_sae
 from ..store.rows import RowSource
 from .config import TrainingConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..sae.batch import Batch
+from ..sae.dictionary import Batch
 from .config import TrainingConfig
 
 

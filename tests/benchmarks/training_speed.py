@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from saecli.sae.activations import Activation, Relu, TopK
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.train.config import TrainingConfig
 from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.start import initial_sae

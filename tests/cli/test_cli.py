@@ -75,33 +75,6 @@ def test_python_m_saecli_is_sae():
     assert done.stdout == f"sae {__version__}\n"
 
 
-@pytest.mark.parametrize(("words", "status", "said"), [
-    (("--help",), 0, "sae train --solver pam-sgd --act relu"),
-    (("train", "--help"), 0, "--alpha"),
-    (("no-such",), 2, "No such command 'no-such'"),
-    (("train", "--no-such"), 2, "--no-such"),
-    (("train", "--data", "a", "--alpha", "many"), 2, "neither a number nor auto"),
-    (("train", "--act", "tanh"), 2, "Invalid value for '--act': 'tanh' is not one of"),
-    (("train", "--act", "reul"), 2, "'soft-topk'; did you mean relu?"),
-    (("extract", "--site", "resid-pre"), 2, "did you mean resid_pre?"),
-    (("train", "--d-sae", "x"), 2, "Invalid value for '--d-sae': expected a valid integer."),
-    (("extract", "--model", "a", "--model", "b"), 2, "--model is given twice: expected one value"),
-    (("train", "--model", "tiny-gemma2", "--layer", "1", "--layer=2"), 2, "--layer is given twice"),
-    (("--home", "a", "list"), 2, "--home is given twice"),
-    (("eval", "a", "--csv", "nowhere/a.csv"), 2, "cannot write nowhere/a.csv: there is no folder nowhere"),
-    (("train",), 1, "there is no activation store"),
-    (("eval",), 1, "there is no run"),
-    (("geometry",), 1, "there is no run"),
-    (("eval", "nowhere"), 1, "nowhere"),
-])
-def test_exit_status_and_one_message(sae: CommandLine, words: tuple, status: int, said: str):
-    done = sae(*words)
-    assert done.status == status
-    assert said in " ".join((done.out + done.err).replace("│", " ").split())
-    assert "Traceback" not in done.out + done.err
-    assert done.out == "" or status == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", *(pytest.param(one, marks=pytest.mark.long)
                                                  for one in ("ascii:strict", "utf-8", "latin-1"))])

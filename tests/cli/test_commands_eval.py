@@ -14,8 +14,7 @@ from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saecli.cli.main import loaded
-from saecli.measure.evaluate import LIKE_L0, unbeaten
+from saecli.measure.evaluate import unbeaten
 from saecli.sae.activations import JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
@@ -143,10 +142,6 @@ def test_of_runs_with_finite_errors_at_least_one_is_unbeaten(runs: list[tuple[fl
     assert any(unbeaten([of(*run) for run in runs]))
 
 
-def test_help_names_the_tolerance_in_l0() -> None:
-    assert f"at most {LIKE_L0:g} times its L0" in " ".join(loaded("eval").help.split())
-
-
 def test_runs_on_different_rows_are_pointed_out(sae: CommandLine) -> None:
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "a", random_sae(), split_seed=0)
@@ -178,22 +173,6 @@ def test_a_store_of_another_width_is_refused_with_both_widths(sae: CommandLine) 
     assert done.status == 2
     assert done.err.endswith("expected rows of 8 dimensions, got 9; name another store with --data\n")
     assert done.out == ""
-
-
-@pytest.mark.parametrize(("words", "told", "status"), [
-    (["nosuch"], "there are: run", 1), (["run", "--data", "nosuch"], "there are: rows", 1),
-    (["run", "--device", "toaster"], "--device must be cpu, cuda, cuda:N or auto, got 'toaster'", 2)])
-def test_what_is_missing_or_wrong_is_one_sentence(sae: CommandLine, words: list[str], told: str, status: int) -> None:
-    make_store(sae.home, "rows", some_rows())
-    make_run(sae.home, "run", random_sae())
-    done = sae("eval", *words)
-    assert done.status == status
-    assert told in done.err
-    assert len(done.err.splitlines()) == 1
-
-
-def test_an_unknown_split_is_wrong_usage(sae: CommandLine) -> None:
-    assert sae("eval", "--split", "half").status == 2
 
 
 def test_a_run_named_twice_is_measured_once(sae: CommandLine) -> None:

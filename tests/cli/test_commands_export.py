@@ -122,10 +122,3 @@ def test_a_folder_of_another_library_is_converted_without_a_run(sae: CommandLine
     done = sae("export", tmp_path / "saelens", "--to", "sparsify", "--out", tmp_path / "sparsify")
     assert done.status == 0
     assert load(tmp_path / "saelens").origin == {"model": "gpt2", "layer": 3, "site": "resid_post"}
-
-
-def test_options_that_do_nothing_and_libraries_unknown_are_refused(sae: CommandLine, tmp_path: Path) -> None:
-    make_run(sae.home, "run", random_sae())
-    done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "out", "--data", "rows")
-    assert (done.status, "leave it out" in done.err) == (2, True)
-    assert sae("export", "run", "--to", "onnx", "--out", tmp_path / "out").status == 2

@@ -235,27 +235,6 @@ def test_small_spaces_are_drawn_whole(sae: CommandLine, tmp_path: Path, d_in: in
     assert sae("geometry", "small", "--plot", tmp_path / "x.png").status == 0
 
 
-@pytest.mark.parametrize(("words", "sentence", "status"), [
-    (["--slice", "0,1,2"], "--slice does nothing without --plot; leave it out, or name a picture with --plot", 2),
-    (["--slice", "0,1", "--plot", "x.png"], "--slice must be pca or three row numbers like 0,5,9, got '0,1'", 2),
-    (["--slice", "0,1,9999", "--plot", "x.png"], "--slice names row 9999, but the split has", 2),
-    (["--slice", "1,1,2", "--plot", "x.png"], "the rows of --slice span no plane", 2),
-    (["--plot", "x.gif"], "cannot draw x.gif: a picture's name ends in .png, .pdf, .svg", 2),
-    (["--lambda", "-1"], "--lambda must be auto or a number that is at least 0, got '-1'", 2),
-    (["--lambda", "nan"], "--lambda must be auto or a number that is at least 0, got 'nan'", 2),
-    (["--radius", "0"], "--radius must be a number above 0, got 0", 2),
-    (["--radius", "inf"], "--radius must be a number above 0, got inf", 2),
-    (["no-such-run"], "there is no run and no folder named 'no-such-run'", 1)])
-def test_bad_input_gets_one_sentence(sae: CommandLine, words: list[str], sentence: str, tmp_path: Path,
-                                     monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    make_run(sae.home, "one", random_sae(TopK(3)))
-    monkeypatch.chdir(tmp_path)
-    done = sae("geometry", *words)
-    assert done.status == status
-    assert f"sae: {sentence}" in done.err
-    assert not list(tmp_path.glob("*.png"))
-
-
 def test_an_sae_of_another_tool_is_measured_on_the_newest_store(sae: CommandLine, tmp_path: Path) -> None:
     make_run(tmp_path, "elsewhere", SAE(**random_sae(TopK(3)).tensors(), activation=TopK(3)))
     (tmp_path / "runs" / "elsewhere" / "run.json").unlink()

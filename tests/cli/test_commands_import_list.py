@@ -153,22 +153,6 @@ def test_a_file_whose_name_no_store_can_have_is_imported_under_another(sae, tmp_
     assert sae("list", "--json").json["stores"][0]["source"]["file"] == "a\\udcff.npy"
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["nowhere.npy"], "there is no file nowhere.npy"),
-    (["digits", "--key", "x"], "leave out --key, --labels and --flatten"),
-    (["digits", "--name", "a/b"], "--name must be a plain folder name"),
-    (["digits", "--name", ""], "--name must be a plain folder name, of printable characters, "),
-    (["digits", "--shard-rows", "0"], "--shard-rows must be at least 1, got 0"),
-    (["digits", "--shard-rows", "4294967296"], "--shard-rows must be at most"),
-])
-def test_what_cannot_be_imported_is_refused_with_one_sentence(sae, words, said):
-    done = sae("import", *words)
-    assert done.status in (1, 2)
-    assert said in done.err
-    assert "Traceback" not in done.err
-    assert not done.out
-
-
 def test_list_shows_stores_and_runs_newest_first(sae):
     sae("import", "digits")
     sae("import", "digits", "--name", "half", "--dtype", "float16", "--shard-rows", "1000")
@@ -288,18 +272,6 @@ def test_three_rows_can_be_trained_on(sae, tmp_path):
     sae("import", tmp_path / "three.npy")
     done = sae("train", "--epochs", "1", "--d-sae", "8")
     assert done.status == 0, done.err
-
-
-@pytest.mark.parametrize("width", [60, 80, 100])
-def test_list_folds_no_name_and_no_state_on_a_narrow_terminal(sae, monkeypatch, width):
-    name = "rows-of-a-name-that-is-rather-long-1234"
-    sae("import", "digits", "--name", name)
-    make_run(sae.home, name, random_sae(), data=name, complete=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, to rich
-    monkeypatch.setenv("COLUMNS", str(width))
-    shown = sae("list").out
-    assert shown.count(name) >= 2
-    assert all(column in shown for column in ("complete", "unfinished", "1,797", "float32", "shards", "test_fvu"))
 
 
 def test_a_home_that_is_a_file_is_refused(sae):

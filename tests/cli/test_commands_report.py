@@ -262,27 +262,6 @@ def test_latents_that_never_fire_have_a_page_too(sae: CommandLine, tmp_path: Pat
     assert all(page["examples"] == page["counts"] == [] and page["neighbours"] for page in pages.values())
 
 
-@pytest.mark.parametrize(("words", "said", "status"), [
-    (("--latents", "3,20"), "names latent 20, but run has 20, counted from 0", 2),
-    (("--latents", "9-99999999999"), "names latent 99999999999", 2),
-    (("--latents", "5-3"), "must be all, or numbers and ranges", 2), (("--latents", ""), "must be all, or numbers", 2),
-    (("--latents", "1,,2"), "must be all, or numbers", 2), (("--latents", "-1"), "must be all, or numbers", 2),
-    (("--latents", "0", "--top", "3"), "cannot use both --latents and --top", 2),
-    (("--neuronpedia", "javascript:x"), "neuronpedia must be MODEL/SOURCE such as", 2),
-    (("--neuronpedia", "a/b/../c"), "got 'a/b/../c'", 2), (("--neuronpedia", ""), "must be MODEL/SOURCE", 2),
-    (("--data", "none"), "no activation store named 'none'", 1), (("--model", "/no/such"), "no/such", 1),
-    (("--model", "tiny-gemma2"), "expected a model of width 8, got 128", 2),
-])
-def test_what_cannot_work_is_refused_in_a_sentence_and_leaves_nothing(
-        sae: CommandLine, tmp_path: Path, model: str, words: tuple[str, ...], said: str, status: int):
-    make_text_run(sae.home, model)
-    done = sae("report", "run", "--out", tmp_path / "out", *words)
-    assert done.status == status
-    assert said in done.err
-    assert done.err.count("\n") == 1 or done.err.splitlines()[-1].startswith("sae: ")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_folder_in_use_is_refused_before_any_work_and_an_empty_one_taken(
         sae: CommandLine, tmp_path: Path, model: str):
     make_text_run(sae.home, model)

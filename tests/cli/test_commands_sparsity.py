@@ -74,8 +74,3 @@ def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLin
     sae("sparsity", "random", "graded", "--plot", tmp_path / "two.svg")
     assert sorted(path.name for path in tmp_path.glob("*.*")) == [
         "one-patterns.png", "one.png", "two-patterns-graded.svg", "two-patterns-random.svg", "two.svg"]
-
-
-def test_a_picture_of_no_known_kind_is_refused_before_the_work(sae: CommandLine, tmp_path: Path) -> None:
-    done = sae("sparsity", "one", "--plot", tmp_path / "picture.docx")
-    assert (done.status, "cannot draw" in done.err) == (2, True)

@@ -135,20 +135,6 @@ def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
     assert "mcc" not in saecli.evaluate("run", np.ones((5, D)) * np.arange(5)[:, None], home=sae.home)
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (["synthetic", "--key", "x"], "--key does nothing with synthetic; leave it out"),
-    (["digits", "--l0", "3"], "--l0 does nothing with digits; leave it out, or import synthetic"),
-    (["synthetic", "--features", "10", "--l0", "5"],
-     "--l0 must be at most 0.4 times --features, 4, got 5; lower --l0 or raise --features"),
-    (["synthetic", "--correlation", "1"], "--correlation must be below 1, got 1"),
-    (["synthetic", "--features", "1"], "--features must be at least 2, got 1"),
-])
-def test_options_that_cannot_work_are_refused_by_their_names(sae, words, sentence):
-    refused = sae("import", *words)
-    assert refused.status == 2 and sentence in refused.err
-    assert not (sae.home / "activations").exists()
-
-
 def test_import_synthetic_is_a_function_too_which_knows_its_options(sae):
     store = saecli.import_synthetic(features=G, d_in=D, l0=4, rows=100, dtype="bfloat16", home=sae.home)
     assert (store.name, store.rows, store.dtype, store.meta.world.features) == ("synthetic", 100, "bfloat16", G)

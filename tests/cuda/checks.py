@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from day import Day, Figures
-from device_cases import ACTS, SOLVERS, trained
+from solver_problems import ACTS, SOLVERS
+from solver_problems import trained_on as trained
 
 import saecli
 from saecli.sae.activations import Relu

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from day import Day, Figures
-from device_cases import trained
+from solver_problems import trained_on as trained
 from training_speed import SAELENS
 
 from saecli.base.devices import free_memory, multiplies_bf16, products_in
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.activations.selection import at
-from saecli.sae.batch import Batch
 from saecli.sae.codes import DenseCodes
+from saecli.sae.dictionary import Batch
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter

@@ -1,4 +1,4 @@
-"""`sae eval` against the evaluations of other libraries, each in an environment of its own; see `environments`."""
+"""`sae eval` against the evaluations of other libraries, each in an environment of its own; see `launching`."""
 
 import json
 import subprocess
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from environments import python_with
 from homes import CommandLine
+from launching import python_with
 
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model

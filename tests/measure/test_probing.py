@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from environments import python_with
 from homes import CommandLine, make_run, random_sae, steerable
+from launching import python_with
 from scipy.sparse import csr_matrix
 from scipy.stats import bootstrap
 from sklearn.linear_model import LogisticRegression

@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import PREFIXES, CommandLine, make_run, make_store, nested_rows, nested_sae, random_sae, some_rows
 from ridge_problems import least_squares, terms_of
-from test_prefixes import PREFIXES, nested_sae
-from test_prefixes import some_rows as nested_rows
 
 import saecli
 from saecli.base.console import Silent

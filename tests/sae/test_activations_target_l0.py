@@ -4,13 +4,12 @@
 import numpy as np
 import pytest
 import torch
-from tasks import task_of
+from solver_problems import task_of
 from torch import Tensor
 
 from saecli.sae.activations import JumpRelu
-from saecli.sae.batch import Batch
 from saecli.sae.codes import Codes, DenseCodes, SparseCodes
-from saecli.sae.dictionary import SAE
+from saecli.sae.dictionary import SAE, Batch
 from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
 from saecli.train.options import PamSgd, Sgd, SolverConfig

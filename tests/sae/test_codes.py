@@ -8,9 +8,8 @@ from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation, JumpRelu
 from saecli.sae.activations.selection import at, at_entries, where
-from saecli.sae.batch import Batch
 from saecli.sae.codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, joined
-from saecli.sae.dictionary import SAE, PreActivations
+from saecli.sae.dictionary import SAE, Batch, PreActivations
 
 B, D, F = 30, 7, 50
 BANDWIDTH = 0.5

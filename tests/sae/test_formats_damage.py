@@ -14,8 +14,8 @@ import numpy as np
 import published
 import pytest
 import torch
-from damage import damaged
 from homes import CommandLine, D, F, make_run, make_store, random_sae, sae_for, some_rows
+from storing import damaged
 
 from saecli.base.errors import FormatError
 from saecli.sae.formats import WRITABLE, load, save

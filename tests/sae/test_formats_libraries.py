@@ -1,4 +1,4 @@
-"""SAE formats against the real libraries, each in an environment of its own; `environments` says which.
+"""SAE formats against the real libraries, each in an environment of its own; `launching` says which.
 
     python -m venv /tmp/saelens && /tmp/saelens/bin/pip install sae-lens==6.54.12
     SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/sae/test_formats_libraries.py
@@ -15,8 +15,8 @@ import numpy as np
 import published
 import pytest
 import torch
-from environments import python_with
 from homes import CommandLine
+from launching import python_with
 from model_hub import WRITER, ModelHub, serving
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, ReluTopK

@@ -6,40 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_store
+from homes import PREFIXES, CommandLine, D, F, make_store, nested_rows, nested_sae
 from safetensors.torch import load_file
 
 import saecli
 from saecli.base.errors import FormatError
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.activations.selection import where
-from saecli.sae.batch import Batch
 from saecli.sae.codes import DenseCodes
-from saecli.sae.dictionary import SAE
+from saecli.sae.dictionary import Batch
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.show.measures import read_measures
-
-D, F, PREFIXES = 8, 20, (3, 8, 20)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def some_rows(rows: int, seed: int = 0) -> np.ndarray:
-    """Rows of a few directions at a time, far from zero, the first directions the largest."""
-    rng = np.random.default_rng(seed)
-    directions = np.random.default_rng(9).normal(size=(20, D)) * np.linspace(2, 0.5, 20)[:, None]
-    codes = rng.exponential(size=(rows, 20)) * (rng.random((rows, 20)) < 0.15)
-    return (codes @ directions + 3).astype(np.float32)
-
-
-def nested_sae(act: str) -> SAE:
-    kind = ACTIVATIONS[act]
-    activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
-    parameters = {name: torch.full_like(start.double(), 0.3) for name, start in activation.parameters(F).items()}
-    shapes = ((D, F), (F,), (F, D), (D,))
-    return SAE(*(normal(*shape, seed=seed) for seed, shape in enumerate(shapes)), activation, parameters, PREFIXES)
 
 
 @pytest.mark.parametrize("density", [0.05, 1.0])
@@ -80,12 +61,12 @@ def test_the_loss_is_the_mean_over_prefixes(act: str):
                                            ("relu", "batchtopk", "jumprelu", "soft-topk"))])
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 def test_nested_first_latents_reconstruct_better_than_plain_ones(solver: str, act: str):
-    rows = torch.from_numpy(some_rows(2000))
+    rows = torch.from_numpy(nested_rows(2000))
     options = {"solver": solver, "act": act, "d_sae": F, "epochs": 5, "device": "cpu"}
     options |= {"k": 3} if "k" in ACTIVATIONS[act].__dataclass_fields__ else {}
     nested, plain = saecli.fit(rows, prefixes="3,8", **options), saecli.fit(rows, **options)
     assert nested.prefixes == PREFIXES and plain.prefixes == ()
-    x = torch.from_numpy(some_rows(500, seed=1))
+    x = torch.from_numpy(nested_rows(500, seed=1))
     total = (x - x.mean(0)).square().sum()
     first, others = (sae.squared_errors(Batch.of(x), sae.codes(x), sae.W_dec)[0] / total if sae.prefixes else
                      (sae.decode(sae.encode(x) * (torch.arange(F) < 3)) - x).square().sum() / total
@@ -94,7 +75,7 @@ def test_nested_first_latents_reconstruct_better_than_plain_ones(solver: str, ac
 
 
 def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
-    rows = torch.from_numpy(some_rows(3000)).double()
+    rows = torch.from_numpy(nested_rows(3000)).double()
     sae = saecli.fit(rows, act="topk", k=3, d_sae=F, prefixes="3,8", epochs=2, alpha=1e-6, decoder="free",
                      dtype="float64", device="cpu")
     z = sae.codes(rows)
@@ -114,7 +95,7 @@ QUICK = ("--d-sae", "20", "--act", "topk", "--k", "3", "--epochs", "3", "--json"
 
 @pytest.mark.slow
 def test_auto_prefixes_repeat_from_the_configuration(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(2000))
+    make_store(sae.home, "rows", nested_rows(2000))
     done = sae("train", *QUICK, "--prefixes", "auto", "--name", "first")
     assert done.status == 0
     folder = Path(done.json["path"])
@@ -126,7 +107,7 @@ def test_auto_prefixes_repeat_from_the_configuration(sae: CommandLine):
 
 @pytest.mark.slow
 def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path: Path):
-    rows = some_rows(2000)
+    rows = nested_rows(2000)
     make_store(sae.home, "rows", rows)
     assert sae("train", *QUICK, "--prefixes", "3,8", "--name", "nested").status == 0
     assert sae("train", *QUICK, "--name", "plain").status == 0
@@ -155,7 +136,7 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
     (("--prefixes", "8,3"), "--prefixes must be auto, or numbers of latents with commas between, each larger than"),
     (("--prefixes", "0,3"), "each larger"), (("--prefixes", "3,x"), "--prefixes must be auto, or numbers")])
 def test_prefixes_that_cannot_be_are_refused(sae: CommandLine, words: tuple, said: str):
-    make_store(sae.home, "rows", some_rows(300))
+    make_store(sae.home, "rows", nested_rows(300))
     done = sae("train", *QUICK, *words)
     assert done.status in (1, 2) and said in done.err
 

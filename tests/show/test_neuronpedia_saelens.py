@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from environments import python_with
+from launching import python_with
 
 from saecli.show.report.overview import SITE, neuronpedia_url
 

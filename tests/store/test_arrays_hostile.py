@@ -17,9 +17,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from damage import damaged
 from homes import CommandLine
 from safetensors.numpy import save
+from storing import damaged
 
 from saecli.base.errors import FormatError
 from saecli.store.import_arrays import open_array

@@ -1,4 +1,4 @@
-"""Worlds and scores against SAELens' own, in an environment of its own; see `environments`."""
+"""Worlds and scores against SAELens' own, in an environment of its own; see `launching`."""
 
 import json
 import subprocess
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from environments import python_with
 from homes import CommandLine
+from launching import python_with
 from storing import collect, dense
 
 from saecli.store.reader import ActivationStore

@@ -13,8 +13,7 @@ from ridge_problems import problem, solved, system_of, terms_of
 import saecli
 from saecli.measure.hook_points import PlaceSums
 from saecli.sae.activations import Relu, TopK
-from saecli.sae.batch import Batch
-from saecli.sae.dictionary import SAE
+from saecli.sae.dictionary import SAE, Batch
 from saecli.store.joined import Joined
 from saecli.store.statistics import Spread
 from saecli.train.decoder_step import penalty_places

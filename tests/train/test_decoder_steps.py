@@ -6,21 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from grids import grid
 from solver_problems import (
     F,
     RowsInMemory,
+    grid,
     one_epoch,
     solve_decoder,
     sparse_mixture,
     started,
+    task_of,
     trained,
 )
-from tasks import task_of
 
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu, SoftTopK, TopK
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.train.array_rows import ArrayRows
 from saecli.train.config import TrainingConfig
 from saecli.train.options import RELEASED_BELOW, PamSgd

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from homes import CommandLine, assert_same_weights, make_run, make_store, random_sae, some_rows
-from test_prefixes import PREFIXES, nested_sae
+from homes import PREFIXES, CommandLine, assert_same_weights, make_run, make_store, nested_sae, random_sae, some_rows
 
 import saecli
 from saecli.sae.activations import ACTIVATIONS, AbsTopK, Activation, BatchTopK, JumpRelu, Relu, SoftTopK, Swish, TopK

@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from environments import python_with
 from homes import CommandLine, make_store, some_rows
+from launching import python_with
 
 import saecli
 from saecli.train.files import read_metrics

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 from homes import CommandLine, assert_same_weights, make_store, some_rows
-from tasks import task_of
+from solver_problems import task_of
 from torch import Tensor
 
 import saecli
 from saecli.base.devices import multiplies_bf16, products_in
 from saecli.sae.activations import Activation, Relu, TopK
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.train import plan
 from saecli.train.config import TrainingConfig
 from saecli.train.options import PamSgd, Sgd, SolverConfig

@@ -3,14 +3,11 @@
 import itertools
 
 import pytest
-import torch
-from torch.utils import backend_registration
-
-if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend") or torch.cuda.is_available():
-    pytest.skip("no device can be written in Python with this torch, or beside CUDA", allow_module_level=True)
-
 import simulated_gpu
-from device_cases import ACTS, ROWS, SOLVERS, trained
+import torch
+from simulated_gpu import dense  # noqa: F401
+from solver_problems import ACTS, ROWS, SOLVERS
+from solver_problems import trained_on as trained
 
 from saecli.measure.worlds import Alignment, FeatureScores
 from saecli.sae.metrics import firing, reconstruction
@@ -25,18 +22,6 @@ CASES = [case for case in itertools.product(SOLVERS, ACTS)  # soft-topk's small 
 QUICK = {(0, 3), (2, 5), (3, 0), (4, 3)}  # of solvers and activations, by number
 CASES = [case if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK else pytest.param(*case, marks=pytest.mark.long)
          for case in CASES]
-
-
-@pytest.fixture(autouse=True)
-def dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products as a device takes them, on the CPU too: then the results are the same to the bit."""
-    monkeypatch.setattr("saecli.sae.codes.few_entries", lambda mask, wait=False: None)
-    monkeypatch.setattr("saecli.sae.activations.selection.few_entries", lambda mask: None)
-
-    def dense_gradient(indices, values, shape, check_invariants):  # tensors of the device cannot be sparse
-        return values.new_zeros(shape).index_put_(tuple(indices), values)
-
-    monkeypatch.setattr(torch, "sparse_coo_tensor", dense_gradient)
 
 
 @pytest.mark.slow

@@ -6,23 +6,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated_gpu
 import torch
+from simulated_gpu import dense  # noqa: F401
+from solver_problems import trained_on as trained
+from storing import make_store
 
-simulated = pytest.importorskip("test_simulated_gpu")
-import simulated_gpu  # noqa: E402
-from device_cases import trained  # noqa: E402
-from test_held import rows_of  # noqa: E402
+import saecli
+from saecli.base import devices
+from saecli.sae.codes import DenseCodes, SparseCodes
+from saecli.store.codec import DTYPES
+from saecli.store.joined import Joined
+from saecli.train.array_rows import HeldRows
+from saecli.train.fit import planned
+from saecli.train.loop import Loop, Record, start_training
 
-import saecli  # noqa: E402
-from saecli.base import devices  # noqa: E402
-from saecli.sae.codes import DenseCodes, SparseCodes  # noqa: E402
-from saecli.store.codec import DTYPES  # noqa: E402
-from saecli.store.joined import Joined  # noqa: E402
-from saecli.train.array_rows import HeldRows  # noqa: E402
-from saecli.train.fit import planned  # noqa: E402
-from saecli.train.loop import Loop, Record, start_training  # noqa: E402
-
-dense = simulated.dense  # products as a device takes them
+simulated_gpu.register()
 GPU = simulated_gpu.NAME
 LAYERS = (1, 2)
 
@@ -180,11 +179,11 @@ def test_a_decoder_step_waits_a_few_times_whatever_its_rows(solve: str, act: str
 @pytest.mark.parametrize("density", [0.05, 0.5])
 def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()  # what keeps them dense
-    dense = torch.rand(20, 30, generator=torch.Generator().manual_seed(0))
-    dense *= dense < density
-    found = DenseCodes(dense.to(GPU)).compact()
+    codes = torch.rand(20, 30, generator=torch.Generator().manual_seed(0))
+    codes *= codes < density
+    found = DenseCodes(codes.to(GPU)).compact()
     assert isinstance(found, SparseCodes) == (density < 0.1)
-    assert torch.equal(found.dense().cpu(), dense)
+    assert torch.equal(found.dense().cpu(), codes)
 
 
 @pytest.mark.slow
@@ -194,7 +193,8 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
 def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool,
                                                monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("saecli.train.plan.MOST_TAKEN", 0.8 if kept else 0.0)
-    rows, saes = rows_of(tmp_path / "store", dtype), []
+    values = (np.random.default_rng(0).normal(size=(700, 5)) @ np.random.default_rng(1).normal(size=(5, 12)) + 1)
+    rows, saes = make_store(tmp_path / "store", values.astype(np.float32), dtype).split("train"), []
     for where in ("cpu", GPU):
         plan = planned(rows, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
         training = start_training(plan, Record())

@@ -8,7 +8,7 @@ from solver_problems import F, RowsInMemory, one_epoch, solve_decoder, sparse_mi
 from torch import Tensor
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.train import decoder_step
 from saecli.train.decoder_step import directions_of_worst, useful
 from saecli.train.options import MOST_INNER_STEPS, PamSgd, Sgd, SolverConfig

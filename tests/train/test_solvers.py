@@ -7,25 +7,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grids import grid
 from solver_problems import (
     EVERY_ACTIVATION,
     D,
     F,
     RowsInMemory,
     decoder_of,
+    grid,
     loss_of,
     one_epoch,
     solve_decoder,
     sparse_mixture,
     started,
+    task_of,
     trained,
 )
-from tasks import task_of
 from torch import Tensor
 
 from saecli.sae.activations import BatchTopK, Relu, Swish, TopK
-from saecli.sae.batch import Batch
+from saecli.sae.dictionary import Batch
 from saecli.sae.metrics import reconstruction
 from saecli.train.decoder_step import balance
 from saecli.train.optimizers import Adam

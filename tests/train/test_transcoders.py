@@ -10,8 +10,7 @@ from homes import CommandLine, linear_map, make_store, some_rows, targets_of, we
 import saecli
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import ACTIVATIONS, Relu
-from saecli.sae.batch import Batch
-from saecli.sae.dictionary import SAE
+from saecli.sae.dictionary import SAE, Batch
 from saecli.train.decoder_step import revive
 from saecli.train.rows import regressed
 from saecli.train.smoothing import Smoothing

@@ -12,7 +12,7 @@ import typer
 from ...base.documents import read_settings
 from ...base.home import Home
 from ...extract.options import TINY_GEMMA2
-from ..options import Json, start
+from ..options import Json, is_given, start
 
 ROWS = 20_000
 EPOCHS = 20
@@ -37,13 +37,14 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
     session = start(ctx, json)
     pictures = pictures or session.home.path / "demo"
     pictures.mkdir(parents=True, exist_ok=True)
-    store, *runs = free_names(session.home)
+    store, sgd, pam = free_names(session.home)
+    runs = (sgd, pam)
     measures = pictures / "measures.csv"
     root = ctx.find_root()
     home = ["--home", str(session.home.path)]
-    shown_home = home if root.get_parameter_source("home").name == "COMMANDLINE" else []
+    shown_home = home if is_given(root, "home", "COMMANDLINE") else []
     with redirect_stdout(sys.stderr if json else sys.stdout):
-        for number, (purpose, words) in enumerate(chain(store, *runs, pictures, measures), 1):
+        for number, (purpose, words) in enumerate(chain(store, sgd, pam, pictures, measures), 1):
             print(f"\n{number}. {purpose}\n$ sae {shlex.join([*shown_home, *words])}", flush=True)
             root.command.main([*home, *words], standalone_mode=False)
     results = {name: read_settings(session.home.runs.path / name / session.home.runs.marker)["result"] for name in runs}

@@ -1,6 +1,6 @@
 """`sae eval`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,7 +66,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
         check_comparable([(one.subject, one.sae) for one in everything])
     found = compare(everything, model=model, tokens=tokens_given, progress=console)
     ranked = sparsest_first(found)
-    document = {"runs": found, "unbeaten_means": meaning(found[0])}
+    document: dict[str, Any] = {"runs": found, "unbeaten_means": meaning(found[0])}
     tables = evaluation_tables(ranked, model)
     if stable:
         document["stability"] = stability(everything, match_threshold=match_threshold, progress=console)

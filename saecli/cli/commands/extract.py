@@ -13,7 +13,7 @@ from ..options import Device, Given, Json, configured, start
 Layers = Annotated[list[int] | None, typer.Option(
     "--layer", help="Block to read, from 0; can be given several times, for one store each.",
     show_default="the middle one, 12 of Gemma-2-2B's 26", rich_help_panel=ExtractConfig.panel)]
-Site = Enum("Site", [(site, site) for site in SITES], type=str)  # Typer takes no Literal several times
+Site = Enum("Site", [(site, site) for site in SITES], type=str)  # type: ignore[misc]  # names from a table
 Sites = Annotated[list[Site] | None, typer.Option(
     "--site", help="Hook point in the block: resid_post, its output (SAELens' blocks.L.hook_resid_post); resid_pre, "
                    "its input (hidden_states[L], as in the paper's code); mlp_in, the MLP's input after its norm; "

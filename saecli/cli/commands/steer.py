@@ -19,7 +19,7 @@ Model = Annotated[str | None, typer.Option("--model", help="Hub id or folder of 
                                            show_default="the one that the run's store came from")]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block that the SAE reads, from 0, if its file does not "
                                                            "say.")]
-Site = Enum("Site", [(site, site) for site in SITES], type=str)  # as in `sae extract`
+Site = Enum("Site", [(site, site) for site in SITES], type=str)  # type: ignore[misc]  # names from a table
 Sites = Annotated[Site | None, typer.Option("--site", help="Hook point in the block, if its file does not say.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Sampling temperature; 0: greedy.")]
