@@ -6,9 +6,9 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 DATASET = "some/texts"
@@ -16,7 +16,9 @@ COMMIT = "c0ffee" * 6 + "c0de"
 
 
 class Answering(http.server.BaseHTTPRequestHandler):
-    """Handles a request by one call of `answer`."""
+    """Handles requests by calls of `answer` and `json`, without a log."""
+
+    protocol_version = "HTTP/1.1"
 
     def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -26,44 +28,50 @@ class Answering(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
+    def json(self, document: Any, status: int = 200, **headers: str) -> None:
+        self.answer(status, json.dumps(document).encode(), {"Content-Type": "application/json", **headers})
+
     def log_message(self, *args: object) -> None:
         pass
 
 
-class FakeHub(http.server.ThreadingHTTPServer):
-    """Serves the files of a folder as the dataset `some/texts`.
+class Hub(http.server.ThreadingHTTPServer):
+    """A server on this machine."""
 
-    Args:
-        folder: the dataset's files.
-
-    Attributes:
-        failing_reads: the next requests for bytes of files that are answered with 503.
-        sent: bytes of each file that were sent.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.failing_reads = folder, 0
-        self.sent: Counter[str] = Counter()
+    def __init__(self, handler: type[Answering]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
 
     @property
     def address(self) -> str:
         """What to set HF_ENDPOINT to."""
         return f"http://127.0.0.1:{self.server_port}"
 
+    @contextmanager
+    def serving(self) -> Iterator[Self]:
+        """Serves until the context ends."""
+        with self:
+            threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+            yield self
+            self.shutdown()
 
-@contextmanager
-def serving(folder: Path) -> Iterator[FakeHub]:
+
+class FakeHub(Hub):
+    """Serves the files of a folder as the dataset `some/texts`; counts the bytes `sent` of each, and answers the next
+    `failing_reads` requests for bytes with 503."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(_Handler)
+        self.folder, self.failing_reads = folder, 0
+        self.sent: Counter[str] = Counter()
+
+
+def serving(folder: Path) -> AbstractContextManager[FakeHub]:
     """A hub that serves until the context ends."""
-    with FakeHub(folder) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        yield hub
-        hub.shutdown()
+    return FakeHub(folder).serving()
 
 
-class _Handler(Answering, http.server.BaseHTTPRequestHandler):
+class _Handler(Answering):
     server: FakeHub
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -71,11 +79,11 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
             return self._file(self.server.folder / match[1])
         api = f"/api/datasets/{DATASET}"
         if path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-            return self._json({"id": DATASET, "sha": COMMIT, "private": False, "gated": False, "disabled": False,
+            return self.json({"id": DATASET, "sha": COMMIT, "private": False, "gated": False, "disabled": False,
                                "tags": [], "downloads": 0, "likes": 0,
                                "siblings": [{"rfilename": entry["path"]} for entry in self._entries()]})
         if re.fullmatch(f"{api}/tree/[^/]+", path):
-            return self._json(self._entries())
+            return self.json(self._entries())
         return self._missing()
 
     def do_HEAD(self) -> None:
@@ -86,7 +94,7 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if re.fullmatch(f"/api/datasets/{DATASET}/paths-info/[^/]+", path):
             wanted = json.loads(body)["paths"]
-            return self._json([entry for entry in self._entries() if entry["path"] in wanted])
+            return self.json([entry for entry in self._entries() if entry["path"] in wanted])
         return self._missing()
 
     def _entries(self) -> list[dict[str, Any]]:
@@ -108,9 +116,6 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
                 return self.answer(503, b"busy", {})
             self.server.sent[path.name] += len(content)
         return self.answer(status, content, headers)
-
-    def _json(self, document: Any) -> None:
-        self.answer(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
 
     def _missing(self) -> None:
         code = "EntryNotFound" if DATASET in self.path else "RepoNotFound"

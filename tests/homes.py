@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,13 @@ def nested_sae(act: str) -> SAE:
     tensors = (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
                for seed, shape in enumerate(((D, F), (F,), (F, D), (D,))))
     return SAE(*tensors, activation, parameters, PREFIXES)
+
+
+def grid(*axes: Sequence[Any]) -> list[Any]:
+    """Every combination, for `pytest.mark.parametrize`: those that differ from the last entries in more than one axis
+    are slow, so that the default run has each entry once at least."""
+    def is_quick(combination: tuple) -> bool:
+        return sum(one is not axis[-1] for one, axis in zip(combination, axes, strict=True)) <= 1
+
+    return [pytest.param(*combination, marks=() if is_quick(combination) else pytest.mark.slow)
+            for combination in product(*axes)]

@@ -2,18 +2,15 @@
 
 import base64
 import hashlib
-import http.server
 import json
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
-from fake_hub import Answering
+from fake_hub import Answering, Hub
 
 WRITER, READER = "hf_writer-0123456789", "hf_reader-0123456789"  # tokens, and what they may do
 ROLES = {WRITER: "write", READER: "read"}
@@ -43,7 +40,7 @@ class Repo:
         return self.commits[self.head]
 
 
-class ModelHub(http.server.ThreadingHTTPServer):
+class ModelHub(Hub):
     """Serves and takes repositories of models.
 
     Attributes:
@@ -54,16 +51,11 @@ class ModelHub(http.server.ThreadingHTTPServer):
     """
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.asked: list[str] = []
         self.failing: list[int] = []
-
-    @property
-    def address(self) -> str:
-        """What to set HF_ENDPOINT to."""
-        return f"http://127.0.0.1:{self.server_port}"
 
     def add(self, name: str, files: dict[str, bytes], **settings: Any) -> Repo:
         """Makes a repository."""
@@ -77,30 +69,13 @@ class ModelHub(http.server.ThreadingHTTPServer):
                 if path.startswith("GET ") and "/resolve/" in path]
 
 
-@contextmanager
-def serving() -> Iterator[ModelHub]:
+def serving() -> AbstractContextManager[ModelHub]:
     """A hub that serves until the context ends."""
-    with ModelHub() as hub:
-        threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
-        yield hub
-        hub.shutdown()
+    return ModelHub().serving()
 
 
-class _Handler(Answering, http.server.BaseHTTPRequestHandler):
+class _Handler(Answering):
     server: ModelHub
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self._route()
-
-    def do_HEAD(self) -> None:
-        self._route()
-
-    def do_POST(self) -> None:
-        self._route()
-
-    def do_PUT(self) -> None:
-        self._route()
 
     def _route(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -116,6 +91,8 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
             if self.command in method and (match := re.fullmatch(pattern, path)):
                 return answer(self, *match.groups())
         return self._refuse(404, "", f"nothing at {path}")
+
+    do_GET = do_HEAD = do_POST = do_PUT = _route  # noqa: N815 (the server's names)
 
     def _repo(self, name: str, writing: bool = False) -> Repo | None:
         """The repository, or None where the request was refused."""
@@ -134,7 +111,7 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
         commit = repo.head if revision in (None, "main") else revision
         if commit not in repo.commits:
             return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return self._json({"id": name, "sha": commit, "private": repo.private, "gated": repo.gated and "manual",
+        return self.json({"id": name, "sha": commit, "private": repo.private, "gated": repo.gated and "manual",
                            "disabled": False, "tags": [], "downloads": 0, "likes": 0,
                            "siblings": [{"rfilename": file} for file in sorted(repo.commits[commit])]})
 
@@ -142,7 +119,7 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
         if (repo := self._repo(name)) is None:
             return None
         files = repo.commits[repo.head if revision == "main" else revision]
-        return self._json([{"type": "file", "path": file, "size": len(content), "oid": file}
+        return self.json([{"type": "file", "path": file, "size": len(content), "oid": file}
                            for file, content in sorted(files.items())])
 
     def _file(self, name: str, revision: str, file: str) -> None:
@@ -166,7 +143,7 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
     def _whoami(self) -> None:
         if self.role is None:
             return self._refuse(401, "", "Invalid username or password.")
-        return self._json({"type": "user", "name": "someone", "orgs": [],
+        return self.json({"type": "user", "name": "someone", "orgs": [],
                            "auth": {"type": "access_token", "accessToken": {"displayName": "t", "role": self.role}}})
 
     def _create(self) -> None:
@@ -175,21 +152,21 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
         if self.role != "write" or not name.startswith("someone/"):
             return self._refuse(403, "", f"You don't have the rights to create a model under the namespace of {name}")
         if name in self.server.repos:
-            return self._json({"error": "You already created this model repo",
+            return self.json({"error": "You already created this model repo",
                                "url": f"{self.server.address}/{name}"}, 409)
         self.server.add(name, {}, private=asked.get("private") or asked.get("visibility") == "private")
-        return self._json({"url": f"{self.server.address}/{name}", "name": name, "id": name})
+        return self.json({"url": f"{self.server.address}/{name}", "name": name, "id": name})
 
     def _validate(self) -> None:
         head = re.match(r"---\n(.*?)\n---\n", json.loads(self.body)["content"], re.DOTALL)
         sound = head is not None and isinstance(yaml.safe_load(head[1]), dict)
         message = [] if sound else [{"message": "metadata is not a mapping"}]
-        self._json({"errors": message, "warnings": []}, 200 if sound else 400)
+        self.json({"errors": message, "warnings": []}, 200 if sound else 400)
 
     def _preupload(self, name: str) -> None:
         if self._repo(name, writing=True) is None:
             return None
-        return self._json({"files": [{"path": file["path"], "shouldIgnore": False,
+        return self.json({"files": [{"path": file["path"], "shouldIgnore": False,
                                       "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular"}
                                      for file in json.loads(self.body)["files"]]})
 
@@ -197,7 +174,7 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
         if self._repo(name, writing=True) is None:
             return None
         wanted = json.loads(self.body)["objects"]
-        return self._json({"transfer": "basic", "objects": [
+        return self.json({"transfer": "basic", "objects": [
             thing | ({} if thing["oid"] in self.server.objects else
                      {"actions": {"upload": {"href": f"{self.server.address}/lfs/{thing['oid']}", "header": {}}}})
             for thing in wanted]})
@@ -223,15 +200,12 @@ class _Handler(Answering, http.server.BaseHTTPRequestHandler):
             elif what == "deletedFile":
                 del files[value["path"]]
         commit = repo.commit(files)
-        return self._json({"commitUrl": f"{self.server.address}/{name}/commit/{commit}", "commitOid": commit})
-
-    def _json(self, document: Any, status: int = 200) -> None:
-        self.answer(status, json.dumps(document).encode(), {"Content-Type": "application/json"})
+        return self.json({"commitUrl": f"{self.server.address}/{name}/commit/{commit}", "commitOid": commit})
 
     def _refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
         named = {"X-Error-Code": code} if code else {}
-        self.answer(status, json.dumps({"error": message}).encode(),
-                     {"Content-Type": "application/json", "X-Error-Message": message, **named, **(headers or {})})
+        self.json({"error": message}, status, **{"X-Error-Message": message}, **named, **(headers or {}))
+
 
 
 REPO = "([^/]+/[^/]+)"

@@ -1,13 +1,11 @@
 """Small problems for solvers in memory, and the training loop around them."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -124,16 +122,6 @@ def task_of(rows: int, steps: int, lr: float = 1e-2, sparsity: str = "none", wei
     settings = TrainingConfig(**{"batch_size": math.ceil(rows / batches), "sparsity": sparsity,
                                  "sparsity_weight": weight, "smoothing": 0.0} | training)
     return Task(settings, rows, steps, lr, Batch.of(torch.empty(0, 0) if sample is None else sample), memory=memory)
-
-
-def grid(*axes: Sequence[Any]) -> list[Any]:
-    """Every combination, for `pytest.mark.parametrize`: those that differ from the last entries in more than one axis
-    are slow, so that the default run has each entry once at least."""
-    def is_quick(combination: tuple) -> bool:
-        return sum(one is not axis[-1] for one, axis in zip(combination, axes, strict=True)) <= 1
-
-    return [pytest.param(*combination, marks=() if is_quick(combination) else pytest.mark.slow)
-            for combination in product(*axes)]
 
 
 _random = np.random.default_rng(0)

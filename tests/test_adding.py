@@ -135,7 +135,7 @@ def added(root: Path) -> dict[str, str]:
     write("sae/formats/npz.py", FORMAT)
     line("sae/formats/__init__.py", '    "native": ',
          '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ')
-    line("sae/formats/__init__.py", "    native,\n    qwen", "    native,\n    npz,\n    qwen")
+    line("sae/formats/__init__.py", "native, saelens", "native, npz, saelens")
     write("cli/commands/count.py", COMMAND)
     line("cli/main.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
     return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}

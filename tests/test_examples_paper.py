@@ -64,18 +64,6 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
     assert all((tmp_path / path).exists() for path in re.findall(r"\]\(([^)]*)\)", written))
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("--fast",), "there is no option --fast; see "), (("--out",), "--out needs a value"),
-    (("--seeds", "many"), "--seeds must be a whole number above 0, got many"),
-    (("--data", "x.npy"), "--data does nothing here; leave it out"),
-])
-def test_what_a_script_does_not_take_is_said_in_a_sentence(words: tuple, sentence: str, tmp_path: Path):
-    done = script("convergence", *words, home=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert sentence in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def shell(words: str, home: Path) -> subprocess.CompletedProcess[str]:
     """Some words of bash after common.sh."""
     return subprocess.run(["bash", "-c", f"section=test; . '{EXAMPLES}/common.sh' --out '{home}'; {words}"],
@@ -107,37 +95,30 @@ def test_the_scripts_name_every_preset_and_no_other():
     assert sorted(set(re.findall(r"--config ([\w.-]+)", scripts))) == PRESETS
 
 
-def test_where_every_run_is_finished_none_is_trained(tmp_path: Path):
+@pytest.mark.parametrize(("complete", "todo"), [("true", ""), ("false", "--resume --name base-topk-sgd-1-0\n")])
+def test_a_finished_run_is_left_alone_and_a_cut_one_resumed(complete: str, todo: str, tmp_path: Path):
     folder = tmp_path / "home" / "runs" / "base-topk-sgd-1-0"
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text('{"complete": true}')
-    done = shell("train base topk sgd 1 --solver sgd; trained", tmp_path)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.startswith("0 runs to train")
-
-
-def test_a_run_that_was_cut_short_is_gone_on_with(tmp_path: Path):
-    folder = tmp_path / "home" / "runs" / "base-topk-sgd-1-0"
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text('{"complete": false}')
+    (folder / "run.json").write_text(f'{{"complete": {complete}}}')
     done = shell("seeds=2; train base topk sgd 1 --solver sgd; cat $todo", tmp_path)
-    assert done.stdout == ("--resume --name base-topk-sgd-1-0\n"
-                           "--name base-topk-sgd-1-1 --seed 1 --solver sgd\n")
+    assert done.stdout == f"{todo}--name base-topk-sgd-1-1 --seed 1 --solver sgd\n"
+    done = shell("train base topk sgd 1 --solver sgd; cat $todo", tmp_path)
+    assert (done.returncode, done.stdout) == (0, todo)
 
 
-def test_a_folder_of_the_full_form_is_not_taken_for_the_quick_one(tmp_path: Path):
-    assert shell("true", tmp_path).returncode == 0
-    done = script("convergence", "--quick", "--out", str(tmp_path), home=tmp_path)
-    assert done.returncode == 2
-    assert "holds runs of another form, full, and not quick; give another --out" in done.stderr
-
-
-def test_images_that_cannot_be_read_are_named_in_a_sentence(tmp_path: Path):
+@pytest.mark.parametrize(("words", "status", "sentence"), [
+    (("convergence", "--fast"), 2, "there is no option --fast"), (("convergence", "--out"), 2, "--out needs a value"),
+    (("convergence", "--seeds", "many"), 2, "--seeds must be a whole number above 0, got many"),
+    (("convergence", "--data", "x.npy"), 2, "--data does nothing here; leave it out"),
+    (("convergence", "--quick", "--out", "full"), 2, "holds runs of another form, full"),
+    (("mnist", "--quick", "--data", "notes.txt", "--out", "out"), 1, "notes.txt"),
+])
+def test_what_a_script_cannot_do_is_said_in_a_sentence(words: tuple, status: int, sentence: str, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("no image")
-    done = script("mnist", "--quick", "--data", "notes.txt", "--out", "out", home=tmp_path)
-    assert done.returncode == 1
-    assert "notes.txt" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert shell("true", tmp_path / "full").returncode == 0
+    done = script(*words, home=tmp_path)
+    assert done.returncode == status
+    assert sentence in done.stderr and "Traceback" not in done.stderr
 
 
 def test_without_the_tool_a_script_says_so(tmp_path: Path):

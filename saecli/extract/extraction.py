@@ -26,10 +26,9 @@ from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, hash_request, rows_per_shard
 from ..store.writer import Admission, StoreWriter, other_number
 from .forward import COLUMNS, Forward, batch_tokens, fill
-from .hook_points import SITES, HookPoint
-from .options import DEFAULT_CONTEXT, SHARD_ROWS, ExtractConfig
+from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint
 from .texts import Document, TextSource
-from .windows import START, Block, Cursor, Windows, in_blocks, look_ahead
+from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 # Options that determine the rows, besides model, text, layer and site; batch size and device do not.
 DECIDING = ("rows", "min_tokens", "context", "packed", "positions", "dtype", "model_dtype", "shard_rows")
 COUNTED = 4096  # documents between two all_gathers of their row counts
+LEAST_AHEAD = 1 << 12  # tokens per block
+WORK_AHEAD = 1 << 42  # for larger models, parameters times tokens per block: about a minute on two cores
 
 
 @overload
@@ -120,25 +121,21 @@ def settled(config: ExtractConfig, given: Set[str], where: torch.device,
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """A requested store: its hook point, its folder, and the entries of `store.json` that determine its rows."""
+    """A requested store; `hash` identifies a finished store of the same rows."""
 
     point: HookPoint
     folder: Path
-    source: dict[str, Any]
+    source: dict[str, Any]  # the entries of `store.json` that determine its rows
 
     @property
     def hash(self) -> str:
-        """Identifies a finished store of the same rows."""
         return hash_request(self.source)
 
 
 def store_requests(config: ExtractConfig, model: "ModelSource", text: TextSource, layers: Sequence[int],
                    sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
-    """The requested stores: every site of every layer, all of the same tokens.
-
-    A row that one store drops is dropped from all: each store's `source` lists the other hook points, as `beside`, and
-    derived names end in one hash, of the whole request.
-    """
+    """The requested stores: every site of every layer, all of the same tokens. Since a row that one store drops is
+    dropped from all, each `source` lists the other hook points, as `beside`; derived names end in one hash."""
     for layer in layers:
         model.check_layer(layer)
     points = [HookPoint(*pair) for pair in product(dict.fromkeys(layers), dict.fromkeys(sites))]
@@ -168,16 +165,11 @@ class Quota(NamedTuple):
     world_size: int
     rows: int
 
-    def documents(self, documents: Iterable[Document]) -> Iterator[Document]:
-        return (document for document in documents if document.number % self.world_size == self.rank)
-
 
 def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, processes: Communicator,
                  show: Callable[[float], None], counted: int = COUNTED) -> list[int]:
-    """Rows per rank, so that together they store the rows that one process would, without communicating meanwhile.
-
-    Each rank tokenizes its own documents; counts are all-gathered every `counted` documents.
-    """
+    """Rows per rank, so that together they store the rows that one process would, without communicating meanwhile. Each
+    rank tokenizes its own documents; counts are all-gathered every `counted` documents."""
     world_size, waiting = processes.world_size, iter(documents)
     found, left = [0] * world_size, rows
     while some := list(islice(waiting, counted)):
@@ -200,7 +192,8 @@ class Extraction:
         self.config, self.model, self.text, self.listener = config, model, text, listener
         self.windows = partial(Windows, model.tokenizer, config.window, config.positions, config.packed,
                                config.min_tokens)
-        self.block_rows = look_ahead(model.size)
+        fitting = min(max(WORK_AHEAD // model.size, LEAST_AHEAD), LOOK_AHEAD)  # a kill loses the current block
+        self.block_rows = 1 << (fitting.bit_length() - 1)
 
     def forward(self, points: Sequence[HookPoint]) -> Forward:
         tokens = batch_tokens(self.model, self.config.batch_size, self.config.window, points, self.block_rows)
@@ -220,16 +213,15 @@ class Extraction:
             for request, width in zip(requests, widths, strict=True)}
 
     def blocks(self, quota: Quota, cursor: Cursor = START) -> Generator[Block, None, None]:
-        """The blocks of a rank's documents from a cursor on."""
         def documents_from(begin: Cursor) -> Iterator[Document]:
-            return quota.documents(self.text.documents(begin.document, begin.mark, self.listener.note))
+            documents = self.text.documents(begin.document, begin.mark, self.listener.note)
+            return (document for document in documents if document.number % quota.world_size == quota.rank)
 
         return in_blocks(documents_from, self.windows(), quota.rows, cursor, self.block_rows)
 
 
 def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], processes: Communicator) -> set[HookPoint]:
-    """Write the unfinished stores; returns the hook points of the finished. Ranks write their own, which rank 0 joins.
-    """
+    """Write the unfinished stores, a part by each rank, which rank 0 joins; returns the finished ones' hook points."""
     metas, world_size = extraction.metas(requests), processes.world_size
     finished = processes.broadcast_object(lambda: {
         request.point: store.meta for request in requests
@@ -264,7 +256,7 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], proce
 
 def _own_parts(extraction: Extraction, missing: Sequence[StoreRequest], metas: dict[HookPoint, StoreMeta],
                joint: Sequence[RankedStore], processes: Communicator) -> tuple[Quota, dict[HookPoint, Path]]:
-    """This rank's quota, and the folders of its own stores; `metas` become those that rank 0 began."""
+    """This rank's quota and folders; `metas` become those that rank 0 began."""
     if processes.broadcast_object(lambda: any(not (store.meta.ranks or store.meta.complete) for store in joint)):
         with extraction.listener.progress("counting", extraction.config.rows, "rows") as show:
             rows = rows_by_rank(extraction.text.documents(), extraction.windows(), extraction.config.rows, processes,
@@ -324,8 +316,7 @@ def _progress(extraction: Extraction, requests: Sequence[StoreRequest], writers:
 
 
 def _check_same_rows(stores: Sequence[ActivationStore]) -> None:
-    """Raise a StoreError if shards of different stores end at different tokens: resumed with other batches, a row whose
-    norm is within rounding of the limit may be dropped from one."""
+    """Resumed with other batches, a row whose norm is within rounding of the limit may be dropped from one store."""
     for store in stores[1:]:
         found, expected = ([shard.resume.position for shard in one.meta.shards] for one in (store, stores[0]))
         if found != expected:

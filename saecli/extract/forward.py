@@ -1,8 +1,7 @@
 """Running blocks through the model, and filling stores with their activations in one pass over the text.
 
-The stores of one pass hold the same tokens, row for row: a row that one drops is dropped from all. So every block is
-read at all hook points, also where a store has its rows already: stores interrupted at different shards get the same
-blocks again, each from its own cursor on.
+A row that one store of a pass drops is dropped from all. So every block is read at all hook points, also where a store
+has its rows already: stores interrupted at different shards get the same blocks again, each from its own cursor on.
 """
 
 import queue
@@ -20,7 +19,7 @@ from ..base.devices import moved
 from ..base.errors import ModelError, StoreError
 from ..base.machine import is_out_of_memory
 from ..store.writer import Admission, StoreWriter, jointly
-from .hook_points import HookPoint
+from .options import HookPoint
 from .windows import LOOK_AHEAD, Batch, Block, Cursor
 
 if TYPE_CHECKING:
@@ -44,11 +43,8 @@ class Found(NamedTuple):
 
 
 class Forward:
-    """Runs blocks in batches of windows of similar length, halved if they do not fit in memory.
-
-    A batch has at most `tokens` tokens, including padding; a longer window is a batch of its own. `note` is called with
-    a message when batches are halved.
-    """
+    """Runs blocks in batches of windows of similar length, of at most `tokens` tokens, including padding; a longer
+    window is a batch of its own. Batches that do not fit in memory are halved, with a `note`."""
 
     def __init__(self, model: "LanguageModel", dtype: str, tokens: int, note: Callable[[str], None]) -> None:
         # bfloat16 halves the copy from the device. float16 would overflow, and lose the norms of rows dropped for it.
@@ -56,13 +52,13 @@ class Forward:
         self._model, self._dtype, self._tokens, self._note = model, encoding, tokens, note
 
     def __call__(self, block: Block, points: Sequence[HookPoint], show: Callable[[int, int], None]) -> list[Found]:
-        """A block's activations at hook points; `show` is called after each batch with its numbers of tokens and rows.
-        """
+        """A block's activations; `show` is called after each batch with its numbers of tokens and rows."""
         found: list[tuple[Tensor, Tensor]] = []
-        order = block.by_length()
-        done = 0
+        order, done = np.argsort(-block.lengths, kind="stable"), 0  # longest first: a lack of memory shows at once
         while done < len(order):
-            windows = order[done : done + self._like(block.lengths[order[done:]])]
+            lengths = block.lengths[order[done:]]
+            alike = np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right")
+            windows = order[done : done + max(1, min(alike, self._tokens // lengths[0]))]
             batch = block.batch(windows)
             try:
                 parts = self._read(batch, points)
@@ -93,11 +89,6 @@ class Forward:
 
         return self._model.read(batch.token_ids, batch.mask, points, take)
 
-    def _like(self, lengths: np.ndarray) -> int:
-        """The number of windows in the next batch, given all their lengths in descending order."""
-        alike = np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right")
-        return int(max(1, min(alike, self._tokens // lengths[0])))
-
     def _halve(self, windows: int, longest: int) -> None:
         if windows == 1:
             raise ModelError(f"a window of {longest:,} tokens does not fit in the memory of {self._model.device}; "
@@ -111,10 +102,8 @@ class Forward:
 
 def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, points: Sequence[HookPoint],
                  ahead: int = LOOK_AHEAD) -> int:
-    """Tokens per batch: `batch_size` windows of `context` tokens.
-
-    `auto` is what fits in a CUDA device's free memory, at most the `ahead` tokens of a block; elsewhere a fixed number.
-    """
+    """Tokens per batch, of `batch_size` windows of `context` tokens; `auto` is what fits in a GPU's free memory, at
+    most the `ahead` tokens of a block, and on a CPU a fixed number."""
     if batch_size != "auto":
         return int(batch_size) * context
     if model.device.type != "cuda":
@@ -132,10 +121,8 @@ def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, po
 
 
 def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEAD) -> int:
-    """Tokens per batch, given the free bytes and the bytes that each window adds to a forward pass.
-
-    A power of two of windows: slightly more or less memory then changes no batch.
-    """
+    """Tokens per batch, given the free bytes and the bytes that each window adds to a forward pass: a power of two of
+    windows, so that slightly more or less memory changes no batch."""
     fitting = min(int(USED * free) // window, ahead // context)
     return (1 << max(0, fitting.bit_length() - 1)) * context
 
@@ -159,8 +146,7 @@ def _on_host(rows: Tensor) -> np.ndarray:
 class Ahead(Generic[Item]):
     """Runs a generator in a thread, up to `count` items ahead of its consumer, which gets its errors.
 
-    A context manager; leaving it stops the thread at the next item, waiting at most `patience` seconds, since the
-    generator may be waiting for the network.
+    Leaving the context stops the thread at the next item, and waits for that at most `patience` seconds.
     """
 
     def __init__(self, items: Generator[Item, None, None], count: int = 1, patience: float = 1.0) -> None:
@@ -221,15 +207,8 @@ def demand_some(stored: int, dtype: str, offered: int, points: int) -> None:
 def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor], Generator[Block, None, None]],
          forward: Forward, rows: int, show: Callable[[int, int], None],
          others: Mapping[HookPoint, Admission] | None = None) -> None:
-    """Fill stores until each has `rows` rows or the text ends, and finish them.
-
-    The next block is prepared, and the last one stored, while the model runs.
-
-    Args:
-        blocks_from: the blocks from a cursor on.
-        show: called after each batch with its numbers of tokens and rows.
-        others: hook points of finished stores of the same rows, which decide with the others which rows are dropped.
-    """
+    """Fill stores until each has `rows` rows or the text ends, and finish them; the next block is prepared, and the
+    last one stored, while the model runs. `others`: finished stores, which also decide which rows are dropped."""
     if not writers:
         return
     admissions = {point: writer.admission for point, writer in writers.items()} | dict(others or {})

@@ -16,25 +16,22 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, modelin
 from transformers.utils import logging
 
 from ..base.devices import moved
-from ..base.errors import ModelError, SaeError, one_line
+from ..base.errors import ConfigError, ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
-from .hook_points import HookPoint, intercepted
 from .model_source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
+from .options import HookPoint
 
 Taken = TypeVar("Taken")
 
 
 class LanguageModel:
-    """A loaded language model and its tokenizer.
+    """A loaded language model of `size` parameters, including blocks that are not loaded, and its tokenizer.
 
     Args:
         head: load the unembedding too, for `logits`.
-        dtype: precision of weights and forward pass; see `ModelSource.dtype_on`.
+        dtype: see `ModelSource.dtype_on`.
         weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
         last: the last layer to load, where that is safe; None for all.
-
-    Attributes:
-        size: number of parameters, including blocks that are not loaded.
     """
 
     def __init__(self, source: ModelSource, device: torch.device, head: bool = False, dtype: str = "auto",
@@ -72,7 +69,6 @@ class LanguageModel:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids with an embedding."""
         return self.model.get_input_embeddings().weight.shape[0]
 
     def check_tokens(self, token_ids: Tensor) -> None:
@@ -83,20 +79,13 @@ class LanguageModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the weights."""
         return next(self.model.parameters()).dtype
 
     @torch.no_grad()
     def read(self, token_ids: Tensor, mask: Tensor, points: Sequence[HookPoint],
              take: Callable[[Tensor], Taken]) -> list[Taken]:
-        """The activations at distinct hook points, mapped by `take`; the forward pass stops at the last one.
-
-        Args:
-            token_ids: (B, T), int64.
-            mask: 1 at tokens, 0 at padding, (B, T).
-            take: maps activations, (B, T, D) in the model's dtype and on its device; it must copy, for a model may then
-                add to them in place.
-        """
+        """The activations, (B, T, D), at distinct hook points, mapped by `take`, which must copy: a model may then add
+        to them in place. `token_ids`, int64, and `mask`, 0 at padding, are (B, T). The pass stops at the last point."""
         self.check_tokens(token_ids)
         found: dict[HookPoint, Taken] = {}
 
@@ -141,7 +130,7 @@ class LanguageModel:
                              f"another model") from error
 
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """See `hook_points.intercepted`."""
+        """`intercepted` at a site of one of its blocks."""
         return intercepted(self.blocks[layer], site, replace)
 
 
@@ -150,7 +139,6 @@ class _Reached(Exception):  # noqa: N818 - not an error
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """A model's tokenizer."""
     try:
         found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
     except UNLOADABLE as error:
@@ -194,10 +182,8 @@ class Outline:
         return any(id(self._whole.get_parameter(name)) in own for name in shared)
 
     def _needed(self) -> set[str]:
-        """Names of the parameters up to the last block's, or with a head of all.
-
-        A checkpoint saved for another task may lack modules after the blocks, such as BERT's pooler.
-        """
+        """Names of the parameters up to the last block's, or with a head of all: a checkpoint saved for another task
+        may lack modules after the blocks, such as BERT's pooler."""
         names = [name for name, _ in self._whole.named_parameters()]
         if self._whole.get_output_embeddings() is not None:
             return set(names)
@@ -225,10 +211,8 @@ def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Modul
 
 @contextmanager
 def _unmapped() -> Iterator[None]:
-    """While open, the library reads checkpoints tensor by tensor, where the installed safetensors can.
-
-    Mapped, the pages of all tensors read so far would stay in memory.
-    """
+    """While open, the library reads checkpoints tensor by tensor, if the installed safetensors can: mapped, the pages
+    of all tensors read so far would stay in memory."""
     def opened(*args: Any, **kwargs: Any) -> Any:
         return safe_open(*args, **kwargs | {"backend": "pread"})
 
@@ -240,3 +224,43 @@ def _unmapped() -> Iterator[None]:
         yield
     finally:
         vars(modeling_utils)["safe_open"] = safe_open
+
+
+def _module_at(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
+    """The module whose output (or input, where the flag is set) is the site.
+
+    Gemma-2 and its successors normalise the outputs of attention and MLP before adding them: the norms' are the sites.
+    """
+    is_input = site in ("resid_pre", "mlp_in")
+    if site in ("resid_pre", "resid_post"):
+        return block, is_input
+    mlp = ("mlp", "feed_forward", "ffn")  # in various architectures
+    names = {"mlp_in": mlp, "mlp_out": mlp, "attn_out": ("self_attn", "attention", "attn", "self_attention")}[site]
+    if site != "mlp_in" and hasattr(block, "post_feedforward_layernorm"):
+        names = ("post_feedforward_layernorm" if site == "mlp_out" else "post_attention_layernorm",)
+    for name in names:
+        if hasattr(block, name):
+            return getattr(block, name), is_input
+    raise ConfigError(f"--site {site} is unknown in {type(block).__name__}, which has no part named "
+                      f"{' or '.join(names)}; use resid_post or resid_pre", option="site")
+
+
+@contextmanager
+def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While open, forward passes replace the activations, (B, T, D), at a site of a block by `replace(activations)`."""
+    module, is_input = _module_at(block, site)
+
+    def on_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (replace(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": replace(kwargs["hidden_states"])}
+
+    def on_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return (replace(output[0]), *output[1:]) if isinstance(output, tuple) else replace(output)
+
+    handle = (module.register_forward_pre_hook(on_input, with_kwargs=True) if is_input
+              else module.register_forward_hook(on_output))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -54,11 +54,8 @@ class ModelSource:
         return (self.layers - 1) // 2
 
     def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
-        """The precision of a forward pass on a device.
-
-        `auto` is float32 on a CPU, where half precision is slow and rarely native; elsewhere the checkpoint's own, or
-        float32 if that is none of `MODEL_DTYPES`.
-        """
+        """The precision of a forward pass; `auto` is float32 on a CPU, where half precision is slow and rarely native,
+        elsewhere the checkpoint's own, or float32 if that is none of `MODEL_DTYPES`."""
         if wanted != "auto":
             return wanted
         named = next((str(found).removeprefix("torch.") for config in (self.config.get_text_config(), self.config)
@@ -66,12 +63,10 @@ class ModelSource:
         return named if device.type != "cpu" and named in MODEL_DTYPES else "float32"
 
     def check_layer(self, layer: int) -> None:
-        """Raise a ConfigError for a layer that the model does not have."""
         if not 0 <= layer < self.layers:
             raise ConfigError(f"{self.name} has layers 0 to {self.layers - 1}, got --layer {layer}")
 
     def check_context(self, context: int) -> None:
-        """Raise a ConfigError for windows of more tokens than the model has positions."""
         if self.positions is not None and context > self.positions:
             raise ConfigError(f"{self.name} takes windows of at most {self.positions:,} tokens, got --context "
                               f"{context:,}; lower it")

@@ -1,9 +1,9 @@
-"""The options of an extraction, and names of models. Imports neither NumPy nor torch, so that help pages are fast."""
+"""The options of an extraction; names of models and of sites. Imports neither NumPy nor torch: help pages are fast."""
 
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ..base.errors import ConfigError, flag_of
 from ..base.options import Config, option
@@ -12,11 +12,26 @@ from .texts import LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
 
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
+SITES = ("resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out")
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
 SHARD_ROWS = 32_768  # most rows per shard by default
 MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
+
+
+class HookPoint(NamedTuple):
+    """A site of a block: `layer` from 0, `site` one of `SITES`.
+
+        resid_pre     the block's input: `hidden_states[layer]`, which the paper's code takes
+        resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
+        attn_out      attention's addition to the residual stream
+        mlp_in        the MLP's input, after its norm
+        mlp_out       the MLP's addition to the residual stream
+    """
+
+    layer: int
+    site: str
 
 
 @dataclass(frozen=True)

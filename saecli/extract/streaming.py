@@ -27,20 +27,15 @@ Blocks = Callable[[Callable[[int, int], None]], Generator[tuple[np.ndarray, np.n
 class Streamed:
     """One hook point of a model, in place of the stores that a run names.
 
-    Args:
-        request: the store that `sae extract` makes of the same options.
-        meta: its `store.json`.
-        given: the options of `sae train` that determine the rows.
-        blocks: yields per block the rows in the storage dtype, (R, D), and the numbers of their documents, (R,). Its
-            argument is called after each batch of the model with its numbers of tokens and rows.
-        block_rows: rows per block, about.
+    `blocks` yields per block the rows in the storage dtype, (R, D), and the numbers of their documents, (R,). Its
+    argument is called after each batch of the model with its numbers of tokens and rows.
     """
 
-    request: StoreRequest
-    meta: StoreMeta
-    given: dict[str, Any]
+    request: StoreRequest  # the store that `sae extract` makes of the same options
+    meta: StoreMeta  # its `store.json`
+    given: dict[str, Any]  # the options of `sae train` that determine the rows
     blocks: Blocks
-    block_rows: int
+    block_rows: int  # rows per block, about
 
     @property
     def name(self) -> str:
@@ -56,7 +51,6 @@ class Streamed:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Where the rows come from; see `Joined.origin`."""
         return self.meta.source
 
     def names(self) -> dict[str, Any]:

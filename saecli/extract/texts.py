@@ -81,13 +81,8 @@ class TextSource:
 
     def documents(self, start: int = 0, mark: Mark | None = None,
                   note: Callable[[str], None] = lambda _: None) -> Iterator[Document]:
-        """The documents from number `start` on, including blank ones, read from a mark at or before it.
-
-        `note` is called with a message on skipped lines of a .jsonl file.
-
-        Raises:
-            ModelError: the source cannot be found, reached or read as text, or is empty.
-        """
+        """The documents from number `start` on, including blank ones, read from a mark at or before it; `note` is
+        called with a message on skipped lines of a .jsonl file."""
         found = self._documents(start, mark, note)
         if start == 0:
             if (first := next(found, None)) is None:
@@ -108,7 +103,7 @@ class TextSource:
                 yield Document(number, text, None)
 
     def _on_hub(self, start: int, mark: Mark | None) -> Iterator[Document]:
-        """The documents of a hub dataset; nothing before the mark is read or downloaded."""
+        """Nothing before the mark is read or downloaded."""
         from huggingface_hub.constants import HF_HUB_OFFLINE
 
         # Without a network `datasets` fails only after minutes. With HF_HUB_OFFLINE set it may find its cache.
@@ -255,7 +250,6 @@ def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Texts:
 
 
 def _text_in(line: str, column: str, where: str) -> str:
-    """The text in a column of a line of JSON."""
     try:
         text = text_of(json.loads(line), column, where)
         text.encode()
@@ -268,7 +262,6 @@ def _text_in(line: str, column: str, where: str) -> str:
 
 
 def parquet_texts(path: Path, column: str) -> Texts:
-    """One column of a Parquet file."""
     import pyarrow.parquet
 
     try:

@@ -26,7 +26,7 @@ class TokenTexts:
 
     @classmethod
     def of_model(cls, name: str) -> "TokenTexts":
-        """For a model's tokenizer, without loading weights."""
+        """Loads no weights."""
         return cls(load_tokenizer(find_model(name)))
 
     def __len__(self) -> int:
@@ -34,9 +34,7 @@ class TokenTexts:
 
     def __getitem__(self, token: int) -> str:
         """The text of one token, with U+FFFD for a part of a character."""
-        if token not in self._known:
-            self._known[token] = self.joined([token])
-        return self._known[token]
+        return self._known.get(token) or self._known.setdefault(token, self.joined([token]))
 
     def joined(self, tokens: Sequence[int]) -> str:
         """The text of consecutive tokens; numbers if the tokenizer does not know one of them."""
@@ -82,11 +80,8 @@ class Unembedding:
 
     @torch.no_grad()
     def output_tokens(self, directions: Tensor, count: int, show: Callable[[int], None]) -> OutputTokens:
-        """The `count` tokens whose logits a unit step in each direction, (R, D), raises and lowers most.
-
-        `show` is called after each block with the number of directions done. Cost: `2 R D V` operations;
-        `BLOCK_LOGITS` logits are held at a time.
-        """
+        """The `count` tokens whose logits a unit step in each direction, (R, D), raises and lowers most; `show` is
+        called with the number of directions done. Cost: `2 R D V` operations, `BLOCK_LOGITS` logits held at a time."""
         count = min(count, len(self._W_U))
         found: list[tuple[Tensor, ...]] = []
         for some in directions.split(max(1, BLOCK_LOGITS // len(self._W_U))):
@@ -106,11 +101,8 @@ class Unembedding:
 
 @torch.no_grad()
 def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
-    """The weight, (D,), of the norm before the head, and whether it centres; found by running the model.
-
-    The norm is the last module whose output is the head's input. Its weight is read off its values at vectors of mean 0
-    and variance 1, since Gemma's norms multiply by 1 plus their parameter.
-    """
+    """The weight, (D,), of the norm before the head, the last module whose output is the head's input, and whether it
+    centres. It is read off the norm's values at vectors of mean 0 and variance 1: Gemma's multiply by 1 plus it."""
     outputs: list[tuple[nn.Module, Tensor]] = []
     taken: list[Tensor] = []
 

@@ -23,29 +23,24 @@ from ..base.errors import ConfigError
 from .texts import Document, Mark
 
 LOOK_AHEAD = 1 << 15  # tokens per block, about
-LEAST_AHEAD = 1 << 12
-WORK_AHEAD = 1 << 42  # for larger models, parameters times tokens per block: about a minute on two cores
 FIRST_ROWS = 10_000  # rows of the first block, about: a wrong model or dtype shows early
 SPARE_ROWS = 2_048  # extra rows of the first block that makes up for rows not finite
 
 
 class Cursor(NamedTuple):
-    """Where a block begins: a token of a document, the mark to read that document from, and the rows of earlier blocks.
-    """
+    """Where a block begins."""
 
     document: int = 0
-    token: int = 0
-    mark: Mark | None = None
-    offered: int = 0
+    token: int = 0  # of that document
+    mark: Mark | None = None  # to read the document from
+    offered: int = 0  # rows of earlier blocks
 
     def to_json(self) -> dict[str, Any]:
-        """The cursor as a store keeps it."""
         mark = {} if self.mark is None else {"_mark": self.mark}
         return {"document": self.document, "token": self.token, "offered": self.offered, **mark}
 
     @classmethod
     def from_json(cls, cursor: dict[str, Any] | None) -> Self:
-        """The cursor that `to_json` made; the beginning for None."""
         return cls(cursor["document"], cursor["token"], cursor.get("_mark"), cursor["offered"]) if cursor else cls()
 
     @property
@@ -68,18 +63,10 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """Cuts documents into windows.
+    """Cuts documents into windows of at most `context` tokens, including the `prefix`: special tokens before a text.
 
-    Args:
-        context: most tokens in a window, including the prefix.
-        positions: keep `all` tokens that are not special, or only the `last` of them in each document's first window.
-        packed: concatenate documents into full windows.
-        min_tokens: documents of fewer tokens are skipped.
-
-    Attributes:
-        prefix: the special tokens before a text.
-        special: ids of all special tokens.
-        left_out: number of documents skipped since the last block, by reason.
+    Kept are `all` tokens that are not special, or only the `last` of them in each document's first window. `left_out`
+    counts by reason the documents skipped since the last block.
     """
 
     def __init__(self, tokenizer: Any, context: int, positions: str = "all", packed: bool = False,
@@ -101,7 +88,7 @@ class Windows:
                               "EOS; leave it out", option="packed")
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
-        """The windows of documents, from a token of the first document on."""
+        """The windows from a token of the first document on."""
         return self._pack(documents, token) if self._packed else self._part(documents, token)
 
     def rows(self, document: Document) -> int:
@@ -169,14 +156,9 @@ class Batch(NamedTuple):
 
 
 class Block:
-    """Windows in document order, with the number of documents skipped since the previous block, by reason.
-
-    Attributes:
-        lengths: tokens per window, (W,).
-        columns: `token_id`, `position` (in the window, including the prefix) and `document` of each row, (R,).
-        specials: number of special tokens.
-        end: where the next block begins.
-    """
+    """Windows in document order, from `cursor` to `end`, with `lengths`, tokens per window, (W,), and the number of
+    documents skipped since the previous block, by reason. `columns` are `token_id`, `position` (in the window,
+    including the prefix) and `document` of each row, (R,); `specials` is the number of special tokens."""
 
     def __init__(self, windows: list[Window], cursor: Cursor, left_out: dict[str, int]) -> None:
         self.cursor, self.left_out = cursor, left_out
@@ -197,10 +179,6 @@ class Block:
         """Rows of this block and all before it."""
         return self.end.offered
 
-    def by_length(self) -> np.ndarray:
-        """Numbers of the windows, longest first, so that a lack of memory shows at once."""
-        return np.argsort(-self.lengths, kind="stable")
-
     def batch(self, windows: np.ndarray) -> Batch:
         lengths = self.lengths[windows][:, None]
         offsets = np.arange(lengths.max())
@@ -213,19 +191,12 @@ class Block:
         return Batch(*map(torch.from_numpy, found))
 
 
-def look_ahead(parameters: int) -> int:
-    """Tokens per block, about; fewer for larger models, since a kill loses the current block."""
-    fitting = min(max(WORK_AHEAD // parameters, LEAST_AHEAD), LOOK_AHEAD)
-    return 1 << (fitting.bit_length() - 1)
-
-
 def in_blocks(documents_from: Callable[[Cursor], Iterable[Document]], windows: Windows, rows: int,
               cursor: Cursor = START, ahead: int = LOOK_AHEAD,
               first_rows: int = FIRST_ROWS) -> Generator[Block, None, None]:
-    """The blocks of a text, from a cursor to the text's end.
+    """The blocks of a text, from a cursor to the text's end; `documents_from` opens the text at a cursor's document.
 
-    `documents_from` opens the text at a cursor's document. A block has about `ahead` tokens, the first about
-    `first_rows` rows; it ends early once `rows` rows have been offered in all.
+    A block has about `ahead` tokens, the first about `first_rows` rows; it ends early at the last of `rows` rows.
     """
     def most_rows() -> int:
         if not cursor.offered:

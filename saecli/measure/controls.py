@@ -310,7 +310,7 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
     """
     from ..extract.forward import batch_tokens  # transformers takes seconds to import
-    from ..extract.hook_points import HookPoint
+    from ..extract.options import HookPoint
     from ..extract.windows import Windows
     from .splice import in_batches, is_plain, padded, stored_windows
 

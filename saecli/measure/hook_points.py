@@ -30,7 +30,7 @@ from torch import Tensor
 from ..base.console import Listener
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
-from ..extract.hook_points import SITES, HookPoint
+from ..extract.options import SITES, HookPoint
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
 from ..store.statistics import Spread

@@ -38,8 +38,8 @@ from ..base.errors import ConfigError, ModelError, did_you_mean, one_line
 from ..base.files import NotAFile, regular
 from ..base.home import Home
 from ..extract.forward import batch_tokens
-from ..extract.hook_points import HookPoint
 from ..extract.language_model import LanguageModel
+from ..extract.options import HookPoint
 from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..base.console import Listener
 from ..base.errors import ConfigError, StoreError
-from ..extract.hook_points import HookPoint
 from ..extract.language_model import LanguageModel
 from ..extract.model_source import ModelSource, find_model
+from ..extract.options import HookPoint
 from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from ..store.rows import Rows

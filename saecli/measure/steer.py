@@ -24,8 +24,7 @@ from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
-from ..extract.hook_points import intercepted
-from ..extract.language_model import LanguageModel, blocks_of
+from ..extract.language_model import LanguageModel, blocks_of, intercepted
 from ..extract.tokens import TokenTexts, continuation
 from ..sae.library import SAELike
 from .hook_points import Hooked, hooked, model_of

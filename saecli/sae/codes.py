@@ -94,10 +94,6 @@ class Codes(ABC):
     def with_values(self, values: Tensor) -> "Codes":
         """The same entries with other values."""
 
-    @property
-    def requires_grad(self) -> bool:
-        return self.values.requires_grad
-
     def map(self, function: Callable[[Tensor], Tensor]) -> "Codes":
         """The codes under an elementwise function that takes 0 to 0."""
         return self.with_values(function(self.values))
@@ -206,7 +202,7 @@ class DenseCodes(Codes):
 
     @cached_property
     def _few(self) -> "SparseCodes | None":
-        return None if self.requires_grad else self._searched()
+        return None if self.values.requires_grad else self._searched()
 
     def _searched(self, wait: bool = False) -> "SparseCodes | None":
         flat = few_entries(self.values != 0, wait)
@@ -218,21 +214,13 @@ class DenseCodes(Codes):
 
 @dataclass(frozen=True, eq=False)
 class SparseCodes(Codes):
-    """Some entries of a matrix, row after row; all others are zero.
+    """Some entries of a matrix, row after row; all others are zero."""
 
-    Args:
-        offsets: first entry of each row, (B,).
-        indices: latents, (n,), distinct within a row, in any order.
-        values: (n,); some may be zero.
-        width: F.
-        each: entries per row, if all rows have equally many.
-    """
-
-    offsets: Tensor
-    indices: Tensor
-    values: Tensor
-    width: int
-    each: int | None = None
+    offsets: Tensor  # first entry of each row, (B,)
+    indices: Tensor  # latents, (n,), distinct within a row, in any order
+    values: Tensor  # (n,); some may be zero
+    width: int  # F
+    each: int | None = None  # entries per row, if all rows have equally many
 
     @property
     def shape(self) -> tuple[int, int]:

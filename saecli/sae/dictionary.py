@@ -36,19 +36,12 @@ from .codes import Codes, DenseCodes, Prefixes, SparseCodes, offsets_of
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows and their targets; each process holds a part of the batch.
+    """Rows and their targets; each process holds a part of the batch."""
 
-    Args:
-        x: this process' rows, (b, D).
-        y: their targets, (b, E); x itself for reconstruction.
-        size: B.
-        index: ascending positions of this process' rows in the batch, (b,), on the CPU; None for all.
-    """
-
-    x: Tensor
-    y: Tensor
-    size: int
-    index: Tensor | None = None
+    x: Tensor  # this process' rows, (b, D)
+    y: Tensor  # their targets, (b, E); x itself for reconstruction
+    size: int  # B
+    index: Tensor | None = None  # ascending positions of these rows in the batch, (b,), on the CPU; None for all
 
     @classmethod
     def of(cls, rows: Tensor, d_in: int | None = None, size: int | None = None, index: Tensor | None = None) -> Self:
@@ -95,17 +88,11 @@ def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a batch, or this process' part, which sum to it.
+    """The loss of a batch, or this process' part, which sum to it."""
 
-    Args:
-        value: squared error, averaged over prefixes, plus weighted penalty; mean over rows.
-        squared_error: mean over rows of `||y_hat - y||^2`, by all latents.
-        codes: of this process' rows, (b, F).
-    """
-
-    value: Tensor
-    squared_error: Tensor
-    codes: Codes
+    value: Tensor  # squared error, averaged over prefixes, plus weighted penalty; mean over rows
+    squared_error: Tensor  # mean over rows of `||y_hat - y||^2`, by all latents
+    codes: Codes  # of this process' rows, (b, F)
 
 
 class PreActivations(torch.autograd.Function):
@@ -136,21 +123,16 @@ class Dictionary(Module, ABC):
     """Encoder, activation and decoder bias; subclasses define W_dec. Tensors are parameters, frozen until
     `requires_grad_`.
 
-    Args:
-        W_enc: (D, F).
-        b_enc: (F,).
-        b_dec: (E,).
-        prefixes: numbers of latents, ascending, the last being F; empty unless nested.
-        W_skip: weights of the affine skip, (D, E).
-        widths: of a crosscoder's hook points, in the order of the targets; empty for others.
+    `prefixes`: numbers of latents, ascending, the last being F; empty unless nested. `widths`: of a crosscoder's hook
+    points, in the order of the targets; empty for others.
     """
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
 
-    W_enc: Tensor
-    b_enc: Tensor
-    b_dec: Tensor
-    W_skip: Tensor | None
+    W_enc: Tensor  # (D, F)
+    b_enc: Tensor  # (F,)
+    b_dec: Tensor  # (E,)
+    W_skip: Tensor | None  # weights of the affine skip, (D, E)
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, activation: Activation,
                  activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
@@ -291,13 +273,10 @@ class Dictionary(Module, ABC):
 
 
 class SAE(Dictionary):
-    """A sparse autoencoder, transcoder or crosscoder on raw activations; as `Dictionary`, with W_dec, (F, E).
+    """A sparse autoencoder, transcoder or crosscoder on raw activations; `metadata` has the settings of its run and
+    its hook point, as far as known."""
 
-    Attributes:
-        metadata: the settings of its run and the hook point in its model, as far as known.
-    """
-
-    W_dec: Tensor
+    W_dec: Tensor  # (F, E)
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
                  activation_parameters: Parameters | None = None, prefixes: Prefixes = (),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from ..base.errors import ConfigError, HubError, SaeError, one_line
 from ..base.machine import LOG_IN, why_refused, why_unreachable
@@ -28,11 +28,11 @@ SHOWN = 8  # folders that a message lists
 
 @dataclass(frozen=True)
 class Address:
-    """`user/repo`, a folder in it (empty for its root), and a branch, tag or commit (None for the newest state)."""
+    """A place on the hub."""
 
-    repo: str
+    repo: str  # user/repo
     folder: str = ""
-    revision: str | None = None
+    revision: str | None = None  # branch, tag or commit; None for the newest state
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -51,19 +51,11 @@ class Address:
         return f"{path}@{self.revision}" if self.revision else path
 
 
-class Fetched(NamedTuple):
-    """An SAE in the client's cache; `path` is its folder, or its file of several layers'."""
+def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
+    """Fetch the SAE at an address, or without a network take it from the cache: its own address, and its folder there,
+    or its file of several layers'. Unchanged files are not fetched again.
 
-    address: Address
-    path: Path
-
-
-def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
-    """Fetch the SAE at an address, or without a network take it from the cache; unchanged files are not fetched again.
-
-    Args:
-        address: a folder that holds an SAE, or has exactly one such folder below it; or one of several layers' files.
-        note: called with the folder that was found, or why the hub cannot be reached.
+    The address is a folder that holds an SAE, or has exactly one such folder below it; or one of several layers' files.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -84,7 +76,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
                                                   allow_patterns=[glob.escape(name) for name in wanted]))
                 if form.check is not None:
                     form.check((snapshot / names[0]).parent)
-        return Fetched(found, snapshot / found.folder)
+        return str(found), snapshot / found.folder
     there = cached(address)
     if there is None:
         raise HubError(f"{address} is not in the cache, nor can the Hugging Face hub be reached ({reason}): connect to "
@@ -92,7 +84,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> Fetched:
     found, *_ = _choose(address, [path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()],
                         note)
     note(f"the Hugging Face hub cannot be reached ({reason}); {found} is taken from the cache, as of {there.name}")
-    return Fetched(found, there / found.folder)
+    return str(found), there / found.folder
 
 
 def cached(address: Address) -> Path | None:
@@ -134,7 +126,7 @@ def _choose(address: Address, names: Sequence[str], note: Callable[[str], None])
 
 
 def writable(address: Address, private: bool) -> "ModelCard | None":
-    """The card of a repository that the user may write to or create, if it has one; HubError or ConfigError if not."""
+    """The card, if any, of a repository that the user may write to or create; HubError or ConfigError if not."""
     from huggingface_hub import HfApi, ModelCard, get_token
     from huggingface_hub.constants import REPOCARD_NAME
 
@@ -204,7 +196,6 @@ def hub_errors(address: Address) -> Iterator[None]:
 
 
 def _explained(address: Address, error: Exception) -> str:
-    """Why a request failed, and what to do."""
     said = getattr(error, "server_message", None) or one_line(error)
     if is_passing(error):
         return (f"the Hugging Face hub cannot be reached for {address.repo}: got {said}; connect to the network, or "

@@ -30,57 +30,41 @@ SOURCE = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target
 
 @dataclass(frozen=True)
 class Subject:
-    """Where an SAE comes from; None where unknown.
+    """Where an SAE comes from; None where unknown."""
 
-    Args:
-        name: for tables: its run's name, its path below the runs, or the path that was given.
-        folder: its folder, or of several layers' files its own file; None for an SAE in memory.
-        data: name of the store that it was trained on.
-        split_seed: seed of the split into training and held-out rows.
-        fraction: fraction of the training rows that it was trained on, in (0, 1].
-        complete: whether its training was finished.
-        data_hash: request hash of that store.
-        dead_fraction: fraction of latents that fire on no training row, counted by training.
-        beside: names of a crosscoder's further stores.
-        target: name of the store of a transcoder's targets.
-        streamed: the options of rows from a model without a store.
-    """
-
-    name: str
-    folder: Path | None = None
-    data: str | None = None
+    name: str  # for tables: its run's name, its path below the runs, or the path that was given
+    folder: Path | None = None  # or of several layers' files its own file; None for an SAE in memory
+    data: str | None = None  # name of the store that it was trained on
     split_seed: int = 0
-    fraction: float = 1.0
-    complete: bool = True
-    data_hash: str | None = None
-    dead_fraction: float | None = None
-    beside: tuple[str, ...] = ()
-    target: str | None = None
-    streamed: Mapping[str, Any] | None = None
+    fraction: float = 1.0  # of the training rows that it was trained on, in (0, 1]
+    complete: bool = True  # whether its training was finished
+    data_hash: str | None = None  # request hash of that store
+    dead_fraction: float | None = None  # of latents that fire on no training row, counted by training
+    beside: tuple[str, ...] = ()  # names of a crosscoder's further stores
+    target: str | None = None  # name of the store of a transcoder's targets
+    streamed: Mapping[str, Any] | None = None  # the options of rows from a model without a store
+
+    @property
+    def path(self) -> Path:
+        assert self.folder is not None  # only an SAE in memory has none
+        return self.folder
 
 
 def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> SAE:
-    """Load an SAE trained by `sae train` or another library.
+    """Load an SAE trained by `sae train` or another library, on the CPU, in its file's precision.
+
+    It takes raw activations: `encode` maps (..., D) to codes (..., F), `decode` codes to reconstructions. `cfg` has its
+    settings, its run's, and its hook point.
 
     Args:
         run: a run's name in the home; or a folder with an SAE in any known format, or one of several layers' files
             there; or such a folder or file on the Hugging Face hub, as `user/repo/folder@revision`; None for the newest
             run.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
-
-    Returns:
-        The SAE, on the CPU, in its file's precision, for raw activations: `encode` maps (..., D) to codes (..., F),
-        `decode` codes to reconstructions. `cfg` has its settings, its run's, and its hook point.
-
-    Raises:
-        RunError: there is no such run or folder, or the run has no SAE yet.
-        FormatError: the folder holds no SAE in a known format.
-        HubError: it is neither here nor on the hub, or the hub cannot be reached.
     """
     subject = find_subject(Home.at(home), None if run is None else str(run))
-    folder = _folder(subject)
-    saved = formats.load(folder)
-    saved.sae.metadata = saved.origin | (_settings(folder) if (folder / RUN_MARKER).exists() else {})
+    saved = formats.load(subject.path)
+    saved.sae.metadata = saved.origin | (_settings(subject.path) if (subject.path / RUN_MARKER).exists() else {})
     return saved.sae
 
 
@@ -92,9 +76,6 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native",
         format: native, saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2 or circuit-tracer; also with
             _ for -.
         store: the training store of an SAE that does not name its own, recorded with model, layer and site.
-
-    Raises:
-        FormatError: the folder is in use, or the format cannot express the SAE.
     """
     if formats.named(format) not in WRITABLE:
         raise unknown_choice("format", format, WRITABLE)
@@ -108,8 +89,7 @@ class Sourced(Protocol):
     """Stores, or a model whose rows nothing stores."""
 
     @property
-    def origin(self) -> dict[str, Any]:
-        """See `Joined.origin`."""
+    def origin(self) -> dict[str, Any]: ...
 
 
 def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> dict[str, Any]:
@@ -118,11 +98,6 @@ def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> di
     if isinstance(stores, Joined):
         source |= stores.names() | {"split_seed": split_seed, "fraction": fraction}
     return source
-
-
-def _folder(subject: Subject) -> Path:
-    assert subject.folder is not None  # only an SAE in memory has none
-    return subject.folder
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -145,7 +120,7 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
         listener.note(f"using the newest run, {subject.name}")
     if not subject.complete:
         listener.note(f"{subject.name} is not finished; this is its last checkpoint")
-    saved = formats.load(_folder(subject))
+    saved = formats.load(subject.path)
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
     return subject, saved if subject.target is None else replace(saved, transcodes=True)
@@ -156,7 +131,7 @@ def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
     if isinstance(sae, SAE) or str(sae) in home.runs.names():
         return subject.name
     folder = Path(str(sae)).expanduser()
-    here = folder.is_dir() and _folder(subject).resolve() == folder.resolve()
+    here = folder.is_dir() and subject.path.resolve() == folder.resolve()
     return str(folder.resolve()) if here else f"hf://{subject.name}"
 
 
@@ -169,7 +144,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
         return _run(folder, marker, folder.name)
     address = Address.parse(text)
     if address is not None and text.startswith(("hf://", "https://")):
-        return _hosted(address, note)
+        return Subject(*fetch(address, note))
     kept = home.runs.path / text  # RUN/kept/epoch-N
     folder = kept if kept.parts[-2:-1] == (KEPT,) and (kept / marker).is_file() else Path(text).expanduser()
     if folder.is_file() and formats.recognise(folder) is None:
@@ -187,15 +162,10 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
         formats.load(folder)  # raises, with the files expected
     if address is not None:
         try:
-            return _hosted(address, note)
+            return Subject(*fetch(address, note))
         except HubError as error:
             raise HubError(f"no run and no folder here is named {text!r}, and {error}") from error
     raise RunError(f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}")
-
-
-def _hosted(address: Address, note: Callable[[str], None]) -> Subject:
-    found = fetch(address, note)
-    return Subject(str(found.address), found.path)
 
 
 def _run(folder: Path, marker: str, name: str) -> Subject:
@@ -213,6 +183,5 @@ def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
     names = [origin[key] for key in ("data", "target") if key in origin] + [*origin.get("beside", ())]
     if "data" not in origin or not all(name in home.stores.names() or Path(name).is_dir() for name in names):
         return subject
-    return replace(subject, data=origin["data"], data_hash=origin.get("data_hash"), target=origin.get("target"),
-                   beside=tuple(origin.get("beside", ())), split_seed=origin.get("split_seed", 0),
-                   fraction=origin.get("fraction", 1.0))
+    found = {key: origin[key] for key in ("data", "data_hash", "target", "split_seed", "fraction") if key in origin}
+    return replace(subject, beside=tuple(origin.get("beside", ())), **found)

@@ -27,9 +27,8 @@ class Reconstruction:
 
         fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
 
-    The denominator is merged batch by batch about the running mean, which stays precise if the mean is large compared
-    to the deviation (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances", 1979).
+    The denominator is merged batch by batch about the running mean (Chan, Golub and LeVeque, "Updating Formulae and a
+    Pairwise Algorithm for Computing Sample Variances", 1979), precise also for a large mean.
     """
 
     def __init__(self, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> None:
@@ -42,7 +41,7 @@ class Reconstruction:
 
     @torch.no_grad()
     def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
-        """Count rows and reconstructions, (B, D) each, codes, (B, F), and reconstructions by prefix, (B, L, D)."""
+        """Takes rows and reconstructions, (B, D), codes, (B, F), and reconstructions by prefix, (B, L, D)."""
         if not len(x):
             return
         if not self.rows:
@@ -99,13 +98,11 @@ class Reconstruction:
             tensor.to(device) for tensor in (self._mean, self._sums, self._fired, self._nested))
 
 
-@torch.no_grad()
 def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE,
                    watch: Watch | None = None) -> dict[str, Any]:
     """`Reconstruction.result` over batches of rows, (B, D), for a transcoder with targets, (B, D + E), and over all
     processes; `watch` receives the codes of each batch."""
-    (found,) = reconstructions([sae], batches, communicator, watch)
-    return found
+    return reconstructions([sae], batches, communicator, watch)[0]
 
 
 @torch.no_grad()
@@ -161,25 +158,24 @@ class Firing:
 
     @property
     def l0_histogram(self) -> Tensor:
-        """Rows on which 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU."""
+        """Rows on which 0, 1, ..., F latents fire, (F + 1,), int64, on the CPU, as the other two."""
         return self._histogram.cpu()
 
     @property
     def frequency(self) -> Tensor:
-        """Fraction of rows on which each latent fires, (F,), float64, on the CPU."""
+        """Fraction of rows on which each latent fires, (F,), float64."""
         return self._counts.cpu().double() / max(self.rows, 1)
 
     @property
     def patterns(self) -> Tensor:
-        """The codes of the first rows, on the CPU."""
+        """The codes of the first rows."""
         return torch.cat(self._kept) if self._kept else torch.zeros(0, len(self._counts))
 
     def result(self) -> dict[str, Any]:
         """The measures over all rows so far; ConfigError if there are none.
 
         `l0` is a mean over rows, `l0_std` its standard deviation over these rows, not an estimate for others; `density`
-        is `l0 / d_sae`; `silent` counts latents that fire on no row, `dense` those on more than a fraction
-        `DENSE_FREQUENCY`; `frequency` is the fraction of rows on which each latent fires.
+        is `l0 / d_sae`; `silent` counts latents that fire on no row, `dense` on more than a tenth of them.
         """
         _demand_rows(self.rows)
         fractions = self.l0_histogram.double() / self.rows  # (F + 1,)

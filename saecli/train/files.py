@@ -52,9 +52,9 @@ class Progress:
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
     """Replace a run's checkpoint by the tensors needed to resume, by name, and the progress."""
-    from ..sae.formats.common import write_safetensors  # imports torch
+    from ..sae.formats.common import write_tensors  # imports torch
 
-    write_safetensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
+    write_tensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:

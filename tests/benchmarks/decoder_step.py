@@ -1,6 +1,6 @@
-"""What a decoder step costs, and what choosing its alpha costs beside it and loses against the full path.
+"""What a decoder step costs, and what choosing its alpha adds and loses against the full path.
 
-    PYTHONPATH=. python tests/benchmarks/decoder_step.py [--threads 2] [--large] [--no-path]
+    PYTHONPATH=. python tests/benchmarks/decoder_step.py [--threads 2]
 
 Codes are those of a random topk encoder. "sums" is the pass over the rows, "solve" the decoder step after it,
 "first" what a choice of alpha over all decades adds to it and "warm" what one from an alpha a tenth off the last choice
@@ -35,12 +35,10 @@ class Size:
     d_sae: int
     d_in: int
     density: float
-    path: bool = True
 
 
 SIZES = [Size(80, 256, 64, 0.1), Size(300, 256, 64, 0.1), Size(1000, 256, 64, 0.1), Size(500, 1024, 64, 0.05),
          Size(1000, 1024, 64, 0.05), Size(4000, 1024, 64, 0.02)]
-LARGE = [Size(50_000, 4096, 256, 0.008, path=False), Size(50_000, 4096, 256, 0.1, path=False)]
 
 
 def problem(size: Size) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,10 +68,10 @@ def gather(z: Tensor, x: Tensor) -> System:
     return sums
 
 
-def seconds(run: Callable[[System], object], fresh: Callable[[], System], times: int) -> float:
+def seconds(run: Callable[[System], object], fresh: Callable[[], System]) -> float:
     """The least time of a run, each on a system that nothing has been computed for."""
     taken = []
-    for _ in range(times):
+    for _ in range(3):
         system = fresh()
         started = time.perf_counter()
         run(system)
@@ -81,7 +79,7 @@ def seconds(run: Callable[[System], object], fresh: Callable[[], System], times:
     return min(taken)
 
 
-def line(size: Size, path: bool) -> str:
+def line(size: Size) -> str:
     """One row of the table."""
     z, x, direction = problem(size)
     stride = -(-size.rows // PRESS_ROWS)
@@ -89,38 +87,33 @@ def line(size: Size, path: bool) -> str:
     zeros = torch.zeros(size.d_sae, dtype=torch.float64)
     terms = Terms(0.0, 0.0, 0.0, 0.0, direction, torch.zeros_like(direction), x[0], zeros)
     system = gather(z, x)
-    large = size.rows * size.d_sae > 10**8
-    times = 1 if large else 3
 
     def fresh() -> System:
         return HeldRows(z, x) if isinstance(system, HeldRows) else system
 
     first = choose_alpha(system, terms, some_z, some_x, None).alpha
     warm = choose_alpha(system, terms, some_z, some_x, 1.1 * first).alpha
-    summing = seconds(lambda _: gather(z, x), lambda: system, times)
+    summing = seconds(lambda _: gather(z, x), lambda: system)
 
     def choice(last: float | None) -> Callable[[System], float]:
         return lambda held: choose_alpha(held, terms, some_z, some_x, last).alpha
 
     def added(last: float | None) -> float:
         if not isinstance(system, HeldRows):
-            return seconds(choice(last), fresh, times)
-        return seconds(lambda held: solve(held, replace(terms, alpha=choice(last)(held))), fresh, times) - solving
+            return seconds(choice(last), fresh)
+        return seconds(lambda held: solve(held, replace(terms, alpha=choice(last)(held))), fresh) - solving
 
-    solving = seconds(lambda held: solve(held, replace(terms, alpha=first)), fresh, times)
+    solving = seconds(lambda held: solve(held, replace(terms, alpha=first)), fresh)
     choosing, again = added(None), added(1.1 * first)
     cells = [f"{size.rows}", f"{size.d_sae}", f"{size.d_in}", f"{size.density:g}",
              *(f"{1000 * value:.1f}" for value in (summing, solving, choosing, again)),
              f"{choosing / (summing + solving):.2f}", f"{again / (summing + solving):.2f}"]
-    if path and size.path:
-        index = torch.arange(size.rows) if stride == 1 else None
-        press = replace(Press.of(system, terms, some_z, some_x), z=some_z.double(), y=some_x.double(), index=index,
-                        weight=torch.ones(len(some_z)).double())
-        scores = [press.model(system.factorise(replace(terms, alpha=alpha)), 0.0).value
-                  for alpha in (first, warm, *system.scale(1.0) * np.logspace(LEAST, MOST, 101))]
-        cells += [f"{score / min(scores[2:]) - 1:.2%}" for score in scores[:2]]
-    else:
-        cells += ["", ""]
+    index = torch.arange(size.rows) if stride == 1 else None
+    press = replace(Press.of(system, terms, some_z, some_x), z=some_z.double(), y=some_x.double(), index=index,
+                    weight=torch.ones(len(some_z)).double())
+    scores = [press.model(system.factorise(replace(terms, alpha=alpha)), 0.0).value
+              for alpha in (first, warm, *system.scale(1.0) * np.logspace(LEAST, MOST, 101))]
+    cells += [f"{score / min(scores[2:]) - 1:.2%}" for score in scores[:2]]
     return f"| {' | '.join(cells)} |"
 
 
@@ -128,15 +121,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--large", action="store_true", help="also 50,000 rows with 4096 latents, which takes minutes")
-    parser.add_argument("--no-path", action="store_true", help="times only")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     heads = ["N", "F", "D", "density", "sums, ms", "solve, ms", "first, ms", "warm, ms", "first, ratio",
              "warm, ratio", "first, lost", "warm, lost"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for size in SIZES + LARGE * options.large:
-        print(line(size, not options.no_path), flush=True)
+    for size in SIZES:
+        print(line(size), flush=True)
 
 
 if __name__ == "__main__":

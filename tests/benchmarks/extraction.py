@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/benchmarks/extraction.py [--rows 40000] [--large-rows 2500] [--repeats 5]
 
-Models: tiny-gemma2 at layer 1 of 4, where a pass is so short that everything beside it shows, and a random Gemma-2 of
+Models: tiny-gemma2 at layer 1 of 4, where a pass is so short that everything else shows, and a random Gemma-2 of
 104 million parameters (d_in 768) at layer 5 of 12. Text: stdlib-docs, written to a .jsonl file beforehand. The bare
 pass is the same model in plain transformers, cut off after the layer, on the same batches, which are ready in memory.
 Both are timed in turn; a share is the median of the pairs' ratios, with the least and the largest. "processor" is time
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,15 @@ import torch
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill
-from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.options import BUNDLED, TINY_GEMMA2
+from saecli.extract.options import BUNDLED, TINY_GEMMA2, HookPoint
 from saecli.extract.texts import STDLIB_DOCS, Document, TextSource
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.schema import StoreMeta, rows_per_shard
 from saecli.store.writer import StoreWriter
 
-CONTEXT, WINDOWS = 128, 32
+CONTEXT = 128
 MEMORY_ROWS = 100_000  # more than the blocks that are held at a time
 
 
@@ -51,11 +50,10 @@ def large_model(folder: Path) -> Path:
     return folder
 
 
-def write_text(path: Path) -> list[str]:
+def write_text(path: Path) -> None:
     """The standard library's docstrings as a .jsonl file."""
     texts = [text for _, text, _ in TextSource(STDLIB_DOCS).documents()]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return texts
 
 
 def all_blocks(model: LanguageModel, text: TextSource, rows: int, cursor: Cursor = START) -> Iterator[Block]:
@@ -124,23 +122,14 @@ def compare(name: str, model: LanguageModel, text: TextSource, place: HookPoint,
         print(f"  {what} over a bare pass: {np.median(ratio):+.1%} ({ratio.min():+.1%} to {ratio.max():+.1%})")
 
 
-def peak_memory(text: Path, rows: int, home: Path, model: str | Path = TINY_GEMMA2,
-                options: Sequence[object] = ()) -> float:
+def peak_memory(text: Path, rows: int, home: Path) -> float:
     """Peak memory of `sae extract`, MB; read by the process itself, as a parent's counts what it was forked from."""
-    words = ["sae", "--home", home, "extract", "--model", model, "--dataset", text, "--rows", rows, "--json", *options]
+    words = ["sae", "--home", home, "extract", "--model", TINY_GEMMA2, "--dataset", text, "--rows", rows, "--json"]
     script = (f"import re, sys; from saecli.cli.main import main; sys.argv = {[str(word) for word in words]!r}\n"
               "try: main()\nexcept SystemExit as stop: assert not stop.code\n"
               "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1]) / 1e3
-
-
-def in_document_order(model: LanguageModel, texts: list[str]) -> float:
-    """Share of padding where windows of all texts are batched as they come."""
-    documents = [Document(number, text, None) for number, text in enumerate(texts)]
-    lengths = [len(window.token_ids) for window in Windows(model.tokenizer, CONTEXT).cut(documents)]
-    batches = [lengths[start : start + WINDOWS] for start in range(0, len(lengths), WINDOWS)]
-    return 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
 
 
 def main() -> None:
@@ -152,19 +141,17 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        texts = write_text(folder / "text.jsonl")
+        write_text(folder / "text.jsonl")
         large = large_model(folder / "gemma2-104m")
         for model_name, layer, rows in ((TINY_GEMMA2, 1, arguments.rows), (str(large), 5, arguments.large_rows)):
             model = LanguageModel(find_model(model_name), torch.device("cpu"))
             name = Path(model_name).name
-            if model_name == TINY_GEMMA2:
-                print(f"in document order, {WINDOWS} windows a batch: {in_document_order(model, texts):.1%} padding")
             compare(name, model, TextSource(str(folder / "text.jsonl")), HookPoint(layer, "resid_post"), rows,
                     arguments.repeats, folder / name)
             del model
         peaks = [peak_memory(folder / "text.jsonl", rows, folder) for rows in (MEMORY_ROWS, 4 * MEMORY_ROWS)]
         print(f"peak memory of sae extract: {peaks[0]:,.0f} MB for {MEMORY_ROWS:,} rows of {TINY_GEMMA2}, "
-              f"{peaks[1]:,.0f} MB for four times as many")
+              f"{peaks[1]:,.0f} MB for four times the rows")
 
 
 if __name__ == "__main__":

@@ -1,40 +1,38 @@
 """Error, effect on the model and features found, of both solvers at their defaults: data of several kinds, worlds of
 known features.
 
-    PYTHONPATH=. python tests/benchmarks/features.py [--data docs,world] [--seeds 5] [--rates 1e-3,3e-3] [--out FOLDER]
-                                                     [--change precision=bf16] [--saelens [--saelens-python PYTHON]]
+    PYTHONPATH=. python tests/benchmarks/features.py [--data docs,world] [--seeds 5] [--out FOLDER]
+                                                     [--saelens-python PYTHON]
 
-Needs no network, but for --saelens without --saelens-python. Every run is a training on one thread, with as many passes
-and steps for either solver, and is written to FOLDER/runs.jsonl as it ends; the same command resumes. --rates also
-trains SGD at these learning rates, and compares with the one of its least mean FVU, which flatters it. The table has
-means over seeds, and the mean difference of PAM-SGD and SGD with the half width of its 95% interval over seeds, which
-decide weights and the order of rows; processor time is PAM-SGD's over the other's. --change also trains each solver
-with an option of `sae train` changed, and prints what that does in a table of its own.
+Needs no network. Every run is a training on one thread, with equal passes
+and steps for both solvers, and is written to FOLDER/runs.jsonl when it ends; the same command resumes. The table has
+means over seeds, and the mean difference of PAM-SGD and SGD with the half width of its 95% interval over seeds;
+processor time is PAM-SGD's over the other's.
 
---saelens also trains `SAELENS_CASES` of SAELens at `SAELENS_RATES`, from memory, on the same rows, normalised alike, in
-batches of as many rows, with as many steps as either solver takes; see `saelens_training.py`. Its SAEs are saved in its
-own format, with the threshold it has found, read by `load_sae` and measured by the same `evaluate`. The table has the
-best of them, by mean mcc where there is one, else by mean FVU, which flatters it. Its processor time is of its training
-alone. Without --saelens-python, an environment with sae-lens is made, and removed at the end.
+--saelens-python, of an environment that has sae-lens 6.54.12, also trains `SAELENS_CASES` of SAELens at
+`SAELENS_RATES` on the same rows, normalised alike, with the same batches and steps; see `saelens_training.py`. Its SAEs
+are read by `load_sae` and measured by the same `evaluate`. The table has the best of them, by mean mcc where there is
+one, else by mean FVU, which flatters it. Its processor time is of its training alone.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
+import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import as_completed
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from scipy.stats import t
-from workers import Log, workers
 
 if TYPE_CHECKING:
     from saecli import SAE, ActivationStore
@@ -45,7 +43,8 @@ SOLVERS = ("sgd", "pam-sgd")
 MEASURES = ("seconds", "l0", "fvu", "ce_recovered", "kl", "mcc", "f1")
 SAELENS_CASES, SAELENS_RATES = ("batchtopk", "matryoshka"), ("3e-4", "1e-3", "2e-3", "3e-3", "6e-3")
 SAELENS_DECAY = 1 / 3  # last fraction of its steps, over which its learning rate falls to zero
-
+SAELENS_SCRIPT = Path(__file__).with_name("saelens_training.py")
+AGREEMENT = 1e-3  # relative, between SAELens' own measures of an SAE and ours
 
 Making = tuple[str, dict[str, Any]]  # the library's function that fills a store, with its arguments
 STORES: dict[str, Making] = {
@@ -78,55 +77,42 @@ class Cell:
         return STORES[self.store][1].get("model")
 
 
+TOPK, BATCHTOPK = {"act": "topk", "k": 16, "d_sae": 512}, {"act": "batchtopk", "k": 16, "d_sae": 512}
+WORLD = {"act": "batchtopk", "k": 10, "d_sae": 1024}
 CELLS = {
-    "docs": Cell("docs", {"act": "topk", "k": 16, "d_sae": 512}),
-    "docs-batchtopk": Cell("docs", {"act": "batchtopk", "k": 16, "d_sae": 512}),
-    "docs-6000": Cell("docs-6000", {"act": "topk", "k": 16, "d_sae": 512}),
-    "docs-6000-batchtopk": Cell("docs-6000", {"act": "batchtopk", "k": 16, "d_sae": 512}),
-    "code": Cell("code", {"act": "topk", "k": 16, "d_sae": 512}),
-    "code-batchtopk": Cell("code", {"act": "batchtopk", "k": 16, "d_sae": 512}),
+    "docs": Cell("docs", TOPK), "docs-batchtopk": Cell("docs", BATCHTOPK),
+    "docs-6000": Cell("docs-6000", TOPK), "docs-6000-batchtopk": Cell("docs-6000", BATCHTOPK),
+    "code": Cell("code", TOPK), "code-batchtopk": Cell("code", BATCHTOPK),
     "digits": Cell("digits", {"act": "topk", "k": 15, "d_sae": 256}),
     "patches": Cell("patches", {"act": "topk", "k": 32, "d_sae": 512}),
-    "world": Cell("world", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+    "world": Cell("world", WORLD),
     "world-jumprelu": Cell("world", {"act": "jumprelu", "target_l0": 10, "d_sae": 1024}),
     "flat": Cell("flat", {"act": "batchtopk", "k": 23, "d_sae": 1536}),
-    "world-20k": Cell("world-20k", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
-    "world-correlated": Cell("world-correlated", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
+    "world-20k": Cell("world-20k", WORLD), "world-correlated": Cell("world-correlated", WORLD),
 }
 HEADLINES = tuple(CELLS)
 CELLS |= {
-    "world-10k": Cell("world-10k", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
-    "world-1m": Cell("world-1m", {"act": "batchtopk", "k": 10, "d_sae": 1024}),
-    "world-half": Cell("world", {"act": "batchtopk", "k": 10, "d_sae": 512}),
-    "world-twice": Cell("world", {"act": "batchtopk", "k": 10, "d_sae": 2048}),
-    "world-topk": Cell("world", {"act": "topk", "k": 10, "d_sae": 1024}),
-    "world-relu-topk": Cell("world", {"act": "relu-topk", "k": 10, "d_sae": 1024}),
-    "world-abs-topk": Cell("world", {"act": "abs-topk", "k": 10, "d_sae": 1024}),
-    "world-soft-topk": Cell("world", {"act": "soft-topk", "k": 10, "d_sae": 1024}),
+    "world-10k": Cell("world-10k", WORLD), "world-1m": Cell("world-1m", WORLD),
+    "world-half": Cell("world", WORLD | {"d_sae": 512}), "world-twice": Cell("world", WORLD | {"d_sae": 2048}),
+    **{f"world-{act}": Cell("world", WORLD | {"act": act}) for act in ("topk", "relu-topk", "abs-topk", "soft-topk")},
     "world-relu": Cell("world", {"act": "relu", "d_sae": 1024}),
     "world-swish": Cell("world", {"act": "swish", "d_sae": 1024}),
-}
-CELLS |= {
-    "docs-relu": Cell("docs", {"act": "relu", "d_sae": 512}),
-    "code-6000": Cell("code-6000", {"act": "topk", "k": 16, "d_sae": 512}),
+    "code-6000": Cell("code-6000", TOPK),
     "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
     "code-jumprelu": Cell("code", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
 }
 CELLS |= {f"{name}-{steps}": Cell(CELLS[name].store, CELLS[name].options | {"steps": steps})
-          for name, steps in product(("docs", "world"), (500, 1000, 2000, 8000, 16000))}  # and so by processor time
+          for name, steps in product(("docs", "world"), (500, 1000, 2000, 8000, 16000))}  # by processor time
 BySeed = Mapping[str, Mapping[str, Any]]
 Results = Mapping["Job", Mapping[str, Any]]
 
 
 class Job(NamedTuple):
-    """A training: of a cell, by a solver or one of SAELens' cases, in a way, with a seed, as written.
-
-    The way is a learning rate, "auto" with all at its default, or "option=value" with this one changed.
-    """
+    """A training: of a cell, by a solver or one of SAELens' cases, at a learning rate, with a seed, as written."""
 
     cell: str
     solver: str
-    way: str
+    rate: str
     seed: str
 
 
@@ -139,32 +125,43 @@ def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
     if job.solver in SAELENS_CASES:
         sae, known = by_saelens(job, store, saelens)
     else:
-        name, _, value = job.way.rpartition("=")
-        changed = {name or "lr": number_or_word(value)}
         began = time.process_time()
-        sae = saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options, **changed)
+        sae = saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options)
         known = {"seconds": time.process_time() - began}
     found = saecli.evaluate(sae, store, model=cell.model)
     return known | {name: found[name] for name in MEASURES if name in found}
 
 
-def number_or_word(text: str) -> float | str:
-    """An option's value, as `saecli.fit` takes it."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE", dict[str, float]]:
-    """SAELens' SAE, with its seconds of processor time and the fraction of its latents that it counts as dead."""
-    from saelens_saes import trained_by_saelens
+    """SAELens' SAE on raw rows, with its seconds of processor time and the fraction of its latents that it counts as
+    dead. The rows are normalised as `sae train` does, which saves centring to SAELens.
 
-    options = CELLS[job.cell].options
+    Raises:
+        RuntimeError: on the test rows, L0 or FVU of the SAE is not what SAELens' own encoding and decoding comes to.
+    """
+    import torch
+
+    import saecli
+    from saecli.sae.metrics import reconstruction
+    from saecli.train.rows import fit_normalisation, on_raw_rows
+
+    train, test, options = store.split("train"), store.split("test"), CELLS[job.cell].options
+    normalisation = fit_normalisation("scale", train.spread(), torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        ((sae, found),) = trained_by_saelens(python, store, Path(folder), f"{job.solver}-{options['k']}",
-                                             options["d_sae"], steps(store, options), [job.way], seed=int(job.seed),
-                                             decay=SAELENS_DECAY)
+        for name, rows in (("train", train), ("test", test)):
+            every = torch.cat([torch.from_numpy(batch.copy()) for batch in rows.sequential(2048)])
+            np.save(Path(folder) / f"{name}.npy", normalisation(every).numpy())
+        words = [folder, f"{job.solver}-{options['k']}", options["d_sae"], steps(store, options), 256, job.rate,
+                 f"--seed={job.seed}", f"--decay={SAELENS_DECAY}"]
+        done = subprocess.run([python, SAELENS_SCRIPT, *map(str, words)], text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        sae = on_raw_rows(saecli.load_sae(Path(folder) / job.rate), normalisation)
+    ours = reconstruction(sae, map(torch.from_numpy, test.sequential(2048)))
+    for name in ("fvu", "l0"):
+        if abs(ours[name] - found[name]) > AGREEMENT * found[name]:
+            raise RuntimeError(f"{name} of SAELens' SAE: expected {found[name]}, as it measures itself, "
+                               f"got {ours[name]}")
     return sae, {"seconds": found["processor"], "dead": found["dead"]}
 
 
@@ -181,16 +178,23 @@ def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     return plan.training.batches(rows.rows) * plan.solver.inner_steps
 
 
-def fill(function: Callable[[Any], dict[str, Any]], jobs: Sequence[Any], log: Log,
-         processes: int) -> dict[Any, dict[str, Any]]:
-    """The result of a function for each job, a tuple of words; those that the log has are not run again."""
-    missing = [job for job in jobs if job not in log.results]
-    with workers(processes) as pool:
-        running = {pool.submit(function, job): job for job in missing}
+def fill(jobs: Sequence[Job], log: Path, processes: int, home: Path, saelens: Path | None) -> dict[Job, dict[str, Any]]:
+    """The result of each job: read from the log, a line of JSON each, or run in a process of one thread and added."""
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill cuts the last one short
+    log.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries), encoding="utf-8")
+    results = {Job(*entry["words"]): entry["result"] for entry in entries}
+    missing = [job for job in jobs if job not in results]
+    os.environ["OMP_NUM_THREADS"] = "1"  # spawned processes read it when they load torch
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(run, job, home, saelens): job for job in missing}
         for number, future in enumerate(as_completed(running), 1):
-            log.add(running[future], future.result())
+            job = running[future]
+            results[job] = future.result()
+            with log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"words": job, "result": results[job]}) + "\n")
             print(f"{number} of {len(missing)}", file=sys.stderr, flush=True)
-    return {job: log.results[job] for job in jobs}
+    return {job: results[job] for job in jobs}
 
 
 def stores(cells: Sequence[str], out: Path) -> Path:
@@ -222,13 +226,13 @@ def table(results: Results) -> str:
     heads += ["SAELens", "difference", "processor time"] if saelens else []
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for cell in CELLS:
-        ours = by_way(results, cell, ["pam-sgd"]).get(("pam-sgd", "auto"))
+        ours = by_rate(results, cell, ["pam-sgd"]).get(("pam-sgd", "auto"))
         if not ours:
             continue
         known = [measure for measure in MEASURES if all(measure in one for one in ours.values())]
-        (_, rate), sgd = best(by_way(results, cell, ["sgd"]), "fvu")
-        heading, others = f"{cell}, {len(ours)} seed{'s' * (len(ours) != 1)}, sgd at {rate}", [sgd]
-        rivals = by_way(results, cell, SAELENS_CASES)
+        sgd = by_rate(results, cell, ["sgd"])["sgd", "auto"]
+        heading, others = f"{cell}, {len(ours)} seed{'s' * (len(ours) != 1)}", [sgd]
+        rivals = by_rate(results, cell, SAELENS_CASES)
         if rivals:
             (case, rate), theirs = best(rivals, "mcc" if "mcc" in known else "fvu")
             heading, others = f"{heading}, SAELens' {case} at {rate}", [sgd, theirs]
@@ -240,56 +244,19 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def rates_table(results: Results) -> str:
-    """A row per cell and solver, in Markdown: FVU and F1 of `--lr auto`, and of the best rate, auto included."""
-    lines = ["| data | solver | fvu at auto | best | at | over it | f1 at auto | best | at | below it |",
-             "|---" * 10 + "|"]
-    for cell, solver in product(CELLS, SOLVERS):
-        ways = by_way(results, cell, [solver])
-        if not ways:
-            continue
-        columns = []
-        for measure in ("fvu", "f1"):
-            if not all(measure in one for seeds in ways.values() for one in seeds.values()):
-                columns += [""] * 4
-                continue
-            (_, rate), found = best(ways, measure)
-            auto, least = (np.mean([one[measure] for one in seeds.values()]) for seeds in
-                           (ways[solver, "auto"], found))
-            loss = f"{auto / least - 1:+.1%}" if measure == "fvu" else f"{least - auto:.3f}"
-            columns += [f"{auto:.4f}", f"{least:.4f}", rate, loss]
-        lines.append(f"| {' | '.join([cell, solver, *columns])} |")
-    return "\n".join(lines)
-
-
-def changes_table(results: Results, change: str) -> str:
-    """A row per cell, solver and measure, in Markdown: at the defaults, and what one option changes."""
-    lines = [f"| data | solver | measure | default | {change} | processor time |", "|---" * 6 + "|"]
-    for cell, solver in product(CELLS, SOLVERS):
-        ways = by_way(results, cell, [solver])
-        if not ways:
-            continue
-        changed, default = ways[solver, change], ways[solver, "auto"]
-        for measure in MEASURES:
-            if all(measure in one for one in changed.values()):
-                heading = f"{cell}, {len(changed)} seed{'s' * (len(changed) != 1)}"
-                lines.append(f"| {' | '.join([heading, solver, measure, *compared(changed, default, measure)])} |")
-    return "\n".join(lines)
-
-
-def by_way(results: Results, cell: str, solvers: Sequence[str]) -> dict[tuple[str, str], BySeed]:
-    """A cell's results of some solvers, by solver and way, then by seed."""
+def by_rate(results: Results, cell: str, solvers: Sequence[str]) -> dict[tuple[str, str], BySeed]:
+    """A cell's results of some solvers, by solver and rate, then by seed."""
     found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
     for job, one in results.items():
         if job.cell == cell and job.solver in solvers:
-            found.setdefault((job.solver, job.way), {})[job.seed] = one
+            found.setdefault((job.solver, job.rate), {})[job.seed] = one
     return found
 
 
-def best(ways: Mapping[tuple[str, str], BySeed], measure: str) -> tuple[tuple[str, str], BySeed]:
-    """The solver and way of the best mean of a measure, the least fvu or the greatest other; its results."""
+def best(rates: Mapping[tuple[str, str], BySeed], measure: str) -> tuple[tuple[str, str], BySeed]:
+    """The solver and rate of the best mean of a measure, the least fvu or the greatest other; its results."""
     sign = 1 if measure == "fvu" else -1
-    return min(ways.items(), key=lambda way: sign * np.mean([one[measure] for one in way[1].values()]))
+    return min(rates.items(), key=lambda rate: sign * np.mean([one[measure] for one in rate[1].values()]))
 
 
 def compared(ours: BySeed, theirs: BySeed, measure: str) -> tuple[str, str, str]:
@@ -308,39 +275,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=",".join(HEADLINES), help=f"out of {', '.join(CELLS)}")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--rates", default="", help="learning rates to train at too, with commas between")
-    parser.add_argument("--change", metavar="OPTION=VALUE", help="also train with one option of `sae train` changed")
     parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
-    parser.add_argument("--saelens", action="store_true", help="train SAELens too")
-    parser.add_argument("--saelens-python", type=Path, help="Python of an environment that has sae-lens")
+    parser.add_argument("--saelens-python", type=Path, help="Python that has sae-lens: train it too")
     chosen = parser.parse_args()
     cells = chosen.data.split(",")
     unknown = set(cells) - CELLS.keys()
     if unknown:
         parser.error(f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}")
     home = stores(cells, chosen.out)
-    ways = list(product(SOLVERS, ["auto", *filter(None, [*chosen.rates.split(","), chosen.change])]))
-    ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens else []
+    ways = [(solver, "auto") for solver in SOLVERS]
+    ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens_python else []
     jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways
             if way[0] not in SAELENS_CASES or "k" in CELLS[cell].options]
-    log = Log(chosen.out / "runs.jsonl")
 
-    def report(python: Path | None) -> None:
-        results = fill(partial(run, home=home, saelens=python), jobs, log, chosen.jobs)
-        unchanged = {job: one for job, one in results.items() if job.way != chosen.change}
-        print(table(unchanged))
-        if chosen.rates:
-            print(f"\n{rates_table(unchanged)}")
-        if chosen.change:
-            print(f"\n{changes_table(results, chosen.change)}")
-
-    if chosen.saelens:
-        from training_speed import with_saelens
-
-        with_saelens(chosen.saelens_python, report)
-    else:
-        report(None)
+    print(table(fill(jobs, chosen.out / "runs.jsonl", chosen.jobs, home, chosen.saelens_python)))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
-"""SAELens' side of benchmarks that train it on a store's rows, `saelens_saes.py`: run by the Python of an environment
-that has sae-lens.
+"""SAELens' side of `features.py` and `training_speed.py`: run by the Python of an environment that has sae-lens.
 
-    python saelens_training.py FOLDER CASE D_SAE STEPS BATCH RATE ... [--threads 1] [--l1 1] [--seed 0] [--decay 0.2]
+    python saelens_training.py FOLDER CASE D_SAE STEPS BATCH RATE [--seed 0] [--decay 0.2]
+    python saelens_training.py steps D_IN D_SAE BATCH STEPS THREADS CASE ...
 
-FOLDER/train.npy and FOLDER/test.npy hold normalised rows; a case is "relu", "topk-K", "batchtopk-K" or "matryoshka-K",
-which has levels of `PARTS` of D_SAE. For each learning rate, trains from memory, saves the SAE as FOLDER/RATE, and
-prints as JSON the seconds of its training alone, on the clock and of the processor, the fraction of latents that it
-counts as dead, and L0 and FVU on the test rows. Schedules are those of SAELens' own tutorial: the rate falls to zero
-over the last fifth of steps (--decay), the L1 coefficient rises over the first twentieth; all else is its default.
+A case is "relu", "topk-K", "batchtopk-K" or "matryoshka-K", which has levels of `PARTS` of D_SAE. The first trains on
+FOLDER/train.npy, normalised rows in memory, on one thread, saves the SAE as FOLDER/RATE, and prints as JSON the seconds
+of processor time of its training alone, the fraction of latents that it counts as dead, and L0 and FVU on
+FOLDER/test.npy. The schedule is that of SAELens' own tutorial: the rate falls to zero over the last steps (--decay);
+all else is its default. The second prints as JSON the least seconds of a full training step of each case, after two
+others; a case may end in "-bf16" for SAELens' own autocast to bfloat16.
 """
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,19 +40,36 @@ from sae_lens.training.sae_trainer import SAETrainer
 PARTS = (16, 4, 2, 1)  # a level of a Matryoshka SAE has one in so many of its latents
 
 
-def new_sae(case: str, d_in: int, d_sae: int, steps: int, l1: float) -> TrainingSAE:
-    """An SAE as SAELens begins it by default, but for its size and its sparsity."""
+def new_sae(case: str, d_in: int, d_sae: int, **topk: Any) -> TrainingSAE:
+    """An SAE as SAELens begins it by default, but for its size, its sparsity, and what is given for topk."""
     shape = {"d_in": d_in, "d_sae": d_sae}
     kind, _, k = case.partition("-")
     if kind == "relu":
-        return StandardTrainingSAE(StandardTrainingSAEConfig(
-            **shape, l1_coefficient=l1, l1_warm_up_steps=steps // 20))
+        return StandardTrainingSAE(StandardTrainingSAEConfig(**shape, l1_coefficient=1.0))
     if kind == "topk":
-        return TopKTrainingSAE(TopKTrainingSAEConfig(**shape, k=int(k)))
+        return TopKTrainingSAE(TopKTrainingSAEConfig(**shape, k=int(k), **topk))
     if kind == "batchtopk":
         return BatchTopKTrainingSAE(BatchTopKTrainingSAEConfig(**shape, k=float(k)))
     return MatryoshkaBatchTopKTrainingSAE(MatryoshkaBatchTopKTrainingSAEConfig(
         **shape, k=float(k), matryoshka_widths=[d_sae // part for part in PARTS]))
+
+
+def least_step(case: str, d_in: int, d_sae: int, batch: int, steps: int) -> float:
+    """The least seconds of a step of a case."""
+    # Without topk's loss on dead latents and its rescaling by norms, which the other side has not either.
+    sae = new_sae(case.removesuffix("-bf16"), d_in, d_sae, aux_loss_coefficient=0.0,
+                  rescale_acts_by_decoder_norm=False)
+    rows = torch.randn(batch, d_in, generator=torch.Generator().manual_seed(0))
+    config = SAETrainerConfig(total_training_samples=10**9, train_batch_size_samples=batch, lr=1e-3, lr_end=1e-4,
+                              autocast=case.endswith("-bf16"))
+    trainer = SAETrainer(config, sae, repeat(rows))
+    taken = []
+    for _ in range(steps + 2):
+        started = time.perf_counter()
+        trainer.step(rows)
+        trainer.n_training_steps += 1
+        taken.append(time.perf_counter() - started)
+    return min(taken[2:])
 
 
 def shuffled(rows: torch.Tensor, batch: int, seed: int) -> Iterator[torch.Tensor]:
@@ -70,35 +91,35 @@ def measures(sae: SAE, rows: torch.Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    """Train at each rate."""
+    """Train, or time steps."""
+    if sys.argv[1] == "steps":
+        d_in, d_sae, batch, steps, threads = map(int, sys.argv[2:7])
+        torch.set_num_threads(threads)
+        print(json.dumps({case: least_step(case, d_in, d_sae, batch, steps) for case in sys.argv[7:]}))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("case")
     for name in ("d_sae", "steps", "batch"):
         parser.add_argument(name, type=int)
-    parser.add_argument("rates", nargs="+")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--l1", type=float, default=1.0)
+    parser.add_argument("rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--decay", type=float, default=0.2)
     chosen = parser.parse_args()
-    torch.set_num_threads(chosen.threads)
+    torch.set_num_threads(1)
     train, test = (torch.from_numpy(np.load(chosen.folder / f"{name}.npy")) for name in ("train", "test"))
-    found = []
-    for rate in chosen.rates:
-        torch.manual_seed(chosen.seed)
-        sae = new_sae(chosen.case, train.shape[1], chosen.d_sae, chosen.steps, chosen.l1)
-        config = SAETrainerConfig(total_training_samples=chosen.steps * chosen.batch,
-                                  train_batch_size_samples=chosen.batch, lr=float(rate), lr_end=float(rate) / 10,
-                                  lr_decay_steps=int(chosen.decay * chosen.steps))
-        trainer = SAETrainer(config, sae, shuffled(train, chosen.batch, chosen.seed))
-        started, processor = time.perf_counter(), time.process_time()
-        trainer.fit()
-        spent = {"seconds": time.perf_counter() - started, "processor": time.process_time() - processor}
-        sae.save_inference_model(chosen.folder / rate)
-        dead = {"dead": trainer.dead_neurons.double().mean().item()}
-        found.append({"rate": rate} | spent | dead | measures(SAE.load_from_disk(chosen.folder / rate), test))
-    print(json.dumps(found))
+    torch.manual_seed(chosen.seed)
+    sae = new_sae(chosen.case, train.shape[1], chosen.d_sae)
+    rate = float(chosen.rate)
+    config = SAETrainerConfig(total_training_samples=chosen.steps * chosen.batch, lr=rate, lr_end=rate / 10,
+                              train_batch_size_samples=chosen.batch, lr_decay_steps=int(chosen.decay * chosen.steps))
+    trainer = SAETrainer(config, sae, shuffled(train, chosen.batch, chosen.seed))
+    started = time.process_time()
+    trainer.fit()
+    spent = time.process_time() - started
+    sae.save_inference_model(chosen.folder / chosen.rate)
+    print(json.dumps({"processor": spent, "dead": trainer.dead_neurons.double().mean().item()}
+                     | measures(SAE.load_from_disk(chosen.folder / chosen.rate), test)))
 
 
 if __name__ == "__main__":

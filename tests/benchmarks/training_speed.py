@@ -2,23 +2,19 @@
 
     PYTHONPATH=. python tests/benchmarks/training_speed.py [--threads 2] [--saelens-python PYTHON]
 
-Without --saelens-python, an environment with sae-lens is made in a folder that is removed at the end; the install at
-hand stays as it is. The two take turns, round after round, and the least time of a step counts. "of peak" is the share
-of the measured float32 matrix product that the dense arithmetic of a step comes to: 10 d_in d_sae operations a row, 8
-where the decoder gets no gradient; above 1 where zeros are skipped, and in bf16. "bf16" is `--precision bf16`, beside
-which SAELens trains in float32 and by its own autocast. Beside that, in milliseconds a step: the optimiser's
-pass over its tensors, and the activation's over a batch of pre-activations.
+PYTHON is of an environment that has sae-lens (`python -m venv FOLDER && FOLDER/bin/pip install sae-lens==6.54.12`);
+without it, saecli alone is timed. The two take turns, round after round, and the least time of a step counts. "of
+peak" is the share of the measured float32 matrix product that the dense arithmetic of a step comes to: 10 d_in d_sae
+operations a row, 8 where the decoder gets no gradient; above 1 where zeros are skipped, and in bf16. "bf16" is
+`--precision bf16`; "both": SAELens too, by its own autocast.
 """
 
 import argparse
 import json
+import math
 import subprocess
-import sys
-import tempfile
 import time
-import venv
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,8 +53,8 @@ def least(action: Callable[[], object], times: int) -> float:
     return min(taken[1:])
 
 
-def ours(case: str, chosen: argparse.Namespace) -> dict[str, float]:
-    """The least seconds of an encoder step, and of what its optimiser and its activation take of it."""
+def ours(case: str, chosen: argparse.Namespace) -> float:
+    """The least seconds of an encoder step."""
     activation, config, _, _ = CASES[case]
     rows = torch.randn(chosen.batch, chosen.d_in, generator=torch.Generator().manual_seed(0))
     sparsity = activation.default_sparsity
@@ -66,14 +62,7 @@ def ours(case: str, chosen: argparse.Namespace) -> dict[str, float]:
                                sparsity_weight=activation.default_weight(sparsity, chosen.d_in),
                                precision="bf16" if "bf16" in case else "float32"), 10**6, 10**6, 1e-3)
     solver = config.resolved(None).build(initial_sae(activation, chosen.d_sae, Batch.of(rows), seed=0), task)
-    step = least(lambda: solver.descend(Batch.of(rows)), chosen.steps)
-    tensors = [tensor.detach().clone().requires_grad_() for tensor in solver.optimizer.tensors.values()]
-    for tensor in tensors:
-        tensor.grad = torch.ones_like(tensor)
-    optimizer = torch.optim.Adam(tensors, fused=True)  # as `solvers.optimizers.Adam` has it
-    pre = rows @ solver.dictionary.W_enc.detach()
-    return {"step": step, "optimizer": least(optimizer.step, chosen.steps),
-            "activation": least(lambda: activation.training_codes(pre, {}), chosen.steps)}
+    return least(lambda: solver.descend(Batch.of(rows)), chosen.steps)
 
 
 def product_rate(chosen: argparse.Namespace) -> float:
@@ -82,58 +71,41 @@ def product_rate(chosen: argparse.Namespace) -> float:
     return 2 * chosen.batch * chosen.d_in * chosen.d_sae / least(lambda: x @ W, 2 * chosen.steps)
 
 
-def saelens(python: Path, chosen: argparse.Namespace) -> dict[str, float]:
+def saelens(chosen: argparse.Namespace) -> dict[str, float]:
     """The least seconds of SAELens' steps, by case."""
+    if chosen.saelens_python is None:
+        return {}
     words = (chosen.d_in, chosen.d_sae, chosen.batch, chosen.steps, chosen.threads,
              *dict.fromkeys(theirs for *_, theirs, _ in CASES.values()))
-    done = subprocess.run([python, Path(__file__).with_name("saelens_steps.py"), *map(str, words)], text=True,
+    script = Path(__file__).with_name("saelens_training.py")
+    done = subprocess.run([chosen.saelens_python, script, "steps", *map(str, words)], text=True,
                           stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def environment(folder: Path) -> Path:
-    """The Python of a new environment with sae-lens, whose torch is the one at hand."""
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    version = torch.__version__.partition("+")[0]
-    subprocess.run([python, "-m", "pip", "install", "-q", f"torch=={version}", SAELENS], check=True, stdout=sys.stderr)
-    return python
-
-
-def with_saelens(python: Path | None, run: Callable[[Path], None]) -> None:
-    """Run with the Python of an environment that has sae-lens: the one given, else one that is made and removed."""
-    if python is not None:
-        run(python)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        run(environment(Path(folder) / "saelens"))
-
-
-def benchmark(chosen: argparse.Namespace, python: Path) -> None:
+def benchmark(chosen: argparse.Namespace) -> None:
     """Print the table."""
     torch.set_num_threads(chosen.threads)
     rates, theirs, found = [], {}, {}
     for _ in range(chosen.rounds):
         rates.append(product_rate(chosen))
-        for case, seconds in saelens(python, chosen).items():
+        for case, seconds in saelens(chosen).items():
             theirs[case] = min(seconds, theirs.get(case, seconds))
         for case in CASES:
-            new = ours(case, chosen)
-            found[case] = {name: min(value, found.get(case, new)[name]) for name, value in new.items()}
+            found[case] = min(ours(case, chosen), found.get(case, math.inf))
     print(f"matrix product: {max(rates) / 1e9:.0f} GFLOP/s; d_in {chosen.d_in}, d_sae {chosen.d_sae}, batch "
           f"{chosen.batch}, {chosen.threads} threads; {SAELENS}, torch {torch.__version__}\n")
-    print("| step | SAELens, rows/s | saecli, rows/s | ratio | of peak | optimiser, ms | activation, ms |")
-    print("|---|---|---|---|---|---|---|")
-    for case, parts in found.items():
+    print("| step | SAELens, rows/s | saecli, rows/s | ratio | of peak |\n|---|---|---|---|---|")
+    for case, seconds in found.items():
         *_, name, factor = CASES[case]
-        share = factor * chosen.d_in * chosen.d_sae * chosen.batch / parts["step"] / max(rates)
-        print(f"| {case} | {chosen.batch / theirs[name]:,.0f} | {chosen.batch / parts['step']:,.0f} | "
-              f"{theirs[name] / parts['step']:.2f} | {share:.2f} | {1e3 * parts['optimizer']:.0f} | "
-              f"{1e3 * parts['activation']:.0f} |")
+        their = theirs.get(name, math.nan)
+        share = factor * chosen.d_in * chosen.d_sae * chosen.batch / seconds / max(rates)
+        print(f"| {case} | {chosen.batch / their:,.0f} | {chosen.batch / seconds:,.0f} | {their / seconds:.2f} | "
+              f"{share:.2f} |")
 
 
 def main() -> None:
-    """Make the environment where none is given, and run."""
+    """Read the options, and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--d-in", type=int, default=2304)
@@ -142,8 +114,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of which the least counts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--saelens-python", type=Path, help="Python of an environment that has sae-lens")
-    chosen = parser.parse_args()
-    with_saelens(chosen.saelens_python, partial(benchmark, chosen))
+    benchmark(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -16,22 +16,16 @@ from typing import Any
 
 Figures = dict[str, Any]
 PARTS = {  # the module of each, and the most seconds that it may take
-    "machine": ("speeds", 120), "correctness": ("checks", 300), "repeats": ("checks", 90), "waits": ("checks", 90),
-    "processes": ("checks", 120), "steps": ("speeds", 240), "rows": ("speeds", 120), "decoder": ("speeds", 240),
-    "saelens": ("speeds", 120), "quality": ("chain", 180), "extraction": ("chain", 300)}
+    "machine": ("speeds", 120), "correctness": ("checks", 300), "repeats": ("checks", 90), "processes": ("checks", 120),
+    "steps": ("speeds", 240), "rows": ("speeds", 120), "decoder": ("speeds", 240), "extraction": ("speeds", 300)}
 ALL_SECONDS = 1440
 
 
 @dataclass(frozen=True)
 class Day:
-    """Where and how large.
+    """Where and how large; `folder` is for what a part writes."""
 
-    Args:
-        device: cuda or cpu.
-        folder: for what a part writes.
-    """
-
-    device: str
+    device: str  # cuda or cpu
     folder: Path
 
     @property
@@ -67,7 +61,7 @@ def run_part(name: str, day: Day) -> Figures:
     """What a part finds; its error if it fails."""
     try:
         return getattr(importlib.import_module(PARTS[name][0]), name)(day)
-    except Exception as error:  # told in the table, beside what the other parts find
+    except Exception as error:  # stands in the table, next to what the other parts find
         traceback.print_exc()
         return {"FAILED": f"{type(error).__name__}: {error}"[:500]}
 
@@ -91,16 +85,15 @@ def in_process(name: str, day: Day, limit: float) -> Figures:
 
 def table(found: dict[str, Figures]) -> str:
     """A line for each figure, in Markdown."""
+    def shown(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+        return str(value).replace("|", "\\|").replace("\n", " ")
+
     lines = ["| part | what | figure |", "|---|---|---|"]
-    lines += [f"| {part} | {what} | {_shown(value)} |" for part, figures in found.items()
+    lines += [f"| {part} | {what} | {shown(value)} |" for part, figures in found.items()
               for what, value in figures.items()]
     return "\n".join(lines) + "\n"
-
-
-def _shown(value: Any) -> str:
-    text = f"{value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else (
-        f"{value:,.0f}" if isinstance(value, float) else str(value))
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def main() -> None:

@@ -1,16 +1,23 @@
-"""What steps, rows and decoder steps cost, beside the device's own products and copies."""
+"""What steps, rows and decoder steps cost, next to the device's own products and copies; extraction
+as a user runs it."""
 
+import json
+import subprocess
+import sys
 import tempfile
+import time
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 from day import Day, Figures
+from extraction import CONTEXT, write_text
 from solver_problems import trained_on as trained
-from training_speed import SAELENS
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from saecli.base.devices import free_memory, multiplies_bf16, products_in
+from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.activations.selection import at
 from saecli.sae.codes import DenseCodes
@@ -25,7 +32,7 @@ from saecli.train.start import initial_sae
 from saecli.train.task import Task
 
 PRECISIONS = ("float32", "tf32", "bf16")
-K = 32
+K, LAYER = 32, 12
 WIDEST_DENSE = 16_384  # d_sae up to which dense codes are summed, and alpha chosen
 
 
@@ -139,15 +146,36 @@ def _changed(system: Sums | StreamedCodes) -> Sums | StreamedCodes:
     return system
 
 
-def saelens(day: Day) -> Figures:
-    """SAELens' steps in float32 and with its autocast, where it is installed."""
-    try:
-        import sae_lens  # noqa: F401
-    except ImportError:
-        return {SAELENS: "not installed here"}
-    from saelens_steps import least_step
+def gemma2(folder: Path, shrink: int) -> int:
+    """Save a random Gemma-2, of 2.6 billion parameters if not shrunk; their number."""
+    config = Gemma2Config(dtype="bfloat16", vocab_size=256_000 // shrink, hidden_size=2304 // shrink,
+                          intermediate_size=9216 // shrink)
+    with torch.device("meta"):  # never held in float32
+        model = Gemma2ForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu").tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02, generator=generator)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BUNDLED[TINY_GEMMA2]).save_pretrained(folder)
+    return model.num_parameters()
 
-    B, D, widths = sizes(day)
-    torch.set_default_device(day.device)
-    return {f"{case}, d_sae {F:,}: rows/s": B / least_step(case, D, F, B, 10 if day.full else 1)
-            for F, case in product(widths, ("relu", "relu-bf16", "topk-32", "topk-32-bf16"))}
+
+def extraction(day: Day) -> Figures:
+    """Extraction of a random Gemma-2-2B, at full size on a GPU, to layer 12: rows per second and memory."""
+    rows, shrink = (100_000, 1) if day.full else (2000, 8)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        parameters = gemma2(home / "model", shrink)
+        write_text(home / "text.jsonl")
+        began = time.perf_counter()
+        words = ["--home", home, "extract", "--model", home / "model", "--dataset", home / "text.jsonl",
+                 "--layer", LAYER, "--rows", rows, "--context", CONTEXT, "--device", day.device, "--json"]
+        found = subprocess.run([sys.executable, "-m", "saecli", *map(str, words)], check=True, text=True,
+                               stdout=subprocess.PIPE)
+        done = json.loads(found.stdout)
+        seconds = time.perf_counter() - began
+    found = {"parameters": parameters, "rows": done["rows"], "seconds, loading included": seconds,
+             "rows/s, loading included": done["rows"] / seconds}
+    return found | ({"device": torch.cuda.get_device_name()} if day.full else {})

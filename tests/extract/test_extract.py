@@ -119,21 +119,16 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    (("--layer", "7"), "has layers 0 to 2, got --layer 7"),
-    (("--context", "65"), "takes windows of at most 64 tokens, got --context 65; lower it"),
-    (("--model", ""), "--model is empty"),
-    (("--dataset", ""), "--dataset is empty"),
+    (("--layer", "7"), "got --layer 7"), (("--context", "65"), "got --context 65; lower it"),
+    (("--model", ""), "--model is empty"), (("--dataset", ""), "--dataset is empty"),
     (("--dataset-split", "test"), "--dataset-split does nothing with the dataset"),
     (("--dataset-config", "x"), "--dataset-config does nothing with the dataset"),
     (("--text-column", "x"), "--text-column does nothing with the dataset"),
     (("--dataset", "a.jsonl", "--dataset-split", "test"), "--dataset-split does nothing with the dataset a.jsonl"),
     *((("--" + name, "9" * 10), f"--{name} must be at most 2.14748e+09")
       for name in ("rows", "context", "batch-size", "shard-rows")),
-    (("--dataset", "nowhere.txt"), UNAVAILABLE[0]),
-    (("--dataset", "stdlib-docs", "--dataset-split", "test"), "--dataset-split does nothing with the dataset stdlib"),
-    (("--context", "1"), "--context must be above 1"),
-    (("--rows", "0"), "--rows must be at least 1"),
-    (("--model", "google/gemma-2-2b"), UNAVAILABLE[1]),
+    (("--dataset", "nowhere.txt"), UNAVAILABLE[0]), (("--model", "google/gemma-2-2b"), UNAVAILABLE[1]),
+    (("--context", "1"), "--context must be above 1"), (("--rows", "0"), "--rows must be at least 1"),
     (("--name", "a/b"), "--name must be a plain folder name"),
     (("--packed", "--positions", "last"), "--packed does nothing with --positions last"),
 ])
@@ -220,15 +215,6 @@ def test_rows_that_all_overflow_end_the_extraction_early(sae: CommandLine, model
     assert 10_000 <= int(found[1].replace(",", "")) < 20_000
     assert not list((sae.home / "activations").iterdir())
     assert sae(*words, "--dtype", "bfloat16", "--rows", "50").status == 0
-
-
-def test_an_empty_text_is_refused_and_leaves_nothing(sae: CommandLine, models, tmp_path: Path):
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n\n  \n")
-    done = sae("extract", "--model", models["gpt2"], "--dataset", empty)
-    assert done.status == 1
-    assert f"there is no text in {empty}" in done.err
-    assert not list((sae.home / "activations").iterdir())
 
 
 def test_a_store_finished_meanwhile_by_another_process_is_cached(sae: CommandLine, models, text, monkeypatch):

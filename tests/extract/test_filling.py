@@ -18,10 +18,10 @@ from transformers import AutoTokenizer, LlamaModel
 
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.processes import Communicator
-from saecli.extract.extraction import Quota, rows_by_rank
+from saecli.extract.extraction import rows_by_rank
 from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill, tokens_that_fit
-from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
+from saecli.extract.options import HookPoint
 from saecli.extract.texts import Document
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.reader import ActivationStore
@@ -156,7 +156,7 @@ def test_the_ranks_together_are_given_the_rows_of_one_process(tokenizers, texts,
             range(world_size)))
     assert all(one == found[0] for one in found)
     stored = [row for rank, count in enumerate(found[0])
-              for row in first_rows(list(Quota(rank, world_size, count).documents(every)), count)]
+              for row in first_rows([document for document in every if document.number % world_size == rank], count)]
     assert sorted(stored) == sorted(first_rows(every, rows))
 
 

@@ -30,12 +30,15 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
         yield hub
 
 
+def environment_at(home: Path) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return own | {"HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "SAE_HOME": str(home)}
+
+
 def run(hub: FakeHub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Python in a process that knows no hub but this one; its address is read at import."""
-    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=own | {
-        "HF_ENDPOINT": hub.address, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
-        "SAE_HOME": str(home)})
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False,
+                          env=environment_at(home) | {"HF_ENDPOINT": hub.address})
 
 
 RESUMED = f"""
@@ -106,9 +109,8 @@ def test_refusals_of_a_hub_are_sentences(hub: FakeHub, tmp_path: Path):
 def test_without_network_the_error_names_other_sources(tmp_path: Path, environment):
     program = ("from saecli.extract.texts import TextSource\n"
                "try:\n    next(TextSource('some/dataset').documents())\nexcept OSError as error:\n    print(error)")
-    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60,
-                          env={**own, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1", **environment})
+                          env=environment_at(tmp_path) | environment)
     assert done.stdout.count("\n") == 1
     assert "cannot be fetched" in done.stdout and "dataset stdlib-docs or a local .txt" in done.stdout
 

@@ -23,9 +23,9 @@ from transformers import (
 
 from saecli.base.errors import ModelError
 from saecli.extract import language_model
-from saecli.extract.hook_points import SITES, HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
+from saecli.extract.options import SITES, HookPoint
 
 MORE = {
     "gemma3": lambda: Gemma3TextConfig(**DEEP, num_key_value_heads=1, head_dim=8, sliding_window=4),

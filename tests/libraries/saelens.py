@@ -1,52 +1,65 @@
-"""SAELens' side of the format tests: run by the Python of an environment that has sae-lens.
+"""SAELens' side of tests: run by the Python of an environment that has sae-lens.
 
-    python saelens.py FOLDER
-
-FOLDER/ours/CASE holds SAEs that saecli wrote; each reconstruction of FOLDER/rows.npy goes to FOLDER/ours/CASE.npz.
-FOLDER/theirs/CASE receives SAEs that SAELens makes, with their reconstructions beside them.
+    python saelens.py formats FOLDER
+    python saelens.py gemma_scope FOLDER
+        FOLDER/ours/CASE holds SAEs that saecli wrote; codes and reconstructions of FOLDER/rows.npy go to
+        FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives SAEs that SAELens makes, or arrays as Gemma Scope publishes
+        them, with what SAELens makes of them next to them.
+    python saelens.py scopes FOLDER NAME=PATH ...
+        Gemma Scope 2, Llama Scope and Qwen-Scope: PATH, in FOLDER, is a folder or a file laid out as on the hub, NAME
+        the release up to a `-`; codes and reconstructions of FOLDER/rows.npy go to FOLDER/NAME.npz.
+    python saelens.py evaluate MODEL HOOK WINDOWS.json SAE ...
+        Prints SAELens' evaluation of each SAE, a JSON line each. The windows are lists of token ids, each a batch;
+        HOOK is a module of the Hugging Face model, which SAELens loads itself.
+    python saelens.py score TRUTH.npz SAE ...
+        Prints the scores of each SAE on a world, a JSON line each.
+    python saelens.py save FOLDER KIND ROWS
+        Saves a world in FOLDER, and samples of its codes in FOLDER/codes.npz.
 """
 
 import json
 import sys
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from sae_lens import SAE
-from sae_lens.saes import (
-    AbsTopKSAE,
-    AbsTopKSAEConfig,
-    JumpReLUSAE,
-    JumpReLUSAEConfig,
-    JumpReLUSkipTranscoder,
-    JumpReLUSkipTranscoderConfig,
-    JumpReLUTranscoder,
-    JumpReLUTranscoderConfig,
-    SkipTranscoder,
-    SkipTranscoderConfig,
-    StandardSAE,
-    StandardSAEConfig,
-    TopKSAE,
-    TopKSAEConfig,
-    Transcoder,
-    TranscoderConfig,
+from sae_lens import saes as kinds
+from sae_lens.evals import get_eval_everything_config, run_evals
+from sae_lens.load_model import load_model
+from sae_lens.loading import pretrained_sae_loaders as loaders
+from sae_lens.synthetic import (
+    ExponentialMagnitudeConfig,
+    FeatureDictionary,
+    FoldedNormalMagnitudeConfig,
+    HierarchyConfig,
+    LinearMagnitudeConfig,
+    LowRankCorrelationConfig,
+    SyntheticModel,
+    SyntheticModelConfig,
+    ZipfianFiringProbabilityConfig,
+    eval_sae_on_synthetic_data,
 )
-from safetensors.torch import save_file
+from sae_lens.training.activation_scaler import ActivationScaler
+from safetensors.torch import load_file, save_file
 
 D, E, F, K = 24, 17, 60, 6
 
 MADE = {
-    "standard": (StandardSAE, StandardSAEConfig, {}),
-    "standard-subtracting": (StandardSAE, StandardSAEConfig, {"apply_b_dec_to_input": True}),
-    "jumprelu": (JumpReLUSAE, JumpReLUSAEConfig, {"apply_b_dec_to_input": True}),
-    "topk": (TopKSAE, TopKSAEConfig, {"k": K}),
-    "topk-rescaled": (TopKSAE, TopKSAEConfig, {
+    "standard": ("StandardSAE", {}),
+    "standard-subtracting": ("StandardSAE", {"apply_b_dec_to_input": True}),
+    "jumprelu": ("JumpReLUSAE", {"apply_b_dec_to_input": True}),
+    "topk": ("TopKSAE", {"k": K}),
+    "topk-rescaled": ("TopKSAE", {
         "k": K, "rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": True}),
-    "abstopk": (AbsTopKSAE, AbsTopKSAEConfig, {"k": K}),
-    "transcoder": (Transcoder, TranscoderConfig, {"d_out": E}),
-    "skip-transcoder": (SkipTranscoder, SkipTranscoderConfig, {"d_out": E}),
-    "jumprelu-transcoder": (JumpReLUTranscoder, JumpReLUTranscoderConfig, {"d_out": E}),
-    "jumprelu-skip-transcoder": (JumpReLUSkipTranscoder, JumpReLUSkipTranscoderConfig, {"d_out": D}),
+    "abstopk": ("AbsTopKSAE", {"k": K}),
+    "transcoder": ("Transcoder", {"d_out": E}),
+    "skip-transcoder": ("SkipTranscoder", {"d_out": E}),
+    "jumprelu-transcoder": ("JumpReLUTranscoder", {"d_out": E}),
+    "jumprelu-skip-transcoder": ("JumpReLUSkipTranscoder", {"d_out": D}),
 }
 
 OLD = {  # what versions before 6 wrote, by the case above whose weights it is said of
@@ -58,7 +71,24 @@ OLD = {  # what versions before 6 wrote, by the case above whose weights it is s
              "apply_b_dec_to_input": False, "normalize_activations": None},
 }
 
+CONVERTERS = {**dict.fromkeys(("gemma", "transcoder", "mlp_out"), loaders.gemma_3_sae_huggingface_loader),
+              "llama": loaders.llama_scope_sae_huggingface_loader, "qwen": loaders.qwen_scope_sae_huggingface_loader}
+MODEL = {"gemma": "google", "transcoder": "google", "mlp_out": "google", "llama": "fnlp", "qwen": "Qwen"}
 
+BATCH = 500
+HIERARCHIES = {
+    "flat": None,
+    "tree": HierarchyConfig(4, 3, 2, compensate_probabilities=True),
+    "exclusive": HierarchyConfig(4, 3, 2, 1.0, compensate_probabilities=True, scale_children_by_parent=True),
+}
+MEANS = {"flat": LinearMagnitudeConfig(1.0, 2.0), "tree": 1.0, "exclusive": ExponentialMagnitudeConfig(1.0, 2.0)}
+
+
+def rows_in(folder: Path) -> torch.Tensor:
+    return torch.from_numpy(np.load(folder / "rows.npy"))
+
+
+@torch.no_grad()
 def record(sae: SAE, rows: torch.Tensor, path: Path) -> None:
     """Keeps codes and reconstructions of the rows."""
     codes = sae.encode(rows)
@@ -66,15 +96,15 @@ def record(sae: SAE, rows: torch.Tensor, path: Path) -> None:
 
 
 @torch.no_grad()
-def main() -> None:
+def formats(folder: Path) -> None:
     """Reads ours, makes theirs."""
-    folder = Path(sys.argv[1])
-    rows = torch.from_numpy(np.load(folder / "rows.npy"))
+    rows = rows_in(folder)
     for path in sorted((folder / "ours").iterdir()):
         record(SAE.load_from_disk(path), rows, path.with_suffix(".npz"))
     torch.manual_seed(0)
-    for case, (kind, config, settings) in MADE.items():
-        sae = kind(config(d_in=D, d_sae=F, **({"apply_b_dec_to_input": False} | settings)))
+    for case, (kind, settings) in MADE.items():
+        config = getattr(kinds, f"{kind}Config")(d_in=D, d_sae=F, **({"apply_b_dec_to_input": False} | settings))
+        sae = getattr(kinds, kind)(config)
         for name, parameter in sae.named_parameters():
             parameter.data.normal_()
             if name == "threshold":
@@ -90,4 +120,128 @@ def main() -> None:
             record(SAE.load_from_disk(path), rows, path.with_suffix(".npz"))
 
 
-main()
+def gemma_scope_sae(folder: Path) -> SAE:
+    """The SAE of a folder, as SAELens reads it after its download from google/gemma-scope-2b-pt-res."""
+    loaders.hf_hub_download = lambda repo_id, filename, subfolder, force_download: str(folder / filename)
+
+    def load(cfg_overrides: dict[str, Any], **further: Any) -> tuple:
+        return loaders.gemma_2_sae_huggingface_loader(cfg_overrides=cfg_overrides | {"d_in": D, "d_sae": F}, **further)
+
+    return SAE.from_pretrained("someone/gemma-scope-2b-pt-res", "layer_12/width_16k/average_l0_82", converter=load)
+
+
+@torch.no_grad()
+def gemma_scope(folder: Path) -> None:
+    """Reads ours, and random arrays as published."""
+    generator = np.random.default_rng(0)
+    theirs = folder / "theirs" / "published"
+    theirs.mkdir()
+    shapes = {"W_dec": (F, D), "W_enc": (D, F), "b_dec": (D,), "b_enc": (F,), "threshold": (F,)}
+    arrays = {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    np.savez(theirs / "params.npz", **arrays | {"threshold": np.abs(arrays["threshold"])})
+    for path in [*sorted((folder / "ours").iterdir()), theirs]:
+        record(gemma_scope_sae(path), rows_in(folder), path.with_suffix(".npz"))
+
+
+@torch.no_grad()
+def scope(folder: Path, name: str, repo: Path, place: Path) -> None:
+    """Keeps codes and reconstructions of the rows."""
+    rows = rows_in(folder)
+    kind = name.partition("-")[0]
+    loaders.hf_hub_download = lambda repo_id, filename, subfolder="", force_download=False: str(
+        repo / subfolder / filename)
+    loaders.get_safetensors_tensor_shapes = lambda repo_id, filename: {
+        key: list(one.shape) for key, one in load_file(repo / filename).items()}
+
+    def load(cfg_overrides: dict[str, Any], **further: Any) -> tuple:
+        widths = {"d_in": rows.shape[1], "d_sae": 20} if kind == "qwen" else {}  # else of Qwen's own models
+        return CONVERTERS[kind](cfg_overrides=cfg_overrides | widths | {"dtype": "float32"}, **further)
+
+    sae = SAE.from_pretrained(f"{MODEL[kind]}/{repo.name}", place.as_posix(), converter=load, dtype="float32")
+    if kind == "llama":  # which SAELens does for the releases that it knows by name
+        config = json.loads((repo / place / "hyperparams.json").read_text())
+        sae.fold_activation_norm_scaling_factor(
+            config["d_model"] ** 0.5 / config["dataset_average_activation_norm"]["in"])
+    record(sae, rows, folder / f"{name}.npz")
+
+
+def scopes(folder: Path, *words: str) -> None:
+    """Reads them all."""
+    for word in words:
+        name, path = word.split("=")
+        repo, *inside = Path(path).parts
+        scope(folder, name, folder / repo, Path(*inside))
+
+
+class Windows:
+    """What the evaluation asks of an ActivationsStore, over windows of any length."""
+
+    context_size = 0  # it only counts tokens by it, a count that is not looked at
+
+    def __init__(self, windows: list[list[int]]) -> None:
+        self.windows = windows
+        self.reset_input_dataset()
+
+    def reset_input_dataset(self) -> None:
+        """Begins with the first window."""
+        self.coming: Iterator[list[int]] = cycle(self.windows)
+
+    def get_batch_tokens(self, prompts: int) -> torch.Tensor:
+        """The next window."""
+        assert prompts == 1
+        return torch.tensor([next(self.coming)])
+
+
+def evaluate(model_folder: Path, hook: str, windows_file: str, *folders: str) -> None:
+    """Evaluates each SAE."""
+    model = load_model("AutoModelForCausalLM", str(model_folder), device="cpu", hook_names=[hook],
+                       model_from_pretrained_kwargs={"dtype": torch.float32})  # as saecli runs it on a CPU
+    store = Windows(json.loads(Path(windows_file).read_text()))
+    count = len(store.windows)
+    for folder in folders:
+        sae = SAE.load_from_disk(folder)
+        sae.cfg.metadata.hook_name = hook
+        metrics, _ = run_evals(sae, store, model, ActivationScaler(), get_eval_everything_config(1, count, count))
+        store.reset_input_dataset()
+        print(json.dumps({name: value for group in metrics.values() for name, value in group.items()}))
+
+
+class Replay:
+    """Stands for a generator: gives codes that are there already, (R, G), batch by batch."""
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self._codes, self._at = codes, 0
+
+    def sample(self, rows: int) -> torch.Tensor:
+        self._at += rows
+        return self._codes[self._at - rows : self._at]
+
+
+def score(truth: Path, *saes: str) -> None:
+    arrays = {name: torch.from_numpy(array) for name, array in np.load(truth).items()}
+    features, d_in = arrays["directions"].shape
+    world = FeatureDictionary(features, d_in, bias=True, initializer=None)
+    world.feature_vectors.data, world.bias.data = arrays["directions"], arrays["bias"]
+    for folder in saes:
+        found = eval_sae_on_synthetic_data(SAE.load_from_disk(folder), world, Replay(arrays["codes"]),
+                                           len(arrays["codes"]), BATCH)
+        print(json.dumps(found.to_dict()))
+
+
+def save(folder: Path, kind: str, rows: str) -> None:
+    config = SyntheticModelConfig(
+        num_features=60, hidden_dim=12, firing_probability=ZipfianFiringProbabilityConfig(0.5, 0.4, 0.02),
+        hierarchy=HIERARCHIES[kind], correlation=LowRankCorrelationConfig(rank=5, correlation_scale=0.3),
+        std_firing_magnitudes=FoldedNormalMagnitudeConfig(0.3, 0.2), mean_firing_magnitudes=MEANS[kind], bias=2.0,
+        seed=3)
+    model = SyntheticModel(config)
+    model.save(str(folder))
+    torch.manual_seed(0)
+    x, codes = SyntheticModel.load_from_disk(str(folder)).sample_with_features(int(rows))
+    np.savez(folder / "codes.npz", codes=codes.numpy(), x=x.numpy())
+
+
+if __name__ == "__main__":
+    action = {"formats": formats, "gemma_scope": gemma_scope, "scopes": scopes, "evaluate": evaluate, "score": score,
+              "save": save}[sys.argv[1]]
+    action(Path(sys.argv[2]), *sys.argv[3:])

@@ -50,9 +50,8 @@ def test_every_measure_agrees_with_saelens_on_the_same_tokens(
     windows = list(stored_windows(rows, cutter.prefix, 10**9))
     assert sum(len(window) - len(cutter.prefix) for window in windows) == rows.rows
     (tmp_path / "windows.json").write_text(json.dumps(windows))
-    done = subprocess.run([python, SCRIPTS / "saelens_evaluation.py", BUNDLED[TINY_GEMMA2], f"model.layers.{LAYER}",
-                           tmp_path / "windows.json", *(tmp_path / act for act in RUNS)], capture_output=True,
-                          text=True)
+    words = (BUNDLED[TINY_GEMMA2], f"model.layers.{LAYER}", tmp_path / "windows.json", *(tmp_path / a for a in RUNS))
+    done = subprocess.run([python, SCRIPTS / "saelens.py", "evaluate", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours = trained("eval", *RUNS, "--split", "all", "--model", TINY_GEMMA2, "--tokens", "1000000", "--json").json
     for found, line in zip(ours["runs"], done.stdout.splitlines()[-len(RUNS):], strict=True):

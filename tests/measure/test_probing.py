@@ -22,8 +22,7 @@ from sklearn.preprocessing import StandardScaler
 from tiny_models import CONFIGS, WIDTH, loaded, save_model
 
 import saecli
-from saecli.extract.hook_points import HookPoint
-from saecli.extract.options import TINY_GEMMA2
+from saecli.extract.options import TINY_GEMMA2, HookPoint
 from saecli.measure.probes import (
     CS,
     LastTokens,

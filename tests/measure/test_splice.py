@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import saecli
 from saecli.extract.forward import COLUMNS, Forward, fill
-from saecli.extract.hook_points import HookPoint
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
+from saecli.extract.options import HookPoint
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows, in_blocks
 from saecli.measure.splice import stored_windows

@@ -80,8 +80,9 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for name, sae in ours.items():
         origin = MLP if name.startswith("transcoder") else ORIGIN
         save(SavedSAE(sae, origin), request.param, folder / "ours" / name)
-    script = SCRIPTS / f"{request.param.replace('-', '_')}.py"
-    done = subprocess.run([python, script, folder], capture_output=True, text=True)
+    script = {"saelens": ["saelens.py", "formats"], "gemma-scope": ["saelens.py", "gemma_scope"]}.get(
+        request.param, [f"{request.param.replace('-', '_')}.py"])
+    done = subprocess.run([python, *script, folder], cwd=SCRIPTS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Exchange(request.param, folder, rows, ours)
 
@@ -156,7 +157,8 @@ def test_saelens_makes_the_same_of_published_folders(tmp_path: Path) -> None:
         folders[f"{name}-ours"] = published.Published(folder, ours.encode(x).numpy(), ours(x).numpy())
     np.save(tmp_path / "rows.npy", x.numpy())
     words = [f"{name}={one.path.relative_to(tmp_path)}" for name, one in folders.items()]
-    done = subprocess.run([python, SCRIPTS / "saelens_scopes.py", tmp_path, *words], capture_output=True, text=True)
+    done = subprocess.run([python, SCRIPTS / "saelens.py", "scopes", tmp_path, *words], capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr
     for name, one in folders.items():
         with np.load(tmp_path / f"{name}.npz") as theirs:

@@ -102,13 +102,10 @@ def test_half_precision_rows_are_summed_in_float64() -> None:
     assert got == pytest.approx(oracle, rel=1e-10)
 
 
-def test_a_zero_row_counts_as_cosine_zero() -> None:
+def test_a_zero_row_counts_as_cosine_zero_and_constant_rows_have_no_finite_fvu() -> None:
     x = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
     got = in_batches(Reconstruction(2, 1), [], x, torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.ones(2, 1))
     assert got["cosine"] == pytest.approx(0.5)
-
-
-def test_constant_rows_have_no_finite_fvu() -> None:
     x = torch.ones(5, 2)
     assert not np.isfinite(in_batches(Reconstruction(2, 1), [], x, x + 1, torch.ones(5, 1))["fvu"])
 

@@ -34,7 +34,7 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad((found * below).sum(), right, retain_graph=True),
                                    torch.autograd.grad((expected * below).sum(), right))
-        if codes.requires_grad:
+        if codes.values.requires_grad:
             (gradient,) = torch.autograd.grad((found * below).sum(), codes.values)
             torch.testing.assert_close(gradient, torch.einsum("blc,fc,lf->bf", below, right.detach(), masks))
         torch.testing.assert_close(codes.prefix_transposed_times(below, ends),

@@ -87,6 +87,6 @@ def test_an_sae_is_shown_in_one_line(activation: Activation) -> None:
 
 def test_a_store_is_shown_in_one_line(tmp_path: Path) -> None:
     make_store(tmp_path, "rows", some_rows(20))
-    shown = repr(saecli.open_store("rows", tmp_path))
-    assert shown == (f"ActivationStore('rows', rows=20, d_in={D}, float32, "
-                     f"path={str(tmp_path / 'activations' / 'rows')!r})")
+    where = str(tmp_path / "activations" / "rows")
+    assert repr(saecli.open_store("rows", tmp_path)) == (
+        f"ActivationStore('rows', rows=20, d_in={D}, float32, path={where!r})")

@@ -14,7 +14,7 @@ from saecli.store.reader import ActivationStore
 from saecli.store.worlds import World
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parents[1] / "libraries" / "saelens_synthetic.py"
+SCRIPT = Path(__file__).parents[1] / "libraries" / "saelens.py"
 RUNS = {"relu": [], "batchtopk": ["--k", "6"], "jumprelu": ["--sparsity", "l0"]}
 G, ROWS = 200, 40_000
 
@@ -90,7 +90,7 @@ def test_a_saved_world_is_recognised_by_folder_or_file_and_takes_no_other_option
         done = sae("import", tmp_path / "tree" / name, "--rows", "100", "--name", f"by-file{number}", "--json")
         assert (done.json["rows"], done.json["d_in"]) == (100, 12)
     refused = sae("import", tmp_path / "tree", "--features", "3")
-    assert refused.status == 1 and "--features does nothing with" in refused.err
+    assert refused.status == 2 and "--features does nothing with" in refused.err
     for name in [*files, "hierarchy.json"]:
         path = tmp_path / "tree" / name
         whole = path.read_bytes()

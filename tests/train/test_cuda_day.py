@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT, ROOT / "tests", ROOT / "tests" / "benchmarks", ROOT / "tests" / "cuda"]
-LONG = {"correctness", "processes", "quality", "extraction", "rows"}
+LONG = {"correctness", "processes", "extraction", "rows"}
 sys.path.append(str(FOLDERS[-1]))
 day = importlib.import_module("day")
 

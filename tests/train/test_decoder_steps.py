@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from homes import grid
 from solver_problems import (
     F,
     RowsInMemory,
-    grid,
     one_epoch,
     solve_decoder,
     sparse_mixture,

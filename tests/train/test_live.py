@@ -16,8 +16,7 @@ from saecli.base.console import Silent
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.home import Home
 from saecli.extract.extraction import StoreRequest
-from saecli.extract.hook_points import HookPoint
-from saecli.extract.options import ExtractConfig
+from saecli.extract.options import ExtractConfig, HookPoint
 from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS
 from saecli.store.reader import ActivationStore

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from homes import grid
 from solver_problems import (
     EVERY_ACTIVATION,
     D,
     F,
     RowsInMemory,
     decoder_of,
-    grid,
     loss_of,
     one_epoch,
     solve_decoder,

@@ -9,10 +9,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, assert_same_weights, make_store, some_rows, weights
+from homes import CommandLine, assert_same_weights, grid, make_store, some_rows, weights
 from launching import signalled
 from safetensors.torch import load_file
-from solver_problems import grid
 
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.formats import load_native

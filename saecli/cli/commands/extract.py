@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from ...base.processes import communicator
-from ...extract.hook_points import SITES
-from ...extract.options import ExtractConfig
+from ...extract.options import SITES, ExtractConfig
 from ..options import Device, Given, Json, configured, start
 
 Layers = Annotated[list[int] | None, typer.Option(

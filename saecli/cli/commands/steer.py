@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...extract.hook_points import SITES
+from ...extract.options import SITES
 from ..options import Device, Json, Run, start
 
 Latents = Annotated[list[int], typer.Option("--latent", help="Number of a latent, from 0; can be given several times.")]

@@ -15,8 +15,7 @@ from ...base.errors import ConfigError, SaeError, flag_of
 from ...base.home import checked_name, now
 from ...base.options import options_of
 from ...base.processes import Communicator, communicator
-from ...extract.hook_points import SITES
-from ...extract.options import TINY_GEMMA2, ExtractConfig
+from ...extract.options import SITES, TINY_GEMMA2, ExtractConfig
 from ...sae.activations import ACTIVATIONS
 from ...train.config import TrainingConfig
 from ...train.solvers import SOLVERS

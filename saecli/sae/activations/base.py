@@ -89,8 +89,8 @@ class Activation(Config):
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
-        """Parameters refitted at the end of training to some rows' pre-activations, (n, F); `smoothed` smooths the
-        rows as in training, by at most a given width."""
+        """Parameters refitted at the end of training to some rows' pre-activations, (n, F); `smoothed`: those of rows
+        smoothed as in training, by at most a given width."""
         return {}
 
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Activation(Config):
         return d_in / 8
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
-        """The penalty's default weight, for rows of mean squared norm `d_in`."""
+        """For rows of mean squared norm `d_in`."""
         return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in), "l1-codes": 0.1 * math.sqrt(d_in)}[sparsity]
 
     def penalty_l1(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
@@ -123,13 +123,7 @@ class Activation(Config):
 
 
 TARGET_RATE = 0.05
-HALF_FIRING = 0.03  # norm of a latent's part of x_hat that counts as half a firing, over sqrt(D), the norm of a row
 LEAST_RATE = 1e-6  # below this rate a latent is dead, and the penalty constant
-
-
-def half_firing(W_dec: Tensor) -> float:
-    """s of `TargetsRate`."""
-    return HALF_FIRING * math.sqrt(W_dec.shape[1])
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,7 @@ class TargetsRate(Activation):
     def rates(self, codes: Codes, W_dec: Tensor) -> Tensor:
         """rho_i, (F,), clamped away from 0 and 1."""
         u = codes.values.abs() * codes.by_latent(W_dec.norm(dim=1))
-        rates = codes.with_values(u / (u + half_firing(W_dec))).sums() / codes.shape[0]
+        rates = codes.with_values(u / (u + _half_firing(W_dec))).sums() / codes.shape[0]
         return rates.clamp(LEAST_RATE, 1 - LEAST_RATE)
 
     def penalty_kl(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
@@ -175,7 +169,7 @@ class TargetsRate(Activation):
         decoder step may raise the objective: no quadratic in the norm majorises the divergence."""
         if sparsity != "kl":
             return super().norm_weights(sparsity, codes, W_dec)
-        rho, rates, half = self.rho, self.rates(codes, W_dec), half_firing(W_dec)
+        rho, rates, half = self.rho, self.rates(codes, W_dec), _half_firing(W_dec)
         size, norms = codes.values.abs(), codes.by_latent(W_dec.norm(dim=1))
         rise = codes.with_values(size * half / (size * norms + half).square()).sums()  # of B rho_i with the norm
         pull = ((1 - rho) / (1 - rates) - rho / rates) * rise
@@ -184,6 +178,12 @@ class TargetsRate(Activation):
     def default_weight(self, sparsity: str, d_in: int) -> float:
         """A nat costs a hundredth of a row's mean squared norm."""
         return 0.01 * d_in if sparsity == "kl" else super().default_weight(sparsity, d_in)
+
+
+def _half_firing(W_dec: Tensor) -> float:
+    """s of `TargetsRate`: the norm of a latent's part of x_hat that counts as half a firing, for rows of norm sqrt(D).
+    """
+    return 0.03 * math.sqrt(W_dec.shape[1])
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,9 @@ class BatchTopK(Thresholded, KeepsK):
         return ("threshold",)
 
     def parameters(self, d_sae: int) -> Parameters:
-        """The threshold, a scalar; 0 before the first batch."""
         import torch
 
-        return {"threshold": torch.zeros(())}
+        return {"threshold": torch.zeros(())}  # before the first batch
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
         return parameters["threshold"].clamp(min=0).expand(d_sae)
@@ -84,7 +83,6 @@ class BatchTopK(Thresholded, KeepsK):
         return at_entries(pre, kept).map(lambda values: values.relu())
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        """The running mean of the smallest positive code."""
         values, threshold = codes.values, parameters["threshold"]
         if not values.numel():
             return {"threshold": threshold}
@@ -93,7 +91,6 @@ class BatchTopK(Thresholded, KeepsK):
         return {"threshold": moved.where(smallest.isfinite(), threshold)}
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
-        """The threshold that `k` pre-activations per row exceed on average, at least 0."""
         kept = self.k * len(pre)
         if kept >= pre.numel():
             return {"threshold": parameters["threshold"].new_zeros(())}
@@ -102,6 +99,8 @@ class BatchTopK(Thresholded, KeepsK):
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
         return {"threshold": parameters["threshold"] * factor}
+
+
 @dataclass(frozen=True)
 class Swish(TargetsRate):
     """`z = pre * sigmoid(pre)`, also called SiLU. Hardly any code is exactly zero: l0 is about d_sae.
@@ -260,7 +259,6 @@ class JumpRelu(Thresholded, TargetsRate):
         return near.with_values(Gate.apply(near.values, thresholds, width, self.target_l0 is not None))
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        """With a target, the controller's step."""
         rows, d_sae = codes.shape
         if self.target_l0 is None:
             return {}
@@ -285,11 +283,9 @@ class JumpRelu(Thresholded, TargetsRate):
         return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        """The thresholds scaled; None if they are fixed. Codes do not depend on the bandwidth."""
         return None if self.fixed_threshold else {"threshold": parameters["threshold"] * factor}
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
-        """A thousandth of a row's mean squared norm per active latent; with a target, a twentieth at twice its L0."""
         weights = {"l0": 0.001 * d_in, "target-l0": 0.05 * d_in}
         return weights[sparsity] if sparsity in weights else super().default_weight(sparsity, d_in)
 
@@ -298,13 +294,11 @@ class JumpRelu(Thresholded, TargetsRate):
         return self._l0(pre.detach(), parameters)
 
     def penalty_target_l0(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """`e^2 + 2 m e` of this process' rows."""
         assert self.target_l0 is not None  # see `resolved`
         excess = (self._l0(pre, parameters) - parameters["aim"]) / self.target_l0
         return excess.square() + 2 * parameters["multiplier"] * excess
 
     def _l0(self, pre: Tensor, parameters: Parameters) -> Tensor:
-        """Mean number of active latents."""
         from .selection import Step
 
         near, thresholds, width = self._near(pre, parameters)

@@ -123,8 +123,7 @@ class SoftTopKCodes(torch.autograd.Function):
         q_i (1 - q_i) / R^2 * (g0_i g1_i u_i + g0_i g1'_i - g1_i g0'_i)
 
     where a prime is the derivative as each q_j t grows at the rate u_j; a second pass over the tree gives it.
-
-    Only v is saved for the backward pass: the tree, some twenty numbers per entry, is built again.
+    Only v is saved for it: the tree, some twenty numbers per entry, is built again.
     """
 
     @staticmethod
@@ -132,7 +131,7 @@ class SoftTopKCodes(torch.autograd.Function):
         ctx.save_for_backward(pre)
         ctx.k, ctx.temperature = k, temperature
         _, heads, levels, others = _tree(pre.T.contiguous(), k, temperature)
-        return pre * _inclusion(heads, levels, others, k).T
+        return pre * (heads * others[-1][1, :len(heads)] / levels[-1][k]).T
 
     @staticmethod
     @once_differentiable
@@ -144,18 +143,13 @@ class SoftTopKCodes(torch.autograd.Function):
         g0, g1 = others[-1][:, :len(v)]
         g0_change, g1_change = _change_of_the_others(levels, others, heads * u, k)
         covariance = tails * heads / levels[-1][k].square() * (g0 * g1 * u + g0 * g1_change - g1 * g0_change)
-        return (upstream * _inclusion(heads, levels, others, k) + covariance / ctx.temperature).T, None, None
+        return (upstream * (heads * g1 / levels[-1][k]) + covariance / ctx.temperature).T, None, None
 
 
 def _tree(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     tails, heads = _coins(v, k, temperature)
     levels = _products(torch.stack([tails, heads]), k)
     return tails, heads, levels, _of_the_others(levels, k)
-
-
-def _inclusion(heads: Tensor, levels: list[Tensor], others: list[Tensor], k: int) -> Tensor:
-    """`P(i in S)`, (F, B)."""
-    return heads * others[-1][1, :len(heads)] / levels[-1][k]
 
 
 def _coins(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
 """SAEs in folders, in this tool's own format and in other libraries'; no format runs code from a file.
 
-    common.py               SavedSAE, tables of tensors' names, reading and writing of files, hook points
-    native.py               this tool's own format
-    saelens.py, sparsify.py, dictionary_learning.py, circuit_tracer.py    libraries' formats
-    gemma_scope.py          Gemma Scope and Gemma Scope 2
-    scopes.py               Llama Scope and Qwen-Scope, which are only read
+    common.py       SavedSAE, tables of tensors' names, reading and writing of files, hook points
+    native.py       this tool's own format
+    saelens.py      SAELens
+    libraries.py    sparsify, dictionary_learning, circuit-tracer
+    scopes.py       Gemma Scope and Gemma Scope 2; Llama Scope and Qwen-Scope, which are only read
 
 README.md says what each can express. To add a format, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
@@ -19,7 +19,7 @@ import torch
 from ...base.errors import FormatError
 from ...base.files import folder_appearing_whole, is_free, is_utf8
 from ..activations import ACTIVATIONS, Activation, ReluTopK, TopK
-from . import circuit_tracer, dictionary_learning, gemma_scope, native, saelens, scopes, sparsify
+from . import libraries, native, saelens, scopes
 from .common import SavedSAE, in_words, matching
 from .native import load_native, save_native
 
@@ -29,30 +29,16 @@ __all__ = ["FORMATS", "WRITABLE", "Format", "SavedSAE", "format_of", "known_file
 
 @dataclass(frozen=True)
 class Format:
-    """A format of SAEs.
+    """A format of SAEs."""
 
-    Args:
-        files: patterns of one SAE's files, the weights last; `|` between alternatives, `/` after a folder's name.
-        load: reads the SAE in a folder, or with `layers` of each, in a file.
-        save: writes an SAE in float32 into an existing folder; None for a format that is only read.
-        activations: of SAEs that `save` can express.
-        transcoders: activations of transcoders that `save` can express.
-        one_width: whether a transcoder's targets must be as wide as its rows.
-        layers: one file of weights; one for each of several layers, SAEs of their own; or all of one SAE.
-        check: reads the first file, and raises a FormatError before the hub's weights are fetched.
-    """
-
-    files: tuple[str, ...]
-    load: Callable[[Path], SavedSAE]
-    save: Callable[[SavedSAE, Path], None] | None = None
-    activations: Collection[type[Activation]] = ()
-    transcoders: Collection[type[Activation]] = ()
-    one_width: bool = False
-    layers: Literal["one", "each", "all"] = "one"
-    check: Callable[[Path], object] | None = None
-
-    def are_in(self, names: Collection[str]) -> bool:
-        return all(matching(names, pattern) for pattern in self.files)
+    files: tuple[str, ...]  # patterns of one SAE's files, the weights last; `|` between alternatives
+    load: Callable[[Path], SavedSAE]  # from a folder, or with `layers` of each, from a file
+    save: Callable[[SavedSAE, Path], None] | None = None  # in float32, into an existing folder; None if only read
+    activations: Collection[type[Activation]] = ()  # of SAEs that `save` can express
+    transcoders: Collection[type[Activation]] = ()  # activations of transcoders that it can express
+    one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
+    layers: Literal["one", "each", "all"] = "one"  # files of weights: one; each an SAE of its own; all of one SAE
+    check: Callable[[Path], object] | None = None  # of the first file, before the hub's weights are fetched
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
         """The names of one SAE's files, the weights last; FormatError, which names the `place`, if several SAEs' match.
@@ -84,25 +70,24 @@ class Format:
 FORMATS: dict[str, Format] = {  # the first whose files are all present is used: sparsify before native
     "saelens": Format((saelens.CONFIG, saelens.TENSORS), saelens.load_saelens, saelens.save_saelens,
                       saelens.ARCHITECTURES, saelens.TRANSCODERS),
-    "sparsify": Format((sparsify.CONFIG, sparsify.TENSORS), sparsify.load_sparsify, sparsify.save_sparsify,
-                       sparsify.WRITTEN, sparsify.WRITTEN, one_width=True),
-    "dictionary-learning": Format((dictionary_learning.CONFIG, dictionary_learning.TENSORS),
-                                  dictionary_learning.load_dictionary_learning,
-                                  dictionary_learning.save_dictionary_learning, dictionary_learning.WRITTEN),
-    "gemma-scope": Format((gemma_scope.ARRAYS,), gemma_scope.load_gemma_scope, gemma_scope.save_gemma_scope,
-                          gemma_scope.WRITTEN),
-    "gemma-scope-2": Format((gemma_scope.CONFIG, gemma_scope.TENSORS), gemma_scope.load_gemma_scope_2,
-                            gemma_scope.save_gemma_scope_2, gemma_scope.WRITTEN, gemma_scope.WRITTEN, layers="all",
-                            check=gemma_scope.read_config_of),
+    "sparsify": Format((libraries.SPARSIFY_CONFIG, libraries.SPARSIFY_WEIGHTS), libraries.load_sparsify,
+                       libraries.save_sparsify, libraries.SPARSIFY_WRITTEN, libraries.SPARSIFY_WRITTEN, one_width=True),
+    "dictionary-learning": Format((libraries.LEARNING_CONFIG, libraries.LEARNING_WEIGHTS),
+                                  libraries.load_dictionary_learning, libraries.save_dictionary_learning,
+                                  libraries.LEARNING_WRITTEN),
+    "gemma-scope": Format((scopes.GEMMA_ARRAYS,), scopes.load_gemma_scope, scopes.save_gemma_scope,
+                          scopes.GEMMA_WRITTEN),
+    "gemma-scope-2": Format((scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS), scopes.load_gemma_scope_2,
+                            scopes.save_gemma_scope_2, scopes.GEMMA_WRITTEN, scopes.GEMMA_WRITTEN, layers="all",
+                            check=scopes.read_config_of),
     "llama-scope": Format((scopes.LLAMA_CONFIG, "|".join(scopes.LLAMA_WEIGHTS)), scopes.load_llama_scope),
     "qwen-scope": Format((scopes.QWEN_WEIGHTS,), scopes.load_qwen_scope, layers="each"),
-    "circuit-tracer": Format((circuit_tracer.CONFIG, circuit_tracer.TENSORS), circuit_tracer.load_circuit_tracer,
-                             circuit_tracer.save_circuit_tracer, (), circuit_tracer.WRITTEN, one_width=True,
+    "circuit-tracer": Format((libraries.TRACER_CONFIG, libraries.TRACER_WEIGHTS), libraries.load_circuit_tracer,
+                             libraries.save_circuit_tracer, (), libraries.TRACER_WRITTEN, one_width=True,
                              layers="each"),
     "native": Format((native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()),
 }
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
-
 
 
 def stand_in(saved: SavedSAE) -> SavedSAE | None:
@@ -133,7 +118,7 @@ def _files_in(path: Path) -> set[str]:
 def format_of(names: Iterable[str], file: str | None = None) -> str | None:
     """The format whose files are all among these; a `file` must be one of several layers'."""
     there = set(names)
-    return next((name for name, form in FORMATS.items() if form.are_in(there)
+    return next((name for name, form in FORMATS.items() if all(matching(there, pattern) for pattern in form.files)
                  and (file is None or (form.layers == "each" and matching([file], form.files[-1])))), None)
 
 

@@ -44,12 +44,11 @@ _HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(M
 
 @dataclass(frozen=True)
 class SavedSAE:
-    """An SAE as found in a folder; `origin` has the known fields of `documents.Origin`, `transcodes` says whether the
-    file calls it a transcoder."""
+    """An SAE as found in a folder."""
 
     sae: SAE
-    origin: dict[str, Any] = field(default_factory=dict)
-    transcodes: bool = False
+    origin: dict[str, Any] = field(default_factory=dict)  # the known fields of `documents.Origin`
+    transcodes: bool = False  # whether the file calls it a transcoder
 
     @classmethod
     def of(cls, sae: SAE, origin: Origin, transcodes: bool = False) -> "SavedSAE":
@@ -64,14 +63,10 @@ class SavedSAE:
 
 def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False,
              prefixes: Prefixes = (), transcodes: bool = False, widths: tuple[int, ...] = ()) -> SAE:
-    """Make an SAE from a file's tensors, by this tool's names, in at least float32.
+    """An SAE of a file's tensors, by this tool's names, in at least float32; FormatError if anything does not fit.
 
-    Args:
-        subtracts: whether the file's encoder subtracts `b_dec` from rows.
-        transcodes: whether it may be a transcoder, of any output width, with W_skip or without.
-
-    Raises:
-        FormatError: names or shapes do not match, a number is not finite, or activation, prefixes or widths do not fit.
+    `subtracts`: whether the file's encoder subtracts `b_dec` from rows; `transcodes`: whether it may be a transcoder,
+    of any output width, with W_skip or without.
     """
     skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
     ours(path, tensors, {name: name for name in (*WEIGHTS, *activation.parameters(1), *skip)})
@@ -108,10 +103,8 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
 
 
 def ours(path: Path, found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """A file's tensors by this tool's names; FormatError if they are not exactly those in `names`.
-
-    `names` maps a format's name to this tool's, with `.T` after it where the format stores the transpose.
-    """
+    """A file's tensors by this tool's names. `names` has exactly the file's names, and for each this tool's, with `.T`
+    after it if the file stores the transpose."""
     if found.keys() != names.keys():
         raise FormatError(f"{path}: expected the tensors {sorted(names)}, got {sorted(found)}; missing "
                           f"{sorted(names.keys() - found.keys())}, unexpected {sorted(found.keys() - names.keys())}")
@@ -155,7 +148,6 @@ def bias_with_subtraction(b_enc: Tensor, b_dec: Tensor, W_enc: Tensor) -> Tensor
 
 
 def read_config(path: Path, kind: type[Document]) -> Document:
-    """A configuration in a JSON file; FormatError if it is of another type."""
     try:
         return read_json(path, kind)
     except (OSError, ValueError) as error:
@@ -171,7 +163,7 @@ def origin_from(fields: Mapping[str, Any]) -> Origin:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, and its header's entries."""
+    """Tensors, and the header's entries."""
     with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
         return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
 
@@ -207,27 +199,16 @@ def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None,
+                      save: Callable[..., None] = save_file) -> None:
     """Write tensors atomically."""
-    _write(path, lambda temporary: save_file(_ready(tensors), temporary, metadata=metadata))
-
-
-def write_torch(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors atomically with `torch.save`."""
-    _write(path, lambda temporary: torch.save(_ready(tensors), temporary))
-
-
-def _write(path: Path, save: Callable[[Path], None]) -> None:
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with appearing_whole(path) as temporary:
         try:
-            save(temporary)
+            save(ready, temporary, **({} if metadata is None else {"metadata": metadata}))
         except (SafetensorError, RuntimeError) as error:  # neither library raises an OSError
             raise FormatError(as_named(f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free "
                                        "some space and run the same command again")) from error
-
-
-def _ready(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
@@ -238,8 +219,9 @@ def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any
                           f"expected {' or '.join(map(repr, allowed))}")
 
 
-def hook_name(layer: int | None, site: str | None) -> str | None:
-    """TransformerLens' name of a hook point, if layer and site are known."""
+def hook_name(origin: Mapping[str, Any], of: str = "") -> str | None:
+    """TransformerLens' name of a hook point, if its layer and site, after `of`, are known."""
+    layer, site = origin.get(f"{of}layer"), origin.get(f"{of}site")
     if layer is None or site is None:
         return None
     return f"blocks.{layer}.{MLP_IN_HOOK if site == 'mlp_in' else f'hook_{site}'}"

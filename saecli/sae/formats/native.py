@@ -13,7 +13,7 @@ from ...base.documents import Origin, demand_version, parse_json
 from ...base.errors import FormatError
 from ...base.files import to_json
 from ..activations import activation_from_json, activation_to_json
-from .common import SavedSAE, assemble, read_safetensors, write_safetensors
+from .common import SavedSAE, assemble, read_safetensors, write_tensors
 
 FORMAT_VERSION = 1
 FILE_NAME = "sae.safetensors"
@@ -34,7 +34,7 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
     header = {"format_version": FORMAT_VERSION, "activation": activation_to_json(saved.sae.activation),
               "origin": saved.origin}
     header |= {name: value for name in ("prefixes", "widths") if (value := getattr(saved.sae, name))}
-    write_safetensors(folder / FILE_NAME, saved.sae.tensors(), {"saecli": to_json(header)})
+    write_tensors(folder / FILE_NAME, saved.sae.tensors(), {"saecli": to_json(header)})
 
 
 def load_native(folder: Path) -> SavedSAE:

@@ -13,22 +13,8 @@ from typing import Any
 from ...base.errors import FormatError
 from ...base.files import write_json
 from ..activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK
-from .common import (
-    PLAIN,
-    SavedSAE,
-    assemble,
-    configured,
-    hook_name,
-    origin_from,
-    origin_of_hook,
-    ours,
-    read_config,
-    read_safetensors,
-    refuse_unless,
-    theirs,
-    thresholds_of,
-    write_safetensors,
-)
+from . import common
+from .common import SavedSAE
 
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
 WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
@@ -46,31 +32,32 @@ TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a s
 def load_saelens(folder: Path) -> SavedSAE:
     """Read an SAE or a transcoder."""
     path = folder / CONFIG
-    config = read_config(path, dict[str, Any])
+    config = common.read_config(path, dict[str, Any])
     if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
         config = _from_before_6(path, config)
     metadata = config["metadata"]
     activation = _activation(path, config)
     transcodes = config["architecture"] not in ARCHITECTURES.values()
     for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
-        refuse_unless(path, config, key, *((False,) if transcodes else (True, False)))
-    refuse_unless(path, config, "normalize_activations", "none")
-    refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
-    found, _ = read_safetensors(folder / TENSORS)
+        common.refuse_unless(path, config, key, *((False,) if transcodes else (True, False)))
+    common.refuse_unless(path, config, "normalize_activations", "none")
+    common.refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
+    found, _ = common.read_safetensors(folder / TENSORS)
     if "scaling_factor" in found and (found["scaling_factor"] == 1).all():
         del found["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
     skip = SKIP if transcodes and config["architecture"] == TRANSCODERS[type(activation)][True] else {}
-    tensors = ours(folder / TENSORS, found, PLAIN | {name: name for name in activation.parameters(1)} | skip)
+    names = common.PLAIN | {name: name for name in activation.parameters(1)} | skip
+    tensors = common.ours(folder / TENSORS, found, names)
     subtracts = not transcodes and config.get("apply_b_dec_to_input", True)
-    sae = assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
+    sae = common.assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
     if config.get("rescale_acts_by_decoder_norm", False):
         # Equivalent to an SAE with unit decoder rows and their norms in the encoder.
         norms = sae.W_dec.norm(dim=1)
         W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]  # a latent of norm 0 has codes of 0 either way
         sae = sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
-    return SavedSAE.of(sae, origin_from({
-        "model": metadata.get("model_name"), **origin_of_hook(metadata.get("hook_name")),
-        **(origin_of_hook(metadata.get("hook_name_out"), "target_") if transcodes else {}),
+    return SavedSAE.of(sae, common.origin_from({
+        "model": metadata.get("model_name"), **common.origin_of_hook(metadata.get("hook_name")),
+        **(common.origin_of_hook(metadata.get("hook_name_out"), "target_") if transcodes else {}),
         "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}), transcodes)
 
 
@@ -79,7 +66,7 @@ def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
     if not {"d_in", "d_sae"} <= old.keys():
         raise FormatError(f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}")
-    refuse_unless(path, old, "activation_fn", "relu", "topk")
+    common.refuse_unless(path, old, "activation_fn", "relu", "topk")
     kept, scaled = old.get("activation_fn_kwargs"), old.get("normalize_activations")
     return {"architecture": "topk" if old.get("activation_fn") == "topk" else old.get("architecture", "standard"),
             "k": kept.get("k") if isinstance(kept, dict) else None,
@@ -92,22 +79,22 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
     kinds = {architecture: kind for kind, architecture in ARCHITECTURES.items() if kind is not BatchTopK}
     kinds |= {architecture: kind for kind, both in TRANSCODERS.items() if kind is not BatchTopK
               for architecture in both}
-    refuse_unless(path, config, "architecture", *kinds)
+    common.refuse_unless(path, config, "architecture", *kinds)
     kind = kinds[config["architecture"]]
-    return configured(path, kind, **({"k": config.get("k")} if issubclass(kind, ReluTopK | AbsTopK) else {}))
+    return common.configured(path, kind, **({"k": config.get("k")} if issubclass(kind, ReluTopK | AbsTopK) else {}))
 
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE or a transcoder so that SAELens' `SAE.load_from_disk` reads it."""
     sae, origin = saved.sae, saved.origin
     metadata = {"sae_lens_version": WRITTEN_FOR, "sae_lens_training_version": None,
-                "model_name": origin.get("model"), "hook_name": hook_name(origin.get("layer"), origin.get("site")),
+                "model_name": origin.get("model"), "hook_name": common.hook_name(origin),
                 "context_size": origin.get("context"), "prepend_bos": origin.get("prepend_bos")}
     config = {"d_in": sae.d_in, "d_sae": sae.d_sae, "dtype": "float32", "device": "cpu", "apply_b_dec_to_input": False,
               "normalize_activations": "none", "reshape_activations": "none", "metadata": metadata}
     if saved.is_transcoder:
         config |= {"architecture": TRANSCODERS[type(sae.activation)][sae.W_skip is not None], "d_out": sae.d_out}
-        metadata["hook_name_out"] = hook_name(origin.get("target_layer"), origin.get("target_site"))
+        metadata["hook_name_out"] = common.hook_name(origin, "target_")
     else:
         config["architecture"] = ARCHITECTURES[type(sae.activation)]
     if isinstance(sae.activation, ReluTopK | AbsTopK):
@@ -115,5 +102,5 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     write_json(folder / CONFIG, config)
     tensors = sae.tensors()
     if "threshold" in tensors:
-        tensors["threshold"] = thresholds_of(sae)
-    write_safetensors(folder / TENSORS, theirs(tensors, PLAIN | {"threshold": "threshold"} | SKIP))
+        tensors["threshold"] = common.thresholds_of(sae)
+    common.write_tensors(folder / TENSORS, common.theirs(tensors, common.PLAIN | {"threshold": "threshold"} | SKIP))

@@ -1,4 +1,17 @@
-"""Llama Scope and Qwen-Scope, two suites that are read and not written.
+"""Published suites: Gemma Scope and Gemma Scope 2; Llama Scope and Qwen-Scope, which are only read.
+
+Gemma Scope: `params.npz`, a JumpReLU SAE on raw activations, its model named by repository and folders alone.
+
+Gemma Scope 2: `config.json` and `params.safetensors`, SAEs and transcoders of Gemma 3, the skip applied as
+`x @ affine_skip_connection`. The config names hook points as Gemma 3's modules in transformers.
+
+A crosscoder of n layers, `model.layers.{5,9,12,15}.output`, is weakly causal: file `params_layer_I.safetensors` has
+latents that read layer I alone, w_enc (D, F), and write to all n, w_dec (F, n, D); b_dec (D,) is layer I's. The same
+tensors stacked in one `params.safetensors`, as the release's own class holds them, are read too. Here it is one SAE of
+n F latents on concatenated rows, whose encoder is zero outside its diagonal blocks.
+
+A `relu` is written with thresholds of zero, and a trained `batchtopk` with equal thresholds. Checked against what
+SAELens 6.54 reads (its loader `gemma_3`, which has no crosscoders).
 
 Llama Scope has `hyperparams.json` and `checkpoints/final.safetensors`, JumpReLU SAEs and transcoders of Llama 3.1 8B.
 Weights act on rows scaled to a norm of about sqrt(D), `c_in * x` with c = `sqrt(d_model) /
@@ -19,26 +32,139 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ...base.errors import FormatError
-from ..activations import JumpRelu, TopK
-from .common import (
-    LINEAR,
-    SavedSAE,
-    assemble,
-    configured,
-    origin_from,
-    origin_of_hook,
-    ours,
-    read_config,
-    read_safetensors,
-    read_torch,
-)
+from ...base.files import appearing_whole, write_json
+from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
+from . import common
+from .common import SavedSAE
+
+GEMMA_ARRAYS = "params.npz"
+GEMMA_CONFIG, GEMMA_WHOLE, GEMMA_LAYERS = "config.json", "params.safetensors", "params_layer_*.safetensors"
+GEMMA_WEIGHTS = f"{GEMMA_WHOLE}|{GEMMA_LAYERS}"
+GEMMA_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
+GEMMA_NAMES = {"w_enc": "W_enc", "b_enc": "b_enc", "w_dec": "W_dec", "b_dec": "b_dec", "threshold": "threshold"}
+SKIP = {"affine_skip_connection": "W_skip"}
+GEMMA_SITES = {"output": "resid_post", "pre_feedforward_layernorm.output": "mlp_in",
+         "post_feedforward_layernorm.output": "mlp_out"}  # attention is read before its output weights: no site here
+
+_HOOK = re.compile(r"model\.layers\.(\d{1,9}|\{\d{1,9}(?:, ?\d{1,9})*\})\.(.+)")
+
+
+def load_gemma_scope(folder: Path) -> SavedSAE:
+    """Read an SAE of Gemma Scope."""
+    path = folder / GEMMA_ARRAYS
+    return SavedSAE(common.assemble(path, common.read_npz(path), JumpRelu()))
+
+
+def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
+    """Write an SAE as Gemma Scope's are published."""
+    tensors = saved.sae.tensors() | {"threshold": common.thresholds_of(saved.sae)}
+    arrays: dict[str, Any] = {name: tensors[name].cpu().numpy() for name in (*common.PLAIN, "threshold")}
+    with appearing_whole(folder / GEMMA_ARRAYS) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def read_config_of(folder: Path) -> dict[str, Any]:
+    """Gemma Scope 2's configuration; FormatError for kinds that cannot be expressed, as cross-layer transcoders."""
+    path = folder / GEMMA_CONFIG
+    config = common.read_config(path, dict[str, Any])
+    common.refuse_unless(path, config, "architecture", "jump_relu")
+    common.refuse_unless(path, config, "type", "sae", "transcoder", "crosscoder")
+    common.refuse_unless(path, config, "affine_connection", False, True)
+    return config
+
+
+def load_gemma_scope_2(folder: Path) -> SavedSAE:
+    """Read an SAE, a transcoder or a crosscoder of Gemma Scope 2."""
+    config = read_config_of(folder)
+    ends = [config.get(f"hf_hook_point_{end}") for end in ("in", "out")]
+    origin = {"model": config.get("model_name"), **_origin(ends[0])}
+    if config.get("type") == "crosscoder":
+        tensors, widths = _concatenated(folder, len(_layers_and_module(ends[0])[0]))
+        return SavedSAE.of(common.assemble(folder, tensors, JumpRelu(), widths=widths), common.origin_from(origin))
+    path = folder / GEMMA_WHOLE
+    skip = SKIP if config.get("affine_connection", False) else {}
+    tensors = common.ours(path, common.read_safetensors(path)[0], GEMMA_NAMES | skip)
+    transcodes = config.get("type") == "transcoder" or bool(skip) or (None not in ends and ends[0] != ends[1])
+    origin |= _origin(ends[1], "target_") if transcodes else {}
+    sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
+    return SavedSAE.of(sae, common.origin_from(origin), transcodes)
+
+
+def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """A crosscoder's tensors over all its layers, and their widths."""
+    there = {path.name for path in folder.glob(GEMMA_LAYERS)}
+    files = [folder / GEMMA_LAYERS.replace("*", str(layer)) for layer in range(layers)]
+    if not there and (folder / GEMMA_WHOLE).is_file():
+        parts = _unstacked(folder / GEMMA_WHOLE, layers)
+        files = [folder / GEMMA_WHOLE] * layers
+    elif there != {path.name for path in files}:
+        raise FormatError(f"{folder}: expected a file {GEMMA_LAYERS} for each of the {layers} layers in "
+                          f"hf_hook_point_in, got {', '.join(sorted(there))}; fetch the whole folder again")
+    else:
+        parts = [common.ours(path, common.read_safetensors(path)[0], GEMMA_NAMES) for path in files]
+    width, latents = parts[0]["b_dec"].numel(), parts[0]["b_enc"].numel()
+    shapes = {"W_enc": (width, latents), "b_enc": (latents,), "W_dec": (latents, layers, width), "b_dec": (width,),
+              "threshold": (latents,)}
+    for path, part in zip(files, parts, strict=True):
+        for name, shape in shapes.items():
+            if tuple(part[name].shape) != shape:
+                raise FormatError(f"{path}: expected {name.lower()} of shape {shape} for each layer, got "
+                                  f"{tuple(part[name].shape)}")
+    entries = layers**2 * width * latents  # of either matrix
+    common.check_memory(str(folder), 2 * entries * parts[0]["W_enc"].dtype.itemsize, common.TO_FIT)
+    stacked = {name: torch.cat([part[name].flatten(1) if name == "W_dec" else part[name] for part in parts])
+               for name in shapes if name != "W_enc"}
+    return stacked | {"W_enc": torch.block_diag(*(part["W_enc"] for part in parts))}, (width,) * layers
+
+
+def _unstacked(path: Path, layers: int) -> list[dict[str, Tensor]]:
+    """The tensors of each layer, in a file of all."""
+    found = common.ours(path, common.read_safetensors(path)[0], GEMMA_NAMES)
+    for name, tensor in found.items():
+        if not tensor.ndim or len(tensor) != layers or not layers:
+            raise FormatError(f"{path}: expected {name.lower()} of a crosscoder with one entry for each of the "
+                              f"{layers} layers in hf_hook_point_in, got shape {tuple(tensor.shape)}")
+    return [{name: tensor[layer] for name, tensor in found.items()} for layer in range(layers)]
+
+
+def _layers_and_module(hook: Any) -> tuple[list[int], str]:
+    """The layers and the module in a hook point's name, if any."""
+    match = _HOOK.fullmatch(hook) if isinstance(hook, str) else None
+    return ([int(layer) for layer in match[1].strip("{}").split(",")], match[2]) if match else ([], "")
+
+
+def _origin(hook: Any, of: str = "") -> dict[str, Any]:
+    """As `common.origin_of_hook`, for these names; of a crosscoder, its first layer."""
+    layers, module = _layers_and_module(hook)
+    return {f"{of}layer": layers[0], f"{of}site": GEMMA_SITES[module]} if module in GEMMA_SITES else {}
+
+
+def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
+    """Write an SAE or a transcoder as published, without hook points that have no name there."""
+    sae, origin = saved.sae, saved.origin
+    if sae.widths:
+        raise FormatError("gemma-scope-2 cannot express a crosscoder whose latents read several hook points: expected "
+                          "an SAE or a transcoder; use saelens, which takes it for an SAE of concatenated rows")
+    modules = {site: module for module, site in GEMMA_SITES.items()}
+    config = {"architecture": "jump_relu", "type": "transcoder" if saved.is_transcoder else "sae", "width": sae.d_sae,
+              "affine_connection": sae.W_skip is not None} | ({"model_name": origin["model"]} if "model" in origin
+                                                              else {})
+    for end, of in (("in", ""), ("out", "target_" if saved.is_transcoder else "")):
+        if f"{of}layer" in origin and origin.get(f"{of}site") in modules:
+            config[f"hf_hook_point_{end}"] = f"model.layers.{origin[f'{of}layer']}.{modules[origin[f'{of}site']]}"
+    write_json(folder / GEMMA_CONFIG, config)
+    tensors = sae.tensors() | {"threshold": common.thresholds_of(sae)}
+    common.write_tensors(folder / GEMMA_WHOLE, common.theirs(tensors, GEMMA_NAMES | SKIP))
+
 
 LLAMA_CONFIG = "hyperparams.json"
 LLAMA_WEIGHTS = ("checkpoints/final.safetensors", "final.safetensors")  # as published, or next to the hyperparameters
-LLAMA_NAMES = LINEAR | {"decoder.bias": "b_dec"}
+LLAMA_NAMES = common.LINEAR | {"decoder.bias": "b_dec"}
 QWEN_CONFIG, QWEN_WEIGHTS = "config.json", "layer*.sae.pt"
 QWEN_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec.T", "b_dec": "b_dec"}
 
@@ -66,7 +192,7 @@ class Hyperparameters:
 
 def load_llama_scope(folder: Path) -> SavedSAE:
     """Read an SAE or a transcoder."""
-    config = read_config(folder / LLAMA_CONFIG, Hyperparameters)
+    config = common.read_config(folder / LLAMA_CONFIG, Hyperparameters)
     norms, threshold = config.dataset_average_activation_norm, config.jump_relu_threshold
     if not all(0 < norms.get(end, math.nan) < math.inf for end in ("in", "out")):
         raise FormatError(f"{folder / LLAMA_CONFIG}: expected positive numbers `in` and `out` in "
@@ -75,9 +201,10 @@ def load_llama_scope(folder: Path) -> SavedSAE:
         raise FormatError(f"{folder / LLAMA_CONFIG}: expected jump_relu_threshold of at least 0, got {threshold}; "
                           "negative codes cannot be expressed here")
     path = next(path for name in LLAMA_WEIGHTS if (path := folder / name).is_file())
-    tensors = ours(path, read_safetensors(path)[0], LLAMA_NAMES)
+    tensors = common.ours(path, common.read_safetensors(path)[0], LLAMA_NAMES)
+    tensors["threshold"] = torch.zeros_like(tensors["b_enc"])
     transcodes = config.hook_point_out not in (None, config.hook_point_in)
-    sae = assemble(path, tensors | {"threshold": torch.zeros_like(tensors["b_enc"])}, JumpRelu(), transcodes=transcodes)
+    sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     if config.d_model != sae.d_in:
         raise FormatError(f"{path}: expected encoder.weight of d_model columns, {config.d_model}, got {sae.d_in}")
     scale_in, scale_out = (norms[end] / math.sqrt(sae.d_in) for end in ("in", "out"))
@@ -86,9 +213,9 @@ def load_llama_scope(folder: Path) -> SavedSAE:
     folded = sae.changed(threshold=thresholds).on_raw_rows(
         *(sae.W_dec.new_full((width,), value) for width, value in (
             (sae.d_in, 0), (sae.d_in, scale_in), (sae.d_out, 0), (sae.d_out, scale_out))))
-    return SavedSAE.of(folded, origin_from({
-        **origin_of_hook(config.hook_point_in),
-        **(origin_of_hook(config.hook_point_out, "target_") if transcodes else {})}), transcodes)
+    return SavedSAE.of(folded, common.origin_from({
+        **common.origin_of_hook(config.hook_point_in),
+        **(common.origin_of_hook(config.hook_point_out, "target_") if transcodes else {})}), transcodes)
 
 
 def load_qwen_scope(file: Path) -> SavedSAE:
@@ -97,15 +224,15 @@ def load_qwen_scope(file: Path) -> SavedSAE:
     if layer is None:
         raise FormatError(f"{file}: expected layerL.sae.pt, L the number of its layer")
     path = file.parent / QWEN_CONFIG
-    config = read_config(path, dict[str, Any]) if path.is_file() else {}
+    config = common.read_config(path, dict[str, Any]) if path.is_file() else {}
     names = [folder.name for folder in file.absolute().parents]
     found = [int(match[1]) for name in names if (match := _K.fullmatch(name))]
     if "k" not in config and not found:
         raise FormatError(f"{file} does not say k, the number of latents that fire: expected a folder whose name ends "
                           f"with it, such as L0_50 or k50, got {names[0]!r}; rename the folder")
-    activation = configured(path if "k" in config else file, TopK, k=config.get("k", next(iter(found), None)))
-    tensors = ours(file, read_torch(file), QWEN_NAMES)
+    activation = common.configured(path if "k" in config else file, TopK, k=config.get("k", next(iter(found), None)))
+    tensors = common.ours(file, common.read_torch(file), QWEN_NAMES)
     models = [f"Qwen/{match[1]}" for name in names if (match := _MODEL.fullmatch(name))]
-    return SavedSAE.of(assemble(file, tensors, activation), origin_from({
+    return SavedSAE.of(common.assemble(file, tensors, activation), common.origin_from({
         "model": config.get("base_model", next(iter(models), None)),
         "layer": int(layer[1]), "site": "resid_post"}))

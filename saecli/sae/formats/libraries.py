@@ -1,0 +1,239 @@
+"""The formats of sparsify, dictionary_learning and circuit-tracer.
+
+sparsify by EleutherAI (checked against 1.3): `cfg.json` and `sae.safetensors`. Its encoder subtracts `b_dec`, clips at
+zero, and keeps the `k` largest: `relu-topk` here; `relu` is written with `k` equal to the number of latents. A
+transcoder (`transcode`) does not subtract, and its targets are as wide as its rows. No file names rows or targets.
+
+dictionary_learning (checked against 0.1.0): `config.json` and `ae.pt`, a state_dict; see `CLASSES`. Its TopK clips at
+zero: `relu-topk` here. Its AutoEncoder scales decoder rows to unit norm on loading.
+
+circuit-tracer (checked against 0.5.0): `config.yaml` and `layer_L.safetensors`, per-layer transcoders. It fetches a
+folder with one config.yaml and the transcoders of all layers from 0; each export is one layer's. Rows and targets are
+of one width and one layer; a skip is applied as `x @ W_skip.T`. Versions after 0.5.0 read `activation: topk` and `k`,
+signed as `topk` here; 0.5.0 would take such files for `relu`, so they are read only. Source:
+`transcoder/single_layer_transcoder.py`, `utils/hf_utils.py` and `utils/caching.py` there.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.errors import FormatError, one_line
+from ...base.files import appearing_whole, regular, write_json
+from ..activations import Activation, BatchTopK, JumpRelu, Relu, ReluTopK, TopK
+from ..codes import Prefixes
+from ..dictionary import SAE
+from . import common
+from .common import SavedSAE
+
+SPARSIFY_CONFIG, SPARSIFY_WEIGHTS = "cfg.json", "sae.safetensors"
+SPARSIFY_NAMES = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
+SKIP = {"W_skip": "W_skip.T"}
+SPARSIFY_WRITTEN: tuple[type[Activation], ...] = (ReluTopK, Relu)
+
+
+def load_sparsify(folder: Path) -> SavedSAE:
+    """Read an SAE or a transcoder."""
+    path, file = folder / SPARSIFY_CONFIG, folder / SPARSIFY_WEIGHTS
+    config = common.read_config(path, dict[str, Any])
+    common.refuse_unless(path, config, "activation", "topk")
+    common.refuse_unless(path, config, "signed", False)
+    common.refuse_unless(path, config, "transcode", False, True)
+    transcodes = config.get("transcode", False)
+    common.refuse_unless(path, config, "skip_connection", *((False, True) if transcodes else (False,)))
+    activation = common.configured(path, ReluTopK, k=config.get("k"))
+    names = SPARSIFY_NAMES | (SKIP if config.get("skip_connection", False) else {})
+    tensors = common.ours(file, common.read_safetensors(file)[0], names)
+    return SavedSAE(common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes),
+                    transcodes=transcodes)
+
+
+def save_sparsify(saved: SavedSAE, folder: Path) -> None:
+    """Write an SAE, or a transcoder of one width, so that sparsify's `SparseCoder.load_from_disk` reads it."""
+    sae = saved.sae
+    write_json(folder / SPARSIFY_CONFIG, {
+        "activation": "topk", "expansion_factor": max(1, sae.d_sae // sae.d_in), "normalize_decoder": False,
+        "num_latents": sae.d_sae, "k": sae.k or sae.d_sae, "multi_topk": False,
+        "skip_connection": sae.W_skip is not None, "transcode": saved.is_transcoder, "d_in": sae.d_in})
+    tensors = sae.tensors()
+    if not saved.is_transcoder:
+        tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)
+    common.write_tensors(folder / SPARSIFY_WEIGHTS, common.theirs(tensors, SPARSIFY_NAMES | SKIP))
+
+
+LEARNING_CONFIG, LEARNING_WEIGHTS = "config.json", "ae.pt"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The entries of `config.json` that are used here."""
+
+    dict_class: str
+    lm_name: Any = None
+    layer: Any = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The contents of `config.json`."""
+
+    trainer: Trainer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The state_dict of a class."""
+
+    names: dict[str, str]  # as of `common.ours`
+    subtracts: bool  # the decoder bias from rows
+    activation: type[Activation]
+    extras: tuple[str, ...] = ()  # further entries
+    trainer: str | None = None  # that a written config names; None if it is only read
+
+
+CLASSES: dict[str, Layout] = {
+    "AutoEncoder": Layout(common.LINEAR | {"bias": "b_dec"}, True, Relu, trainer="StandardTrainer"),
+    "AutoEncoderNew": Layout(common.LINEAR | {"decoder.bias": "b_dec"}, False, Relu),
+    "AutoEncoderTopK": Layout(common.LINEAR | {"b_dec": "b_dec"}, True, ReluTopK, ("k", "threshold"), "TopKTrainer"),
+    "BatchTopKSAE": Layout(common.LINEAR | {"b_dec": "b_dec"}, True, BatchTopK, ("k", "threshold"), "BatchTopKTrainer"),
+    "MatryoshkaBatchTopKSAE": Layout(common.PLAIN, True, BatchTopK, ("k", "threshold", "group_sizes"),
+                                     "MatryoshkaBatchTopKTrainer"),
+    "JumpReluAutoEncoder": Layout(common.PLAIN, False, JumpRelu, ("threshold",), "JumpReluTrainer")}
+LEARNING_WRITTEN = tuple({layout.activation: None for layout in CLASSES.values() if layout.trainer})
+
+
+def load_dictionary_learning(folder: Path) -> SavedSAE:
+    """Read an SAE; FormatError also for files whose loading would run code."""
+    path, file = folder / LEARNING_CONFIG, folder / LEARNING_WEIGHTS
+    trainer = common.read_config(path, Config).trainer
+    if trainer.dict_class not in CLASSES:
+        raise FormatError(f"{path}: trainer.dict_class {trainer.dict_class!r} cannot be expressed here; "
+                          f"expected one of {', '.join(CLASSES)}")
+    layout = CLASSES[trainer.dict_class]
+    tensors = common.ours(file, common.read_torch(file), layout.names | {name: name for name in layout.extras})
+    extras = {name: tensors.pop(name) for name in layout.extras}
+    k = {"k": _whole(file, "k", extras["k"], 1)[0]} if "k" in extras else {}
+    activation = common.configured(file, layout.activation, **k)
+    if "threshold" in activation.parameters(1):
+        tensors["threshold"] = extras["threshold"]
+    prefixes: Prefixes = ()
+    if "group_sizes" in extras and len(sizes := _whole(file, "group_sizes", extras["group_sizes"])) > 1:
+        prefixes = tuple(torch.tensor(sizes).cumsum(0).tolist())
+    return SavedSAE.of(common.assemble(file, tensors, activation, layout.subtracts, prefixes),
+                       common.origin_from({"model": trainer.lm_name, "layer": trainer.layer}))
+
+
+def _whole(path: Path, name: str, numbers: Tensor, count: int | None = None) -> list[int]:
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.ndim > 1 or count not in (None, numbers.numel()):
+        raise FormatError(f"{path}: {name} must be {'a whole number' if count else 'whole numbers'}, got "
+                          f"{numbers.dtype} of shape {tuple(numbers.shape)}")
+    return numbers.flatten().tolist()
+
+
+def _with_unit_rows(sae: SAE) -> SAE:
+    """The same reconstructions with unit decoder rows; a latent with a zero row becomes one that never fires."""
+    norms = sae.W_dec.norm(dim=1)
+    W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]
+    W_dec[norms == 0, 0] = 1
+    return sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
+
+
+def _extra(sae: SAE, name: str) -> Tensor:
+    """An entry of `Layout.extras`."""
+    if name == "k":
+        return torch.tensor(sae.k, dtype=torch.int)
+    if name == "group_sizes":
+        return torch.diff(torch.tensor((0, *sae.prefixes), dtype=torch.int))
+    if isinstance(sae.activation, BatchTopK):
+        return sae.activation_parameters["threshold"].clamp(min=0)
+    return common.thresholds_of(sae) if isinstance(sae.activation, JumpRelu) else torch.tensor(-1.0)
+
+
+def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
+    """Write an SAE so that `load_dictionary` reads it; codes of `relu` are scaled, reconstructions the same."""
+    sae, origin = saved.sae, saved.origin
+    nested = bool(sae.prefixes) and isinstance(sae.activation, BatchTopK)
+    name, layout = next((name, layout) for name, layout in CLASSES.items() if layout.trainer and
+                        layout.activation is type(sae.activation) and ("group_sizes" in layout.extras) == nested)
+    write_json(folder / LEARNING_CONFIG, {"trainer": {
+        "dict_class": name, "trainer_class": layout.trainer, "activation_dim": sae.d_in, "dict_size": sae.d_sae,
+        "lm_name": origin.get("model"), "layer": origin.get("layer"), "submodule_name": origin.get("site"),
+        **({"k": sae.k} if sae.k else {})}})
+    sae = _with_unit_rows(sae) if isinstance(sae.activation, Relu) else sae
+    tensors = sae.tensors()
+    if layout.subtracts:
+        tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)
+    extras = {key: _extra(sae, key) for key in layout.extras}
+    common.write_tensors(folder / LEARNING_WEIGHTS, common.theirs(tensors, layout.names) | extras, save=torch.save)
+
+
+TRACER_CONFIG, TRACER_WEIGHTS = "config.yaml", "layer_*.safetensors"
+TRACER_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
+THRESHOLD = {"activation_function.threshold": "threshold"}
+TRACER_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
+
+_LAYER = re.compile(r"layer_(\d{1,9})\.safetensors")
+
+
+def load_circuit_tracer(file: Path) -> SavedSAE:
+    """Read one layer's transcoder; FormatError for thresholds below zero, under which negative codes would pass."""
+    path, match = file.parent / TRACER_CONFIG, _LAYER.fullmatch(file.name)
+    if match is None:
+        raise FormatError(f"{file}: expected layer_L.safetensors, L the number of its layer")
+    config = _read_yaml(path)
+    common.refuse_unless(path, {"model_kind": config.get("model_kind")}, "model_kind", "transcoder_set")
+    found, _ = common.read_safetensors(file)
+    further = {name: own for name, own in (SKIP | THRESHOLD).items() if name in found}
+    tensors = common.ours(file, found, TRACER_NAMES | further)
+    activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
+    if config.get("activation") == "topk":
+        k = config.get("k", "")
+        activation = common.configured(path, TopK, k=int(k) if re.fullmatch(r"\d{1,18}", k) else None)
+    sae = common.assemble(file, tensors, activation, transcodes=True)
+    if (lowest := float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())) < 0:
+        raise FormatError(f"{file}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
+    origin = {"model": config.get("model_name"), "layer": int(match[1])}
+    for of, side in (("", "input"), ("target_", "output")):
+        origin |= common.origin_of_hook(f"blocks.{match[1]}.{config.get(f'feature_{side}_hook')}", of)
+    return SavedSAE.of(sae, common.origin_from(origin), transcodes=True)
+
+
+def _read_yaml(path: Path) -> dict[str, str]:
+    """The entries of a YAML file that are texts or numbers, as texts."""
+    import yaml  # takes 20 ms to import, and other formats do not need it
+
+    try:
+        document = yaml.load(regular(path).read_bytes(), yaml.BaseLoader)
+    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
+        raise FormatError(f"cannot read {path}: {one_line(error)}") from error
+    if not isinstance(document, dict):
+        raise FormatError(f"cannot read {path}: expected the keys and values of circuit-tracer's configuration, got "
+                          f"{type(document).__name__}")
+    return {key: value for key, value in document.items() if isinstance(key, str) and isinstance(value, str)}
+
+
+def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
+    """Write a transcoder of one width and one layer."""
+    import yaml
+
+    sae, origin = saved.sae, saved.origin
+    if missing := [name for name in ("layer", "site", "target_layer", "target_site") if name not in origin]:
+        raise FormatError("circuit-tracer needs to know the layer and sites of rows and targets: expected a transcoder "
+                          f"trained on stores that `sae extract` made, got one without {', '.join(missing)}")
+    if origin["layer"] != origin["target_layer"]:
+        raise FormatError(f"circuit-tracer cannot express a transcoder from layer {origin['layer']} to layer "
+                          f"{origin['target_layer']}; expected rows and targets of one layer")
+    hooks = {side: common.EXACT_MLP_IN_HOOK if site == "mlp_in" else f"hook_{site}"
+             for side, site in (("input", origin["site"]), ("output", origin["target_site"]))}
+    config = ({"model_name": origin["model"]} if "model" in origin else {}) | {
+        "model_kind": "transcoder_set", **{f"feature_{side}_hook": hook for side, hook in hooks.items()}}
+    with appearing_whole(folder / TRACER_CONFIG) as temporary:
+        temporary.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    tensors, names = sae.tensors(), TRACER_NAMES | SKIP
+    if not isinstance(sae.activation, Relu):
+        tensors, names = tensors | {"threshold": common.thresholds_of(sae)}, names | THRESHOLD
+    common.write_tensors(folder / TRACER_WEIGHTS.replace("*", str(origin["layer"])), common.theirs(tensors, names))
