@@ -108,11 +108,3 @@ def least_squares(z: torch.Tensor, y: torch.Tensor, terms: Terms, prefixes: Sequ
     found = np.linalg.lstsq(np.vstack(rows), np.concatenate([part.T.ravel() for _, part in blocks]), rcond=None)[0]
     both = found[: E * width].reshape(E, width).T
     return SimpleNamespace(W=both[:F], skip=both[F:-1], b=both[-1], c=found[-1] if unknown else c or 0.0)
-
-
-def objective(z: torch.Tensor, y: torch.Tensor, terms: Terms, W: torch.Tensor, b: torch.Tensor,
-              c: float) -> torch.Tensor:
-    target = c * terms.direction if terms.direction is not None else torch.zeros_like(W)
-    parts = [(z @ W + b - y, 1), (W - target, terms.alpha), (b, terms.beta), (W - terms.W_t, terms.mu),
-             (b - terms.b_t, terms.nu), (terms.decay.sqrt()[:, None] * W, 1)]
-    return sum(weight * part.square().sum() for part, weight in parts)

@@ -130,8 +130,8 @@ def added(root: Path) -> dict[str, str]:
     line("sae/activations/__init__.py", "Swish, SoftTopK)}", "Swish, SoftTopK, Cubed)}")
     line("sae/activations/__init__.py", "from .topk", "from .cubed import Cubed\nfrom .topk")
     write("train/unit_sgd.py", SOLVER)
-    line("train/solvers.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
-    line("train/solvers.py", "from .options ", "from .unit_sgd import UnitSgd\nfrom .options ")
+    line("train/__init__.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
+    line("train/__init__.py", "from .options ", "from .unit_sgd import UnitSgd\nfrom .options ")
     write("sae/formats/npz.py", FORMAT)
     line("sae/formats/__init__.py", '    "native": ',
          '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ')

@@ -66,7 +66,7 @@ def test_no_file_is_over_400_lines():
 
 def inside(package: Path) -> dict[str, set[str]]:
     """The modules of a package, its `__init__` among them, and which of each other they import."""
-    names = {path.stem for path in package.glob("*.py")}
+    names = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
     return {path.stem: {name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
                         if isinstance(node, ast.ImportFrom) for name in siblings(node, package.name, names)}
             - {path.stem} for path in package.glob("*.py")}

@@ -41,13 +41,13 @@ from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
 from ..sae.metrics import reconstruction
 from ..store.rows import RowSource
+from ..train import SOLVERS
 from ..train.array_rows import CHECKED_ROWS, ArrayRows
 from ..train.loop import Loop, Record, start_training
 from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
 from ..train.rows import raw_batches
 from ..train.runs import run_again
-from ..train.solvers import SOLVERS
 from .evaluate import check_model, check_tokens_of_model, evaluated
 from .measured import Measured
 from .stability import matching

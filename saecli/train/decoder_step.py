@@ -1,8 +1,7 @@
-"""One decoder step: when it is due, its pass over the rows, the solution, and the upkeep of the latents.
+"""One decoder step: its pass over the rows, the solution, and the upkeep of the latents.
 
-Shapes: B rows in a block, b of them in this process, n sampled, D = d_in, E = d_out, F = d_sae, P places of a
-crosscoder; one otherwise. With a skip the rows stand next to the targets, (B, E + D), and the targets lack what the
-last skip predicts.
+B rows in a block, b of them in this process, n sampled; D = d_in, E = d_out, F = d_sae, P places of a crosscoder, one
+otherwise. With a skip the rows stand next to the targets, (B, E + D), which lack what the last skip predicts.
 """
 
 import math
@@ -23,6 +22,7 @@ from .ridge import (
     Place,
     SkipSums,
     StreamedCodes,
+    Sums,
     System,
     Terms,
     by_place,
@@ -41,58 +41,38 @@ SILENT = 1e-7  # a latent's mean contribution over a row's norm, below which a p
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass over rows that ends in a decoder step.
+    """A pass over rows that ends in a decoder step."""
 
-    Args:
-        number: of decoder steps before it.
-        epoch: from 0.
-        after_batch: of the epoch; 0 before the first, the number of batches when the epoch is over.
-        rows: that it takes; others each time, if not all.
-        chooses: whether alpha is chosen anew.
-        decides: whether the decoder is released if alpha is small.
-        releases: whether it is released whatever alpha is.
-        last: whether it takes rows unsmoothed, and leaves the penalty out.
-    """
-
-    number: int
+    number: int  # of decoder steps before it
     epoch: int
-    after_batch: int
-    rows: int
-    chooses: bool
-    decides: bool
+    after_batch: int  # of the epoch; 0 before the first
+    rows: int  # that it takes; others each time, if not all
+    chooses: bool  # alpha anew
+    decides: bool  # on the release, by alpha
     releases: bool
-    last: bool
+    last: bool  # takes rows unsmoothed, and leaves the penalty out
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """A pass over the rows of all processes.
-
-    Args:
-        rows: N.
-        z, y: codes, (n, F), and targets, (n, E), of the sampled rows; of all if there are fewer than `SAMPLED_ROWS`. If
-            rank 0 solves, the others have only their own.
-        norm_weights: the penalty's weight of each decoder norm, a sum over rows, (F,), float64.
-        fired: the latents that fired on any row, a mask, (F,).
-    """
+    """A pass over the N rows of all processes."""
 
     system: System
-    rows: float
-    z: Tensor
-    y: Tensor
-    norm_weights: Tensor
-    fired: Tensor
+    rows: float  # N
+    z: Tensor  # of sampled rows, (n, F); of this process, unless rank 0 or `solve_together`
+    y: Tensor  # their targets, (n, E)
+    norm_weights: Tensor  # the penalty's weight of each decoder norm, summed over rows, (F,), float64
+    fired: Tensor  # on any row, a mask, (F,)
     skip: SkipSums | None
 
     @property
     def solve_together(self) -> bool:
-        """Whether all processes solve, in lockstep, since each multiplies by its own codes; else rank 0 alone."""
+        """In lockstep, each multiplying by its own codes; else rank 0 alone."""
         return isinstance(self.system, StreamedCodes)
 
 
 class DecoderPass:
-    """Collects a pass block by block, every `ceil(rows / SAMPLED_ROWS)`-th row as a sample; `finish` combines the
-    processes."""
+    """Collects a pass, with every `ceil(rows / SAMPLED_ROWS)`-th row as a sample."""
 
     def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
         self._system, self._activation, self._sparsity = system, dictionary.activation, sparsity
@@ -109,7 +89,6 @@ class DecoderPass:
         self._numbers, self._seen = [torch.arange(0)], 0
 
     def add(self, codes: Codes, batch: Batch) -> None:
-        """Add a block of rows, with the codes of this process' rows, (b, F)."""
         numbers = batch.numbers + self._seen
         self._seen += batch.size
         if not len(batch.x):
@@ -143,7 +122,7 @@ class DecoderPass:
                 self._skip.reduce(communicator.all_reduce)
         if self._holds:
             system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
-        elif several:
+        elif several and isinstance(system, Sums | StreamedCodes):
             system.reduce(communicator.all_reduce)
         if several and isinstance(system, StreamedCodes):
             sizes = communicator.broadcast_object(lambda: len(z))
@@ -153,19 +132,11 @@ class DecoderPass:
 
 
 def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
-    """Memory of the sample of N rows on which alpha is chosen."""
     return 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
 
 
 def solved(observed: Observed, terms: Terms, chooses: bool, effects: bool, dof: bool) -> DecoderState:
-    """The decoder for the rows observed.
-
-    Args:
-        terms: their alpha is used, or is where its choice starts; NaN for a choice over all decades.
-        chooses: whether to choose alpha, of a crosscoder one for each place.
-        effects: whether to compute the effect of each latent.
-        dof: whether to compute the degrees of freedom.
-    """
+    """The decoder, at the terms' alpha, or where a choice from there ends; NaN for a choice over all decades."""
     system, z, y, factorisation = observed.system, observed.z, observed.y, None
     if chooses:
         factorisation = choose_alpha(system, terms, z, y, None if math.isnan(terms.alpha) else terms.alpha)
@@ -178,16 +149,10 @@ def solved(observed: Observed, terms: Terms, chooses: bool, effects: bool, dof: 
 
 def penalty_places(W_dec: Tensor, weights: Tensor, size: float, places: Sequence[slice],
                    ratios: Sequence[float]) -> list[Place]:
-    """The targets' places, with the quadratics in `||W_i||` that majorise a penalty and equal it at the current
-    decoder.
+    """The targets' places, with quadratics in `||W_i||` that majorise the penalty and equal it at the current decoder.
 
-    `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so a step that lowers the right side lowers the left: encoder and
-    decoder step then descend on one objective. Without the penalty the two together would drive the codes to zero.
-
-    Args:
-        weights: the penalty's derivative in each decoder norm, a sum over rows, (F,), float64.
-        size: the encoder's norm at the start of training.
-        ratios: of each place's alpha to the one for all, (P,).
+    `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so encoder and decoder step descend on one objective; without the
+    penalty the two would drive the codes to zero. `weights`, (F,), are its derivatives in the norms, summed over rows.
     """
     norms = torch.stack([W_dec[:, place].double().norm(dim=1) for place in places])  # (P, F)
     mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(norms.numel()))
@@ -196,7 +161,6 @@ def penalty_places(W_dec: Tensor, weights: Tensor, size: float, places: Sequence
 
 
 def broadcast(state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator) -> DecoderState:
-    """Rank 0's decoder on every process; `like` has tensors of the shapes and on the device of its tensors, by name."""
     if communicator.world_size == 1:
         assert state is not None
         return state
@@ -214,8 +178,8 @@ def broadcast(state: DecoderState | None, like: Mapping[str, Tensor], communicat
 
 
 def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Unit directions of the residuals, (n, E), of rows drawn with probability proportional to their squared error, on
-    the CPU: (count, E), drawn with replacement only if fewer rows have an error; zero if none has."""
+    """Unit directions, (count, E), of residuals, (n, E), drawn with probability proportional to their square: with
+    replacement only if too few are not zero; zero if all are."""
     scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
     weights = scaled.square().sum(1).cpu()
     if not weights.any():
@@ -227,12 +191,8 @@ def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generato
 
 
 def useful(effect: Tensor, fired: Tensor) -> Tensor:
-    """The latents that fire, a mask, (F,), without those that the others could replace: at most `MOST_REAIMED` of all,
-    with an effect (`DecoderState.effect`) far below the median.
-
-    In worlds of known features latents of little effect are mostly duplicates and mixtures of features that others
-    have; re-aimed, they find features that none has.
-    """
+    """The latents that fire, without a few whose `DecoderState.effect` is far below the median: mostly duplicates and
+    mixtures, which re-aimed find other features."""
     if not fired.any():
         return fired
     ascending, order = effect.masked_fill(~fired, torch.inf).sort()
@@ -243,16 +203,10 @@ def useful(effect: Tensor, fired: Tensor) -> Tensor:
 
 @torch.no_grad()
 def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor | None = None) -> None:
-    """Re-aim dead latents, with the mean norms and the mean parameters of the others.
+    """Re-aim dead latents, a mask (F,), at unit vectors d, (m, E), with the mean norms and parameters of the others.
 
-    The encoder is aimed along `B d`, the direction of rows in which the targets' regression grows most along d. A
-    decoder that descends is aimed at d. One that is solved for stays tied, or zero if it is free, until the next
-    decoder step.
-
-    Args:
-        dead: a mask, (F,), neither all false nor all true.
-        directions: a unit vector d per dead latent, (m, E).
-        B: the regression, (D, E); None where the targets are the rows.
+    The encoder is aimed along `B d`, B being the targets' regression, (D, E). A decoder that descends is aimed at d;
+    one that is solved for stays tied, or zero if free, until the next decoder step.
     """
     def mean_of_others(values: Tensor) -> Tensor:
         return values.masked_fill(dead, 0).sum() / (~dead).sum()
@@ -275,9 +229,9 @@ def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor |
 
 @torch.no_grad()
 def silence(dictionary: Dictionary, norm_weights: Tensor, rows: float) -> bool:
-    """Turn off latents whose contribution to N rows a penalty has driven to nothing, and say whether there were any.
+    """Turn off latents whose contribution to N rows a penalty has driven to nothing; whether there were any.
 
-    Otherwise they shrink until they underflow, and a decoder step without the penalty would bring them back.
+    Otherwise a decoder step without the penalty would bring them back.
     """
     W_dec = dictionary.decoder()
     contribution = norm_weights * W_dec.double().norm(dim=1) / rows  # (F,)
@@ -289,12 +243,11 @@ def silence(dictionary: Dictionary, norm_weights: Tensor, rows: float) -> bool:
 
 @torch.no_grad()
 def balance(dictionary: Coupled, size: float) -> float | None:
-    """Scale the codes, and the decoder by the inverse, so that encoder and decoder have one norm, and return the
-    factor; None for an activation that cannot be rescaled.
+    """Scale the codes, and the decoder by the inverse, to one norm of encoder and decoder: the factor, None if the
+    activation cannot.
 
-    Otherwise a penalty shrinks the codes a little in each encoder step, the decoder step compensates, and after some
-    hundred iterations Adam's steps are large compared to the encoder. Under a penalty too strong for any code this
-    stops at `LEAST_SIZE` times the encoder's norm at the start, so that biases can silence the codes.
+    Otherwise a penalty shrinks the codes in each encoder step, the decoder step compensates, and Adam's steps become
+    large compared to the encoder. It keeps `LEAST_SIZE` of its norm at the start, so that biases can silence codes.
     """
     norm, Delta = dictionary.W_enc.norm().item(), dictionary.Delta
     assert Delta is not None

@@ -21,11 +21,11 @@ from ..store.joined import Joined, JoinedRows
 from ..store.opening import found_store
 from ..store.reader import ActivationStore
 from ..store.rows import Rows, RowSource
+from . import SOLVERS
 from .array_rows import ArrayLike, ArrayRows
 from .config import TrainingConfig
 from .loop import Loop, Record, start_training
 from .plan import Plan
-from .solvers import SOLVERS
 from .start import Start
 
 # Training options on files, and on the choice of a store's rows.

@@ -89,7 +89,7 @@ class Sgd(SolverConfig):
     """Options of SGD."""
 
     name: ClassVar[str] = "sgd"
-    made_by: ClassVar[str] = "sgd:solver"
+    made_by: ClassVar[str] = "solver:sgd"
 
     tied: bool = option(False, "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
                               "targets' regression on the rows.", advanced=True)

@@ -11,10 +11,10 @@ The paper's decoder, `free`, is the unknown W_dec itself. The default, `residual
 encoder step holds Delta and c fixed and differentiates through c W_enc'; it moves b_dec too, if no term weighs that.
 As alpha grows it tends to SGD with tied weights, as alpha falls to the free decoder.
 
-Held to the end, alternating minimisation moves slowly along valleys that joint descent follows. From some step on the
-decoder is therefore released: W_dec becomes a parameter of its own, trained by gradient with the encoder, and decoder
-steps replace it by its optimum as before. Where leave-one-out chooses a large alpha the rows don't support a decoder
-far from the tie, and it is held to the end (`--release`). A transcoder's is released at once.
+Alternating minimisation moves slowly along valleys that joint descent follows. From some step on the decoder is
+therefore released: W_dec becomes a parameter of its own, trained by gradient with the encoder, and decoder steps
+replace it by its optimum as before. Where leave-one-out chooses a large alpha the rows don't support a decoder far from
+the tie, and it is held to the end (`--release`). A transcoder's is released at once.
 """
 
 import math
@@ -57,13 +57,11 @@ NUMBERS = ("c", "alpha", "relative_alpha", "ridge", "condition", "residual", "do
 
 
 def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
-    """All decoder steps of a training.
+    """All decoder steps: after each epoch (before it with `decoder_first`) and every `batches_between` batches within.
 
-    They come after each epoch (before it with `decoder_first`), and after every `batches_between` batches within. Each
-    takes `PASS_ROWS` rows per latent; the last, and the one that decides on the release, `MOST_ROWS`; with the paper's
-    decoder all. Alpha is chosen at the first few, then less and less often, since it changes less and less and a choice
-    costs about a solution. The last step keeps the alpha chosen on smoothed rows: rows that the encoder has fitted
-    exactly would choose one too small.
+    Each takes `PASS_ROWS` rows per latent; the last, and the one that decides on the release, `MOST_ROWS`; with the
+    paper's decoder all. Alpha is chosen less and less often, since it settles. The last keeps the alpha of smoothed
+    rows: rows fitted exactly would choose one too small.
     """
     batches, free, first = task.batches, config.decoder == "free", config.decoder_first
     every, smooths = batches_between(task, config, d_sae), float(task.training.smoothing) > 0 and len(task.sample.x) > 1
@@ -94,7 +92,6 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
 
 
 def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
-    """Batches between decoder steps within an epoch; an epoch's for none."""
     if isinstance(config.decoder_every, int):
         return config.decoder_every
     if config.decoder_every == "epoch" or config.takes_all_rows:
@@ -106,7 +103,7 @@ def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
 
 
 class PamSgdSolver(Solver):
-    """The alternation: encoder steps, and the decoder steps between them."""
+    """Encoder steps, and the decoder steps between them."""
 
     config: PamSgd
     dictionary: Coupled
@@ -139,12 +136,7 @@ class PamSgdSolver(Solver):
 
     @torch.no_grad()
     def begin_pass(self, now: Pass, again: Callable[[], Iterable[Batch]]) -> None:
-        """Begin a decoder step.
-
-        Before the last, it minimises the objective of the encoder steps: over smoothed rows, with the sparsity penalty
-        on the decoder's norms. The last one does without either, so that codes shrunk by a penalty reconstruct the
-        unsmoothed rows as well as they can.
-        """
+        """Begin a decoder step; the last without smoothing and penalty, so that shrunk codes reconstruct their best."""
         self._now, self._drawn = now, self.draws(now.number, DECODER_STEP)
 
         def codes_again() -> Iterator[Codes]:
@@ -171,10 +163,7 @@ class PamSgdSolver(Solver):
 
     @torch.no_grad()
     def end_pass(self) -> bool:
-        """Solve for the decoder, release it if that is due, revive latents, and balance encoder and decoder.
-
-        False, with nothing solved, if a penalty has silenced latents before the last step.
-        """
+        """Solve, release, revive, balance. False, with nothing solved, if the last pass silenced latents."""
         now, observed = self._now, self._pass.finish(self.communicator)
         del self._pass
         if not self.task.held and silence(self.dictionary, observed.norm_weights, observed.rows) and now.last:
@@ -182,45 +171,6 @@ class PamSgdSolver(Solver):
         state = self._solve(now, observed)
         if now.releases or (now.decides and state.relative_alpha < RELEASED_BELOW):
             self._release()
-        self._take(state)
-        self.revive(observed.fired if state.effect is None else useful(state.effect, observed.fired), observed.rows)
-        self._balance()
-        self.hold_encoder()
-        return True
-
-    def _solve(self, now: Pass, observed: Observed) -> DecoderState:
-        """The decoder on all processes. After training with a penalty, the last step, without it, is another problem,
-        whose alpha is chosen anew."""
-        dictionary, fraction, revives = self.dictionary, observed.rows / self.task.rows, self.revives
-        tensors = {"Delta": dictionary.Delta, "b": dictionary.b_dec, "skip": dictionary.W_skip,
-                   "effect": dictionary.b_enc.detach() if revives else None}
-        like = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        state = None
-        if self.communicator.is_main or observed.solve_together:
-            pulled = bool(observed.norm_weights.any()) and bool(self.task.training.sparsity_weight)
-            another = now.last and pulled and self.config.alpha == "auto"
-            terms = self._terms(now, observed, math.nan if another else fraction * self.decoder.alpha)
-            found = solved(observed, terms, now.chooses or another, revives, now.number + 1 == len(self.passes))
-            if found.skip is not None and dictionary.W_skip is not None:  # targets lacked what the last skip predicts
-                found = replace(found, skip=found.skip + dictionary.W_skip)
-            state = replace(found, alpha=found.alpha / fraction,
-                            **{name: getattr(found, name).to(dictionary.W_enc.dtype) for name in like})
-        return broadcast(state, like, self.communicator)
-
-    def _terms(self, now: Pass, observed: Observed, alpha: float) -> Terms:
-        """Scaled to the fraction of all rows that was observed, as alpha is."""
-        dictionary, config, fraction = self.dictionary, self.config, observed.rows / self.task.rows
-        W_dec, b_dec = dictionary.decoder().detach(), dictionary.b_dec.detach()
-        if observed.skip is not None:
-            b_dec = torch.cat([b_dec, b_dec.new_zeros(dictionary.d_in)])
-        weights = self.task.penalty_weight(self.steps - 1) * (not now.last) * observed.norm_weights
-        places = penalty_places(W_dec, weights, self._size, dictionary.places, self.decoder.ratios)
-        return Terms(alpha, fraction * config.beta, fraction * config.mu_dec, fraction * config.nu_dec,
-                     direction=dictionary.direction().detach() if config.decoder == "residual" else None,
-                     W_t=W_dec, b_t=b_dec, decay=torch.stack([place.decay for place in places]).mean(0),
-                     joint=config.bias == "joint", skip=observed.skip, places=places if len(places) > 1 else [])
-
-    def _take(self, state: DecoderState) -> None:
         if math.isnan(state.dof):
             state = replace(state, dof=self.decoder.dof)
         if state.raised:
@@ -233,10 +183,48 @@ class PamSgdSolver(Solver):
             self._residual.copy_(torch.add(state.Delta, dictionary.direction(), alpha=state.c))
         else:
             dictionary.c, self._residual.data = state.c, state.Delta
+        self.revive(observed.fired if state.effect is None else useful(state.effect, observed.fired), observed.rows)
+        # Not if the encoder is held, or alpha, which determines the ratio of the norms.
+        adapts = self.config.alpha == "auto" and not self.task.held
+        if adapts and (factor := balance(dictionary, self._size)):
+            self.decoder = replace(self.decoder, c=state.c / factor**2, alpha=state.alpha * factor**2)
+            factors = {"Delta": 1 / factor, "b_dec": 1.0, "W_skip": 1.0}  # the others are the codes'
+            self.optimizer.rescale({name: factors.get(name, factor) for name in self.optimizer.tensors})
+        self.hold_encoder()
+        return True
+
+    def _solve(self, now: Pass, observed: Observed) -> DecoderState:
+        dictionary, fraction, revives = self.dictionary, observed.rows / self.task.rows, self.revives
+        tensors = {"Delta": dictionary.Delta, "b": dictionary.b_dec, "skip": dictionary.W_skip,
+                   "effect": dictionary.b_enc.detach() if revives else None}
+        like = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        state = None
+        if self.communicator.is_main or observed.solve_together:
+            pulled = bool(observed.norm_weights.any()) and bool(self.task.training.sparsity_weight)
+            # The last step, without a penalty, is another problem, with an alpha of its own.
+            another = now.last and pulled and self.config.alpha == "auto"
+            terms = self._terms(now, observed, math.nan if another else fraction * self.decoder.alpha)
+            found = solved(observed, terms, now.chooses or another, revives, now.number + 1 == len(self.passes))
+            if found.skip is not None and dictionary.W_skip is not None:  # targets lacked what the last skip predicts
+                found = replace(found, skip=found.skip + dictionary.W_skip)
+            state = replace(found, alpha=found.alpha / fraction,
+                            **{name: getattr(found, name).to(dictionary.W_enc.dtype) for name in like})
+        return broadcast(state, like, self.communicator)
+
+    def _terms(self, now: Pass, observed: Observed, alpha: float) -> Terms:
+        dictionary, config, fraction = self.dictionary, self.config, observed.rows / self.task.rows
+        W_dec, b_dec = dictionary.decoder().detach(), dictionary.b_dec.detach()
+        if observed.skip is not None:
+            b_dec = torch.cat([b_dec, b_dec.new_zeros(dictionary.d_in)])
+        weights = self.task.penalty_weight(self.steps - 1) * (not now.last) * observed.norm_weights
+        places = penalty_places(W_dec, weights, self._size, dictionary.places, self.decoder.ratios)
+        return Terms(alpha, fraction * config.beta, fraction * config.mu_dec, fraction * config.nu_dec,
+                     direction=dictionary.direction().detach() if config.decoder == "residual" else None,
+                     W_t=W_dec, b_t=b_dec, decay=torch.stack([place.decay for place in places]).mean(0),
+                     joint=config.bias == "joint", skip=observed.skip, places=places if len(places) > 1 else [])
 
     @torch.no_grad()
     def _release(self) -> None:
-        """Turn `c W_enc' + Delta` into a parameter that descends: Delta, with c = 0."""
         self.dictionary.untie()
         self.released = True
         for name in ("Delta", "b_dec", *(["W_skip"] * (self.dictionary.W_skip is not None))):
@@ -244,18 +232,7 @@ class PamSgdSolver(Solver):
             if name not in self.optimizer.tensors:
                 self.optimizer.include(name, tensor)
 
-    def _balance(self) -> None:
-        """Not if the encoder is held, or alpha, which determines the ratio of the norms."""
-        adapts = self.config.alpha == "auto" and not self.task.held
-        if adapts and (factor := balance(self.dictionary, self._size)):
-            state = self.decoder
-            self.decoder = replace(state, c=state.c / factor**2, alpha=state.alpha * factor**2)
-            factors = {"Delta": 1 / factor, "b_dec": 1.0, "W_skip": 1.0}  # the others are the codes'
-            self.optimizer.rescale({name: factors.get(name, factor) for name in self.optimizer.tensors})
-
     def record(self) -> dict[str, float]:
-        """alpha; alpha over the mean Gram diagonal; condition estimate; whether the decoder is released; latents
-        revived; the residual of an iterative solution; at the end the effective degrees of freedom."""
         state = self.decoder
         known = {name: value for name, value in (("residual", state.residual), ("dof", state.dof))
                  if not math.isnan(value)}
@@ -280,7 +257,6 @@ class PamSgdSolver(Solver):
         return notes
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors needed to resume after a decoder step."""
         numbers = {name: getattr(self.decoder, name) for name in NUMBERS}
         numbers |= {"most_raised": self.raised, "released": self.released, "size": self._size}
         kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}

@@ -28,8 +28,8 @@ from .config import (
 )
 from .options import SolverConfig
 from .rows import SUMMED_ROWS
-from .smoothing import default_width
 from .start import Start
+from .task import default_width
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
 MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there

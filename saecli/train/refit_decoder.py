@@ -4,14 +4,9 @@ With T0 the SAE's own decoder weights, minimise over W, b and c
 
     sum ||z W + b - y||^2 + alpha ||W - c T0||_F^2
 
-by `saecli/train/ridge`, alpha being the best by leave-one-out; of a nested SAE the squared error is the mean over its
-prefixes. The targets y are the rows x, or a transcoder's, whose affine skip is solved for too. Latents that never fire
-keep their direction, times c.
-
-Rows are taken as they are: to centre them, or to multiply all by one number, would change nothing, since b is free and
-W - c T0 grows as the rows do.
-
-Shapes: N rows, D = d_in, E = d_out, F = d_sae.
+by `ridge/`, alpha being the best by leave-one-out; of a nested SAE the squared error is the mean over its prefixes. The
+targets y are the rows x, or a transcoder's, whose affine skip is solved for too. Latents that never fire keep their
+direction, times c. Rows are raw: b is free, and W - c T0 grows as they do.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,31 +27,21 @@ from .rows import SUMMED_ROWS, RowSource
 
 @dataclass(frozen=True, eq=False)
 class Refitted:
-    """A refitted SAE.
-
-    Args:
-        sae: acting on raw rows, in the dtype and on the device of the SAE before.
-        decoder: relative to the direction T0; alpha is in units of the codes squared, times rows.
-        rows: N.
-        dead_fraction: fraction of the latents that fire on none of these rows.
-    """
+    """A refitted SAE, acting on raw rows."""
 
     sae: SAE
-    decoder: DecoderState
-    rows: int
-    dead_fraction: float
+    decoder: DecoderState  # relative to the direction T0; alpha is in units of the codes squared, times rows
+    rows: int  # N
+    dead_fraction: float  # of the latents, which fire on none of these rows
 
 
 @torch.no_grad()
 def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
-    """The SAE, acting on raw rows, with the exact decoder for these rows.
-
-    They are read once; if neither the matrix of the normal equations nor the codes fit in memory, once for each
-    iteration of the solution too. RunError if codes or rows are so large that their products are not finite,
+    """The SAE with the exact decoder for these rows. RunError if their products with the codes are not finite,
     MachineError if there is too little memory.
 
     Cost: per row, codes and `K^2 + 2 D K` operations for K active latents; some seven factorisations, of F^3 / 3
-    operations each.
+    operations each. Rows are read once; in each iteration too if neither normal equations nor codes fit in memory.
     """
     with listener.progress("refitting the decoder", rows.rows, "rows") as show:
         collected, done = DecoderPass(_system(sae, rows), sae, "none", rows.rows), 0
@@ -93,7 +78,6 @@ def _not_finite() -> RunError:
 
 
 def _system(sae: SAE, rows: RowSource) -> System:
-    """Empty normal equations that fit in memory."""
     device, d_sae, skipped = sae.W_enc.device, sae.d_sae, 0 if sae.W_skip is None else sae.d_in
     other = sampled_bytes(rows.rows, sae.d_out + skipped, d_sae) + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
     free = free_memory(device)
@@ -109,6 +93,5 @@ def _system(sae: SAE, rows: RowSource) -> System:
 
 
 def _batches(sae: SAE, rows: RowSource) -> Iterable[Batch]:
-    """The rows in stored order, in the SAE's dtype and on its device."""
     for batch in carried(rows.sequential(SUMMED_ROWS), sae.W_enc.device):
         yield Batch.of(batch.to(sae.W_enc.dtype), sae.d_in)

@@ -27,6 +27,7 @@ from ..sae.formats import SavedSAE, save_native
 from ..sae.library import origin_of
 from ..store.joined import Joined
 from ..store.opening import open_joined
+from . import SOLVERS
 from .config import TrainingConfig
 from .files import (
     CHECKPOINT,
@@ -42,7 +43,6 @@ from .files import (
 )
 from .loop import Loop, Measures, Record, Training, start_training
 from .plan import Plan, doubts_at_start
-from .solvers import SOLVERS
 from .start import Start
 
 

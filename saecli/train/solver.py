@@ -1,6 +1,6 @@
-"""What every solver has: descent steps, revival, and the state needed to resume.
+"""What every solver has: descent by Adam, revival, the state to resume; and SGD, the baseline of the field's tools.
 
-Shapes: B rows, D = d_in, F = d_sae. All rows are normalised (see `rows.py`).
+B rows, D = d_in, F = d_sae. All rows are normalised (see `rows.py`).
 """
 
 import math
@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from ..base.devices import products_in
 from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE, Batch, Dictionary, mixed
+from ..sae.dictionary import SAE, Batch, Coupled, Dictionary, mixed
 from .decoder_step import Pass, directions_of_worst, revive
-from .optimizers import Adam
-from .options import REVIVAL_ROWS, WINDOW, SolverConfig
-from .smoothing import Smoothing
-from .task import StepReport, Task
+from .options import REVIVAL_ROWS, WINDOW, Sgd, SolverConfig
+from .task import Smoothing, StepReport, Task
 
+REVIVALS = 20  # times that SGD looks for dead latents in all of training, at least once per epoch
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
 DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws; 0 for steps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
@@ -32,11 +32,10 @@ class Solver:
         solver.end_epoch()
 
     At each of its `passes`, by epoch and number of batches, a decoder step is made: `begin_pass`, `observe` with each
-    batch of the pass, and `end_pass`, until that returns True.
+    batch, and `end_pass`, all again until that returns True.
 
     Args:
-        dictionary: trained in place.
-        held: names of its parameters that descent does not move.
+        dictionary: trained in place, but for the parameters named in `held`.
         every: batches after which the epoch's rows so far have been trained on.
     """
 
@@ -63,12 +62,10 @@ class Solver:
         return self.steps >= self.task.steps
 
     def begin_epoch(self) -> None:
-        """Begin a pass over the rows."""
         self.batches = 0  # of the epoch, taken so far
 
     def step(self, batch: Batch) -> list[StepReport]:
-        """Collect a batch of the epoch, and train once there is a window of them: the reports of the optimiser steps
-        taken, none while batches are collected or once the task's steps are used up."""
+        """Collect a batch, and train once there is a window of them."""
         if self.finished:
             return []
         self.batches += 1
@@ -77,15 +74,13 @@ class Solver:
         return self._train_window() if whole or self.batches % self.every == 0 else []
 
     def end_epoch(self) -> list[StepReport]:
-        """Train on the batches collected so far; after the last epoch set the activation's estimates."""
         reports = self._train_window()
         if self.finished:
             self.calibrate()
         return reports
 
     def _train_window(self) -> list[StepReport]:
-        """`inner_steps` rounds over the collected batches, their rows mixed anew in each: consecutive steps on one
-        batch would overfit to it, the more so with a decoder that is held fixed."""
+        """`inner_steps` rounds over the batches, rows mixed anew: repeated steps on one batch would overfit to it."""
         batches, self._window = self._window, []
         if not batches:
             return []
@@ -126,14 +121,13 @@ class Solver:
                           codes.count().double() / batch.size), codes
 
     def trained(self, codes: Codes, rows: int) -> None:
-        """Take a batch's codes, (b, F), in the last round over its window, where each row of an epoch is once."""
+        """Take a batch's codes, (b, F), once per epoch."""
 
     def begin_pass(self, now: Pass, again: Callable[[], Iterable[Batch]]) -> None:
-        """Begin one of `passes`; `again` gives its batches once more, for an iterative solution."""
+        """Begin one of `passes`, whose batches `again` gives once more."""
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def observe(self, batch: Batch) -> None:
-        """Take a batch of the pass."""
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def end_pass(self) -> bool:
@@ -141,7 +135,7 @@ class Solver:
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def extra_loss(self) -> Tensor | float:
-        """The encoder's proximal terms and the weight decay of the tensors that descent trains, divided by N."""
+        """Proximal terms and weight decay, over N."""
         total: Tensor | float = 0.0
         for name, held in self._held.items():
             weight = getattr(self.config, PROXIMAL[name])
@@ -152,18 +146,16 @@ class Solver:
         return total / self.task.rows
 
     def hold_encoder(self) -> None:
-        """Take the current encoder as the reference of its proximal terms."""
+        """Take this encoder as the reference of its proximal terms."""
         self._held = {name: getattr(self.dictionary, name).detach().clone() for name, weight in PROXIMAL.items()
                       if getattr(self.config, weight)}
 
     @property
     def revives(self) -> bool:
-        """Whether latents are revived now: not if training is about to end."""
         return self.config.revive and not self.task.held and self.steps < REVIVAL * self.task.steps
 
     def revive(self, fired: Tensor, rows: float) -> None:
-        """Re-aim latents that did not fire on any of enough rows, of all processes, at the sampled rows reconstructed
-        worst, unless training is about to end; `fired` is a mask, (F,)."""
+        """Re-aim latents that did not fire, a mask (F,), at the sampled rows reconstructed worst."""
         sample, dead = self.task.sample, ~fired
         if not self.revives or not len(sample.x) or rows < REVIVAL_ROWS * len(dead):
             return
@@ -181,7 +173,7 @@ class Solver:
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Set the activation's estimates for unsmoothed rows; training estimated them on smoothed ones."""
+        """Set the activation's estimates for unsmoothed rows."""
         activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
         sample, encoded = self.task.sample.x, self.dictionary.pre_activations
         if not activation.estimates or not len(sample):
@@ -195,7 +187,7 @@ class Solver:
             parameters[name].copy_(value)
 
     def record(self) -> dict[str, float]:
-        """The solver's own measures for `metrics.jsonl` and the final summary."""
+        """Own measures for `metrics.jsonl` and the final summary."""
         return {"revived": self.revived}
 
     def notes(self) -> list[str]:
@@ -207,7 +199,6 @@ class Solver:
         return self.dictionary.sae().without_training_parameters()
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
-        """A generator that is a pure function of the seed, the step's number and the kind of step."""
         return torch.Generator().manual_seed(((self.task.training.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
 
     def state(self) -> dict[str, Tensor]:
@@ -223,3 +214,127 @@ class Solver:
         self.optimizer.restore(state)
         self.hold_encoder()
 
+
+def sgd(initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE) -> "SgdSolver":
+    start = initial.sae()
+    return SgdSolver(Coupled(start, 1.0, None, task.B) if config.tied else start, task, config, communicator)
+
+
+class SgdSolver(Solver):
+    """Encoder and decoder by descent together."""
+
+    def __init__(self, dictionary: Dictionary, task: Task, config: Sgd, communicator: Communicator = ALONE) -> None:
+        looks = max(1, round(task.batches * config.rounds * REVIVALS / task.steps))
+        super().__init__(dictionary, (), task, config, math.ceil(task.batches / looks), communicator)
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        self._forget_firing()
+
+    def step(self, batch: Batch) -> list[StepReport]:
+        reports = super().step(batch)
+        if self.batches % self.every == 0 and self.batches < self.task.batches and not self.finished:
+            self._revive_silent()
+        return reports
+
+    def trained(self, codes: Codes, rows: int) -> None:
+        self._seen += rows
+        self._fired |= codes.fired()
+
+    def end_epoch(self) -> list[StepReport]:
+        reports = super().end_epoch()
+        self._revive_silent()
+        self.hold_encoder()
+        return reports
+
+    def _revive_silent(self) -> None:
+        if self.config.revive:
+            fired = self.communicator.all_reduce(self._fired.to(torch.int32)) > 0
+            self.revive(fired, self._seen)
+        self._forget_firing()
+
+    def _forget_firing(self) -> None:
+        self._seen, self._fired = 0, torch.zeros_like(self.dictionary.b_enc, dtype=torch.bool)
+
+
+class Adam:
+    """`torch.optim.Adam` with its defaults, fused, on the named tensors that need a gradient.
+
+    It is called as a function, since the class imports torch's compiler, which takes a second and is not used.
+    `clip_norm` limits the norm of all gradients together; `all_reduce` sums those of several processes.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float | None = None,
+                 all_reduce: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.clip_norm, self.all_reduce = clip_norm, all_reduce
+        self.tensors: dict[str, Tensor] = {}
+        self._average: dict[str, Tensor] = {}
+        self._square: dict[str, Tensor] = {}
+        self._steps: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                self.include(name, tensor)
+
+    def include(self, name: str, tensor: Tensor) -> None:
+        self.tensors[name] = tensor
+        # The fused step needs a tensor and its moments to have the same strides.
+        self._average[name], self._square[name] = torch.zeros_like(tensor), torch.zeros_like(tensor)
+        self._steps[name] = torch.zeros((), device=tensor.device)
+
+    def zero_grad(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.grad = None
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        if self.all_reduce is None:
+            found = {name: tensor.grad for name, tensor in self.tensors.items() if tensor.grad is not None}
+        else:
+            found = self._reduced(self.all_reduce)
+        if self.clip_norm is not None:
+            norm = torch.stack([gradient.norm() for gradient in found.values()]).norm()
+            for gradient in found.values():
+                gradient *= (self.clip_norm / norm).clamp(max=1.0)
+        adam([self.tensors[name] for name in found], [*found.values()], [self._average[name] for name in found],
+             [self._square[name] for name in found], [], [self._steps[name] for name in found], fused=True,
+             amsgrad=False, beta1=0.9, beta2=0.999, lr=lr, weight_decay=0.0, eps=1e-8, maximize=False)
+
+    def _reduced(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """All gradients, in one buffer."""
+        tensors = self.tensors
+        flat = all_reduce(torch.cat([
+            tensor.new_zeros(tensor.numel()) if tensor.grad is None else tensor.grad.reshape(-1)
+            for tensor in tensors.values()]))
+        parts = flat.split([tensor.numel() for tensor in tensors.values()])
+        return {name: torch.empty_like(tensor).copy_(part.view_as(tensor))  # with the tensor's strides
+                for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
+
+    def state(self) -> dict[str, Tensor]:
+        kept = {"step": self._steps, "exp_avg": self._average, "exp_avg_sq": self._square}
+        return {f"adam.{key}.{name}": value for key, values in kept.items() for name, value in values.items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        for name, own in self.state().items():
+            own.copy_(state[name])
+
+    @torch.no_grad()
+    def forget(self, latents: Tensor, dimension: Callable[[str], int | None]) -> None:
+        """Reset the moments of re-aimed latents, a mask (F,): the first to 0, the second to the other latents' mean.
+
+        The second moment of a latent without gradient for long would make its first steps several times lr.
+        """
+        for name in self.tensors:
+            if (along := dimension(name)) is None:
+                continue
+            average, square = (moments[name].movedim(along, -1) for moments in (self._average, self._square))
+            average.masked_fill_(latents, 0)  # unlike indexing by a mask, masked_fill does not synchronise
+            mean = square.masked_fill(latents, 0).sum(-1, keepdim=True) / (~latents).sum()
+            square.copy_(torch.where(latents, mean, square))
+
+    @torch.no_grad()
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Follow tensors that were multiplied by a factor each: gradients shrink by it."""
+        for name in self.tensors:
+            self._average[name] /= factors[name]
+            self._square[name] /= factors[name] ** 2

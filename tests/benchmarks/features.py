@@ -168,9 +168,9 @@ def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE",
 def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     """Optimiser steps that either solver takes by default."""
     from saecli.sae.activations import ACTIVATIONS
+    from saecli.train import SOLVERS
     from saecli.train.config import TrainingConfig
     from saecli.train.plan import Plan
-    from saecli.train.solvers import SOLVERS
 
     rows = store.split("train")
     plan = Plan.resolved(rows, None, TrainingConfig(d_sae=options["d_sae"]), SOLVERS["sgd"](),

@@ -13,8 +13,8 @@ from saecli.base.errors import ConfigError, TrainingError, unknown_choice
 from saecli.base.options import PAPER, Config, option, options_of
 from saecli.cli.options import Given, configured, own_options
 from saecli.sae.activations import ACTIVATIONS
+from saecli.train import SOLVERS
 from saecli.train.config import TrainingConfig
-from saecli.train.solvers import SOLVERS
 
 
 @dataclass(frozen=True)

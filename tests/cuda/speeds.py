@@ -25,9 +25,9 @@ from saecli.sae.dictionary import Batch
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
+from saecli.train import SOLVERS
 from saecli.train.config import TrainingConfig
 from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
-from saecli.train.solvers import SOLVERS
 from saecli.train.start import initial_sae
 from saecli.train.task import Task
 

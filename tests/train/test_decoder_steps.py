@@ -132,12 +132,6 @@ def test_a_released_decoder_descends_by_its_own_gradient(data):
     assert solver.decoder.c > 0 and dictionary.c == 0
 
 
-def ended(options: dict, data: RowsInMemory, k: int = 3) -> list[str]:
-    solver = started(PamSgd(**options), data, SoftTopK(k=k), 4)
-    trained(solver, data, 4)
-    return solver.notes()
-
-
 def test_the_record_ends_with_degrees_of_freedom_and_outlasts_a_checkpoint(data):
     solver, again = (started(PamSgd(), data, Relu(), 4) for _ in range(2))
     assert "dof" not in solver.record()
@@ -151,8 +145,10 @@ def test_the_record_ends_with_degrees_of_freedom_and_outlasts_a_checkpoint(data)
 @pytest.mark.parametrize(("rows", "alpha", "warned"), [(17, 1e-9, True), (17, "auto", False), (17, 1e3, False),
                                                        (300, 1e-9, False), (6, 1e-9, False)])
 def test_a_fixed_alpha_at_the_interpolation_threshold_is_warned_of(rows, alpha, warned):
-    notes = ended({"alpha": alpha}, sparse_mixture(rows), k=8)
-    assert any("use --alpha auto" in note for note in notes) == warned
+    data = sparse_mixture(rows)
+    solver = started(PamSgd(alpha=alpha), data, SoftTopK(k=8), 4)
+    trained(solver, data, 4)
+    assert any("use --alpha auto" in note for note in solver.notes()) == warned
 
 
 @pytest.mark.parametrize(("options", "option"), [

@@ -17,11 +17,11 @@ import saecli
 from saecli.base.devices import multiplies_bf16
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
+from saecli.train import SOLVERS
 from saecli.train.files import Progress, load_checkpoint, read_metrics, save_checkpoint
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Measures, Record, start_training
 from saecli.train.plan import Plan
-from saecli.train.solvers import SOLVERS
 from saecli.train.start import Start, fingerprint
 
 ROWS = some_rows(300)

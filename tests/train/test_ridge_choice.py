@@ -5,12 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ridge_problems import NOTHING, press, problem, solved, system_of, terms_of
+from ridge_problems import NOTHING, press, problem, system_of, terms_of
 from sklearn.datasets import load_digits
 
-from saecli.train.ridge import System, Terms, choose_alpha, solve
+from saecli.train.ridge import choose_alpha, solve
 from saecli.train.ridge.choice import LEAST, MIXED, MOST, Press, sample_rows
-from saecli.train.ridge.solve import slack_of
 
 PATH = np.linspace(LEAST, MOST, 101)
 
@@ -138,7 +137,6 @@ def test_a_good_start_takes_one_factorisation_for_the_decoder_too(monkeypatch):
     state = solve(system, terms, factorisation, z)
     assert len(taken) == 1 and state.alpha == factorisation.alpha == pytest.approx(1.1 * chosen)
     again = solve(system, replace(terms, alpha=factorisation.alpha), z=z)
-    torch.testing.assert_close(state.W(direction), again.W(direction))
     assert state.dof == pytest.approx(again.dof) and state.c == pytest.approx(again.c)
     assert press(system, terms, z, x, 1.1 * chosen) <= 1.01 * press(system, terms, z, x, chosen)
 
@@ -158,16 +156,6 @@ def test_the_factorisation_returned_is_at_its_own_alpha(data, start, mu):
     torch.testing.assert_close(state.W(direction), again.W(direction), rtol=1e-7, atol=1e-7)
 
 
-def cross_validated(system: System, terms: Terms, z: torch.Tensor, x: torch.Tensor) -> float:
-    """The alpha of least generalised cross-validation: every leverage taken as their mean."""
-    def score(alpha: float) -> float:
-        weighted = replace(terms, alpha=alpha)
-        decoder = solved(system, weighted)
-        misfit = (x - z @ decoder.W - decoder.b).square().sum()
-        return (misfit / slack_of(system.factorise(weighted), weighted, z).mean().square()).item()
-    return min((system.scale(1.0) * 10**decades for decades in PATH), key=score)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_alpha_is_as_good_with_c_from_mixed_columns(seed):
@@ -176,20 +164,6 @@ def test_alpha_is_as_good_with_c_from_mixed_columns(seed):
     scores = [press(system, terms, z, x, system.scale(1.0) * 10**decades) for decades in PATH[::2]]
     chosen = choose_alpha(system, terms, z, x, None).alpha
     assert press(system, terms, z, x, chosen) <= 1.01 * min(scores)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_press_beats_generalised_cross_validation_on_fresh_rows(seed):
-    z, x, direction = (part.double() for part in encoded(inputs(5000, 16, seed, 0.6), 128, 16, seed))
-    z, x, fresh_z, fresh_x = z[:400], x[:400], z[400:], x[400:]
-    system, terms = system_and_terms(z, x, direction)
-
-    def error(alpha: float) -> float:
-        decoder = solved(system, replace(terms, alpha=alpha))
-        return (fresh_z @ decoder.W + decoder.b - fresh_x).square().sum(1).mean().item()
-
-    assert error(choose_alpha(system, terms, z, x, None).alpha) < 0.9 * error(cross_validated(system, terms, z, x))
 
 
 def test_sampled_rows_stand_for_all_and_hold_the_largest():

@@ -13,8 +13,7 @@ from saecli.measure.worlds import Alignment, FeatureScores
 from saecli.sae.metrics import firing, reconstruction
 from saecli.store.options import SyntheticConfig
 from saecli.store.worlds import world_of
-from saecli.train.optimizers import Adam
-from saecli.train.solver import Solver
+from saecli.train.solver import Adam, Solver
 
 simulated_gpu.register()
 CASES = [case for case in itertools.product(SOLVERS, ACTS)  # soft-topk's small products take long here

@@ -28,10 +28,9 @@ from saecli.sae.activations import BatchTopK, Relu, Swish, TopK
 from saecli.sae.dictionary import Batch
 from saecli.sae.metrics import reconstruction
 from saecli.train.decoder_step import balance
-from saecli.train.optimizers import Adam
 from saecli.train.options import PamSgd, Sgd, SolverConfig
 from saecli.train.pam_sgd import PamSgdSolver
-from saecli.train.solver import Solver
+from saecli.train.solver import Adam, Solver
 from saecli.train.start import initial_sae
 
 FREE = PamSgd(decoder="free", alpha=0.5, revive=False)
@@ -121,25 +120,9 @@ def test_a_penalty_too_strong_for_any_code_ends_them_all(data, weight):
     assert all(tensor.isfinite().all() for tensor in sae.tensors().values())
 
 
-def test_a_large_alpha_makes_the_decoder_a_multiple_of_the_encoder(data):
-    solver = started(PamSgd(alpha=1e12), data, TopK(k=3))
-    sae = trained(solver, data, 4)
-    torch.testing.assert_close(sae.W_dec, solver.decoder.c * sae.W_enc.T, rtol=1e-6, atol=1e-6)
-
-
 def test_tied_weights_stay_tied(data):
     sae = trained(started(Sgd(tied=True), data, TopK(k=3)), data, 4)
     assert torch.equal(sae.W_dec, sae.W_enc.T)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "activation"), grid([Sgd(tied=True), *KINDS], EVERY_ACTIVATION),
-                         ids=lambda value: value.name)
-def test_training_lowers_the_unexplained_variance(data, config, activation):
-    solver = started(config, data, activation, epochs=20)
-    before = reconstruction(solver.sae(), [data.x])["fvu"]
-    after = reconstruction(trained(solver, data, 20), [data.x])["fvu"]
-    assert after < 0.8 * before
 
 
 @pytest.mark.parametrize("config", KINDS, ids=str)

@@ -17,8 +17,8 @@ from ...base.options import options_of
 from ...base.processes import Communicator, communicator
 from ...extract.options import SITES, TINY_GEMMA2, ExtractConfig
 from ...sae.activations import ACTIVATIONS
+from ...train import SOLVERS
 from ...train.config import TrainingConfig
-from ...train.solvers import SOLVERS
 from ..options import Given, Json, Session, configured, is_given, run_names, start, store_names, unfinished_names
 
 if TYPE_CHECKING:

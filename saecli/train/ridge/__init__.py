@@ -36,12 +36,10 @@ prediction; see `solve.py`.
 """
 
 from .choice import by_place, choose_alpha
-from .dual import Dual, HeldRows
-from .iterative import TOLERANCE, Iterative, StreamedCodes
+from .iterative import TOLERANCE, StreamedCodes
 from .solve import DecoderState, plan, solve
-from .sums import Direct, Sums
+from .sums import HeldRows, Sums
 from .system import AllReduce, Factorisation, Place, SkipSums, System, Terms
 
-__all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Direct", "Dual", "Factorisation", "HeldRows", "Iterative",
-           "Place", "SkipSums", "StreamedCodes", "Sums", "System", "Terms", "by_place", "choose_alpha",
-           "plan", "solve"]
+__all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Factorisation", "HeldRows", "Place", "SkipSums", "StreamedCodes",
+           "Sums", "System", "Terms", "by_place", "choose_alpha", "plan", "solve"]

@@ -3,8 +3,8 @@
     PRESS(alpha) = mean_i ||r_i||^2 / (1 - h_i)^2
 
 with r_i the residual of row i and h_i its leverage (`solve.slack_of`): the squared error of row i under the decoder
-fitted to all other rows, with c fixed. Generalised cross-validation, with the mean leverage instead of h_i, chooses a
-ridge far too small if rows differ much in norm, as activations do.
+fitted to all other rows, with c fixed. Generalised cross-validation, with the mean leverage, chooses a ridge far too
+small if rows differ much in norm, as activations do.
 
 At an alpha that has been factorised, with M = (A + diag(decay) + (alpha + mu) I)^-1 and u_i = M psi_i, a row's
 leverage and residual have, in alpha, the derivatives
@@ -32,7 +32,7 @@ With L = 1 these are the formulas above.
 
 An affine skip (see `solve.py`) is held while alpha is chosen: rows are left out of the decoder alone.
 
-Shapes: N rows in all, n sampled, F = d_sae, E targets, L prefixes; 1 without.
+N rows, n sampled; F = d_sae, E targets, L prefixes, 1 without.
 """
 
 from dataclasses import dataclass, replace
@@ -62,25 +62,17 @@ UNIFORM = 0.5  # fraction of the sampling probability that is uniform; the rest 
 
 @dataclass(frozen=True)
 class Model:
-    """PRESS around a factorised alpha.
+    """PRESS around a factorised alpha."""
 
-    Args:
-        decades: log10 of alpha over A's mean diagonal.
-        slack: I - H_i, (n, L, L).
-        axes, poles: Y_i, (n, L, L), and rho_i, (n, L).
-        squares: products of r_i and of Y_i^+ r_i', one below the other, with themselves, times the row's weight,
-            (n, 2 L, 2 L).
-    """
-
-    decades: float
+    decades: float  # log10 of alpha over A's mean diagonal
     alpha: float
-    slack: Tensor
-    axes: Tensor
-    poles: Tensor
-    squares: Tensor
+    slack: Tensor  # I - H_i, (n, L, L)
+    axes: Tensor  # Y_i, (n, L, L)
+    poles: Tensor  # rho_i, (n, L)
+    squares: Tensor  # products of r_i over Y_i^+ r_i' with themselves, times the row's weight, (n, 2 L, 2 L)
 
     def press(self, alphas: Tensor) -> Tensor:
-        """PRESS at alphas, (k,), up to a factor common to all models of a sample."""
+        """At alphas, (k,), up to a factor common to all models of a sample."""
         d = (alphas - self.alpha)[:, None, None]
         step = d / (1 + self.poles * d)  # (k, n, L)
         slack = self.slack + (self.axes * (self.poles * step)[..., None, :]) @ self.axes.mT
@@ -93,7 +85,6 @@ class Model:
         return self.press(self.slack.new_tensor([self.alpha])).item()
 
     def minimum(self, reach: float) -> tuple[float, float]:
-        """`decades` of the least model value at most `reach` away, and the value."""
         low, high = max(self.decades - reach, LEAST), min(self.decades + reach, MOST)
         points = np.union1d(np.linspace(low, high, STEPS), self.decades)
         values = self.press(self.slack.new_tensor(self.alpha * 10 ** (points - self.decades))).cpu().numpy()
@@ -102,22 +93,14 @@ class Model:
 
 
 def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float | None) -> Factorisation:
-    """The factorisation at the alpha of least PRESS over a sample of rows.
+    """The factorisation at the alpha of least PRESS over rows z, (n, F), and y, (n, E), if n = N in the system's order.
 
-    Args:
-        system: normal equations of all rows.
-        terms: the other terms; their alpha is ignored.
-        z: codes of the sampled rows, (n, F); if n = N, of all rows in the system's order.
-        y: their targets, (n, E).
-        last: where the search starts, such as the last alpha; None for a search over all decades.
+    The search starts at `last`, or covers all decades. alpha is between 1e-7 and 1e3 times A's mean diagonal: below,
+    the ridge is lost in rounding; above, W - T vanishes. By its model, PRESS is at most a thousandth above the local
+    minimum; a hundredth if `last` is chosen again.
 
-    Returns:
-        The factorisation, with `alpha` between 1e-7 and 1e3 times A's mean diagonal: below, the ridge is lost in
-        rounding; above, W - T vanishes. By its model, PRESS there is at most a thousandth above the local minimum; a
-        hundredth if `last` itself is chosen again.
-
-    Cost per alpha tried: a factorisation, and 2 F^2 operations for each of some 650 columns. One or two alphas from a
-    good start, about seven from none. One more factorisation if the last alpha tried was not the best.
+    Cost per alpha tried, one or two from a good start, about seven from none: a factorisation, and 2 F^2 operations for
+    each of some 650 columns. One more factorisation if the last was not the best.
     """
     scale = max(system.scale(terms.shrink(system.rows)), np.finfo(float).tiny)
     press = Press.of(system, terms, z, y)
@@ -154,7 +137,7 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
 
 
 def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
-    """The best alpha for each place alone, searched for from `terms.alpha`, the best for all together."""
+    """The best alpha for each place alone, searched for from `terms.alpha`."""
     def best(place: Place) -> float:
         alone = replace(terms, columns=place.columns, decay=place.decay, places=())
         return choose_alpha(system, alone, z, y, terms.alpha).alpha
@@ -164,30 +147,20 @@ def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
 
 @dataclass(frozen=True)
 class Press:
-    """The inputs of PRESS that do not depend on alpha.
-
-    Args:
-        z, y: codes and targets of the sampled rows, (n, F) and (n, E), float64.
-        index: their numbers among the system's rows, (n,); None if unknown.
-        weight: of each row's error, (n,).
-        centre: subtracted from the system's targets, (E,), or with a skip (E + D,).
-        right: the system's `cross` plus `mu W_t`, (F, E).
-        mixed: T0 and `right` with their columns mixed into p, each (F, p); empty without T0.
-    """
+    """The inputs of PRESS that do not depend on alpha."""
 
     system: System
     terms: Terms
-    z: Tensor
-    y: Tensor
-    index: Tensor | None
-    weight: Tensor
-    centre: Tensor
-    right: Tensor
-    mixed: tuple[Tensor, ...]
+    z: Tensor  # of the sampled rows, (n, F), float64
+    y: Tensor  # (n, E)
+    index: Tensor | None  # their numbers in the system; None if unknown
+    weight: Tensor  # of each row's error, (n,)
+    centre: Tensor  # subtracted from the system's targets, (E,); with a skip (E + D,)
+    right: Tensor  # `cross` plus mu W_t, (F, E)
+    mixed: tuple[Tensor, ...]  # T0 and `right`, columns mixed into p, (F, p) each; empty without T0
 
     @classmethod
     def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
-        """On a sample of rows z, (n, F), and y, (n, E); if n = N, of all rows in the system's order."""
         rows, y_bar, targets = system.rows, system.y_bar, terms.targets
         y = y[:, targets]
         most = LEAST_ROWS if system.prefixes else MOST_ROWS
@@ -202,11 +175,7 @@ class Press:
                    centre, right, mixed)
 
     def model(self, factorisation: Factorisation, decades: float) -> Model:
-        """The model around the alpha of a factorisation, 10^`decades` times A's mean diagonal.
-
-        No decoder is solved for: only the products of `W = M (right + c alpha T0)` with u and psi are needed, which
-        follow from `psi' M = u'`. c is computed from the mixed columns, and hardly depends on the mixing.
-        """
+        """Only products of `W = M (right + c alpha T0)` with u and psi are needed, by `psi' M = u'`."""
         terms, targets, alpha = self.terms, self.terms.targets, factorisation.alpha
         psi = self.system.centred(self.z, terms.shrink(self.system.rows))
         rows, prefixes, _ = psi.shape
@@ -236,14 +205,13 @@ class Press:
 
 
 def products(left: Tensor, right: Tensor, rows: int) -> Tensor:
-    """Each row's L vectors on the left, (n L, F), times those on the right, over L: (n, L, L)."""
+    """Each row's L vectors, (n L, F), times its L others, over L: (n, L, L)."""
     left, right = left.reshape(rows, -1, left.shape[-1]), right.reshape(rows, -1, right.shape[-1])
     return left @ right.mT / left.shape[1]
 
 
 def axes_and_poles(K: Tensor, falling: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Y, its pseudo-inverse, (n, L, L) each, and rho, (n, L), with `K = Y Y'` and `falling = Y diag(rho) Y'`, positive
-    semidefinite matrices of one range."""
+    """Y, Y^+, (n, L, L), and rho, (n, L), with `K = Y Y'` and `falling = Y diag(rho) Y'`, both semidefinite."""
     values, vectors = torch.linalg.eigh(K)
     root = values.clamp(min=0).sqrt()[:, None]
     kept = values > NULL * values.amax(1, keepdim=True)
@@ -254,7 +222,7 @@ def axes_and_poles(K: Tensor, falling: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def inverse(slack: Tensor) -> Tensor:
-    """The inverses of symmetric matrices, (..., L, L), no eigenvalue counted as less than `LEAST_SLACK`."""
+    """Of symmetric matrices, (..., L, L), with eigenvalues of at least `LEAST_SLACK`."""
     if slack.shape[-1] == 1:
         return 1 / slack.clamp(min=LEAST_SLACK)
     values, vectors = torch.linalg.eigh(slack)
@@ -262,18 +230,16 @@ def inverse(slack: Tensor) -> Tensor:
 
 
 def _mixing(columns: int) -> Tensor:
-    """The matrix, (E, p), that mixes E columns into `MIXED` sums with random signs; the same on every call."""
     if columns <= MIXED:
         return torch.eye(columns)
     return 2.0 * torch.randint(2, (columns, MIXED), generator=torch.Generator().manual_seed(0)) - 1
 
 
 def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """A sample of about `size` rows that prefers those of large norm, which dominate PRESS, and the weights that make
-    its sums unbiased, each (m,); all rows if there are no more.
+    """A systematic sample of about `size` rows, and the weights that make its sums unbiased, (m,) each.
 
-    A systematic sample, the same on every call: of targets y, (n, E), row i is in it with probability `min(1, size (p /
-    n + (1 - p) ||y_i - centre||^2 / sum))`.
+    Row i of the targets, (n, E), is in it with probability `min(1, size (p / n + (1 - p) ||y_i - centre||^2 / sum))`:
+    large norms dominate PRESS.
     """
     if len(y) <= size:
         return torch.arange(len(y), device=y.device), torch.ones(len(y), dtype=torch.float64, device=y.device)

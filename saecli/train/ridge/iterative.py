@@ -1,7 +1,7 @@
 """Normal equations without a Gram matrix: conjugate gradients with products computed from the codes.
 
-Shapes: B rows in a block, N rows in all, F = d_sae, E targets, C columns of a right side. Symbols as in the package's
-docstring; `shrink` is s.
+N rows, B in a block; F = d_sae, E targets, C columns of a right side. Symbols as in the package's docstring; `shrink`
+is s.
 """
 
 import math
@@ -26,33 +26,18 @@ JOINED_ROWS = 16_384  # of kept blocks: each adds to F sums
 
 @dataclass(frozen=True)
 class Descent:
-    """The outcome of an iteration.
-
-    Args:
-        residual: of the worst column, in the diagonal's norm, over the right side's norm; computed from the solution.
-        condition: estimate for the preconditioned matrix.
-    """
-
-    residual: float
+    residual: float  # of the worst column, over its right side, in the diagonal's norm
     iterations: int
-    condition: float
+    condition: float  # of the preconditioned matrix, an estimate
 
 
 def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, diagonal: Tensor,
                        tolerance: float) -> tuple[Tensor, Descent]:
-    """Solve `A X = G` for a symmetric positive definite A that is given by its products.
+    """Solve `A X = G`, (F, C), float64, for a symmetric positive definite A, given by its products and diagonal.
 
-    A column's residual r is measured as `sqrt(r' diag^-1 r)`. Iterations go on until the worst column is below the
-    tolerance; their number grows as the root of the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents
-    that never fire together, however different their rates (Saad, "Iterative Methods for Sparse Linear Systems",
-    sections 6.7 and 9.2).
-
-    Args:
-        times: computes A times (F, C).
-        right: G, (F, C), float64.
-        start: first guess of X, (F, C).
-        diagonal: A's, (F,), positive.
-        tolerance: of residuals, over the residual of X = 0.
+    It ends when each residual's `sqrt(r' diag^-1 r)` is below the tolerance times G's. Iterations grow as the root of
+    the condition number of `diag^-1/2 A diag^-1/2`, which is 1 for latents that never fire together (Saad, "Iterative
+    Methods for Sparse Linear Systems", 6.7 and 9.2).
     """
     inverse = 1 / diagonal[:, None]
     size = (right.square() * inverse).sum(0).sqrt()  # (C,)
@@ -81,12 +66,12 @@ def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: 
 
 
 def _positive(values: Tensor) -> Tensor:
-    """The values, with 1 for columns already solved, whose steps are then 0."""
+    """With 1 for columns already solved, whose steps are then 0."""
     return torch.where(values > 0, values, 1.0)
 
 
 def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
-    """Ratio of the extreme eigenvalues of the tridiagonal matrix that a column's iterations build (Saad, 6.7.3)."""
+    """By the tridiagonal matrix that a column's iterations build (Saad, 6.7.3)."""
     if not steps:
         return 1.0
     alphas, betas = (torch.stack(values)[:, column].cpu().numpy() for values in zip(*steps, strict=True))
@@ -99,18 +84,12 @@ def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
     return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
 
 
-
 class StreamedCodes(System):
-    """Normal equations whose matrix is given by its products with vectors, computed from the codes block by block.
+    """Normal equations whose matrix is given by its products, computed from the codes block by block.
 
     With v = z V - u' V, z being the codes of one prefix, `A V = mean_l sum (z - u) v' + (1 - s) N u (u' V)`: for K
-    entries per row, 4 K C operations per row and iteration, where encoding takes 2 D F. Codes are kept if they fit in
-    memory; if not, every iteration encodes all rows again.
-
-    Args:
-        start: a first guess of the decoder, (F, E), in the codes' precision.
-        again: gives the codes of all blocks once more, as they were given to `add`.
-        budget: bytes that the kept codes may take.
+    entries per row, 4 K C operations per row and iteration, where encoding takes 2 D F. Codes that take more than
+    `budget` bytes come once more from `again` in each iteration, which starts at the decoder `start`, (F, E).
     """
 
     def __init__(self, start: Tensor, again: Callable[[], Iterator[Codes]], budget: float,
@@ -154,10 +133,7 @@ class StreamedCodes(System):
         self._pending = []
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """The sums, and from now on every product.
-
-        Every process must then solve for the same right sides in the same order, so alpha is chosen on the same rows.
-        """
+        """The sums, and later every product: processes must solve for the same right sides in the same order."""
         self._all_reduce = all_reduce
         streams = self.count.new_tensor([self.streams])
         reduced([self.count, self.sum_z, self.sum_y, self.squares, self.zy, streams], all_reduce)
@@ -182,7 +158,7 @@ class StreamedCodes(System):
         return max(self.diagonal(shrink).mean().item(), 0.0)
 
     def diagonal(self, shrink: float) -> Tensor:
-        """A's diagonal, (F,), which rounding may leave below 0."""
+        """A's, (F,); rounding may leave it below 0."""
         return self._membership * self.squares - shrink * self.count * self.u.square()
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Iterative":
@@ -205,7 +181,7 @@ class StreamedCodes(System):
 
 
 class Iterative(Factorisation):
-    """Nothing is factorised: each solution is an iteration; the decoder's starts from the last decoder."""
+    """Each solution is an iteration; the decoder's starts from the last decoder."""
 
     def __init__(self, system: StreamedCodes, ridge: float, shrink: float, decay: Tensor) -> None:
         super().__init__(system, ridge, raised=False)
@@ -222,29 +198,24 @@ class Iterative(Factorisation):
         return self._solve(self._codes.cross(centre), self._codes.start)
 
     def inverse_diagonal(self) -> Tensor:
-        """NaN: each entry would take an iteration."""
-        return torch.full_like(self._diagonal, math.nan)
+        return torch.full_like(self._diagonal, math.nan)  # each entry would take an iteration
 
     def condition(self) -> float:
-        """From the iterations so far; nan before the first."""
         return max((descent.condition for descent in self._descents), default=math.nan)
 
     def residual(self) -> float:
         return max((descent.residual for descent in self._descents), default=math.nan)
 
     def _solve(self, right: Tensor, start: Tensor | None) -> Tensor:
-        """Iterate from a start, (F, C); None for the solution with the matrix' diagonal."""
+        def times(V: Tensor) -> Tensor:
+            return self._codes.times(V, self._shrink).addcmul_(self._added[:, None], V)
+
         solution, width = torch.empty_like(right), right.shape[1] if self._codes.streams else COLUMNS
         for begin in range(0, right.shape[1], width):
             some = slice(begin, begin + width)
             guess = right[:, some] / self._diagonal[:, None] if start is None else start[:, some].double()
-            solution[:, some], descent = conjugate_gradient(self._times, right[:, some], guess, self._diagonal,
-                                                            TOLERANCE)
+            solution[:, some], descent = conjugate_gradient(times, right[:, some], guess, self._diagonal, TOLERANCE)
             if not math.isfinite(descent.residual):
                 raise TrainingError(NOT_FINITE)
             self._descents.append(descent)
         return solution
-
-    def _times(self, V: Tensor) -> Tensor:
-        """`(A + diag(decay) + ridge I) V`, (F, C)."""
-        return self._codes.times(V, self._shrink).addcmul_(self._added[:, None], V)

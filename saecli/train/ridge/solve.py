@@ -10,12 +10,11 @@ W follows S, `W = M (C_y + alpha T) - P S`, and S solves what is left, K its Sch
 
     K = A_xx - C_x' P        S = K^-1 (A_xy - C_x' M (C_y + alpha T))
 
-Shapes: N rows, n sampled, F = d_sae, D skipped dimensions, E targets proper. All float64; symbols as in the package's
-docstring.
+N rows, n sampled; F = d_sae, D skipped dimensions, E targets proper. All float64; symbols as in the package.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor
 
 from ...sae.codes import Codes, Prefixes
-from .dual import HeldRows
 from .iterative import COLUMNS, StreamedCodes
-from .sums import Sums
-from .system import PIECE, Factorisation, Place, System, Terms
+from .sums import HeldRows, Sums
+from .system import PIECE, Factorisation, System, Terms
 
 FLAT = 1e-14  # fraction of ||T0||^2 up to which the objective's curvature in c is rounding
 KEPT_FRACTION = 0.8  # of the remaining memory, for the codes that an iteration keeps
@@ -36,22 +34,14 @@ RIDGE = 1e-9  # over A_xx's mean diagonal: dimensions of x that codes explain, o
 
 @dataclass(frozen=True)
 class Plan:
-    """How a decoder step is solved.
+    """How a decoder step is solved."""
 
-    Args:
-        kind: "direct" by the sums over the rows, "dual" by the rows themselves, "iterative" by products with codes.
-        bytes: peak memory; for an iteration without kept codes.
-        budget: bytes for the codes that an iteration keeps.
-    """
-
-    kind: str
-    bytes: int
-    budget: float = 0.0
+    kind: str  # "direct" by sums over the rows, "dual" by the rows themselves, "iterative" by products with codes
+    bytes: int  # peak memory, without the codes that an iteration keeps
+    budget: float = 0.0  # for those
     prefixes: Prefixes = ()
 
     def system(self, start: Tensor, again: Callable[[], Iterator[Codes]]) -> System:
-        """Empty normal equations for a decoder like `start`, (F, E); `again` gives the codes of all blocks once more.
-        """
         if self.kind == "direct":
             d_sae, d_out = start.shape
             return Sums(d_sae, d_out, start.device, self.prefixes)
@@ -60,13 +50,8 @@ class Plan:
 
 def plan(rows: int, d_sae: int, d_out: int, memory: float = math.inf, solve: str = "auto",
          prefixes: Prefixes = ()) -> Plan:
-    """The way to solve a decoder step within a number of free bytes: by a factorisation if it fits, else by iteration.
-
-    Args:
-        rows, d_sae, d_out: N, F, E.
-        solve: "direct" for a factorisation in any case, "iterative" for none, or "auto".
-        prefixes: of a nested dictionary, which is not solved in N dimensions.
-    """
+    """The way to solve a decoder step: with `solve` "auto" by a factorisation if it fits in bytes of memory, else by
+    iteration."""
     if rows < d_sae and not prefixes:
         # Codes, their centred and weighted copies, targets, products of N x N and their factor.
         factorised = Plan("dual", 8 * (rows * (5 * d_sae + d_out) + 2 * rows * rows + MATRICES * d_sae * d_out))
@@ -81,38 +66,24 @@ def plan(rows: int, d_sae: int, d_out: int, memory: float = math.inf, solve: str
 
 @dataclass(frozen=True)
 class DecoderState:
-    """A solved decoder, `W = c T0 + Delta`, and figures on its solution; all float64.
+    """A solved decoder, `W = c T0 + Delta`, and figures on its solution; float64."""
 
-    Args:
-        c: 0 without a direction.
-        Delta: (F, E); W itself without a direction.
-        b: (E,).
-        ridge: alpha + mu.
-        raised: whether a smaller ridge was asked for and did not factorise.
-        residual: of the worst column, over its right side; nan if not solved by iteration.
-        dof: effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for.
-        skip: weights of the affine skip, (D, E); None for none.
-        effect: how much the objective would rise without each latent, all others solved for again and c fixed,
-            `||W_i||^2 / M_ii`, (F,), NaN for a solution by iteration; None if not asked for.
-        ratios: of each place's alpha to `alpha`.
-    """
-
-    c: float
-    Delta: Tensor
+    c: float  # 0 without a direction
+    Delta: Tensor  # (F, E); W itself without a direction
     b: Tensor
     alpha: float
     relative_alpha: float
-    ridge: float
-    raised: bool
+    ridge: float  # alpha + mu
+    raised: bool  # whether a smaller ridge did not factorise
     condition: float
-    residual: float
-    dof: float
-    skip: Tensor | None = None
-    effect: Tensor | None = None
-    ratios: tuple[float, ...] = (1.0,)
+    residual: float  # of an iteration's worst column, over its right side; else nan
+    dof: float  # effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for
+    skip: Tensor | None = None  # (D, E)
+    effect: Tensor | None = None  # rise of the objective without each latent, c fixed, ||W_i||^2 / M_ii, (F,)
+    ratios: tuple[float, ...] = (1.0,)  # each place's alpha over `alpha`
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
-        """(F, E), given the direction, (F, E)."""
+        """(F, E), given T0."""
         return self.Delta if direction is None else torch.add(self.Delta, direction.double(), alpha=self.c)
 
 
@@ -121,12 +92,11 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
     """The decoder that minimises the package's objective, jointly with c if there is a direction.
 
     Args:
-        factorisation: of the system with these terms; its alpha replaces theirs. None to factorise here.
-        z: codes of a sample of rows, or of all in the system's order, (n, F), for the degrees of freedom; or None.
-        effects: whether to compute the effect of each latent.
+        factorisation: its alpha replaces the terms'.
+        z: codes of some rows, or of all in the system's order, (n, F), for the degrees of freedom.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
-    and F^3 for the effects.
+    F^3 for the effects.
     """
     factorisation = factorisation or system.factorise(terms)
     rows, y_bar, E, alpha = system.rows, system.y_bar, terms.d_out, factorisation.alpha
@@ -145,8 +115,11 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
         eliminated = _Elimination.of(solution.W[:, E:], system.cross(centre)[:, E:], A_xx)
     if along is not None and terms.direction is not None:
         free = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
-        T0, untargeted, towards = (_weighted(part, terms.places) for part in (terms.direction.double(), *free))
-        c, _ = best_multiple(T0, untargeted, towards, alpha)
+        parts = [terms.direction.double(), *free]
+        if terms.places:  # times the root of each place's ratio the best multiple is that of all places
+            parts = [torch.cat([place.ratio**0.5 * part[:, place.columns] for place in terms.places], 1)
+                     for part in parts]
+        c, _ = best_multiple(parts[0], parts[1], parts[2], alpha)
         W.add_(along, alpha=c * alpha)
     if eliminated is not None:
         skip = eliminated.skip(W, A_xy)
@@ -154,7 +127,10 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
     b = bias - terms.rows_fraction(rows) * (system.u @ W)
     effect = None
     if solution.inverse is not None:
-        inverse = solution.inverse if eliminated is None else solution.inverse + eliminated.inverse_diagonal()[:, None]
+        inverse = solution.inverse
+        if eliminated is not None:  # the diagonal of P K^-1 P', (F,), is added to M's
+            root = torch.linalg.solve_triangular(eliminated.factor, eliminated.P.T, upper=False)
+            inverse = inverse + root.square().sum(0)[:, None]
         effect = (W.square() / inverse).sum(1)
     if terms.direction is not None:
         W.sub_(terms.direction.double(), alpha=c)
@@ -163,28 +139,26 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
 
 
 class _Solution(NamedTuple):
-    """`M (C + mu W_t)`, (F, E + D), `M T0`, (F, E), figures, and the diagonal of each column's M, (F, 1) or (F, E)."""
-
-    W: Tensor
-    along: Tensor | None
+    W: Tensor  # M (C + mu W_t), (F, E + D)
+    along: Tensor | None  # M T0, (F, E)
     condition: float
     residual: float
-    inverse: Tensor | None
+    inverse: Tensor | None  # the diagonal of each column's M, (F, 1) or (F, E)
 
 
 def _solved(factorisation: Factorisation, terms: Terms, effects: bool) -> _Solution:
-    """Of all columns; figures come last, since an iteration estimates them from its steps."""
     system = factorisation.system
     W = factorisation.solve_cross(terms.centre(system.rows, system.y_bar))
     if terms.mu:
         W[:, :terms.d_out] += factorisation.solve(terms.mu * terms.W_t.double())
     along = None if terms.direction is None else factorisation.solve(terms.direction.double())
     inverse = factorisation.inverse_diagonal()[:, None] if effects else None
+    # The figures last: an iteration estimates them from its steps.
     return _Solution(W, along, factorisation.condition(), factorisation.residual(), inverse)
 
 
 def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Solution:
-    """The columns of each place with its own decay and alpha, by whose ratio `M T0` is multiplied."""
+    """Each place's columns with its own decay and alpha, by whose ratio `M T0` is multiplied."""
     parts = []
     for place in terms.places:
         own = system.factorise(replace(terms, alpha=place.ratio * alpha, decay=place.decay))
@@ -200,24 +174,13 @@ def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Sol
                      torch.cat(inverses, 1) if inverses else None)
 
 
-def _weighted(columns: Tensor, places: Sequence[Place]) -> Tensor:
-    """Columns, (F, E), times the root of their place's ratio: with them `best_multiple` is the best of all places."""
-    return torch.cat([place.ratio**0.5 * columns[:, place.columns] for place in places], 1) if places else columns
-
-
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:
     """The c that minimises the objective jointly with W, and its derivative in alpha.
 
-    At W(c) = M (C + mu W_t) + c alpha M T0, with M the inverse, the objective's derivative in c is
-    `-2 alpha <T0, W(c) - c T0>`. It vanishes at `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`, which for mu = 0
-    and no decay is `<T0, M C> / <T0, M A T0>`. If no code varies every c is equally good; 1 keeps the encoder's
+    Of T0, `untargeted` M (C + mu W_t) and `along` M T0, (F, E) each, columns may be left out, or mixed alike. At
+    W(c) = M (C + mu W_t) + c alpha M T0 the objective's derivative in c, `-2 alpha <T0, W(c) - c T0>`, vanishes at
+    `<T0, M (C + mu W_t)> / <T0, T0 - alpha M T0>`. If no code varies every c is equally good; 1 keeps the encoder's
     gradient.
-
-    Args:
-        T0: the direction, (F, E). Columns may be left out of all three arguments, or mixed alike.
-        untargeted: `M (C + mu W_t)`, (F, E).
-        along: `M T0`, (F, E).
-        alpha: of M.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
     if curvature <= FLAT * T0.square().sum().item():
@@ -228,8 +191,8 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
 
 
 def effective_dof(factorisation: Factorisation, terms: Terms, z: Tensor) -> float:
-    """The trace of the matrix that maps targets to reconstructions, by all prefixes, estimated from the codes of
-    some rows, (n, F): `sum_i h_i` with c fixed, from 1, the bias alone, to min(N, F + 1). Cost: n F^2 operations."""
+    """The trace of the matrix from targets to all prefixes' reconstructions, estimated from codes z, (n, F):
+    `sum_i h_i` with c fixed, from 1, the bias alone, to min(N, F + 1). n F^2 operations."""
     system = factorisation.system
     prefixes, rows = max(1, len(system.prefixes)), system.rows
     most = min(prefixes * rows, len(system.u) + 1)
@@ -241,7 +204,7 @@ def effective_dof(factorisation: Factorisation, terms: Terms, z: Tensor) -> floa
 
 
 def slack_of(factorisation: Factorisation, terms: Terms, z: Tensor) -> Tensor:
-    """`1 - h_i`, (n,), of rows with codes z, (n, F); if n = N, of all rows in the system's order. h_i is the leverage,
+    """`1 - h_i`, (n,), for codes z, (n, F), if n = N in the system's order. h_i is the leverage,
     `1 / (N + beta + nu) + psi_i' M psi_i`; with prefixes the trace of `choice`'s H_i."""
     system = factorisation.system
     if len(z) == system.rows:
@@ -255,32 +218,28 @@ def slack_of(factorisation: Factorisation, terms: Terms, z: Tensor) -> Tensor:
 
 
 class _Elimination(NamedTuple):
-    """The skip eliminated from W's equations: P, (F, D), C_x, (F, D), and the Cholesky factor of K, (D, D)."""
+    """The skip eliminated from W's equations."""
 
-    P: Tensor
-    C: Tensor
-    factor: Tensor
+    P: Tensor  # (F, D)
+    C: Tensor  # C_x
+    factor: Tensor  # of K by Cholesky, (D, D)
 
     @classmethod
     def of(cls, P: Tensor, C: Tensor, A_xx: Tensor) -> "_Elimination":
         K = A_xx - C.T @ P
         K = (K + K.T) / 2
         ridge = RIDGE * max(A_xx.diagonal().mean().item(), torch.finfo(torch.float64).tiny)
-        factor, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
+        failed = True
         while failed:  # rounding, where codes explain some of x exactly
-            ridge *= 10
             factor, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
+            ridge *= 10
         return cls(P, C, factor)
 
     def skip(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:
-        """`K^-1 (A_xy - C_x' W)`, (D, E), for a solution without the skip, (F, E); A_xy is 0 if it is None."""
+        """`K^-1 (A_xy - C_x' W)`, (D, E), for a solution without the skip, (F, E)."""
         right = -self.C.T @ W
         return torch.cholesky_solve(right if A_xy is None else right + A_xy, self.factor)
 
-    def inverse_diagonal(self) -> Tensor:
-        """The diagonal of `P K^-1 P'`, (F,), which the skip adds to M's."""
-        return torch.linalg.solve_triangular(self.factor, self.P.T, upper=False).square().sum(0)
-
     def __call__(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:
-        """The solution with the skip, (F, E), from the one without it."""
+        """The solution with the skip, (F, E)."""
         return W - self.P @ self.skip(W, A_xy)

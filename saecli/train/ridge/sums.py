@@ -1,31 +1,32 @@
-"""Normal equations as sums over rows, from one pass over any number of them.
+"""Normal equations solved by Cholesky: sums over many rows, in F dimensions, or few rows themselves, in N.
 
-Shapes: B rows in a block, N rows in all, F = d_sae, E targets. Symbols as in the package's docstring; `shrink` is s.
+N rows, B in a block; F = d_sae, E targets, C columns of a right side. Symbols as in the package's docstring; `shrink`
+is s.
 """
 
 import torch
 from torch import Tensor
 
 from ...sae.codes import Codes, DenseCodes, Prefixes
-from .system import PIECE, AllReduce, Cholesky, Factorisation, System, reduced
+from .system import PIECE, AllReduce, Cholesky, Factorisation, OwnRows, System, reduced
 
 CONSTANT = 2.0**-23  # spread of a latent over its mean below which float32 cannot tell it from none
 RESOLUTION = 1e-13  # least ridge over the mean diagonal: a smaller one is lost in float64's rounding
 OFFSET = 100  # squared mean over variance above which sums are taken about the mean
+DUAL_RESOLUTION = 1e-9  # the same in N dimensions, where the solution is a difference divided by the ridge
 
 
 class Sums(System):
     """N, means, `S = sum z z'` and `C = sum z y'`.
 
-    Blocks are multiplied in their own precision and summed in float64. The sums are of z - z_0 and y - y_0, to avoid
-    cancellation: z_0 and y_0 are the first block's means where they are large compared to its spread, else 0, as for
-    latents that rarely fire. With d = z_bar - z_0, `A = S - N d d' + (1 - s) N z_bar z_bar'`. With prefixes, whose
-    masks are Q_l, the first two terms are means over them:
+    Blocks are multiplied in their own precision and summed in float64. Against cancellation the sums are of z - z_0 and
+    y - y_0, the first block's means where they are large compared to its spread, else 0. With d = z_bar - z_0,
+    `A = S - N d d' + (1 - s) N z_bar z_bar'`. With prefixes the first two terms are means over their masks Q_l:
 
         A = mean_l (Q_l (S - N d d') Q_l + N (Q_l z_bar - u) (Q_l z_bar - u)') + (1 - s) N u u'
 
-    Cost per row: `F^2 + 2 E F` operations for dense codes; `K^2 + 2 E K`, or `2 F K + 2 E K`, for K entries. Memory: 8
-    F^2 + 8 F E bytes.
+    Cost per row: `F^2 + 2 E F` operations for dense codes; `K^2 + 2 E K`, or `2 F K + 2 E K`, for K entries. Memory:
+    8 F^2 + 8 F E bytes.
     """
 
     def __init__(self, d_sae: int, d_out: int, device: torch.device | str = "cpu", prefixes: Prefixes = ()) -> None:
@@ -56,7 +57,6 @@ class Sums(System):
         self.zy += codes.transposed_times(y)
 
     def recentre(self, z_0: Tensor, y_0: Tensor) -> None:
-        """Change the sums to offsets z_0, (F,), and y_0, (E,)."""
         z, y = self.z_0 - z_0, self.y_0 - y_0
         if z.any() or y.any():
             moved = self.sum_z + self.count * z
@@ -67,7 +67,7 @@ class Sums(System):
             self.z_0, self.y_0, self._codes_are_offset = z_0, y_0, bool(z_0.any())
 
     def reduce(self, all_reduce: AllReduce) -> None:
-        """About common offsets. Cost: `F^2 / 2 + F E` float64 numbers are all-reduced, a panel at a time."""
+        """`F^2 / 2 + F E` numbers are all-reduced, a panel at a time."""
         count = all_reduce(self.count.clone()).clamp(min=1)
         # Rounded, since later blocks subtract them in float32.
         self.recentre(*((all_reduce(self.count * offset) / count).float().double() for offset in (self.z_0, self.y_0)))
@@ -77,8 +77,7 @@ class Sums(System):
             reduced([self.gram[begin:end, :end]], all_reduce)
 
     @property
-    def _spread(self) -> Tensor:
-        """Sum of `(z - z_bar)^2` per latent, (F,)."""
+    def _spread(self) -> Tensor:  # sum of (z - z_bar)^2, (F,)
         return self.gram.diagonal() - self.sum_z.square() / self.count
 
     @property
@@ -104,7 +103,7 @@ class Sums(System):
         return max((self._membership * self._spread + self.count * between).mean().item(), 0.0)
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Direct":
-        """By Cholesky; F^3 / 3 operations and 8 F^2 bytes more."""
+        """F^3 / 3 operations and 8 F^2 bytes more."""
         masks = self._masks
         updates = [(-self.rows / len(masks), mask * (self.sum_z / self.count)) for mask in masks]
         if self.prefixes:
@@ -130,7 +129,7 @@ class Sums(System):
 class Direct(Factorisation):
     """A Cholesky factor of the F x F matrix."""
 
-    def __init__(self, system: Sums, factor: Cholesky) -> None:
+    def __init__(self, system: System, factor: Cholesky) -> None:
         super().__init__(system, factor.ridge, factor.raised)
         self._factor = factor
 
@@ -146,8 +145,127 @@ class Direct(Factorisation):
         return self._factor.condition()
 
 
+class HeldRows(System):
+    """All rows, kept in float64.
+
+    With P = I - (1 - sqrt(1 - s)) 11'/N and Z_h = P Z, `A = Z_h' Z_h`, and with E = diag(decay) + r I Woodbury's
+    identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' r S^-1 Z_h E^-1`, where `S = r I + r Z_h E^-1 Z_h'`. Then
+    `I - H = r P S^-1 P` maps targets to residuals: nothing is subtracted from 1, so leave-one-out errors stay precise
+    for any ridge.
+    """
+
+    def __init__(self, z: Tensor | None = None, y: Tensor | None = None) -> None:
+        self._z = [] if z is None else [z]
+        self._y = [] if y is None else [y]
+        self._lifts: tuple[float, Tensor, Tensor] | None = None  # s, Z_h, (N, F), and Z_h Z_h', (N, N)
+
+    def add(self, codes: Codes, y: Tensor) -> None:
+        self._z.append(codes.dense())
+        self._y.append(y)
+
+    @property
+    def z(self) -> Tensor:
+        return _joined(self._z)
+
+    @property
+    def y(self) -> Tensor:
+        return _joined(self._y)
+
+    @property
+    def rows(self) -> float:
+        return sum(len(y) for y in self._y)
+
+    @property
+    def _z_bar(self) -> Tensor:
+        return self.z.mean(0)
+
+    @property
+    def y_bar(self) -> Tensor:
+        return self.y.mean(0)
+
+    def cross(self, centre: Tensor) -> Tensor:
+        about_means = (self.z - self._z_bar).T @ (self.y - centre)
+        return about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows)
+
+    def scale(self, shrink: float) -> float:
+        return self._centre(shrink)[0].square().sum().item() / self.z.shape[1]
+
+    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Dual":
+        """2 N^2 F + N^3 / 3 operations, the first term only once if there is no decay."""
+        lifted, gram = self._centre(shrink)
+
+        def build(ridge: float) -> Tensor:
+            S = (lifted * _weight(decay, ridge).T) @ lifted.T if decay.any() else gram.clone()
+            if shrink == 1:
+                # The rows sum to 0, so S 1 = r 1; nothing is solved for along 1, so a larger eigenvalue costs nothing.
+                S += S.diagonal().mean() / self.rows
+            S.diagonal().add_(ridge)
+            return S
+
+        least = DUAL_RESOLUTION * (lifted.square().sum().item() / self.rows or 1.0)
+        return Dual(self, Cholesky.of(build, max(ridge, least)), shrink, lifted, decay)
+
+    def _centre(self, shrink: float) -> tuple[Tensor, Tensor]:
+        """Z_h and its products, kept for other ridges."""
+        if self._lifts is None or self._lifts[0] != shrink:
+            lifted = self.z - (1 - (1 - shrink) ** 0.5) * self._z_bar
+            self._lifts = shrink, lifted, lifted @ lifted.T
+        return self._lifts[1:]
+
+
+class Dual(Direct):
+    """A Cholesky factor of the N x N matrix S; `lifted` is Z_h."""
+
+    def __init__(self, system: HeldRows, factor: Cholesky, shrink: float, lifted: Tensor, decay: Tensor) -> None:
+        super().__init__(system, factor)
+        self._rows, self._shrink, self._lifted = system, shrink, lifted
+        self._weight = _weight(decay, factor.ridge)  # r E^-1, (F, 1)
+
+    def solve(self, right: Tensor) -> Tensor:
+        """4 N F + 2 N^2 operations per column."""
+        scaled = self._weight * right
+        return (scaled - self._lift(self._factor.solve(self._lifted @ scaled))) / self.ridge
+
+    def solve_cross(self, centre: Tensor) -> Tensor:
+        """By `sum z (y - centre)' = Z_h' Y`, without cancellation."""
+        return self._lift(self._factor.solve(self._apart(centre)))
+
+    def quadratic(self, psi: Tensor) -> Tensor:
+        """2 N F + N^2 operations per row."""
+        scaled = self._weight * psi.T
+        return ((scaled * psi.T).sum(0) - self._factor.squared_norms(self._lifted @ scaled)) / self.ridge
+
+    def own(self, index: Tensor) -> OwnRows:
+        """2 N^2 operations for each row."""
+        rows, columns = len(self._lifted), torch.arange(len(index), device=index.device)
+        units = self._lifted.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
+        units[index, columns] += 1  # P's columns
+        solved = self._factor.solve(units)
+        return OwnRows(self.ridge * (solved * units).sum(0), lambda: self._lift(solved),
+                       lambda centre: self.ridge * (solved.T @ self._apart(centre)))
+
+    def _lift(self, columns: Tensor) -> Tensor:
+        """`r E^-1 Z_h'` times columns, (N, C)."""
+        return self._weight * (self._lifted.T @ columns)
+
+    def _apart(self, centre: Tensor) -> Tensor:
+        """`Y = P^-1 (y - centre)`, (N, E); with s = 1 P leaves centred targets as they are."""
+        rows = self._rows.y - centre
+        return rows if self._shrink == 1 else rows.add_(rows.mean(0), alpha=(1 - self._shrink) ** -0.5 - 1)
+
+
+def _weight(decay: Tensor, ridge: float) -> Tensor:
+    """`r E^-1`, (F, 1)."""
+    return (ridge / (decay + ridge))[:, None]
+
+
+def _joined(blocks: list[Tensor]) -> Tensor:
+    if len(blocks) > 1 or blocks[0].dtype != torch.float64:
+        blocks[:] = [torch.cat([block.double() for block in blocks])]
+    return blocks[0]
+
+
 def _offset(rows: int, sums: Tensor, squares: Tensor) -> Tensor:
-    """Each column's mean where its square is more than `OFFSET` variances, else 0; rounded to the rows' precision."""
     mean = sums.double() / rows
     variance = squares.double() / rows - mean.square()
     return torch.where(mean.square() > OFFSET * variance, mean, 0.0).to(sums.dtype).double()

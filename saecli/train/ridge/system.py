@@ -1,7 +1,7 @@
-"""The normal equations of one decoder step, the other quadratic terms, and their factorisation.
+"""The normal equations of one decoder step, the other quadratic terms, and their factorisation; all float64.
 
-Shapes: B rows in a block, N rows in all, F = d_sae, D skipped dimensions, E targets, C columns of a right side,
-L prefixes; 1 without. Sums and solutions are float64. Symbols as in the package's docstring; `shrink` is s.
+N rows, B in a block; F = d_sae, D skipped dimensions, E targets, C columns of a right side, L prefixes. Symbols as in
+the package's docstring; `shrink` is s.
 """
 
 import math
@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ RAISES = 15  # attempts to factorise, each with a ridge ten times larger
 
 
 class SkipSums:
-    """Sums of the rows' own blocks, for an affine skip from rows x, (D,), to targets y, (E,)."""
+    """`sum x x'` and `sum x y'`, for an affine skip from rows x, (D,), to targets y, (E,)."""
 
     def __init__(self, d_skip: int, d_out: int, device: torch.device) -> None:
         self.d_out = d_out
@@ -50,7 +50,7 @@ class SkipSums:
 
 @dataclass(frozen=True)
 class Place:
-    """Terms of some columns of the targets: own decays, (F,), and the ratio of its alpha to `Terms.alpha`, positive."""
+    """A hook point's columns of the targets, with their decays, (F,), and their alpha over `Terms.alpha`."""
 
     columns: slice
     decay: Tensor
@@ -59,31 +59,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Terms:
-    """Weights of the quadratic terms, all at least 0 and relative to a sum over all rows, and their targets.
-
-    Args:
-        alpha, beta, mu, nu, decay: as in the package's docstring; decay is (F,).
-        direction: T0, (F, E), whose best multiple is T = c T0; None for T = 0.
-        W_t: the decoder before this step, (F, E).
-        b_t: its bias, (E,); with a skip (E + D,), zero for its dimensions.
-        joint: whether b is optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W.
-        skip: sums for an affine skip, whose D dimensions are the system's last targets.
-        places: of the targets, if they differ in decay or alpha, all of them; `decay` and `alpha` are then unused.
-        columns: the targets for which an alpha is chosen; None for all.
-    """
+    """Weights of the quadratic terms, relative to a sum over all rows, and their targets."""
 
     alpha: float
     beta: float
     mu: float
     nu: float
-    direction: Tensor | None
-    W_t: Tensor
-    b_t: Tensor
-    decay: Tensor
-    joint: bool = True
-    skip: SkipSums | None = None
-    places: Sequence[Place] = ()
-    columns: slice | None = None
+    direction: Tensor | None  # T0, (F, E), for T = c T0 with the best c; None for T = 0
+    W_t: Tensor  # before this step, (F, E)
+    b_t: Tensor  # (E,); with a skip (E + D,), zeros at the end
+    decay: Tensor  # (F,)
+    joint: bool = True  # b optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W
+    skip: SkipSums | None = None  # its D dimensions are the system's last targets
+    places: Sequence[Place] = ()  # all of the targets, if they differ in decay or alpha
+    columns: slice | None = None  # targets for which an alpha is chosen; None for all
 
     @property
     def d_out(self) -> int:
@@ -94,15 +83,14 @@ class Terms:
         return self.columns or slice(0, self.d_out)
 
     def rows_fraction(self, rows: float) -> float:
-        """`N / (N + beta + nu)`."""
         return rows / (rows + self.beta + self.nu)
 
     def shrink(self, rows: float) -> float:
-        """The s of W's equations: 0 without a joint bias, as with an infinite beta."""
+        """s; 0 without a joint bias, as with an infinite beta."""
         return self.rows_fraction(rows) if self.joint else 0.0
 
     def bare_bias(self, rows: float, y_bar: Tensor) -> Tensor:
-        """`s y_bar + t b_t`, (E,), the bias if codes predict nothing."""
+        """`s y_bar + t b_t`, (E,)."""
         return self.rows_fraction(rows) * y_bar + self.nu / (rows + self.beta + self.nu) * self.b_t.double()
 
     def centre(self, rows: float, y_bar: Tensor) -> Tensor:
@@ -111,18 +99,13 @@ class Terms:
 
 
 class System(ABC):
-    """Normal equations, collected block by block: `Sums`, `HeldRows` or `StreamedCodes`. Once they are factorised no
-    more rows may be added."""
+    """Normal equations, collected block by block: `Sums`, `HeldRows` or `StreamedCodes`."""
 
     prefixes: Prefixes = ()
 
     @abstractmethod
     def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block of rows: codes, (B, F), detached, which may be kept, and targets, (B, E), in their precision."""
-
-    @abstractmethod
-    def reduce(self, all_reduce: AllReduce) -> None:
-        """All-reduce the sums in place; no more rows may be added."""
+        """Add a block: codes, (B, F), which may be kept, and targets, (B, E); none after `reduce` or `factorise`."""
 
     @property
     @abstractmethod
@@ -136,12 +119,11 @@ class System(ABC):
 
     @property
     @abstractmethod
-    def _z_bar(self) -> Tensor:
-        """Mean code, (F,)."""
+    def _z_bar(self) -> Tensor: ...
 
     @property
     def u(self) -> Tensor:
-        """The mean over rows and prefixes of the codes that a prefix has, (F,); the mean code without prefixes."""
+        """The mean code over rows and prefixes, (F,)."""
         return self._membership * self._z_bar
 
     @property
@@ -151,27 +133,28 @@ class System(ABC):
 
     @property
     def _masks(self) -> Tensor:
-        """Whether each latent is in each prefix, 1 or 0, (L, F)."""
+        """(L, F): 1 where the latent is in the prefix."""
         z_bar = self._z_bar
         ends = z_bar.new_tensor(self.prefixes or (len(z_bar),))
         return (torch.arange(len(z_bar), device=z_bar.device) < ends[:, None]).to(z_bar)
 
     def centred(self, z: Tensor, shrink: float) -> Tensor:
-        """psi, the centred codes that each prefix has of rows z, (n, F): (n, L, F), float64."""
+        """psi, the centred codes in each prefix of rows z, (n, F): (n, L, F)."""
         parts = z.double()[:, None]
         return (parts * self._masks if self.prefixes else parts) - shrink * self.u
 
     @abstractmethod
     def cross(self, centre: Tensor) -> Tensor:
-        """C, (F, E), for a centre of the targets, (E,)."""
+        """C, (F, E), for targets about a centre, (E,)."""
 
     @abstractmethod
     def scale(self, shrink: float) -> float:
         """Mean of A's diagonal, at least 0: the scale of ridges."""
 
     def factorise(self, terms: Terms) -> "Factorisation":
-        """Prepare solving with `A + diag(decay) + (alpha + mu) I`; alpha is at most `INFINITE_ALPHA` times A's mean
-        diagonal. A ridge that does not factorise is raised; TrainingError if none does, or if the matrix is not finite.
+        """Factorise `A + diag(decay) + (alpha + mu) I`, alpha at most `INFINITE_ALPHA` times A's mean diagonal.
+
+        A ridge that does not factorise is raised; TrainingError if none does, or if the matrix is not finite.
         """
         shrink = terms.shrink(self.rows)
         scale = self.scale(shrink)
@@ -182,43 +165,29 @@ class System(ABC):
         return found
 
     @abstractmethod
-    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Factorisation":
-        """Factorise `A + diag(decay) + ridge I` for a decay, (F,)."""
+    def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Factorisation": ...
 
 
-class OwnRows(Protocol):
-    """m of the system's own rows, to full precision: with a small ridge the differences from 1 and from the target
-    cancel."""
+class OwnRows(NamedTuple):
+    """m of the system's own rows, to full precision: with a small ridge differences cancel."""
 
-    @property
-    def slack(self) -> Tensor:
-        """`1 - 1/(N + beta + nu) - psi_i' M psi_i`, (m,), 1 less the leverage."""
-
-    def u(self) -> Tensor:
-        """`M psi_i`, (F, m)."""
-
-    def residual(self, centre: Tensor) -> Tensor:
-        """`y_i - centre - psi_i' M sum z (y - centre)'`, (m, E), for a centre of shape (E,)."""
+    slack: Tensor  # 1 - 1/(N + beta + nu) - psi_i' M psi_i, (m,), 1 less the leverage
+    u: Callable[[], Tensor]  # gives M psi_i, (F, m)
+    residual: Callable[[Tensor], Tensor]  # gives y_i - centre - psi_i' M sum z (y - centre)', (m, E)
 
 
 class Factorisation(ABC):
-    """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`.
+    """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`; M is its inverse."""
 
-    Attributes:
-        raised: whether a smaller ridge was asked for and did not factorise.
-        alpha: the part of the ridge that is not mu.
-        relative_alpha: alpha over A's mean diagonal.
-    """
-
-    alpha: float
-    relative_alpha: float
+    alpha: float  # the ridge less mu
+    relative_alpha: float  # alpha over A's mean diagonal
 
     def __init__(self, system: System, ridge: float, raised: bool) -> None:
-        self.system, self.ridge, self.raised = system, ridge, raised
+        self.system, self.ridge, self.raised = system, ridge, raised  # raised: a smaller ridge did not factorise
 
     @abstractmethod
     def solve(self, right: Tensor) -> Tensor:
-        """`(A + diag(decay) + ridge I)^-1 G`, (F, C), for a right side G of that shape."""
+        """M times a right side, (F, C)."""
 
     def solve_cross(self, centre: Tensor) -> Tensor:
         return self.solve(self.system.cross(centre))
@@ -228,21 +197,21 @@ class Factorisation(ABC):
         return (psi.T * self.solve(psi.T)).sum(0)
 
     def inverse_diagonal(self) -> Tensor:
-        """The diagonal of M, (F,); F times the cost of `quadratic`."""
+        """The diagonal of M, (F,), at F times the cost of `quadratic`."""
         u = self.system.u
         units = (one_hot(some, len(u)).to(u) for some in torch.arange(len(u), device=u.device).split(PIECE))
         return torch.cat([self.quadratic(unit) for unit in units])
 
     @abstractmethod
     def condition(self) -> float:
-        """Estimate of the condition number: of the matrix, in the 1-norm; of an iteration's preconditioned matrix."""
+        """Estimate of the matrix's 1-norm condition number; of an iteration's, preconditioned."""
 
     def residual(self) -> float:
-        """The largest residual so far over its right side; nan if solutions are exact to float64's rounding."""
+        """The largest so far over its right side; nan if solutions are exact to float64's rounding."""
         return math.nan
 
     def own(self, index: Tensor) -> OwnRows | None:
-        """The system's own rows with the given numbers, (m,); None if it does not hold its rows."""
+        """The system's own rows with given numbers, (m,); None if it does not hold rows."""
         return None
 
 
@@ -253,24 +222,15 @@ def reduced(tensors: Iterable[Tensor], all_reduce: AllReduce) -> None:
 
 
 class Cholesky:
-    """A symmetric positive definite matrix, (F, F), as `R' R` with R upper triangular, in float64.
-
-    Attributes:
-        ridge: with which it was built.
-        raised: whether a smaller ridge failed.
-    """
+    """A symmetric positive definite matrix, (F, F), as `R' R`; `raised` if a ridge smaller than `ridge` failed."""
 
     def __init__(self, R: Tensor, ridge: float, raised: bool) -> None:
         self._R, self.ridge, self.raised = R, ridge, raised
 
     @classmethod
     def of(cls, build: Callable[[float], Tensor], ridge: float) -> Self:
-        """Factorise `build(ridge)`, with a larger ridge if that fails; F^3 / 3 operations per attempt.
-
-        Args:
-            build: gives a new matrix, whose lower triangle is read and whose memory the factor takes.
-            ridge: at least 0.
-        """
+        """Factorise `build(ridge)`, whose lower triangle is read and whose memory the factor takes; F^3 / 3 operations,
+        and ten times the ridge, per attempt."""
         for attempt in range(RAISES):
             R, info = build(ridge).mT, torch.empty((), dtype=torch.int32)  # column-major, as LAPACK writes it
             info = info.to(R.device)
@@ -290,16 +250,14 @@ class Cholesky:
         return torch.cholesky_solve(right, self._R, upper=True).contiguous()  # products with it are then faster
 
     def squared_norms(self, right: Tensor) -> Tensor:
-        """`g' (R' R)^-1 g` of each column g of a right side, (F, C): (C,); half the operations of a solution."""
+        """`g' (R' R)^-1 g` of each column g, (C,); half the operations of a solution."""
         return torch.linalg.solve_triangular(self._R.mT, right, upper=False).square().sum(0)
 
     def condition(self) -> float:
-        """Estimate of the 1-norm condition number (Higham and Tisseur, "A Block Algorithm for Matrix 1-Norm
-        Estimation", 2000), at the cost of solving for a few columns."""
+        """The 1-norm's (Higham and Tisseur, "A Block Algorithm for Matrix 1-Norm Estimation", 2000)."""
         return self._norm(lambda columns: self._R.mT @ (self._R @ columns)) * self._norm(self.solve)
 
     def _norm(self, times: Callable[[Tensor], Tensor]) -> float:
-        """The 1-norm of a symmetric matrix given by its products."""
         side, device = len(self._R), self._R.device
         # The norm is invariant under signs; starting from ones, an eigenvector of `HeldRows`' matrix, rounding would
         # break ties.
