@@ -19,10 +19,8 @@ GROUPS = 10  # of latents of like frequency
 
 
 class _Curve(NamedTuple):
-    """AUCs of an SAE's probes: means over sets with the ends of their intervals, and by set, the most latents last."""
-
     counts: list[int]
-    aucs: list[tuple[float, float, float]]
+    aucs: list[tuple[float, float, float]]  # means over sets with the ends of their intervals
     dense: tuple[float, float, float]
     dense_by_set: list[float]
     by_set: list[float]

@@ -135,12 +135,10 @@ def sparsity(path: Path | None, tallies: Sequence[Firing],
                                   for run, one in zip(runs, tallies, strict=True)}))]
 
     def another(kind: str, name: str) -> Path | None:
-        if path is None:
-            return None
         which = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(runs) > 1 else ""
-        picture = path.with_stem(f"{path.stem}-{kind}{which}")
-        taken = any(picture == other for other, _ in drawn)
-        return path.with_stem(f"{picture.stem}-{len(drawn)}") if taken else picture
+        picture = path and path.with_stem(f"{path.stem}-{kind}{which}")
+        taken = picture and any(picture == other for other, _ in drawn)
+        return picture.with_stem(f"{picture.stem}-{len(drawn)}") if picture and taken else picture
 
     for run, one in zip(runs, tallies, strict=True):
         name = run["run"]

@@ -192,7 +192,6 @@ def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _figure(name: str, document: Mapping[str, Any]) -> Any:
-    """A cell; empty for the ridge of codes without variance."""
     value = document["final"].get(name)
     if name == "released" and value is not None:
         return "yes" if value else "no"

@@ -82,7 +82,7 @@ def test_an_sae_of_an_unknown_place_is_not_steered(sae: CommandLine):
     (folder / "sae.safetensors").unlink()
     save_native(SavedSAE(random_sae(d_in=128), {"layer": 1, "site": "../../etc"}), folder)
     done = sae("steer", "run", "--latent", "1", "--scale", "1", "--prompt", "a", "--model", "tiny-gemma2")
-    assert "run names a place in its file that is none of a block: expected resid_post" in done.err
+    assert "run names an unknown site in its file: expected resid_post" in done.err
 
 
 def test_stores_are_taken_by_name_from_python(at_home: CommandLine):

@@ -22,16 +22,18 @@ from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
 from ...measure.evaluate import evaluated
 from ...measure.hook_points import places_document
-from ...measure.latents import CoFiring, Examples, at_random, neighbours, survey
+from ...measure.latents import Examples, Survey, at_random, neighbours, survey
 from ...measure.measured import COLUMNS, Measured, RowsLike, held_out, in_blocks, measured
 from ...sae.library import SAELike
 from ...store.split import Which
 from ...train.files import read_metrics
-from .details import Details, Readings, Texts, TokenNumbers
+from .details import Details, TokenNumbers
 from .overview import neuronpedia_url, overview
 
 if TYPE_CHECKING:
-    from ...extract.tokens import OutputTokens, Unembedding
+    from ...extract.tokens import OutputTokens, TokenTexts, Unembedding
+
+    Tokens = TokenTexts | TokenNumbers
 
 INDEX, DETAILS = "index.html", "latents"
 SCRIPTS = ("dom.js", "charts.js", "table.js", "texts.js", "latent.js", "main.js")
@@ -60,7 +62,7 @@ def write_pages(folder: Path, title: str, overview: dict[str, Any], details: Ite
         (temporary / INDEX).write_text(page, encoding="utf-8")
 
 
-def _words(one: Measured, model: str | None, has_tokens: bool) -> "tuple[Texts, Unembedding | None, list[str]]":
+def _words(one: Measured, model: str | None, has_tokens: bool) -> "tuple[Tokens, Unembedding | None, list[str]]":
     """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names; the
     model's unembedding if given; and sentences on missing content."""
     store = one.store
@@ -82,10 +84,12 @@ def _words(one: Measured, model: str | None, has_tokens: bool) -> "tuple[Texts, 
             notes.append(f"{store.name} came from {named}, and is read through {model}")
         loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
         return TokenTexts(loaded.tokenizer), Unembedding(loaded), notes
-    if has_tokens and named is None:
+    if not has_tokens:
+        return TokenNumbers(), None, notes
+    if named is None:
         notes.append(f"{store.name} does not say which model its tokens are of, so they are shown as numbers; --model "
                      f"names it")
-    elif has_tokens:
+    else:
         from ...extract.tokens import TokenTexts
 
         try:
@@ -108,15 +112,13 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
     """Write pages to look at an SAE's latents in a browser, from disk. CLI equivalent: `sae report`.
 
     Args:
-        sae, target, device, home, progress: as in `evaluate`.
+        sae, data, target, device, home, progress: as in `evaluate`; data are a store or rows of one.
         out: folder to write, new or empty; it appears whole or not at all.
-        data: as in `evaluate`; a store or rows of one.
-        split: rows that the latents are shown on: all, train or test.
+        split: rows that the latents are shown on.
         latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
             frequent, by default 4,096.
-        model: hub id or folder of the language model that the rows came from, to show the next tokens that each latent
-            promotes and suppresses.
-        examples: texts per latent, 1 to 100: those in which it fires strongest.
+        model: hub id or folder of the rows' language model, to show the tokens that each latent promotes.
+        examples: strongest texts per latent, 1 to 100.
         neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages; None to look it up.
     """
     folder, listener = Path(out), listening(progress)
@@ -139,7 +141,7 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
     if chosen is None:
         chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:top or MOST_PAGES].tolist())
     places = places_document(one, listener)
-    details = Details(found, _readings(one, chosen, texts, unembedding, places, found.cofiring, listener))
+    details = _details(one, found, chosen, texts, unembedding, places, listener)
     holds_out = one.store.split("train", seed=one.subject.split_seed).rows < one.store.rows
     (measures,) = evaluated([held_out(one) if holds_out else one], None, None, listener)
     if not holds_out:
@@ -176,13 +178,13 @@ def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
     return sorted(found)
 
 
-def _readings(one: Measured, chosen: list[int], texts: Texts, unembedding: "Unembedding | None",
-              places: Mapping[str, Any], cofiring: CoFiring, listener: Listener) -> Readings:
+def _details(one: Measured, found: Survey, chosen: list[int], texts: "Tokens", unembedding: "Unembedding | None",
+             places: Mapping[str, Any], listener: Listener) -> Details:
     W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
     with listener.progress("comparing latents", len(chosen), "latents") as show:
         near = neighbours(W_dec, numbers, NEIGHBOURS, show)
     with listener.progress("counting pairs", len(chosen), "latents") as show:
-        partners = cofiring.partners(numbers, NEIGHBOURS, show)
+        partners = found.cofiring.partners(numbers, NEIGHBOURS, show)
     outputs: OutputTokens | None = None
     if unembedding is not None:
         with listener.progress("reading off output tokens", len(chosen), "latents") as show:
@@ -190,7 +192,7 @@ def _readings(one: Measured, chosen: list[int], texts: Texts, unembedding: "Unem
             outputs = unembedding.output_tokens(last[numbers], OUTPUT_TOKENS, show)
     alignment = one.alignment()
     features = None if alignment is None else (alignment.nearest[chosen], alignment.nearest_cosines[chosen])
-    return Readings(chosen, near, partners, texts, outputs, features, places)
+    return Details(found, chosen, near, partners, texts, outputs, features, places)
 
 
 def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
