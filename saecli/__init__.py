@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from .geometry.geometry import geometry
     from .measure.controls import controls
     from .measure.evaluate import compare, evaluate, sparsity
-    from .measure.export import export
+    from .measure.export import export, push
     from .measure.probes import probe
-    from .measure.push import push
     from .measure.refit import refit
     from .measure.stability import stability
     from .measure.steer import steer, steering
@@ -65,7 +64,7 @@ _MODULES = {
     "load_sae": "sae.library",
     "open_store": "train.fit",
     "probe": "measure.probes",
-    "push": "measure.push",
+    "push": "measure.export",
     "refit": "measure.refit",
     "report": "show.report",
     "save_sae": "sae.library",

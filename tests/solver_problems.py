@@ -11,11 +11,10 @@ from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
 from saecli.sae.dictionary import SAE, Batch
-from saecli.train.config import TrainingConfig
 from saecli.train.decoder_step import Pass
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Record, start_training
-from saecli.train.options import SolverConfig
+from saecli.train.options import SolverConfig, TrainingConfig
 from saecli.train.solver import Solver
 from saecli.train.start import initial_sae
 from saecli.train.task import StepReport, Task

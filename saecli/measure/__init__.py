@@ -11,6 +11,5 @@
     refit.py         the exact decoder for given rows, as a run
     steer.py         text generated with latents changed
     latents.py       examples, histograms and partners of latents, for reports
-    export.py        an SAE in another library's format
-    push.py          an SAE on the Hugging Face hub, with a card of its measures
+    export.py        an SAE in another library's format, and on the Hugging Face hub
 """

@@ -42,11 +42,10 @@ from ..sae.library import open_sae
 from ..sae.metrics import reconstruction
 from ..store.rows import RowSource
 from ..train import SOLVERS
-from ..train.array_rows import CHECKED_ROWS, ArrayRows
 from ..train.loop import Loop, Record, start_training
 from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
-from ..train.rows import raw_batches
+from ..train.rows import CHECKED_ROWS, ArrayRows, raw_batches
 from ..train.runs import run_again
 from .evaluate import check_model, check_tokens_of_model, evaluated
 from .measured import Measured
@@ -77,16 +76,14 @@ def controls(run: str | Path | None = None, *, model: str | None = None, tokens:
         device, home, progress: as in `evaluate`.
 
     Returns:
-        run, data, seeds: names, and the seeds of all trainings.
         controls: a list, the run itself first. For each: `control`, its name, or "none"; `rows`, the number of held-out
             rows that it is measured on; `fvu`, `l0` and `dead_fraction`; with a world of known features `mcc` and, on
             the run's own rows, `f1`; with a model, on these, `ce_recovered` and `kl`; and `stability`, the mean PW-MCC
             over pairs of seeds (see `saecli.stability`). A measure that is not defined is None.
         notes: sentences on controls that are left out.
 
-    Cost: `seeds` trainings of each of up to four controls and `seeds - 1` of the run, one after another. Shuffled rows,
-    and a random model's, are in memory, 4 bytes per number; if they take more than half of the free memory, their
-    control is left out.
+    Cost: `seeds` trainings of each of up to four controls and `seeds - 1` of the run. Shuffled rows and a random
+    model's are in memory, 4 bytes per number; a control whose rows take more than half of the free memory is left out.
     """
     listener = listening(progress)
     check_tokens_of_model(tokens, model)
@@ -132,44 +129,27 @@ def _original(home: Home, name: str | Path | None, device: str, listener: Listen
 
 @dataclass(frozen=True, eq=False)
 class _Trained:
-    """An SAE, acting on raw rows, with what its held-out rows do not show.
-
-    Args:
-        name: of its control; `none` for the run itself.
-        dead_fraction: fraction of latents that fire on none of its training rows; None if unknown.
-        stability: mean PW-MCC between the training's seeds; None with one seed.
-    """
-
-    name: str
-    sae: SAE
+    name: str  # of its control; `none` for the run itself
+    sae: SAE  # acting on raw rows
     dead_fraction: float | None
-    stability: float | None
+    stability: float | None  # mean PW-MCC between the training's seeds; None with one seed
 
     def line(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """The entry of `controls`, given the result of `evaluated`."""
         found = {name: document.get(name) for name in MEASURES}
         return {"control": self.name, "rows": document["rows"], **found, "stability": self.stability}
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Trains and measures the controls of a run.
+    """Trains and measures the controls of a run."""
 
-    Args:
-        one: the run's SAE and held-out rows.
-        plan: of the run, without rows to measure after each epoch.
-        seeds: of the trainings, the run's first.
-        notes: sentences on controls that are left out; grows.
-    """
-
-    one: Measured
-    plan: Plan
-    seeds: Sequence[int]
+    one: Measured  # the run's SAE and held-out rows
+    plan: Plan  # of the run, without rows to measure after each epoch
+    seeds: Sequence[int]  # of the trainings, the run's first
     listener: Listener
-    notes: list[str]
+    notes: list[str]  # sentences on controls that are left out; grows
 
     def on_own_rows(self, model: str | None, tokens: int | None) -> list[dict[str, Any]]:
-        """The lines of the run itself, and of the controls on its rows."""
         one, run = self.one, self.one.subject
         saes = [one.sae]
         with self._noting(f"the stability of {run.name} is left out"):
@@ -188,7 +168,6 @@ class _Work:
         return [each.line(document) for each, document in zip(found, documents, strict=True)]
 
     def on_shuffled_rows(self) -> list[dict[str, Any]]:
-        """The line of shuffled rows; none if it is left out."""
         with self._noting(f"{SHUFFLED} are left out"):
             if self.one.rows.d_target:
                 self.notes.append(f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows")
@@ -198,7 +177,6 @@ class _Work:
         return []
 
     def on_random_weights(self, name: str) -> list[dict[str, Any]]:
-        """The line of a model's random weights; none if it is left out."""
         from ..extract.language_model import LanguageModel  # transformers takes seconds to import
         from ..extract.model_source import find_model
 
@@ -223,7 +201,6 @@ class _Work:
 
     @property
     def _all_rows(self) -> tuple[RowSource, RowSource]:
-        """The run's training rows and held-out rows."""
         return self.plan.train_rows, self.one.rows
 
     def _line(self, name: str, train: ArrayRows, test: ArrayRows) -> dict[str, Any]:
@@ -234,15 +211,13 @@ class _Work:
         return trained.line(document if alignment is None else document | {"mcc": alignment.mcc()})
 
     def _trained(self, name: str, plan: Plan) -> _Trained:
-        """The training of the first seed, which is measured, and its stability over all."""
         saes = self._saes(name, plan, self.seeds)
         dead = reconstruction(saes[0], raw_batches(plan.train_rows))["silent_fraction"]
         return _Trained(name, saes[0], dead, self._stability(name, saes))
 
     def _saes(self, name: str, plan: Plan, seeds: Sequence[int]) -> list[SAE]:
-        """One SAE per seed, trained one after another, so that the memory of the run suffices."""
         found: list[SAE] = []
-        for seed in seeds:
+        for seed in seeds:  # one after another, so that the memory of the run suffices
             seeded = replace(plan, training=replace(plan.training, seed=seed))
             with self.listener.progress(f"training {name}, seed {seed}", plan.steps, "steps") as show:
                 found += Loop([start_training(seeded, Record(), show)]).train()
@@ -270,14 +245,13 @@ class _Work:
 
 
 def _solver(solver: SolverConfig, held: str) -> SolverConfig:
-    """The solver with which those weights are held: to solve for the decoder is to train it."""
+    """A fixed decoder takes descent: to solve for the decoder is to train it."""
     if held == "W_enc" or isinstance(solver, Sgd):
         return solver
     return Sgd(**{field.name: getattr(solver, field.name) for field in fields(SolverConfig)})
 
 
 def demand_memory(rows: Sequence[RowSource]) -> None:
-    """Raise a MachineError if rows and targets, in float32, take more than half of the free memory."""
     needed, free = sum(4 * some.rows * (some.d_in + some.d_target) for some in rows), available_memory()
     if needed > USED * free:
         raise MachineError(f"the rows, in memory, take {size_words(needed)}: expected {size_words(USED * free)} at "
@@ -302,10 +276,6 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
 
     Rows of a window from which the store dropped a token are missing, since it cannot be rebuilt; see
     `splice.stored_windows`.
-
-    Args:
-        rows: of a store that `sae extract` made; see `splice.check_rows`.
-        show: called after each batch with the number of rows done.
 
     Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
     """

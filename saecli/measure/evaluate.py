@@ -12,7 +12,7 @@ from ..base.home import Home
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.split import Which
-from ..train.array_rows import ArrayLike
+from ..train.rows import ArrayLike
 from .hook_points import places_document
 from .measured import Measured, RowsLike, all_measured, by_rows, measured
 from .worlds import FeatureScores
@@ -36,7 +36,6 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test
 
 
 def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
-    """The result of `sparsity`, given the SAE's counts on its rows."""
     found = one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
     return found | places_document(one, listener)
 
@@ -65,10 +64,6 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
         `splice.effects`, and `unbeaten`, None for a single SAE.
-
-    Raises:
-        ConfigError: an argument that cannot work, or that does nothing with the others.
-        RunError, FormatError, HubError, StoreError, ModelError: something is missing or cannot be read.
     """
     return compare([sae], data, target=target, split=split, model=model, tokens=tokens, device=device, home=home,
                    progress=progress)[0]
@@ -114,7 +109,6 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
 
 
 def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
-    """Refuse a number of tokens without a model, or below 1."""
     if tokens is not None and model is None:
         raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model",
                           option="tokens")

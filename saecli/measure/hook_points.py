@@ -45,16 +45,11 @@ SHARED = 0.6  # a latent whose every share is larger than this over P is shared 
 
 @dataclass(frozen=True)
 class Hooked:
-    """An SAE, and the hook points that it reads and predicts; the same unless it is a transcoder.
-
-    Args:
-        name: the SAE's.
-        model: the language model that its file names.
-    """
+    """An SAE, and the hook points that it reads and predicts; the same unless it is a transcoder."""
 
     name: str
     sae: SAE
-    model: str | None
+    model: str | None  # that its file names
     read: HookPoint
     written: HookPoint
 

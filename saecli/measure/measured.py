@@ -27,7 +27,7 @@ from ..store.reader import ActivationStore
 from ..store.rows import Rows, RowSource
 from ..store.split import Which, window_starts
 from ..store.worlds import World
-from ..train.array_rows import ArrayLike, ArrayRows
+from ..train.rows import ArrayLike, ArrayRows
 from .worlds import Alignment
 
 # A store, stores joined, or rows of these, rows in memory (N, D), or a store's name in the home, or several side by
@@ -41,17 +41,11 @@ BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # per batch: at most 64 MB of codes; sm
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows, in stored order.
+    """Some rows, in stored order."""
 
-    Args:
-        x: the rows, (B, D).
-        numbers: their numbers within the store, (B,).
-        columns: their values of `COLUMNS`, (3, B); None if the store lacks one, so that each row is a window.
-    """
-
-    x: Tensor
-    numbers: np.ndarray
-    columns: np.ndarray | None
+    x: Tensor  # (B, D)
+    numbers: np.ndarray  # within the store, (B,)
+    columns: np.ndarray | None  # values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window
 
     @property
     def starts(self) -> np.ndarray:
@@ -63,12 +57,8 @@ class Block:
 
 
 def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
-    """Batches of these rows, (B, D), with their columns; with tokens, in whole windows.
-
-    Yields:
-        Blocks of about a batch, valid until the next is asked for. Only a window of more than `LONGEST` batches is
-        split.
-    """
+    """Batches of these rows, (B, D), as blocks of about a batch, valid until the next is asked for. With tokens they
+    hold whole windows: only a window of more than `LONGEST` batches is split."""
     numbers = rows.numbers(batch_rows)
     if not set(COLUMNS) <= set(rows.store.meta.columns):
         for x, own in zip(batches, numbers, strict=True):
@@ -92,18 +82,11 @@ def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterato
 
 @dataclass(frozen=True)
 class Measured:
-    """An SAE, and the rows that it is measured on.
-
-    Args:
-        subject: where the SAE comes from.
-        saved: the SAE, on the device it is measured on.
-        split: of the store; None for rows in memory.
-        rows: of the split, or in memory.
-    """
+    """An SAE, and the rows that it is measured on."""
 
     subject: Subject
-    saved: SavedSAE
-    split: str | None
+    saved: SavedSAE  # on the device that it is measured on
+    split: str | None  # of the store; None for rows in memory
     rows: RowSource
 
     @property
@@ -125,7 +108,7 @@ class Measured:
     @property
     def store(self) -> ActivationStore:
         """The store of `of_store`."""
-        return self.of_store.store
+        return self.stores.inputs[0]
 
     @property
     def stores(self) -> Joined:
@@ -183,8 +166,7 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: Which, device: str
 
     Args:
         data: rows chosen from a store, and rows in memory, are all taken.
-        split: "test", "train" or "all", with the run's split seed.
-        device: as of `--device`.
+        split: with the run's split seed.
         listener: notes the choices that the user did not make.
         target: store of a transcoder's targets, or for rows in memory these targets, (N, E); None for the store that it
             was trained on, if data are too.

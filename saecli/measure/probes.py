@@ -237,11 +237,8 @@ def _fitted(x: NDArray[np.float64], labels: NDArray[np.bool_], train: NDArray[np
 
 
 class LastTokens:
-    """Reads activations at the last token of texts.
-
-    Args:
-        context: tokens of a text with the special ones before it; a longer text loses its beginning, as in sae-probes.
-    """
+    """Reads activations at the last token of texts; one of more than `context` tokens, with the special ones before
+    it, loses its beginning, as in sae-probes."""
 
     def __init__(self, model: LanguageModel, places: Sequence[HookPoint], context: int) -> None:
         self._model, self._places = model, list(places)
@@ -332,7 +329,6 @@ class Sets:
 
 
 def _alone(name: str) -> str:
-    """A set's name without its number."""
     return name.partition("_")[2]
 
 

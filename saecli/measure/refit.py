@@ -18,9 +18,9 @@ from ..sae.library import SAELike, origin_of
 from ..store.joined import Joined
 from ..store.reader import ActivationStore
 from ..store.rows import RowSource
-from ..train.array_rows import ArrayLike
 from ..train.refit_decoder import Refitted, refitted
 from ..train.ridge import TOLERANCE
+from ..train.rows import ArrayLike
 from .evaluate import check_model, check_tokens_of_model, evaluated, note_doubts
 from .measured import Measured, RowsLike, measured
 
@@ -41,14 +41,7 @@ def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str
         sae, target, device, home, progress: as in `evaluate`.
         data: a store or its name in the home, whose training rows are read; otherwise as in `evaluate`.
 
-    Returns:
-        The SAE, on the device, acting on raw activations.
-
-    Raises:
-        MachineError: there is too little memory.
-        StoreError: the rows have no solution.
-
-    Cost: one pass over the rows; see `train/refit_decoder.py`.
+    Returns the SAE, on the device, acting on raw activations. Cost: one pass over the rows.
     """
     listener = listening(progress)
     one = measured(Home.at(home), sae, data, "train", device, listener, target)
@@ -59,14 +52,8 @@ def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str
 def refitted_run(run: SAELike = None, data: RowsLike = None, *, target: str | None = None, name: str | None = None,
                  model: str | None = None, tokens: int | None = None, device: str = "auto",
                  home: str | Path | Home | None = None, progress: bool | Listener = False) -> dict[str, Any]:
-    """Refit an SAE on a store's training rows, measure both on its held-out rows, and save a run.
-
-    Args:
-        name: of the new run; None for `refit-` and the SAE's name.
-
-    Returns:
-        The document that `sae refit --json` prints.
-    """
+    """Refit an SAE on a store's training rows, measure both on its held-out rows, and save a run, by default
+    `refit-NAME`; returns the document that `sae refit --json` prints."""
     home, listener = Home.at(home), listening(progress)
     check_tokens_of_model(tokens, model)
     before = measured(home, run, data, "test", device, listener, target)
@@ -110,7 +97,7 @@ def default_name(source: str) -> str:
 
 
 def _training_rows(one: Measured) -> RowSource:
-    """All training rows of the store, whatever fraction the SAE was trained on."""
+    """All of them, whatever fraction the SAE was trained on."""
     return one.stores.split("train", seed=one.subject.split_seed)
 
 

@@ -32,26 +32,16 @@ BATCH_LOGITS = 1 << 25  # logits per batch: 128 MB in float32, held a few times 
 
 @dataclass(frozen=True)
 class Splice:
-    """One pass through a model.
+    """One pass through a model."""
 
-    Args:
-        members: indices of the SAEs on these rows.
-        model: loaded with its head.
-        rows: whose tokens it is run over.
-        cutter: of the rows' windows.
-        read: the hook point whose activations are encoded.
-        written: the one whose activations are replaced; for an SAE the same.
-    """
-
-    members: list[int]
-    model: LanguageModel
+    members: list[int]  # indices of the SAEs on these rows
+    model: LanguageModel  # with its head
     rows: Rows
     cutter: Windows
-    read: HookPoint
-    written: HookPoint
+    read: HookPoint  # where activations are encoded
+    written: HookPoint  # where they are replaced; for an SAE the same
 
     def effects(self, saes: Sequence[SAE], tokens: int, listener: Listener) -> list[dict[str, Any]]:
-        """`effects` of SAEs over the first tokens."""
         windows = stored_windows(self.rows, self.cutter.prefix, tokens)
         with listener.progress(f"splicing into {self.model.source.name}", min(tokens, self.rows.rows),
                                "tokens") as show:
@@ -85,12 +75,7 @@ def splices(everything: Sequence[Measured], name: str, listener: Listener) -> li
 
 
 def check_rows(rows: Rows, source: ModelSource) -> None:
-    """Refuse rows from which windows cannot be rebuilt, or that do not fit a model; loads no weights.
-
-    Raises:
-        StoreError: the store has no tokens, not all of a window's, or does not record where they came from.
-        ConfigError: the model has another width, or too few layers or positions.
-    """
+    """Refuse rows from which windows cannot be rebuilt, or that do not fit a model; loads no weights."""
     origin = rows.store.meta.source
     expected = f"{rows.name} cannot be run through a model: expected"
     if not {"model", "layer", "site", "context"} <= origin.keys():
@@ -120,19 +105,13 @@ def _largest(rows: Rows, column: str) -> int:
 
 
 def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """The first windows of tokens among the rows of a store that keeps every position of its windows.
+    """The token ids of the first windows, in stored order, of a store that keeps every position of its windows.
 
     A window from which the store dropped a token outside the prefix is skipped, since it cannot be rebuilt.
 
     Args:
         prefix: the special tokens before each window, which the store drops.
         tokens: number of tokens to stop at, not counting the prefix; the last window is whole.
-
-    Yields:
-        The token ids of whole windows, in stored order.
-
-    Raises:
-        StoreError: the rows make no whole window.
     """
     found = 0
     for positions, token_ids in _spans(rows):
@@ -165,12 +144,9 @@ def effects(model: LanguageModel, windows: Iterable[list[int]], special: Tensor,
     """Splice SAEs, or transcoders, into a model, one at a time.
 
     Args:
-        model: loaded with its head.
-        windows: the token ids of its inputs.
         special: token ids whose activations are not replaced, and whose predictions do not count.
         read: the hook point whose activations are encoded.
         written: the hook point whose activations are replaced; for an SAE the same.
-        saes: of the hook points' widths.
         show: called after each batch with the number of tokens done.
 
     Returns:

@@ -49,7 +49,6 @@ def stability(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, matc
         split, device, home, progress: as in `evaluate`. Assignments are on the CPU.
 
     Returns:
-        match_threshold: the argument.
         pw_mcc, matched_fraction: means over the pairs.
         firing: the same for latents that fire; None without rows, its entries None without such latents.
         pairs: for each pair `runs`, `latents`, the number matched, both measures, the same `firing`, and
@@ -80,7 +79,6 @@ def stability(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, matc
 
 
 def check_stability(saes: int, match_threshold: float) -> None:
-    """Refuse fewer than two SAEs, and a threshold out of range."""
     if not 0 <= match_threshold < 1:
         raise ConfigError(f"--match-threshold must be in [0, 1), got {match_threshold}", option="match_threshold")
     if saes < 2:
@@ -186,9 +184,6 @@ def matching(one: Dictionary, other: Dictionary) -> Matching:
 
     where w are the decoder vectors of the SAE with fewer latents and v the other's. The cosine with a vector of
     length 0 is 0. The assignment is exact; cosines are products in float32.
-
-    Raises:
-        MachineError: the matrix of cosines takes more memory than is free.
 
     Cost: F G D multiplications for the cosines, and at worst M^2 max(F, G) steps for the assignment (of Jonker and
     Volgenant's kind, which the field calls Hungarian), on one core whatever the device; 8 F G bytes. Measured on one

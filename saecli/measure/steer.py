@@ -39,7 +39,6 @@ def _refuse(option: str, wrong: object, sentence: str) -> None:
 
 def _chosen(one: Hooked, method: str, latents: int | Sequence[int],
             scale: float | Sequence[float] | None) -> tuple[list[int], list[float]]:
-    """The latents to change and the scale for each, 0 to ablate."""
     _refuse("method", method not in METHODS, f"must be one of {', '.join(METHODS)}, got {method!r}")
     given, last = np.ravel(latents), one.sae.d_sae - 1
     scales = np.ravel([] if scale is None else scale).astype(float).tolist()
@@ -65,8 +64,7 @@ def steering(model: nn.Module, sae: SAELike, latents: int | Sequence[int], *, me
 
     Args:
         sae: as in `evaluate`; one in memory needs `layer` and `site`, the hook point that it reads.
-        method: add, clamp or ablate; see `saecli/measure/steer.py`.
-        scale: for all latents, or one for each, in units of the latent's code.
+        method: add, clamp or ablate, as above; `scale` is in units of the latent's code, one for all latents or each.
         special: token ids whose activations stay; by default the model's BOS, EOS and padding.
     """
     one = hooked(Home.at(home), sae, layer, site, "steering", Silent())
@@ -124,9 +122,9 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
     """Continue prompts with latents of an SAE changed, and without; arguments as in `steering` and `sae steer --help`.
 
     Returns:
-        The arguments as used; `activation_norm`, the mean norm of the activations that are changed, on the prompts;
-        `latents`, for each `latent`, `scale`, `decoder_norm` and `prompt_max`, its largest code on the prompts; and
-        `continuations`, for each `prompt` the texts that follow it, `plain` and `steered`.
+        The arguments as used; `activation_norm`, the mean norm of the changed activations on the prompts; `latents`,
+        each with `decoder_norm` and `prompt_max`, its largest code on the prompts; and `continuations`, for each
+        `prompt` the texts that follow it, `plain` and `steered`.
     """
     prompts, listener = [prompts] if isinstance(prompts, str) else prompts, listening(progress)
     _refuse("temperature", not 0 <= temperature < np.inf, f"must be at least 0, and finite, got {temperature}")

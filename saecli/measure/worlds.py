@@ -62,8 +62,6 @@ class FeatureScores:
 
     of the rows on which the latent fires (its code is not 0) and on which its nearest feature does; 0 where the
     denominator is; each then a mean over all latents.
-
-    Source: SAELens 6.54, `sae_lens.synthetic.evals`.
     """
 
     def __init__(self, alignment: Alignment, device: torch.device | str = "cpu") -> None:

@@ -51,16 +51,13 @@ class Progress:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
-    """Replace a run's checkpoint by the tensors needed to resume, by name, and the progress."""
     from ..sae.formats.common import write_tensors  # imports torch
-
     write_tensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
-    """What `save_checkpoint` wrote last, None if it never did; RunError if the file is damaged."""
+    """The last checkpoint, None before the first."""
     from ..sae.formats.common import read_safetensors  # imports torch
-
     path = folder / CHECKPOINT
     if not path.exists():
         return None
@@ -73,12 +70,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
 
 @dataclass(frozen=True)
 class Logged:
-    """A run to log.
-
-    Args:
-        created: time of its start, which tells it from a later run of the same name.
-        step: lines of later steps, left by a stopped run, are void.
-    """
+    """A run to log; `created`, its start, tells it from others of the same name, lines after `step` are void."""
 
     folder: Path
     created: str
@@ -92,8 +84,6 @@ class Logged:
 
 
 class Log(Protocol):
-    """Where figures are written, by lines that have a `step`."""
-
     def write(self, line: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 
@@ -122,8 +112,7 @@ class _Step:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill; RunError if another line is no JSON
-    object with a step."""
+    """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill."""
     path = folder / METRICS
     if not path.exists():
         return []
@@ -143,8 +132,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class WandbRun:
-    """A run in Weights & Biases, sent by a process of its own; offline if the server cannot be reached at the start.
-    ConfigError if it refuses the run, e.g. without login."""
+    """A run in Weights & Biases; offline if the server cannot be reached at the start."""
 
     def __init__(self, run: Logged) -> None:
         import wandb
@@ -174,8 +162,6 @@ class WandbRun:
 
 
 class TrackioRun:
-    """A run in trackio, on this machine, shown by `trackio show`."""
-
     def __init__(self, run: Logged) -> None:
         import trackio
 
@@ -197,14 +183,13 @@ TRACKERS: dict[str, Callable[[Logged], Log]] = {"trackio": TrackioRun, "wandb": 
 
 
 def check_trackers(text: str) -> None:
-    """Refuse a text that does not name trackers, by a ValueError whose message completes "the option must be"."""
+    """Raise a ValueError, whose message completes "the option must be", for an invalid `--log-to`."""
     words = text.split(",")
     if not set(words) <= TRACKERS.keys() or len(set(words)) < len(words):
         raise ValueError(f"one of {', '.join(TRACKERS)}, or several with commas between")
 
 
 def demand_trackers(names: str | None) -> None:
-    """Refuse trackers that are not installed, by a ConfigError."""
     for name in names.split(",") if names else ():
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--log-to needs the package {name}, which is not installed; install it with `pip "
@@ -213,7 +198,6 @@ def demand_trackers(names: str | None) -> None:
 
 
 def logs_of(run: Logged, names: str | None) -> Iterator[Log]:
-    """A run's `metrics.jsonl` and the trackers named, opened one after the other."""
     yield MetricsLog(run)
     yield from (TRACKERS[name](run) for name in (names.split(",") if names else ()))
 
@@ -222,17 +206,13 @@ def _numbers(line: dict[str, Any]) -> dict[str, int | float]:
     return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
 
 
-BEFORE_MARKER = {CONFIG}  # files that a run writes before its run.json, and before its first checkpoint
-BEFORE_CHECKPOINT = {*BEFORE_MARKER, RUN_MARKER, METRICS, *TRACKERS, "sae.safetensors"}
+BEFORE_CHECKPOINT = {CONFIG, RUN_MARKER, METRICS, *TRACKERS, "sae.safetensors"}  # files written before it
 
 
 @contextmanager
 def claimed(folder: Path, new: bool = True) -> Iterator[None]:
-    """Lock a run's folder, and remove it at the end unless it has a checkpoint to resume from.
-
-    A new run's folder loses leftovers of a run killed before its first checkpoint; FileExistsError if its name is
-    taken, RunError if another process is training it.
-    """
+    """Lock a run's folder, and remove it at the end unless it has a checkpoint; FileExistsError if a new run's name is
+    taken. Leftovers of a run killed before its first checkpoint are removed."""
     if new and not _is_free(folder):
         raise FileExistsError(folder)
     try:
@@ -262,7 +242,7 @@ def _is_free(folder: Path) -> bool:
     if not folder.is_dir():
         return not folder.exists()
     names = {path.name for path in folder.glob("[!.]*")}
-    if names <= BEFORE_MARKER:
+    if names <= {CONFIG}:  # which is written before run.json
         return True
     with suppress(OSError, ValueError):
         return names <= BEFORE_CHECKPOINT and not read_json(folder / RUN_MARKER, Marker).complete

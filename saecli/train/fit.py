@@ -12,7 +12,7 @@ from typing import Any
 from ..base.console import listening
 from ..base.errors import ConfigError, did_you_mean, flag_of
 from ..base.home import Home
-from ..base.options import choose, options_of
+from ..base.options import Config, choose, options_of
 from ..base.other_names import in_place_of
 from ..sae.activations import ACTIVATIONS
 from ..sae.dictionary import SAE
@@ -22,10 +22,10 @@ from ..store.opening import found_store
 from ..store.reader import ActivationStore
 from ..store.rows import Rows, RowSource
 from . import SOLVERS
-from .array_rows import ArrayLike, ArrayRows
-from .config import TrainingConfig
 from .loop import Loop, Record, start_training
+from .options import TrainingConfig
 from .plan import Plan
+from .rows import ArrayLike, ArrayRows
 from .start import Start
 
 # Training options on files, and on the choice of a store's rows.
@@ -73,14 +73,12 @@ def fit(rows: str | Path | Fitted, *, target: ArrayLike | None = None, solver: s
     PAM-SGD alternates descent on the encoder with the decoder's closed-form optimum; see `saecli/train/pam_sgd.py`.
 
     Args:
-        rows: a store or its name; rows of one (`store.split("all")`); or raw activations in memory, (N, D), all of
-            which are trained on. Given a store, it returns bit for bit the SAE that `sae train` writes.
-        solver: pam-sgd or sgd.
+        rows: a store or its name, from which the SAE is bit for bit that of `sae train`; rows of one
+            (`store.split("all")`); or raw activations in memory, (N, D), all trained on.
         act: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk; None for that of `init`, or relu.
         target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
         init: an SAE to start from instead of random directions, or whatever `load_sae` takes; `d_sae`, `prefixes`, and
             with its activation `k` are inherited.
-        progress: show progress and the solver's notes on stderr.
         **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
             `sparsity_weight`, `seed`, `device` and so on.
 
@@ -104,7 +102,6 @@ def fit(rows: str | Path | Fitted, *, target: ArrayLike | None = None, solver: s
 
 
 def _origin(rows: Fitted, training: TrainingConfig) -> dict[str, Any]:
-    """The origin of rows, as of `origin_of`; empty for rows in memory."""
     if isinstance(rows, ActivationStore | Joined):
         stores = rows if isinstance(rows, Joined) else Joined((rows,))
         return origin_of(stores, training.split_seed, training.fraction)
@@ -120,8 +117,8 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
     if target is not None and isinstance(rows, Stored):
         raise ConfigError("--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
                           "target=other)`", option="target")
-    known = {name for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
-             for name in options_of(config)}
+    configs: list[type[Config]] = [TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values()]
+    known = {name for config in configs for name in options_of(config)}
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
     if not isinstance(rows, ActivationStore | Joined):
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")

@@ -23,7 +23,7 @@ from ..store.codec import DTYPES
 from ..store.split import is_test
 from ..store.statistics import Spread
 from ..store.stream import WHOLE, Part
-from .array_rows import CHECKED_ROWS, ArrayRows
+from .rows import CHECKED_ROWS, ArrayRows
 
 WINDOW_BYTES = 512 << 20  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32
 MOST_TEST_ROWS = 16_384
@@ -42,18 +42,10 @@ class LiveRows:
     ones, are the test rows; later ones are dropped.
 
     Args:
-        source: gives the rows.
-        rows: N; fewer if the text ends first.
+        rows: N; the attribute is corrected once the text has ended.
         split_seed: of the choice of held-out documents.
         least: least rows of a window.
-        listener: shows the progress of the first window.
         window_bytes: of a window, as stored.
-
-    Attributes:
-        rows: N, corrected once the text has ended.
-        wanted: N as requested.
-        test_rows: at most `MOST_TEST_ROWS` held-out rows.
-        ended_early: whether the text ended after the first window.
     """
 
     widths: tuple[int, ...] = ()
@@ -66,8 +58,8 @@ class LiveRows:
 
     def __init__(self, source: Streamed, rows: int, split_seed: int, least: int, listener: Listener,
                  window_bytes: int = WINDOW_BYTES) -> None:
-        self.rows = self.wanted = rows
-        self.d_in, self.ended_early = source.d_in, False
+        self.rows = self._wanted = rows
+        self.d_in, self.ended_early = source.d_in, False  # whether the text ended after the first window
         self._source, self._listener, self._seed = source, listener, split_seed
         self._stored = DTYPES[source.meta.dtype]
         most = max(window_bytes // source.meta.row_bytes, 2 * least)
@@ -99,13 +91,12 @@ class LiveRows:
 
     @property
     def ready(self) -> int:
-        """Number of rows in memory, of the last two windows."""
+        """Rows in memory, of the last two windows."""
         return min(self._taken, len(self._kept))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """After training, a warning if the text ended early."""
-        return (f"the text ended after {self.rows:,} of {self.wanted:,} training rows, before the learning rate had "
+        return (f"the text ended after {self.rows:,} of {self._wanted:,} training rows, before the learning rate had "
                 f"fallen; use --rows {self.rows}, or a longer text",) if self.ended_early else ()
 
     def as_stored(self) -> "LiveRows":
@@ -118,12 +109,10 @@ class LiveRows:
         restarted.
         """
         assert part == WHOLE, "one process runs the model"
-        return self._passing(batch_size, seed) if epoch == 0 else self._of(self._kept[: self.ready], batch_size,
-                                                                          (seed, epoch))
+        return self._passing(batch_size, seed) if epoch == 0 else self._in_memory(batch_size, (seed, epoch))
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in memory, (B, D) float32."""
-        assert part == WHOLE, "one process runs the model"
         for begin in range(0, self.ready, batch_size):
             yield self._decoded(self._kept[begin : min(begin + batch_size, self.ready)])
 
@@ -150,10 +139,10 @@ class LiveRows:
             carried = window[order[stop:]]
             self._fill()
 
-    def _of(self, rows: np.ndarray, batch_size: int, seed: tuple[int, int]) -> Iterator[np.ndarray]:
-        order = np.random.default_rng(seed).permutation(len(rows))
+    def _in_memory(self, batch_size: int, seed: tuple[int, int]) -> Iterator[np.ndarray]:
+        order = np.random.default_rng(seed).permutation(self.ready)
         for begin in range(0, len(order), batch_size):
-            yield self._decoded(rows[order[begin : begin + batch_size]])
+            yield self._decoded(self._kept[order[begin : begin + batch_size]])
 
     def _decoded(self, rows: np.ndarray) -> np.ndarray:
         out = np.empty(rows.shape, np.float32)

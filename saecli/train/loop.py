@@ -1,7 +1,6 @@
 """The training loop: batches of rows are pushed to solvers, epoch by epoch.
 
-Several SAEs are trained from one reading of the rows: each batch goes to each of their solvers in turn, with the same
-results as alone.
+Several SAEs are trained from one reading of the rows, with the same results as alone.
 """
 
 import time
@@ -21,10 +20,9 @@ from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstruction, reconstructions
 from ..store.rows import RowSource
-from .array_rows import HeldRows
 from .files import Progress
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
-from .rows import Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
+from .rows import HeldRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
 from .solver import Solver
 from .start import fitted_learning_rate, initial_sae, shaped
 from .task import StepReport, Task
@@ -52,8 +50,7 @@ class Record:
         """A line of measures, with its `step`."""
 
     def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
-        """An epoch ended: the SAE on raw activations, all tensors needed to resume, and measures on test rows if
-        any."""
+        """An epoch ended: the SAE on raw activations, all tensors to resume, and measures on test rows if any."""
 
     def end(self) -> None:
         """Training is over, or stopped."""
@@ -61,13 +58,8 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """One SAE in training; see `start_training`.
-
-    Args:
-        progress: up to the last epoch kept; its rows up to now.
-        worst: squared error over the variance of the rows above which training has diverged.
-        pending: reports of the steps since the last line of measures.
-    """
+    """One SAE in training. `progress` is up to the last epoch kept, its rows up to now; `worst` the FVU above which
+    training has diverged; `pending` the reports since the last line of measures."""
 
     plan: Plan
     record: Record
@@ -104,15 +96,6 @@ class Training:
         self.show(self.solver.steps, f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
                                      f"{rate:,.0f} rows/s")
 
-    def end_pass(self, began: float) -> bool:
-        """End a decoder step's pass; False if it has to be made again."""
-        try:
-            return self.solver.end_pass()
-        except TrainingError:
-            if self.rows.communicator.world_size == 1:  # else the others, which have not failed, would not all-reduce
-                self.look([], began, now=True)  # a NaN loss explains the failure better
-            raise
-
     def demand_convergence(self, sae: SAE) -> None:
         """TrainingError if a weight of the current SAE is NaN or infinite, or it is far worse than none."""
         step, sample = self.solver.steps, self.rows.sample
@@ -132,8 +115,7 @@ class Training:
         self.record.epoch(sae, solver.state() | tensors, progress, test)
 
     def result(self, train: Measures, test: Measures) -> dict[str, Any]:
-        """The results, given the SAE's measures on training and test rows; of a model's training rows, the last
-        `rows_counted` are measured."""
+        """The results, given the measures on training and test rows; of a model's rows the last `rows_counted`."""
         solver, progress, plan = self.solver, self.progress, self.plan
         return {
             "rows_train": plan.train_rows.rows, "rows_counted": train["rows"], "rows_test": test["rows"],
@@ -154,12 +136,7 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
         show: called with the steps done and a few words on the measures.
         trainings: number of trainings that divide the memory.
         communicator: of the processes that train on other parts of each batch.
-        shared: the rows of another training on the same rows, whose normalisation and sample are then reused; ignored
-            with a checkpoint.
-
-    Raises:
-        ConfigError: too little memory, an unknown device, or a plan that several processes cannot carry out.
-        RunError: the checkpoint is of another training.
+        shared: the rows of another training on the same rows, whose sample is reused; ignored with a checkpoint.
     """
     memory, holds = demand_machine(plan, trainings, communicator)
     training, activation, start = plan.training, plan.activation, plan.start
@@ -190,7 +167,6 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
 
 
 def _normalised(plan: Plan, state: Mapping[str, Tensor], holds: bool, communicator: Communicator) -> TrainingRows:
-    """The training rows, normalised as in a checkpoint, else by their spread."""
     training, rows, device = plan.training, plan.train_rows, device_named(plan.training.device)
     if state:
         width = rows.d_in + rows.d_target
@@ -207,12 +183,8 @@ def _normalised(plan: Plan, state: Mapping[str, Tensor], holds: bool, communicat
 
 
 class Loop:
-    """Trains SAEs on the same batches.
-
-    Args:
-        trainings: of plans with the same rows, normalisation, batch size and order.
-        alone: raise the error of a training, rather than keep it in `errors` and continue with the others.
-    """
+    """Trains SAEs, of plans with the same rows, normalisation, batch size and order. If `alone`, the error of a
+    training is raised, rather than kept in `errors` while the others go on."""
 
     def __init__(self, trainings: Sequence[Training], alone: bool = True) -> None:
         self.trainings, self.alone = trainings, alone
@@ -221,8 +193,7 @@ class Loop:
         self._began = 0.0  # of the epoch
 
     def train(self) -> list[SAE]:
-        """Train to the end. Returns the SAEs that did not fail, acting on raw activations; TrainingError if the only
-        one diverged, whose last checkpoint is from before that."""
+        """Train to the end. Returns the SAEs that did not fail, acting on raw activations."""
         try:
             for epoch in range(min((one.progress.epoch for one in self.trainings), default=0),
                                max((one.plan.epochs for one in self.trainings), default=0)):
@@ -256,7 +227,6 @@ class Loop:
         return [one.result(*measures) for one, *measures in zip(live, train, tests, strict=True)]
 
     def live(self, trainings: Sequence[Training] | None = None) -> list[Training]:
-        """Those that have not failed."""
         return [one for one in (self.trainings if trainings is None else trainings) if one not in self.errors]
 
     def _decoder_steps(self, epoch: int, number: int, running: Sequence[Training]) -> None:
@@ -265,8 +235,13 @@ class Loop:
         due = {one: now for one in self.live(running) if (now := one.solver.passes.get((epoch, number)))}
 
         def end(one: Training) -> None:
-            if one.end_pass(self._began):
-                del due[one]
+            try:
+                if one.solver.end_pass():  # else it is made again
+                    del due[one]
+            except TrainingError:
+                if one.rows.communicator.world_size == 1:  # the others, which have not failed, would not all-reduce
+                    one.look([], self._began, now=True)  # a NaN loss explains the failure better
+                raise
 
         while due := {one: now for one, now in due.items() if one not in self.errors}:
             count = next(iter(due.values())).rows
@@ -278,7 +253,7 @@ class Loop:
             self._each(end, members)
 
     def _keep(self, running: Sequence[Training]) -> None:
-        """Keep the epoch, after its decoder step: SAEs, checkpoints, and measures on the test rows."""
+        """Keep the epoch: SAEs, checkpoints, and measures on the test rows."""
         saes = {one: one.sae for one in self.live(running)}
         self._each(lambda one: one.demand_convergence(saes[one]), running)
         live, tests = self.live(running), {}
@@ -303,7 +278,7 @@ class Loop:
         return reconstructions(saes, raw_batches(rows, communicator), communicator)
 
 
-def averages(reports: Sequence[StepReport], variance: Tensor, communicator: Communicator = ALONE) -> dict[str, Any]:
+def averages(reports: Sequence[StepReport], variance: Tensor, communicator: Communicator) -> dict[str, Any]:
     """A line of `metrics.jsonl`: means over the rows of consecutive batches; `variance` is of smoothed rows.
     TrainingError, with the step, if a loss is NaN or infinite."""
     parts = torch.stack([torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
@@ -320,18 +295,15 @@ def averages(reports: Sequence[StepReport], variance: Tensor, communicator: Comm
 
 
 def demand_no_worse(fvu: float, worst: float, when: str) -> None:
-    """TrainingError if an error over the variance of the training rows is above `worst`, or NaN: descent that recovers
-    from there ends worse than it could."""
+    """TrainingError if the FVU is above `worst`, or NaN: descent that recovers from there ends worse than it could."""
     if not fvu <= worst:
         raise TrainingError(f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
                             + ADVICE)
 
 
 def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """RunError if one of these tensors is missing in a checkpoint or has another shape."""
     for name, shape in shapes.items():
-        got = tuple(kept[name].shape) if name in kept else None
+        got = tuple(kept[name].shape) if name in kept else "none"
         if got != shape:
             raise RunError(f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got "
-                           f"{'none' if got is None else got}; remove the run's checkpoint.safetensors to train it "
-                           f"from the start")
+                           f"{got}; remove the run's checkpoint.safetensors to train it from the start")

@@ -1,7 +1,4 @@
-"""What to train, every setting resolved, and warnings about settings and results.
-
-A warning is one sentence: the doubtful measure, and the option to change.
-"""
+"""What to train, every setting resolved; and warnings: one sentence on a measure, and the option to change."""
 
 import math
 from collections.abc import Mapping
@@ -18,16 +15,8 @@ from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.rows import RowSource
-from .array_rows import held_bytes
-from .config import (
-    DEFAULT_STEPS,
-    MOST_DEFAULT_EPOCHS,
-    PENALTY_WARM_UP,
-    SMALLEST,
-    TrainingConfig,
-)
-from .options import SolverConfig
-from .rows import SUMMED_ROWS
+from .options import DEFAULT_STEPS, MOST_DEFAULT_EPOCHS, PENALTY_WARM_UP, SMALLEST, SolverConfig, TrainingConfig
+from .rows import SUMMED_ROWS, held_bytes
 from .start import Start
 from .task import default_width
 
@@ -40,10 +29,8 @@ STORE = "make a store of them by `sae extract`, and train on that"  # advice on 
 class Plan:
     """What to train, every setting resolved.
 
-    Args:
-        test_rows: measured after each epoch.
-        start: the SAE to start from; None for random directions.
-        held: the weights that keep their start, W_enc or W_dec; see `Task`.
+    Test rows are measured after each epoch. Without `start`, training starts from random directions. `held` names the
+    weights that keep their start, W_enc or W_dec; see `Task`.
     """
 
     train_rows: RowSource
@@ -63,20 +50,29 @@ class Plan:
             raise ConfigError("--skip does nothing without --target: from rows to themselves it would be all; leave "
                               "it out, or name the store that is predicted", option="skip")
         if train_rows.places and training.sparsity == "kl":
-            raise ConfigError(f"--sparsity kl is defined for one place, got {len(train_rows.places)}; use another, "
-                              "such as l1", option="sparsity")
+            raise ConfigError(f"--sparsity kl is defined for one hook point, got {len(train_rows.places)}; use "
+                              "another, such as l1", option="sparsity")
         if start is not None:
-            training = replace(training, **start.settled(training.d_sae, training.prefixes, training.skip, activation,
-                                                         train_rows))
+            training = start.settled(training, activation, train_rows)
         if train_rows.passes == 1 and training.epochs is training.steps is None:
             training = replace(training, epochs=1)
         training = settled(training, activation, train_rows.rows, train_rows.d_in)
         solver.check(training, train_rows)
-        solver = solver.resolved(training.batches(train_rows.rows))
+        solver = solver.resolved(training.epochs and training.epochs * training.epoch_batches(train_rows.rows))
         activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))
         plan = cls(train_rows, test_rows, training, solver, activation, start)
-        if train_rows.passes == 1:
-            plan._demand_one_pass()
+        if train_rows.passes > 1:
+            return plan
+        if (training.epochs or 1) > 1:
+            raise ConfigError(f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}",
+                              option="epochs")
+        most = plan.batches * solver.rounds
+        if (training.steps or 0) > most:
+            raise ConfigError(f"--steps must be at most {most} with --model, whose rows come once, got "
+                              f"{training.steps}; raise --rows or --inner-steps, or {STORE}", option="steps")
+        if training.precision == "tf32":
+            raise ConfigError("--precision tf32 holds for the whole process, also for --model while it gives the "
+                              f"rows; use --precision float32, or {STORE}", option="precision")
         return plan
 
     @cached_property  # as rows of a model are fewer once the text has ended
@@ -87,49 +83,26 @@ class Plan:
     @cached_property
     def steps(self) -> int:
         """Optimiser steps in all of training."""
-        return self.training.steps or (self.training.epochs or 0) * self.batches * self.inner_steps
+        return self.training.steps or (self.training.epochs or 0) * self.batches * self.solver.rounds
 
     @cached_property
     def epochs(self) -> int:
         """Passes over the rows; of the last one perhaps a part."""
-        return math.ceil(self.steps / (self.batches * self.inner_steps))
-
-    @property
-    def inner_steps(self) -> int:
-        """Optimiser steps per batch."""
-        assert isinstance(self.solver.inner_steps, int), "resolved"
-        return self.solver.inner_steps
+        return math.ceil(self.steps / (self.batches * self.solver.rounds))
 
     @property
     def d_sae(self) -> int:
-        """F."""
         assert self.training.d_sae is not None, "resolved"
         return self.training.d_sae
 
     def settings(self) -> dict[str, Any]:
-        """All options, by name."""
         start = {} if self.start is None else {"init": self.start.name}
         return {"solver": self.solver.name, "act": self.activation.name, **start, **self.training.to_json(),
                 **self.solver.to_json(), **self.activation.to_json()}
 
-    def _demand_one_pass(self) -> None:
-        """Refuse, by a ConfigError, what takes rows again that come once."""
-        training = self.training
-        if (training.epochs or 1) > 1:
-            raise ConfigError(f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}",
-                              option="epochs")
-        most = self.batches * self.inner_steps
-        if (training.steps or 0) > most:
-            raise ConfigError(f"--steps must be at most {most} with --model, whose rows come once, got "
-                              f"{training.steps}; raise --rows or --inner-steps, or {STORE}", option="steps")
-        if training.precision == "tf32":
-            raise ConfigError("--precision tf32 holds for the whole process, also for --model while it gives the "
-                              f"rows; use --precision float32, or {STORE}", option="precision")
-
 
 def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: int) -> TrainingConfig:
-    """The options with every default filled in that depends on the data or the activation; idempotent.
-    Raises ConfigError if options contradict each other, or do nothing together."""
+    """The options with every default filled in that depends on the data or the activation; idempotent."""
     if training.epochs is not None and training.steps is not None:
         raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
     training = replace(training, batch_size=min(training.batch_size, rows))
@@ -143,7 +116,13 @@ def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: i
         raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty",
                           option="sparsity_warm_up")
     d_sae = training.d_sae or 4 * d_in
-    prefixes = None if training.prefixes is None else _prefixes(training.prefixes, d_sae)
+    prefixes = None
+    if training.prefixes is not None:
+        numbers = ([math.ceil(d_sae / latents) for latents in AUTO_PREFIXES] if training.prefixes == "auto" else
+                   [int(word) for word in training.prefixes.split(",")])
+        if max(numbers) > d_sae:
+            raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}", option="prefixes")
+        prefixes = ",".join(str(number) for number in sorted({*numbers, d_sae}))
     activation.check(d_sae)
     epochs = training.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / training.epoch_batches(rows)))
     smoothing, weight = training.smoothing, training.sparsity_weight
@@ -154,17 +133,7 @@ def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: i
         sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
 
 
-def _prefixes(text: str, d_sae: int) -> str:
-    """The numbers of latents of all prefixes, the last being all; ConfigError if one is larger."""
-    numbers = ([math.ceil(d_sae / latents) for latents in AUTO_PREFIXES] if text == "auto" else
-               [int(word) for word in text.split(",")])
-    if max(numbers) > d_sae:
-        raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}", option="prefixes")
-    return ",".join(str(number) for number in sorted({*numbers, d_sae}))
-
-
 def _precision(training: TrainingConfig, weights: int) -> str:
-    """The precision of products; ConfigError if it would undo the precision that other options ask for."""
     exact = training.dtype == "float64"
     if training.precision == "auto":
         rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(training.device))
@@ -176,8 +145,8 @@ def _precision(training: TrainingConfig, weights: int) -> str:
 
 
 def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tuple[int, bool]:
-    """The bytes that are free for the solver of one of `trainings`, and whether the device also keeps the rows;
-    ConfigError for too little memory, a precision the device lacks, or what several processes cannot do together."""
+    """The bytes free for the solver of one of `trainings`, and whether the device also keeps the rows; ConfigError for
+    too little memory, a precision the device lacks, or settings that several processes cannot share."""
     training, solver, rows, d_sae = plan.training, plan.solver, plan.train_rows, plan.d_sae
     device = device_named(training.device)
     demand_precision(training.precision, device)
@@ -228,28 +197,23 @@ def doubts_at_start(plan: Plan) -> list[str]:
 
 
 def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any]) -> list[str]:
-    """Warnings about measures on held-out rows (on training rows if held-out ones do not vary), without
-    `doubts_at_start`."""
+    """Further warnings, about measures on held-out rows, or on training rows if held-out ones do not vary."""
     which, measures = ("held-out", test) if math.isfinite(test["fvu"]) else ("train", train)
-    advice = {"fvu": _for_less_error(plan, overfitted=train["fvu"] <= 1, l0=measures["l0"]),
-              "l0": _for_fewer_active(plan)}
+    penalised, activation = plan.training.sparsity != "none", plan.activation
+    if measures["l0"] < 1 and penalised:
+        for_fvu = "fewer than one latent is active per row: lower --sparsity-weight"
+    elif train["fvu"] <= 1:
+        for_fvu = "train FVU is not: lower --d-sae, or train on more rows"
+    else:
+        for_fvu = "lower --lr" + (" or --sparsity-weight" if penalised else "")
+    if not activation.exact_zeros:
+        for_l0 = f"hardly a code of --act {activation.name} is exactly zero: use another --act, such as topk"
+    elif isinstance(activation, KeepsK):
+        for_l0 = "lower --k"
+    else:
+        for_l0 = "raise --sparsity-weight" if penalised else "use --sparsity l1"
+    advice = {"fvu": for_fvu, "l0": for_l0}
     found = doubts(measures, plan.train_rows.d_in, plan.d_sae)
     if doubts_at_start(plan):
         found.pop("l0", None)
     return [*plan.train_rows.warnings, *(f"{which} {words}; {advice[name]}" for name, words in found.items())]
-
-
-def _for_less_error(plan: Plan, overfitted: bool, l0: float) -> str:
-    if l0 < 1 and plan.training.sparsity != "none":
-        return "fewer than one latent is active per row: lower --sparsity-weight"
-    if overfitted:
-        return "train FVU is not: lower --d-sae, or train on more rows"
-    return "lower --lr" + (" or --sparsity-weight" if plan.training.sparsity != "none" else "")
-
-
-def _for_fewer_active(plan: Plan) -> str:
-    if not plan.activation.exact_zeros:
-        return f"hardly a code of --act {plan.activation.name} is exactly zero: use another --act, such as topk"
-    if isinstance(plan.activation, KeepsK):
-        return "lower --k"
-    return "use --sparsity l1" if plan.training.sparsity == "none" else "raise --sparsity-weight"

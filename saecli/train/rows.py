@@ -1,4 +1,4 @@
-"""Normalised training rows in batches, and what is measured on them before training.
+"""Normalised training rows in batches, what is measured on them before training, and rows of arrays or on a GPU.
 
 Shapes: N rows, B rows of a batch, D = d_in, E the width of targets next to the rows, 0 if the targets are the rows.
 """
@@ -9,18 +9,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing
 import torch
 from torch import Tensor
 
-from ..base.devices import carried
+from ..base.devices import carried, moved
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
+from ..store.joined import JoinedRows
 from ..store.rows import RowSource
 from ..store.statistics import Spread
 from ..store.stream import WHOLE, Part
-from .array_rows import HeldRows
 
+ArrayLike = Tensor | numpy.typing.ArrayLike
+CHECKED_ROWS = 65_536  # rows per block, to avoid a second copy of all
+READ_BYTES = 64 << 20  # of rows per block, on their way to the device
 LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32's maximum is 3.4e38
 STREAMED_ROWS = 2048  # rows per block if their order does not matter
 SUMMED_ROWS = 4096  # rows per block of sums over all rows: each block goes through a whole d_sae x d_sae matrix
@@ -32,12 +36,8 @@ EXACT = 1e-13  # fraction of the targets' square up to which an error is roundin
 
 @dataclass(frozen=True)
 class Normalisation:
-    """`(x - mean) / scale`, of rows with their targets next to them; folded into the saved weights.
-
-    Args:
-        mean, scale: (D + E,); scale is positive.
-        variance: mean squared distance of the normalised targets of training rows from their mean, a scalar.
-    """
+    """`(x - mean) / scale`, of rows with their targets next to them; mean and scale are (D + E,). `variance` is the
+    mean squared distance of normalised training targets from their mean."""
 
     mean: Tensor
     scale: Tensor
@@ -63,17 +63,11 @@ class Normalisation:
 
 def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype, widths: Sequence[int] = (),
                       d_target: int = 0) -> Normalisation:
-    """The normalisation of rows, given their mean and scatter.
+    """The normalisation of rows, given the spread of training rows and targets; `widths` of inputs side by side.
 
-    Args:
-        kind: `none`; `scale`, centre and divide by one number, so that the mean squared norm is D, for each input and
-            the target alone; or `standardize`, centre and give each dimension unit variance, as the paper does. A
-            dimension that varies by less than `LEAST_SCALE` is only centred.
-        spread: of the training rows, with their targets next to them.
-        widths: of inputs side by side; none for one.
-
-    Raises:
-        ConfigError: the rows do not vary, or by less than `LEAST_SCALE`.
+    `scale` centres, and divides each input, and the target, by one number, so that its mean squared norm is its width.
+    `standardize` centres, and gives each dimension unit variance, as the paper does; one that varies by less than
+    `LEAST_SCALE` is only centred. ConfigError if all the rows vary by less than that.
     """
     mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     d_in = len(mean) - d_target
@@ -86,15 +80,13 @@ def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype, widths: Seq
 
 
 def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
-    """The scale of one input or of the targets, (D,), from its variances."""
     if variance.sum() == 0:
         raise ConfigError(f"there is nothing to learn: expected training rows that differ, got {rows}, all the same; "
                           "give another --data, or a larger --fraction")
     overall = variance.mean().sqrt()
     if overall < LEAST_SCALE:
         raise ConfigError(f"the training rows are nearly the same: their spread must be at least {LEAST_SCALE:g}, "
-                          f"got {overall.item():.2g}; multiply them, and "
-                          "import them again")
+                          f"got {overall.item():.2g}; multiply them, and import them again")
     if kind == "none":
         return torch.ones_like(variance)
     if kind == "scale":
@@ -103,20 +95,128 @@ def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
 
 
 def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
-    """The SAE with the normalisation folded in, computed in float64."""
+    """The SAE with the normalisation folded in, in float64."""
     folded = sae.copy_to(torch.float64).on_raw_rows(*(part.double() for part in normalisation.of_sae()))
     return folded.copy_to(sae.W_enc.dtype)
 
 
+class ArrayRows:
+    """The rows (N, D), and targets (N, E), of arrays of any real dtype, a `RowSource`; float32 ones are not copied."""
+
+    widths: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    inputs = ()
+    target = None
+    name = "these rows"
+    passes = math.inf
+    warnings: tuple[str, ...] = ()
+
+    def __init__(self, rows: ArrayLike, targets: ArrayLike | None = None) -> None:
+        self._targets = None if targets is None else ArrayRows(targets)
+        if isinstance(rows, Tensor):
+            rows = rows.detach().cpu()
+            rows = rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows  # numpy has no bfloat16
+        rows = np.asarray(rows)
+        if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "fiu":
+            raise ConfigError(f"--rows must be numbers in an array (rows, d_in), got one of {rows.dtype} and shape "
+                              f"{tuple(rows.shape)}", option="rows")
+        if self._targets is not None and self._targets.rows != len(rows):
+            raise ConfigError(f"--target must have as many rows as there are, {len(rows)}, got {self._targets.rows}",
+                              option="target")
+        self._rows = rows
+        # Narrower dtypes are widened; float64 is kept for training in float64.
+        self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
+        bad = sum(int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS))
+        if bad:
+            raise ConfigError(f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those "
+                              "out", option="rows")
+
+    def as_stored(self) -> "ArrayRows":
+        return self
+
+    @property
+    def d_target(self) -> int:
+        return 0 if self._targets is None else self._targets.d_in
+
+    @property
+    def rows(self) -> int:
+        return self._rows.shape[0]
+
+    ready = rows
+
+    @property
+    def d_in(self) -> int:
+        return self._rows.shape[1]
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """One epoch of batches (B, D + E), shuffled uniformly; a pure function of seed and epoch."""
+        order = np.random.default_rng((seed, epoch)).permutation(self.rows)
+        for begin in range(0, self.rows, batch_size):
+            numbers = order[begin : begin + batch_size]
+            first, stop = part.of(len(numbers))
+            if stop > first:
+                yield self._with_targets(numbers[first:stop])
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        first, stop = part.of(math.ceil(self.rows / batch_size))
+        for block in range(first, stop):
+            yield self._with_targets(slice(block * batch_size, (block + 1) * batch_size))
+
+    def _with_targets(self, chosen: np.ndarray | slice) -> np.ndarray:
+        rows = self._rows[chosen].astype(self._dtype)
+        if self._targets is None:
+            return rows
+        return np.concatenate([rows, self._targets._with_targets(chosen)], axis=1)
+
+    def spread(self) -> Spread:
+        return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in + self.d_target)
+
+
+class HeldRows:
+    """Rows of stores kept on the GPU in their storage dtype; batches are those of the rows.
+
+    Cost: `held_bytes` of the device's memory, and one pass over the stores before the first batch.
+    """
+
+    def __init__(self, rows: RowSource, device: torch.device) -> None:
+        self._rows, self._device = JoinedRows(rows.inputs, rows.target), device
+        self.rows, self.d_in, self.d_target = rows.rows, rows.d_in, rows.d_target
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[Tensor]:
+        assert part == WHOLE, "several processes read their parts from the stores"
+        return self._gathered(self._rows.order(batch_size, seed=seed, epoch=epoch))
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[Tensor]:
+        assert part == WHOLE, "several processes read their parts from the stores"
+        return self._gathered(self._rows.numbers(batch_size))
+
+    def _gathered(self, numbers: Iterator[np.ndarray]) -> Iterator[Tensor]:
+        for batch in numbers:
+            yield self._held[moved(torch.from_numpy(batch), self._device)]
+
+    @cached_property
+    def _held(self) -> Tensor:
+        """All rows of the stores, (N, D + E)."""
+        whole = self._rows.whole().as_stored()
+        size = max(1, READ_BYTES * whole.rows // held_bytes(self._rows))
+        held, begin = torch.empty(0), 0
+        for batch in carried(whole.sequential(size), self._device):
+            if not begin:
+                held = batch.new_empty(whole.rows, batch.shape[1])
+            held[begin : begin + len(batch)] = batch
+            begin += len(batch)
+        return held
+
+
+def held_bytes(rows: RowSource) -> int:
+    """Bytes that the rows' stores take as stored; 0 without stores."""
+    return sum(one.store.rows * one.store.meta.row_bytes for one in (*rows.inputs, rows.target) if one)
+
+
 @dataclass(frozen=True)
 class TrainingRows:
-    """Normalised rows in batches, on the device of the normalisation.
-
-    Args:
-        stored: the rows, decoded or in storage dtype, perhaps there already.
-        seed: of their order.
-        communicator: of the processes that each take a part of each batch.
-    """
+    """Normalised rows in batches, on the device of the normalisation, where `stored` rows may be already; `seed` of
+    their order. The communicator's processes each take a part of each batch."""
 
     stored: RowSource | HeldRows
     normalisation: Normalisation
@@ -134,15 +234,15 @@ class TrainingRows:
 
     def shuffled(self, epoch: int) -> Generator[Batch, None, None]:
         """Every row once, in an order that is a pure function of seed and epoch."""
-        if self.communicator.world_size == 1:
-            yield from (Batch.of(rows, self.d_in) for rows in self._batches(epoch))
-            return
         part = part_of(self.communicator)
         own = self._batches(epoch, part)
+        if part == WHOLE:
+            yield from (Batch.of(rows, self.d_in) for rows in own)
+            return
         for begin in range(0, self.rows, self.batch_size):
             size = min(self.batch_size, self.rows - begin)
             first, stop = part.of(size)
-            rows = next(own) if stop > first else self._nothing()
+            rows = next(own) if stop > first else self._empty
             yield Batch.of(rows, self.d_in, size, torch.arange(first, stop))
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
@@ -191,21 +291,22 @@ class TrainingRows:
 
     def _sequential(self) -> Iterator[Batch]:
         """Every row once, in stored order; each batch is in one process, and empty in the others."""
-        if self.communicator.world_size == 1:
-            yield from (Batch.of(rows, self.d_in) for rows in self._normalised(self.stored.sequential(SUMMED_ROWS)))
-            return
         part = part_of(self.communicator)
         own = self._normalised(self.stored.sequential(SUMMED_ROWS, part))
+        if part == WHOLE:
+            yield from (Batch.of(rows, self.d_in) for rows in own)
+            return
         first, stop = part.of(math.ceil(self.rows / SUMMED_ROWS))
         for block, begin in enumerate(range(0, self.rows, SUMMED_ROWS)):
             size, here = min(SUMMED_ROWS, self.rows - begin), first <= block < stop
-            rows = next(own) if here else self._nothing()
+            rows = next(own) if here else self._empty
             yield Batch.of(rows, self.d_in, size, None if here else torch.arange(0))
 
     def _batches(self, epoch: int, part: Part = WHOLE) -> Iterator[Tensor]:
         return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, part=part))
 
-    def _nothing(self) -> Tensor:
+    @property
+    def _empty(self) -> Tensor:
         return self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
@@ -235,7 +336,6 @@ def regressed(rows: int, xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
 
 
 def part_of(communicator: Communicator) -> Part:
-    """The part of the rows that a process takes."""
     return Part(communicator.rank, communicator.world_size)
 
 

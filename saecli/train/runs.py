@@ -28,7 +28,6 @@ from ..sae.library import origin_of
 from ..store.joined import Joined
 from ..store.opening import open_joined
 from . import SOLVERS
-from .config import TrainingConfig
 from .files import (
     CHECKPOINT,
     CONFIG,
@@ -42,6 +41,7 @@ from .files import (
     save_checkpoint,
 )
 from .loop import Loop, Measures, Record, Training, start_training
+from .options import TrainingConfig
 from .plan import Plan, doubts_at_start
 from .start import Start
 
@@ -55,7 +55,7 @@ class Run:
     created: str
 
     def write(self, folder: Path, result: dict[str, Any] | None) -> None:
-        """Write the run's `run.json`: complete if there is a result, as of `Training.result`."""
+        """Write the run's `run.json`: complete if there is a result."""
         plan = self.plan
         start = {} if plan.start is None else {"init": {"name": plan.start.name, "hash": plan.start.hash}}
         write_json(folder / RUN_MARKER, {
@@ -84,8 +84,6 @@ class Run:
 
 
 class RunRecord(Record):
-    """Keeps a run in its folder; ConfigError for a tracker that is not installed."""
-
     def __init__(self, run: Run, folder: Path, listener: Listener) -> None:
         demand_trackers(run.plan.training.log_to)
         self.run, self.folder, self.listener = run, folder, listener
@@ -95,7 +93,6 @@ class RunRecord(Record):
         return load_checkpoint(self.folder)
 
     def begin(self, step: int, epochs: int) -> None:
-        """Open `metrics.jsonl`, with lines of later steps dropped, and the trackers asked for."""
         self.epochs, plan = epochs, self.run.plan
         settings = self.run.stores.names() | plan.settings()
         for log in logs_of(Logged(self.folder, self.run.created, settings, step, self.listener), plan.training.log_to):
@@ -130,13 +127,8 @@ class RunRecord(Record):
 
 @dataclass(frozen=True)
 class Job:
-    """A run to train.
-
-    Args:
-        folder: claimed.
-        given: the options that a new run was given; None for a resumed run.
-        varied: with several runs, the options in which they differ.
-    """
+    """A run to train in a claimed folder: `given` are the options of a new run, None for a resumed one; `varied` those
+    in which several runs differ."""
 
     folder: Path
     run: Run
@@ -158,29 +150,28 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
 
 def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: ExitStack,
                     communicator: Communicator) -> list[Path]:
-    """The folders of new runs, claimed by rank 0 until `claims` is closed; RunError if a name is taken."""
-    return communicator.broadcast_object(lambda: [_new_folder(home.runs.path, name, stem, claims) for name in names])
+    """The folders of new runs, claimed by rank 0 until `claims` is closed; runs that start at once get different
+    generated names."""
+    def new_folder(name: str | None) -> Path:
+        if name is None:
+            for folder in (home.runs.path / f"{stem}-{number}" for number in count(1)):
+                with suppress(FileExistsError, RunError):
+                    claims.enter_context(claimed(folder))
+                    return folder
+        folder = home.runs.path / str(name)
+        try:
+            claims.enter_context(claimed(folder))
+        except FileExistsError:
+            raise RunError(f"there is a run named {name!r} already; give another --name, or if it is not finished "
+                           "continue it by --resume") from None
+        return folder
 
-
-def _new_folder(runs: Path, name: str | None, stem: str, claims: ExitStack) -> Path:
-    """One of `claimed_folders`; runs that start at once get different generated names."""
-    if name is None:
-        for folder in (runs / f"{stem}-{number}" for number in count(1)):
-            with suppress(FileExistsError, RunError):
-                claims.enter_context(claimed(folder))
-                return folder
-    try:
-        claims.enter_context(claimed(runs / str(name)))
-    except FileExistsError:
-        raise RunError(f"there is a run named {name!r} already; give another --name, or where it is not finished go on "
-                       "with it by --resume") from None
-    return runs / str(name)
+    return communicator.broadcast_object(lambda: [new_folder(name) for name in names])
 
 
 def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack,
                 communicator: Communicator) -> Job:
-    """The run `name`, else the newest unfinished one, to resume; its folder is claimed until `claims` is closed.
-    RunError if it is finished, being trained, or its settings, store or initial SAE have changed."""
+    """The run `name`, else the newest unfinished one, to resume; its folder is claimed until `claims` is closed."""
     job = communicator.main_first(lambda: _begun_before(home, name, listener))
     if communicator.is_main:
         claims.enter_context(claimed(job.folder, new=False))
@@ -208,8 +199,8 @@ def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
 
 
 def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: Listener, purpose: str) -> Run:
-    """The run that a `run.json` describes, without opening the SAE it started from; RunError, "cannot PURPOSE NAME", if
-    its settings are not of this version, or its store has changed."""
+    """The run that a `run.json` describes, without the SAE it started from; RunError, "cannot PURPOSE NAME", if its
+    settings are not of this version, or its store has changed."""
     name, path = folder.name, folder / home.runs.marker
     if "streamed" in document:
         raise RunError(f"cannot {purpose} {name}: its rows came from a model as it trained, and are not stored; train "
@@ -230,9 +221,9 @@ def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: L
         raise RunError(f"cannot {purpose} {name}: {path} is not what this version of `sae train` writes "
                        f"({error}); train it anew") from error
     if trained_on != stores.hash:
-        what = ("is not the store that it was begun on, though it has its name" if stores.is_single else
-                "are not the stores that it was begun on, though they have their names")
-        raise RunError(f"cannot {purpose} {name}: {stores.name} {what}; make them again, or train anew")
+        what = "is not the store" if stores.is_single else "are not the stores"
+        raise RunError(f"cannot {purpose} {name}: {stores.name} {what} that it was begun on; make the same again, or "
+                       "train anew")
     return run
 
 
@@ -240,9 +231,8 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
                communicator: Communicator) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
     """Train runs, which differ only in numeric options of the SAE and its solver, to the end.
 
-    Returns:
-        The document that `sae train --json` prints for each run that did not fail; with several runs, also the errors
-        of the others, by name. The error of a single run is raised.
+    Returns the document that `sae train --json` prints for each run that did not fail, and with several runs the errors
+    of the others, by name. The error of a single run is raised.
     """
     try:
         for job in jobs:
@@ -332,7 +322,6 @@ def _trained(jobs: Sequence[Job], listener: Listener,
 
 
 def _what_is_kept(training: Training) -> str:
-    """A clause on what is left of a failed run."""
     kept, epochs = training.progress, training.plan.epochs
     if not kept.epoch:
         return f"the run stops in epoch 1 of {epochs}, and nothing of it is kept"

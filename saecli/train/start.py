@@ -5,7 +5,7 @@ Shapes: n rows, B rows of a batch, D = d_in, E = d_out, F = d_sae.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from ..sae.activations import Activation, JumpRelu, activation_to_json
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import lasting_name, open_sae
 from ..store.rows import RowSource
-from .config import TrainingConfig
+from .options import TrainingConfig
 from .rows import Normalisation
 
 RATE_FACTOR, RATE_POWER = 0.105, 1 / 3
@@ -31,15 +31,12 @@ POWER_ITERATIONS = 30  # for two digits of an eigenvalue
 
 
 def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, B: Tensor | None = None) -> SAE:
-    """An SAE with random unit directions, its decoder the encoder's, W_dec = W_enc' B, its scale fitted to a batch.
+    """An SAE with random unit directions, `W_dec = W_enc' B`, its scale fitted to a batch of normalised rows. B,
+    (D, E), is the targets' regression on them, None if the targets are the rows.
 
-    If the activation is linear on pairs of opposites and there are at least two latents per dimension, half of the
-    directions are opposites of the others, so that the SAE can be linear in the rows from the start (without a penalty,
-    test FVU after 50 passes over 700 rows of tiny-gemma2: 1e-7 instead of 1e-3).
-
-    Args:
-        batch: normalised rows.
-        B: the targets' linear regression on the rows, (D, E); None if they are the rows.
+    If the activation is linear on pairs of opposites and there are two latents per dimension, half of the directions
+    are opposites of the others: the SAE can then be linear from the start (without a penalty, test FVU after 50 passes
+    over 700 rows of tiny-gemma2: 1e-7 instead of 1e-3).
     """
     x, d_in = batch.x, batch.x.shape[1]
     directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -72,15 +69,11 @@ def fitted_learning_rate(batch: Tensor, firings: float) -> float:
 
     lambda is the largest eigenvalue of `sum ||x||^2 x x' / sum ||x||^2` for rows of mean squared norm D. A step of Adam
     moves a latent, of norm about 1, by up to `lr sqrt(D)`, and the pre-activations of rows along the leading direction
-    by up to `lr sqrt(D lambda)`; the fourth moment weights the rows of large norm, which dominate the gradient. The
-    fewer rows of a batch a latent fires on, the noisier its steps.
+    by up to `lr sqrt(D lambda)`; the fourth moment weights the rows of large norm, which dominate the gradient. A
+    latent's steps are noisier if it fires on few rows per batch: `firings`, above 0.
 
     Powers and factors are fitted to the best rates of 4,000 steps: 8e-3 on tiny-gemma2 (D = 128) at 8 firings, 4e-3
     there at 2, 4e-3 to 8e-3 on image patches (256), about 4e-3 in two worlds at 2.5 (128) and 3.8 (192).
-
-    Args:
-        batch: normalised rows, (B, D).
-        firings: expected number of rows per batch on which a latent fires, above 0.
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """
@@ -100,13 +93,8 @@ def fitted_learning_rate(batch: Tensor, firings: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The SAE that a training starts from.
-
-    Args:
-        name: of a run, a folder's path, or an address on the hub.
-        hash: its `fingerprint`.
-        sae: acting on raw rows; None if training resumes from a checkpoint.
-    """
+    """The SAE that a training starts from: its name, path or address, its `fingerprint`, and the SAE, acting on raw
+    rows; None if training resumes from a checkpoint."""
 
     name: str
     hash: str
@@ -120,7 +108,6 @@ class Start:
 
     @property
     def activation(self) -> str:
-        """The name of the SAE's activation."""
         return self._sae.activation.name
 
     @property
@@ -141,14 +128,9 @@ class Start:
         own = self._sae.activation
         return {name: getattr(own, name) for name in own.of_codes} if own.name == act else {}
 
-    def settled(self, d_sae: int | None, prefixes: str | None, skip: bool, activation: Activation,
-                rows: RowSource) -> dict[str, Any]:
-        """The values of `d_sae`, `prefixes` and `skip` to train with: as given, else inherited from the SAE.
-
-        Raises:
-            ConfigError: the rows or their targets have another width than the SAE's, another `d_sae` is given, or
-                initial thresholds are given and the SAE has its own.
-        """
+    def settled(self, training: TrainingConfig, activation: Activation, rows: RowSource) -> TrainingConfig:
+        """The settings, with `d_sae`, `prefixes` and `skip` inherited from the SAE; ConfigError if it does not fit the
+        rows or the settings."""
         sae = self._sae
         for what, wanted, got in (("rows", sae.d_in, rows.d_in), ("targets", sae.d_out, rows.d_target or rows.d_in)):
             if wanted != got:
@@ -157,26 +139,31 @@ class Start:
         if sae.W_skip is not None and not rows.d_target:
             raise ConfigError(f"--init {self.name} is a transcoder: expected the store of what it predicts, got "
                               "none; name it with --target", option="init")
-        if d_sae not in (None, sae.d_sae):
-            raise ConfigError(f"--d-sae must be {sae.d_sae}, as in --init {self.name}, got {d_sae}; leave it out",
-                              option="d_sae")
+        if training.d_sae not in (None, sae.d_sae):
+            raise ConfigError(f"--d-sae must be {sae.d_sae}, as in --init {self.name}, got {training.d_sae}; leave it "
+                              "out", option="d_sae")
         if isinstance(activation, JumpRelu) and activation.threshold is not None and self._has_parameters(activation):
             raise ConfigError(f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "
                               "leave it out", option="threshold")
-        return {"d_sae": sae.d_sae, "prefixes": prefixes or ",".join(map(str, sae.prefixes)) or None,
-                "skip": skip or sae.W_skip is not None}
+        prefixes = training.prefixes or ",".join(map(str, sae.prefixes)) or None
+        return replace(training, d_sae=sae.d_sae, prefixes=prefixes, skip=training.skip or sae.W_skip is not None)
 
     def initial(self, activation: Activation, sample: Tensor, normalisation: Normalisation) -> SAE:
         """The SAE acting on normalised rows, at the start of training.
 
-        An activation of the SAE's kind has the SAE's parameters; another one's are fitted to the sample, (n, D). Codes
-        are scaled to give encoder and decoder one norm, since Adam's steps are of one size for both. ConfigError if the
-        activation's target for L0 cannot be reached.
+        An activation of another kind than the SAE's has parameters fitted to the sample, (n, D). If the activation
+        allows it, codes are scaled to give encoder and decoder one norm, since Adam's steps are of one size for both.
         """
         mean, scale, target_mean, target_scale = (part.double() for part in normalisation.of_sae())
         own = self._sae.copy_to(torch.float64).copy_to(sample.device)
         # Raw rows are normalised ones, normalised by these.
-        own = balanced(own.on_raw_rows(-mean / scale, 1 / scale, -target_mean / target_scale, 1 / target_scale))
+        own = own.on_raw_rows(-mean / scale, 1 / scale, -target_mean / target_scale, 1 / target_scale)
+        factor = (own.W_dec.norm() / own.W_enc.norm()).sqrt().item()
+        if 0 < factor < math.inf:
+            rescaled = own.activation.rescaled(own.activation_parameters, factor)
+            if rescaled is not None:
+                own = own.changed(None, W_enc=own.W_enc * factor, b_enc=own.b_enc * factor, W_dec=own.W_dec / factor,
+                                  **rescaled)
         start = activation.parameters(own.d_sae) | activation.training_parameters(own.d_sae)
         x = sample.double()
         parameters = activation.continuing({name: tensor.to(own.W_enc) for name, tensor in start.items()},
@@ -185,17 +172,15 @@ class Start:
             parameters |= own.activation_parameters
         else:
             pre = own.pre_activations(x)
-            self._demand_positive(activation, (pre > 0).sum().item() / len(pre))
+            positive = (pre > 0).sum().item() / len(pre)  # per row, the most that thresholds from 0 can keep
+            target = activation.target_l0 if isinstance(activation, JumpRelu) else None
+            if target is not None and positive < target:
+                raise ConfigError(f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row "
+                                  f"of --init {self.name}, got {target:g}; lower it, or use another --act",
+                                  option="target_l0")
             parameters = activation.fitted(pre, parameters)
         return SAE(own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters,
                    W_skip=own.W_skip).copy_to(sample.dtype)
-
-    def _demand_positive(self, activation: Activation, positive: float) -> None:
-        """Refuse a target for L0 above the number of positive pre-activations per row, which thresholds of 0 reach."""
-        if isinstance(activation, JumpRelu) and activation.target_l0 is not None and positive < activation.target_l0:
-            raise ConfigError(f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row of "
-                              f"--init {self.name}, got {activation.target_l0:g}; lower it, or use another --act",
-                              option="target_l0")
 
     def _has_parameters(self, activation: Activation) -> bool:
         return type(activation) is type(self._sae.activation)
@@ -208,14 +193,3 @@ def fingerprint(sae: SAE) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())  # NumPy has no bfloat16
     return digest.hexdigest()
-
-
-def balanced(sae: SAE) -> SAE:
-    """The same function with codes scaled so that encoder and decoder have one norm, if the activation allows it."""
-    factor = (sae.W_dec.norm() / sae.W_enc.norm()).sqrt().item()
-    if not 0 < factor < float("inf"):
-        return sae
-    rescaled: Mapping[str, Tensor] | None = sae.activation.rescaled(sae.activation_parameters, factor)
-    if rescaled is None:
-        return sae
-    return sae.changed(None, W_enc=sae.W_enc * factor, b_enc=sae.b_enc * factor, W_dec=sae.W_dec / factor, **rescaled)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base.devices import moved
 from ..sae.dictionary import Batch
-from .config import WIDEST, TrainingConfig
+from .options import WIDEST, TrainingConfig
 
 
 @dataclass(frozen=True, eq=False)

@@ -169,13 +169,13 @@ def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     """Optimiser steps that either solver takes by default."""
     from saecli.sae.activations import ACTIVATIONS
     from saecli.train import SOLVERS
-    from saecli.train.config import TrainingConfig
+    from saecli.train.options import TrainingConfig
     from saecli.train.plan import Plan
 
     rows = store.split("train")
     plan = Plan.resolved(rows, None, TrainingConfig(d_sae=options["d_sae"]), SOLVERS["sgd"](),
                          ACTIVATIONS[options["act"]](k=options["k"]))
-    return plan.training.batches(rows.rows) * plan.solver.inner_steps
+    return plan.steps
 
 
 def fill(jobs: Sequence[Job], log: Path, processes: int, home: Path, saelens: Path | None) -> dict[Job, dict[str, Any]]:

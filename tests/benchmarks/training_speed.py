@@ -21,8 +21,7 @@ import torch
 
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import Batch
-from saecli.train.config import TrainingConfig
-from saecli.train.options import PamSgd, Sgd, SolverConfig
+from saecli.train.options import PamSgd, Sgd, SolverConfig, TrainingConfig
 from saecli.train.start import initial_sae
 from saecli.train.task import Task
 

@@ -14,7 +14,7 @@ from saecli.base.options import PAPER, Config, option, options_of
 from saecli.cli.options import Given, configured, own_options
 from saecli.sae.activations import ACTIVATIONS
 from saecli.train import SOLVERS
-from saecli.train.config import TrainingConfig
+from saecli.train.options import TrainingConfig
 
 
 @dataclass(frozen=True)

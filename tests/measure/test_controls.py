@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows, targets_of
+from homes import CommandLine, make_store, some_rows, targets_of
 from ridge_problems import least_squares, terms_of
 
 import saecli
@@ -187,43 +187,3 @@ def test_what_makes_no_sense_is_left_out_with_a_note(sae: CommandLine, monkeypat
     document = saecli.controls("plain", seeds=1, home=sae.home)
     assert [line["control"] for line in document["controls"]] == NAMES[:3]
     assert "shuffled rows are left out: the rows, in memory, take 48 kB: expected 500 B at most" in document["notes"][0]
-
-
-@pytest.fixture
-def runs(sae: CommandLine) -> CommandLine:
-    """A home with what has controls and what has not."""
-    make_store(sae.home, "rows", some_rows(400))
-    make_store(sae.home, "others", some_rows(400, seed=1))
-    for name, words in (("run", ("--keep-every", "1")), ("from", ("--init", "run")), ("both", ("--data", "others"))):
-        assert sae("train", "--data", "rows", *words, *QUICK[2:], "--name", name).status == 0
-    assert sae("refit", "run").status == 0
-    make_run(sae.home, "half", random_sae(), complete=False)
-    make_run(sae.home, "old", random_sae())
-    saecli.save_sae(random_sae(), sae.home / "saved")
-    return sae
-
-
-REFUSED = [
-    (("refit-run",), "expected a finished run of `sae train`, got one of `sae refit`; name the run that it was made",
-     1),
-    (("half",), "got an unfinished one; finish it by `sae train --resume --name half`", 1),
-    (("from",), "got one that began from run; name one without --init", 1),
-    (("both",), "got a crosscoder", 1),
-    (("old",), "cannot make controls of old: ", 1),
-    (("{home}/saved",), "got a folder with an SAE of unknown training; name a run", 1),
-    (("{home}/runs/run/kept/epoch-1",), "got an epoch of one; name the run itself", 1),
-    (("nowhere",), "there is no run and no folder named 'nowhere'", 1),
-    (("run", "--tokens", "5"), "--tokens does nothing without --model", 2),
-    (("run", "--model", "tiny-gemma2"), "expected a store that `sae extract` made", 1),
-    (("run", "--device", "abacus"), "--device must be cpu, cuda, cuda:N or auto, got 'abacus'", 2),
-]
-
-
-def test_what_has_no_controls_is_told_in_a_sentence(runs: CommandLine):
-    for words, sentence, status in REFUSED:  # of one home, which takes longest
-        done = runs("controls", *(word.format(home=runs.home) for word in words))
-        assert (done.status, done.out) == (status, ""), words
-        assert sentence in done.err
-    assert runs("controls", "run", "--seeds", "0").status == 2
-    with pytest.raises(saecli.SaeError, match="seeds must be at least 1, got 0"):
-        saecli.controls("run", seeds=0, home=runs.home)

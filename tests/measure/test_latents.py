@@ -1,19 +1,12 @@
 """What is gathered of latents in one pass, against brute force in numpy."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from storing import memory_folder
-from tiny_models import save_model
 
-from saecli.base.devices import device_named
-from saecli.extract.language_model import LanguageModel, load_tokenizer
-from saecli.extract.model_source import find_model
-from saecli.extract.options import TINY_GEMMA2
-from saecli.extract.tokens import LOGIT_BINS, TokenTexts, Unembedding
 from saecli.measure import latents as surveyed
 from saecli.measure.latents import (
     BEFORE,
@@ -86,6 +79,15 @@ class Corpus:
         return kept[:COUNT]
 
 
+def filled(examples: Examples, codes: np.ndarray, columns: np.ndarray | None, parts: list[slice]) -> Examples:
+    """Examples that have taken in codes by parts."""
+    for part in parts:
+        block = Block(torch.empty(part.stop - part.start, 2), np.arange(part.start, part.stop),
+                      None if columns is None else columns[:, part])
+        examples.update(torch.from_numpy(codes[part]), block)
+    return examples
+
+
 def check(found: dict[str, np.ndarray], place: int, expected: list[dict]) -> None:
     assert int((found["rank"][place] > 0).sum()) == len(expected)
     for which, one in enumerate(expected):
@@ -101,11 +103,8 @@ def check(found: dict[str, np.ndarray], place: int, expected: list[dict]) -> Non
 @pytest.mark.parametrize("seed", range(5))
 def test_examples_are_those_that_looking_at_every_window_finds(seed: int, signed: bool):
     corpus = Corpus.random(seed, signed)
-    everything, some = Examples(range(F), F, COUNT, True), Examples([1, 5, 7], F, COUNT, True)
-    for part in corpus.blocks(np.random.default_rng(seed)):
-        block = Block(torch.empty(part.stop - part.start, 2), np.arange(part.start, part.stop), corpus.columns[:, part])
-        for examples in (everything, some):
-            examples.update(torch.from_numpy(corpus.codes[part]), block)
+    everything, some = (filled(Examples(latents, F, COUNT, True), corpus.codes, corpus.columns,
+                               corpus.blocks(np.random.default_rng(seed))) for latents in (range(F), [1, 5, 7]))
     for examples, latents in ((everything, range(F)), (everything, [2, 8]), (some, [1, 5, 7]), (some, [5])):
         for place, latent in enumerate(latents):
             check(examples.of(latents), place, corpus.best(latent))
@@ -113,30 +112,18 @@ def test_examples_are_those_that_looking_at_every_window_finds(seed: int, signed
 
 def test_examples_without_tokens_are_rows_of_the_largest_codes():
     codes = np.random.default_rng(0).normal(size=(500, F)).astype(np.float32)
-    examples = Examples(range(F), F, COUNT, False)
-    for part in np.split(np.arange(500), [7, 300]):
-        examples.update(torch.from_numpy(codes[part]), Block(torch.empty(len(part), 2), 1000 + part, None))
+    parts = [slice(0, 7), slice(7, 300), slice(300, 500)]
+    found = filled(Examples(range(F), F, COUNT, False), codes, None, parts).of(range(F))
     order = np.argsort(-np.abs(codes), axis=0)[:COUNT].T
-    found = examples.of(range(F))
-    assert (found["number"] == 1000 + order).all()
+    assert (found["number"] == order).all()
     assert (found["code"][..., 0] == np.take_along_axis(codes.T, order, 1)).all()
-
-
-def sampled(codes: np.ndarray, columns: np.ndarray | None, parts: list[slice], count: int) -> Examples:
-    """A random sample of the rows on which each latent fires, taken in by parts."""
-    latents = codes.shape[1]
-    examples = Examples(range(latents), latents, count, columns is not None, at_random)
-    for part in parts:
-        block = Block(torch.empty(part.stop - part.start, 2), np.arange(part.start, part.stop),
-                      None if columns is None else columns[:, part])
-        examples.update(torch.from_numpy(codes[part]), block)
-    return examples
 
 
 def test_random_examples_do_not_depend_on_batches():
     corpus = Corpus.random(0, signed=True)
     rng = np.random.default_rng(1)
-    first, second = (sampled(corpus.codes, corpus.columns, corpus.blocks(rng), COUNT).of(range(F)) for _ in range(2))
+    first, second = (filled(Examples(range(F), F, COUNT, True, at_random), corpus.codes, corpus.columns,
+                            corpus.blocks(rng)).of(range(F)) for _ in range(2))
     for name, values in first.items():
         assert (values == second[name]).all(), name
     for latent, numbers in enumerate(first["number"]):
@@ -154,16 +141,17 @@ def test_random_examples_are_spread_evenly_over_rows_and_sizes():
     rng = np.random.default_rng(0)
     rows, latents, count = 20_000, 60, 40
     codes = (rng.exponential(size=(rows, latents)) * (rng.random((rows, latents)) < 0.3)).astype(np.float32)
-    found = sampled(codes, None, [slice(0, 7000), slice(7000, rows)], count).of(range(latents))
+    found = filled(Examples(range(latents), latents, count, False, at_random), codes, None,
+                   [slice(0, 7000), slice(7000, rows)]).of(range(latents))
     assert (found["rank"] > 0).all()
-    ranks = [np.searchsorted(np.sort(codes[codes[:, latent] > 0, latent]), found["code"][latent, :, 0]) / (codes[
-        :, latent] > 0).sum() for latent in range(latents)]
+    sizes = [np.sort(own[own > 0]) for own in codes.T]
+    ranks = [np.searchsorted(own, code) / len(own) for own, code in zip(sizes, found["code"][..., 0], strict=True)]
     for uniform in (found["number"].ravel() / rows, np.concatenate(ranks), found["number"][:, :5].ravel() / rows):
         sorted_ = np.sort(uniform)
         distance = np.abs(sorted_ - np.arange(len(sorted_)) / len(sorted_)).max()
         assert distance < 1.95 / np.sqrt(len(sorted_))  # Kolmogorov and Smirnov's bound at 0.1%
     shared = len(found["number"].ravel()) - len(set(found["number"].ravel().tolist()))
-    assert shared < 3 * (latents * count) ** 2 / (2 * rows)  # three times as many as of independent draws
+    assert shared < 3 * (latents * count) ** 2 / (2 * rows)  # three times the number of independent draws
 
 
 @pytest.mark.parametrize("density", [0.03, 0.6])
@@ -209,11 +197,10 @@ def test_cofiring_of_many_rows_looks_at_evenly_spaced_ones(monkeypatch: pytest.M
         assert torch.equal(values, own)
 
 
-def test_a_missing_row_is_told_before_the_token_after_it():
-    columns = np.array([[0] * 5, [1, 2, 5, 6, 7], [10, 11, 12, 13, 14]])
-    examples = Examples(range(1), 1, 1, True)
-    examples.update(torch.tensor([[0.0], [1.0], [0.0], [0.0], [0.0]]), Block(torch.empty(5, 2), np.arange(5), columns))
-    assert examples.of([0])["gap"][0, 0, :6].tolist() == [False, False, True, False, False, False]
+def test_a_gap_is_marked_at_the_token_after_a_missing_row():
+    columns, codes = np.array([[0] * 5, [1, 2, 5, 6, 7], [10, 11, 12, 13, 14]]), np.eye(1, 5, 1, dtype=np.float32).T
+    found = filled(Examples(range(1), 1, 1, True), codes, columns, [slice(0, 5)]).of([0])
+    assert found["gap"][0, 0, :6].tolist() == [False, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("which", ["all", "test"])
@@ -272,45 +259,3 @@ def test_neighbours_are_the_largest_cosines_but_a_latents_own():
     assert values[[0, 2]].numpy() == pytest.approx(np.take_along_axis(cosines[[3, 39]], order, 1))
     assert (values[1] == 0).all()
     assert told == [3]
-
-
-# Where each architecture keeps its final norm, whether that is a LayerNorm, and what is added to its parameter.
-NORMS = {"gemma2": ("model.norm", False, 1.0), "llama": ("model.norm", False, 0.0),
-         "gpt2": ("transformer.ln_f", True, 0.0), "gpt-neox": ("gpt_neox.final_layer_norm", True, 0.0)}
-
-
-@pytest.mark.parametrize("architecture", NORMS)
-def test_output_tokens_match_final_norm_and_unembedding(tmp_path: Path, architecture: str):
-    place, centred, offset = NORMS[architecture]
-    model = LanguageModel(find_model(str(save_model(tmp_path, architecture))), device_named("cpu"), head=True)
-    norm = model.model.get_submodule(place)
-    generator = torch.Generator().manual_seed(0)
-    norm.weight.copy_(torch.randn(norm.weight.shape, generator=generator))
-    directions = torch.randn(5, model.source.d_model, generator=generator)
-    outputs = Unembedding(model).output_tokens(directions, 3, lambda done: None)
-
-    unit = directions.double().numpy()
-    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-    unit -= unit.mean(1, keepdims=True) if centred else 0
-    W_U = model.model.get_output_embeddings().weight.double().numpy()
-    logits = (unit * (offset + norm.weight.double().numpy())) @ W_U.T
-    logits -= logits.mean(1, keepdims=True)
-    assert (outputs.promoted.numpy() == np.argsort(-logits, axis=1)[:, :3]).all()
-    assert (outputs.suppressed.numpy() == np.argsort(logits, axis=1)[:, :3]).all()
-    assert outputs.promoted_logits.numpy() == pytest.approx(-np.sort(-logits, axis=1)[:, :3], rel=1e-4)
-    assert outputs.suppressed_logits.numpy() == pytest.approx(np.sort(logits, axis=1)[:, :3], rel=1e-4)
-    for counts, own in zip(outputs.counts.numpy(), logits, strict=True):
-        assert counts.sum() == len(own)
-        assert np.abs(counts - np.histogram(own, LOGIT_BINS)[0]).sum() <= 4  # rounding may move one over an edge
-        assert counts[0] > 0 < counts[-1]
-
-
-def test_texts_of_tokens_put_together_are_the_text():
-    tokenizer = load_tokenizer(find_model(TINY_GEMMA2))
-    texts = TokenTexts(tokenizer)
-    text = "def f(x):\n    return naïve 🙂 שלום"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert texts.joined(ids) == text
-    whole = [texts[token] for token in ids if "\ufffd" not in texts[token]]
-    assert "".join(whole).startswith("def f(x):\n    return na")
-    assert texts.joined([5, 10**6]) == "[5][1000000]"

@@ -66,8 +66,7 @@ def test_progress_says_on_stderr_what_was_chosen(home: Path, capsys: pytest.Capt
     assert (out, err.splitlines()[0]) == ("", "using the newest run, second")
 
 
-def test_a_report_of_an_sae_in_memory_matches_its_runs(
-        sae: CommandLine, tmp_path: Path) -> None:
+def test_a_report_of_an_sae_in_memory_matches_its_runs(sae: CommandLine, tmp_path: Path) -> None:
     _, mine = make_text_run(sae.home, str(save_model(tmp_path / "model")))
     printed = sae("report", "run", "--latents", "3,5-6", "--out", tmp_path / "one", "--json").json
     store = saecli.open_store("texts", home=sae.home)
@@ -80,14 +79,11 @@ def test_a_report_of_an_sae_in_memory_matches_its_runs(
         saecli.report("run", tmp_path / "two", home=sae.home)
 
 
-def test_an_export_matches_the_commands(
-        sae: CommandLine, home: Path, tmp_path: Path) -> None:
+def test_an_export_matches_the_commands(sae: CommandLine, home: Path, tmp_path: Path) -> None:
     printed = sae("export", "first", "--to", "saelens", "--out", tmp_path / "one", "--json").json
     assert saecli.export("first", "saelens", tmp_path / "two", home=home) == printed | {"path": str(tmp_path / "two")}
     first, store = saecli.load_sae("first", home=home), saecli.open_store("rows", home=home)
     assert saecli.export(first, "saelens", tmp_path / "three", store)["deviation"] == printed["deviation"]
-    with pytest.raises(saecli.SaeError, match=r"to must be one of saelens, .* got 'other'"):
-        saecli.export("first", "other", tmp_path / "four", home=home)
 
 
 def test_an_array_is_imported_once_and_listed(sae: CommandLine, home: Path, tmp_path: Path) -> None:
@@ -99,20 +95,3 @@ def test_an_array_is_imported_once_and_listed(sae: CommandLine, home: Path, tmp_
     assert saecli.list_home(home) == sae("list", "--json").json
     found = saecli.list_home(home, check=True)
     assert (found["stores"][0]["name"], found["problems"]) == ("more", [])
-
-
-@pytest.mark.parametrize(("function", "arguments", "sentence"), [
-    ("evaluate", {"tokens": 5}, "tokens does nothing without model; leave it out"),
-    ("evaluate", {"split": "other"}, "split must be one of train, test, all"),
-    ("geometry", {"data": some_rows(50)}, "data must be a store or rows of one here, got rows in memory"),
-    ("geometry", {"radius": 0.0}, "radius must be a number above 0, got 0"),
-    ("geometry", {"lambda_": "much"}, "lambda must be auto or a number that is at least 0, got 'much'"),
-    ("sparsity", {"data": some_rows(50, 9)}, "expected rows of 8 dimensions, got 9"),
-    ("sparsity", {"device": "tpu"}, "device must be cpu, cuda, cuda:N or auto, got 'tpu'"),
-    ("push", {"repo": "one"}, "cannot push to 'one': expected USER/REPO"),
-], ids=lambda part: part if isinstance(part, str) else "")
-def test_what_cannot_work_is_refused_in_pythons_names(home: Path, function: str, arguments: dict,
-                                                      sentence: str) -> None:
-    with pytest.raises(saecli.SaeError) as refused:
-        getattr(saecli, function)("first", home=home, **arguments)
-    assert sentence in str(refused.value)

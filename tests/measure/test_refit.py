@@ -17,8 +17,8 @@ from saecli.sae.activations import ACTIVATIONS, JumpRelu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.split import is_test
 from saecli.train import refit_decoder as decoder
-from saecli.train.array_rows import ArrayRows
 from saecli.train.refit_decoder import refitted
+from saecli.train.rows import ArrayRows
 
 
 def fvu(sae: SAE, rows: np.ndarray) -> float:
@@ -176,7 +176,7 @@ def test_a_run_on_a_fraction_is_refitted_on_all_its_training_rows(sae: CommandLi
 
 
 @pytest.mark.slow
-def test_effect_on_the_model_is_told_before_and_after(sae: CommandLine):
+def test_effect_on_the_model_is_measured_before_and_after(sae: CommandLine):
     assert sae("extract", "--model", "tiny-gemma2", "--rows", "3000", "--name", "notes").status == 0
     assert sae("train", "--solver", "sgd", "--act", "topk", "--k", "8", "--d-sae", "64", "--steps", "20", "--name",
                "run").status == 0
@@ -214,31 +214,3 @@ def test_decoder_that_is_worse_on_rows_held_out_is_warned_of(sae: CommandLine):
     assert done.status == 0
     assert "warning: FVU on held-out rows rose from" in done.err
     assert sae("refit", "run", "--name", "again", "--json").json["after"]["fvu"] > 1
-
-
-@pytest.mark.parametrize(("words", "sentence", "status"), [
-    (("run",), "there is a run named 'refit-run' already; give another --name", 1),
-    (("run", "--name", "run"), "there is a run named 'run' already", 1),
-    (("run", "--name", "a/b"), "--name must be a plain folder name", 2),
-    (("run", "--tokens", "5"), "--tokens does nothing without --model", 2),
-    (("run", "--data", "narrow"), "expected rows of 8 dimensions, got 5; name another store with --data", 2),
-    (("run", "--data", "nowhere"), "there is no activation store named 'nowhere'", 1),
-    (("nowhere",), "there is no run and no folder named 'nowhere'", 1),
-    (("run", "--device", "abacus"), "--device must be cpu, cuda, cuda:N or auto, got 'abacus'", 2),
-    (("run", "--model", "tiny-gemma2", "--name", "new"), "expected a store that `sae extract` made", 1),
-])
-def test_what_cannot_be_refitted_is_told_in_a_sentence(sae: CommandLine, words: tuple, sentence: str, status: int):
-    make_store(sae.home, "narrow", some_rows(50, 5))
-    make_store(sae.home, "rows", some_rows(200))
-    make_run(sae.home, "run", random_sae())
-    make_run(sae.home, "refit-run", random_sae())
-    before = {path: path.stat().st_mtime_ns for path in sae.home.rglob("*")}
-    done = sae("refit", *words)
-    assert (done.status, done.out) == (status, "")
-    assert sentence in done.err
-    assert {path: path.stat().st_mtime_ns for path in sae.home.rglob("*")} == before
-
-
-def test_rows_too_large_for_their_products_are_told():
-    with pytest.raises(saecli.SaeError, match="expected finite products of codes and rows"):
-        saecli.refit(random_sae(), some_rows(100) * np.float32(1e25))

@@ -7,84 +7,58 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from homes import CommandLine, make_run, random_sae
+from tiny_models import WIDTH, loaded, save_model
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import saecli
 from saecli.extract.forward import COLUMNS, Forward, fill
 from saecli.extract.language_model import LanguageModel
-from saecli.extract.model_source import find_model
 from saecli.extract.options import HookPoint
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows, in_blocks
 from saecli.measure.splice import stored_windows
-from saecli.sae.activations import Relu, TopK
+from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test
 from saecli.store.writer import StoreWriter
 
-D, WORDS, CONTEXT, LAYER = 16, 40, 12, 1
-BOS = 1
+CONTEXT, LAYER, BOS = 12, 1, 1
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two blocks with random weights, large enough to make it certain of things."""
-    folder = tmp_path_factory.mktemp("model")
-    words = {"<pad>": 0, "<bos>": BOS, "<unk>": 2} | {f"w{i}": i + 3 for i in range(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>",
-                            unk_token="<unk>").save_pretrained(folder)
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(words), hidden_size=D, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        initializer_range=0.5, max_position_embeddings=64, bos_token_id=BOS, eos_token_id=None,
-        pad_token_id=0)).save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("model"), "llama")
 
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> LanguageModel:
-    return LanguageModel(find_model(str(folder)), torch.device("cpu"), head=True)
+    return loaded(folder, head=True)
 
 
-def documents(number: int = 60) -> list[Document]:
-    generator = np.random.default_rng(0)
-    return [Document(i, " ".join(f"w{w}" for w in generator.integers(0, WORDS, generator.integers(1, 40))), None)
-            for i in range(number)]
+def documents() -> list[Document]:
+    """Sixty texts of up to 40 random letters, each of them a token."""
+    draw = np.random.default_rng(0)
+    return [Document(number, "".join(map(chr, draw.integers(97, 157, draw.integers(1, 40)))), None)
+            for number in range(60)]
 
 
-def extracted(home: Path, model: LanguageModel, positions: str = "all", limit: int | None = None,
-              text: list[Document] | None = None) -> Path:
+def extracted(home: Path, model: LanguageModel, limit: int | None = None) -> Path:
     """A store as `sae extract` makes it."""
     path = home / "activations" / "store"
     source = {"model": str(Path(model.source.location).resolve()), "layer": LAYER, "site": "resid_post",
-              "context": CONTEXT, "positions": positions}
-    meta = StoreMeta(source=source, request_hash="x", dtype="float32", d_in=D, shard_rows=500, chunk_rows=64,
-                     columns=COLUMNS)
-    windows = Windows(model.tokenizer, CONTEXT, positions)
+              "context": CONTEXT, "positions": "all"}
+    meta = StoreMeta(source, "x", "float32", WIDTH, 500, 64, COLUMNS)
+    windows = Windows(model.tokenizer, CONTEXT)
     with StoreWriter.open(path, meta, limit=limit) as writer:
         fill({HookPoint(LAYER, "resid_post"): writer},
-             lambda cursor: in_blocks(lambda _: text or documents(), windows, limit or 10**9, cursor),
+             lambda cursor: in_blocks(lambda _: documents(), windows, limit or 10**9, cursor),
              Forward(model, "float32", 8 * CONTEXT, print), limit or 10**9, lambda tokens, rows: None)
     return path
-
-
-def random_sae(seed: int = 0) -> SAE:
-    generator = torch.Generator().manual_seed(seed)
-    W_enc = torch.randn(D, 30, generator=generator) / 4
-    return SAE(W_enc, torch.randn(30, generator=generator), W_enc.T.clone(), torch.zeros(D), Relu())
-
-
-def identity_sae() -> SAE:
-    return SAE(torch.eye(D), torch.zeros(D), torch.eye(D), torch.zeros(D), TopK(k=D))
 
 
 def oracle(folder: Path, windows: Iterator[list[int]], sae: SAE) -> dict[str, float]:
@@ -120,27 +94,28 @@ def oracle_of(llama: LlamaForCausalLM, module: torch.nn.Module, windows: Iterato
     return result | {"ce_recovered": recovered, "kl": float(tokens.mean()), "tokens": len(tokens)}
 
 
-def test_effects_on_held_out_documents_match_plain_torch(
-        sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+def test_effects_on_held_out_documents_match_plain_torch(sae: CommandLine, folder: Path, model: LanguageModel):
     extracted(sae.home, model)
-    make_run(sae.home, "random", random_sae(), data="store", split_seed=5)
-    make_run(sae.home, "other", random_sae(1), data="store", split_seed=5)
-    done = sae("eval", "random", "other", "--model", folder, "--tokens", "1000000", "--json")
+    saes = {name: random_sae(d_in=WIDTH, seed=seed) for seed, name in enumerate(("random", "other"))}
+    for name, one in saes.items():
+        make_run(sae.home, name, one, data="store", split_seed=5)
+    done = sae("eval", *saes, "--model", folder, "--tokens", "1000000", "--json")
     assert done.status == 0, done.err
     held_out = [document for document in documents() if is_test(np.array([document.number]), seed=5)[0]]
     assert len(held_out) > 2
     windows = [window.token_ids.tolist() for window in Windows(model.tokenizer, CONTEXT).cut(held_out)]
-    for found, seed in zip(done.json["runs"], (0, 1), strict=True):
-        expected = oracle(folder, iter(windows), random_sae(seed))
+    for found in done.json["runs"]:
+        expected = oracle(folder, iter(windows), saes[found["run"]])
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
         assert abs(1 - found["ce_recovered"]) > 0.01
     assert ("special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
             "out of the means") in done.err
 
 
-def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: LanguageModel) -> None:
+def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: LanguageModel):
     extracted(sae.home, model)
-    make_run(sae.home, "exact", identity_sae(), data="store")
+    identity = SAE(torch.eye(WIDTH), torch.zeros(WIDTH), torch.eye(WIDTH), torch.zeros(WIDTH), TopK(k=WIDTH))
+    make_run(sae.home, "exact", identity, data="store")
     (found,) = sae("eval", "--model", folder, "--json").json["runs"]
     assert found["ce_spliced"] == pytest.approx(found["ce_clean"], rel=1e-6)
     assert found["ce_recovered"] == pytest.approx(1, abs=1e-5)
@@ -149,8 +124,7 @@ def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: Lan
 
 
 @pytest.mark.parametrize("limit", [None, 300])
-def test_windows_rebuilt_from_the_store_match_extraction(
-        tmp_path: Path, model: LanguageModel, limit: int | None) -> None:
+def test_windows_rebuilt_from_the_store_match_extraction(tmp_path: Path, model: LanguageModel, limit: int | None):
     rows = ActivationStore.open(extracted(tmp_path, model, limit=limit)).split("all")
     cutter = Windows(model.tokenizer, CONTEXT)
     found = list(stored_windows(rows, cutter.prefix, 10**9))
@@ -160,29 +134,11 @@ def test_windows_rebuilt_from_the_store_match_extraction(
     assert sum(len(token_ids) - 1 for token_ids in found) == rows.rows
 
 
-def test_windows_are_whole_and_no_more_than_asked_for(tmp_path: Path, model: LanguageModel) -> None:
+def test_windows_are_whole_and_no_more_than_asked_for(tmp_path: Path, model: LanguageModel):
     rows = ActivationStore.open(extracted(tmp_path, model)).split("all")
     windows = list(stored_windows(rows, [BOS], 50))
     counts = [len(window) - 1 for window in windows]
     assert sum(counts) >= 50 > sum(counts[:-1])
-
-
-def test_a_store_of_last_positions_is_refused(sae: CommandLine, folder: Path, model: LanguageModel) -> None:
-    extracted(sae.home, model, positions="last")
-    make_run(sae.home, "exact", identity_sae(), data="store")
-    done = sae("eval", "--model", folder)
-    assert done.status == 1
-    assert "extract a store with --positions all" in done.err
-
-
-def test_rows_that_came_from_no_model_are_refused(sae: CommandLine, folder: Path) -> None:
-    meta = StoreMeta(source={"kind": "array"}, request_hash="x", dtype="float32", d_in=D, shard_rows=500)
-    with StoreWriter.open(sae.home / "activations" / "store", meta) as writer:
-        writer.append(np.ones((500, D), np.float32), {}, {"row": 0})
-        writer.finish()
-    make_run(sae.home, "exact", identity_sae(), data="store")
-    done = sae("eval", "--model", folder)
-    assert (done.status, "got one that names no layer; leave --model out" in done.err) == (1, True)
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
@@ -191,24 +147,17 @@ def test_rows_that_came_from_no_model_are_refused(sae: CommandLine, folder: Path
     ({"hidden_size": 32}, "expected activations of 16 dimensions, got 32"),
     ({"max_position_embeddings": 8}, "expected windows of 12 tokens, got at most 8"),
 ])
-def test_a_model_that_does_not_fit_is_refused_before_measuring(
-        sae: CommandLine, tmp_path: Path, folder: Path, model: LanguageModel, changes: dict, sentence: str,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_refused_before_measuring(sae: CommandLine, tmp_path: Path, model: LanguageModel,
+                                                               changes: dict, sentence: str, monkeypatch):
     extracted(sae.home, model)
-    make_run(sae.home, "random", random_sae(), data="store")
+    make_run(sae.home, "random", random_sae(d_in=WIDTH), data="store")
     other = tmp_path / "other"
     config = LlamaConfig(**{**model.source.config.to_dict(), "head_dim": None, **changes})
     LlamaForCausalLM(config).save_pretrained(other)
     model.tokenizer.save_pretrained(other)
     monkeypatch.setattr("saecli.measure.evaluate.reconstruction", lambda *_: pytest.fail("measured first"))
     done = sae("eval", "--model", other)
-    assert done.status == 2
-    assert sentence in done.err
-
-
-def test_tokens_without_a_model_do_nothing_and_are_refused(sae: CommandLine) -> None:
-    done = sae("eval", "random", "--tokens", "5")
-    assert (done.status, "--tokens does nothing without --model" in done.err) == (2, True)
+    assert (done.status, sentence in done.err) == (2, True), done.err
 
 
 @pytest.mark.slow
@@ -216,25 +165,20 @@ def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(sae: CommandLin
     sae.home.mkdir()
     text = sae.home / "text.jsonl"
     text.write_text("\n".join(json.dumps({"text": document.text}) for document in documents()))
-    done = sae("extract", "--model", folder, "--dataset", text, "--layer", str(LAYER), "--site", "resid_pre", "--site",
-               "mlp_out", "--context", str(CONTEXT), "--dtype", "float32", "--name", "t")
-    assert done.status == 0, done.err
+    words = ("--context", str(CONTEXT), "--dtype", "float32", "--site", "resid_pre", "--site", "mlp_out", "--name", "t")
+    assert sae("extract", "--model", folder, "--dataset", text, "--layer", str(LAYER), *words).status == 0
     words = ("--act", "topk", "--k", "4", "--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
     names = [f"t-l{LAYER}-{site}" for site in ("resid_pre", "mlp_out")]
     assert sae("train", "--data", names[0], "--target", names[1], "--skip", *words, "--name", "run").status == 0
     (found,) = sae("eval", "run", "--model", folder, "--split", "all", "--tokens", "100000", "--json").json["runs"]
-    model = LanguageModel(find_model(str(folder)), torch.device("cpu"))
-    windows = [window.token_ids.tolist() for window in Windows(model.tokenizer, CONTEXT).cut(documents())]
+    windows = [window.token_ids.tolist() for window in Windows(loaded(folder).tokenizer, CONTEXT).cut(documents())]
     transcoder = saecli.load_sae("run", sae.home).copy_to(torch.float64)
     llama = LlamaForCausalLM.from_pretrained(folder).double()
     seen = []
     llama.model.layers[LAYER].register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
 
-    def spliced(y: torch.Tensor) -> torch.Tensor:
-        x = seen[-1]
-        return torch.cat([y[:, :1], transcoder(x[0, 1:])[None]], dim=1)
-
-    expected = oracle_of(llama, llama.model.layers[LAYER].mlp, iter(windows), spliced)
+    expected = oracle_of(llama, llama.model.layers[LAYER].mlp, iter(windows),
+                         lambda y: torch.cat([y[:, :1], transcoder(seen[-1][0, 1:])[None]], dim=1))
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     assert abs(1 - found["ce_recovered"]) > 0.001

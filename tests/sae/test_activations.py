@@ -19,7 +19,7 @@ from saecli.sae.activations import (
     activation_to_json,
 )
 from saecli.sae.codes import DenseCodes
-from saecli.train.config import TrainingConfig
+from saecli.train.options import TrainingConfig
 from saecli.train.plan import settled
 
 B, F, K = 20, 12, 3

@@ -10,10 +10,9 @@ from torch import Tensor
 from saecli.sae.activations import JumpRelu
 from saecli.sae.codes import Codes, DenseCodes, SparseCodes
 from saecli.sae.dictionary import SAE, Batch
-from saecli.train.array_rows import ArrayRows
-from saecli.train.config import TrainingConfig
-from saecli.train.options import PamSgd, Sgd, SolverConfig
+from saecli.train.options import PamSgd, Sgd, SolverConfig, TrainingConfig
 from saecli.train.plan import Plan
+from saecli.train.rows import ArrayRows
 from saecli.train.solver import Solver
 from saecli.train.start import initial_sae
 

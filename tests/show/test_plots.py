@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from saecli.base.errors import ConfigError
-from saecli.show.latents import stability
+from saecli.show.latents import probes, stability
 from saecli.show.measures import l0_bins
 from saecli.show.runs import firing, frontier, loss_curves, patterns
 
@@ -151,3 +151,32 @@ def test_stability_draws_cosines_and_match_fractions_by_frequency(drawn: list[Fi
     (line,) = right.lines
     np.testing.assert_allclose(line.get_xydata(), [[0.01, 0], [0.02, 0.25], [0.5, 0.5]])
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["run 0 (105 latents, 5 silent)"]
+
+
+def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list, tmp_path: Path):
+    sets, by_set = [0.8, 1.0, 0.9], {"first": [0.7, 0.9, 0.8], "second": [0.3, 0.8, 1.0]}
+    place = {"layer": 2, "site": "resid_post"}
+
+    def line(run: str | None, k: int | None, mean: float, low: float, high: float) -> dict:
+        return {"run": run, **place, "k": k, "auc": mean, "auc_low": low, "auc_high": high}
+
+    document = {"runs": [{"run": run, **place} for run in by_set],
+                "probes": [line("first", 1, 0.6, 0.5, 0.7), line("first", 16, 0.8, 0.7, 0.9),
+                           line("second", 1, 0.7, 0.7, 0.7), line("second", 16, 0.7, 0.6, 0.8),
+                           line(None, None, 0.9, 0.85, 0.95)],
+                "by_set": [{"run": run, **place, "k": run and 16, "auc": auc}
+                           for run, aucs in ({None: sets} | by_set).items() for auc in aucs]}
+    probes(tmp_path / "probes.svg", document)
+    left, right = drawn[0].axes
+    curves = [container.lines[0] for container in left.containers]
+    assert [list(line.get_ydata()) for line in curves] == [[0.6, 0.8], [0.7, 0.7]]
+    np.testing.assert_allclose([line.get_xdata() for line in curves], [[1, 16]] * 2, rtol=0.05)
+    ends = [container.lines[2][0].get_segments()[0][:, 1] for container in left.containers]
+    np.testing.assert_allclose(ends, [[0.5, 0.7], [0.7, 0.7]])
+    points = [(list(line.get_xdata()), list(line.get_ydata())) for line in right.lines[:2]]
+    assert points == [(sets, aucs) for aucs in by_set.values()]
+    low, high = right.get_ylim()
+    assert low < 0.3 and high > 1
+    names = [text.get_text() for text in drawn[0].legends[0].texts]
+    assert names == ["first", "second", "dense probe on the activations"]
+    assert [list(line.get_ydata()) for line in left.lines if line.get_linestyle() == ":"] == [[0.9, 0.9]]

@@ -13,7 +13,7 @@ from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 import saecli
 from saecli.sae.activations import TopK
-from saecli.train.array_rows import ArrayRows
+from saecli.train.rows import ArrayRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
 

@@ -21,10 +21,9 @@ from solver_problems import (
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu, SoftTopK, TopK
 from saecli.sae.dictionary import Batch
-from saecli.train.array_rows import ArrayRows
-from saecli.train.config import TrainingConfig
-from saecli.train.options import RELEASED_BELOW, PamSgd
+from saecli.train.options import RELEASED_BELOW, PamSgd, TrainingConfig
 from saecli.train.pam_sgd import MOST_ROWS, PASS_ROWS, batches_between, decoder_steps
+from saecli.train.rows import ArrayRows
 from saecli.train.start import initial_sae
 
 ROWS = RowsInMemory(torch.zeros(40 * F, 2), batch_size=64)  # ten batches

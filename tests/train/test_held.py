@@ -11,7 +11,7 @@ from saecli.base.devices import carried
 from saecli.store.codec import DTYPES
 from saecli.store.joined import JoinedRows
 from saecli.store.rows import Rows
-from saecli.train.array_rows import HeldRows, held_bytes
+from saecli.train.rows import HeldRows, held_bytes
 
 random = np.random.default_rng(0)
 N, D = 700, 12

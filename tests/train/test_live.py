@@ -24,11 +24,11 @@ from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test
 from saecli.store.stream import WHOLE, Part
 from saecli.train import SOLVERS
-from saecli.train.array_rows import ArrayRows
-from saecli.train.config import TrainingConfig
 from saecli.train.live import LiveRows
 from saecli.train.loop import Loop, Record, start_training
+from saecli.train.options import TrainingConfig
 from saecli.train.plan import Plan
+from saecli.train.rows import ArrayRows
 
 D = 6
 TRAIN = ("train", "--model", "tiny-gemma2", "--layer", "2")

@@ -13,8 +13,7 @@ from saecli.base.devices import multiplies_bf16, products_in
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.train import plan
-from saecli.train.config import TrainingConfig
-from saecli.train.options import PamSgd, Sgd, SolverConfig
+from saecli.train.options import PamSgd, Sgd, SolverConfig, TrainingConfig
 from saecli.train.plan import settled
 from saecli.train.solver import Solver
 from saecli.train.start import initial_sae

@@ -17,9 +17,9 @@ from saecli.base import devices
 from saecli.sae.codes import DenseCodes, SparseCodes
 from saecli.store.codec import DTYPES
 from saecli.store.joined import Joined
-from saecli.train.array_rows import HeldRows
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Record, start_training
+from saecli.train.rows import HeldRows
 
 simulated_gpu.register()
 GPU = simulated_gpu.NAME

@@ -10,9 +10,8 @@ from torch import Tensor
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.train import decoder_step
-from saecli.train.config import WIDEST
 from saecli.train.decoder_step import directions_of_worst, useful
-from saecli.train.options import MOST_INNER_STEPS, PamSgd, Sgd, SolverConfig
+from saecli.train.options import MOST_INNER_STEPS, WIDEST, PamSgd, Sgd, SolverConfig
 from saecli.train.solver import Solver
 from saecli.train.start import HIGHEST_RATE, fitted_learning_rate
 from saecli.train.task import Smoothing, default_width

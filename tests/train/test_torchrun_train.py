@@ -82,7 +82,8 @@ def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine
     for name in VARIANTS])
 def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant: str):
     make_store(sae.home, "rows", some_rows())
-    words = ("train", *COMMON, "--epochs", "2", *VARIANTS[variant])
+    more = VARIANTS[variant]
+    words = ("train", *COMMON, *more, *(() if "--epochs" in more else ("--epochs", "2")))
     one = sae(*words, "--name", "one")
     assert one.status == 0, one.err
     processes = 3 if variant == "few-rows" else 2
@@ -153,7 +154,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
     (("--sparsity", "kl", "--act", "relu"), "--sparsity kl needs one process"),
     (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this machine"),
     (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
-    (("--solver", "sgd", "--lr", "1e20"), "the loss became"),
+    (("--solver", "sgd", "--lr", "1e20"), "lower --lr"),
     (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process")])
 def test_what_fails_says_so_once_and_leaves_no_run(sae: CommandLine, words: tuple, sentence: str):
     make_store(sae.home, "rows", some_rows())

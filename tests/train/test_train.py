@@ -18,12 +18,13 @@ from saecli.sae.formats import load_native
 from saecli.store.split import is_test
 from saecli.store.statistics import Spread
 from saecli.train import plan
-from saecli.train.config import NORMALISATIONS
 from saecli.train.files import read_metrics
+from saecli.train.options import NORMALISATIONS
 from saecli.train.rows import fit_normalisation
 
 KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_counted", "rows_test",
-        "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "final"]
+        "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "decoder_steps",
+        "final"]
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 
 

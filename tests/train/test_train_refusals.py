@@ -54,7 +54,7 @@ CASES = [
     (("--data", "rows", "--skip"), 2, "--skip does nothing without --target"),
     (("--data", "rows", "--target", "many"), 2, "rows and many are not row for row the same tokens"),
     (("--data", "rows", "--data", "rows"), 2, "--data names rows twice"),
-    (("--data", "rows", "--data", "beside", "--sparsity", "kl"), 2, "--sparsity kl is defined for one place"),
+    (("--data", "rows", "--data", "beside", "--sparsity", "kl"), 2, "--sparsity kl is defined for one hook point"),
     (("--data", "rows", "--rows", "500"), 2, "--rows does nothing without --model"),
     (("--data", "rows", "--layer", "2"), 2, "--layer does nothing without --model"),
     ((*TINY, "--data", "rows"), 2, "--data does nothing with --model tiny-gemma2"),

@@ -12,10 +12,9 @@ from homes import make_store, some_rows
 import saecli
 from saecli.base.errors import ConfigError, TrainingError
 from saecli.store.rows import Rows
-from saecli.train.array_rows import ArrayRows
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Record, Training, start_training
-from saecli.train.rows import TrainingRows
+from saecli.train.rows import ArrayRows, TrainingRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
 KINDS = [("pam-sgd", "topk", {"k": 3}), ("sgd", "jumprelu", {}), ("pam-sgd", "batchtopk", {"k": 2, "inner_steps": 2}),
@@ -132,7 +131,7 @@ def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
     batches.clear()
     found = Loop([training(rows, "pam-sgd", **options) for options in ({"d_sae": 200}, often)]).train()
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
-    assert batches["sequential", None, 0] == read[1] + 1  # rows in memory are looked through as each is planned
+    assert batches["sequential", None, 0] == read[1] + 2  # the other's rows are checked and measured too
     assert read[1] - read[0] == 2 * 4  # within an epoch of 15 batches; both make the pass at its end
 
 

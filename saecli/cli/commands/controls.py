@@ -7,27 +7,27 @@ import typer
 from ...base.files import write_csv
 from ..options import TOKENS, Csv, Device, Json, Model, Tokens, given, run_names, start
 
-Run = Annotated[str | None, typer.Argument(metavar="RUN", help="Name of a finished run of sae train.",
+Run = Annotated[str | None, typer.Argument(metavar="RUN", help="Compare this finished run of sae train.",
                                            show_default="the newest run", autocompletion=run_names)]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Seeds per training; the first is evaluated. 1: no "
-                                                           "stability.")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Train with this number of seeds; the first is "
+                                                           "evaluated. 1: no stability.")]
 
 
 def command(ctx: typer.Context, run: Run = None, model: Model = None, tokens: Tokens = TOKENS, seeds: Seeds = 2,
             device: Device = "auto", csv: Csv = None, json: Json = False) -> None:
     """Train baselines for a run: random encoder or decoder, shuffled rows, random model.
 
-    A control is the training of RUN, a finished run of sae train (an SAE or transcoder from random directions), with
-    one ingredient removed: a fixed random encoder; a fixed random decoder; shuffled rows, each dimension permuted by
-    itself; and with --model the activations of that model with random weights, on the same tokens.
+    A control repeats the training of RUN with one ingredient removed: the encoder stays random; the decoder stays
+    random; each dimension of the rows is shuffled by itself; or, with --model, the rows are activations of that model
+    with random weights, on the same tokens. RUN is an SAE or a transcoder trained without --init.
 
-    The table compares them with the run on held-out rows: FVU, L0, dead latents; for known features MCC and F1; with
-    --model CE recovered and KL; and stability, the PW-MCC of decoder vectors between seeds. What a control reaches too
-    is no evidence for the SAE.
+    The table compares the controls with RUN on held-out rows: FVU, L0, dead latents; for known features MCC and F1;
+    with --model CE recovered and KL; and stability, the PW-MCC between seeds. A score that a control reaches too is no
+    evidence for the SAE.
 
-    Cost: seven trainings like the run's, with --model nine; with --seeds 1, three and four. Shuffled rows and a random
-    model's rows are held in memory, 4 bytes per number, and left out if they need more than half of the free memory. No
-    run is saved.
+    Cost: seven trainings like the run's, nine with --model; with --seeds 1, three and four. Rows that are shuffled or
+    from a random model take 4 bytes per number of memory; a control is left out if its rows need more than half of the
+    free memory. Saves no run.
 
     Example: sae controls first --model google/gemma-2-2b
     """

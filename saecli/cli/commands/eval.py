@@ -25,7 +25,7 @@ from ..options import (
 Stability = Annotated[bool, typer.Option(
     "--stability", help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.")]
 MatchThreshold = Annotated[float, typer.Option(
-    "--match-threshold", help="With --stability: |cosine| of decoder vectors above which a latent is matched.")]
+    "--match-threshold", help="With --stability, count latents as matched above this |cosine|.")]
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None,
@@ -34,17 +34,17 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
             csv: Csv = None, json: Json = False) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
 
-    RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE that this tool, SAELens, sparsify,
-    dictionary_learning or Gemma Scope saved. Several make one table, sparsest first. A run is marked * (unbeaten in
-    --csv and --json) if every other run on the same rows with at most 1.05 times its L0 is worse in FVU, or with
-    --model in CE recovered or KL.
+    RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE saved by this tool, SAELens,
+    sparsify, dictionary_learning or Gemma Scope. Several runs make one table, sparsest first. A run is marked *
+    (unbeaten in --csv and --json) if every other run on the same rows with at most 1.05 times its L0 is worse in FVU,
+    or with --model in CE recovered or KL.
 
-    Silent latents fire on none of the rows measured. Dead latents fire on none of the training rows; only SAEs trained
-    here have them counted.
+    Silent latents fire on none of the rows measured. Dead latents fired on none of the training rows, which is known
+    only for SAEs trained here.
 
     --stability matches the latents of every pair of runs one to one by |cosine| of their decoder vectors. PW-MCC is the
     mean |cosine|; a latent is matched if its |cosine| is above --match-threshold. If some latents are silent, both
-    measures are repeated for those that fire. --plot draws a second picture, NAME-stability.
+    measures are repeated for those that fire. With --plot it draws a second picture, NAME-stability.
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """

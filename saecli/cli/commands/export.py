@@ -17,17 +17,17 @@ def formats() -> list[str]:
 
 To = Annotated[str, typer.Option(
     "--to", metavar="FORMAT", autocompletion=formats,
-    help="saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 (params.safetensors); "
-         "for a transcoder also circuit-tracer.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
+    help="Write for saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 "
+         "(params.safetensors); a transcoder also for circuit-tracer.")]
+Out = Annotated[Path, typer.Option("--out", help="Write into this folder, new or empty.")]
 
 
 def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = None, json: Json = False) -> None:
     """Write a run in another library's format.
 
-    An SAE that the library cannot express is refused. These libraries' TopK applies a ReLU to the k largest
-    pre-activations, while topk here keeps their signs: such a run is written with theirs, and the difference measured
-    on held-out rows of --data. For circuit-tracer, export one run for each layer and put all files into one folder.
+    Refuses an SAE that the library cannot express. TopK of these libraries applies a ReLU to the k largest
+    pre-activations, while topk here keeps their signs: such a run is written as their TopK, and the difference is
+    measured on held-out rows of --data. For circuit-tracer, export one run per layer and put all files into one folder.
 
     Example: sae export first --to saelens --out exported
     """

@@ -9,13 +9,14 @@ from ..options import Csv, Device, Json, Plot, Runs, start
 from .steer import Layer, Model, Sites
 
 Sets = Annotated[str | None, typer.Option(
-    "--sets", help="Sets of sae-probes by name, number or pattern, separated by commas: 87_glue_cola,5,*emotion*.",
+    "--sets", help="Probe these sets: names, numbers or patterns, such as 87_glue_cola,5,*emotion*.",
     show_default="all 113")]
-Rows = Annotated[int, typer.Option("--rows", min=20, help="Texts per set, half of each class.")]
+Rows = Annotated[int, typer.Option("--rows", min=20, help="Read this number of texts per set, half of each class.")]
 Counts = Annotated[list[int] | None, typer.Option("--k", min=1, show_default="1, 2, 5, 16",
-                                                  help="Latents of a probe; can be given several times.")]
-Context = Annotated[int | None, typer.Option("--context", min=1, help="Most tokens of a text, its last ones.",
-                                             show_default="1,024, or the model's positions")]
+                                                  help="Fit a probe on k latents; repeat for several.")]
+Context = Annotated[int | None, typer.Option(
+    "--context", min=1, help="Read at most this number of last tokens of a text.",
+    show_default="1,024, or the model's positions")]
 
 
 def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: Layer = None, site: Sites = None,
@@ -23,14 +24,15 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
             plot: Plot = None, csv: Csv = None, json: Json = False) -> None:
     """Compare sparse probes on latents with dense probes on activations.
 
-    Each of 113 sets of the package sae-probes (pip install 'saecli[probes]') has texts of two classes. A probe is a
-    logistic regression on a text's last token: on the k latents whose mean codes differ most between the classes of the
-    training part, or, dense, on all dimensions of the activations that the SAE encodes. AUC and accuracy are
-    cross-validated in 5 folds; chance is 0.5. Means over sets have 95% intervals by Student's t; the difference from
-    the dense probe is taken set by set.
+    The package sae-probes (pip install 'saecli[probes]') has 113 sets of texts in two classes. A probe is a logistic
+    regression on a text's last token. A sparse probe sees the k latents whose mean codes differ most between the
+    classes of its training part; the dense probe sees all dimensions of the activations that the SAE encodes.
 
-    Cost: --rows texts per set through the model, up to the SAEs' last block, and 65 small regressions per probe and
-    set; by default about 2 minutes per run of tiny-gemma2 on one core.
+    AUC and accuracy are cross-validated in 5 folds; chance is 0.5. Means over sets have 95% intervals (Student's t).
+    The difference from the dense probe is taken set by set.
+
+    Cost: by default about 2 minutes per run of tiny-gemma2 on one core. Each text runs through the model up to the
+    SAEs' last block; each probe and set takes 65 small regressions.
 
     Example: sae probe first second --sets 87_glue_cola,*emotion* --plot probes.png
     """

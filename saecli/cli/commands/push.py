@@ -27,7 +27,7 @@ def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, 
 
     Example: sae push first someone/my-saes --private
     """
-    from ...measure.push import push  # imports the hub's client
+    from ...measure.export import push
 
     session = start(ctx, json)
     document = push(run, repo, data, private=private, format=form, model=model, tokens=given(ctx, "tokens"),

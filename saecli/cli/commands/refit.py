@@ -6,7 +6,7 @@ import typer
 
 from ..options import TOKENS, Data, Device, Json, Model, Run, Target, Tokens, given, start
 
-Name = Annotated[str | None, typer.Option("--name", help="Name of the new run.",
+Name = Annotated[str | None, typer.Option("--name", help="Save the new run under this name.",
                                           show_default="refit- and the name of RUN")]
 
 
@@ -14,13 +14,12 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Targ
             model: Model = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
     """Solve for the decoder of an SAE that is optimal on a store's rows.
 
-    The encoder is unchanged, so the same latents fire. One pass over the store's training rows gives decoder and bias
-    in closed form, with a ridge towards a multiple of the SAE's own decoder, chosen by leave-one-out. FVU, cosine and
-    L0 on held-out rows are printed before and after, with --model CE recovered and KL too. This adapts an SAE that was
-    published, or trained on other rows, to these.
+    Adapts an SAE that was published, or trained on other rows, to the rows of --data. The encoder is unchanged, so the
+    same latents fire. One pass over the training rows gives decoder and bias in closed form, with a ridge towards a
+    multiple of the SAE's own decoder, chosen by leave-one-out. Prints FVU, cosine and L0 on held-out rows before and
+    after; with --model also CE recovered and KL.
 
-    Writes a folder into runs/ of the home, which other commands take like a trained SAE; it appears whole or not at
-    all.
+    Saves a run, whole or not at all, which other commands take like a trained one.
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """

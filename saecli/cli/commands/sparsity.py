@@ -12,11 +12,12 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     """Show how often latents fire, and which are silent or dense.
 
     A latent is silent if it fires on none of the rows measured, dense if it fires on more than a tenth of them, and
-    dead if it fires on none of the training rows, counted only for SAEs trained here. --plot saves histograms of L0 and
-    of firing frequencies, and a picture of the first rows' codes for each run.
+    dead if it fired on none of the training rows, known only for SAEs trained here.
 
-    For a crosscoder, also how many latents its hook points share and how many belong to one alone, by decoder norms and
-    by latent scaling.
+    --plot saves histograms of L0 and of firing frequencies, and for each run a picture of the first rows' codes.
+
+    For a crosscoder, counts the latents that all hook points share and those of one alone, by decoder norms and by
+    latent scaling.
 
     Example: sae sparsity first second --plot sparsity.png
     """

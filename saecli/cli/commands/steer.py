@@ -8,22 +8,22 @@ import typer
 from ...extract.options import SITES
 from ..options import Device, Json, Run, start
 
-Latents = Annotated[list[int], typer.Option("--latent", help="Number of a latent, from 0; can be given several times.")]
-Prompts = Annotated[list[str], typer.Option("--prompt", help="Text to continue; can be given several times.")]
+Latents = Annotated[list[int], typer.Option("--latent", help="Change this latent, from 0; repeat for several.")]
+Prompts = Annotated[list[str], typer.Option("--prompt", help="Continue this text; repeat for several.")]
 Method = Annotated[Literal["add", "clamp", "ablate"], typer.Option(
-    "--method", help="add: --scale times the decoder vector; clamp: set the code to --scale; ablate: set it to 0.")]
+    "--method", help="Change the code. add: by --scale; clamp: to --scale; ablate: to 0.")]
 Scales = Annotated[list[float] | None, typer.Option(
-    "--scale", help="In units of the latent's code, for add and clamp; once for all latents, or once for each.",
+    "--scale", help="Change in units of the code; give one for all latents, or one for each.",
     callback=lambda given: given or None)]
 Model = Annotated[str | None, typer.Option("--model", help="Hub id or folder of the language model.",
                                            show_default="the one that the run's store came from")]
-Layer = Annotated[int | None, typer.Option("--layer", help="Block that the SAE reads, from 0, if its file does not "
-                                                           "say.")]
+Layer = Annotated[int | None, typer.Option("--layer", help="Read this block, from 0, if the SAE's file has none.")]
 Site = Enum("Site", [(site, site) for site in SITES], type=str)  # type: ignore[misc]  # names from a table
-Sites = Annotated[Site | None, typer.Option("--site", help="Hook point in the block, if its file does not say.")]
-NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Sampling temperature; 0: greedy.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of sampling, the same for both texts.",
+Sites = Annotated[Site | None, typer.Option("--site", help="Read this hook point, if the SAE's file has none.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Generate at most this number of tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0,
+                                            help="Sample at this temperature; 0: the likeliest token.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed the sampling of both texts.",
                                           show_default="0")]
 
 
@@ -33,12 +33,11 @@ def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = Non
             device: Device = "auto", json: Json = False) -> None:
     """Generate text with SAE latents steered, next to unsteered text.
 
-    RUN is an SAE or a transcoder. Latents are changed at every token of prompt and continuation but special tokens
-    (BOS). The SAE's reconstruction error is kept: the decoder vectors times the change of the codes are added to the
-    activations, for a transcoder to those that it predicts.
+    Adds the change of each code times its decoder vector to the activations at every token, special ones (BOS)
+    excepted; the reconstruction error stays. A transcoder changes the activations that it predicts.
 
-    To choose --scale, the table has the norms of activations and decoder vectors, and each latent's largest code on the
-    prompts. In a notebook, `with saecli.steering(model, "first", 12, scale=8):` does the same to model.generate.
+    To choose --scale, see the table: norms of activations and decoder vectors, and each latent's largest code on the
+    prompts. In a notebook, `with saecli.steering(model, "first", 12, scale=8):` steers model.generate.
 
     Example: sae steer first --latent 12 --scale 8 --prompt "Once upon a time"
     """

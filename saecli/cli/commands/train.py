@@ -18,7 +18,7 @@ from ...base.processes import Communicator, communicator
 from ...extract.options import SITES, TINY_GEMMA2, ExtractConfig
 from ...sae.activations import ACTIVATIONS
 from ...train import SOLVERS
-from ...train.config import TrainingConfig
+from ...train.options import TrainingConfig
 from ..options import Given, Json, Session, configured, is_given, run_names, start, store_names, unfinished_names
 
 if TYPE_CHECKING:
