@@ -78,7 +78,7 @@ class UnitSgd(Sgd):
 COMMAND = '''
 import typer
 
-from ..options import Json, start
+from .options import Json, start
 
 
 def command(ctx: typer.Context, json: Json = False) -> None:
@@ -136,7 +136,7 @@ def added(root: Path) -> dict[str, str]:
     line("sae/formats/__init__.py", '    "native": ',
          '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ')
     line("sae/formats/__init__.py", "native, saelens", "native, npz, saelens")
-    write("cli/commands/count.py", COMMAND)
+    write("cli/count.py", COMMAND)
     line("cli/main.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
     return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}
 

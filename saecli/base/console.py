@@ -19,7 +19,7 @@ PIPE_WIDTH = 140  # width of tables in a file or pipe, unless COLUMNS is set
 
 
 class Step(Protocol):
-    """Updates a progress display: units done, and a few words."""
+    """Updates a progress display: units done, and some words."""
 
     def __call__(self, done: float, words: str = "") -> None: ...
 
@@ -27,24 +27,21 @@ class Step(Protocol):
 class Listener(Protocol):
     """Receives notes and progress: a `Console`, or `Silent`."""
 
-    def note(self, text: str) -> None:
-        """Receive a message beside the result."""
+    def note(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:
         """Receive a warning about a choice or about data."""
 
     def progress(self, label: str, total: float | None, unit: str) -> AbstractContextManager[Step]:
-        """Show the progress of long work: label, number of units (None: unknown), their name. Yields a `Step`."""
+        """Show the progress of long work of `total` units (None: unknown), as the `Step` that it yields is called."""
 
 
 class Silent:
-    """Discards notes and progress."""
+    """Discards notes and progress, and warns as Python does, at the caller of saecli."""
 
-    def note(self, text: str) -> None:
-        """Discard a message."""
+    def note(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:
-        """Warn as Python does, at the caller of saecli."""
         level = 1
         while (frame := sys._getframe(level)) and frame.f_globals.get("__name__", "").startswith("saecli"):
             level += 1
@@ -52,7 +49,6 @@ class Silent:
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
-        """Show nothing."""
         yield lambda done, words="": None
 
 
@@ -80,7 +76,7 @@ class Console:
         return console
 
     def note(self, text: str) -> None:
-        """Print a message beside the result, on stderr."""
+        """Print a message on stderr."""
         self._err.print(printable(shortened(text)), soft_wrap=True)
 
     warn = note
@@ -95,7 +91,6 @@ class Console:
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
-        """Show progress with rate and time left; see `Listener.progress`."""
         started = time.monotonic()
 
         def rate(done: float) -> str:
@@ -116,17 +111,14 @@ class Console:
     def _plain_lines(self, label: str, total: float | None, unit: str, rate: Any) -> Step:
         last = started = time.monotonic()
 
-        def left(done: float) -> str:
-            if not total or not done:
-                return ""
-            seconds = (time.monotonic() - started) * max(0.0, total - done) / done
-            return f", {timedelta(seconds=round(seconds))} left"
-
         def step(done: float, words: str = "") -> None:
             nonlocal last
-            if time.monotonic() - last >= PLAIN_INTERVAL:
-                last = time.monotonic()
-                count = f"{done:,.0f} of {total:,.0f}" if total else f"{done:,.0f}"
-                self.note(f"{label}: {count} {unit}, {rate(done)}{left(done)}  {words}".rstrip())
+            if (now := time.monotonic()) - last >= PLAIN_INTERVAL:
+                last, count, left = now, f"{done:,.0f}", ""
+                if total:
+                    count += f" of {total:,.0f}"
+                    seconds = (now - started) * max(0.0, total - done) / max(done, 1e-9)
+                    left = f", {timedelta(seconds=round(seconds))} left" if done else ""
+                self.note(f"{label}: {count} {unit}, {rate(done)}{left}  {words}".rstrip())
 
         return step

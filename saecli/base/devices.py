@@ -3,8 +3,7 @@
 TF32 and bfloat16 round the factors of a product, to 10 and 7 bits after the leading one, and add in float32; bfloat16
 rounds the product too. Weights, gradients, losses and the optimiser stay float32 throughout.
 
-Source: Micikevicius et al., "Mixed Precision Training" (2018); Kalamkar et al., "A Study of BFLOAT16 for Deep Learning
-Training" (2019).
+Source: Micikevicius et al., "Mixed Precision Training" (2018).
 """
 
 from collections import deque
@@ -18,8 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import ConfigError, one_line
-from .launcher import local_world, world
-from .machine import available_memory
+from .machine import available_memory, local_world, world
 
 AHEAD = 2  # batches on their way to a device
 
@@ -44,7 +42,7 @@ def device_named(name: str) -> torch.device:
 
 
 def free_memory(device: torch.device, processes: int = 1) -> int:
-    """Bytes that are free on a device, of the machine's own memory for each of its processes."""
+    """Bytes that are free on a device; of the machine's own memory, for each of its processes."""
     if device.type != "cuda":
         return available_memory() // processes
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to be used again
@@ -52,7 +50,6 @@ def free_memory(device: torch.device, processes: int = 1) -> int:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, copied from a CPU without blocking."""
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)  # copies from pageable memory would block
@@ -67,11 +64,8 @@ def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
 
 
 def carried(batches: Iterable[np.ndarray | Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Batches, (B, D), on a device, in their own dtype; uint16 holds the bits of bfloat16.
-
-    To CUDA they are copied by a stream of their own from pinned memory, `AHEAD` batches early, so that copies and steps
-    overlap.
-    """
+    """Batches, (B, D), on a device, in their own dtype; uint16 holds the bits of bfloat16. To CUDA a stream copies them
+    from pinned memory, `AHEAD` batches early, so that copies and steps overlap."""
     if device.type != "cuda":
         yield from (moved(_tensor(batch), device) for batch in batches)
         return
@@ -91,7 +85,6 @@ def _tensor(batch: np.ndarray | Tensor) -> Tensor:
 
 
 def _arrived(tensor: Tensor, copied: "torch.cuda.Event") -> Tensor:
-    """A tensor that another stream copies, for use by the current one."""
     stream = torch.cuda.current_stream(tensor.device)
     stream.wait_event(copied)
     tensor.record_stream(stream)  # its memory is not reused before this stream is done with it
@@ -99,8 +92,7 @@ def _arrived(tensor: Tensor, copied: "torch.cuda.Event") -> Tensor:
 
 
 def products_in(precision: str) -> AbstractContextManager[Any]:
-    """A context in which dense products of float32 matrices, also of a backward pass, are computed in float32, tf32 or
-    bf16. tf32 is a setting of the whole process: other threads follow it meanwhile."""
+    """A context in which products of float32 matrices are in float32, tf32 (a setting of the whole process) or bf16."""
     return _Cast() if precision == "bf16" else _tf32() if precision == "tf32" else nullcontext()
 
 
@@ -115,10 +107,7 @@ def _tf32() -> Iterator[None]:
 
 
 class _Cast(TorchDispatchMode):
-    """Casts the factors of products to bfloat16, and the products back.
-
-    Unlike `torch.autocast` it reaches the backward pass of our own functions, and leaves results in float32.
-    """
+    """Casts factors of products to bfloat16, and products back, also in our own backward passes."""
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:

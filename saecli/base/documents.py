@@ -18,12 +18,12 @@ RUN_VERSION = 1  # of run.json
 
 
 def read_json(path: Path, kind: type[Document]) -> Document:
-    """The document in a regular file; OSError if it cannot be read, else as `parse_json`."""
+    """The document in a regular file; OSError, or ValueError as `parse_json`."""
     return parse_json(regular(path).read_bytes(), kind)
 
 
 def parse_json(text: str | bytes, kind: type[Document]) -> Document:
-    """The document in a text; a ValueError says where it is not JSON, or not of that type."""
+    """The document in a text; ValueError if it is not JSON, or not of that type."""
     from pydantic import ValidationError  # takes 0.1 s to import, and `sae --help` does not need it
 
     try:
@@ -35,46 +35,28 @@ def parse_json(text: str | bytes, kind: type[Document]) -> Document:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows came from, as recorded in stores and the files of SAEs; None where unknown.
+    """Where rows came from, as recorded in stores and the files of SAEs; None where unknown."""
 
-    Args:
-        model: hub id, folder or name of the language model.
-        layer: the block, from 0.
-        site: where in the block.
-        dataset: the text.
-        context: tokens in a window.
-        prepend_bos: whether windows begin with special tokens.
-        target_layer: of a transcoder, the block of its targets.
-        target_site: of a transcoder, where in that block.
-        inputs: of a crosscoder, layer and site of each input, in order.
-        data: the store's reference, of several the first's.
-        data_hash: `Joined.hash` of the stores.
-        beside: references of further stores.
-        target: reference of the targets' store.
-        split_seed: seed of the split into training and held-out rows.
-        fraction: fraction of the training rows that was trained on.
-    """
-
-    model: str | None = None
-    layer: int | None = None
-    site: str | None = None
+    model: str | None = None  # hub id, folder or name of the language model
+    layer: int | None = None  # block, from 0
+    site: str | None = None  # hook point in the block
     dataset: str | None = None
-    context: int | None = None
-    prepend_bos: bool | None = None
-    target_layer: int | None = None
+    context: int | None = None  # tokens in a window
+    prepend_bos: bool | None = None  # whether windows begin with special tokens
+    target_layer: int | None = None  # of a transcoder
     target_site: str | None = None
-    inputs: tuple[dict[str, Any], ...] | None = None
-    data: str | None = None
-    data_hash: str | None = None
-    beside: tuple[str, ...] | None = None
-    target: str | None = None
+    inputs: tuple[dict[str, Any], ...] | None = None  # of a crosscoder, layer and site of each input, in order
+    data: str | None = None  # reference of the (first) store
+    data_hash: str | None = None  # `Joined.hash` of the stores
+    beside: tuple[str, ...] | None = None  # references of further stores
+    target: str | None = None  # reference of the targets' store
     split_seed: int | None = None
-    fraction: float | None = None
+    fraction: float | None = None  # of the training rows that was trained on
 
 
 @dataclass(frozen=True)
 class Marker:
-    """The entries that the marker files of stores and runs have in common; for `created` see `home.now`."""
+    """The entries that the marker files of stores and runs have in common."""
 
     created: str
     complete: bool
@@ -82,8 +64,6 @@ class Marker:
 
 @dataclass(frozen=True)
 class Named:
-    """A solver or an activation, by name; its settings are not read here."""
-
     name: str
 
 
@@ -98,36 +78,22 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a training; only its measures are read here."""
-
     final: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RunDocument(Marker):
-    """The entries of a `run.json` that describe the run's SAE.
+    """The entries of a `run.json` that describe the run's SAE."""
 
-    Args:
-        data: name of the store that it was trained on, of several the first.
-        training: training settings; `sae train --resume` reads the others too.
-        solver: the solver.
-        activation: the SAE's activation.
-        data_hash: `Joined.hash` of the stores; None if unknown.
-        streamed: where its rows came from without a store, which would have been called `data`; None if from one.
-        beside: names of further stores, side by side with the first.
-        target: name of the store of its targets; None if these are the rows.
-        result: None until it is finished.
-    """
-
-    data: str
+    data: str  # name of the (first) store
     training: Trained
     solver: Named
     activation: Named
-    data_hash: str | None = None
-    streamed: dict[str, Any] | None = None
-    beside: tuple[str, ...] = ()
-    target: str | None = None
-    result: Result | None = None
+    data_hash: str | None = None  # `Joined.hash` of the stores
+    streamed: dict[str, Any] | None = None  # origin of rows without a store, which would have been called `data`
+    beside: tuple[str, ...] = ()  # names of further stores
+    target: str | None = None  # name of the targets' store, if they are not the rows
+    result: Result | None = None  # None until it is finished
 
 
 @dataclass(frozen=True)
@@ -136,7 +102,7 @@ class _Versioned:
 
 
 def demand_version(text: str | bytes, newest: int) -> None:
-    """ValueError if a document's `format_version` is missing or newer than `newest`, whatever else is in it."""
+    """ValueError if a document's `format_version` is missing or newer than `newest`."""
     version = parse_json(text, _Versioned).format_version
     if version > newest:
         raise ValueError(f"expected format version {newest} or older, got {version}; upgrade saecli to read it")
@@ -144,20 +110,19 @@ def demand_version(text: str | bytes, newest: int) -> None:
 
 def read_run(path: Path) -> RunDocument:
     """Read a `run.json`; RunError if it is not as `sae train` writes it, or of a newer version."""
-    return _read_run(path, RunDocument)
+    return _read_run(path)[0]
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """All entries of a `run.json`; RunError as in `read_run`."""
-    return _read_run(path, dict[str, Any])
+    return _read_run(path)[1]
 
 
-def _read_run(path: Path, kind: type) -> Any:
+def _read_run(path: Path) -> tuple[RunDocument, dict[str, Any]]:
     try:
         text = regular(path).read_bytes()
         demand_version(text, RUN_VERSION)
-        parse_json(text, RunDocument)
-        return parse_json(text, kind)
+        return parse_json(text, RunDocument), parse_json(text, dict[str, Any])
     except (OSError, ValueError) as error:
         raise RunError(f"cannot read {path}: {error}; restore it, or remove the folder to go on without it") from error
 

@@ -1,21 +1,15 @@
 """What can go wrong, as one tree.
 
     SaeError
-    |-- ConfigError   (ValueError)   an option or argument that cannot work
-    |-- StoreError    (OSError)      an activation store or one of its shards
-    |-- FormatError   (ValueError)   a file in a format that cannot be read or written
-    |-- RunError      (ValueError)   a training run that is missing, foreign or unfinished
-    |-- ModelError    (OSError)      a language model or text that cannot be loaded
-    |-- HubError      (OSError)      a repository of SAEs on the Hugging Face hub that cannot be read or written
-    |-- TrainingError (RuntimeError) a training run that cannot go on
-    |-- MachineError  (RuntimeError) a machine that has too little of something
-    `-- PeerError     (RuntimeError) another process of the same command that has ended
+    |-- ConfigError, FormatError, RunError      (ValueError)
+    |-- StoreError, ModelError, HubError        (OSError)
+    `-- TrainingError, MachineError, PeerError  (RuntimeError)
 
 Each message is one sentence: what failed; expected X, got Y; what to do.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Self
 
@@ -29,9 +23,7 @@ class SaeError(Exception):
 
         ConfigError(f"--k must be at most --d-sae, {most}, got {k}; lower --k or raise --d-sae", option="k")
 
-    Args:
-        sentence: the message, with options as flags, `--d-sae`; `str` of the error spells them as arguments, `d_sae`.
-        option: the option that the error is about, in Python's spelling.
+    `str` of the error spells the options of the sentence as arguments, `d_sae`.
     """
 
     def __init__(self, sentence: str, option: str | None = None) -> None:
@@ -41,8 +33,8 @@ class SaeError(Exception):
     @property
     def options(self) -> list[str]:
         """The options that the sentence names, its own first."""
-        own = [] if self.option is None else [self.option]
-        return list(dict.fromkeys([*own, *(_as_argument(flag) for flag in FLAG.findall(self.sentence))]))
+        named = map(_as_argument, FLAG.findall(self.sentence))
+        return list(dict.fromkeys(named if self.option is None else [self.option, *named]))
 
     def within(self, before: str = "", after: str = "") -> Self:
         """The same error, with words before its sentence or after it."""
@@ -106,8 +98,7 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with unprintable characters escaped: control characters, changes of direction, bytes that are no UTF-8.
-    """
+    """The text with control characters, changes of direction, and bytes that are no UTF-8 escaped."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
@@ -118,16 +109,14 @@ def shortened(sentence: str) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
-    """ "did you mean X?" for the closest choices, at most `most`; empty if none is close."""
+    """A question for at most `most` choices that are close; empty if none is."""
     spelt = {choice.casefold(): choice for choice in choices}
-    near = [spelt[one] for one in get_close_matches(word.casefold(), spelt, most)]
-    *others, last = near or [""]
-    return f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if near else ""
+    *others, last = [spelt[one] for one in get_close_matches(word.casefold(), spelt, most)] or [""]
+    return f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if last else ""
 
 
-def unknown_choice(option: str, word: str, choices: Iterable[str]) -> ConfigError:
+def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigError:
     """ConfigError for an invalid choice."""
-    choices = list(choices)
     question = did_you_mean(word, choices)
     return ConfigError(f"{flag_of(option)} must be one of {', '.join(choices)}, got {word!r}"
                        + f"; {question}" * bool(question), option=option)
@@ -135,11 +124,7 @@ def unknown_choice(option: str, word: str, choices: Iterable[str]) -> ConfigErro
 
 def number(value: float | int | None) -> str:
     """A figure in a table: counts in full, measures to four significant digits, None as a dash."""
-    if value is None:
-        return "-"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4g}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def counted(count: int, word: str) -> str:
@@ -149,8 +134,5 @@ def counted(count: int, word: str) -> str:
 
 def size_words(count: float) -> str:
     """A number of bytes in units: 1.3 GB."""
-    for unit in UNITS:
-        if count < 1000 or unit == UNITS[-1]:
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"
+    power = sum(count >= 1000**power for power in range(1, len(UNITS)))
+    return f"{count / 1000**power:.3g} {UNITS[power]}"

@@ -23,7 +23,7 @@ KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a soc
 
 
 class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
-    """A path that is not a regular file: opening a pipe blocks until its other end opens, and a device may not end."""
+    """A path that is no regular file: a pipe may block, and a device may not end."""
 
 
 def regular(path: Path) -> Path:
@@ -35,7 +35,7 @@ def regular(path: Path) -> Path:
 
 
 def is_utf8(path: Path) -> bool:
-    """Whether the path is UTF-8, as safetensors requires."""
+    """Whether a path is UTF-8, as safetensors requires."""
     return str(path).encode("utf-8", "replace") == os.fsencode(path)
 
 
@@ -55,7 +55,7 @@ def file_sha256(path: Path) -> str:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written before it appears at `path`: beside it, hidden."""
+    """Where a file is written before it appears at `path`: next to it, hidden."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -66,16 +66,11 @@ def as_named(text: str) -> str:
 
 def settle(temporary: Path, path: Path) -> None:
     """Flush a finished temporary file to disk and rename it to `path`, in the same folder."""
-    temporary.chmod(0o666 & ~_umask())  # some writers make files that only their owner may read
+    os.umask(mask := os.umask(0))
+    temporary.chmod(0o666 & ~mask)  # some writers make files that only their owner may read
     flush_to_disk(temporary)
     temporary.replace(path)
     flush_to_disk(path.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextmanager
@@ -92,7 +87,7 @@ def appearing_whole(path: Path) -> Iterator[Path]:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether `folder_appearing_whole` can write there: there is nothing, or an empty folder."""
+    """Whether there is nothing, or an empty folder."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
@@ -137,12 +132,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table atomically, creating its folder. Numbers keep every digit; NaNs and infinities are empty.
-
-    Args:
-        lines: one mapping per line; their keys, in the order in which they first occur, are the columns.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a table atomically, its columns all keys of the lines. NaNs and infinities are empty."""
     columns = list(dict.fromkeys(key for line in lines for key in line))
     with appearing_whole(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -168,15 +158,11 @@ def make_folder(path: Path) -> None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder, created if missing, against other processes; BlockingIOError if another holds the lock.
-
-    Returns a descriptor to close when done; the system closes it if the process dies.
-    """
+    """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another has it."""
     while True:
         make_folder(folder)
         try:
-            # A separate file, since network file systems cannot lock folders.
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # network file systems lock no folders
         except FileNotFoundError:
             continue
         try:

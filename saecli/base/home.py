@@ -40,55 +40,41 @@ def checked_name(name: str, what: str = "--name") -> str:
 
 @dataclass(frozen=True)
 class Shelf:
-    """The stores or the runs of a home: folders in a folder, each with a JSON file `marker`, see `Marker`.
-
-    An entry that is missing or unreadable raises `error`; messages call it a `noun`, and name the `remedy`.
-    """
+    """The stores or the runs of a home: folders, each with a JSON file `marker`, see `Marker`."""
 
     path: Path
-    noun: str
+    noun: str  # of an entry in messages
     marker: str
-    error: type[SaeError]
+    error: type[SaeError]  # for an entry that is missing or unreadable
     remedy: str
 
     def names(self) -> list[str]:
         """The names of all entries, newest first, and unreadable ones last."""
         return list(self.markers())
 
-    def markers(self) -> dict[str, Marker | None]:
-        """The marker of every entry by name, newest first; unreadable ones are None, and last."""
-        names = [path.parent.name for path in self.path.glob(f"*/{self.marker}")]
-        found = {name: self._marker_or_none(name) for name in names}
-        return dict(sorted(found.items(), key=lambda entry: (entry[1].created if entry[1] else "", entry[0]),
-                           reverse=True))
+    def markers(self) -> dict[str, Marker | SaeError]:
+        """The marker of every entry by name, newest first; of unreadable ones the error, last."""
+        found = {path.parent.name: self._marker(path) for path in self.path.glob(f"*/{self.marker}")}
+        return dict(sorted(found.items(), key=lambda entry: (getattr(entry[1], "created", ""), entry[0]), reverse=True))
+
+    def _marker(self, path: Path) -> Marker | SaeError:
+        from .documents import Marker, read_json
+
+        try:
+            return read_json(path, Marker)
+        except (OSError, ValueError) as error:  # one damaged entry must not block commands on others
+            return self.error(f"cannot read {path}: {error}; {UNREADABLE}")
 
     def unfinished(self) -> list[str]:
         """The names of unfinished entries, newest first."""
-        return [name for name, marker in self.markers().items() if marker and not marker.complete]
+        return [name for name, marker in self.markers().items() if getattr(marker, "complete", None) is False]
 
     def unmarked(self) -> dict[str, str]:
-        """The folders that hold something but no marker, by name, each with advice. Hidden files do not count, such as
-        the lock of a starting command."""
+        """Advice on each folder that holds something but no marker, by name. Hidden files do not count, such as the
+        lock of a starting command."""
         folders = (path for path in self.path.glob("[!.]*") if path.is_dir() and not (path / self.marker).exists())
         return {path.name: f"{path} is no {self.noun}: expected {self.marker} in it, got none; {UNREADABLE}"
                 for path in sorted(folders) if any(path.glob("[!.]*"))}
-
-    def read_marker(self, name: str) -> Marker:
-        """The marker of an entry; SaeError if it is missing or invalid."""
-        from .documents import Marker, read_json
-
-        path = self.path / name / self.marker
-        try:
-            return read_json(path, Marker)
-        except (OSError, ValueError) as error:
-            raise self.error(f"cannot read {path}: {error}; {UNREADABLE}") from error
-
-    def _marker_or_none(self, name: str) -> Marker | None:
-        # One damaged entry must not block commands on others.
-        try:
-            return self.read_marker(name)
-        except self.error:
-            return None
 
     def find(self, name: str | None) -> Path:
         """The folder of an entry; without a name, of the newest complete one, else of the newest."""
@@ -97,14 +83,13 @@ class Shelf:
             raise self.error(f"there is no {self.noun} named {name!r}; {self.instead_of(name)}")
         if not markers:
             raise self.error(f"there is no {self.noun} in {self.path} yet; {self.remedy}")
-        if name is None:
-            complete = [n for n, marker in markers.items() if marker and marker.complete]
-            name = (complete or list(markers))[0]
-        self.read_marker(name)  # raises if it is unreadable
-        return self.path / name
+        chosen = name or next((n for n in markers if getattr(markers[n], "complete", False)), next(iter(markers)))
+        if isinstance(error := markers[chosen], SaeError):
+            raise error
+        return self.path / chosen
 
     def instead_of(self, name: str) -> str:
-        """Entries with a name similar to one that does not exist, else the newest, in words."""
+        """Names similar to one that does not exist, else the newest, in words."""
         names = self.names()
         if not names:
             return f"{self.path} holds none, {self.remedy}"
@@ -123,15 +108,15 @@ class Home:
     DEFAULT: ClassVar[str] = "sae-data"
 
     def __post_init__(self) -> None:
+        wrong = ""
         if self.path.is_file():
-            raise ConfigError(f"cannot use {self.path} as the home: expected a folder, got a file; give another "
-                              "--home")
-        if self.path.is_symlink() and not self.path.exists():
-            raise ConfigError(f"cannot use {self.path} as the home: it is a link to {self.path.readlink()}, which "
-                              "does not exist; make that folder, or give another --home")
-        if not is_utf8(self.path.absolute()):
-            raise ConfigError(f"cannot use {self.path} as the home: expected a path in UTF-8, got "
-                              f"{str(self.path)!r}; give another --home")
+            wrong = "expected a folder, got a file; "
+        elif self.path.is_symlink() and not self.path.exists():
+            wrong = f"it is a link to {self.path.readlink()}, which does not exist; make that folder, or "
+        elif not is_utf8(self.path.absolute()):
+            wrong = f"expected a path in UTF-8, got {str(self.path)!r}; "
+        if wrong:
+            raise ConfigError(f"cannot use {self.path} as the home: {wrong}give another --home")
 
     @classmethod
     def at(cls, path: str | Path | Home | None) -> Self:
@@ -140,11 +125,9 @@ class Home:
 
     @property
     def stores(self) -> Shelf:
-        """The activation stores."""
         return Shelf(self.path / "activations", "activation store", STORE_MARKER, StoreError,
                      "make one with `sae extract` or `sae import`")
 
     @property
     def runs(self) -> Shelf:
-        """The training runs."""
         return Shelf(self.path / "runs", "run", RUN_MARKER, RunError, "make one with `sae train`")

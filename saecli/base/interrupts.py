@@ -1,14 +1,10 @@
-"""Ctrl-C at any moment of a command: exit status 130, and one sentence on what was kept.
-
-Uses only the standard library, since it is installed before anything else is loaded.
-"""
+"""Ctrl-C at any moment of a command: exit status 130, and one sentence on what was kept. It is installed before
+anything else, and so imports little."""
 
 import os
 import signal
 import sys
 import threading
-
-from .launcher import rank
 
 TYPE_CHECKING = False  # while typing was imported, Python would still handle Ctrl-C
 if TYPE_CHECKING:
@@ -17,15 +13,12 @@ if TYPE_CHECKING:
 STATUS = 130
 NOT_BEGUN = "stopped before it began; nothing was changed"
 NOT_WRITTEN = "stopped; nothing was written"
-
-
 _came = False
 
 
 def watch() -> None:
-    """From here on Ctrl-C ends the process at once: an exception would leave libraries half loaded. Stays ignored under
-    `nohup`."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    """From here on Ctrl-C ends the process at once, since an exception would leave libraries half loaded."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under `nohup` it stays ignored
         signal.signal(signal.SIGINT, _leave)
         sys.unraisablehook = _pass_on
 
@@ -54,7 +47,7 @@ def came() -> bool:
 
 
 def _leave(number: int, frame: "Any") -> None:
-    if rank() == 0:
+    if os.environ.get("RANK", "0") == "0":
         os.write(2, f"{NOT_BEGUN}\n".encode())
     os._exit(STATUS)
 

@@ -1,4 +1,5 @@
-"""The machine: available memory, out-of-memory errors, and whether the Hugging Face hub can be reached."""
+"""The machine: memory, out-of-memory errors, whether the Hugging Face hub can be reached, and this process's rank, from
+the environment that a launcher such as torchrun sets."""
 
 import errno
 import os
@@ -13,6 +14,27 @@ LEAST_ADDRESS_SPACE = 2 << 30  # bytes; with less, libraries abort the process w
 # a thread has no room for its stack.
 REFUSALS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "_ALLOC_FAILED",
             "bad_alloc", "failed to map segment", "can't start new thread")
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all needed to join the process group
+
+
+def world() -> int:
+    """The world size; 1 without a launcher."""
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in LAUNCHED) else 1
+
+
+def rank() -> int:
+    return int(os.environ["RANK"]) if world() > 1 else 0
+
+
+def local_world() -> int:
+    """The number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world() > 1 else 1
+
+
+def local_rank() -> int:
+    """This process's rank among those on this machine."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if world() > 1 else 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -34,17 +56,13 @@ def demand_address_space() -> None:
 def available_memory() -> int:
     """Bytes of memory that a process can allocate without swapping, within its container's limit."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
+    if (meminfo := Path("/proc/meminfo")).exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
     limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.exists() and (text := limit.read_text(encoding="ascii").strip()) != "max":
         free = min(free, int(text) - int(used.read_text(encoding="ascii")))
     return free
-
-
-LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def why_unreachable() -> str | None:

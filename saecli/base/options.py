@@ -1,15 +1,13 @@
-"""Options, each declared once, and configurations made of them.
-
-A configuration subclasses `Config` and declares each field with `option(...)`. The resulting `Option` serves Python,
-TOML files, the command line and help pages.
-"""
+"""Options, each declared once by `option(...)` as a field of a `Config`: for Python, TOML files, the command line and
+help pages. And options of other tools (SAELens, sparsify, dictionary_learning), with ours."""
 
 import dataclasses
 import functools
 import json
+import operator
 import types
 import typing
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -23,45 +21,31 @@ PAPER: dict[str, Any] = {"panel": "The paper's experiments", "advanced": True}  
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
-
-    Args:
-        kinds: its types, out of `KINDS`.
-        optional: whether it can be None, for a default that depends on something else.
-        minimum, above, maximum, below: inclusive and exclusive bounds.
-        choices: the words allowed, with numbers or without.
-        check: validates a word instead of `choices`; raises ValueError with a description of valid words.
-        panel: its panel of the help page; None for its configuration's.
-        advanced: shown by `--help-all` only.
-        once: not repeatable, where other numbers may be repeated for one result per value.
-        several: may be given several times, in a file as a list.
-    """
+    """One option."""
 
     help: str
     name: str = ""
-    kinds: tuple[type, ...] = ()
-    optional: bool = False
+    kinds: tuple[type, ...] = ()  # of `KINDS`
+    optional: bool = False  # can be None, for a default that depends on something else
     default: Any = None
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
-    choices: tuple[str, ...] = ()
-    check: Callable[[str], None] | None = None
+    choices: tuple[str, ...] = ()  # the words allowed, with numbers or without
+    check: Callable[[str], None] | None = None  # instead of `choices`; its ValueError describes valid words
     metavar: str | None = None
-    panel: str | None = None
-    advanced: bool = False
-    once: bool = False
-    several: bool = False
+    panel: str | None = None  # of the help page; None for its configuration's
+    advanced: bool = False  # shown by `--help-all` only
+    once: bool = False  # not repeatable, where other numbers may be repeated for one result per value
+    several: bool = False  # may be given several times, in a file as a list
 
     @property
     def repeatable(self) -> bool:
-        """Whether it is a number that can be repeated, for one result per value."""
         return not self.once and not {int, float}.isdisjoint(self.kinds)
 
     @property
     def expected(self) -> str:
-        """Its type or choices, in words."""
         words = [f"one of {', '.join(self.choices)}" if kind is str and self.choices and not self.check else KINDS[kind]
                  for kind in self.kinds]
         return " or ".join(words) + ", or a list of such" * self.several
@@ -87,35 +71,27 @@ class Option:
             raise unknown_choice(self.name, value, self.choices)
         if not self.admits(value):
             raise ConfigError(f"{flag_of(self.name)} must be {self.expected}, got {value!r}", option=self.name)
-        if isinstance(value, str):
-            self._look_at(value)
-        elif not isinstance(value, bool):
-            self._bound(value)
-        return float(value) if type(value) is int and int not in self.kinds else value
-
-    def _look_at(self, word: str) -> None:
         try:
-            if self.check is not None:
-                self.check(word)
+            if isinstance(value, str) and self.check is not None:
+                self.check(value)
         except ValueError as error:
-            raise ConfigError(f"{flag_of(self.name)} must be {error}, got {word!r}", option=self.name) from None
-
-    def _bound(self, number: float) -> None:
-        for bound, words, holds in ((self.minimum, "at least", self.minimum is None or number >= self.minimum),
-                                    (self.above, "above", self.above is None or number > self.above),
-                                    (self.maximum, "at most", self.maximum is None or number <= self.maximum),
-                                    (self.below, "below", self.below is None or number < self.below)):
-            if not holds:
-                raise ConfigError(f"{flag_of(self.name)} must be {words} {bound:g}, got {number:g}", option=self.name)
+            raise ConfigError(f"{flag_of(self.name)} must be {error}, got {value!r}", option=self.name) from None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            for words, bound, holds in (("at least", self.minimum, operator.ge), ("above", self.above, operator.gt),
+                                        ("at most", self.maximum, operator.le), ("below", self.below, operator.lt)):
+                if bound is not None and not holds(value, bound):
+                    raise ConfigError(f"{flag_of(self.name)} must be {words} {bound:g}, got {value:g}",
+                                      option=self.name)
+        return float(value) if type(value) is int and int not in self.kinds else value
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:
-    """Declare a configuration field; `rules` are further fields of `Option`."""
+    """Declare a field; `rules` are further fields of `Option`."""
     return field(default=default, metadata={"option": Option(help, **rules)})
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Values as words of a command line; a flag's without a value."""
+    """Values as words of a command line."""
     return [word for name, value in values.items() if value not in (None, False)
             for word in (flag_of(name), *([] if value is True else [str(value)]))]
 
@@ -138,7 +114,6 @@ class Config:
             object.__setattr__(self, name, one.checked(getattr(self, name)))
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
@@ -177,13 +152,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 def choose(table: Mapping[str, type[ConfigT]], selector: str, name: str,
            values: Mapping[str, Any], given: Set[str]) -> ConfigT:
-    """Build `table[name]` from the options given, refusing those that only other entries have.
-
-    Args:
-        selector: option that selects from the table, e.g. "solver".
-        values: value by option name, for the options of all entries.
-        given: the options that the user set, as opposed to left at their defaults.
-    """
+    """Build `table[name]`, which the option `selector` names, from the options `given` by the user; refuses those
+    that only other entries have."""
     if name not in table:
         raise unknown_choice(selector, name, table)
     names = {key: options_of(config).keys() for key, config in table.items()}
@@ -192,3 +162,54 @@ def choose(table: Mapping[str, type[ConfigT]], selector: str, name: str,
         raise ConfigError(f"{flag_of(foreign)} does nothing with {flag_of(selector)} {name}; leave it out, or use "
                           f"{flag_of(selector)} {takers}", option=foreign)
     return table[name](**{key: values[key] for key in names[name] & given})
+
+
+# Names of other tools, ours, and how its value differs.
+_ELSEWHERE = (
+    ("l1_coefficient l1_coeff l1_penalty l1_alpha l1_weight sparsity_penalty sparsity_coefficient", "sparsity_weight",
+     "the same value if rows were normalised to a mean squared norm of d_in, as SAELens' expected_average_only_in "
+     "nearly does"),
+    ("l0_coefficient", "sparsity_weight", "with --act jumprelu and --sparsity l0, the same value if rows were "
+     "normalised to a mean squared norm of d_in; or --target-l0 for a given L0"),
+    ("expansion_factor expansion", "d_sae", "the number of latents, which is the factor times d_in"),
+    ("num_latents n_latents dict_size dictionary_size d_hidden n_features", "d_sae", ""),
+    ("architecture activation activation_fn activation_function", "act",
+     "standard is relu, and Matryoshka SAEs are made by --prefixes"),
+    ("learning_rate", "lr", ""), ("k_sparse", "k", ""), ("topk", "k", "with --act topk or batchtopk"),
+    ("train_batch_size_tokens", "batch_size", "in rows, of which each is a token's"),
+    ("train_batch_size sae_batch_size", "batch_size", ""), ("n_epochs num_epochs", "epochs", ""),
+    ("total_training_steps", "steps", ""),
+    ("lr_warm_up_steps lr_warmup_steps warmup_steps", "lr_warm_up", "a fraction of all steps, not their number"),
+    ("lr_decay_steps decay_start", "lr_decay", "a fraction of all steps, not their number"),
+    ("l1_warm_up_steps l1_warmup_steps l0_warm_up_steps sparsity_warmup_steps", "sparsity_warm_up",
+     "a fraction of all steps, not their number"),
+    ("normalize_activations", "normalize",
+     "scale, the default, is SAELens' expected_average_only_in after subtracting the mean"),
+    ("matryoshka_widths group_sizes group_fractions", "prefixes",
+     "numbers of latents with commas between, each counted from the first latent"),
+    ("jumprelu_bandwidth", "bandwidth", ""), ("jumprelu_init_threshold", "threshold", ""),
+    ("auxk_alpha aux_loss_coefficient", "revive", "dead latents are re-aimed, by no term of the loss"),
+    ("hook_name hook_layer hook_point hookpoints hookpoint layers", "layer",
+     "blocks.12.hook_resid_post is --layer 12 --site resid_post"),
+    ("model_name model_name_or_path", "model", ""), ("dataset_path dataset_name", "dataset", ""),
+    ("context_size ctx_len context_length", "context", ""),
+    ("training_tokens num_tokens max_examples", "rows", "a row is a token's activations; training passes over those of "
+     "a store --epochs times, or for --steps steps"),
+    ("cached_activations_path", "data", ""), ("run_name", "name", ""),
+    ("output_path output_dir save_dir checkpoint_path", "home",
+     "the folder of stores and runs, before the command; --name is the run's name in it"),
+    ("n_checkpoints", "keep_every", "epochs between those that are kept"),
+    ("log_to_wandb wandb", "log_to", "wandb; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE are read as by wandb itself"),
+)
+OTHERS = {theirs: (ours, words) for names, ours, words in _ELSEWHERE for theirs in names.split()}
+
+
+def in_place_of(name: str, options: Collection[str]) -> str:
+    """Advice on another tool's option, given to a command with these options; empty if unknown."""
+    ours, words = OTHERS.get("wandb" if name.startswith("wandb") else name, ("", ""))
+    if not ours:
+        return ""
+    written = flag_of(ours)
+    if ours not in options:
+        written = f"`sae {written}`" if ours == "home" else f"`sae train {written}`"
+    return f"here {written}" + f": {words}" * bool(words)

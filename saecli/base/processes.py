@@ -1,8 +1,6 @@
 """Processes of one command, started by torchrun: the part of torch.distributed that is needed.
 
-A `Communicator` is passed to whatever reduces gradients, sums or measures; the operations of the default, `ALONE`,
-return their arguments. All processes must make the same calls in the same order. When a process has ended, the calls of
-the others raise `PeerError`.
+All processes must make the same calls in the same order. When one has ended, the calls of the others raise `PeerError`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import ConfigError, PeerError
-from .launcher import local_rank, local_world, rank, world
+from .machine import local_rank, local_world, rank, world
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,14 +30,14 @@ _launcher: list[Any] = []  # the key-value store that torchrun keeps, once this 
 
 @dataclass(frozen=True)
 class Communicator:
-    """The processes of a command, seen from one of them."""
+    """The processes of a command, seen from one of them; alone, operations return their arguments."""
 
     rank: int = 0
     world_size: int = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is rank 0, which prints, writes files, and solves."""
+        """Whether it prints, writes files, and solves."""
         return self.rank == 0
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -108,17 +106,16 @@ class Communicator:
         return values[0]
 
     def barrier(self) -> None:
-        """Wait for all processes."""
         self.all_gather_object(None)
 
     def main_first(self, find: Callable[[], Value]) -> Value:
         """Call `find` on every process, on rank 0 first: it caches checks that the others then need not make."""
-        if not self.is_main:
+        if self.is_main:
+            value = find()
             self.barrier()
-            return find()
-        value = find()
+            return value
         self.barrier()
-        return value
+        return find()
 
 
 ALONE = Communicator()
@@ -155,19 +152,17 @@ def leave() -> None:
 
 
 def is_first_to_say(sentence: str, blames_another: bool) -> bool:
-    """Whether no other process has printed this sentence; one that `blames_another` also yields to any other sentence.
-    """
+    """Whether no other process has printed this sentence, or, if it `blames_another`, any sentence."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sentence says why
     if not _launcher:
         return True
     try:
         _launcher[0].set_timeout(STORE_PATIENCE)
-        if blames_another:
-            waited_until = time.monotonic() + BLAME_SECONDS
-            while time.monotonic() < waited_until:
-                if _launcher[0].check([SAID]):
-                    return False
-                time.sleep(0.1)
+        waited_until = time.monotonic() + BLAME_SECONDS
+        while blames_another and time.monotonic() < waited_until:
+            if _launcher[0].check([SAID]):
+                return False
+            time.sleep(0.1)
         first = _launcher[0].add(f"{SAID}-{sentence}", 1) == 1
         _launcher[0].add(SAID, 1)
         return first

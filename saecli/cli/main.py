@@ -1,7 +1,5 @@
-"""The command line: `sae [--home DIR] COMMAND`.
-
-To add a command, write `saecli/cli/commands/NAME.py` with a function `command`, and a line in `COMMANDS`.
-"""
+"""The command line: `sae [--home DIR] COMMAND`. To add a command, write `saecli/cli/NAME.py` with a function `command`,
+and a line in `COMMANDS`."""
 
 import errno
 import inspect
@@ -22,9 +20,8 @@ from ..base import interrupts
 from ..base.errors import ConfigError, PeerError, SaeError, did_you_mean, flag_of, one_line, printable, shortened
 from ..base.files import as_named
 from ..base.home import Home
-from ..base.launcher import rank, world
-from ..base.machine import demand_address_space, is_out_of_memory
-from ..base.other_names import in_place_of
+from ..base.machine import demand_address_space, is_out_of_memory, rank, world
+from ..base.options import in_place_of
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
@@ -44,27 +41,22 @@ COMMANDS = {
     "rm": "Remove stores and runs with all their files.",
     "demo": "Run extract, train and eval offline on a bundled model, printing each command.",
 }
-
-
 HELP = {"-h", "--help", "--help-all"}
 TOGETHER = ("extract", "train")  # commands that torchrun may run in several processes
 
 
 class Command(TyperCommand):
-    """A command that takes options in any spelling, and whose `--help` leaves the advanced ones to `--help-all`."""
+    """A command that takes options in any spelling, `--d_sae` too, and leaves advanced ones to `--help-all`."""
 
     advanced: Collection[str] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command's words, options in any spelling: `--d_sae` is `--d-sae`."""
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
-        words = [*self._spelled(ctx, args)]
-        demand_once(self, ctx, words)
+        demand_once(self, ctx, words := [*self._spelled(ctx, args)])
         return super().parse_args(ctx, words)
 
     def _spelled(self, ctx: Any, args: list[str]) -> Iterator[str]:
-        """The words with hyphens in the names of options; ConfigError for an option of another tool."""
         flags = {flag for one in self.get_params(ctx) for flag in (*one.opts, *one.secondary_opts)}
         rest = iter(args)
         for word in rest:
@@ -82,7 +74,6 @@ class Command(TyperCommand):
                 yield word
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the page of `--help`, or of `--help-all` if that is set."""
         if not ctx.params.get("help_all"):
             for one in cast(Any, self.params):
                 one.hidden = one.name in self.advanced
@@ -91,7 +82,7 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; what needs no torch to be refused is refused first."""
+        """Run the command, refusing first what needs no torch to be refused."""
         demand_address_space()
         if any(ctx.params.get(name, ...) in (None, [], ()) for name in ("run", "runs")):
             ctx.find_root().obj.runs.find(None)
@@ -108,7 +99,7 @@ def demand_once(command: Any, ctx: Any, words: Sequence[str]) -> None:
 
 def loaded(name: str) -> Command:
     """The command of that name, from its module."""
-    function = import_module(f".commands.{'import_' if name == 'import' else name}", __package__).command
+    function = import_module(f".{'import_' if name == 'import' else name}", __package__).command
     paragraphs = [" ".join(lines.split()) for lines in (inspect.getdoc(function) or "").split("\n\n")]
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     app.command(name, cls=Command, help=escape("\n\n".join(paragraphs)))(function)
@@ -117,32 +108,28 @@ def loaded(name: str) -> Command:
         one.help = escape(one.help)  # square brackets are rich's markup
     command.advanced = getattr(function, "advanced", ())
     if command.advanced:
-        command.params.append(_help_all())
+        listed = typer.Typer(add_completion=False)
+        listed.command()(_show_all)
+        command.params.append(typer.main.get_command(listed).params[0])  # Typer's only way to make an option
     return command
 
 
-def _help_all() -> Any:
-    """The option that prints the help page with all options, and exits."""
-    def show(ctx: typer.Context, wanted: bool) -> None:
-        if wanted and not ctx.resilient_parsing:
-            ctx.params["help_all"] = True
-            print(ctx.get_help(), end="")
-            raise typer.Exit
+def _print_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        ctx.params["help_all"] = True
+        print(ctx.get_help(), end="")
+        raise typer.Exit
 
-    def function(help_all: Annotated[bool, typer.Option("--help-all", help="Show all options, and exit.", is_eager=True,
-                                                        expose_value=False, callback=show)] = False) -> None:
-        """Take the option."""
 
-    app = typer.Typer(add_completion=False)
-    app.command()(function)
-    return typer.main.get_command(app).params[0]
+def _show_all(help_all: Annotated[bool, typer.Option("--help-all", help="Show all options, and exit.", is_eager=True,
+                                                     expose_value=False, callback=_print_all)] = False) -> None:
+    """Holds an option."""
 
 
 class LazyGroup(TyperGroup):
     """Imports a command's module only when it is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words before the command, and refuse a second --home."""
         if not ctx.resilient_parsing:
             demand_once(self, ctx, args)
             if args[:1] and args[0] in COMMANDS and HELP.intersection(args):  # before Typer loads pydantic
@@ -150,12 +137,10 @@ class LazyGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the command to run or complete, and load it."""
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and loaded(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; the error for a word that is not among an option's choices suggests the nearest."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -183,12 +168,8 @@ def _plainly(message: str) -> str:
     return message
 
 
-def _listed_only() -> None:
-    """Stands for a command in the list."""
-
-
 for _name, _summary in COMMANDS.items():
-    app.command(_name, help=_summary)(_listed_only)
+    app.command(_name, help=_summary)(lambda: None)  # in the list
 
 
 def _print_version(wanted: bool) -> None:
@@ -199,14 +180,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+HomeFolder = Annotated[Path, typer.Option(help="Folder of stores and runs.", metavar="PATH", envvar="SAE_HOME")]
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
+                                       help="Print the version and exit.")]
+
+
 @app.callback()
-def root(
-    ctx: typer.Context,
-    home: Annotated[Path, typer.Option(help="Folder of stores and runs.", metavar="PATH",
-                                       envvar="SAE_HOME")] = Path(Home.DEFAULT),
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
-                                          help="Print the version and exit.")] = False,
-) -> None:
+def root(ctx: typer.Context, home: HomeFolder = Path(Home.DEFAULT), version: Version = False) -> None:
     """From a language model's activations to a trained, evaluated and understood sparse autoencoder.
 
     The chain in three lines:
@@ -234,7 +214,7 @@ def sentence_for(error: BaseException) -> str | None:
     if isinstance(error, SaeError):
         return error.sentence
     if is_out_of_memory(error):
-        return _out_of_memory(error)
+        return f"out of memory: {_out_of_memory(error)}"
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return (f"the disk is full, writing {error.filename or 'a file'}; nothing half-written was kept: "
@@ -246,17 +226,15 @@ def sentence_for(error: BaseException) -> str | None:
 def _out_of_memory(error: BaseException) -> str:
     words = str(error)
     if isinstance(error, ImportError):
-        return (f"out of memory: a library could not be loaded ({one_line(error)}); raise the limit on address space "
-                "(ulimit -v), or end other programs")
+        return f"a library could not be loaded ({one_line(error)}); raise ulimit -v, or end other programs"
     if "start new thread" in words:
-        return ("out of memory: the system refused a thread; raise the limits on processes and address space "
-                "(ulimit -u, ulimit -v), or end other programs")
+        return "the system refused a thread; raise ulimit -u and ulimit -v, or end other programs"
     where = "the GPU" if "CUDA" in words or "CUBLAS" in words else "the machine"
-    return f"out of memory: {where} refused an allocation; use a smaller --batch-size or, to train, --d-sae"
+    return f"{where} refused an allocation; use a smaller --batch-size or, to train, --d-sae"
 
 
 def main() -> None:
-    """Run the command line, and end with its exit status; only rank 0 prints anything but errors."""
+    """Run the command line, and end with its exit status; only rank 0 prints more than errors."""
     errors = sys.stderr
     if rank() > 0 and not os.environ.get("SAE_DEBUG"):
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
@@ -292,8 +270,11 @@ def main() -> None:
         sentence = as_named(printable(shortened(" ".join(sentence.split()))))
         if world() == 1:
             print(f"sae: {sentence}", file=errors)
-        elif _is_first_to_say(sentence, error):
-            print(f"sae: process {rank()} of {world()}: {sentence}", file=errors)
+        else:
+            from ..base.processes import is_first_to_say  # torch is loaded: the processes have joined
+
+            if is_first_to_say(sentence, blames_another=isinstance(error, PeerError)):
+                print(f"sae: process {rank()} of {world()}: {sentence}", file=errors)
         _end(2 if isinstance(error, ConfigError) else 1)
 
 
@@ -305,10 +286,3 @@ def _end(status: int) -> NoReturn:
         if stream is not None:
             stream.flush()
     os._exit(status)
-
-
-def _is_first_to_say(sentence: str, error: Exception) -> bool:
-    """Whether no other process of this command has printed this sentence."""
-    from ..base.processes import is_first_to_say
-
-    return is_first_to_say(sentence, blames_another=isinstance(error, PeerError))

@@ -1,77 +1,55 @@
-"""Options on the command line: Typer parameters of configurations, options common to commands, and a command's start.
-
-An option is declared once, by `base.options.option` or here, and becomes a parameter, a key in the file of `--config`
-and a line of help. Nothing here imports torch.
-"""
+"""Options as Typer parameters and in the file of `--config`, those common to commands, and a command's start."""
 
 import functools
 import inspect
+import json
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from inspect import Parameter
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
 from ..base import interrupts
 from ..base.console import Console
-from ..base.errors import ConfigError, flag_of
-from ..base.files import check_place, is_free
+from ..base.errors import ConfigError, did_you_mean, flag_of, one_line
+from ..base.files import check_place, is_free, regular, write_csv
 from ..base.home import Home
-from ..base.options import KINDS, PAPER, Config, Option, choose, options_of, scalar_types
-from .config_file import config_parameter, naming
+from ..base.options import KINDS, PAPER, Config, Option, choose, in_place_of, options_of, scalar_types, toml_lines
+from ..extract.options import SITES
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 @dataclass(frozen=True)
 class Given:
-    """The configuration options of one invocation.
-
-    Args:
-        given: the options that the user set.
-        varied: this combination's values of the options that the user set to several.
-    """
+    """The values of the options of configurations, and those that the user set."""
 
     values: Mapping[str, Any]
     given: frozenset[str]
-    varied: Mapping[str, Any] = field(default_factory=dict)
+    varied: Mapping[str, Any] = field(default_factory=dict)  # this combination's values of options set to several
 
     def config(self, kind: type[ConfigT]) -> ConfigT:
-        """Build a configuration from the options that were set."""
         return kind(**{name: self.values[name] for name in options_of(kind).keys() & self.given})
+
+    def choose(self, table: Mapping[str, type[ConfigT]], selector: str, name: str) -> ConfigT:
+        return choose(table, selector, name, self.values, self.given)
 
     def else_given(self, values: Mapping[str, Any]) -> "Given":
         """The same with these values for options that the user did not set."""
-        return replace(self, values=dict(values) | {name: value for name, value in self.values.items()
-                                                    if name in self.given or name not in values},
-                       given=self.given | values.keys())
-
-    def choose(self, table: Mapping[str, type[ConfigT]], selector: str, name: str) -> ConfigT:
-        """Build the configuration that a table holds under `name`; see `base.options.choose`."""
-        return choose(table, selector, name, self.values, self.given)
+        new = {name: value for name, value in values.items() if name not in self.given}
+        return replace(self, values={**self.values, **new}, given=self.given | values.keys())
 
 
 def configured(*configs: type[Config], repeated: bool = False, advanced: Collection[str] = (),
                more: Collection[Option] = (), **tables: Mapping[str, type[Config]]) -> Callable:
-    """Decorate a command function with the options of configurations.
-
-    The function's parameter `options` receives a `Given`, or if options may be repeated one per combination of values,
-    the last option's changing fastest. All of the function's options may also be given in the file of `--config`.
-    Advanced ones are shown by `--help-all` only; the returned function lists them in `advanced`.
-
-    Args:
-        *configs: configurations whose fields all become options.
-        repeated: whether numbers, except those declared `once`, may be given several values.
-        advanced: which of the function's own options are advanced.
-        more: further options, of configurations that the function builds itself.
-        **tables: tables of configurations, each with an option of that name to select an entry; an option of several
-            entries is one option, whose help names them.
-    """
+    """Decorate a command with options of configurations, of tables of them by the option that selects an entry, and
+    `--config`. The parameter `options` receives a `Given`; if options can be repeated, one per combination of values.
+    `advanced` names those of its own options that `--help-all` alone shows."""
     declared = [replace(one, panel=one.panel or config.panel) for config in configs
                 for one in options_of(config).values()]
     for selector, table in tables.items():
@@ -88,12 +66,11 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
             values = {name: arguments.pop(name) for name in options}
             ctx, file = arguments["ctx"], arguments.pop("config")
             given = frozenset(name for name in values if is_given(ctx, name))
-            with naming(ctx, file):
-                combined = _combinations(values, given) if repeated else Given(values, given)
-                return function(options=combined, **arguments)
+            with _naming(ctx, file):
+                return function(options=_combinations(values, given) if repeated else Given(values, given), **arguments)
 
         everything = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in
-                      [*own.values(), config_parameter(options | own_options(own)), *map(parameter_of, shown)]]
+                      [*own.values(), _config_parameter(options | _own_options(own)), *map(_parameter, shown)]]
         command.__signature__ = signature.replace(parameters=everything)  # type: ignore[attr-defined]  # Typer reads it
         command.__annotations__ = {one.name: one.annotation for one in everything}
         command.advanced = {*advanced, *(one.name for one in options.values() if one.advanced)}  # type: ignore[attr-defined]  # LazyGroup reads it
@@ -102,93 +79,137 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
     return decorate
 
 
-def parameter_of(option: Option) -> Parameter:
-    default = option.default
-    settings: dict[str, Any] = {"help": option.help, "rich_help_panel": option.panel, "metavar": option.metavar,
-                                "show_default": default is not None and default is not False}
-    if len(option.kinds) > 1:
-        numeric = next(kind for kind in option.kinds if kind is not str)
-        settings |= {"parser": _word_or_number(option, numeric), "autocompletion": lambda: list(option.choices),
-                     "metavar": option.metavar or f"{'|'.join(option.choices)}|{numeric.__name__.upper()}"}
-        kind: Any = str
-    else:
-        kind = Literal[option.choices] if option.choices else option.kinds[0]
-    flag = flag_of(option.name)
-    if kind is bool:
-        flag += f"/{flag_of('no_' + option.name)}"  # so that the command line can undo a file's
-    if option.several:
-        kind = list[kind]
-        default = None if default is None else [default]
-    return Parameter(
-        option.name, Parameter.KEYWORD_ONLY, default=default,
-        annotation=Annotated[kind | None if option.default is None else kind, typer.Option(flag, **settings)])
-
-
-def own_options(parameters: Mapping[str, Parameter]) -> dict[str, Option]:
-    """The options among a command's own parameters, by name, without positional arguments."""
-    found = {}
-    for name, parameter in parameters.items():
-        if get_origin(parameter.annotation) is not Annotated:
-            continue
-        annotation, info = get_args(parameter.annotation)
-        if isinstance(info, typer.models.OptionInfo):
-            kind, choices, several = _kind_of(annotation)
-            found[name] = Option(info.help or "", name, (kind,) if kind in KINDS else (str,), choices=choices,
-                                 several=several)
-    return found
-
-
-def _kind_of(annotation: Any) -> tuple[Any, tuple[str, ...], bool]:
-    """Type of a parameter's values, its choices, and whether it takes several."""
-    (kind,) = (one for one in scalar_types(annotation) if one is not types.NoneType)
-    if several := get_origin(kind) is list:
-        (kind,) = get_args(kind)
-    if get_origin(kind) is Literal:
-        return str, get_args(kind), several
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return str, tuple(member.value for member in kind), several
-    return kind, (), several
-
-
-def _word_or_number(option: Option, numeric: type) -> Callable[[str], str | int | float]:
-    def parse(text: str) -> str | int | float:
-        if text in option.choices:
-            return text
-        try:
-            return numeric(text)
-        except ValueError:
-            if option.check is not None:
-                return text  # the configuration checks it
-            raise typer.BadParameter(f"{text!r} is neither a number nor {' nor '.join(option.choices)}") from None
-
-    return parse
-
-
 def _merged(table: Mapping[str, type[Config]]) -> list[Option]:
-    """The options of a table's configurations; if not all entries take an option, its help names those that do."""
-    takers: dict[str, list[str]] = {}
-    found: dict[str, Option] = {}
-    for key, config in table.items():
-        for name, one in options_of(config).items():
-            found.setdefault(name, one)
-            takers.setdefault(name, []).append(key)
+    """The options of a table's configurations; help of one that not all entries take names those that do."""
+    declared = {key: options_of(config) for key, config in table.items()}
+    takers = {name: [key for key in table if name in declared[key]] for one in declared.values() for name in one}
+    found = {name: declared[keys[0]][name] for name, keys in takers.items()}
     return [one if len(takers[name]) == len(table) else replace(one, help=f"{one.help} ({', '.join(takers[name])})")
             for name, one in found.items()]
 
 
 def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Given, ...]:
-    """A `Given` per combination of the values of repeated options; ConfigError if a value is repeated."""
     several = {name: value for name, value in values.items() if isinstance(value, list)}
     for name, words in several.items():
         if twice := [word for index, word in enumerate(words) if word in words[:index]]:
             raise ConfigError(f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per "
                               "value", option=name)
-    varying = [name for name, words in several.items() if len(words) > 1]
-    result = []
-    for combination in product(*several.values()):
-        chosen = dict(zip(several, combination, strict=True))
-        result.append(Given({**values, **chosen}, given, {name: chosen[name] for name in varying}))
-    return tuple(result)
+    chosen = [dict(zip(several, combination, strict=True)) for combination in product(*several.values())]
+    return tuple(Given({**values, **one}, given, {name: one[name] for name in one if len(several[name]) > 1})
+                 for one in chosen)
+
+
+def _parameter(option: Option) -> Parameter:
+    default = option.default
+    settings: dict[str, Any] = {"help": option.help, "rich_help_panel": option.panel, "metavar": option.metavar,
+                                "show_default": default is not None and default is not False}
+    kind: Any = Literal[option.choices] if option.choices else option.kinds[0]
+    if len(option.kinds) > 1:
+        kind, numeric = str, next(kind for kind in option.kinds if kind is not str)
+        settings |= {"parser": functools.partial(_word_or_number, option, numeric),
+                     "autocompletion": lambda: list(option.choices),
+                     "metavar": option.metavar or f"{'|'.join(option.choices)}|{numeric.__name__.upper()}"}
+    flag = flag_of(option.name)
+    if kind is bool:
+        flag += f"/{flag_of('no_' + option.name)}"  # so that the command line can undo a file's
+    if option.several:
+        kind, default = list[kind], None if default is None else [default]
+    return Parameter(
+        option.name, Parameter.KEYWORD_ONLY, default=default,
+        annotation=Annotated[kind | None if option.default is None else kind, typer.Option(flag, **settings)])
+
+
+def _word_or_number(option: Option, numeric: type, text: str) -> str | int | float:
+    if text in option.choices:
+        return text
+    try:
+        return numeric(text)
+    except ValueError:
+        if option.check is not None:
+            return text  # the configuration checks it
+        raise typer.BadParameter(f"{text!r} is neither a number nor {' nor '.join(option.choices)}") from None
+
+
+def _own_options(parameters: Mapping[str, Parameter]) -> dict[str, Option]:
+    """The options among a command's own parameters, without positional arguments."""
+    found = {}
+    for name, parameter in parameters.items():
+        if get_origin(parameter.annotation) is Annotated:
+            annotation, info = get_args(parameter.annotation)
+            if isinstance(info, typer.models.OptionInfo):
+                (kind,) = (one for one in scalar_types(annotation) if one is not types.NoneType)
+                if several := get_origin(kind) is list:
+                    (kind,) = get_args(kind)
+                choices = get_args(kind) if get_origin(kind) is Literal else ()
+                found[name] = Option(info.help or "", name, (kind if kind in KINDS else str,), choices=choices,
+                                     several=several)
+    return found
+
+
+def _config_parameter(options: Mapping[str, Option]) -> Parameter:
+    """The parameter `config`, parsed before all others: its file's values become their defaults."""
+
+    def load(ctx: typer.Context, path: Path | None) -> Path | None:
+        if path is not None and not ctx.resilient_parsing:
+            ctx.default_map = _read_config(path, options, f"sae {ctx.info_name}")
+        return path
+
+    option = typer.Option("--config", is_eager=True, callback=load, help=(
+        'TOML file of options, each by its long name (dtype = "float32"); those on the command line win.'))
+    return Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])
+
+
+def _read_config(path: Path, options: Mapping[str, Option], command: str) -> dict[str, Any]:
+    """The options in a TOML file by name, in the form that the command line gives."""
+    import tomllib
+
+    try:
+        document = tomllib.loads(regular(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"cannot read --config {path}: {error.strerror or error}; give a TOML file of "
+                          "options") from error
+    except (ValueError, RecursionError) as error:  # not TOML, not text, a huge number, or deeply nested lists
+        raise ConfigError(f"cannot read --config {path}: expected TOML, lines such as d_sae = 512, got something "
+                          f"else: {one_line(error)}") from error
+    found: dict[str, Any] = {}
+    for written, value in document.items():
+        name = written.replace("-", "_")
+        try:
+            _demand_entry(name, written, value, options, command)
+            if name in found:
+                raise ConfigError(f"expected {name} once, got it spelt {written} as well; leave one out")
+        except ConfigError as error:
+            raise error.within(f"cannot use {path}") from None
+        one = [value if isinstance(value, bool) else str(value)
+               for value in (value if isinstance(value, list) else [value])]
+        found[name] = one if options[name].several else one[0]
+    return found
+
+
+def _demand_entry(name: str, written: str, value: Any, options: Mapping[str, Option], command: str) -> None:
+    if isinstance(value, dict):
+        raise ConfigError(f"expected lines such as d_sae = 512 outside of any table, got the table [{written}]; "
+                          "leave its heading out")
+    if name not in options:
+        advice = in_place_of(name, options) or did_you_mean(name, options) or f"`{command} --help` lists them"
+        raise ConfigError(f"expected the long name of an option of `{command}`, got {written}; {advice}")
+    if not options[name].admits(value):
+        question = did_you_mean(value, options[name].choices) if isinstance(value, str) else ""
+        raise ConfigError(f"{written} must be {options[name].expected}, got {json.dumps(value, default=str)}"
+                          + f"; {question}" * bool(question))
+
+
+@contextmanager
+def _naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
+    """Add the file and its lines to errors about options that came from a file."""
+    try:
+        yield
+    except ConfigError as error:
+        said = {name: given[0] if isinstance(given, list) and len(given) == 1 else given
+                for name, given in ctx.params.items() if name in error.options and is_given(ctx, name, "DEFAULT_MAP")}
+        if not said:
+            raise
+        raise error.within(f"{path} says {' and '.join(toml_lines(said))}") from error
 
 
 def is_given(ctx: Any, name: str, source: str = "") -> bool:
@@ -204,35 +225,24 @@ def given(ctx: typer.Context, name: str) -> Any:
 
 def store_names(ctx: typer.Context) -> list[str]:
     """Names of stores, for shell completion; likewise below."""
-    return _home(ctx).stores.names()
+    return home_of(ctx).stores.names()
 
 
 def run_names(ctx: typer.Context) -> list[str]:
-    return _home(ctx).runs.names()
+    return home_of(ctx).runs.names()
 
 
-def all_names(ctx: typer.Context) -> list[str]:
-    return [*run_names(ctx), *store_names(ctx)]
-
-
-def unfinished_names(ctx: typer.Context) -> list[str]:
-    return _home(ctx).runs.unfinished()
-
-
-def _home(ctx: typer.Context) -> Home:
+def home_of(ctx: typer.Context) -> Home:
     return Home(Path(ctx.find_root().params["home"]))  # there is no session during completion
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
-Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Write the measures here, with every digit.")]
+_RUN: dict[str, Any] = {"metavar": "RUN", "show_default": "the newest run", "autocompletion": run_names}
 Run = Annotated[str | None, typer.Argument(
-    metavar="RUN", help="Run name, folder that holds an SAE, or user/repo/folder@revision on the Hugging Face hub.",
-    show_default="the newest run", autocompletion=run_names)]
+    help="Run name, folder that holds an SAE, or user/repo/folder@revision on the Hugging Face hub.", **_RUN)]
 Runs = Annotated[list[str] | None, typer.Argument(
-    metavar="RUN", help="Run names, folders that hold an SAE, or user/repo/folder@revision on the Hugging Face hub.",
-    show_default="the newest run", autocompletion=run_names)]
-Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")]
+    help="Run names, folders that hold an SAE, or user/repo/folder@revision on the Hugging Face hub.", **_RUN,
+    callback=lambda names: list(dict.fromkeys(names or ())))]
+OwnRun = Annotated[str | None, typer.Argument(help="Compare this finished run of sae train.", **_RUN)]
 Data = Annotated[list[str] | None, typer.Option(
     "--data", help="Activation store, by name or folder; for a crosscoder several, in order.",
     autocompletion=store_names, show_default="the one that the run was trained on, else the newest",
@@ -242,11 +252,25 @@ Target = Annotated[str | None, typer.Option(
     show_default="the one that the run was trained on")]
 SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
     "--split", help="Rows to measure on: test, held out; train, trained on; or all.")]
-Model = Annotated[str | None, typer.Option(
+SplicedModel = Annotated[str | None, typer.Option(
     "--model", help="Splice the SAE into this language model, which the store's rows came from: hub id or folder.",
     show_default="none")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the split to run --model on.")]
 TOKENS = 16_384  # default of --tokens; see `measure.evaluate`
+Model = Annotated[str | None, typer.Option("--model", help="Hub id or folder of the language model.",
+                                           show_default="the one that the run's store came from")]
+Layer = Annotated[int | None, typer.Option(
+    "--layer", help="Read this block, from 0, if the SAE's file has none.")]
+if TYPE_CHECKING:  # a type checker cannot read a table
+    SiteName = str
+else:
+    SiteName = Literal[SITES]
+Site = Annotated[SiteName | None, typer.Option("--site", help="Read this hook point, if the SAE's file has none.")]
+Device = Annotated[str, typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")]
+Out = Annotated[Path, typer.Option("--out", help="Write into this folder, new or empty.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")]
+Csv = Annotated[Path | None, typer.Option("--csv", dir_okay=False, help="Write the measures here, with every digit.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, everything else on stderr.")]
 
 
 @dataclass(frozen=True)
@@ -255,6 +279,18 @@ class Session:
 
     home: Home
     console: Console
+
+    def write(self, csv: Path | None, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write a table where `--csv` says."""
+        if csv is not None:
+            write_csv(csv, lines)
+            self.console.note(f"wrote {csv}")
+
+    def result(self, document: dict[str, Any], *shown: Any) -> None:
+        """Print the document's notes, and then the result."""
+        for note in document["notes"]:
+            self.console.note(note)
+        self.console.result(document, *shown)
 
 
 def start(ctx: typer.Context, as_json: bool, plot: Path | None = None, csv: Path | None = None,

@@ -32,6 +32,7 @@ from ..base.documents import Marker, parse_json, read_json
 from ..base.errors import ConfigError, RunError, one_line
 from ..base.files import appearing_whole, lock_folder, regular, to_json
 from ..base.home import RUN_MARKER
+from .options import TRACKER_NAMES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,14 +180,8 @@ class TrackioRun:
             self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Logged], Log]] = {"trackio": TrackioRun, "wandb": WandbRun}
-
-
-def check_trackers(text: str) -> None:
-    """Raise a ValueError, whose message completes "the option must be", for an invalid `--log-to`."""
-    words = text.split(",")
-    if not set(words) <= TRACKERS.keys() or len(set(words)) < len(words):
-        raise ValueError(f"one of {', '.join(TRACKERS)}, or several with commas between")
+LOGS: tuple[Callable[[Logged], Log], ...] = (TrackioRun, WandbRun)
+TRACKERS = dict(zip(TRACKER_NAMES, LOGS, strict=True))
 
 
 def demand_trackers(names: str | None) -> None:

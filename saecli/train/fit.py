@@ -12,8 +12,7 @@ from typing import Any
 from ..base.console import listening
 from ..base.errors import ConfigError, did_you_mean, flag_of
 from ..base.home import Home
-from ..base.options import Config, choose, options_of
-from ..base.other_names import in_place_of
+from ..base.options import Config, choose, in_place_of, options_of
 from ..sae.activations import ACTIVATIONS
 from ..sae.dictionary import SAE
 from ..sae.library import origin_of

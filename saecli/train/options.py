@@ -16,7 +16,6 @@ from ..base.errors import ConfigError, flag_of
 from ..base.options import PAPER, Config, option
 from ..base.processes import ALONE, Communicator
 from ..sae.activations import sparsity_names
-from .files import TRACKERS, check_trackers
 
 if TYPE_CHECKING:
     from ..sae.codes import Prefixes
@@ -52,6 +51,16 @@ def check_prefixes(text: str) -> None:
     rise = all(before < after for before, after in pairwise((0, *numbers)))
     if text != "auto" and (len(numbers) < len(words) or not rise):
         raise ValueError("auto, or numbers of latents with commas between, each larger than the one before")
+
+
+TRACKER_NAMES = ("trackio", "wandb")  # here, since `train.files` takes long to import
+
+
+def check_trackers(text: str) -> None:
+    """Raise a ValueError, whose message completes "the option must be", for an invalid `--log-to`."""
+    words = text.split(",")
+    if not {*words} <= {*TRACKER_NAMES} or len({*words}) < len(words):
+        raise ValueError(f"one of {', '.join(TRACKER_NAMES)}, or several with commas between")
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class TrainingConfig(Config):
                             choices=NORMALISATIONS, once=True, advanced=True)
     keep_every: int | None = option(None, "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N.",
                                     minimum=1, once=True, metavar="N", advanced=True)
-    log_to: str | None = option(None, f"Also log to {', '.join(TRACKERS)}, or several with commas between. "
+    log_to: str | None = option(None, f"Also log to {', '.join(TRACKER_NAMES)}, or several with commas between. "
                                       "Project: WANDB_PROJECT, TRACKIO_PROJECT, else saecli.",
                                 check=check_trackers, metavar="NAME,...", once=True, advanced=True)
     device: str = option("auto", "Where to train: cpu, cuda, cuda:1. auto: cuda if available.", once=True)

@@ -10,7 +10,7 @@ import torch
 
 from ..base.devices import demand_precision, device_named, free_memory, multiplies_bf16
 from ..base.errors import ConfigError
-from ..base.launcher import local_world
+from ..base.machine import local_world
 from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts

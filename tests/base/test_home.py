@@ -7,7 +7,7 @@ import pytest
 from saecli.base.errors import ConfigError, RunError
 from saecli.base.home import Home, checked_name
 
-DAMAGED = ["", "{", "[]", "null", "\x00"]
+DAMAGED = ["", "[]", "\x00"]
 
 
 def shelf_of(tmp_path, **markers):
@@ -29,7 +29,7 @@ def test_the_newest_complete_entry_is_found_first_and_then_the_newest(tmp_path):
         shelf.find("x")
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest_and_any_other_with_a_few(tmp_path):
+def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
     names = [f"{kind}-{number}" for kind in ("topk", "relu") for number in range(9)]
     shelf = shelf_of(tmp_path, **{name: {"created": "2026", "complete": True} for name in names})
     with pytest.raises(RunError, match=r"^there is no run named 'tokp-3'; did you mean topk-3, topk-\d or topk-\d\?$"):
@@ -45,12 +45,9 @@ def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damage
     assert shelf.find(None).name == shelf.find("good").name == "good"
     with pytest.raises(RunError, match=r"cannot read .*worn.run\.json: .*; restore it, or remove the folder"):
         shelf.find("worn")
-
-
-@pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_damaged_marker_that_is_the_only_one_is_refused(tmp_path, damaged):
+    (tmp_path / "runs" / "good" / "run.json").unlink()
     with pytest.raises(RunError, match="remove the folder to go on without it"):
-        shelf_of(tmp_path, worn=damaged).find(None)
+        shelf.find(None)
 
 
 @pytest.mark.parametrize("created", [5, None, [], {}])
@@ -72,18 +69,10 @@ def test_any_other_name_is_refused_and_shown_escaped(name):
     assert str(told.value).isprintable()
 
 
-def test_a_home_that_safetensors_cannot_open_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected a path in UTF-8, got .*udcff"):
-        Home(tmp_path / "a\udcff")
-
-
-def test_a_home_that_is_a_link_to_nowhere_is_refused(tmp_path):
+def test_a_home_that_cannot_be_one_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(ConfigError, match=r"it is a link to .*gone, which does not exist; make that folder, or"):
-        Home(tmp_path / "link")
-
-
-def test_a_home_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file as the home: expected a folder, got a file; give another home"):
-        Home(tmp_path / "file")
+    for name, said in {"a\udcff": r"expected a path in UTF-8, got .*udcff", "file": "expected a folder, got a file",
+                       "link": r"it is a link to .*gone, which does not exist; make that folder, or"}.items():
+        with pytest.raises(ConfigError, match=said):
+            Home(tmp_path / name)

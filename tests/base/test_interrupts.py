@@ -10,7 +10,7 @@ from homes import make_store, some_rows
 PROGRAM = """
 import atexit, os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell that runs the tests has set
-from saecli import interrupts
+from saecli.base import interrupts
 from saecli.__main__ import main
 
 class Interrupting:
@@ -61,7 +61,7 @@ def test_after_the_end_the_status_is_that_of_the_work(tmp_path: Path):
 def test_one_that_falls_into_a_callback_still_stops_the_command():
     program = ("import signal, time\n"
                "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-               "from saecli import interrupts\ninterrupts.watch()\n"
+               "from saecli.base import interrupts\ninterrupts.watch()\n"
                "import saecli.cli.main as cli\ninterrupts.begin()\n"
                "class Late:\n    def __del__(self): raise KeyboardInterrupt\n"
                "def app(**_):\n    late = Late()\n    del late\n    time.sleep(30)\n    print('went on')\n"

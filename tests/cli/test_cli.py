@@ -19,12 +19,14 @@ from saecli.cli.main import COMMANDS, loaded, sentence_for
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_every_option_and_help_all_the_advanced_ones(sae: CommandLine, monkeypatch, name: str):
+def test_help_shows_every_option_and_help_all_the_advanced(sae: CommandLine, monkeypatch, name: str):
     monkeypatch.setenv("COLUMNS", "400")
     command = loaded(name)
     short, every = sae(name, "--help"), sae(name, "--help-all" if command.advanced else "--help")
     assert (short.status, short.err, every.status) == (0, "", 0)
+    assert "--json" in [flag for parameter in command.params for flag in parameter.opts]
     for parameter in command.params:
+        assert parameter.help.endswith((".", ")")) and not re.search(r"(?<!\\)\[[a-z]", parameter.help)  # as markup
         words = " ".join(parameter.help.replace("\\[", "[").split())  # square brackets are rich's markup
         assert words[:90] in every.out
         assert (words[:90] in short.out) == (parameter.name not in command.advanced)
@@ -32,17 +34,9 @@ def test_help_shows_every_option_and_help_all_the_advanced_ones(sae: CommandLine
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_summary_in_the_list_is_the_first_line_of_the_commands_own_help(name: str):
-    module = importlib.import_module(f"saecli.cli.commands.{'import_' if name == 'import' else name}")
+def test_summary_in_the_list_begins_the_commands_own_help(name: str):
+    module = importlib.import_module(f"saecli.cli.{'import_' if name == 'import' else name}")
     assert inspect.getdoc(module.command).splitlines()[0] == COMMANDS[name]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_prints_json_on_demand_and_every_option_says_what_it_does(name: str):
-    parameters = loaded(name).params
-    assert "--json" in [opt for parameter in parameters for opt in parameter.opts]
-    assert all(parameter.help and parameter.help.endswith((".", ")")) for parameter in parameters)
-    assert not [parameter.help for parameter in parameters if re.search(r"\[[a-z]", parameter.help)]  # taken for markup
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -91,7 +85,7 @@ def test_names_that_no_encoding_has_are_printed_escaped(tmp_path: Path, encoding
         assert b"Traceback" not in done.stderr and b"unexpected" not in done.stderr
 
 
-def test_an_unexpected_error_is_named_as_a_bug_and_shown_whole_on_demand(sae: CommandLine, monkeypatch):
+def test_an_unexpected_error_is_named_as_a_bug(sae: CommandLine, monkeypatch):
     make_store(sae.home, "rows", some_rows(300))
     monkeypatch.setattr("saecli.store.opening.open_joined", lambda *_: 1 / 0)
     done = sae("train")
@@ -104,10 +98,9 @@ def test_an_unexpected_error_is_named_as_a_bug_and_shown_whole_on_demand(sae: Co
 
 
 @pytest.mark.slow
-def test_the_home_comes_from_the_option_else_the_environment_else_the_folder(sae, tmp_path, monkeypatch):
+def test_the_home_is_the_options_else_the_environments(sae, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    environment = {**os.environ, "SAE_HOME": str(tmp_path / "b")}
-    environment.pop("SAE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name != "SAE_HOME"}
 
     def home_named(*words: str, **extra: str) -> str:
         done = subprocess.run([sys.executable, "-m", "saecli", *words, "list"], capture_output=True, text=True,
@@ -117,12 +110,6 @@ def test_the_home_comes_from_the_option_else_the_environment_else_the_folder(sae
     assert home_named() == "sae-data"
     assert home_named(SAE_HOME="b") == "b"
     assert home_named("--home", "a", SAE_HOME="b") == "a"
-
-
-def test_a_full_disk_is_told_in_a_sentence():
-    sentence = sentence_for(OSError(28, "No space left on device", "/x/y"))
-    assert sentence.startswith("the disk is full, writing /x/y; nothing half-written was kept")
-    assert sentence_for(KeyError("x")) is None
 
 
 @pytest.mark.parametrize(("error", "said"), [
@@ -136,10 +123,11 @@ def test_a_full_disk_is_told_in_a_sentence():
     (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: a library could not be"),
     (OSError(12, "Cannot allocate memory"), "out of memory: the machine refused"),
     (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."), None),
-    (RuntimeError("Expected memory format contiguous"), None),
+    (RuntimeError("Expected memory format contiguous"), None), (KeyError("x"), None),
+    (OSError(28, "No space left on device", "/x/y"), "the disk is full, writing /x/y; nothing half-written was kept"),
     (ImportError("no module named x"), None),
 ])
-def test_memory_that_was_refused_is_told_from_other_errors_that_speak_of_memory(error: Exception, said: str | None):
+def test_a_full_disk_or_memory_is_told_in_a_sentence(error: Exception, said: str | None):
     sentence = sentence_for(error)
     assert sentence is None if said is None else sentence.startswith(said)
 
@@ -147,7 +135,7 @@ def test_memory_that_was_refused_is_told_from_other_errors_that_speak_of_memory(
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [100, 410, 980, 2047])  # MiB; by 410 and 980 a library aborts as it is loaded
 def test_too_little_address_space_is_told_in_a_sentence(tmp_path: Path, limit: int):
-    def limited() -> None:
+    def limited():
         resource.setrlimit(resource.RLIMIT_AS, (limit << 20, limit << 20))
 
     done = subprocess.run([sys.executable, "-m", "saecli", "--home", str(tmp_path), "train"], capture_output=True,

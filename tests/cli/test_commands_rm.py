@@ -44,22 +44,6 @@ def test_nobody_is_asked_with_yes_and_the_kind_tells_two_of_a_name_apart(filled:
     assert filled("rm", "both", "-y").status == 0 and left(filled.home) == {"activations/rows", "runs/first"}
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("both", "--yes"), "both is a store and a run; say which by --kind store or --kind run"),
-    (("frist", "--yes"), "there is no store and no run named 'frist'"),
-    (("first", "--kind", "store", "--yes"), "there is no store named 'first'"),
-    (("../runs/first", "--yes"), "there is no store and no run named '../runs/first'"),
-    (("rows", "frist", "--yes"), "did you mean first?"),
-    (("rows",), "--yes is needed where nobody can be asked"),
-])
-def test_nothing_is_removed_where_one_of_the_names_is_wrong(filled: CommandLine, monkeypatch: pytest.MonkeyPatch,
-                                                            words: tuple, sentence: str):
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    done = filled("rm", *words)
-    assert (done.status, done.out, left(filled.home)) == (2, "", ALL)
-    assert sentence in done.err
-
-
 def test_what_is_being_written_stays(filled: CommandLine):
     lock_folder(filled.home / "runs" / "first")  # held until the process ends
     done = filled("rm", "first", "--yes")

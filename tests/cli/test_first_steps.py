@@ -5,24 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError, StoreError
 from saecli.extract.options import BUNDLED
 from saecli.sae.formats import SavedSAE, save_native
-from saecli.show.measures import places_table
-from saecli.show.runs import firing, loss_curves
-
-TOPK_METRICS = [{"step": step, "batch_fvu": 1 / step, "batch_l0": 4.0, "test_fvu": 1 / step, "test_l0": 4.0}
-                for step in (1, 2, 3)]
 
 
 @pytest.fixture
@@ -60,8 +53,10 @@ def test_what_is_no_models_name_is_said_to_be_none(name: str):
         saecli.extract(name)
 
 
-def test_a_bundled_model_is_found_as_a_shell_completes_a_folder():
-    assert saecli.extract("tiny-gemma2/", rows=50, name="slash", dataset="stdlib-docs").rows == 50
+def test_a_bundled_model_is_found_as_a_shell_completes_a_folder(tmp_path: Path):
+    stores = [saecli.extract(name, rows=50, dataset="stdlib-docs", home=tmp_path) for name in
+              ("tiny-gemma2", "tiny-gemma2/")]
+    assert stores[0].path == stores[1].path and stores[1].rows == 50
 
 
 def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: Path):
@@ -76,7 +71,7 @@ def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: P
     assert f"{folder} cannot run on these tokens: its forward pass failed with RuntimeError: mat1 and mat2" in done.err
 
 
-def test_an_sae_of_an_unknown_place_is_not_steered(sae: CommandLine):
+def test_an_sae_of_an_unknown_site_is_not_steered(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     folder = make_run(sae.home, "run", random_sae(d_in=128))
     (folder / "sae.safetensors").unlink()
@@ -118,25 +113,3 @@ def test_an_l0_below_one_is_not_answered_with_a_larger_weight(sae: CommandLine):
     said = sae("train", "--d-sae", 16, "--epochs", 2, "--sparsity-weight", "1e4").err
     assert "lower --sparsity-weight" in said
     assert "raise --sparsity-weight" not in said
-
-
-def test_places_without_an_exclusive_latent_have_no_column_of_dashes():
-    places = [{"name": name, "width": 4, "fvu": 0.1, "exclusive": 0} for name in ("first", "second")]
-    console = Console(width=250)
-    with console.capture() as printed:
-        console.print(places_table({"run": "x", "places": places, "shared": 2, "share": [[0.5, 0.5], [0.5, 0.5],
-                                                                                         [0.8, 0.2]],
-                                    "scaling": [[1.0, 1.0]] * 3}))
-    assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in printed.get()
-    assert "1 in between" in printed.get()
-    assert "scaling" not in printed.get()
-
-
-def test_a_number_of_latents_that_was_chosen_has_no_panel(tmp_path: Path, drawn: list):
-    loss_curves(tmp_path / "a.png", {"run": [line | {"batch_l0": 3.9999998} for line in TOPK_METRICS]})
-    loss_curves(tmp_path / "b.png", {"run": [line | {"test_l0": line["step"]} for line in TOPK_METRICS]})
-    l0 = np.array([0, 0, 9, 0])
-    firing(tmp_path / "c.png", {"run": (l0, np.array([0.5, 0.1, 0.2]))})
-    firing(tmp_path / "d.png", {"run": (np.array([0, 1, 8, 0]), np.array([0.5, 0.1, 0.2]))})
-    assert [len(figure.axes) for figure in drawn] == [1, 2, 1, 2]
-    assert "L0 4" in drawn[0].get_suptitle()

@@ -1,20 +1,18 @@
 """One declaration of an option: what Python, TOML and the command line take is the same; errors are data."""
 
-import inspect
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
 import pytest
 import typer
 from homes import CommandLine, make_store, some_rows
 from typer.testing import CliRunner
 
-from saecli.base.errors import ConfigError, TrainingError, unknown_choice
+from saecli.base.errors import ConfigError, TrainingError
 from saecli.base.options import PAPER, Config, option, options_of
-from saecli.cli.options import Given, configured, own_options
+from saecli.cli.options import Given, configured
 from saecli.sae.activations import ACTIVATIONS
 from saecli.train import SOLVERS
-from saecli.train.options import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ VALUES = [0, 1, 9, 10, 0.0, 0.5, 1.0, True, "a", "b", "c", "auto", "many", "", f
 
 @pytest.mark.parametrize("name", ["size", "rate", "kind", "name", "loud"])
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_what_python_takes_a_file_admits_and_what_a_file_does_not_python_refuses(name: str, value: object):
+def test_python_and_a_file_take_the_same_values(name: str, value: object):
     one = options_of(Sample)[name]
     try:
         taken = one.checked(value)
@@ -43,19 +41,15 @@ def test_what_python_takes_a_file_admits_and_what_a_file_does_not_python_refuses
         assert one.admits(value) and taken == value
 
 
-def test_a_file_admits_lists_for_options_that_are_given_several_times_and_only_those():
+def test_a_file_admits_lists_for_options_given_several_times():
     one = options_of(Sample)["size"]
     assert replace(one, several=True).admits([1, 2]) and not one.admits([1, 2])
     assert not any(replace(one, several=True).admits(value) for value in ([], [1, "x"], [[1]]))
 
 
-def test_an_int_becomes_the_float_that_an_option_takes():
-    assert type(options_of(TrainingConfig)["fraction"].checked(1)) is float
-
-
 def test_the_command_line_takes_what_python_takes():
     @configured(Sample)
-    def command(ctx: typer.Context, options: Given) -> None:
+    def command(ctx: typer.Context, options: Given):
         print(options.config(Sample))
 
     app = typer.Typer()
@@ -71,30 +65,12 @@ def test_the_command_line_takes_what_python_takes():
     assert "neither a number nor auto" in " ".join(run("--rate", "many").replace("│", " ").split())
 
 
-def test_a_commands_own_parameters_are_options_too():
-    def command(ctx: typer.Context, file: Annotated[str, typer.Argument()],
-                split: Annotated[Literal["a", "b"], typer.Option("--split")] = "a",
-                layer: Annotated[list[int] | None, typer.Option("--layer")] = None) -> None: ...
-
-    found = own_options(inspect.signature(command).parameters)
-    assert found.keys() == {"split", "layer"}
-    assert found["split"].choices == ("a", "b") and found["split"].expected == "one of a, b"
-    assert found["layer"].several and found["layer"].kinds == (int,)
-
-
-def test_an_option_that_several_configurations_share_is_declared_alike_by_all():
+def test_an_option_of_several_configurations_is_declared_alike():
     for table in (SOLVERS, ACTIVATIONS):
         declared: dict[str, object] = {}
         for config in table.values():
             for name, one in options_of(config).items():
                 assert declared.setdefault(name, one) == one
-
-
-def test_what_only_the_papers_experiments_need_is_advanced():
-    every = [one for config in (TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values())
-             for one in options_of(config).values()]
-    assert {one.name for one in every if one.panel == PAPER["panel"]} >= {"clip_norm", "bias", "mu_enc"}
-    assert all(one.advanced for one in every if one.panel)
 
 
 def test_an_error_names_its_options_and_each_caller_spells_them():
@@ -105,19 +81,13 @@ def test_an_error_names_its_options_and_each_caller_spells_them():
 
 
 @pytest.mark.parametrize("kind", [ConfigError, TrainingError])
-def test_words_of_the_caller_leave_an_error_its_options_however_often_it_is_passed_on(kind: type):
+def test_words_of_the_caller_leave_an_error_its_options(kind: type):
     error = kind("--k must be 3; lower --k", option="k").within("run {0}").within("file", "stopped").within("again")
     assert isinstance(error, kind) and error.options == ["k"]
     assert error.sentence == "again: file: run {0}: --k must be 3; lower --k; stopped"
 
 
-def test_an_unknown_choice_asks_whether_a_near_one_was_meant():
-    error = unknown_choice("act", "reul", ["relu", "topk"])
-    assert str(error) == "act must be one of relu, topk, got 'reul'; did you mean relu?"
-    assert str(unknown_choice("act", "x", ["relu", "topk"])) == "act must be one of relu, topk, got 'x'"
-
-
-def test_of_several_runs_the_one_that_cannot_be_trained_is_named_and_options_are_spelled_as_flags(sae: CommandLine):
+def test_of_several_runs_the_one_that_cannot_be_trained_is_named(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
     done = sae("train", "--d-sae", "24", "--lr", "1e-3", "--lr", "1e29", "--solver", "sgd", "--epochs", "9")
     assert done.status == 1

@@ -180,3 +180,17 @@ def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list
     names = [text.get_text() for text in drawn[0].legends[0].texts]
     assert names == ["first", "second", "dense probe on the activations"]
     assert [list(line.get_ydata()) for line in left.lines if line.get_linestyle() == ":"] == [[0.9, 0.9]]
+
+
+TOPK_METRICS = [{"step": step, "batch_fvu": 1 / step, "batch_l0": 4.0, "test_fvu": 1 / step, "test_l0": 4.0}
+                for step in (1, 2, 3)]
+
+
+def test_a_number_of_latents_that_was_chosen_has_no_panel(tmp_path: Path, drawn: list):
+    loss_curves(tmp_path / "a.png", {"run": [line | {"batch_l0": 3.9999998} for line in TOPK_METRICS]})
+    loss_curves(tmp_path / "b.png", {"run": [line | {"test_l0": line["step"]} for line in TOPK_METRICS]})
+    l0 = np.array([0, 0, 9, 0])
+    firing(tmp_path / "c.png", {"run": (l0, np.array([0.5, 0.1, 0.2]))})
+    firing(tmp_path / "d.png", {"run": (np.array([0, 1, 8, 0]), np.array([0.5, 0.1, 0.2]))})
+    assert [len(figure.axes) for figure in drawn] == [1, 2, 1, 2]
+    assert "L0 4" in drawn[0].get_suptitle()

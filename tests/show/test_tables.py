@@ -5,6 +5,7 @@ from homes import CommandLine, make_run, make_store, random_sae, some_rows
 from rich.cells import cell_len
 from rich.console import Console
 
+from saecli.show.measures import places_table
 from saecli.show.tables import table
 
 NASTY = ("[red]x", "[red", "\\[b]", ":cat:", "$x$", "[/]")
@@ -62,3 +63,15 @@ def test_eval_of_nasty_names_prints_within_the_terminal(sae: CommandLine, monkey
     done = sae("eval", *NASTY[:5])
     assert done.status == 0, done.err
     assert all(name in done.out and f"measuring {name}" in done.err for name in NASTY[:5])
+
+
+def test_places_without_an_exclusive_latent_have_no_column_of_dashes():
+    places = [{"name": name, "width": 4, "fvu": 0.1, "exclusive": 0} for name in ("first", "second")]
+    console = Console(width=250)
+    with console.capture() as printed:
+        console.print(places_table({"run": "x", "places": places, "shared": 2, "share": [[0.5, 0.5], [0.5, 0.5],
+                                                                                         [0.8, 0.2]],
+                                    "scaling": [[1.0, 1.0]] * 3}))
+    assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in printed.get()
+    assert "1 in between" in printed.get()
+    assert "scaling" not in printed.get()

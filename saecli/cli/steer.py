@@ -1,12 +1,8 @@
-"""`sae steer`."""
-
-from enum import Enum
 from typing import Annotated, Literal
 
 import typer
 
-from ...extract.options import SITES
-from ..options import Device, Json, Run, start
+from .options import Device, Json, Layer, Model, Run, Site, start
 
 Latents = Annotated[list[int], typer.Option("--latent", help="Change this latent, from 0; repeat for several.")]
 Prompts = Annotated[list[str], typer.Option("--prompt", help="Continue this text; repeat for several.")]
@@ -15,11 +11,6 @@ Method = Annotated[Literal["add", "clamp", "ablate"], typer.Option(
 Scales = Annotated[list[float] | None, typer.Option(
     "--scale", help="Change in units of the code; give one for all latents, or one for each.",
     callback=lambda given: given or None)]
-Model = Annotated[str | None, typer.Option("--model", help="Hub id or folder of the language model.",
-                                           show_default="the one that the run's store came from")]
-Layer = Annotated[int | None, typer.Option("--layer", help="Read this block, from 0, if the SAE's file has none.")]
-Site = Enum("Site", [(site, site) for site in SITES], type=str)  # type: ignore[misc]  # names from a table
-Sites = Annotated[Site | None, typer.Option("--site", help="Read this hook point, if the SAE's file has none.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Generate at most this number of tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0,
                                             help="Sample at this temperature; 0: the likeliest token.")]
@@ -28,7 +19,7 @@ Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed the sampli
 
 
 def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = None, method: Method = "add",
-            scale: Scales = None, model: Model = None, layer: Layer = None, site: Sites = None,
+            scale: Scales = None, model: Model = None, layer: Layer = None, site: Site = None,
             max_new_tokens: NewTokens = 40, temperature: Temperature = 0.0, seed: Seed = None,
             device: Device = "auto", json: Json = False) -> None:
     """Generate text with SAE latents steered, next to unsteered text.
@@ -41,11 +32,11 @@ def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = Non
 
     Example: sae steer first --latent 12 --scale 8 --prompt "Once upon a time"
     """
-    from ...measure.steer import steer
-    from ...show.measures import steering_tables
+    from ..measure.steer import steer
+    from ..show.measures import steering_tables
 
     session = start(ctx, json)
-    document = steer(run, latent, prompt, method=method, scale=scale, model=model, layer=layer,
-                     site=site and site.value, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed,
-                     device=device, home=session.home, progress=session.console)
+    document = steer(sae=run, latents=latent, prompts=prompt, method=method, scale=scale, model=model, layer=layer,
+                     site=site, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device,
+                     home=session.home, progress=session.console)
     session.console.result(document, *steering_tables(document))

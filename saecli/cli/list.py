@@ -1,11 +1,9 @@
-"""`sae list`."""
-
 from typing import Annotated
 
 import typer
 
-from ...base.errors import StoreError
-from ..options import Json, start
+from ..base.errors import StoreError
+from .options import Json, start
 
 Check = Annotated[bool, typer.Option("--check", help="Compare every shard with its checksum; exit status 1 if one is "
                                                      "damaged.")]
@@ -16,11 +14,11 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
 
     Example: sae list --check
     """
-    from ...show.tables import listing_tables
-    from ...store.opening import first_of, list_home
+    from ..show.tables import listing_tables
+    from ..store.opening import first_of, list_home
 
     session = start(ctx, json)
-    document = list_home(session.home.path, check=check, progress=session.console)
+    document = list_home(home=session.home.path, check=check, progress=session.console)
     session.console.result(document, *listing_tables(document))
     if not check:
         return

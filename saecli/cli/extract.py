@@ -1,18 +1,16 @@
-"""`sae extract`."""
-
 from enum import Enum
 from typing import Annotated
 
 import typer
 
-from ...base.processes import communicator
-from ...extract.options import SITES, ExtractConfig
-from ..options import Device, Given, Json, configured, start
+from ..base.processes import communicator
+from ..extract.options import SITES, ExtractConfig
+from .options import Device, Given, Json, configured, start
 
 Layers = Annotated[list[int] | None, typer.Option(
     "--layer", help="Block to read, from 0; can be given several times, for one store each.",
     show_default="the middle one, 12 of Gemma-2-2B's 26", rich_help_panel=ExtractConfig.panel)]
-Site = Enum("Site", [(site, site) for site in SITES], type=str)  # type: ignore[misc]  # names from a table
+Site = Enum("Site", [(site, site) for site in SITES], type=str)  # type: ignore[misc]  # Typer takes no list of Literal
 Sites = Annotated[list[Site] | None, typer.Option(
     "--site", help="Hook point in the block: resid_post, its output (SAELens' blocks.L.hook_resid_post); resid_pre, "
                    "its input (hidden_states[L], as in the paper's code); mlp_in, the MLP's input after its norm; "
@@ -34,9 +32,9 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
 
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
-    from ...extract.extraction import extract
-    from ...show.tables import stored_tables
-    from ...store.opening import stored
+    from ..extract.extraction import extract
+    from ..show.tables import stored_tables
+    from ..store.opening import stored
 
     session = start(ctx, json)
     stores = extract(layer=layer or [], site=[one.value for one in site or []] or ["resid_post"], name=name,

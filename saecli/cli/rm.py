@@ -1,25 +1,27 @@
-"""`sae rm`."""
-
 import sys
 from typing import Annotated, Literal
 
 import typer
 
-from ...base.errors import ConfigError, counted, size_words
-from ..options import Json, all_names, start
+from ..base.errors import ConfigError, counted, size_words
+from .options import Json, run_names, start, store_names
 
-Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names of stores and runs.", autocompletion=all_names)]
+Names = Annotated[list[str], typer.Argument(
+    metavar="NAME", help="Names of stores and runs.",
+    autocompletion=lambda ctx: [*run_names(ctx), *store_names(ctx)])]
 KindOption = Annotated[Literal["store", "run"] | None, typer.Option(
     "--kind", help="Disambiguate a name that a store and a run share.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes = False, json: Json = False) -> None:
-    """Remove stores and runs with all their files, after listing them with sizes and the runs trained on a store.
+    """Remove stores and runs with all their files.
+
+    Lists them first, with sizes and the runs trained on a store.
 
     Example: sae rm first --yes
     """
-    from ...store.opening import removable, remove
+    from ..store.opening import removable, remove
 
     session = start(ctx, json)
     found = removable(session.home, names, kind)

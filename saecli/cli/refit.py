@@ -1,17 +1,15 @@
-"""`sae refit`."""
-
 from typing import Annotated
 
 import typer
 
-from ..options import TOKENS, Data, Device, Json, Model, Run, Target, Tokens, given, start
+from .options import TOKENS, Data, Device, Json, Run, SplicedModel, Target, Tokens, given, start
 
 Name = Annotated[str | None, typer.Option("--name", help="Save the new run under this name.",
                                           show_default="refit- and the name of RUN")]
 
 
 def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Target = None, name: Name = None,
-            model: Model = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
+            model: SplicedModel = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
     """Solve for the decoder of an SAE that is optimal on a store's rows.
 
     Adapts an SAE that was published, or trained on other rows, to the rows of --data. The encoder is unchanged, so the
@@ -23,12 +21,10 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Targ
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """
-    from ...measure.refit import refitted_run
-    from ...show.measures import refit_table
+    from ..measure.refit import refitted_run
+    from ..show.measures import refit_table
 
     session = start(ctx, json)
-    document = refitted_run(run, data, target=target, name=name, model=model, tokens=given(ctx, "tokens"),
-                            device=device, home=session.home, progress=session.console)
-    for note in document["notes"]:
-        session.console.note(note)
-    session.console.result(document, refit_table(document), f"saved in {document['path']}")
+    document = refitted_run(run=run, data=data, target=target, name=name, model=model,
+                            tokens=given(ctx, "tokens"), device=device, home=session.home, progress=session.console)
+    session.result(document, refit_table(document), f"saved in {document['path']}")

@@ -1,26 +1,9 @@
-"""`sae eval`."""
-
 from typing import Annotated, Any
 
 import typer
 
-from ...base.errors import ConfigError
-from ...base.files import write_csv
-from ..options import (
-    TOKENS,
-    Csv,
-    Data,
-    Device,
-    Json,
-    Model,
-    Plot,
-    Runs,
-    SplitName,
-    Target,
-    Tokens,
-    given,
-    start,
-)
+from ..base.errors import ConfigError
+from .options import TOKENS, Csv, Data, Device, Json, Plot, Runs, SplicedModel, SplitName, Target, Tokens, given, start
 
 Stability = Annotated[bool, typer.Option(
     "--stability", help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.")]
@@ -29,7 +12,7 @@ MatchThreshold = Annotated[float, typer.Option(
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None,
-            split: SplitName = "test", model: Model = None, tokens: Tokens = TOKENS, stable: Stability = False,
+            split: SplitName = "test", model: SplicedModel = None, tokens: Tokens = TOKENS, stable: Stability = False,
             match_threshold: MatchThreshold = 0.7, device: Device = "auto", plot: Plot = None,
             csv: Csv = None, json: Json = False) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
@@ -48,13 +31,13 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
-    from ...measure.evaluate import check_tokens_of_model, compare
-    from ...measure.measured import all_measured
-    from ...measure.stability import check_comparable, check_stability, stability
-    from ...show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
+    from ..measure.evaluate import check_tokens_of_model, compare
+    from ..measure.measured import all_measured
+    from ..measure.stability import check_comparable, check_stability, stability
+    from ..show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
 
     session = start(ctx, json, plot, csv=csv)
-    console, names, tokens_given = session.console, list(dict.fromkeys(runs or ())), given(ctx, "tokens")
+    console, names, tokens_given = session.console, runs or [], given(ctx, "tokens")
     check_tokens_of_model(tokens_given, model)
     if stable:
         check_stability(len(names), match_threshold)
@@ -64,16 +47,16 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     everything = all_measured(session.home, names, data, split, device, console, target)
     if stable:
         check_comparable([(one.subject, one.sae) for one in everything])
-    found = compare(everything, model=model, tokens=tokens_given, progress=console)
+    found = compare(saes=everything, model=model, tokens=tokens_given, progress=console)
     ranked = sparsest_first(found)
     document: dict[str, Any] = {"runs": found, "unbeaten_means": meaning(found[0])}
     tables = evaluation_tables(ranked, model)
     if stable:
-        document["stability"] = stability(everything, match_threshold=match_threshold, progress=console)
+        document["stability"] = stability(saes=everything, match_threshold=match_threshold, progress=console)
         tables.append(stability_table(document["stability"]))
     if plot is not None:
-        from ...show.latents import stability as draw_stability  # matplotlib takes a second to import
-        from ...show.runs import frontier
+        from ..show.latents import stability as draw_stability  # matplotlib takes a second to import
+        from ..show.runs import frontier
 
         kinds = {one.subject.name: one.sae.activation.name for one in everything}
         frontier(plot, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
@@ -82,7 +65,5 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
             second = plot.with_stem(f"{plot.stem}-stability")
             draw_stability(second, document["stability"])
             console.note(f"drew {second}")
-    if csv is not None:
-        write_csv(csv, [flat(run) for run in ranked])
-        console.note(f"wrote {csv}")
+    session.write(csv, [flat(run) for run in ranked])
     console.result(document, *tables)

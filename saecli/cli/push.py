@@ -1,11 +1,9 @@
-"""`sae push`."""
-
 from typing import Annotated
 
 import typer
 
-from ..options import TOKENS, Data, Device, Json, Model, Tokens, given, run_names, start
 from .export import formats
+from .options import TOKENS, Data, Device, Json, SplicedModel, Tokens, given, run_names, start
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run name, or folder that holds an SAE.",
                                     autocompletion=run_names)]
@@ -19,7 +17,7 @@ Form = Annotated[str, typer.Option(
 
 
 def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, form: Form = "auto", data: Data = None,
-            model: Model = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
+            model: SplicedModel = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
     """Upload a run to the Hugging Face hub, with a model card.
 
     The SAE is measured as by `sae eval` on its held-out rows, and the card has the table. One commit replaces the
@@ -27,10 +25,10 @@ def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, 
 
     Example: sae push first someone/my-saes --private
     """
-    from ...measure.export import push
+    from ..measure.export import push
 
     session = start(ctx, json)
-    document = push(run, repo, data, private=private, format=form, model=model, tokens=given(ctx, "tokens"),
-                    device=device, home=session.home, progress=session.console)
+    document = push(sae=run, repo=repo, data=data, private=private, format=form, model=model,
+                    tokens=given(ctx, "tokens"), device=device, home=session.home, progress=session.console)
     session.console.result(document, f"pushed {document['run']} to {document['repo']}/{document['folder']} as "
                                      f"{document['format']}: {', '.join(document['files'])}", document["url"])

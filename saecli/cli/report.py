@@ -1,14 +1,10 @@
-"""`sae report`."""
-
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ...base.errors import size_words
-from ..options import Data, Device, Json, Run, SplitName, Target, start
+from ..base.errors import size_words
+from .options import Data, Device, Json, Out, Run, SplitName, Target, start
 
-Out = Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")]
 Latents = Annotated[str | None, typer.Option(
     "--latents", metavar="all|NUMBERS", help="Latents that get their own page: all, or numbers and ranges: 0,5,10-19.",
     show_default="all, or the 4,096 most frequent")]
@@ -32,19 +28,16 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
     index.html shows learning curves, firing frequencies, and a table of all latents to search and sort. Each chosen
     latent has a page with the texts in which it fires strongest and others by strength or at random, a histogram of its
     activations, the nearest latents, those that fire with it and, with --model, the tokens that it promotes. FVU, L0
-    and cosine are those of `sae eval` on held-out rows. The folder needs no network, and can be moved or sent; it
-    appears whole or not at all.
+    and cosine are as in `sae eval`. The folder needs no network, and can be moved; it appears whole or not at all.
 
     Example: sae report first --model tiny-gemma2 --out pages
     """
-    from ...show.report import report
+    from ..show.report import report
 
     session = start(ctx, json, out=out)
-    document = report(run, out, data, target=target, split=split, latents=latents, top=top, model=model,
-                      examples=examples, neuronpedia=neuronpedia, device=device, home=session.home.path,
+    document = report(sae=run, out=out, data=data, target=target, split=split, latents=latents, top=top,
+                      model=model, examples=examples, neuronpedia=neuronpedia, device=device, home=session.home.path,
                       progress=session.console)
-    for note in document["notes"]:
-        session.console.note(note)
-    session.console.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "
-                                     f"{document['latents']:,} latents, {size_words(document['bytes'])} in all; open "
-                                     f"it in a browser")
+    session.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "
+                             f"{document['latents']:,} latents, {size_words(document['bytes'])} in all; open it in a "
+                             "browser")

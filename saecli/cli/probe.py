@@ -1,12 +1,8 @@
-"""`sae probe`."""
-
 from typing import Annotated
 
 import typer
 
-from ...base.files import write_csv
-from ..options import Csv, Device, Json, Plot, Runs, start
-from .steer import Layer, Model, Sites
+from .options import Csv, Device, Json, Layer, Model, Plot, Runs, Site, start
 
 Sets = Annotated[str | None, typer.Option(
     "--sets", help="Probe these sets: names, numbers or patterns, such as 87_glue_cola,5,*emotion*.",
@@ -19,7 +15,7 @@ Context = Annotated[int | None, typer.Option(
     show_default="1,024, or the model's positions")]
 
 
-def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: Layer = None, site: Sites = None,
+def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: Layer = None, site: Site = None,
             sets: Sets = None, rows: Rows = 200, k: Counts = None, context: Context = None, device: Device = "auto",
             plot: Plot = None, csv: Csv = None, json: Json = False) -> None:
     """Compare sparse probes on latents with dense probes on activations.
@@ -36,19 +32,17 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
 
     Example: sae probe first second --sets 87_glue_cola,*emotion* --plot probes.png
     """
-    from ...measure.probes import probe
-    from ...show.measures import probe_tables
+    from ..measure.probes import probe
+    from ..show.measures import probe_tables
 
     session = start(ctx, json, plot, csv=csv)
-    document = probe(list(dict.fromkeys(runs or ())), model=model, layer=layer, site=site and site.value, sets=sets,
-                     rows=rows, k=k or (1, 2, 5, 16), context=context, device=device, home=session.home,
+    document = probe(saes=runs or [], model=model, layer=layer, site=site, sets=sets, rows=rows,
+                     k=k or (1, 2, 5, 16), context=context, device=device, home=session.home,
                      progress=session.console)
     if plot is not None:
-        from ...show.latents import probes  # matplotlib takes a second to import
+        from ..show.latents import probes  # matplotlib takes a second to import
 
         probes(plot, document)
         session.console.note(f"drew {plot}")
-    if csv is not None:
-        write_csv(csv, [line | {"latents": " ".join(map(str, line.get("latents", ())))} for line in document["by_set"]])
-        session.console.note(f"wrote {csv}")
+    session.write(csv, [line | {"latents": " ".join(map(str, line.get("latents", ())))} for line in document["by_set"]])
     session.console.result(document, *probe_tables(document))

@@ -1,11 +1,9 @@
-"""`sae import`."""
-
 from typing import Annotated, Any
 
 import typer
 
-from ...store.options import ImportConfig, SyntheticConfig
-from ..options import Given, Json, configured, start
+from ..store.options import ImportConfig, SyntheticConfig
+from .options import Given, Json, configured, start
 
 File = Annotated[str, typer.Argument(
     metavar="FILE",
@@ -27,18 +25,18 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
 
     Example: sae import train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz --name mnist
     """
-    from ...show.tables import stored_tables
-    from ...store.import_arrays import import_array
-    from ...store.import_worlds import import_synthetic, is_world, refuse_options_of_worlds
-    from ...store.opening import stored
+    from ..show.tables import stored_tables
+    from ..store.import_arrays import import_array
+    from ..store.import_worlds import import_synthetic, is_world, refuse_options_of_worlds
+    from ..store.opening import stored
 
     session = start(ctx, json)
     given = {option: options.values[option] for option in options.given}
     asked: dict[str, Any] = {"home": session.home.path, "progress": session.console, **given}
     if is_world(file):
-        store = import_synthetic(file, name, **asked)
+        store = import_synthetic(source=file, name=name, **asked)
     else:
         refuse_options_of_worlds(file, options.given)
-        store = import_array(file, name, **asked)
+        store = import_array(file=file, name=name, **asked)
     document = stored([store])
     session.console.result(document, *stored_tables(document))

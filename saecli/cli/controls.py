@@ -1,20 +1,15 @@
-"""`sae controls`."""
-
 from typing import Annotated
 
 import typer
 
-from ...base.files import write_csv
-from ..options import TOKENS, Csv, Device, Json, Model, Tokens, given, run_names, start
+from .options import TOKENS, Csv, Device, Json, OwnRun, SplicedModel, Tokens, given, start
 
-Run = Annotated[str | None, typer.Argument(metavar="RUN", help="Compare this finished run of sae train.",
-                                           show_default="the newest run", autocompletion=run_names)]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Train with this number of seeds; the first is "
                                                            "evaluated. 1: no stability.")]
 
 
-def command(ctx: typer.Context, run: Run = None, model: Model = None, tokens: Tokens = TOKENS, seeds: Seeds = 2,
-            device: Device = "auto", csv: Csv = None, json: Json = False) -> None:
+def command(ctx: typer.Context, run: OwnRun = None, model: SplicedModel = None, tokens: Tokens = TOKENS,
+            seeds: Seeds = 2, device: Device = "auto", csv: Csv = None, json: Json = False) -> None:
     """Train baselines for a run: random encoder or decoder, shuffled rows, random model.
 
     A control repeats the training of RUN with one ingredient removed: the encoder stays random; the decoder stays
@@ -31,15 +26,11 @@ def command(ctx: typer.Context, run: Run = None, model: Model = None, tokens: To
 
     Example: sae controls first --model google/gemma-2-2b
     """
-    from ...measure.controls import controls
-    from ...show.measures import controls_table
+    from ..measure.controls import controls
+    from ..show.measures import controls_table
 
     session = start(ctx, json, csv=csv)
-    document = controls(run, model=model, tokens=given(ctx, "tokens"), seeds=seeds, device=device,
+    document = controls(run=run, model=model, tokens=given(ctx, "tokens"), seeds=seeds, device=device,
                         home=session.home, progress=session.console)
-    for note in document["notes"]:
-        session.console.note(note)
-    if csv is not None:
-        write_csv(csv, document["controls"])
-        session.console.note(f"wrote {csv}")
-    session.console.result(document, controls_table(document))
+    session.write(csv, document["controls"])
+    session.result(document, controls_table(document))

@@ -1,16 +1,13 @@
-"""`sae export`."""
-
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..options import Data, Json, Run, start
+from .options import Data, Json, Out, Run, start
 
 
 def formats() -> list[str]:
     """The formats that can be written, for shell completion."""
-    from ...sae.formats import WRITABLE
+    from ..sae.formats import WRITABLE
 
     return [name for name in WRITABLE if name != "native"]
 
@@ -19,7 +16,6 @@ To = Annotated[str, typer.Option(
     "--to", metavar="FORMAT", autocompletion=formats,
     help="Write for saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 "
          "(params.safetensors); a transcoder also for circuit-tracer.")]
-Out = Annotated[Path, typer.Option("--out", help="Write into this folder, new or empty.")]
 
 
 def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = None, json: Json = False) -> None:
@@ -31,8 +27,8 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
 
     Example: sae export first --to saelens --out exported
     """
-    from ...measure.export import export
+    from ..measure.export import export
 
     session = start(ctx, json, out=out)
-    document = export(run, to, out, data, home=session.home, progress=session.console)
+    document = export(sae=run, to=to, out=out, data=data, home=session.home, progress=session.console)
     session.console.result(document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}")

@@ -1,11 +1,9 @@
-"""`sae geometry`."""
-
 from typing import Annotated
 
 import typer
 
-from ...base.errors import ConfigError
-from ..options import Data, Json, Plot, Runs, SplitName, given, start
+from ..base.errors import ConfigError
+from .options import Data, Json, Plot, Runs, SplitName, given, start
 
 Most = Annotated[int, typer.Option("--rows", min=1, help="Most rows to measure; of more, a random sample.")]
 FitRows = Annotated[int, typer.Option(
@@ -30,44 +28,42 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     they agree is reported. The margin is a row's exact distance to the boundary of its cell; the local complexity, the
     number of boundaries within --radius of it.
 
-    References are fitted on training rows: a k-means autoencoder, and local PCA, the best that is affine on each of its
-    cells, with the SAE's rank or with a rank for each cell. On the SAE's own cells, the gap to local PCA of the same
-    rank is the cost of sharing dictionary vectors; reported from 100 rows in 20 cells on, in --json always.
+    References are fitted on training rows: k-means, and local PCA, the best map that is affine on each of its cells,
+    with the SAE's rank or a rank per cell. On the SAE's own cells, the gap to local PCA of the same rank is the cost of
+    sharing dictionary vectors; reported from 100 rows in 20 cells on, in --json always.
 
     Several runs, or the epochs that `sae train --keep-every` keeps (RUN/kept/*), make one table, and --plot draws how
     they move.
 
     Example: sae geometry first --plot geometry.png
     """
-    from ...geometry.geometry import Wanted, found_in, penalty_of
-    from ...geometry.plane import rows_of_slice
-    from ...measure.measured import all_measured
-    from ...show.tables import disagreement, geometries_table, geometry_table
+    from ..geometry.geometry import Wanted, found_in, penalty_of
+    from ..geometry.plane import rows_of_slice
+    from ..measure.measured import all_measured
+    from ..show.tables import disagreement, geometries_table, geometry_table
 
     session = start(ctx, json, plot)
     wanted = Wanted(rows, fit_rows, radius, penalty_of(lambda_))
-    names = list(dict.fromkeys(runs or ()))
     if (chosen := given(ctx, "slice_")) is not None:
         if plot is None:
             raise ConfigError("--slice does nothing without --plot; leave it out, or name a picture with --plot",
                               option="slice")
-        if len(names) > 1:
-            raise ConfigError(f"--slice is for the picture of one SAE, got {len(names)} runs; leave it out, or name "
-                              "one", option="slice")
-    everything = all_measured(session.home, names, data, split, "cpu", session.console)
+        if len(runs or ()) > 1:
+            raise ConfigError(f"--slice is for the picture of one SAE, got {len(runs or ())} runs; leave it out, or "
+                              "name one", option="slice")
+    everything = all_measured(session.home, runs or [], data, split, "cpu", session.console)
     marked = rows_of_slice(everything[0].of_store, chosen or "pca")
-    everything_found = found_in(everything, wanted, session.console)
-    if len(everything) == 1:
-        found = next(everything_found)
-        documents = [found.document]
-    else:  # nothing but the documents is kept, so that memory does not grow with the runs
-        documents = [found.document for found in everything_found]
-    if plot is not None:
-        from ...show.geometry import geometries, geometry  # matplotlib takes a second to import
+    documents = []
+    for found in found_in(everything, wanted, session.console):  # only documents are kept, so that memory does not grow
+        documents.append(found.document)
+        if plot is not None and len(everything) == 1:
+            from ..show.geometry import geometry  # matplotlib takes a second to import
 
-        if len(documents) == 1:
             geometry(plot, found, marked)
-        else:
+    if plot is not None:
+        if len(documents) > 1:
+            from ..show.geometry import geometries
+
             geometries(plot, documents)
         session.console.note(f"drew {plot}")
     for document in documents:

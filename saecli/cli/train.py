@@ -1,32 +1,30 @@
-"""`sae train`."""
-
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ...base import interrupts
-from ...base.errors import ConfigError, SaeError, flag_of
-from ...base.home import checked_name, now
-from ...base.options import options_of
-from ...base.processes import Communicator, communicator
-from ...extract.options import SITES, TINY_GEMMA2, ExtractConfig
-from ...sae.activations import ACTIVATIONS
-from ...train import SOLVERS
-from ...train.options import TrainingConfig
-from ..options import Given, Json, Session, configured, is_given, run_names, start, store_names, unfinished_names
+from ..base import interrupts
+from ..base.errors import ConfigError, SaeError, flag_of
+from ..base.home import checked_name, now
+from ..base.options import options_of
+from ..base.processes import Communicator, communicator
+from ..extract.options import TINY_GEMMA2, ExtractConfig
+from ..sae.activations import ACTIVATIONS
+from ..train import SOLVERS
+from ..train.options import TrainingConfig
+from .options import Given, Json, Session, SiteName, configured, home_of, is_given, run_names, start, store_names
 
 if TYPE_CHECKING:
-    from ...extract.streaming import Streamed
-    from ...store.joined import Joined
-    from ...store.rows import RowSource
-    from ...train.runs import Run
-    from ...train.start import Start
+    from ..extract.streaming import Streamed
+    from ..store.joined import Joined
+    from ..store.rows import RowSource
+    from ..train.runs import Run
+    from ..train.start import Start
 
     RowsOf = Callable[[TrainingConfig], tuple[RowSource, RowSource | None]]  # training rows and test rows
 
@@ -53,18 +51,18 @@ Init = Annotated[str | None, typer.Option(
     show_default="random directions", autocompletion=run_names)]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
                                            show_default="the middle one", rich_help_panel=PANEL)]
-if TYPE_CHECKING:  # whose choices are tables
-    Solver = str
-    Act = str
-    Site = str
+Site = Annotated[SiteName, typer.Option("--site", help="Hook point in the block; see `sae extract`.",
+                                        rich_help_panel=PANEL)]
+if TYPE_CHECKING:  # a type checker cannot read tables
+    SolverName = str
+    ActName = str
 else:
-    Solver = Annotated[Literal[tuple(SOLVERS)], typer.Option("--solver", help="Training algorithm.")]
-    Act = Annotated[Literal[tuple(ACTIVATIONS)], typer.Option("--act", help="Activation.")]
-    Site = Annotated[Literal[SITES], typer.Option("--site", help="Hook point in the block; see `sae extract`.",
-                                                  rich_help_panel=PANEL)]
+    SolverName, ActName = Literal[tuple(SOLVERS)], Literal[tuple(ACTIVATIONS)]
+Solver = Annotated[SolverName, typer.Option("--solver", help="Training algorithm.")]
+Act = Annotated[ActName, typer.Option("--act", help="Activation.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
-                                          autocompletion=unfinished_names)]
+                                          autocompletion=lambda ctx: home_of(ctx).runs.unfinished())]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, else the newest unfinished one, from "
                                                        "its last checkpoint, as if never stopped.")]
 
@@ -90,16 +88,18 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     """
     if not (resume or data or options[0].values["model"]):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
-    from ...show.tables import figures_table, results_table
-    from ...train.runs import Job, claimed_folders, resumed_job, train_runs
-    from ...train.runs import run_names as names_of
-    from ...train.start import Start
+    from ..show.tables import figures_table, results_table
+    from ..train.runs import Job, claimed_folders, resumed_job, train_runs
+    from ..train.runs import run_names as names_of
+    from ..train.start import Start
 
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
         try:
             if resume:
-                _demand_no_others(ctx)
+                if others := sorted({name for name in ctx.params if is_given(ctx, name)} - {"name", "resume", "json"}):
+                    raise ConfigError(f"{flag_of(others[0])} does nothing with --resume, which goes on with the "
+                                      "settings of the run; leave it out", option=others[0])
                 jobs = [resumed_job(session.home, name, session.console, claims, processes)]
             else:
                 names = names_of(name, [each.varied for each in options])
@@ -110,7 +110,9 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                     act = begun.activation
                 runs = [_planned(stores, rows_of, each, solver, act, begun) for each in options]
                 folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
-                jobs = [Job(folder, run, _of_run(each), each.varied)
+                of_rows = {one.name for one in FROM_MODEL}  # not kept with the run
+                jobs = [Job(folder, run, {name: value for name, value in each.values.items()
+                                          if name in each.given - of_rows}, each.varied)
                         for folder, run, each in zip(folders, runs, options, strict=True)]
         except KeyboardInterrupt as stop:
             interrupts.told(stop)
@@ -118,39 +120,31 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             raise
         documents, errors = train_runs(jobs, session.console, processes)
         if processes.is_main:
-            _draw(documents)
+            from ..show.runs import loss_curves  # matplotlib takes a second to import
+            from ..train.files import read_metrics
+
+            for folder in (Path(document["path"]) for document in documents):
+                loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
         if len(jobs) == 1:
-            (document,) = documents
-            session.console.result(document, results_table(documents), figures_table(documents),
-                                   f"saved in {document['path']}; loss.png there has its curves")
+            session.console.result(documents[0], results_table(documents), figures_table(documents),
+                                   f"saved in {documents[0]['path']}; loss.png there has its curves")
             return
         session.console.result({"runs": documents}, results_table(documents, [*jobs[0].varied]),
                                *([figures_table(documents)] if documents else []),
                                f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
-        *others, last = [None, *errors.values()]
-        for error in others[1:]:
+        for number, error in enumerate(errors.values(), 1):
+            if number == len(errors):
+                raise error
             session.console.note(error.sentence if isinstance(error, SaeError) else str(error))
-        if last is not None:
-            raise last
-
-
-def _draw(documents: Sequence[Mapping[str, Any]]) -> None:
-    """Draw each run's curves in its folder."""
-    from ...show.runs import loss_curves  # matplotlib takes a second to import
-    from ...train.files import read_metrics
-
-    for document in documents:
-        folder = Path(document["path"])
-        loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
 
 
 def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,
           processes: Communicator) -> tuple[Joined | Streamed, RowsOf]:
-    """Stores, or a model that gives rows until `claims` is closed, with their training and test rows."""
-    from ...extract.streaming import open_stream
-    from ...store.opening import open_joined
-    from ...train.live import LiveRows
-    from ...train.rows import SAMPLED_ROWS
+    """Stores, or a model that gives rows until `claims` is closed, and their training and test rows."""
+    from ..extract.streaming import open_stream
+    from ..store.opening import open_joined
+    from ..train.live import LiveRows
+    from ..train.rows import SAMPLED_ROWS
 
     given = {name for name in ctx.params if is_given(ctx, name)}
     if (model := options.values["model"]) is None:
@@ -178,28 +172,14 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     return stream, lambda _: (rows, rows.test_rows)
 
 
-def _of_run(options: Given) -> dict[str, Any]:
-    """The options given of the training itself, without those that name a model's rows."""
-    of_rows = {one.name for one in FROM_MODEL}
-    return {name: value for name, value in options.values.items() if name in options.given - of_rows}
-
-
 def _planned(stores: Joined | Streamed, rows_of: RowsOf, options: Given, solver: str, act: str,
              begun: Start | None) -> Run:
     """A new run, with every default resolved."""
-    from ...train.plan import Plan
-    from ...train.runs import Run
+    from ..train.plan import Plan
+    from ..train.runs import Run
 
     if begun is not None:
         options = options.else_given(begun.settings(act))
     training = options.config(TrainingConfig)
     settings = options.choose(SOLVERS, "solver", solver), options.choose(ACTIVATIONS, "act", act)
     return Run(stores, Plan.resolved(*rows_of(training), training, *settings, begun), now())
-
-
-def _demand_no_others(ctx: typer.Context) -> None:
-    """Refuse other options with --resume."""
-    given = {name for name in ctx.params if is_given(ctx, name)}
-    if others := sorted(given - {"name", "resume", "json"}):
-        raise ConfigError(f"{flag_of(others[0])} does nothing with --resume, which goes on with the settings of the "
-                          "run; leave it out", option=others[0])

@@ -1,5 +1,4 @@
-"""`sae demo`."""
-
+import itertools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -9,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ...base.documents import read_settings
-from ...base.home import Home
-from ...extract.options import TINY_GEMMA2
-from ..options import Json, is_given, start
+from ..base.documents import read_settings
+from ..base.home import RUN_MARKER
+from ..extract.options import TINY_GEMMA2
+from .options import Json, is_given, start
 
 ROWS = 20_000
 EPOCHS = 20
@@ -32,37 +31,36 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
     """
     from rich.text import Text
 
-    from ...show.measures import comparison, meaning, read_measures
+    from ..show.measures import comparison, meaning, read_measures
 
     session = start(ctx, json)
-    pictures = pictures or session.home.path / "demo"
+    runs_folder, pictures = session.home.runs.path, pictures or session.home.path / "demo"
     pictures.mkdir(parents=True, exist_ok=True)
-    store, sgd, pam = free_names(session.home)
-    runs = (sgd, pam)
-    measures = pictures / "measures.csv"
-    root = ctx.find_root()
+    number = next(n for n in itertools.count(1) if not any(session.home.path.glob(f"*/demo-{n}*")))
+    store, *runs = f"demo-{number}", f"demo-{number}-sgd", f"demo-{number}-pam-sgd"
+    measures, root = pictures / "measures.csv", ctx.find_root()
     home = ["--home", str(session.home.path)]
     shown_home = home if is_given(root, "home", "COMMANDLINE") else []
     with redirect_stdout(sys.stderr if json else sys.stdout):
-        for number, (purpose, words) in enumerate(chain(store, sgd, pam, pictures, measures), 1):
-            print(f"\n{number}. {purpose}\n$ sae {shlex.join([*shown_home, *words])}", flush=True)
+        for step, (purpose, words) in enumerate(chain(store, runs, pictures, measures), 1):
+            print(f"\n{step}. {purpose}\n$ sae {shlex.join([*shown_home, *words])}", flush=True)
             root.command.main([*home, *words], standalone_mode=False)
-    results = {name: read_settings(session.home.runs.path / name / session.home.runs.marker)["result"] for name in runs}
+    results = {name: read_settings(runs_folder / name / RUN_MARKER)["result"] for name in runs}
     measured = read_measures(measures)
     lines = [run | {"steps": results[run["run"]]["steps"], "seconds": round(results[run["run"]]["seconds"], 1)}
              for run in measured]
-    pictured = [*(session.home.runs.path / name / "loss.png" for name in runs),
-                *(pictures / f"{name}.png" for name in ("frontier", "sparsity", "geometry")),
-                *(pictures / f"sparsity-patterns-{name}.png" for name in runs)]
-    paths = [str(path) for path in pictured]
+    paths = [*(str(runs_folder / name / "loss.png") for name in runs),
+             *(str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")),
+             *(str(pictures / f"sparsity-patterns-{name}.png") for name in runs)]
     session.console.result(
         {"runs": results, "measures": measured, "pictures": paths}, "",
         comparison(lines, SIDE_BY_SIDE, f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others"),
         Text(meaning(measured[0])), "", "pictures:", *paths)
 
 
-def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> list[tuple[str, Sequence[str]]]:
-    """The commands to run, each after its purpose, given names for the store and both runs."""
+def chain(store: str, runs: Sequence[str], pictures: Path, measures: Path) -> list[tuple[str, list[str]]]:
+    """The commands to run, each after its purpose."""
+    sgd, pam = runs
     effect = ["--model", TINY_GEMMA2]
     train = ["train", "--data", store, "--act", "topk", "--k", "16", "--epochs", str(EPOCHS)]
     frontier, sparsity, geometry = (str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry"))
@@ -83,11 +81,3 @@ def chain(store: str, sgd: str, pam: str, pictures: Path, measures: Path) -> lis
          ["geometry", pam, "--plot", geometry]),
         ("List what is in the home folder now.", ["list"]),
     ]
-
-
-def free_names(home: Home) -> tuple[str, str, str]:
-    """Unused names for the demo's store and two runs."""
-    number = 1
-    while any(home.path.glob(f"*/demo-{number}*")):
-        number += 1
-    return f"demo-{number}", f"demo-{number}-sgd", f"demo-{number}-pam-sgd"

@@ -1,8 +1,6 @@
-"""`sae sparsity`."""
-
 import typer
 
-from ..options import Data, Device, Json, Plot, Runs, SplitName, Target, start
+from .options import Data, Device, Json, Plot, Runs, SplitName, Target, start
 
 PICTURED_ROWS = 200  # whose codes are drawn
 
@@ -21,19 +19,18 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
 
     Example: sae sparsity first second --plot sparsity.png
     """
-    from ...measure.evaluate import sparsity_document
-    from ...measure.measured import all_measured
-    from ...sae.metrics import firing
-    from ...show.measures import SPARSITY, comparison, extremes, places_table
+    from ..measure.evaluate import sparsity_document
+    from ..measure.measured import all_measured
+    from ..sae.metrics import firing
+    from ..show.measures import SPARSITY, comparison, extremes, places_table
 
     session = start(ctx, json, plot)
-    names = list(dict.fromkeys(runs or ()))
-    everything = all_measured(session.home, names, data, split, device, session.console, target)
+    everything = all_measured(session.home, runs or [], data, split, device, session.console, target)
     pictured = 0 if plot is None else PICTURED_ROWS
     tallies = [firing(one.sae, one.inputs(session.console), pictured) for one in everything]
     found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:
-        from ...show.runs import sparsity  # matplotlib takes a second to import
+        from ..show.runs import sparsity  # matplotlib takes a second to import
 
         session.console.note(f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, found))}")
     session.console.result({"runs": found}, comparison(found, SPARSITY), *(extremes(run) for run in found),

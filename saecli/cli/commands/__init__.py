@@ -1,1 +1,0 @@
-"""The commands of `sae`, one file each, imported when called (see `saecli/cli/main.py`)."""
