@@ -148,7 +148,7 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
         raise FormatError(f"cannot read {name}: expected memory for it, got none; {to_fit}") from error
     except UNREADABLE as error:
         number = getattr(error, "errno", None)
-        reason = os.strerror(number) if number else "expected numbers in its name's format, got something else"
+        reason = os.strerror(number) if number else "it is damaged or of another format"
         remedy = "check the path" if number else "check that the file is whole and of this format"
         raise FormatError(f"cannot read {name}: {reason}; {remedy}") from error
 
