@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from .sae.library import load_sae, save_sae
     from .show.drawing import draw
     from .show.report import report
-    from .store.import_arrays import import_array
-    from .store.import_worlds import import_synthetic
+    from .store.importing import import_array, import_synthetic
     from .store.opening import list_home
     from .store.reader import ActivationStore
     from .train.fit import fit, join, open_store
@@ -57,8 +56,8 @@ _MODULES = {
     "extract": "extract.extraction",
     "fit": "train.fit",
     "geometry": "geometry.geometry",
-    "import_array": "store.import_arrays",
-    "import_synthetic": "store.import_worlds",
+    "import_array": "store.importing",
+    "import_synthetic": "store.importing",
     "join": "train.fit",
     "list_home": "store.opening",
     "load_sae": "sae.library",

@@ -26,8 +26,7 @@ from storing import make_meta
 from saecli.base.errors import StoreError
 from saecli.cli import main as cli
 from saecli.cli.main import loaded
-from saecli.store.ranks import RankedStore, joining_began, rank_folder, rank_meta
-from saecli.store.writer import StoreWriter
+from saecli.store.writer import RankedStore, StoreWriter, joining_began, rank_folder, rank_meta
 
 BLOCKS = 60
 D_IN = 24

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from saecli.store.codec import SparseRows, offsets_of
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
+from saecli.store.values import SparseRows, offsets_of
 from saecli.store.writer import StoreWriter
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from saecli.base.errors import HubError, SaeError, one_line
 from saecli.base.machine import why_unreachable
-from saecli.store.import_arrays import open_array
+from saecli.store.importing import open_array
 
 MEAN, DEVIATION, WHITE = 0.1307, 0.3081, 255  # of MNIST's training images, as fractions of white
 

@@ -134,5 +134,6 @@ def counted(count: int, word: str) -> str:
 
 def size_words(count: float) -> str:
     """A number of bytes in units: 1.3 GB."""
+    count = min(count, 1e300)  # a damaged file may claim more than a float holds
     power = sum(count >= 1000**power for power in range(1, len(UNITS)))
     return f"{count / 1000**power:.3g} {UNITS[power]}"

@@ -77,7 +77,7 @@ def chain(store: str, runs: Sequence[str], pictures: Path, measures: Path) -> li
         ("Count how often latents fire: silent ones never, dense ones on over a tenth.",
          ["sparsity", sgd, pam, "--plot", sparsity]),
         ("Look at the spline that an SAE is, affine on each cell of rows with the same\n"
-         "   latents, beside k-means and local PCA.",
+         "   latents, next to k-means and local PCA.",
          ["geometry", pam, "--plot", geometry]),
         ("List what is in the home folder now.", ["list"]),
     ]

@@ -26,8 +26,7 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     Example: sae import train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz --name mnist
     """
     from ..show.tables import stored_tables
-    from ..store.import_arrays import import_array
-    from ..store.import_worlds import import_synthetic, is_world, refuse_options_of_worlds
+    from ..store.importing import import_array, import_synthetic, is_world, refuse_options_of_worlds
     from ..store.opening import stored
 
     session = start(ctx, json)

@@ -36,8 +36,6 @@ def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes 
         if not answer.strip().lower().startswith("y"):
             session.console.note("nothing was removed")
             found = []
-    for one in found:
-        remove(session.home, one)
-    total = sum(one["bytes"] for one in found)
+    total = sum(remove(session.home, one) for one in found)
     words = f"removed {counted(len(found), 'folder')}, {size_words(total)}"
     session.console.result({"removed": found, "bytes": total}, *[words] * bool(found))

@@ -22,7 +22,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     from ..measure.evaluate import sparsity_document
     from ..measure.measured import all_measured
     from ..sae.metrics import firing
-    from ..show.measures import extremes, places_table, sparsity_table
+    from ..show.measures import SPARSITY, comparison, extremes, places_table
 
     session = start(ctx, json, plot)
     everything = all_measured(session.home, runs or [], data, split, device, session.console, target)
@@ -33,5 +33,5 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
         from ..show.runs import sparsity  # matplotlib takes a second to import
 
         session.console.note(f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, found))}")
-    session.console.result({"runs": found}, sparsity_table(found), *(extremes(run) for run in found),
+    session.console.result({"runs": found}, comparison(found, SPARSITY), *(extremes(run) for run in found),
                            *(places_table(run) for run in found if "places" in run))

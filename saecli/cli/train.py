@@ -22,7 +22,7 @@ from .options import Given, Json, Session, SiteName, configured, home_of, is_giv
 if TYPE_CHECKING:
     from ..extract.streaming import Streamed
     from ..store.joined import Joined
-    from ..store.rows import RowSource
+    from ..store.reader import RowSource
     from ..train.runs import Run
     from ..train.start import Start
 

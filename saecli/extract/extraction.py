@@ -21,10 +21,10 @@ from ..base.errors import ConfigError, StoreError, did_you_mean, size_words, unk
 from ..base.home import Home, Shelf, checked_name
 from ..base.processes import Communicator, communicator
 from ..store.opening import DERIVED, finished_store, told_when_stopped
-from ..store.ranks import RankedStore, joining_began, rank_folder, rank_meta
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, hash_request, rows_per_shard
-from ..store.writer import Admission, StoreWriter, other_number
+from ..store.shard_writer import Admission
+from ..store.writer import RankedStore, StoreWriter, joining_began, other_number, rank_folder, rank_meta
 from .forward import COLUMNS, Forward, batch_tokens, fill
 from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint
 from .texts import Document, TextSource

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..base.devices import moved
 from ..base.errors import ModelError, StoreError
 from ..base.machine import is_out_of_memory
-from ..store.writer import Admission, StoreWriter, jointly
+from ..store.shard_writer import Admission, jointly
+from ..store.writer import StoreWriter
 from .options import HookPoint
 from .windows import LOOK_AHEAD, Batch, Block, Cursor
 

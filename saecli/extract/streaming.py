@@ -11,9 +11,9 @@ from ..base.console import Listener
 from ..base.devices import device_named
 from ..base.home import Home
 from ..base.processes import ALONE
-from ..store.codec import DTYPES
 from ..store.schema import StoreMeta
-from ..store.writer import Admission
+from ..store.shard_writer import Admission
+from ..store.values import DTYPES
 from .extraction import Extraction, Quota, StoreRequest, settled, store_requests
 from .forward import Ahead, demand_some
 from .options import TINY_GEMMA2, ExtractConfig

@@ -20,7 +20,7 @@ from ..base.errors import ConfigError, flag_of
 from ..base.home import Home
 from ..measure.measured import Measured, RowsLike, measured
 from ..sae.library import SAELike
-from ..store.rows import Rows
+from ..store.reader import Rows
 from ..store.split import Which
 from .bridge import Bridge, Visited
 from .largest_cells import cells_of, check_cells

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..base.errors import ConfigError
 from ..sae.dictionary import SAE
-from ..store.rows import Rows
+from ..store.reader import Rows
 from .cells import Cells
 from .local_pca import principal_directions
 from .survey import support_keys

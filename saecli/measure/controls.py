@@ -40,7 +40,7 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
 from ..sae.metrics import reconstruction
-from ..store.rows import RowSource
+from ..store.reader import RowSource
 from ..train import SOLVERS
 from ..train.loop import Loop, Record, start_training
 from ..train.options import Sgd, SolverConfig

@@ -33,7 +33,7 @@ from ..base.home import Home
 from ..extract.options import SITES, HookPoint
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
-from ..store.statistics import Spread
+from ..store.values import Spread
 from .measured import Measured
 
 if TYPE_CHECKING:

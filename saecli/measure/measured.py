@@ -23,8 +23,7 @@ from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
 from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
-from ..store.reader import ActivationStore
-from ..store.rows import Rows, RowSource
+from ..store.reader import ActivationStore, Rows, RowSource
 from ..store.split import Which, window_starts
 from ..store.worlds import World
 from ..train.rows import ArrayLike, ArrayRows

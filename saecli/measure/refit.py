@@ -16,8 +16,7 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
 from ..sae.library import SAELike, origin_of
 from ..store.joined import Joined
-from ..store.reader import ActivationStore
-from ..store.rows import RowSource
+from ..store.reader import ActivationStore, RowSource
 from ..train.refit_decoder import Refitted, refitted
 from ..train.ridge import TOLERANCE
 from ..train.rows import ArrayLike

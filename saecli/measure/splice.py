@@ -22,7 +22,7 @@ from ..extract.model_source import ModelSource, find_model
 from ..extract.options import HookPoint
 from ..extract.windows import Windows
 from ..sae.dictionary import SAE
-from ..store.rows import Rows
+from ..store.reader import Rows
 from ..store.split import window_starts
 from .measured import COLUMNS, Measured, by_rows
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..sae.codes import Codes, SparseCodes
-from ..store.codec import SparseRows
+from ..store.values import SparseRows
 
 LEAST_NORM = 1e-8  # a vector no longer than this has cosines of 0, or nearly so
 

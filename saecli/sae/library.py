@@ -149,7 +149,7 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
     folder = kept if kept.parts[-2:-1] == (KEPT,) and (kept / marker).is_file() else Path(text).expanduser()
     if folder.is_file() and formats.recognise(folder) is None:
         raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
-                       f"folder, {folder.parent}")
+                       f"folder, {folder.parent if folder.parts[1:] else Path.cwd()}")
     if address is not None and folder.is_dir() and cached(address) is not None:
         note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
     if (folder / marker).is_file():

@@ -89,8 +89,7 @@ def fill_by_occupancy(axes: Axes, cells: PlaneCells, occupancy: NDArray[np.int64
 
 
 def scatter(axes: Axes, points: NDArray, marks: Mapping[int, NDArray]) -> int:
-    """Draw rows on a plane, (M, 2), and marked rows, number -> (2,), larger and labelled; returns the number of rows
-    drawn."""
+    """Draw rows on a plane, (M, 2), marked ones, (2,), larger with their numbers; returns the number of rows drawn."""
     points = spread_out(points, POINTS)
     axes.scatter(points[:, 0], points[:, 1], s=7, c="#222222", linewidths=0.3, edgecolors="white", zorder=2)
     for row, (x, y) in marks.items():
@@ -110,8 +109,8 @@ def arrows(axes: Axes, starts: NDArray, ends: NDArray, colour: str) -> None:
 
 @torch.no_grad()
 def geometry(path: Path | None, found: Found, marked: Mapping[int, Tensor]) -> Figure:
-    """Draw the geometry of an SAE in nine panels, on the plane through the `marked` rows, (D,) each, by number; without
-    them on the plane of the first two principal components."""
+    """Draw the geometry of an SAE in nine panels, on the plane through the `marked` rows, (D,) each, by number, or on
+    the plane of the first two principal components."""
     document, sample, D = found.document, found.survey.sample.rows, found.one.sae.d_in
     plane = Plane.through(torch.stack([*marked.values()])) if marked else Plane.principal(sample)
     near = document["complexity"]
@@ -136,8 +135,7 @@ def geometry(path: Path | None, found: Found, marked: Mapping[int, Tensor]) -> F
 
 
 def _draw_plane(size: Axes, occupancy: Axes, found: Found, plane: Plane, marked: Mapping[int, Tensor]) -> Window:
-    sae, sample = found.one.sae, found.survey.sample.rows
-    x = torch.from_numpy(sample)
+    sae, x = found.one.sae, torch.from_numpy(found.survey.sample.rows)
     points, marks = plane.coordinates(x), {row: plane.coordinates(at[None]) for row, at in marked.items()}
     section = cells_of(plane.section(sae))
     window = window_of(points, torch.cat([points[:0], *marks.values()]))
@@ -163,19 +161,18 @@ def _draw_plane(size: Axes, occupancy: Axes, found: Found, plane: Plane, marked:
     return window
 
 
-def _legend(axes: Axes, shown: int) -> None:
-    if shown > 1:
+def _draw_splits(axes: Axes, title: str, every: Mapping[str, NDArray], drawn: Mapping[str, NDArray],
+                 bins: list[float]) -> None:
+    """Histograms by split; the title has the median of the first one, which is the one measured."""
+    for (name, some), style in zip(drawn.items(), SPLIT_STYLES, strict=False):
+        axes.hist(some, bins, weights=np.full(len(some), 1 / max(1, len(some))), label=f"{name} rows", **style)
+    axes.set(ylabel="fraction of rows", title=f"{title}, median {describe(next(iter(every.values())))['median']:.3g}")
+    if len(drawn) > 1:
         axes.legend(loc="best", fontsize=8)
 
 
-def _median(values: Mapping[str, NDArray]) -> str:
-    """The median of the first split, the one measured, as in the command's table."""
-    return f"median {describe(next(iter(values.values())))['median']:.3g}"
-
-
 def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
-    drawn = {name: some[np.isfinite(some) & (some > 0)] for name, some in margins.items()}
-    drawn = {name: some for name, some in drawn.items() if len(some)}
+    drawn = {name: kept for name, some in margins.items() if len(kept := some[np.isfinite(some) & (some > 0)])}
     axes.set(xlabel="distance to the boundary", ylabel="fraction of rows", title="margin")
     if not drawn:
         say_empty(axes, "no row has\na boundary near")
@@ -184,31 +181,26 @@ def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
     low, high = np.log10(every.min()) - 0.05, np.log10(every.max()) + 0.05
     short_by = max(0.0, 1 - (high - low)) / 2  # ticks need a decade
     bins = np.logspace(low - short_by, high + short_by, 41).tolist()
-    for (name, some), style in zip(drawn.items(), SPLIT_STYLES, strict=False):
-        axes.hist(some, bins, weights=np.full(len(some), 1 / len(some)), label=f"{name} rows", **style)
+    _draw_splits(axes, "margin", margins, drawn, bins)
     log_scale(axes, "x")
-    _legend(axes, len(drawn))
-    axes.set_title(f"margin, {_median(margins)}")
 
 
 def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -> None:
     most = max((int(some.max(initial=0)) for some in complexity.values()), default=0)
     step = max(1, -(-(most + 1) // 30))
     bins = (np.arange(0, most + step + 1, step) - 0.5).tolist()
-    for (name, some), style in zip(complexity.items(), SPLIT_STYLES, strict=False):
-        axes.hist(some, bins, weights=np.full(len(some), 1 / max(1, len(some))), label=f"{name} rows", **style)
-    axes.set(xlabel=near, ylabel="fraction of rows",
-             title=f"local complexity, {_median(complexity)}")
+    _draw_splits(axes, "local complexity", complexity, complexity, bins)
+    axes.set_xlabel(near)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    _legend(axes, len(complexity))
 
 
 def _draw_growth(axes: Axes, growth: Sequence[tuple[int, int]]) -> None:
     rows, cells = np.array(growth).T
     axes.plot(rows, rows, color=GREY, linewidth=1, linestyle="--")
     axes.plot(rows, cells, color=COLOURS[0], marker="o")
-    axes.annotate("one cell per row", (rows[len(rows) // 2], rows[len(rows) // 2]), xytext=(-4, 4), color=GREY,
-                  fontsize=8, textcoords="offset points", ha="right")
+    middle = rows[len(rows) // 2]
+    axes.annotate("one cell per row", (middle, middle), xytext=(-4, 4), color=GREY, fontsize=8,
+                  textcoords="offset points", ha="right")
     axes.set(xlabel="rows", ylabel="cells visited",
              title=f"{counted(int(cells[-1]), 'cell')} visited by {counted(int(rows[-1]), 'row')}")
     log_scale(axes, "x", whole=True)
@@ -237,8 +229,7 @@ def _draw_bridge(panels: Sequence[Axes], found: Found, plane: Plane, rows: NDArr
 
 
 def geometries(path: Path | None, runs: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw margins, local complexity, cells and the bridge of several SAEs, documents of `sae geometry`, in the order
-    given."""
+    """Draw margins, local complexity, cells and the bridge of several SAEs, documents of `sae geometry`."""
     with figure(path, 10.5, 6.6) as drawn:
         (margin, complexity), (visited, bridge) = drawn.subplots(2, 2, sharex=True)
         _band(margin, [run["margin"] for run in runs], "margin", logarithmic=True)

@@ -19,18 +19,16 @@ GROUPS = 10  # of latents of like frequency
 
 
 class _Curve(NamedTuple):
-    """The AUCs of an SAE's probes: means over sets and the ends of their intervals, and by set."""
-
     counts: list[int]
-    aucs: list[tuple[float, float, float]]
+    aucs: list[tuple[float, float, float]]  # means over sets with the ends of their intervals
     dense: tuple[float, float, float]
     dense_by_set: list[float]
-    by_set: list[float]  # of the probe with most latents
+    by_set: list[float]
 
 
 def probes(path: Path | None, document: Mapping[str, Any]) -> Figure:
-    """Draw what `saecli.probe` returned: the AUC against the number of latents, and set by set against the dense
-    probe's. Dense probes at several places are dotted in the colours of their runs; where there is one, it is grey."""
+    """Draw the document of `saecli.probe`: the AUC against the number of latents, and set by set against the dense
+    probe's, which is dotted: grey, or in the colours of runs at several hook points."""
     runs = {run["run"]: _curve(document, run) for run in document["runs"]}
     with figure(path, 9, 4) as drawn:
         left, right = drawn.subplots(1, 2)
@@ -77,18 +75,16 @@ def _ends(line: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def stability(path: Path | None, document: Mapping[str, Any]) -> Figure:
-    """Draw what `saecli.stability` returned for runs with rows: |cosine| of latents with their counterparts in other
-    runs, and the fraction of runs they are matched in against their frequency.
-
-    On the right a point is the median frequency and mean match fraction of about a tenth of a run's firing latents.
-    """
-    runs = {run["run"]: (run["cosine"], run["match_fraction"], run["frequency"]) for run in document["runs"]}
+    """Draw the document of `saecli.stability`, of runs with rows: |cosine| of latents with their counterparts in other
+    runs, and the fraction of runs they are matched in against their frequency: a point is the median frequency and mean
+    match fraction of about a tenth of a run's firing latents."""
     threshold = document["match_threshold"]
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
         handles, labels = [], []
-        for index, (name, columns) in enumerate(runs.items()):
-            cosine, matched, frequency = (np.asarray(column, dtype=float) for column in columns)
+        for index, run in enumerate(document["runs"]):
+            names = ("cosine", "match_fraction", "frequency")
+            cosine, matched, frequency = (np.array(run[name], float) for name in names)
             style = line_style(index)
             counts, edges = np.histogram(cosine[~np.isnan(cosine)], BINS, (0, 1))
             left.stairs(counts / max(len(cosine), 1), edges, **style, linewidth=1.6)
@@ -96,8 +92,7 @@ def stability(path: Path | None, document: Mapping[str, Any]) -> Figure:
             right.plot([np.median(frequency[group]) for group in groups], [matched[group].mean() for group in groups],
                        **style, marker="o")
             handles.append(Line2D([], [], **style))
-            silent = int((frequency == 0).sum())
-            labels.append(f"{short(name)} ({counted(len(cosine), 'latent')}, {silent:,} silent)")
+            labels.append(f"{short(run['run'])} ({counted(len(cosine), 'latent')}, {(frequency == 0).sum():,} silent)")
         left.axvline(threshold, color=GREY, linestyle=":", linewidth=1)
         left.text(threshold, 1.0, " matched", transform=left.get_xaxis_transform(), color=GREY, va="bottom", ha="left",
                   fontsize=8)
@@ -125,7 +120,7 @@ def _groups(frequency: NDArray[np.float64]) -> list[NDArray[np.int64]]:
 
 def places(path: Path | None, title: str, names: Sequence[str], share: ArrayLike, scaling: ArrayLike) -> Figure:
     """Draw a crosscoder's latents: the fraction of decoder norm at each hook point, (F, P), and against it the multiple
-    that serves the other hook points best, (F, P), NaN where unknown; see `measure/places.py`."""
+    that serves the other hook points best, (F, P), NaN where unknown."""
     share, scaling = np.asarray(share, float), np.asarray(scaling, float)
     largest = share.argmax(1)
     scaling[np.arange(len(share)), largest] = np.nan  # 1, or nearly
@@ -133,12 +128,10 @@ def places(path: Path | None, title: str, names: Sequence[str], share: ArrayLike
         left, right = drawn.subplots(1, 2)
         for place, name in enumerate(names):
             colour = COLOURS[place % len(COLOURS)]
-            counts, edges = np.histogram(share[:, place], BINS, (0, 1))
-            left.stairs(counts, edges, color=colour, linewidth=1.6, label=short(name))
-            own = np.isfinite(scaling) & (largest == place)[:, None]
-            rows, others = np.nonzero(own)
+            left.stairs(*np.histogram(share[:, place], BINS, (0, 1)), color=colour, linewidth=1.6, label=short(name))
+            rows, others = np.nonzero(np.isfinite(scaling) & (largest == place)[:, None])
             right.scatter(share[rows, place], scaling[rows, others], s=8, color=colour, linewidths=0)
-        left.set(xlabel="share of a latent's decoder norm", ylabel="latents", xlim=(0, 1))
+        left.set(xlabel="fraction of a latent's decoder norm", ylabel="latents", xlim=(0, 1))
         left.legend(fontsize=8)
         if np.isfinite(scaling).any():
             for level in (0, 1):
@@ -147,6 +140,6 @@ def places(path: Path | None, title: str, names: Sequence[str], share: ArrayLike
             right.set(ylim=(min(low, -0.1) - 0.1, max(high, 1.0) + 0.1))
         else:
             say_empty(right)
-        right.set(xlabel="share at the place where it is largest", ylabel="latent scaling at another place")
+        right.set(xlabel="fraction at the hook point where it is largest", ylabel="latent scaling at another one")
         drawn.suptitle(short(title), fontsize=10)
     return drawn

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import RenderableType
 
 from ..base.errors import counted, number, printable
@@ -28,14 +30,35 @@ LATENTS_LISTED = 12
 SETS_LISTED = 20
 
 
+def curve(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """The steps and finite values of a measure, from the lines of `metrics.jsonl`."""
+    return [(line["step"], line[key]) for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+
+
+def l0_bins(histogram: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Counts and edges of a histogram of L0, (F + 1,), regrouped into at most `most` bins over its range."""
+    present = np.flatnonzero(histogram)
+    if not len(present):
+        return np.zeros(1, int), np.array([-0.5, 0.5])
+    low, high = max(0, present[0] - 1), present[-1] + 1  # a margin, so that a single value still shows as a bar
+    step = -(-(high - low + 1) // most)
+    edges = np.arange(low, high + step + 1, step) - 0.5
+    return np.histogram(np.arange(len(histogram)), edges, weights=histogram)[0], edges
+
+
+def frequency_edges(*frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Edges of 30 logarithmic bins for the latents' non-zero firing frequencies."""
+    lowest = min((some[some > 0].min() for some in frequencies if (some > 0).any()), default=1e-3)
+    return np.logspace(math.floor(math.log10(lowest)), 0, 31)
+
+
 def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Measures of runs by L0, of equal ones by FVU."""
     return sorted(runs, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
 
 
 def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> list[RenderableType]:
-    """The tables of `sae eval`: reconstruction, known features found where rows have them, and the effect on the
-    language model unless that is None."""
+    """The tables of `sae eval`: reconstruction, known features found, and the effect on the language model, if any."""
     order = "sparsest first" if len(ranked) > 1 else None
     compared = any(run["unbeaten"] is not None for run in ranked)
     shown = [comparison(ranked, RECONSTRUCTION, f"{order}; {meaning(ranked[0])}" if compared else order)]
@@ -50,14 +73,14 @@ def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> li
     return shown
 
 
-def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None) -> RenderableType:
-    """A table with some of the runs' measures as columns; one line per run in the order given, unbeaten ones marked."""
-    rows = [[run["run"] + " *" * bool(run["unbeaten"]), *(run[column] for column in columns)] for run in runs]
+def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None = None) -> RenderableType:
+    """A table with some of the runs' measures as columns, one line per run; unbeaten ones are marked."""
+    rows = [[run["run"] + " *" * bool(run.get("unbeaten")), *(run[column] for column in columns)] for run in runs]
     return table(title, ["run", *(column.replace("_", " ") for column in columns)], rows)
 
 
 def meaning(run: Mapping[str, Any]) -> str:
-    """The meaning of the mark of an unbeaten run, in a sentence, given the measures of a run."""
+    """A sentence on the mark of an unbeaten run."""
     *others, last = [name.replace("_", " ") for name in ERRORS if name in run]
     errors = f"{', '.join(others)} or {last}" if others else last
     return f"unbeaten (*): every other run on the same rows with at most {LIKE_L0:g} times its l0 is worse in {errors}"
@@ -79,31 +102,22 @@ def read_measures(path: Path) -> list[dict[str, Any]]:
                 for line in csv.DictReader(file)]
 
 
-def sparsity_table(runs: Sequence[dict[str, Any]]) -> RenderableType:
-    """The table of `sae sparsity`, one line per run."""
-    rows = [[run["run"], *(run[column] for column in SPARSITY)] for run in runs]
-    return table(None, ["run", *(column.replace("_", " ") for column in SPARSITY)], rows)
-
-
 def extremes(run: dict[str, Any]) -> str:
     """Two lines that list a run's dense latents, the most frequent first, and its silent ones."""
-    frequency = run["frequency"]
+    frequency, rows = run["frequency"], f"on these {counted(run['rows'], 'row')}"
     dense = sorted((i for i, f in enumerate(frequency) if f > DENSE_FREQUENCY), key=lambda i: -frequency[i])
     silent = [i for i, f in enumerate(frequency) if f == 0]
-    rows = f"on these {counted(run['rows'], 'row')}"
     return (f"{run['run']}: dense {rows}: {_listed([f'{i} ({frequency[i]:.0%})' for i in dense])}\n"
             f"{run['run']}: silent {rows}: {_listed([str(i) for i in silent])}")
 
 
 def _listed(words: list[str]) -> str:
-    if not words:
-        return "none"
     more = f" and {len(words) - LATENTS_LISTED:,} more" if len(words) > LATENTS_LISTED else ""
-    return ", ".join(words[:LATENTS_LISTED]) + more
+    return (", ".join(words[:LATENTS_LISTED]) or "none") + more
 
 
 def places_table(run: Mapping[str, Any]) -> RenderableType:
-    """The table of a crosscoder's places, with the medians of latent scaling over the latents exclusive to each."""
+    """The table of a crosscoder's hook points, with the median of latent scaling over the latents exclusive to each."""
     places, share = run["places"], run["share"]
     rows = []
     for at, place in enumerate(places):
@@ -113,13 +127,13 @@ def places_table(run: Mapping[str, Any]) -> RenderableType:
         rows.append([place["name"], place["width"], place["fvu"], place["exclusive"],
                      statistics.median_low(found) if found else None])
     exclusive = sum(place["exclusive"] for place in places)
-    title = (f"{run['run']}: of {len(share):,} latents {run['shared']:,} are shared by all places, {exclusive:,} "
+    title = (f"{run['run']}: of {len(share):,} latents {run['shared']:,} are shared by all hook points, {exclusive:,} "
              f"exclusive to one ({EXCLUSIVE:g} of the decoder norm there), "
              f"{len(share) - run['shared'] - exclusive:,} in between")
-    columns = ["place", "width", "fvu", "exclusive"]
+    columns = ["hook point", "width", "fvu", "exclusive"]
     if all(row[-1] is None for row in rows):
         return table(title, columns, [row[:-1] for row in rows])
-    return table(f"{title}; scaling: the multiple of an exclusive latent that serves the other places best",
+    return table(f"{title}; scaling: the multiple of an exclusive latent that serves the other hook points best",
                  [*columns, "scaling elsewhere"], rows)
 
 
@@ -136,27 +150,20 @@ def stability_table(document: Mapping[str, Any]) -> RenderableType:
 
 
 def probe_tables(document: Mapping[str, Any]) -> list[RenderableType]:
-    """The tables of `sae probe`: AUC, its difference from the dense probe's and accuracy by run and k, over sets; and
-    of few sets the AUC of each."""
+    """The tables of `sae probe`: AUC, its difference from the dense probe's, accuracy; for few sets the AUC of each."""
     probes, runs = document["probes"], document["runs"]
     counts = list(dict.fromkeys(one["k"] for one in probes if one["k"] is not None))
     sets = counted(probes[0]["sets"], "set")
     shown = []
-    for name, title in (("auc", f"AUC, mean over {sets}"), ("auc_difference", f"AUC less the dense probe's, mean "
-                                                                             f"over {sets}"),
-                        ("accuracy", f"accuracy, mean over {sets}")):
-        dense = name != "auc_difference"
-        rows = [[run["run"], *(_with_interval(probe_of(probes, run, k), name) for k in [*counts, *[None] * dense])]
-                for run in runs]
-        shown.append(table(title, ["run", *(f"k = {k}" for k in counts), *["dense"] * dense], rows))
+    for name, title in (("auc", "AUC"), ("auc_difference", "AUC less the dense probe's"), ("accuracy", "accuracy")):
+        columns = [*counts, *[None] * (name != "auc_difference")]
+        rows = [[run["run"], *(_with_interval(probe_of(probes, run, k), name) for k in columns)] for run in runs]
+        heads = [f"k = {k}" if k else "dense" for k in columns]
+        shown.append(table(f"{title}, mean over {sets}", ["run", *heads], rows))
     names = list(dict.fromkeys(line["set"] for line in document["by_set"]))
-    if len(names) <= SETS_LISTED:
-        shown.append(_table_by_set(document, names, counts[-1]))
-    return shown
-
-
-def _table_by_set(document: Mapping[str, Any], names: Sequence[str], k: int) -> RenderableType:
-    runs = document["runs"]
+    if len(names) > SETS_LISTED:
+        return shown
+    k = counts[-1]
     places = {(run["layer"], run["site"]): run for run in runs}
     rows = []
     for name in names:
@@ -164,11 +171,12 @@ def _table_by_set(document: Mapping[str, Any], names: Sequence[str], k: int) -> 
         cells = [*(probe_of(lines, run, k) for run in runs), *(probe_of(lines, run, None) for run in places.values())]
         rows.append([name, lines[0]["rows"], *(_with_interval(cell, "auc") for cell in cells)])
     heads = [f"dense, layer {layer}, {site}" if len(places) > 1 else "dense" for layer, site in places]
-    return table("AUC by set", ["set", "texts", *(f"{run['run']}, k = {k}" for run in runs), *heads], rows)
+    by_set = table("AUC by set", ["set", "texts", *(f"{run['run']}, k = {k}" for run in runs), *heads], rows)
+    return [*shown, by_set]
 
 
 def probe_of(lines: Sequence[Mapping[str, Any]], run: Mapping[str, Any], k: int | None) -> Mapping[str, Any]:
-    """The line of a run's probe; for a k of None of the dense one at its place."""
+    """The line of a run's probe; k None: the dense one at its hook point."""
     wanted = {**run, "k": k} if k is not None else {**run, "run": None, "k": None}
     return next(line for line in lines if all(line[key] == value for key, value in wanted.items()))
 

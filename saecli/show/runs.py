@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -17,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..base.errors import counted
 from ..sae.metrics import DENSE_FREQUENCY, Firing
 from .latents import places
+from .measures import curve, frequency_edges, l0_bins
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
 
 BINS = 60
@@ -25,14 +25,10 @@ PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pix
 
 
 def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Draw learning curves: FVU and L0 against the step, for training batches and held-out rows.
-
-    Args:
-        runs: name -> the lines of `metrics.jsonl`, with `step` and some of `batch_fvu`, `batch_l0`, `test_fvu`,
-            `test_l0`.
-    """
+    """Draw learning curves: FVU and L0 against the step, for training batches and held-out rows, given for each name
+    the lines of `metrics.jsonl`."""
     # Rounded, since the averages of batches may be 15.999999999999998 for 16.
-    counts = [{round(value, 1) for key in ("batch_l0", "test_l0") for value in _curve(rows, key)[1]}
+    counts = [{round(value, 1) for key in ("batch_l0", "test_l0") for _, value in curve(rows, key)}
               for rows in runs.values()]
     chosen = all(len(count) == 1 for count in counts)  # as of topk, where the words tell it
     with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
@@ -41,14 +37,15 @@ def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Mapping[str, Any]
         for index, rows in enumerate(runs.values()):
             for axes, batches, test in panels:
                 style = line_style(index)
-                steps, values = _curve(rows, batches)
-                axes.plot(steps, values, **style, alpha=0.45, linewidth=1, marker="o" if len(steps) == 1 else "")
-                steps, values = _curve(rows, test)
-                axes.plot(steps, values, **style, linewidth=None if axes is left else _width(index, len(runs)),
-                          marker="o", markevery=max(1, len(steps) // 20))
+                points = curve(rows, batches)
+                axes.plot(*_columns(points), **style, alpha=0.45, linewidth=1, marker="o" * (len(points) == 1))
+                points = curve(rows, test)
+                axes.plot(*_columns(points), **style, linewidth=None if axes is left else _width(index, len(runs)),
+                          marker="o", markevery=max(1, len(points) // 20))
         left.set(xlabel="step", ylabel="fraction of variance unexplained (FVU)")
         for axes in others:
-            axes.set(xlabel="step", ylabel="active latents per row (L0)", ylim=(0, None))
+            # With room above, for a curve that is flat at the top.
+            axes.set(xlabel="step", ylabel="active latents per row (L0)", ylim=(0, 1.04 * axes.get_ylim()[1]))
         for axes in (left, *others):
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             if not any(len(line.get_xdata()) for line in axes.lines):
@@ -65,10 +62,8 @@ def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Mapping[str, Any]
     return drawn
 
 
-def _curve(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """The steps and finite values of a measure."""
-    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
-    return [step for step, _ in points], [value for _, value in points]
+def _columns(points: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
+    return np.array(points, float).reshape(-1, 2).T
 
 
 def _width(index: int, count: int) -> float:
@@ -77,23 +72,19 @@ def _width(index: int, count: int) -> float:
 
 
 def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
-    """Draw the distributions of L0 over rows and of firing frequency over latents.
-
-    Args:
-        runs: name -> the number of rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which
-            each latent fires, (F,), in [0, 1].
-    """
+    """Draw the distributions of L0 over rows and of firing frequency over latents, given for each name the number of
+    rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each latent fires, (F,)."""
     tallies = {name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()}
     chosen = all(np.count_nonzero(l0) == 1 for l0, _ in tallies.values())  # as of topk, where the words tell it
     with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
         *others, right = drawn.subplots(1, 1 if chosen else 2, squeeze=False).flat
         for left in others:
             for index, (l0, _) in enumerate(tallies.values()):
-                left.stairs(*_l0_fractions(l0), **line_style(index), linewidth=_width(index, len(tallies)))
+                rows, edges = l0_bins(l0, BINS)
+                left.stairs(rows / max(l0.sum(), 1), edges, **line_style(index), linewidth=_width(index, len(tallies)))
             left.set(xlabel="active latents per row (L0)", ylabel="fraction of rows", ylim=(0, None))
             left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        lowest = min((f[f > 0].min() for _, f in tallies.values() if (f > 0).any()), default=1e-3)
-        edges = np.logspace(math.floor(math.log10(lowest)), 0, BINS // 2 + 1)
+        edges = frequency_edges(*(frequency for _, frequency in tallies.values()))
         for index, (_, frequency) in enumerate(tallies.values()):
             right.stairs(np.histogram(frequency[frequency > 0], edges)[0], edges, **line_style(index), linewidth=1.6)
         if not any((f > 0).any() for _, f in tallies.values()):
@@ -109,19 +100,6 @@ def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -
     return drawn
 
 
-def _l0_fractions(counts: NDArray) -> tuple[NDArray, NDArray]:
-    """The fraction of rows in each of at most `BINS` bins of L0, and the bins' edges."""
-    present = np.flatnonzero(counts)
-    if not len(present):
-        return np.zeros(1), np.array([-0.5, 0.5])
-    low, high = max(0, present[0] - 1), present[-1] + 1  # a margin, so that a single value still shows as a bar
-    step = -(-(high - low + 1) // BINS)
-    edges = np.arange(low, high + step + 1, step)
-    padded = np.zeros(edges[-1])
-    padded[:len(counts[:edges[-1]])] = counts[:edges[-1]]
-    return np.add.reduceat(padded, edges[:-1]) / counts.sum(), edges - 0.5
-
-
 def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
     """Draw the first 400 rows of codes, (rows, F), as an image, the most frequent latents first."""
     size = np.abs(np.asarray(codes)[:PATTERN_ROWS])
@@ -130,12 +108,13 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
     with figure(path, 8, 4) as drawn:
         axes = drawn.subplots()
         axes.grid(False)
-        firing_latents = f"{len(order):,} of {size.shape[1]:,} latents fire on these {len(size):,} rows"
-        axes.set(xlabel="latents, the most frequent first", ylabel="rows", title=f"{short(title)}: {firing_latents}")
+        axes.set(xlabel="latents, the most frequent first", ylabel="rows", title=f"{short(title)}: {len(order):,} of "
+                 f"{size.shape[1]:,} latents fire on these {len(size):,} rows")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(6, integer=True))
         if len(order):
-            image = _pooled(size[:, order], PATTERN_COLUMNS)
+            step = -(-len(order) // PATTERN_COLUMNS)
+            image = np.maximum.reduceat(size[:, order], np.arange(0, len(order), step), axis=1)
             # A few codes are far larger than the others; the square root keeps small ones visible.
             largest = float(np.quantile(image[image > 0], 0.99))
             norm = PowerNorm(0.5, 0, largest, clip=True)
@@ -148,35 +127,18 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
     return drawn
 
 
-def _pooled(image: NDArray, columns: int) -> NDArray:
-    """The image, max-pooled over neighbouring columns to at most `columns`."""
-    step = -(-image.shape[1] // columns)
-    return np.maximum.reduceat(image, np.arange(0, image.shape[1], step), axis=1)
-
-
 def sparsity(path: Path | None, tallies: Sequence[Firing],
              runs: Sequence[Mapping[str, Any]]) -> list[tuple[Path | None, Figure]]:
-    """Draw histograms of L0 and of frequencies, for each run the codes of its first rows, and for each crosscoder its
-    latents by hook point.
-
-    Args:
-        path: of the histograms; the other pictures' names begin with its stem.
-        tallies: of each run, with the first rows' codes.
-        runs: their documents, in the same order.
-
-    Returns:
-        The pictures with their paths.
-    """
+    """Draw histograms of L0 and of frequencies to `path`, for each run the codes of its first rows, and for each
+    crosscoder its latents by hook point, to names that begin with the stem of `path`."""
     drawn = [(path, firing(path, {run["run"]: (one.l0_histogram, one.frequency)
                                   for run, one in zip(runs, tallies, strict=True)}))]
 
     def another(kind: str, name: str) -> Path | None:
-        if path is None:
-            return None
         which = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(runs) > 1 else ""
-        picture = path.with_stem(f"{path.stem}-{kind}{which}")
-        taken = any(picture == other for other, _ in drawn)
-        return path.with_stem(f"{picture.stem}-{len(drawn)}") if taken else picture
+        picture = path and path.with_stem(f"{path.stem}-{kind}{which}")
+        taken = picture and any(picture == other for other, _ in drawn)
+        return picture.with_stem(f"{picture.stem}-{len(drawn)}") if picture and taken else picture
 
     for run, one in zip(runs, tallies, strict=True):
         name = run["run"]
@@ -192,9 +154,7 @@ def sparsity(path: Path | None, tallies: Sequence[Firing],
 def frontier(path: Path | None, points: Mapping[str, tuple[float, float, str, bool | None]]) -> Figure:
     """Draw runs by L0 and FVU, numbered in the order given, joined by family; those that another run beats are hollow.
 
-    Args:
-        points: run -> L0, FVU, family, and whether it is unbeaten, None if it was compared with no other; runs with
-            infinite or undefined figures are left out.
+    A point is L0, FVU, family, and whether the run is unbeaten (None: not compared); others than finite are left out.
     """
     finite = {name: point for name, point in points.items() if all(map(math.isfinite, point[:2]))}
     families = list(dict.fromkeys(family for _, _, family, _ in finite.values()))
@@ -214,10 +174,12 @@ def frontier(path: Path | None, points: Mapping[str, tuple[float, float, str, bo
                 place = {"xytext": (-4, -4), "ha": "right", "va": "top"} if number % 2 else {"xytext": (5, 4)}
                 axes.annotate(str(number), (l0, fvu), textcoords="offset points", color=colour, fontsize=8, **place)
         axes.set(xlabel="active latents per row (L0)", ylabel="fraction of variance unexplained (FVU)")
-        if finite:
-            _scale(axes, "x", [point[0] for point in finite.values()])
-            _scale(axes, "y", [point[1] for point in finite.values()])
-        else:
+        for which, values in zip("xy", list(zip(*finite.values(), strict=True))[:2], strict=False):
+            if min(values) > 0 and max(values) >= 10 * min(values):
+                log_scale(axes, which)
+            else:
+                axes.set(**{f"{which}lim": (0, max(values) * 1.15 or 1)})
+        if not finite:
             say_empty(axes)
         labels = [short(name) for name in finite]
         if len(finite) > 1:
@@ -228,11 +190,3 @@ def frontier(path: Path | None, points: Mapping[str, tuple[float, float, str, bo
             labels.append("hollow: beaten by another run")
         legend_below(drawn, handles, labels)
     return drawn
-
-
-def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """Make an axis logarithmic if the values span a decade, else linear from zero."""
-    if min(values) > 0 and max(values) >= 10 * min(values):
-        log_scale(axes, which)
-    else:
-        axes.set(**{f"{which}lim": (0, max(values) * 1.15 or 1)})

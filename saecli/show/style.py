@@ -37,19 +37,16 @@ NAME_WIDTH = 40  # letters of a run's name in a legend
 
 
 def check_suffix(path: Path) -> None:
-    """Raise a ConfigError for a picture's path whose ending is not in `FORMATS`, before the work is done."""
+    """Refuse a picture's path whose ending is not in `FORMATS`, before the work is done."""
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot draw {path}: expected an ending out of {', '.join(FORMATS)}, got "
-                          f"{path.suffix or 'none'}; give the picture another name")
+        raise ConfigError(f"cannot draw {path}: a picture's name ends in {', '.join(FORMATS)}; choose another",
+                          option="plot")
 
 
 @contextmanager
 def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
-    """An empty figure in the common style, of a size in inches.
-
-    If the block raises nothing it is saved to `path`, PNG, PDF or SVG by its ending, in folders created where missing;
-    None: it is only laid out, for a notebook to show.
-    """
+    """An empty figure in the common style, its size in inches. After the block it is saved to `path`, PNG, PDF or SVG
+    by its ending; None: it is only laid out, for a notebook."""
     if path is not None:
         check_suffix(path)
     with matplotlib.rc_context(STYLE):
@@ -72,16 +69,16 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def short(name: str, width: int = NAME_WIDTH) -> str:
-    """A name as a label: the middle of a long one left out, unprintable characters replaced by U+FFFD, and dollars
-    escaped, which would begin a formula."""
+    """A name as a label: the middle of a long one left out, unprintable characters as U+FFFD, dollars escaped, which
+    would begin a formula."""
     half = width // 2 - 1
     shown = name if len(name) <= width else f"{name[:half]}…{name[-half:]}"
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace("$", r"\$")
 
 
 def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
-    """Make a panel's axis, "x" or "y", logarithmic, with plain numbers if it spans fewer than three decades, denser the
-    fewer it spans; `whole` for counts, without a tick between 1 and 2."""
+    """Make an axis, "x" or "y", logarithmic, with plain numbers below three decades, the denser the fewer; `whole`: of
+    counts, without a tick between 1 and 2."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()

@@ -1,6 +1,7 @@
 """The helper that makes tables, and the tables of stores, training and geometry; others: `measures.py`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ..base.errors import counted, number, printable, size_words
 from ..base.home import Home
 
 LONG = 24  # characters of a word that is folded rather than leave other columns no room
+WHOLE = 16  # characters of a cell that is not folded, such as a size or a time
 
 
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
@@ -28,14 +30,12 @@ def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any
     return Group(Text(title, style="bold"), shown) if title else shown
 
 
+@dataclass(frozen=True)
 class _Columns:
-    """Columns, each its header and its cells."""
-
-    def __init__(self, columns: Sequence[Sequence[Text]]) -> None:
-        self.columns = columns
+    columns: Sequence[Sequence[Text]]  # each its header and its cells
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        words = [max(cell_len(word) for cell in column for word in [*cell.plain.split(), ""])
+        words = [max(cell_len(word) for cell in column for word in _unfolded(cell.plain, cell is column[0]))
                  for column in self.columns]
         least = [min(words[0], options.max_width - LONG), *(min(word, LONG) for word in words[1:])]
         left = options.max_width - 1 - sum(3 + size for size in least)
@@ -56,6 +56,10 @@ class _Columns:
         yield shown
 
 
+def _unfolded(cell: str, head: bool) -> list[str]:
+    return [cell] if len(cell) <= WHOLE and not head else [*cell.split(), ""]
+
+
 TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts, not rows
 # Most wanted first: on a narrow terminal the last ones stand in a table below.
 STORE_COLUMNS = ("rows", "d_in", "dtype", "bytes", "state", "created", "norms", "dropped", "shards")
@@ -66,45 +70,41 @@ HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
 def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
     """`store.opening.stored`'s document: a table for each store."""
     return [table("stored already, by the same request" if store["cached"] else "stored", ["", store["name"]],
-                  [*_source(store["source"]),
-                   *([key, store[key]] for key in ("path", "rows", "d_in", "dtype", "shards")), *_norms(store["norms"]),
-                   *([f"dropped: {reason}", _dropped(store, reason)] for reason in store["dropped"])])
-            for store in document.get("stores", [document])]
+                  _stored(store)) for store in document.get("stores", [document])]
 
 
-def _source(source: Mapping[str, Any]) -> list[list[Any]]:
+def _stored(store: Mapping[str, Any]) -> list[list[Any]]:
+    source, norms = store["source"], store["norms"]
     names = ("model", "site", "dataset", "file", "key")
     lines = [[name, source[name]] for name in names if source.get(name) is not None]
     if "layer" in source:
         counted_from = f" of {source['layers']}, from 0" if "layers" in source else ""
         lines.insert(1, ["layer", f"{source['layer']}{counted_from}"])
     if "context" in source:
-        packed = ", packed" if source.get("packed") else ""
-        lines.append(["context", f"{counted(source['context'], 'token')}{packed}"])
+        lines.append(["context", counted(source["context"], "token") + ", packed" * bool(source.get("packed"))])
     if "beside" in source:
-        lines.append(["same tokens as", ", ".join(source["beside"])])
+        prefix = store["name"].removesuffix(f"l{source.get('layer')}-{source.get('site')}")
+        common = prefix if prefix != store["name"] else ""  # stores of one reading differ in layer and site alone
+        lines.append(["same tokens as", ", ".join(f"{common}{other}" for other in source["beside"])])
+    lines += [[key, store[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
+    if norms:
+        lines.append(["norm", f"median {number(norms['quantiles'].get('0.5'))}, {_sizes(norms)}"])
+    for reason, count in store["dropped"].items():
+        words = counted(count, "text")
+        if reason not in TEXT_REASONS:
+            own = store["dropped_norms"].get(reason)
+            percentage = 100 * count / (store["rows"] + _rows_dropped(store))
+            words = f"{count:,} ({percentage:.2g}%)" + (f", norm {_sizes(own)}" if own else "")
+        lines.append([f"dropped: {reason}", words])
     return lines
-
-
-def _norms(norms: Mapping[str, Any] | None) -> list[list[str]]:
-    return [["norm", f"median {number(norms['quantiles'].get('0.5'))}, {_sizes(norms)}"]] if norms else []
 
 
 def _sizes(norms: Mapping[str, float]) -> str:
     return f"mean {number(norms['mean'])}, max {number(norms['max'])}"
 
 
-def _rows_dropped(counts: Mapping[str, int]) -> int:
-    return sum(count for reason, count in counts.items() if reason not in TEXT_REASONS)
-
-
-def _dropped(store: Mapping[str, Any], reason: str) -> str:
-    """Number, percentage and norms of the rows dropped for a reason; or the number of texts."""
-    count, norms = store["dropped"][reason], store["dropped_norms"].get(reason)
-    if reason in TEXT_REASONS:
-        return f"{count:,} {'text' if count == 1 else 'texts'}"
-    sizes = f", norm {_sizes(norms)}" if norms else ""
-    return f"{count:,} ({100 * count / (store['rows'] + _rows_dropped(store['dropped'])):.2g}%){sizes}"
+def _rows_dropped(store: Mapping[str, Any]) -> int:
+    return sum(count for reason, count in store["dropped"].items() if reason not in TEXT_REASONS)
 
 
 def listing_tables(document: dict[str, Any]) -> list[RenderableType]:
@@ -112,17 +112,13 @@ def listing_tables(document: dict[str, Any]) -> list[RenderableType]:
     home, stores, runs = Home(Path(document["home"])), document["stores"], document["runs"]
     if not stores and not runs:
         return [f"{home.path} holds nothing yet; {home.stores.remedy}"]
-    shown = [_listing(f"stores in {home.stores.path}", STORE_COLUMNS, stores),
-             _listing(f"runs in {home.runs.path}", RUN_COLUMNS, runs)]
+    shown = [table(f"{kind} in {folder}", ["name", *(HEADS.get(column, column) for column in columns)],
+                   [[entry["name"], *(_cell(entry, column) for column in columns)] for entry in entries])
+             for kind, folder, columns, entries in (("stores", home.stores.path, STORE_COLUMNS, stores),
+                                                    ("runs", home.runs.path, RUN_COLUMNS, runs)) if entries]
     broken = [f"{entry['name']}: {entry['problem']}" for entry in (*stores, *runs) if "problem" in entry]
     unreadable = sum("problem" in store for store in stores)  # come first in problems, and are in broken
-    damaged = document.get("problems", [])[unreadable:]
-    return [shown[index] for index, entries in enumerate((stores, runs)) if entries] + broken + damaged
-
-
-def _listing(title: str, columns: tuple[str, ...], entries: list[dict[str, Any]]) -> RenderableType:
-    rows = [[entry["name"], *(_cell(entry, column) for column in columns)] for entry in entries]
-    return table(title, ["name", *(HEADS.get(column, column) for column in columns)], rows)
+    return shown + broken + document.get("problems", [])[unreadable:]
 
 
 def _cell(entry: dict[str, Any], column: str) -> Any:
@@ -133,8 +129,12 @@ def _cell(entry: dict[str, Any], column: str) -> Any:
         return _local_time(value)
     if column == "norms" and value is not None:
         return value["quantiles"].get("0.5")
-    if column == "dropped" and value is not None:
-        return _fraction_dropped(entry["rows"], value, entry["dropped_norms"])
+    if column == "dropped" and value is not None:  # the percentage of rows, and their mean norm: 2.1% at 44.5
+        norms = entry["dropped_norms"].values()
+        dropped, measured = _rows_dropped(entry), sum(found["rows"] for found in norms)
+        mean = sum(found["rows"] * found["mean"] for found in norms) / max(measured, 1)
+        at = f" at {number(mean)}" if measured else ""
+        return f"{100 * dropped / (entry['rows'] + dropped):.2g}%{at}" if dropped else None
     return value
 
 
@@ -147,16 +147,7 @@ def _local_time(created: str) -> str | None:
     return f"{when.astimezone():%Y-%m-%d %H:%M}" if when.tzinfo else created
 
 
-def _fraction_dropped(stored: int, counts: dict[str, int], norms: dict[str, dict[str, float]]) -> str | None:
-    """The percentage of rows dropped, and their mean norm: 2.1% at 44.5."""
-    dropped, measured = _rows_dropped(counts), sum(found["rows"] for found in norms.values())
-    if not dropped:
-        return None
-    mean = sum(found["rows"] * found["mean"] for found in norms.values()) / max(measured, 1)
-    return f"{100 * dropped / (stored + dropped):.2g}%" + (f" at {number(mean)}" if measured else "")
-
-
-RESULTS = {"run": "run", "data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
+RESULTS = {"data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
 NO_VARIANCE = 1e9  # of a ridge over the mean diagonal: larger where codes do not vary
 FIGURES = {  # of a run, below its results, what a user can act on first; a solver's own go by their names
     "train_fvu": ("FVU on training rows", "if far below the held-out one, more rows would help"),
@@ -171,25 +162,22 @@ FIGURES = {  # of a run, below its results, what a user can act on first; a solv
 
 
 def results_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()) -> RenderableType:
-    """The results of runs on the same rows, documents of `sae train --json`, with the options in which they differ."""
+    """The results of runs on the same rows, documents of `sae train --json`, with the options that differ."""
     title = None if not documents else (
         f"FVU and L0 on {counted(documents[0]['rows_test'], 'held-out row')}, dead latents on "
         f"{counted(documents[0]['rows_counted'], 'training row')}")
     options = [name for name in varied if name not in RESULTS]
-    rows = [[document["run"], *(document["varied"][name] for name in options),
-             *(_result(name, document) for name in RESULTS if name != "run")] for document in documents]
-    return table(title, ["run", *(name.replace("_", " ") for name in options), *[*RESULTS.values()][1:]], rows)
-
-
-def _result(name: str, document: Mapping[str, Any]) -> Any:
-    if name == "dead":
-        return round(document["final"]["dead_fraction"] * document["d_sae"])
-    return document[name] if name in document else document["final"][name]
+    rows = []
+    for document in documents:
+        dead = round(document["final"]["dead_fraction"] * document["d_sae"])
+        found = document["final"] | document | {"dead": dead}
+        rows.append([found["run"], *(found["varied"][name] for name in options), *(found[name] for name in RESULTS)])
+    return table(title, ["run", *(name.replace("_", " ") for name in options), *RESULTS.values()], rows)
 
 
 def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Runs' other measures and their solvers' figures, a column each; for a single run with their meanings."""
-    names = {name for document in documents for name in document["final"]} - {*RESULTS, "dead_fraction", "alpha"}
+    names = {name for document in documents for name in document["final"]} - {*RESULTS, "run", "dead_fraction", "alpha"}
     shown = [(name, *FIGURES.get(name, (name.replace("_", " "), "")))
              for name in sorted(names, key=lambda name: ([*FIGURES, name].index(name), name))]
     if len(documents) > 1:
@@ -204,15 +192,10 @@ def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _figure(name: str, document: Mapping[str, Any]) -> Any:
-    """A cell; empty for the ridge of codes without variance."""
     value = document["final"].get(name)
     if name == "released" and value is not None:
         return "yes" if value else "no"
     return None if name == "relative_alpha" and value is not None and value > NO_VARIANCE else value
-
-
-def _middle(measures: Mapping[str, Any]) -> str:
-    return f"5% to 95%: {number(measures['p5'])} to {number(measures['p95'])}"
 
 
 def disagreement(diagram: Mapping[str, Any] | None) -> str | None:
@@ -231,38 +214,11 @@ def _diagram(diagram: Mapping[str, Any] | None) -> list[list[Any]]:
     decided, ties = diagram["rows"] - diagram["ties"], counted(diagram["ties"], "tie")
     if not decided:
         return [["power diagram", None, f"no row but {ties}"]]
-    return [["power diagram", "agrees",
-             f"on {counted(decided, 'row')}{f'; {ties} left out' if diagram['ties'] else ''}"]]
+    return [["power diagram", "agrees", f"on {counted(decided, 'row')}" + f"; {ties} left out" * bool(diagram["ties"])]]
 
 
-def _cells(document: Mapping[str, Any]) -> list[list[Any]]:
-    occupancy, rank, bad = document["occupancy"], document["rank"], document["degenerate"]
-    return [
-        ["rows", document["rows"], f"{number(document['l0'])} latents kept in a row"],
-        ["cells visited", document["cells_visited"], f"of 10^{document['cells_possible_log10']:.1f} possible"],
-        ["cells with one row", occupancy["singletons"], f"fullest cell {counted(occupancy['max'], 'row')}"],
-        ["effective number of cells", occupancy["effective"], f"entropy {number(occupancy['entropy'])} nats"],
-        ["rank of a cell's map, median", rank["median"],
-         f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}"],
-        *([["latents without encoder weights", bad["zero_encoder"], f"{bad['zero_decoder']:,} with a decoder of zeros"]]
-          if bad["zero_encoder"] or bad["zero_decoder"] else []),
-        *([["latents equal to another", bad["equal_encoder"], f"{bad['equal_decoder']:,} with another's decoder"]]
-          if bad["equal_encoder"] or bad["equal_decoder"] else [])]
-
-
-def _near(document: Mapping[str, Any]) -> list[list[Any]]:
-    margin, near, other = document["margin"], document["complexity"], document["other_split"]
-    lines = [
-        ["margin, median", margin["median"], _middle(margin)],
-        ["margin over row norm, median", margin["relative"]["median"], _middle(margin["relative"])],
-        ["local complexity, median", near["median"],
-         f"{near['boundary']} within {number(near['radius'])}, {counted(near['rows'], 'row')}"]]
-    if other is not None:
-        lines += [
-            [f"margin, {other['split']} rows, median", other["margin"]["median"], _middle(other["margin"])],
-            [f"complexity, {other['split']} rows, median", other["complexity"]["median"],
-             _middle(other["complexity"])]]
-    return lines
+def _median(label: str, measures: Mapping[str, Any]) -> list[Any]:
+    return [label, measures["median"], f"5% to 95%: {number(measures['p5'])} to {number(measures['p95'])}"]
 
 
 def _price(own: Mapping[str, Any]) -> list[list[Any]]:
@@ -274,8 +230,30 @@ def _price(own: Mapping[str, Any]) -> list[list[Any]]:
             ["price of shared vectors", own["price"], f"SAE {number(own['sae_fvu'])} there, less that"]]
 
 
-def _bridge(compared: Mapping[str, Any]) -> list[list[Any]]:
-    return [
+def geometry_table(document: Mapping[str, Any]) -> RenderableType:
+    """The table of `sae geometry` for one SAE."""
+    occupancy, rank, bad = document["occupancy"], document["rank"], document["degenerate"]
+    margin, near, other, compared = (document[name] for name in ("margin", "complexity", "other_split", "references"))
+    lines = [
+        ["rows", document["rows"], f"{number(document['l0'])} latents kept in a row"],
+        ["cells visited", document["cells_visited"], f"of 10^{document['cells_possible_log10']:.1f} possible"],
+        ["cells with one row", occupancy["singletons"], f"fullest cell {counted(occupancy['max'], 'row')}"],
+        ["effective number of cells", occupancy["effective"], f"entropy {number(occupancy['entropy'])} nats"],
+        ["rank of a cell's map, median", rank["median"],
+         f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}"]]
+    if bad["zero_encoder"] or bad["zero_decoder"]:
+        lines.append(["latents without encoder weights", bad["zero_encoder"],
+                      f"{bad['zero_decoder']:,} with a decoder of zeros"])
+    if bad["equal_encoder"] or bad["equal_decoder"]:
+        lines.append(["latents equal to another", bad["equal_encoder"],
+                      f"{bad['equal_decoder']:,} with another's decoder"])
+    lines += [*_diagram(document["power_diagram"]), _median("margin, median", margin),
+              _median("margin over row norm, median", margin["relative"]),
+              ["local complexity, median", near["median"],
+               f"{near['boundary']} within {number(near['radius'])}, {counted(near['rows'], 'row')}"]]
+    if other is not None:
+        lines += [_median(f"{name}, {other['split']} rows, median", other[name]) for name in ("margin", "complexity")]
+    lines += [
         ["FVU of k-means", compared["kmeans_fvu"],
          f"{counted(compared['kmeans_cells'], 'cell')}, {counted(compared['rows_fitted'], 'train row')}"],
         ["FVU of the SAE", compared["sae_fvu"], f"{counted(compared['rows_measured'], 'row')}, as the others" + (
@@ -285,14 +263,8 @@ def _bridge(compared: Mapping[str, Any]) -> list[list[Any]]:
         ["FVU of local PCA, variable rank", compared["variable_rank_fvu"],
          f"lambda {number(compared['variable_rank_lambda'])}, mean rank {number(compared['variable_rank_mean'])}"],
         *_price(compared["own_cells"])]
-
-
-def geometry_table(document: Mapping[str, Any]) -> RenderableType:
-    """The table of `sae geometry` for one SAE."""
-    title = f"{document['run']} on {document['data']}, {document['split']} rows"
-    lines = [*_cells(document), *_diagram(document["power_diagram"]), *_near(document),
-             *_bridge(document["references"])]
-    return table(title, ["measure", "value", "detail"], lines)
+    return table(f"{document['run']} on {document['data']}, {document['split']} rows", ["measure", "value", "detail"],
+                 lines)
 
 
 def geometries_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -300,9 +272,8 @@ def geometries_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     rows = []
     for one in documents:
         compared, own = one["references"], one["references"]["own_cells"]
-        price = own["price"] if own["enough"] else "too few"
-        rows.append([one["run"], one["rows"], one["l0"], one["cells_visited"], one["margin"]["median"],
-                     one["complexity"]["median"], compared["kmeans_fvu"], compared["sae_fvu"],
-                     compared["local_pca_fvu"], price, own["rows_measured"], own["cells"]])
+        rows.append([*(one[name] for name in ("run", "rows", "l0", "cells_visited")), one["margin"]["median"],
+                     one["complexity"]["median"], *(compared[f"{name}_fvu"] for name in ("kmeans", "sae", "local_pca")),
+                     own["price"] if own["enough"] else "too few", own["rows_measured"], own["cells"]])
     return table(None, ["run", "rows", "l0", "cells visited", "margin, median", "complexity, median", "k-means FVU",
                         "SAE FVU", "local PCA FVU", "price of shared vectors", "rows behind it", "own cells"], rows)

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -31,7 +32,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..base.errors import FormatError, size_words
-from ..base.files import NotAFile
+from ..base.files import NotAFile, regular
 from ..base.machine import available_memory
 
 BLOCK_BYTES = 16 << 20
@@ -69,8 +70,7 @@ class ArraySource:
     """Rows to import.
 
     Args:
-        shape: (rows, features); or (documents, positions, features), or more dimensions of positions, whose rows are
-            numbered in that order.
+        shape: (rows, features); or (documents, positions, features), or more dimensions of positions.
         dtype: the stored type that loses least: the array's own if "float16" or "bfloat16", else "float32".
         read: index of rows, as in `Array` -> these rows, with the array's own last dimensions.
         labels, documents: (rows,) int64, or None.
@@ -99,11 +99,7 @@ class ArraySource:
         return kept
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """The rows from `start` on in blocks of about 16 MiB, each a slice of one dimension of the array.
-
-        Yields:
-            The number of the block's first row, and (R, F) float32.
-        """
+        """The rows from `start` on in blocks of about 16 MiB: the number of the first row, and (R, F) float32."""
         lead, most = self.shape[:-1], max(1, BLOCK_BYTES // (4 * self.features))
         # The first dimension whose elements fit in a block, and the rows per element.
         axis = next((axis for axis in range(len(lead)) if math.prod(lead[axis + 1 :]) <= most), len(lead) - 1)
@@ -137,11 +133,8 @@ UNREADABLE = (
 
 @contextmanager
 def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
-    """Turn the libraries' exceptions for unreadable files into a FormatError that names the file.
-
-    Their own messages, which may advise to run the code in a file, are dropped. `to_fit` says what to do if the file
-    does not fit in memory.
-    """
+    """Turn the libraries' exceptions for unreadable files into a FormatError that names the file. Their messages, which
+    may advise to run the code in a file, are dropped. `to_fit`: what to do if memory is too small."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -155,14 +148,14 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
         raise FormatError(f"cannot read {name}: expected memory for it, got none; {to_fit}") from error
     except UNREADABLE as error:
         number = getattr(error, "errno", None)
-        reason = os.strerror(number) if number else "expected numbers in its name's format, got something else"
+        reason = os.strerror(number) if number else "it is damaged or of another format"
         remedy = "check the path" if number else "check that the file is whole and of this format"
         raise FormatError(f"cannot read {name}: {reason}; {remedy}") from error
 
 
 @contextmanager
 def libraries() -> Iterator[None]:
-    """Turn what else NumPy's header reader and torch's unpickler raise for damaged files into a ValueError."""
+    """Turn what else NumPy and torch raise for damaged files into a ValueError."""
     try:
         yield
     except (struct.error, LookupError, TypeError, AttributeError, AssertionError, SyntaxError,
@@ -171,14 +164,14 @@ def libraries() -> Iterator[None]:
 
 
 def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
-    """Raise a FormatError if a file does not fit in memory, before allocating any."""
+    """Raise a FormatError if a file does not fit in memory."""
     if needed > (free := available_memory()):
         raise FormatError(f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
                           f"got {size_words(free)}; {to_fit}")
 
 
-def _of_numpy(values: np.ndarray, **more: Any) -> Array:
-    return Array(values.shape, values.dtype.name, values.__getitem__, **more)
+def _of_numpy(values: np.ndarray) -> Array:
+    return Array(values.shape, values.dtype.name, values.__getitem__)
 
 
 def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
@@ -195,16 +188,19 @@ def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
 
 def list_numpy(path: Path) -> Arrays:
     """The arrays of an .npz archive, by name, each read whole when opened; or the mapped one of an .npy file."""
-    with libraries():
+    with libraries(), path.open("rb") as file:
+        if file.read(2) == b"PK":
+            zipfile.ZipFile(file).close()  # of a damaged one NumPy would leave the file open
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     if isinstance(found, np.ndarray):
         return {"": lambda: _of_numpy(found)}
-    sizes = {info.filename.removesuffix(".npy"): info.file_size for info in found.zip.infolist()}
+    with found:
+        sizes = {info.filename.removesuffix(".npy"): info.file_size for info in found.zip.infolist()}
 
     def load(key: str) -> Array:
         check_memory(str(path), sizes[key])
-        with libraries():
-            values = found[key]
+        with libraries(), np.load(path, allow_pickle=False) as archive:
+            values = archive[key]
         if not isinstance(values, np.ndarray):
             raise ValueError("expected an array, got bytes")
         return _of_numpy(values)
@@ -240,12 +236,8 @@ def _list_torch(path: Path) -> Arrays:
 
 
 def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> Any:
-    """Load a file of `torch.save` on the CPU, without running code in it; call it within `naming`.
-
-    Args:
-        in_place: map the numbers rather than read them, if the file allows.
-        to_fit: what to do if it does not fit in memory.
-    """
+    """Load a file of `torch.save` on the CPU, without running code in it; call it within `naming`. `in_place` maps the
+    numbers rather than reads them, if the file allows."""
     import torch
 
     archive = zipfile.is_zipfile(path)
@@ -270,7 +262,7 @@ def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> A
 
 def _list_idx(path: Path) -> Arrays:
     """MNIST's format: two zero bytes, a type, the number of dimensions, each size, the numbers; all big-endian."""
-    opened: Callable[..., IO[bytes]] = gzip.open if path.suffix.lower() == ".gz" else open  # type: ignore[assignment]
+    opened = cast(Callable[..., IO[bytes]], gzip.open if path.suffix.lower() == ".gz" else open)
     with opened(path, "rb") as file:
         head = file.read(4)
         if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_TYPES:
@@ -300,26 +292,24 @@ def list_hdf5(path: Path) -> Arrays:
             **{key: Link(path, key, why) for key, why in found["links"].items()}}
 
 
+@dataclass(frozen=True)
 class Link:
-    """A link in an HDF5 file to an array of another name or another file, which is refused when opened."""
+    """A dataset of an HDF5 file, or a link in it, that is refused when opened."""
 
-    def __init__(self, path: Path, key: str, why: str) -> None:
-        self._error = _refused_dataset(path, key, why)
+    path: Path
+    key: str
+    why: str
 
     def __call__(self) -> Array:
-        raise self._error
-
-
-def _refused_dataset(path: Path, key: str, why: str) -> FormatError:
-    return FormatError(f"cannot import {path}: expected a dataset stored in the file itself, got {key}, which {why}")
+        raise FormatError(f"cannot import {self.path}: expected a dataset stored in the file itself, got {self.key}, "
+                          f"which {self.why}")
 
 
 class _HDF5Reader:
     """The process that reads an HDF5 file; it ends with this object.
 
-    The HDF5 library trusts a file: it follows links to other files and pipes, and crashes if the file refers to itself
-    or a byte is damaged. So `hdf5_process.py` refuses links out of the file and unwritten data, limits its
-    memory, and its crash becomes an error message.
+    The HDF5 library trusts a file: it follows links to other files and pipes, and crashes on self-references and
+    damage. `hdf5_process.py` refuses links and unwritten data, and limits memory; its crash becomes an error message.
     """
 
     def __init__(self, path: Path) -> None:
@@ -342,7 +332,7 @@ class _HDF5Reader:
     def describe(self, key: str) -> Array:
         found = self.ask({"key": key})
         if "refused" in found:
-            raise _refused_dataset(self._path, key, found["refused"])
+            return Link(self._path, key, found["refused"])()
         shape, dtype = tuple(found["shape"]), np.dtype(found["type"])
 
         def read(index: Index) -> np.ndarray:
@@ -378,3 +368,12 @@ ARRAY_FORMATS: dict[str, Callable[[Path], Arrays]] = {
     r"[.-]idx(\d-\w+)?(\.gz)?$": _list_idx,
 }
 SUFFIXES = ".npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with .gz"
+
+
+def list_arrays(path: Path) -> Arrays:
+    regular(path).open("rb").close()  # so that the system's errors are reported as such
+    for pattern, lister in ARRAY_FORMATS.items():
+        if re.search(pattern, path.name.lower()):
+            return lister(path)
+    raise FormatError(f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, "
+                      f"got {path.name}")

@@ -1,4 +1,4 @@
-"""The process that reads an HDF5 file for `hdf5.py`: `python hdf5_process.py FILE`.
+"""The process that reads an HDF5 file for `arrays.py`: `python hdf5_process.py FILE`.
 
 Each line of input is a request, a JSON object, and is answered by a line that is one too:
 
@@ -60,8 +60,7 @@ def main() -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Limit the process's memory to `more` bytes, and `SPARE`, above its size at the start, if the system reports that.
-    """
+    """Limit memory to `more` bytes and `SPARE` above the size at the start, if the system reports that."""
     if not STATM.exists():
         return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -97,17 +96,9 @@ def names(file: h5py.File) -> dict[str, Any]:
 
 
 def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p.PropDAID]:
-    """Describe a dataset without following references out of it.
+    """Describe a dataset of a file of `size` bytes without following references out of it, or raise `Refused`.
 
-    Args:
-        dataset: the dataset.
-        size: the file's size in bytes.
-
-    Returns:
-        The answer, and how to open the dataset for reading.
-
-    Raises:
-        Refused: it must not be read.
+    Returns the answer, and how to open the dataset for reading.
     """
     made, access = dataset.id.get_create_plist(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     if made.get_layout() == h5py.h5d.VIRTUAL:  # even its shape may lie in other files

@@ -6,69 +6,35 @@ Legend: B rows of a batch, D = d_in, all inputs' widths together, E the target's
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
 from ..base.errors import ConfigError
-from .reader import ActivationStore
-from .rows import WINDOW_BYTES, Rows, RowSource
+from .reader import WINDOW_BYTES, ActivationStore, Rows, RowSource
 from .schema import hash_request
 from .split import Which
-from .statistics import Spread
 from .stream import WHOLE, Part
+from .values import Spread
 
 COMPARED_ROWS = 1 << 16  # rows of the columns at a time
 
 
-@dataclass(frozen=True)
 class JoinedRows:
-    """The same rows of several stores, a `RowSource`: one or more inputs, and what is predicted from them, if not
-    themselves."""
-
-    inputs: tuple[Rows, ...]
-    target: Rows | None = None
+    """The same rows of several stores, a `RowSource`: one or more inputs, and their targets if not themselves."""
 
     passes = math.inf
     warnings: tuple[str, ...] = ()
 
-    @property
-    def all(self) -> tuple[Rows, ...]:
-        return (*self.inputs, self.target) if self.target else self.inputs
-
-    @property
-    def rows(self) -> int:
-        return self.inputs[0].rows
-
-    ready = rows
-
-    @property
-    def d_in(self) -> int:
-        return sum(self.widths)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return tuple(rows.d_in for rows in self.inputs)
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The widths of a crosscoder's hook points: of several inputs that are their own targets; none otherwise."""
-        return self.widths if len(self.widths) > 1 and self.target is None else ()
-
-    @property
-    def d_target(self) -> int:
-        return self.target.d_in if self.target else 0
-
-    @property
-    def stores(self) -> "Joined":
-        return Joined.of(self)
-
-    @property
-    def name(self) -> str:
-        return self.stores.name
+    def __init__(self, inputs: tuple[Rows, ...], target: Rows | None = None) -> None:
+        self.inputs, self.target = inputs, target
+        self.all = (*inputs, target) if target else inputs
+        self.rows = self.ready = inputs[0].rows
+        self.widths = tuple(rows.d_in for rows in inputs)
+        self.d_in, self.d_target = sum(self.widths), target.d_in if target else 0
+        self.places = self.widths if len(inputs) > 1 and target is None else ()
+        self.name = Joined.of(self).name
 
     def as_stored(self) -> "JoinedRows":
         return JoinedRows(tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored())
@@ -113,29 +79,19 @@ def in_words(inputs: Sequence[str], target: str | None) -> str:
     return f"{names} -> {target}" if target else names
 
 
-@dataclass(frozen=True)
 class Joined:
     """The stores that are trained on: one, several side by side, or inputs and a target."""
 
-    inputs: tuple[ActivationStore, ...]
-    target: ActivationStore | None = None
+    def __init__(self, inputs: tuple[ActivationStore, ...], target: ActivationStore | None = None) -> None:
+        self.inputs, self.target = inputs, target
+        self.all = (*inputs, target) if target else inputs
+        self.d_in = sum(store.d_in for store in inputs)
+        self.name = in_words([store.name for store in inputs], target.name if target else None)
+        self.is_single = target is None and len(inputs) == 1
 
     @classmethod
     def of(cls, rows: RowSource) -> Self:
-        return cls(tuple(cast(ActivationStore, one.store) for one in rows.inputs),
-                   cast(ActivationStore, rows.target.store) if rows.target else None)
-
-    @property
-    def all(self) -> tuple[ActivationStore, ...]:
-        return (*self.inputs, self.target) if self.target else self.inputs
-
-    @property
-    def d_in(self) -> int:
-        return sum(store.d_in for store in self.inputs)
-
-    @property
-    def name(self) -> str:
-        return in_words([store.name for store in self.inputs], self.target.name if self.target else None)
+        return cls(tuple(one.store for one in rows.inputs), rows.target.store if rows.target else None)
 
     @cached_property
     def hash(self) -> str:
@@ -144,11 +100,6 @@ class Joined:
         if self.is_single:
             return hashes[0]
         return hash_request({"inputs": hashes, "target": self.target and self.target.meta.request_hash})
-
-    @property
-    def is_single(self) -> bool:
-        """Whether this is one store, without a target."""
-        return self.target is None and len(self.inputs) == 1
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -166,27 +117,26 @@ class Joined:
                 **({"target": self.target.reference} if self.target else {})}
 
     def options(self) -> dict[str, Any]:
-        names = {name: value for name, value in self.names().items() if name != "data_hash"}
-        beside = names.pop("beside", [])
-        return names | ({"data": [names["data"], *beside]} if beside else {})
+        first, *others = (store.reference for store in self.inputs)
+        target = {"target": self.target.reference} if self.target else {}
+        return {"data": [first, *others] if others else first, **target}
 
     def demand_alike(self) -> None:
         """Refuse stores that are not row for row the same tokens, by a ConfigError. Cost: reads all columns."""
         first, *others = self.all
         for other in others:
-            for what, values in (("rows", (first.rows, other.rows)), ("dtype", (first.dtype, other.dtype)),
-                                 ("columns", tuple(",".join(one.meta.columns) or "none" for one in (first, other)))):
-                if values[0] != values[1]:
-                    _refuse(first, other, f"the same {what}", *values)
+            for what, ours, theirs in (("rows", first.rows, other.rows), ("dtype", first.dtype, other.dtype),
+                                       ("columns", *(",".join(one.meta.columns) or "none" for one in (first, other)))):
+                if ours != theirs:
+                    _refuse(first, other, f"the same {what}", ours, theirs)
             for column in first.meta.columns:
                 at = 0
-                pairs = zip_longest(*(one.split("all").column(column, COMPARED_ROWS) for one in (first, other)))
-                for ours, theirs in pairs:
-                    differ = np.flatnonzero(ours != theirs)
-                    if len(differ):
-                        _refuse(first, other, f"the same {column} in row {at + differ[0]:,}", ours[differ[0]],
-                                theirs[differ[0]])
-                    at += len(ours)
+                values = (one.split("all").column(column, COMPARED_ROWS) for one in (first, other))
+                for one, same in zip(*values, strict=True):
+                    if len(differ := np.flatnonzero(one != same)):
+                        row = differ[0]
+                        _refuse(first, other, f"the same {column} in row {at + row:,}", one[row], same[row])
+                    at += len(one)
 
     def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0) -> Rows | JoinedRows:
         """The same choice of rows from each; see `ActivationStore.split`."""

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted,
 from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from .joined import Joined, in_words
-from .ranks import saved_rows
 from .reader import ActivationStore
-from .writer import StoreWriter
+from .writer import StoreWriter, saved_rows
 
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
 
@@ -44,8 +42,8 @@ def open_store(home: Home, name: str | None, listener: Listener) -> ActivationSt
 
 
 def open_joined(home: Home, data: Sequence[str], target: str | None, listener: Listener) -> Joined:
-    """Open input stores (default: the newest) and an optional target store; ConfigError if one is named twice among the
-    inputs, or they are not row for row the same tokens."""
+    """Open input stores (default: the newest) and an optional target; ConfigError if an input is named twice, or they
+    are not row for row the same tokens."""
     inputs = tuple(open_store(home, name, listener) for name in data) or (open_store(home, None, listener),)
     places = [store.path.resolve() for store in inputs]
     if twice := [store.name for index, store in enumerate(inputs) if places[index] in places[:index]]:
@@ -56,8 +54,7 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
 
 
 def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
-    """The finished store in a folder, `cached`; StoreError if it was made from something else, or a shard is missing or
-    truncated."""
+    """The finished store in a folder; StoreError if it was made from something else, or a shard is missing."""
     if not (folder / STORE_MARKER).exists():
         return None
     store = ActivationStore.open(folder)
@@ -126,9 +123,8 @@ def list_home(home: str | Path | None = None, *, check: bool = False,
         check: read every shard and compare it with its checksum.
 
     Returns:
-        home: the folder.
-        stores, runs: a list of mappings each; an unreadable one has a `problem`, a sentence.
-        problems: with `check`, a sentence for each unreadable store and each damaged shard.
+        `home`, the folder; `stores` and `runs`, lists of mappings, an unreadable one with a `problem`, a sentence; with
+        `check` `problems`, a sentence for each unreadable store and each damaged shard.
     """
     place = Home.at(home)
     stores, runs = _entries(place.stores, _store), _entries(place.runs, _run)
@@ -140,7 +136,7 @@ def list_home(home: str | Path | None = None, *, check: bool = False,
 
 
 def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries of a shelf, newest first; an unreadable one, or one without a marker, has a `problem`."""
+    """The entries of a shelf, newest first; an unreadable one has a `problem`."""
     found: list[dict[str, Any]] = [
         {"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence}
         for name, sentence in shelf.unmarked().items()]
@@ -189,58 +185,50 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
         for store in stores:
             if "problem" not in store:
                 opened = ActivationStore.open(Path(store["path"]))
-                problems += opened.verify(partial(_shifted, show, done, store["name"])) or opened.misfits()
+
+                def show_read(read: float, before: int = done, name: str = store["name"]) -> None:
+                    show(before + read, name)
+
+                problems += opened.verify(show_read) or opened.misfits()
             done += store["bytes"]
             show(done, store["name"])
     return problems
 
 
-def _shifted(show: Step, begin: int, name: str, done: float) -> None:
-    show(begin + done, name)
-
-
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
-    """The stores and runs of these names, with `users`, the runs trained on a store; ConfigError if there is none of a
-    name, or a store and a run have it."""
-    shelves = {"store": home.stores, "run": home.runs}
-    there = {which: {path.name for path in shelf.path.glob("[!.]*") if path.is_dir()}
-             for which, shelf in shelves.items() if kind in (None, which)}
-    runs = _entries(home.runs, _trained_on)
+    """The stores and runs of these names, with `users`, the runs trained on a store; ConfigError if not one of each."""
+    there = {which: {path.name: path for path in shelf.path.glob("[!.]*") if path.is_dir()}
+             for which, shelf in (("store", home.stores), ("run", home.runs)) if kind in (None, which)}
+    runs = _entries(home.runs, lambda shelf, name: {"created": "", "run": read_run(shelf.path / name / shelf.marker)})
     found = []
     for name in dict.fromkeys(names):
         kinds = [which for which, folders in there.items() if name in folders]
-        if len(kinds) > 1:
-            raise ConfigError(f"{name} is a store and a run; say which by --kind store or --kind run")
-        if not kinds:
+        if len(kinds) != 1:
             question = did_you_mean(name, sorted(set().union(*there.values()))) or "`sae list` shows what there is"
-            raise ConfigError(f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {question}")
-        path = shelves[kinds[0]].path / name
-        users = [run["name"] for run in runs if kinds[0] == "store" and name in run.get("data", ())]
+            raise ConfigError(f"{name} is a store and a run; say which by --kind store or --kind run" if kinds else
+                              f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {question}")
+        path, users = there[kinds[0]][name], [
+            run["name"] for run in runs if kinds == ["store"] and "run" in run
+            and name in (run["run"].data, *run["run"].beside, run["run"].target)]
         found.append({"kind": kinds[0], "name": name, "path": str(path), "bytes": folder_bytes(path), "users": users})
     return found
 
 
-def _trained_on(shelf: Shelf, name: str) -> dict[str, Any]:
-    run = read_run(shelf.path / name / shelf.marker)
-    return {"created": run.created, "data": (run.data, *run.beside, run.target)}
-
-
-def remove(home: Home, one: dict[str, Any]) -> None:
-    """Remove one that is `removable`, or a link; SaeError if it is being written or trained on."""
+def remove(home: Home, one: dict[str, Any]) -> int:
+    """Remove one that is `removable`, or a link; returns its bytes; SaeError if it is being written or trained on."""
     path, shelf = Path(one["path"]), home.stores if one["kind"] == "store" else home.runs
     try:
         for run in one["users"]:
             os.close(lock_folder(home.runs.path / run))
         if path.is_symlink():
             path.unlink()
-            return
-        lock = lock_folder(path)
-        (path / shelf.marker).unlink(missing_ok=True)  # first: what a kill leaves is no store or run
-        shutil.rmtree(path)
-        os.close(lock)
-    except BlockingIOError as error:
-        raise shelf.error(f"cannot remove {one['name']}: another process is writing it, or training on it; wait for "
-                          "it, or stop it") from error
+        else:
+            lock = lock_folder(path)
+            (path / shelf.marker).unlink(missing_ok=True)  # first: what a kill leaves is no store or run
+            shutil.rmtree(path)
+            os.close(lock)
+        return one["bytes"]
     except OSError as error:
-        raise shelf.error(f"cannot remove {error.filename or path}: {error.strerror or error}; see who owns "
-                          f"{path}") from error
+        why = "another process is writing it, or training on it; wait for it, or stop it"
+        why = why if isinstance(error, BlockingIOError) else f"{error.strerror or error}; see who owns {path}"
+        raise shelf.error(f"cannot remove {one['name']}: {why}") from error

@@ -36,12 +36,11 @@ class ImportConfig(Config):
 class SyntheticConfig(Config):
     """What decides the rows of `sae import synthetic`.
 
-    The structure is SynthSAEBench's: Zipfian firing probabilities (exponent 0.5, at most 0.4, both as there), trees of
-    which a feature fires only with its parent (4 children each, two thirds of all features in trees, as there), a
-    Gaussian copula of rank 25, unit directions made nearly orthogonal, noisy magnitudes (of mean 1 and of a standard
-    deviation |N(0.2, 0.1)|, another for each feature), a bias of norm 1. Other than there, trees end two levels below
-    their roots, siblings do not exclude each other, and a feature's Gaussian is uncorrelated with its ancestors'. So
-    each fires as often as Zipf's law says, and the mean L0 is the requested one.
+    The structure is SynthSAEBench's: Zipfian firing probabilities, trees in which a feature fires only with its parent,
+    a Gaussian copula of rank 25, nearly orthogonal unit directions, magnitudes of mean 1 and a standard deviation
+    |N(0.2, 0.1)| per feature, a bias of norm 1. Unlike there, trees end two levels below their roots, siblings do not
+    exclude each other, and a feature's Gaussian is uncorrelated with its ancestors', so that firing rates and L0 are
+    as requested.
 
     Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
     Synthetic Data", 2026, arXiv:2602.14687.

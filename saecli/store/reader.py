@@ -1,31 +1,236 @@
-"""A store open for reading: choosing rows, checking shards."""
+"""A store open for reading, and rows of it to iterate over: shuffled, in order, with their columns.
 
-from collections.abc import Callable
+Legend: B rows of a batch, R rows, D = d_in.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self
 
-from ..base.errors import StoreError
-from .checks import damaged_world, find_damage
-from .chunks import Chunks
-from .rows import Rows
+import numpy as np
+
+from ..base.errors import ConfigError, StoreError
 from .schema import SHARDS, StoreMeta, read_meta
-from .shard import read_layout
-from .split import TEST_FRACTION, Split, Which
+from .shard import damaged_world, find_damage, read_layout, stored_statistics
+from .split import TEST_FRACTION, Deal, Split, Which
+from .stream import WHOLE, Chunks, Part, Source, in_order, numbers_shuffled, shuffled
+from .values import CODES, SparseRows, Spread, stacked
+
+WINDOW_BYTES = 256 << 20
+STATISTICS_ROWS = 1024  # rows per batch of a pass that measures rows
+# Subtracting held-out rows must leave at least this fraction of the scatter in every dimension, which keeps 9 of
+# float64's 15 digits.
+LEAST_LEFT = 1e-6
+UNIT_BYTES = 64 << 10  # random reads of this size reach about half a disk's speed, or more where others are near
+
+
+class RowSource(Protocol):
+    """Rows to train and measure on: of a store, of several side by side, of an array, or of a running model.
+
+    Attributes:
+        rows: N; d_in: D; d_target: E, 0 if the targets are the rows.
+        widths: of several inputs side by side; none for one.
+        places: the widths of a crosscoder's hook points: of several inputs that are their own targets.
+        inputs, target: the rows of each store; none if nothing stores them.
+        passes: how often the rows can be read: any number of times, or once.
+        ready: number of rows that can be read at any time; `sequential` gives these.
+        warnings: sentences on rows that were asked for and did not come.
+    """
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def d_in(self) -> int: ...
+    @property
+    def d_target(self) -> int: ...
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+    @property
+    def places(self) -> tuple[int, ...]: ...
+    @property
+    def inputs(self) -> "tuple[Rows, ...]": ...
+    @property
+    def target(self) -> "Rows | None": ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def passes(self) -> float: ...
+    @property
+    def ready(self) -> int: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """One epoch of shuffled batches, (B, D + E)."""
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """The rows in order, (B, D + E)."""
+
+    def spread(self) -> Spread:
+        """Mean and scatter of all D + E dimensions."""
+
+    def as_stored(self) -> "RowSource":
+        """The same rows, in batches of the storage dtype if they have one."""
+
+
+class Rows:
+    """Some of a store's rows, a `RowSource`; each iteration runs in one thread.
+
+    Args:
+        counts: (chunks,) number of the split's rows in each chunk.
+        decoded: whether batches are float32, rather than of the storage dtype.
+    """
+
+    widths: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    target = None
+    d_target = 0
+    passes = math.inf
+    warnings: tuple[str, ...] = ()
+
+    def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True) -> None:
+        self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
+        self.rows = self.ready = int(counts.sum())
+        self._counts = counts
+        self._source = Source(store, counts, self._kept, decoded)
+
+    @classmethod
+    def chosen(cls, store: "ActivationStore", split: Split) -> Self:
+        """The rows that a split chooses; StoreError if there are none."""
+        split = split.fitted(lambda: map(store.chunk_ids, range(len(store.chunk_sizes))))
+        counts = store.chunk_sizes.copy()
+        if split.which != "all":
+            for chunk in range(len(counts)):
+                counts[chunk] = np.count_nonzero(split.keeps(store.chunk_ids(chunk)))
+        if not counts.sum():
+            raise split.empty(store.path, store.meta)
+        return cls(store, split, counts)
+
+    @property
+    def inputs(self) -> "tuple[Rows, ...]":
+        return (self,)
+
+    def as_stored(self) -> "Rows":
+        """The same rows, in batches of the storage dtype: bfloat16 as its bits, in uint16."""
+        return Rows(self.store, self.split, self._counts, decoded=False)
+
+    def whole(self) -> "Rows":
+        return Rows.chosen(self.store, Split("all"))
+
+    def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
+                part: Part = WHOLE, row_bytes: int | None = None) -> Iterator[np.ndarray]:
+        """One epoch of shuffled batches, (B, D), read ahead by threads; each one's memory is reused for the next.
+
+        Every row comes once, in an order that depends only on the rows, seed, epoch, batch size and window; see `Deal`.
+
+        Args:
+            batch_size: rows per batch; the epoch's last may be short.
+            window_bytes: size of a window as stored, two of which are held in memory; a store smaller than a window is
+                shuffled uniformly.
+            part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
+            row_bytes: bytes per row of the store whose order to take; by default of this store.
+        """
+        _check_batch_size(batch_size)
+        row_bytes = row_bytes or self.store.meta.row_bytes
+        return shuffled(self._source, self._deal(batch_size, seed, epoch, window_bytes, row_bytes), batch_size, part,
+                        row_bytes)
+
+    def order(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+        """The numbers within the store, (B,), of the rows of each of the `batches`."""
+        row_bytes = self.store.meta.row_bytes
+        return numbers_shuffled(self._deal(batch_size, seed, epoch, WINDOW_BYTES, row_bytes), batch_size, row_bytes)
+
+    def _deal(self, batch_size: int, seed: int, epoch: int, window_bytes: int, row_bytes: int) -> Deal:
+        return Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
+                    UNIT_BYTES // row_bytes, batch_size)
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """The rows in stored order, read ahead by threads; `part` of the sequence of batches."""
+        _check_batch_size(batch_size)
+        return in_order(self._source, batch_size, part)
+
+    def spread(self) -> Spread:
+        """Their mean and scatter, exact to rounding.
+
+        Cost: for all training rows, a pass over the held-out ones; else, or if nearly all of some dimension's scatter
+        is held out, a pass over the rows themselves.
+        """
+        store, split = self.store, self.split
+        if split.which == "train" and split.fraction == 1:
+            stored = stored_statistics(store.path, store.meta)
+            assert stored is not None
+            whole = stored.spread
+            if self.rows == store.rows:
+                return whole
+            rest = whole - Rows.chosen(store, replace(split, which="test")).measured()
+            if (rest.scatter >= LEAST_LEFT * whole.scatter).all():
+                return rest
+        return self.measured()
+
+    def measured(self) -> Spread:
+        return Spread.measured(self.sequential(STATISTICS_ROWS), self.d_in)
+
+    def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
+        """A column's values for these rows, (B,) integers at a time, in stored order."""
+        if name not in self.store.meta.columns:
+            there = ", ".join(self.store.meta.columns) or "none"
+            raise StoreError(f"{self.store.path} has no column {name}; expected one of its columns ({there})")
+        return self._values(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
+
+    def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
+        """The numbers of these rows within the store, from 0, in stored order, (B,) at a time."""
+        starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
+        return self._values(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
+
+    def codes(self, batch_size: int) -> Iterator[SparseRows]:
+        """The true codes of these rows, in stored order, B rows at a time; StoreError if there are none."""
+        if self.store.meta.world is None:
+            raise StoreError(f"{self.store.path} has no true codes; expected a store of rows made of known features")
+        return self._values(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
+
+    def _values(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
+        """Values of these rows in batches, from `of_chunk`'s of all rows of a chunk."""
+        _check_batch_size(batch_size)
+        waiting = None
+        for chunk in np.flatnonzero(self._counts):
+            kept = self._kept(int(chunk))
+            values = of_chunk(int(chunk))
+            values = values if kept is None else values[kept]
+            waiting = values if waiting is None else stacked([waiting, values])
+            whole = len(waiting) - len(waiting) % batch_size
+            yield from (waiting[begin : begin + batch_size] for begin in range(0, whole, batch_size))
+            waiting = waiting[whole:]
+        if waiting is not None and len(waiting):
+            yield waiting
+
+    def _kept(self, chunk: int) -> np.ndarray | None:
+        """Indices of these rows within a chunk; None for all. Not cached, so that memory is constant."""
+        if self._counts[chunk] == self.store.chunk_sizes[chunk]:
+            return None
+        return np.flatnonzero(self.split.keeps(self.store.chunk_ids(chunk)))
+
+    def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
+        """Whether each row of the store is one of these; None for all."""
+        return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {batch_size}", option="batch_size")
 
 
 class ActivationStore(Chunks):
-    """A store open for reading; of an unfinished one, the whole shards.
-
-    Attributes:
-        homed: whether it is in the home, where its name finds it.
-        cached: whether the command that would make it found it finished.
-    """
+    """A store open for reading; of an unfinished one, the whole shards. `cached`: the command that would make it found
+    it finished."""
 
     cached = False
 
     def __init__(self, path: Path, meta: StoreMeta, homed: bool = True) -> None:
         super().__init__(path, meta)
-        self.homed = homed
+        self.complete, self.stored_bytes = meta.complete, meta.rows * meta.row_bytes
+        self.homed = homed  # in the home, where its name finds it
 
     @classmethod
     def open(cls, path: Path, homed: bool = True) -> Self:
@@ -42,14 +247,6 @@ class ActivationStore(Chunks):
         """The store's name, or its folder if it is outside the home."""
         return self.name if self.homed else str(self.path.resolve())
 
-    @property
-    def stored_bytes(self) -> int:
-        return self.rows * self.meta.row_bytes
-
-    @property
-    def complete(self) -> bool:
-        return self.meta.complete
-
     def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0,
               test_fraction: float = TEST_FRACTION) -> Rows:
         """Choose rows: by document where the store knows documents, else by row.
@@ -58,12 +255,9 @@ class ActivationStore(Chunks):
             which: "train", "test" (held out) or "all".
             fraction: fraction of the training rows to keep, in (0, 1]; smaller fractions are subsets of larger ones,
                 and the test rows do not depend on it.
-            seed: another seed holds out other rows.
-            test_fraction: fraction of the documents held out, in [0, 1). Unless it is 0, at least one of two or more
-                documents is held out, and at least one is trained on.
+            test_fraction: fraction of the documents held out, in [0, 1); at least one of two or more, unless it is 0.
 
         Raises:
-            ConfigError: an argument out of its range.
             StoreError: the split is empty, or a shard is damaged.
 
         Cost: reads and hashes the document of every row (about 50 ms per million rows).
@@ -74,10 +268,7 @@ class ActivationStore(Chunks):
         return find_damage(self.path, self.meta, show)
 
     def misfits(self) -> list[str]:
-        """A sentence if a shard or `world.safetensors` differs from its description in `store.json`.
-
-        Cost: opens every shard, and reads no activations.
-        """
+        """A sentence if a shard or `world.safetensors` does not fit `store.json`. Cost: reads all but activations."""
         try:
             for shard in self.meta.shards:
                 read_layout(self.path / SHARDS / shard.file, self.meta, shard)

@@ -16,8 +16,7 @@ from ..base.documents import Origin, demand_version, parse_json
 from ..base.errors import ConfigError, StoreError, flag_of
 from ..base.files import regular, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
-from .codec import CODES, DTYPES
-from .statistics import Norms
+from .values import CODES, DTYPES, Norms
 
 FORMAT_VERSION = 1
 SHARDS = "shards"
@@ -29,12 +28,8 @@ CHUNK_CHECKSUMS = "chunk_xxh3"
 CHECKSUM = np.dtype("<u8")
 
 COLUMNS: dict[str, np.dtype] = {
-    "token_id": np.dtype("<i4"),
-    "position": np.dtype("<i4"),
-    "document": np.dtype("<i8"),
-    "label": np.dtype("<i8"),
-}
-
+    "token_id": np.dtype("<i4"), "position": np.dtype("<i4"), "document": np.dtype("<i8"),
+    "label": np.dtype("<i8")}
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 64 << 20
@@ -62,7 +57,7 @@ class Resume:
 
     Args:
         cursor: the producer's record of where the block of the shard's last row begins; entries with a leading
-            underscore only help to get there, and may differ between passes.
+            underscore may differ between passes.
         skip: kept rows of that block in this shard and the ones before it.
     """
 
@@ -77,12 +72,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Frame:
-    """The bytes around a shard's activations: HDF5's headers, the columns, the chunks' checksums.
-
-    Args:
-        start: byte offset of the activations, whose chunks are consecutive.
-        xxh3: XXH3-64 of all bytes before and after them, in hexadecimal.
-    """
+    """The bytes around a shard's activations: their XXH3-64, in hexadecimal, and the activations' byte offset."""
 
     start: int
     xxh3: str
@@ -90,25 +80,20 @@ class Frame:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One finished shard.
-
-    Args:
-        dropped: rows dropped, by reason, in the blocks that ended since the previous shard.
-        frame: per-chunk checksums; None: verify the whole file first.
-    """
+    """One finished shard, and the rows dropped in the blocks that ended since the previous one."""
 
     file: str
     rows: int
     sha256: str
     dropped: dict[str, int]
     resume: Resume
-    dropped_norms: dict[str, Norms] = field(default_factory=dict)
-    frame: Frame | None = None
+    dropped_norms: dict[str, Norms]
+    frame: Frame
 
 
 @dataclass(frozen=True)
 class RankShards:
-    """The rows that one of several ranks is to store, and its shards; none while the store is unfinished."""
+    """The rows that a rank is to store, and its shards; none while the store is unfinished."""
 
     rows: int
     shards: int = 0
@@ -116,7 +101,7 @@ class RankShards:
 
 @dataclass(frozen=True)
 class WorldRecord:
-    """The number of known features that a store's rows are made of, and the SHA-256 of `world.safetensors`."""
+    """The number of known features, and the SHA-256 of `world.safetensors`."""
 
     features: int
     sha256: str
@@ -127,14 +112,14 @@ class StoreMeta:
     """The contents of `store.json`.
 
     Args:
-        source: where the rows come from (model, revision, layer, site, dataset, context, ...), free-form.
+        source: where the rows come from (model, layer, site, dataset, ...), free-form.
         shard_rows: rows in every shard but the last, or the last of each rank.
         chunk_rows: rows in a chunk; 0 for `rows_per_chunk`.
         columns: names, out of `COLUMNS`, of the values stored with each row.
         median_norm: the median norm of the first block's finite rows; None until there is a shard.
         dropped, dropped_norms: number and norms of the rows dropped, by reason.
         norm_quantiles: fraction -> quantile of the norms, within 0.87%.
-        ranks: each rank's rows and shards, where several write the store; see `ranks.py`.
+        ranks: each rank's rows and shards, where several write the store.
     """
 
     source: dict[str, Any]
@@ -217,8 +202,9 @@ class StoreMeta:
             # An edited name must not lead out of the store.
             if shard.file != shard_name(index):
                 raise ValueError(f"expected shard {index} to be named {shard_name(index)}, got {shard.file!r:.60}")
-            if shard.rows < 1:
-                raise ValueError(f"expected shard {shard.file} to hold a row or more, got {shard.rows}")
+            if shard.rows < 1 or shard.frame.start < 0:
+                raise ValueError(f"expected shard {shard.file} to hold a row or more, from byte 0 or later, got "
+                                 f"{shard.rows} from {shard.frame.start}")
             if shard.rows > meta.shard_rows or (shard.rows < meta.shard_rows and not meta.is_last(index)):
                 raise ValueError(f"expected {meta.shard_rows} rows in shard {shard.file}, got {shard.rows}")
         return meta
@@ -226,7 +212,7 @@ class StoreMeta:
 
 @dataclass(frozen=True)
 class _Demanded:
-    """Entries that a `store.json` must have although `StoreMeta` has defaults for them."""
+    """Entries that a `store.json` must have; `StoreMeta` has defaults for them."""
 
     source: Origin
     created: str

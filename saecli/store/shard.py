@@ -1,4 +1,4 @@
-"""Reading shards: checking that an HDF5 file agrees with `store.json`, and mapping its bytes.
+"""Reading shards: checksums, agreement with `store.json`, mapped bytes; the errors for missing and damaged ones.
 
 No byte is used before its checksum is verified, as the HDF5 library crashes on some damaged headers: the frame when a
 shard is first opened, each chunk when it is first read.
@@ -7,29 +7,127 @@ Legend: R rows, D = d_in.
 """
 
 import hashlib
+import io
 import mmap
 import os
+import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ..base.errors import StoreError
+from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, UNREADABLE
-from .checks import damage, found_file, frame_checksum, make_anew, open_shard, unreadable
-from .codec import CODES, DTYPES, INDEX, OFFSET, VALUE, Column, SparseRows
-from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, STATISTICS, ShardRecord, StoreMeta
-from .statistics import BINS, Norms, Spread, Statistics
+from .schema import (
+    ACTIVATIONS,
+    CHECKSUM,
+    CHUNK_CHECKSUMS,
+    COLUMNS,
+    SHARDS,
+    STATISTICS,
+    WORLD_FILE,
+    ShardRecord,
+    StoreMeta,
+)
+from .values import BINS, CODES, DTYPES, Column, Norms, SparseRows, Spread, Statistics
 
-# What h5py raises, unpredictably, for damaged or foreign files.
-HDF5_ERRORS = (OSError, RuntimeError, KeyError, TypeError, ValueError)
-
+PIECE_BYTES = 4 << 20
+THREADS = 4
 SAMPLED = 8  # every 8th chunk is looked up in the page cache
+
+
+def make_anew(store: Path) -> str:
+    return f"remove it with `sae rm {store.name}` and run the command that made it again"
+
+
+def unreadable(path: Path, why: str) -> StoreError:
+    return StoreError(f"cannot read shard {path}: {why}; {make_anew(path.parents[1])}")
+
+
+def damage(path: Path, what: str, expected: str, got: str) -> StoreError:
+    return StoreError(f"shard {path} is damaged: expected {what} {expected}, got {got}; {make_anew(path.parents[1])}")
+
+
+def find_damage(store: Path, meta: StoreMeta, show: Callable[[float], None] = lambda read: None) -> list[str]:
+    """A sentence for each shard that is missing, or differs from its SHA-256; `show` gets the bytes read so far.
+
+    Cost: SHA-256, 2 GB/s per core, on at most `THREADS` cores.
+    """
+    done, lock = 0, threading.Lock()
+
+    def read(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            show(done)
+
+    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="sae-check")
+    try:
+        return [problem for problem in pool.map(partial(_problem, store, read), meta.shards) if problem]
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupt waits only for the shards being read
+
+
+def _problem(store: Path, read: Callable[[int], None], record: ShardRecord) -> str | None:
+    path, digest = store / SHARDS / record.file, hashlib.sha256()
+    try:
+        with open_shard(path) as file:
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+                read(len(piece))
+    except StoreError as error:
+        return str(error)
+    except OSError as error:
+        return str(unreadable(path, error.strerror or str(error)))
+    if digest.hexdigest() == record.sha256:
+        return None
+    return str(damage(path, "SHA-256", record.sha256, digest.hexdigest()))
+
+
+def damaged_world(store: Path, meta: StoreMeta) -> list[str]:
+    """A sentence if `world.safetensors` is missing or damaged. Cost: reads the file."""
+    if meta.world is None:
+        return []
+    path = store / WORLD_FILE
+    try:
+        got = file_sha256(path)
+    except OSError as error:
+        return [f"cannot read {path}: {error.strerror or error}; {make_anew(store)}"]
+    if got == meta.world.sha256:
+        return []
+    return [f"{path} is damaged: expected SHA-256 {meta.world.sha256}, got {got}; {make_anew(store)}"]
+
+
+def open_shard(path: Path) -> io.FileIO:
+    """Open a shard to read its bytes; StoreError if it is missing or not a regular file."""
+    if not stat.S_ISREG(_found(path).st_mode):  # opening a pipe would block
+        raise unreadable(path, "expected a file, got something else")
+    return path.open("rb", buffering=0)
+
+
+def _found(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except FileNotFoundError as error:
+        raise StoreError(f"shard {path} is missing; {make_anew(path.parents[1])}") from error
+
+
+def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
+    """The XXH3-64, in hexadecimal, of a shard's bytes before `start` and from `end` on."""
+    digest = xxh3_64(file.read(start))
+    file.seek(end)
+    while piece := file.read(PIECE_BYTES):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -37,50 +135,49 @@ class Layout:
     """The byte offsets in a shard.
 
     Args:
-        chunk_rows: rows in a chunk; the last may be padded.
-        chunks: (chunks,) byte offset of each chunk of activations.
+        start: byte offset of the activations, whose chunks are consecutive, the last padded.
         codes: byte offset, type and length of each dataset of true codes.
-        checksums: byte offset of the chunks' checksums; 0 where the whole file has been checked.
-        end: the file's minimum size in bytes.
         checked: (chunks,) whether a chunk's checksum has been verified.
         file: inode, size and `ctime` of the file when this was read.
     """
 
     rows: int
     chunk_rows: int
-    chunks: np.ndarray
+    start: int
     columns: dict[str, int]
     codes: dict[str, tuple[int, np.dtype, int]]
     checksums: int
-    end: int
     checked: np.ndarray
     file: tuple[int, int, int]
 
 
 def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
-    """Find the byte offsets in a shard.
-
-    Raises:
-        StoreError: it is missing, truncated or damaged outside its activations; or its shape, type or layout differ
-            from `store.json`.
-
-    Cost: reads all but the activations, or the whole file where there is no frame.
-    """
-    return _read(path, meta, record, _check(path, meta, record))
-
-
-def _read(path: Path, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
-    """The layout of a shard whose checksum is verified."""
-    try:
-        with hdf5_file(path) as file:
-            return _checked_layout(file, meta, record, found)
-    except HDF5_ERRORS as error:
-        # HDF5's message gives addresses and times even where the system has a plain reason, such as a directory.
-        number = getattr(error, "errno", None)
-        if number:
-            raise unreadable(path, os.strerror(number)) from error
-        raise StoreError(f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was written: "
-                         f"{' '.join(str(error).split())}; {UNREADABLE}") from error
+    """The layout of a shard; StoreError if it is missing, truncated, damaged outside its activations, or differs from
+    `store.json`. Cost: reads all but the activations."""
+    with open_shard(path) as file:
+        found = _identity(file.fileno())
+        digest = frame_checksum(file, record.frame.start, demand_room(path, meta, record))
+    if digest != record.frame.xxh3:
+        raise StoreError(f"shard {path} is damaged, or {STORE_MARKER} does not fit it: expected the XXH3-64 of its "
+                         f"headers and columns to be {record.frame.xxh3}, got {digest}; restore {STORE_MARKER} if it "
+                         f"was edited, else {make_anew(path.parents[1])}")
+    with hdf5_file(path) as file:
+        dataset, rows = file[ACTIVATIONS], record.rows
+        chunk_rows, kind = min(meta.chunk_rows, rows), dataset.id.get_type()
+        stored = next((name for name, known in DTYPES.items() if kind.equal(known.hdf5)), str(dataset.dtype))
+        for what, said, held in (("shape", (rows, meta.d_in), dataset.shape), ("type", meta.dtype, stored),
+                                 ("columns", sorted(meta.columns), sorted(COLUMNS.keys() & file.keys())),
+                                 ("chunks of shape", (chunk_rows, meta.d_in), dataset.chunks),
+                                 ("known features", meta.world is not None, CODES in file)):
+            if said != held:
+                raise StoreError(f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was "
+                                 f"written: expected {what} {held}, got {said}; {UNREADABLE}")
+        columns = {name: file[name].id.get_offset() for name in (*meta.columns, CHUNK_CHECKSUMS)}
+        # An empty dataset has no bytes, and no offset.
+        codes = {name: (part.id.get_offset() or 0, part.dtype, len(part))
+                 for name, part in (file[CODES].items() if meta.world else ())}
+    return Layout(rows, chunk_rows, record.frame.start, columns, codes, columns.pop(CHUNK_CHECKSUMS),
+                  np.zeros(-(-rows // chunk_rows), bool), found)
 
 
 def hdf5_file(path: Path) -> h5py.File:
@@ -93,104 +190,20 @@ def hdf5_file(path: Path) -> h5py.File:
         return h5py.File(path, "r")
 
 
-def demand_room(path: Path, meta: StoreMeta, record: ShardRecord, start: int = 0) -> int:
-    """Refuse a shard that is too short for its rows; reads it only if it is.
-
-    Returns:
-        The byte offset at which its activations end, given the one at which they start.
-    """
+def demand_room(path: Path, meta: StoreMeta, record: ShardRecord) -> int:
+    """The byte offset at which a shard's activations end; StoreError if it is too short. Cost: one `stat`."""
     chunk_rows = min(meta.chunk_rows, record.rows)
-    rows = -(-record.rows // chunk_rows) * chunk_rows
-    end = start + rows * meta.row_bytes
-    size = found_file(path).st_size
+    end = record.frame.start + -(-record.rows // chunk_rows) * chunk_rows * meta.row_bytes
+    size = _found(path).st_size
     if size < end:
-        _demand_fit(path, meta, record)
         raise StoreError(f"shard {path} is truncated: expected {end} bytes or more, got {size}; "
                          f"{make_anew(path.parents[1])}")
     return end
 
 
-def _demand_fit(path: Path, meta: StoreMeta, record: ShardRecord) -> None:
-    """If a shard seems damaged but is as it was written, say where `store.json` is wrong. Cost: one read of the shard.
-    """
-    with open_shard(path) as file:
-        found = _identity(file.fileno())
-        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-            return
-    _read(path, meta, record, found)
-    raise StoreError(f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was written: "
-                     f"expected its frame, got another; {UNREADABLE}")
-
-
 def _identity(path: Path | int) -> tuple[int, int, int]:
     there = os.stat(path)
     return there.st_ino, there.st_size, there.st_ctime_ns
-
-
-def _check(path: Path, meta: StoreMeta, record: ShardRecord) -> tuple[int, int, int]:
-    """Compare the frame, or without one the whole file, with its checksum; returns the file's identity."""
-    with open_shard(path) as file:
-        found = _identity(file.fileno())
-        if record.frame is None:
-            digest, expected, what = hashlib.file_digest(file, "sha256").hexdigest(), record.sha256, "SHA-256"
-        else:
-            start = record.frame.start
-            end = demand_room(path, meta, record, start)
-            digest, expected = frame_checksum(file, start, end), record.frame.xxh3
-            what = "the XXH3-64 of its headers and columns to be"
-    if digest != expected:
-        _demand_fit(path, meta, record)
-        raise damage(path, what, expected, digest)
-    return found
-
-
-def _checked_layout(file: h5py.File, meta: StoreMeta, record: ShardRecord, found: tuple[int, int, int]) -> Layout:
-    dataset, rows = file[ACTIVATIONS], record.rows
-    chunk_rows = min(meta.chunk_rows, rows)
-    layout, kind = dataset.id.get_create_plist(), dataset.id.get_type()
-    _expect("shape", (rows, meta.d_in), dataset.shape)
-    _expect("type", f"little-endian {meta.dtype}", next(
-        (f"little-endian {name}" for name, stored in DTYPES.items() if kind.equal(stored.hdf5)), str(dataset.dtype)))
-    _expect("columns", sorted(meta.columns), sorted(COLUMNS.keys() & file.keys()))
-    _expect("chunks of shape", (chunk_rows, meta.d_in), dataset.chunks)
-    _expect("filters", 0, layout.get_nfilters())
-    count, chunk_bytes = -(-rows // chunk_rows), chunk_rows * meta.row_bytes
-    chunks = np.full(count, -1, np.int64)
-
-    def note(info: h5py.h5d.StoreInfo) -> None:
-        _expect("bytes in a chunk", chunk_bytes, info.size)
-        chunks[info.chunk_offset[0] // chunk_rows] = info.byte_offset
-
-    dataset.id.chunk_iter(note)
-    _expect("chunks", count, int((chunks >= 0).sum()))
-    ends = [int(chunks.max()) + chunk_bytes]
-
-    def offset_of(name: str, length: int, kind: np.dtype) -> int:
-        column = file[name]
-        _expect(f"shape of {name}", (length,), column.shape)
-        _expect(f"type of {name}", kind, column.dtype)
-        offset = column.id.get_offset()
-        _expect(f"layout of {name}", "contiguous", "contiguous" if offset is not None else "chunked")
-        ends.append(offset + length * kind.itemsize)
-        return offset
-
-    columns = {name: offset_of(name, rows, COLUMNS[name]) for name in meta.columns}
-    codes = {}
-    _expect("known features", meta.world is not None, CODES in file)
-    if meta.world:
-        entries = len(file[CODES]["index"])
-        for name, length, kind in (("offset", rows + 1, OFFSET), ("index", entries, INDEX), ("value", entries, VALUE)):
-            codes[name] = (offset_of(f"{CODES}/{name}", length, kind) if length else 0, kind, length)
-    checksums = offset_of(CHUNK_CHECKSUMS, count, CHECKSUM) if record.frame else 0
-    if found[1] < max(ends):
-        raise ValueError(f"truncated file: expected {max(ends)} bytes or more, got {found[1]}")
-    checked = np.full(count, record.frame is None)
-    return Layout(rows, chunk_rows, chunks, columns, codes, checksums, max(ends), checked, found)
-
-
-def _expect(what: str, said: object, held: object) -> None:
-    if said != held:
-        raise ValueError(f"expected {what} {held}, got {said}")
 
 
 class MappedShards:
@@ -214,9 +227,9 @@ class MappedShards:
         Cost: the first time, a pass of XXH3-64 over the chunk: 20 to 30 GB/s, or 0.03 CPU seconds per GiB.
         """
         layout, mapped = self._open(shard)
-        whole = np.ndarray((layout.chunk_rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped,
-                           layout.chunks[chunk])
         first = chunk * layout.chunk_rows
+        whole = np.ndarray((layout.chunk_rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped,
+                           layout.start + first * self._meta.row_bytes)
         rows = min(layout.chunk_rows, layout.rows - first)
         if not layout.checked[chunk]:
             checksums = np.ndarray(layout.checked.shape, CHECKSUM, mapped, layout.checksums)
@@ -231,16 +244,17 @@ class MappedShards:
         """Have the system prefetch a chunk from disk, if it is yet to be checked."""
         layout, mapped = self._open(shard)
         if not layout.checked[chunk]:
-            end = int(layout.chunks[chunk]) + layout.chunk_rows * self._meta.row_bytes
-            start = int(layout.chunks[chunk]) // mmap.PAGESIZE * mmap.PAGESIZE
+            size = layout.chunk_rows * self._meta.row_bytes
+            end = layout.start + (chunk + 1) * size
+            start = (end - size) // mmap.PAGESIZE * mmap.PAGESIZE
             mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
 
     def whole(self, shard: int) -> np.ndarray:
-        """All rows of a shard whose chunks are consecutive, as `in_memory` checks; see `chunk`."""
+        """All rows of a shard; see `chunk`."""
         layout, mapped = self._open(shard)
         for chunk in np.flatnonzero(~layout.checked).tolist():
             self.chunk(shard, chunk)
-        return np.ndarray((layout.rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped, layout.chunks[0])
+        return np.ndarray((layout.rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped, layout.start)
 
     def in_memory(self) -> bool:
         """Whether all shards can stay mapped, and are in the page cache, by a sample of pages."""
@@ -249,11 +263,10 @@ class MappedShards:
 
     def _in_memory(self, shard: int) -> bool:
         layout, _ = self._open(shard)
-        if (np.diff(layout.chunks) != layout.chunk_rows * self._meta.row_bytes).any():
-            return False
+        step = SAMPLED * layout.chunk_rows * self._meta.row_bytes
         with open_shard(self.path(shard)) as file:
             try:
-                for offset in layout.chunks[::SAMPLED].tolist():
+                for offset in range(layout.start, layout.start + layout.rows * self._meta.row_bytes, step):
                     os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
             except OSError:  # it would block, or the file system cannot tell
                 return False
@@ -263,14 +276,18 @@ class MappedShards:
         """A column of a shard, (rows,), or its true codes; read-only."""
         layout, mapped = self._open(shard)
         if name == CODES:
-            return SparseRows(*(np.ndarray((length,), kind, mapped, offset)
-                                for offset, kind, length in layout.codes.values()))
+            return SparseRows(*(np.ndarray((length,), kind, mapped, offset) for offset, kind, length in (
+                layout.codes[part] for part in ("offset", "index", "value"))))
         return np.ndarray((layout.rows,), COLUMNS[name], mapped, layout.columns[name])
 
     def _open(self, shard: int) -> tuple[Layout, mmap.mmap]:
         with self._lock:
             if shard not in self._maps:
-                self._maps[shard] = self._map(shard, self.path(shard))
+                path = self.path(shard)
+                if shard not in self._layouts or self._layouts[shard].file != _identity(path):
+                    self._layouts[shard] = read_layout(path, self._meta, self._meta.shards[shard])
+                with path.open("rb") as file:
+                    self._maps[shard] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
                 if len(self._maps) > self.MAPS:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard)
@@ -278,49 +295,24 @@ class MappedShards:
         with suppress(FileNotFoundError):  # a map outlives its file
             there = os.stat(f"{self._folder}{os.sep}{self._meta.shards[shard].file}")
             # Reading a map past the end of its file would kill the process.
-            if there.st_ino == layout.file[0] and there.st_size < layout.end:
-                raise StoreError(f"shard {self.path(shard)} was cut short: expected {layout.end} bytes, got "
+            if there.st_ino == layout.file[0] and there.st_size < layout.file[1]:
+                raise StoreError(f"shard {self.path(shard)} was cut short: expected {layout.file[1]} bytes, got "
                                  f"{there.st_size}; {make_anew(self._folder.parent)}")
         return layout, mapped
 
-    def _map(self, shard: int, path: Path) -> mmap.mmap:
-        """Map a shard, and read its layout if it is not known or the file has changed since."""
-        if shard not in self._layouts or self._layouts[shard].file != _identity(path):
-            self._layouts[shard] = read_layout(path, self._meta, self._meta.shards[shard])
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-
 
 def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
-    """The statistics of all rows of a store; None if there is no shard, or one was written without them.
-
-    Cost: opens every shard, and reads no rows.
-    """
+    """The statistics of all rows of a store; None without a shard. Cost: opens every shard, and reads no rows."""
     total = None
     for record in meta.shards:
-        found = _shard_statistics(path / SHARDS / record.file, meta, record)
-        if found is None:
-            return None
-        total = found if total is None else total + found
-    return total
-
-
-def _shard_statistics(path: Path, meta: StoreMeta, record: ShardRecord) -> Statistics | None:
-    read_layout(path, meta, record)  # verifies the checksum before any byte is used
-    try:
-        with hdf5_file(path) as file:
-            if STATISTICS not in file:
-                return None
+        shard = path / SHARDS / record.file
+        read_layout(shard, meta, record)  # verifies the checksum before any byte is used
+        with hdf5_file(shard) as file:
             group = file[STATISTICS]
             mean, scatter, bins, number = (group[name][:] for name in ("mean", "scatter", "norm_bin", "norm_count"))
             norms = Norms(record.rows, *(float(group.attrs[name]) for name in ("norm_mean", "norm_max")))
-            counts = np.zeros(BINS, np.int64)
-            counts[bins] = number
-    except (*HDF5_ERRORS, IndexError) as error:
-        raise StoreError(f"cannot read the statistics of shard {path}: {' '.join(str(error).split())}; "
-                         f"{make_anew(path.parents[1])}") from error
-    if not (mean.shape == scatter.shape == (meta.d_in,) and (scatter >= 0).all() and counts.sum() == record.rows
-            and np.isfinite([*mean, *scatter, norms.mean, norms.max]).all()):
-        raise StoreError(f"cannot use the statistics of shard {path}: expected those of {record.rows} rows of "
-                         f"{meta.d_in} dimensions, got others; {make_anew(path.parents[1])}")
-    return Statistics(Spread(record.rows, mean, scatter), norms, counts)
+        counts = np.zeros(BINS, np.int64)
+        counts[bins] = number
+        found = Statistics(Spread(record.rows, mean, scatter), norms, counts)
+        total = found if total is None else total + found
+    return total

@@ -1,4 +1,4 @@
-"""Writing one shard.
+"""The rows that a store admits, and writing one shard of them.
 
 HDF5 writes its headers and the columns into memory, as on a full disk it can crash the process; the activations go to
 the offset that the headers give by plain writes, whose failure is an OSError.
@@ -11,26 +11,102 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from ..base.files import file_sha256, make_folder, partial_path, settle
-from .checks import frame_checksum
-from .codec import CODES, DTYPES, INDEX, OFFSET, VALUE, Column, SparseRows, stacked
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, STATISTICS, Frame, StoreMeta
-from .statistics import Statistics
+from .shard import frame_checksum
+from .values import CODES, DTYPES, INDEX, OFFSET, VALUE, Column, Dropped, SparseRows, Statistics, row_norms, stacked
 
 ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
 
 
-class ShardWriter:
-    """Writes one shard under a hidden name; `commit` makes it appear whole.
+ADMITTED, NONFINITE, HIGH_NORM, BESIDE = range(4)  # verdicts, one uint8 per row
+REASONS = {NONFINITE: "nonfinite", HIGH_NORM: "high_norm", BESIDE: "beside"}
 
-    Attributes:
-        statistics: of the rows in whole chunks; once committed, of all.
+Columns = Mapping[str, Column]
+Key = TypeVar("Key")
+
+
+def jointly(verdicts: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
+    """Verdicts on a block of stores that hold the same rows, from each store's own: a row that one drops is dropped
+    from all, with the reason `BESIDE` where it could have been stored."""
+    dropped = np.logical_or.reduce([verdict != ADMITTED for verdict in verdicts.values()])
+    return {key: np.where((verdict == ADMITTED) & dropped, np.uint8(BESIDE), verdict)
+            for key, verdict in verdicts.items()}
+
+
+class Admission:
+    """Drops and counts rows that are not finite in the stored type, or have a norm above `max_norm_multiple` times the
+    median of the first block that has a finite row."""
+
+    def __init__(self, path: Path, meta: StoreMeta) -> None:
+        self._path, self._meta = path, meta
+        self.median = meta.median_norm
+
+    @property
+    def waits(self) -> bool:
+        """Whether the median is needed and not yet known."""
+        return self._meta.max_norm_multiple is not None and self.median is None
+
+    def judge(self, activations: np.ndarray) -> np.ndarray:
+        return self._judged(self._as_rows(activations))
+
+    def __call__(self, activations: np.ndarray, columns: Columns, dropped: Mapping[str, np.ndarray],
+                 verdict: np.ndarray | None = None) -> tuple[np.ndarray, Columns, Dropped]:
+        """The rows and columns of a block to store, and the rows dropped; see `StoreWriter.append`."""
+        rows, out = self._as_rows(activations), Dropped.of(dropped)
+        if columns.keys() != set(self._meta.row_values):
+            raise ValueError(f"a block does not fit {self._path}: expected columns {list(self._meta.row_values)}, "
+                             f"got {list(columns)}")
+        for name, column in columns.items():
+            if not isinstance(column, SparseRows) and (column.shape != (len(rows),) or column.dtype.kind not in "iu"):
+                raise ValueError(f"column {name} does not fit {self._path}: expected {len(rows)} integers, "
+                                 f"got {column.dtype} of shape {column.shape}")
+        verdict = self._judged(rows) if verdict is None else verdict
+        if not verdict.any():
+            return rows, columns, out
+        out += Dropped.of({name: self._row_norms(rows[verdict == reason]) for reason, name in REASONS.items()})
+        kept = verdict == ADMITTED
+        return rows[kept], {name: columns[name][kept] for name in self._meta.row_values}, out
+
+    def _as_rows(self, activations: np.ndarray) -> np.ndarray:
+        meta = self._meta
+        if activations.ndim != 2 or activations.shape[1] != meta.d_in:
+            raise ValueError(f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
+                             f"got {activations.shape}")
+        if activations.dtype == DTYPES[meta.dtype].storage:
+            return activations
+        if activations.dtype.kind != "f":
+            raise ValueError(f"a block does not fit {self._path}: expected floats, got {activations.dtype}")
+        with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
+            return activations.astype(np.float32, copy=False)
+
+    def _judged(self, rows: np.ndarray) -> np.ndarray:
+        """The verdict on undecoded rows; sets the median if it is needed and not yet known."""
+        keeps = DTYPES[self._meta.dtype].keeps(rows)
+        verdict = np.where(keeps, np.uint8(ADMITTED), np.uint8(NONFINITE))
+        if self._meta.max_norm_multiple is not None and keeps.any():
+            norms = self._row_norms(rows if keeps.all() else rows[keeps])
+            self.median = float(np.median(norms)) if self.median is None else self.median
+            verdict[np.flatnonzero(keeps)[norms > self._meta.max_norm_multiple * self.median]] = HIGH_NORM
+        return verdict
+
+    def _row_norms(self, rows: np.ndarray) -> np.ndarray:
+        """Norms, (R,), of undecoded rows; infinite for rows with a NaN or infinity in the stored type."""
+        if rows.dtype.kind == "f":
+            return row_norms(rows)
+        decoded = np.empty(rows.shape, np.float32)
+        DTYPES[self._meta.dtype].decode_rows(rows, decoded)
+        return row_norms(decoded)
+
+
+class ShardWriter:
+    """Writes one shard under a hidden name; `commit` makes it appear whole, with `statistics` of its rows.
 
     Memory: one chunk as stored, in float32 and in float64, and the columns.
     """
@@ -67,7 +143,7 @@ class ShardWriter:
                 self._flush_chunk()
 
     def commit(self) -> tuple[str, Frame]:
-        """Finish the shard, flush it to disk and rename it to its final path; returns its SHA-256 and its frame."""
+        """Finish the shard, flush it and rename it to its final path; returns its SHA-256 and its frame."""
         if self._filled:
             if self.rows < len(self._chunk):  # the only chunk is exactly its rows; else the last is padded
                 self._chunk = self._chunk[: self.rows]
@@ -98,19 +174,16 @@ class ShardWriter:
         self._file_path.unlink(missing_ok=True)
 
     def _flush_chunk(self) -> None:
-        self._measure(self._chunk[: self._filled])
-        self._checksums.append(xxh3_64_intdigest(self._chunk.data))
-        _write(self._file, self._chunk.data.cast("B"), self._end)
-        self._end += self._chunk.nbytes
-        self._filled = 0
-
-    def _measure(self, rows: np.ndarray) -> None:
-        """Add a chunk's rows, as stored, to the statistics, which then do not depend on how rows were appended."""
-        decoded, scratch = self._decoded[: len(rows)], self._scratch[: len(rows)]
+        # Chunk by chunk and as stored, so that the statistics do not depend on how rows were appended.
+        rows, decoded, scratch = (array[: self._filled] for array in (self._chunk, self._decoded, self._scratch))
         DTYPES[self._meta.dtype].decode_rows(rows, decoded)
         np.copyto(scratch, decoded)
         found = Statistics.of(scratch)
         self.statistics = found if self.statistics is None else self.statistics + found
+        self._checksums.append(xxh3_64_intdigest(self._chunk.data))
+        _write(self._file, self._chunk.data.cast("B"), self._end)
+        self._end += self._chunk.nbytes
+        self._filled = 0
 
 
 def _write(file: int, data: memoryview | bytes, offset: int) -> None:
@@ -154,7 +227,13 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, Column] | None = 
     them (version 1.10 of the format); the bytes before them do not depend on `rows`.
     """
     image = _Image()
-    with _open(image) as file:
+    creation, access = h5py.h5p.create(h5py.h5p.FILE_CREATE), h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    creation.set_obj_track_times(False)  # equal rows make equal bytes
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
+    access.set_alignment(1, ALIGNMENT)
+    with h5py.File(h5py.h5f.create(b"shard", h5py.h5f.ACC_TRUNC, creation, access)) as file:
         for name in meta.columns:
             _create(file, name, h5py.h5t.py_create(COLUMNS[name]), (rows,))
         chunk = (min(meta.chunk_rows, rows), meta.d_in)
@@ -167,36 +246,22 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, Column] | None = 
             else:
                 file[name][...] = column
         if statistics is not None:
-            _put_statistics(file, statistics)
+            bins = np.flatnonzero(statistics.norm_counts)
+            group = _put(file, STATISTICS, {"mean": statistics.spread.mean, "scatter": statistics.spread.scatter,
+                                            "norm_bin": bins.astype("<i4"), "norm_count": statistics.norm_counts[bins]})
+            for name, value in (("norm_mean", statistics.norms.mean), ("norm_max", statistics.norms.max)):
+                group.attrs.create(name, value, dtype="<f8")
         start = activations.get_chunk_info_by_coord((0, 0)).byte_offset
     return image, start
 
 
 def _put(file: h5py.File, name: str, columns: Mapping[str, np.ndarray]) -> h5py.Group:
     creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
-    creation.set_obj_track_times(False)  # equal rows make equal bytes
+    creation.set_obj_track_times(False)
     group = h5py.Group(h5py.h5g.create(file.id, name.encode(), gcpl=creation))
     for key, values in columns.items():
         group.create_dataset(key, data=values, track_times=False)
     return group
-
-
-def _put_statistics(file: h5py.File, statistics: Statistics) -> None:
-    bins = np.flatnonzero(statistics.norm_counts)
-    group = _put(file, STATISTICS, {"mean": statistics.spread.mean, "scatter": statistics.spread.scatter,
-                                    "norm_bin": bins.astype("<i4"), "norm_count": statistics.norm_counts[bins]})
-    for name, value in (("norm_mean", statistics.norms.mean), ("norm_max", statistics.norms.max)):
-        group.attrs.create(name, value, dtype="<f8")
-
-
-def _open(image: _Image) -> h5py.File:
-    creation, access = h5py.h5p.create(h5py.h5p.FILE_CREATE), h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    creation.set_obj_track_times(False)  # equal rows make equal bytes
-    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
-    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
-    access.set_alignment(1, ALIGNMENT)
-    return h5py.File(h5py.h5f.create(b"shard", h5py.h5f.ACC_TRUNC, creation, access))
 
 
 def _create(file: h5py.File, name: str, kind: h5py.h5t.TypeID, shape: tuple[int, ...],

@@ -1,4 +1,4 @@
-"""Streams of rows, in stored order or shuffled, read ahead by threads in constant memory.
+"""A store's chunks, and streams of its rows, in stored order or shuffled, read ahead by threads in constant memory.
 
 A stream is a series of blocks of whole batches. A few are being filled by a small thread pool, in NumPy and PyTorch
 calls that release the GIL, while one is consumed.
@@ -10,23 +10,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice, pairwise
+from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 
-from .chunks import Chunks
-from .codec import DTYPES, StoredType
+from .schema import SHARDS, StoreMeta
+from .shard import MappedShards, demand_room
+from .split import Deal
+from .values import DTYPES, Column
 
 READERS = 2
 BLOCK_BYTES = 4 << 20
 AHEAD_BYTES = 32 << 20
 LOAD_BYTES = 4 << 20
 RUN_BYTES = 1 << 20  # about the size of a core's own cache
-
-LARGEST_TABLE = 1 << 20  # numbers that are permuted by a table
-ROUNDS = 6
 
 Buffer = tuple[list[Future[None]], np.ndarray]  # the tasks that fill it, and its rows, (R, D)
 
@@ -45,86 +46,87 @@ class Part:
 WHOLE = Part()
 
 
-class Permutation:
-    """A random permutation of `range(count)`, in memory of order `sqrt(count)`.
+class Chunks:
+    """A store's chunks; of an unfinished store, the chunks of its whole shards.
 
-    Up to 2^20 numbers it is a table. Beyond, it is a Feistel network, which makes a bijection of all b-bit numbers from
-    random functions of b/2 bits (Luby and Rackoff 1988), applied again to images outside the range.
+    Attributes:
+        shard_starts: (shards + 1,) number of each shard's first row, then the number of rows in all.
     """
 
-    def __init__(self, count: int, rng: np.random.Generator, largest_table: int = LARGEST_TABLE) -> None:
-        self.count = count
-        self._table = rng.permutation(count) if count <= largest_table else None
-        bits = max(2, (count - 1).bit_length())
-        self._low = bits // 2
-        sizes = (1 << self._low, 1 << (bits - self._low))
-        self._functions = [] if count <= largest_table else [
-            rng.integers(sizes[1 - turn % 2], size=sizes[turn % 2]) for turn in range(ROUNDS)]
+    def __init__(self, path: Path, meta: StoreMeta) -> None:
+        self.path, self.meta, self.name = path, meta, path.resolve().name
+        self.rows, self.d_in, self.dtype = meta.rows, meta.d_in, meta.dtype
+        self._shards = MappedShards(path, meta)
+        rows = np.array([shard.rows for shard in meta.shards], np.int64)
+        self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
+        self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        if self._table is not None:
-            return self._table[numbers]
-        images = self._network(numbers)
-        while len(outside := np.flatnonzero(images >= self.count)):
-            images[outside] = self._network(images[outside])
-        return images
+    def demand_shards(self) -> None:
+        """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
+        for shard in self.meta.shards:
+            demand_room(self.path / SHARDS / shard.file, self.meta, shard)
 
-    def _network(self, numbers: np.ndarray) -> np.ndarray:
-        high, low = numbers >> self._low, numbers & ((1 << self._low) - 1)
-        for of_low, of_high in zip(self._functions[::2], self._functions[1::2], strict=True):
-            high = high ^ of_low[low]
-            low = low ^ of_high[high]
-        return (high << self._low) | low
+    @cached_property
+    def chunk_sizes(self) -> np.ndarray:
+        """(chunks,) rows of each chunk, in stored order."""
+        meta = self.meta
+        self.demand_shards()  # before arrays are made from counts that a damaged `store.json` may exaggerate
+        sizes = [np.minimum(meta.chunk_rows, shard.rows - np.arange(0, shard.rows, meta.chunk_rows))
+                 for shard in meta.shards]
+        return np.concatenate([np.empty(0, np.int64), *sizes])
+
+    def chunk(self, chunk: int) -> np.ndarray:
+        """The rows of a chunk, by its number within the store, in the storage dtype; a read-only view."""
+        return self._shards.chunk(*self._within_shard(chunk))
+
+    def expect(self, chunk: int) -> None:
+        """Have the system prefetch a chunk from disk, if it has not been read yet."""
+        self._shards.expect(*self._within_shard(chunk))
+
+    def chunk_column(self, chunk: int, name: str) -> Column:
+        """A column's values for the rows of a chunk; a read-only view."""
+        shard, within = self._within_shard(chunk)
+        start = within * self.meta.chunk_rows
+        return self._shards.column(shard, name)[start : start + self.chunk_sizes[chunk]]
+
+    def chunk_ids(self, chunk: int) -> np.ndarray:
+        """The numbers by which a chunk's rows are split: their documents', else their own."""
+        if "document" in self.meta.columns:
+            return cast(np.ndarray, self.chunk_column(chunk, "document"))
+        shard, within = self._within_shard(chunk)
+        start = int(self.shard_starts[shard]) + within * self.meta.chunk_rows
+        return np.arange(start, start + self.chunk_sizes[chunk])
+
+    def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's chunk, and its number within that chunk, from its number within the store."""
+        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        chunks, within = np.divmod(rows - self.shard_starts[shards], self.meta.chunk_rows)
+        return self._chunk_starts[shards] + chunks, within
+
+    def row_ids(self, rows: np.ndarray) -> np.ndarray:
+        """As `chunk_ids`, for rows given by their ascending numbers within the store; (R,)."""
+        if "document" not in self.meta.columns:
+            return rows
+        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        within = rows - self.shard_starts[shards]
+        ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
+        parts = (cast(np.ndarray, self._shards.column(int(shards[begin]), "document"))[within[begin:end]]
+                 for begin, end in pairwise([0, *ends.tolist()]))
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def in_memory(self) -> bool:
+        """Whether all shards can be read from the system's page cache at once."""
+        return self._shards.in_memory()
+
+    def whole_shards(self) -> list[np.ndarray]:
+        """The rows of each shard in the storage dtype, where `in_memory`; read-only views."""
+        return [self._shards.whole(shard) for shard in range(len(self.meta.shards))]
+
+    def _within_shard(self, chunk: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
+        return shard, chunk - int(self._chunk_starts[shard])
 
 
-class Deal:
-    """Deals the wanted rows of a store to the windows of an epoch, and orders each window.
-
-    Neighbouring rows are of one document and must not share a batch. Rows are dealt in units, short runs of neighbours,
-    each window's from all over the store. A window of units of n rows is ordered in n turns: every unit gives one row
-    to each turn, at the same position in all of them. Two rows of a unit are then at least a turn's length apart, and
-    never in one batch of fewer rows than a turn has. So a batch holds no more pairs of rows of one document than under
-    a uniform shuffle, however small the window, and the disk is still read in runs.
-
-    Args:
-        stored, wanted: rows in the store, and how many are wanted.
-        keeps: (R,) ascending row numbers -> (R,) bool, whether each is wanted; None for all.
-        window_rows: approximate number of wanted rows in a window, which holds whole units.
-        unit_rows: most stored rows in a unit.
-        batch_size: units are short enough that a turn has at least twice this number of rows.
-    """
-
-    def __init__(self, stored: int, wanted: int, keeps: Callable[[np.ndarray], np.ndarray | None],
-                 seed: tuple[int, ...], window_rows: int, unit_rows: int, batch_size: int) -> None:
-        self._stored, self._keeps, self._seed = stored, keeps, seed
-        self.windows = -(-wanted // max(window_rows, batch_size))
-        self._unit = max(1, min(unit_rows, window_rows // (2 * batch_size))) if self.windows > 1 else 1
-        self._permutation = Permutation(-(-stored // self._unit), np.random.default_rng(seed))
-        self._units = -(-self._permutation.count // self.windows)
-
-    def window(self, number: int) -> np.ndarray:
-        """The rows of a window, (R,) int64 numbers within the store, in order. Cost: about 30 ns per stored row."""
-        first = number * self._units
-        units = self._permutation(np.arange(first, min(first + self._units, self._permutation.count)))
-        units.sort()  # so that `keeps` goes forward
-        rows = (units[:, None] * self._unit + np.arange(self._unit)).ravel()
-        kept = rows < self._stored  # the last unit may be short
-        if (wanted := self._keeps(np.minimum(rows, self._stored - 1))) is not None:
-            kept &= wanted
-        order = self._order(number, len(units))
-        return rows[order[kept[order]]]
-
-    def _order(self, number: int, units: int) -> np.ndarray:
-        rng = np.random.default_rng((*self._seed, 1 + number))  # NumPy ignores a trailing 0
-        order = rng.permutation(units)
-        if self._unit == 1:
-            return order
-        turns = np.tile(np.arange(self._unit, dtype=np.int32), (units, 1))
-        offsets = rng.permuted(turns, axis=1, out=turns)[order]  # (U, turns)
-        return (order * self._unit + offsets.T).ravel()
-
-
-@dataclass(frozen=True)
 class Source:
     """Wanted rows of a store.
 
@@ -134,22 +136,11 @@ class Source:
         decoded: yield them as float32, not in the storage dtype.
     """
 
-    store: Chunks
-    counts: np.ndarray
-    kept: Callable[[int], np.ndarray | None]
-    decoded: bool = True
-
-    @property
-    def d_in(self) -> int:
-        return self.store.d_in
-
-    @property
-    def stored(self) -> StoredType:
-        return DTYPES[self.store.dtype]
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(np.float32) if self.decoded else self.stored.storage
+    def __init__(self, store: Chunks, counts: np.ndarray, kept: Callable[[int], np.ndarray | None],
+                 decoded: bool) -> None:
+        self.store, self.counts, self.kept, self.d_in = store, counts, kept, store.d_in
+        self.storage = DTYPES[store.dtype].storage
+        self.dtype = np.dtype(np.float32) if decoded else self.storage
 
     def rows(self, chunk: int, begin: int, end: int) -> np.ndarray:
         """Wanted rows `begin` to `end` of a chunk, in the storage dtype; a view where all are wanted."""
@@ -158,7 +149,7 @@ class Source:
 
 
 def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray]:
-    """The wanted rows in stored order, (B, D), each batch valid until the next; `part` of the sequence of batches."""
+    """The wanted rows in stored order, (B, D), each batch valid until the next."""
     ends = np.cumsum(source.counts)
     total = int(ends[-1])
     first, stop = (min(total, batch_size * batch) for batch in part.of(-(-total // batch_size)))
@@ -181,24 +172,22 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
 
 
 def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int) -> Iterator[np.ndarray]:
-    """The wanted rows once each, shuffled.
+    """The wanted rows once each, shuffled, (B, D) of the source's dtype, each batch valid until the next.
 
-    If the store is in the page cache, batches are gathered from there. Otherwise a window's rows are read forward
-    through the store into memory and yielded while the next window is filled. Both give the same order.
-
-    Args:
-        part: of the rows of every batch; a batch without rows in it is skipped.
-        row_bytes: bytes per row, to which the order within a batch is fitted.
-
-    Yields:
-        (B, D) of the source's dtype, valid until the next is asked for.
+    From the page cache, batches are gathered. Otherwise a window's rows are read forward through the store into memory
+    and yielded while the next window is filled. Both give the same order, fitted to `row_bytes`.
     """
     run = max(1, RUN_BYTES // row_bytes)
     own_size = part.of(batch_size)[1] - part.of(batch_size)[0]
     buffers = _Buffers(source, own_size, int(source.counts.sum()), run)
 
     def leaving_here(pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
-        return (_part_of_batches(leaving, batch_size, part) for leaving in _leaving(deal, batch_size, run, pool))
+        """The rows of this part of each batch, in the order in which they leave."""
+        for leaving in _leaving(deal, batch_size, run, pool):
+            whole = len(leaving) - len(leaving) % batch_size
+            (begin, end), (first, stop) = part.of(batch_size), part.of(len(leaving) - whole)
+            yield leaving if part.parts == 1 else np.concatenate(
+                [leaving[:whole].reshape(-1, batch_size)[:, begin:end].ravel(), leaving[whole:][first:stop]])
 
     def gathered(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         for leaving in leaving_here(pool):
@@ -207,11 +196,11 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
                 yield buffers.fill(pool, gather, begin, min(begin + buffers.rows, len(leaving)))
 
     def from_windows(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
-        memory = [np.empty((0, source.d_in), source.stored.storage)] * 2
+        memory = [np.empty((0, source.d_in), source.storage)] * 2
         window = memory[0]
         for turn, leaving in enumerate(chain(leaving_here(pool), [np.empty(0, np.int64)])):
             if len(leaving) > len(memory[turn % 2]):
-                memory[turn % 2] = np.empty((len(leaving), source.d_in), source.stored.storage)
+                memory[turn % 2] = np.empty((len(leaving), source.d_in), source.storage)
             following = memory[turn % 2][: len(leaving)]
             loads = _loads(source, leaving, following)
 
@@ -231,10 +220,8 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
                 done.result()
             window = following
 
-    def blocks(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
-        return gathered(pool) if source.store.in_memory() else from_windows(pool)
-
-    return _read_ahead(blocks, buffers.ahead, own_size)
+    return _read_ahead(lambda pool: (gathered if source.store.in_memory() else from_windows)(pool), buffers.ahead,
+                       own_size)
 
 
 def numbers_shuffled(deal: Deal, batch_size: int, row_bytes: int) -> Iterator[np.ndarray]:
@@ -244,22 +231,9 @@ def numbers_shuffled(deal: Deal, batch_size: int, row_bytes: int) -> Iterator[np
             yield from (leaving[begin : begin + batch_size] for begin in range(0, len(leaving), batch_size))
 
 
-def _part_of_batches(leaving: np.ndarray, batch_size: int, part: Part) -> np.ndarray:
-    """The rows of a part of each batch, from all rows in the order in which they leave."""
-    if part.parts == 1:
-        return leaving
-    whole = len(leaving) - len(leaving) % batch_size
-    (begin, end), (first, stop) = part.of(batch_size), part.of(len(leaving) - whole)
-    return np.concatenate([leaving[:whole].reshape(-1, batch_size)[:, begin:end].ravel(),
-                           leaving[whole:][first:stop]])
-
-
 def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
-    """The rows of each window in the order in which they leave, (R,) numbers; dealt ahead.
-
-    Rows that do not fill a batch at a window's end leave with the next window. Within a batch, runs of `run` rows are
-    sorted, so that they are read forward.
-    """
+    """The rows of each window in the order in which they leave, (R,) numbers; dealt ahead. Rows that do not fill a
+    batch leave with the next window. Runs of `run` rows within a batch are sorted, to be read forward."""
     dealt = deque(pool.submit(deal.window, number) for number in range(min(2, deal.windows)))
     rest = np.empty(0, np.int64)
     for number in range(deal.windows):
@@ -280,7 +254,7 @@ def _runs(rows: int, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
 
 
 def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of ascending runs; a part of a batch may hold the end of a run and the start of the next."""
+    """Begin and end of ascending runs; a part of a batch may hold parts of several."""
     for begin, end in _runs(len(rows), batch_size, run):
         falls = np.flatnonzero(np.diff(rows[begin:end]) < 0) + 1 + begin
         yield from pairwise([begin, *falls.tolist(), end])
@@ -290,7 +264,7 @@ def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, b
             end: int, out: np.ndarray) -> None:
     """Decode rows `begin` to `end` of a window's order, from shards in memory, run by run."""
     starts = source.store.shard_starts
-    scratch = np.empty((min(run, end - begin), source.d_in), source.stored.storage)
+    scratch = np.empty((min(run, end - begin), source.d_in), source.storage)
     for start, stop in _ascending(leaving[begin:end], batch_size, run):
         rows = leaving[begin + start : begin + stop]
         first, last = (np.searchsorted(starts, rows[[0, -1]], side="right") - 1).tolist()
@@ -320,7 +294,7 @@ def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callabl
 
 
 def _decode(rows: np.ndarray, out: np.ndarray) -> None:
-    """Copy rows as stored, (R, D), into out, of their own dtype or float32, both contiguous, in one pass."""
+    """Copy rows as stored, (R, D), into out, of their own dtype or float32, both contiguous."""
     if rows.dtype == out.dtype:
         np.copyto(out, rows)
         return
@@ -349,7 +323,7 @@ class _Buffers:
 
     def fill(self, pool: ThreadPoolExecutor, fill: Callable[[int, int, np.ndarray], None], begin: int,
              end: int) -> Buffer:
-        """Have `fill` write rows `begin` to `end` into the next block, which is reused after `ahead` others."""
+        """Have `fill` write rows `begin` to `end` into the next block."""
         self._turn += 1
         out = self._blocks[self._turn % len(self._blocks)][: end - begin]
         return [pool.submit(fill, part, min(part + self._part, end), out[part - begin : part - begin + self._part])

@@ -1,28 +1,32 @@
 """Worlds: known features with directions, firing probabilities, magnitudes and correlations.
 
+SAELens' `SyntheticModel.save` (`sae_lens.synthetic`, version 6) writes a folder with `synthetic_model_config.json`,
+`synthetic_model.safetensors` (`feature_vectors` (G, D), `bias` (D,), `firing_probabilities` (G,), and with correlations
+`correlation_factor` (G, R) and `correlation_diag` (G,)) and, with a hierarchy, `hierarchy.json`. Magnitudes are made
+from the configuration and its seed.
+
 Shapes: B rows of a block, n entries, G features, D = d_in, R rank of the correlations.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 from scipy.sparse import csr_array
 from scipy.special import ndtri
 
-from ..base.errors import ConfigError, StoreError
+from ..base.documents import read_json
+from ..base.errors import ConfigError, FormatError, StoreError
 from ..base.files import appearing_whole
-from .checks import damaged_world, make_anew
-from .codec import SparseRows, offsets_of
 from .options import SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE
+from .shard import damaged_world
+from .values import SparseRows, offsets_of
 
 BLOCK_NUMBERS = 1 << 21  # Gaussians of a block: 8 MiB in float32
 MOST_BLOCK_ROWS = 4096
@@ -33,6 +37,11 @@ MEAN, STD_MEAN, STD_STD = 1.0, 0.2, 0.1
 BIAS_NORM = 1.0
 TIGHT, STEPS = 1e-6, 500  # to a tight frame: largest change of an entry in the last step, and steps at most
 DIRECTIONS, CORRELATIONS, MAGNITUDES = 1, 2, 3  # streams of random numbers
+
+
+SYNTHETIC = "synthetic"  # what stands for a world made of options
+CONFIG, WEIGHTS, HIERARCHY = "synthetic_model_config.json", "synthetic_model.safetensors", "hierarchy.json"
+STD_STREAM, MEAN_STREAM = 1, 2  # what SAELens adds to the seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +95,7 @@ class World:
 
     @cached_property
     def levels(self) -> list[np.ndarray]:
-        """Masks, (G,) each, of features by depth; roots only if some of them exclude each other."""
+        """Masks, (G,) each, of features by depth; roots only if some exclude each other."""
         depth, above = np.zeros(self.features, int), self.parents
         while (above >= 0).any():
             depth += above >= 0
@@ -95,17 +104,14 @@ class World:
         return [depth == level for level in range(first, int(depth.max(initial=0)) + 1)]
 
     def codes(self, seed: int, block: int) -> SparseRows:
-        """The true codes of a block of `block_rows` rows, a pure function of the world, seed and block number.
-
-        Cost: B G Gaussians.
-        """
+        """The true codes of a block, a pure function of the world, seed and block number. Cost: B G Gaussians."""
         random = np.random.default_rng((seed, block))
         gaussians = random.standard_normal((self.block_rows, self.features), np.float32)
         if self.factor.shape[1]:
             shared = random.standard_normal((self.block_rows, self.factor.shape[1]), np.float32)
-            gaussians *= self._own_part
+            gaussians *= np.sqrt(1 - np.square(self.factor, dtype=np.float64).sum(1)).astype(np.float32)
             gaussians += shared @ self.factor.T
-        fires = gaussians > self._thresholds
+        fires = gaussians > -ndtri(self.own_probabilities.astype(np.float64)).astype(np.float32)
         for level in self.levels:  # before magnitudes are drawn: of most children the parent does not fire
             below = np.flatnonzero(level & (self.parents >= 0))
             fires[:, below] &= fires[:, self.parents[below]]
@@ -128,8 +134,7 @@ class World:
         return matrix @ self.directions + self.bias
 
     def _gate(self, values: np.ndarray, rows: np.ndarray, features: np.ndarray, random: np.random.Generator) -> None:
-        """Silence features of one level, (n,) entries of values, (B, G), whose parent is silent or that lost to a
-        sibling."""
+        """Silence those of a level's entries, (n,), whose parent is silent or that lost to a sibling."""
         above = self.parents[features]
         parents = np.where(above >= 0, values[rows, above], 1)
         scale = np.where(self.scaled[features] & (above >= 0), parents / self.mean[above], 1)
@@ -143,22 +148,13 @@ class World:
         lost = (rows[1:] == rows[:-1]) & (groups[1:] == groups[:-1])  # all but the last, which drew the largest lot
         values[rows[:-1][lost], features[:-1][lost]] = 0
 
-    @cached_property
-    def _thresholds(self) -> np.ndarray:
-        return -ndtri(self.own_probabilities.astype(np.float64)).astype(np.float32)
-
-    @cached_property
-    def _own_part(self) -> np.ndarray:
-        """The uncorrelated part of each feature's Gaussian, (G,), float32."""
-        return np.sqrt(1 - np.square(self.factor, dtype=np.float64).sum(1)).astype(np.float32)
-
     def to_bytes(self) -> bytes:
         """The contents of `world.safetensors`, equal for equal worlds."""
         return save({one.name: np.ascontiguousarray(getattr(self, one.name)) for one in dataclasses.fields(self)})
 
     @staticmethod
     def save(folder: Path, content: bytes) -> None:
-        """Write `to_bytes` into a store's folder, whole or not at all, if it is not there already."""
+        """Write `to_bytes` into a store's folder, if it is not there already."""
         path = folder / WORLD_FILE
         if path.is_file() and path.read_bytes() == content:
             return
@@ -170,70 +166,48 @@ class World:
         """The world of a store's rows; StoreError if its file is missing or damaged."""
         if problems := damaged_world(store.path, store.meta):
             raise StoreError(problems[0])
-        path = store.path / WORLD_FILE
-        try:
-            return cls(**_expected(load_file(path)))
-        except (OSError, SafetensorError, ValueError) as error:
-            raise StoreError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; "
-                             f"{make_anew(store.path)}") from error
-
-
-KINDS = {"parents": "int32", "groups": "int32", "scaled": "bool"}
-
-
-def _expected(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    names = [one.name for one in dataclasses.fields(World)]
-    if missing := [name for name in names if name not in arrays]:
-        raise ValueError(f"expected an array {missing[0]}, got none")
-    found = {name: arrays[name] for name in names}
-    features, d_in = np.atleast_2d(found["directions"]).shape
-    for name, array in found.items():
-        kind = KINDS.get(name, "float32")
-        shape = {"directions": (features, d_in), "bias": (d_in,),
-                 "factor": (features, array.shape[-1] if array.ndim else 0)}.get(name, (features,))
-        if array.shape != shape or array.dtype != kind:
-            raise ValueError(f"expected {name} of shape {shape} and type {kind}, got {array.shape} and {array.dtype}")
-    return found
-
+        return cls(**load_file(store.path / WORLD_FILE))
 
 
 def world_of(config: SyntheticConfig) -> World:
-    """The world of some options, a function of all but rows; ConfigError if the requested L0 is infeasible."""
+    """The world of some options; ConfigError if the requested L0 is infeasible."""
     firing = zipfian(config.features, config.zipf, config.l0)
     parents = forest(config.features) if config.hierarchy else np.full(config.features, -1)
     own = np.where(parents >= 0, firing / firing[parents], firing)
-    directions, bias = _directions(config)
+    random = np.random.default_rng((config.seed, DIRECTIONS))
+    directions = tight_frame(random.standard_normal((config.features, config.d_in)))
+    bias = random.standard_normal(config.d_in)
+    bias *= BIAS_NORM / np.linalg.norm(bias)
     random = np.random.default_rng((config.seed, MAGNITUDES))
     std = np.abs(random.normal(STD_MEAN, STD_STD, config.features))
     columns = {"firing_probabilities": firing, "own_probabilities": own, "mean": np.full(config.features, MEAN),
-               "std": std, "directions": directions, "bias": bias, "factor": _factor(config)}
+               "std": std, "directions": directions, "bias": bias, "factor": _factor(config, parents)}
     return World(**{name: column.astype(np.float32) for name, column in columns.items()},
                  parents=parents.astype(np.int32), groups=np.full(config.features, -1, np.int32),
                  scaled=np.zeros(config.features, bool))
 
 
-def _directions(config: SyntheticConfig) -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng((config.seed, DIRECTIONS))
-    directions = tight_frame(random.standard_normal((config.features, config.d_in)))
-    bias = random.standard_normal(config.d_in)
-    return directions, bias * (BIAS_NORM / np.linalg.norm(bias))
+def _factor(config: SyntheticConfig, parents: np.ndarray) -> np.ndarray:
+    """Loadings of the shared Gaussians, (G, R), each row of squared norm `correlation`; R is 0 without any.
 
-
-def _factor(config: SyntheticConfig) -> np.ndarray:
-    """Loadings of the shared Gaussians, (G, R), each row of squared norm `correlation`; R is 0 without any."""
+    They are orthogonal to those of the feature's ancestors, so that probabilities of firing multiply.
+    """
     if not config.correlation:
         return np.empty((config.features, 0))
     factor = np.random.default_rng((config.seed, CORRELATIONS)).standard_normal((config.features, RANK))
-    if config.hierarchy:
-        _part_from_ancestors(factor, forest(config.features))
+    depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
+    for level in range(1, DEPTH + 1):
+        at = np.flatnonzero(depth == level)
+        above = parents[at]
+        for _ in range(level):  # the ancestors of one feature are orthogonal to each other by now
+            unit = factor[above] / np.linalg.norm(factor[above], axis=1, keepdims=True)
+            factor[at] -= (factor[at] * unit).sum(1, keepdims=True) * unit
+            above = parents[above]
     return factor * (np.sqrt(config.correlation) / np.linalg.norm(factor, axis=1, keepdims=True))
 
 
 def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:
-    """Firing probabilities `min(0.4, c / i^s)`, i = 1 to G, with c such that they sum to l0.
-
-    ConfigError if the requested L0 is infeasible.
-    """
+    """Firing probabilities `min(0.4, c / i^s)`, i = 1 to G, with c such that they sum to l0."""
     most = MOST_OFTEN * features
     if l0 > most:
         raise ConfigError(f"--l0 must be at most {MOST_OFTEN:g} times --features, {most:g}, got {l0:g}; lower --l0 "
@@ -257,26 +231,13 @@ def forest(features: int) -> np.ndarray:
     return parents
 
 
-def _part_from_ancestors(factor: np.ndarray, parents: np.ndarray) -> None:
-    """Make each feature's loadings, (G, R), orthogonal to its ancestors', in place: probabilities of firing of
-    independent Gaussians multiply."""
-    depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
-    for level in range(1, DEPTH + 1):
-        at = np.flatnonzero(depth == level)
-        above = parents[at]
-        for _ in range(level):  # the ancestors of one feature are orthogonal to each other by now
-            unit = factor[above] / np.linalg.norm(factor[above], axis=1, keepdims=True)
-            factor[at] -= (factor[at] * unit).sum(1, keepdims=True) * unit
-            above = parents[above]
-
-
 def tight_frame(vectors: np.ndarray) -> np.ndarray:
     """Nearest tight frame of unit vectors, (G, D) float64, to given vectors of full rank.
 
         minimise sum over i != j of <d_i, d_j>^2
 
     over unit vectors: orthonormal ones if G <= D, else `d' d = G/D I` with the sum `G^2/D - G`. Alternates between
-    tight and normalised vectors. SAELens descends on the same sum by Adam.
+    tight and normalised vectors.
 
     Cost: `4 G D min(G, D)` operations a step, a few dozen steps.
 
@@ -295,3 +256,137 @@ def tight_frame(vectors: np.ndarray) -> np.ndarray:
         if np.abs(found - before).max() < TIGHT:
             break
     return found
+
+
+@dataclass(frozen=True)
+class _Config:
+    num_features: int
+    hidden_dim: int
+    mean_firing_magnitudes: float | dict[str, Any] = 1.0
+    std_firing_magnitudes: float | dict[str, Any] = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class _Node:
+    feature_index: int | None = None
+    mutually_exclusive_children: bool = False
+    scale_children_by_parent: bool = False
+    children: list["_Node"] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Hierarchy:
+    roots: list[_Node]
+
+
+def is_saved_world(source: str | Path) -> bool:
+    """Whether a path is a world's folder of SAELens, or one of its two required files."""
+    path = Path(source)
+    return (path / CONFIG).is_file() or (path.name in (CONFIG, WEIGHTS) and path.is_file())
+
+
+def folder_of(source: str | Path) -> Path:
+    """The folder of a saved world; `synthetic` as it is."""
+    path = Path(source)
+    return path.resolve().parent if path.is_file() else path if source == SYNTHETIC else path.resolve()
+
+
+def world_files(source: str | Path) -> list[Path]:
+    folder = folder_of(source)
+    return [folder / name for name in (CONFIG, WEIGHTS, HIERARCHY) if name != HIERARCHY or (folder / name).exists()]
+
+
+def read_saelens(source: str | Path, seed: int) -> World:
+    """A world that SAELens saved; FormatError if a file is missing, damaged or of an unknown kind.
+
+    `seed` draws random magnitudes of a world saved without a seed, which SAELens draws anew at each loading.
+    """
+    folder = folder_of(source)
+    try:
+        config = read_json(folder / CONFIG, _Config)
+        hierarchy = read_json(folder / HIERARCHY, _Hierarchy) if (folder / HIERARCHY).exists() else _Hierarchy([])
+        arrays = _weights(folder / WEIGHTS, config)
+        parents, groups, scaled = _structure(hierarchy, config.num_features)
+        base = seed if config.seed is None else config.seed
+        magnitudes = {name: _magnitudes(given, config.num_features, base + stream) for name, given, stream in (
+            ("mean", config.mean_firing_magnitudes, MEAN_STREAM), ("std", config.std_firing_magnitudes, STD_STREAM))}
+    except FormatError:
+        raise
+    except (OSError, ValueError) as error:
+        raise FormatError(f"cannot read the world in {folder}: {getattr(error, 'strerror', None) or error}; save it "
+                          "again with SAELens") from error
+    probabilities = arrays["firing_probabilities"]
+    return World(arrays["feature_vectors"], arrays["bias"], probabilities, probabilities, **magnitudes,
+                 factor=arrays["correlation_factor"], parents=parents, groups=groups, scaled=scaled)
+
+
+def _weights(path: Path, config: _Config) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file  # NumPy has no bfloat16
+
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error
+    features, d_in = config.num_features, config.hidden_dim
+    shapes = {"feature_vectors": (features, d_in), "bias": (d_in,), "firing_probabilities": (features,)}
+    if "correlation_factor" in tensors:
+        shapes["correlation_factor"] = (features, tensors["correlation_factor"].shape[-1])
+    found = {"correlation_factor": np.empty((features, 0), np.float32)}
+    for name, shape in shapes.items():
+        got = tuple(tensors[name].shape) if name in tensors else "none"
+        if got != shape:
+            raise ValueError(f"expected {name} of shape {shape} in {path.name}, got {got}")
+        found[name] = tensors[name].float().numpy()
+        if not np.isfinite(found[name]).all():
+            raise ValueError(f"expected finite numbers in {name} of {path.name}, got others")
+    if not ((found["firing_probabilities"] >= 0) & (found["firing_probabilities"] <= 1)).all():
+        raise ValueError(f"expected firing_probabilities from 0 to 1 in {path.name}, got others")
+    if (np.square(found["correlation_factor"]).sum(1) > 1).any():
+        raise ValueError(f"expected rows of correlation_factor of norm 1 at most in {path.name}, got longer ones")
+    return found
+
+
+def _structure(hierarchy: _Hierarchy, features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Parents, groups and scaled of `World`, (G,) each. A node without a feature passes its parent on."""
+    parents, groups = np.full(features, -1, np.int32), np.full(features, -1, np.int32)
+    scaled, seen = np.zeros(features, bool), np.zeros(features, bool)
+    waiting = [(root, -1, -1, False) for root in hierarchy.roots]
+    count = 0
+    while waiting:
+        node, parent, group, scale = waiting.pop()
+        own = node.feature_index
+        if own is not None:
+            if not 0 <= own < features or seen[own]:
+                raise ValueError(f"expected each feature of {HIERARCHY} once, from 0 to {features - 1}, got {own}")
+            seen[own] = True
+            parents[own], groups[own], scaled[own] = parent, group, scale
+            parent = own
+        exclusive = node.mutually_exclusive_children and sum(c.feature_index is not None for c in node.children) > 1
+        waiting += [(child, parent, count if exclusive else -1, node.scale_children_by_parent)
+                    for child in node.children]
+        count += exclusive
+    return parents, groups, scaled
+
+
+def _magnitudes(given: float | dict[str, Any], features: int, seed: int) -> np.ndarray:
+    """Means or standard deviations, (G,) float32, by SAELens' rules."""
+    if not isinstance(given, dict):
+        return np.full(features, given, np.float32)
+    rule = dict(given)
+    kind = rule.pop("generator_name", None)
+    if kind == "constant":
+        return np.full(features, rule.get("value", 1.0), np.float32)
+    steps = np.linspace(0, 1, features) if features > 1 else np.zeros(1)
+    if kind in ("linear", "exponential") and not {"start", "end"} - rule.keys():
+        start, end = float(rule["start"]), float(rule["end"])
+        found = start + (end - start) * steps if kind == "linear" else start * (end / start) ** steps
+        return found.astype(np.float32)
+    if kind == "folded_normal":
+        import torch  # whose random numbers they are
+
+        drawn = torch.randn(features, generator=torch.Generator().manual_seed(seed)).numpy()
+        found = np.abs(rule.get("mean", 0.0) + drawn * rule.get("std", 0.1)).astype(np.float32)
+        return found.clip(rule.get("min_value"), rule.get("max_value"))
+    raise ValueError(f"expected magnitudes that are constant, linear, exponential or folded_normal, got {kind!r:.40}")

@@ -18,8 +18,7 @@ from ..sae.dictionary import SAE
 from ..sae.library import origin_of
 from ..store.joined import Joined, JoinedRows
 from ..store.opening import found_store
-from ..store.reader import ActivationStore
-from ..store.rows import Rows, RowSource
+from ..store.reader import ActivationStore, Rows, RowSource
 from . import SOLVERS
 from .loop import Loop, Record, start_training
 from .options import TrainingConfig

@@ -19,10 +19,9 @@ from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..extract.forward import Ahead
 from ..extract.streaming import Streamed
-from ..store.codec import DTYPES
 from ..store.split import is_test
-from ..store.statistics import Spread
 from ..store.stream import WHOLE, Part
+from ..store.values import DTYPES, Spread
 from .rows import CHECKED_ROWS, ArrayRows
 
 WINDOW_BYTES = 512 << 20  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32

@@ -19,7 +19,7 @@ from ..base.errors import RunError, TrainingError
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstruction, reconstructions
-from ..store.rows import RowSource
+from ..store.reader import RowSource
 from .files import Progress
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import HeldRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from ..sae.codes import Prefixes
     from ..sae.dictionary import SAE
     from ..store.joined import Joined, JoinedRows
-    from ..store.reader import ActivationStore
-    from ..store.rows import Rows as StoredRows
-    from ..store.rows import RowSource
+    from ..store.reader import ActivationStore, RowSource
+    from ..store.reader import Rows as StoredRows
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 100

@@ -14,7 +14,7 @@ from ..base.machine import local_world
 from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
-from ..store.rows import RowSource
+from ..store.reader import RowSource
 from .options import DEFAULT_STEPS, MOST_DEFAULT_EPOCHS, PENALTY_WARM_UP, SMALLEST, SolverConfig, TrainingConfig
 from .rows import SUMMED_ROWS, held_bytes
 from .start import Start

@@ -18,9 +18,9 @@ from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
 from ..store.joined import JoinedRows
-from ..store.rows import RowSource
-from ..store.statistics import Spread
+from ..store.reader import RowSource
 from ..store.stream import WHOLE, Part
+from ..store.values import Spread
 
 ArrayLike = Tensor | numpy.typing.ArrayLike
 CHECKED_ROWS = 65_536  # rows per block, to avoid a second copy of all

@@ -20,7 +20,7 @@ from ..base.home import Home
 from ..sae.activations import Activation, JumpRelu, activation_to_json
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import lasting_name, open_sae
-from ..store.rows import RowSource
+from ..store.reader import RowSource
 from .options import TrainingConfig
 from .rows import Normalisation
 

@@ -21,10 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from saecli.store.codec import DTYPES
-from saecli.store.reader import ActivationStore
-from saecli.store.rows import Rows
+from saecli.store.reader import ActivationStore, Rows
 from saecli.store.schema import StoreMeta, rows_per_shard
+from saecli.store.values import DTYPES
 from saecli.store.writer import StoreWriter
 
 WAYS = {

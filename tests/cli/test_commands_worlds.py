@@ -70,7 +70,7 @@ def test_an_import_killed_anywhere_equals_one_never_killed(produce, tmp_path, st
 
     def imported(name: str, **order: object) -> tuple[int, dict[str, bytes]]:
         folder = tmp_path / "home" / "activations" / name
-        status, error = produce(folder, words=[*words, name], imports=["saecli.store.import_worlds"], **order)
+        status, error = produce(folder, words=[*words, name], imports=["saecli.store.importing"], **order)
         assert not error
         return status, {} if order else contents(ActivationStore.open(folder))
 

@@ -26,7 +26,8 @@ from saecli.extract.texts import Document
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.writer import Admission, StoreWriter
+from saecli.store.shard_writer import Admission
+from saecli.store.writer import StoreWriter
 
 BOS, EOS, CONTEXT, ROWS = 1, 2, 16, 700
 LETTERS = "abcdefghijklmnop"

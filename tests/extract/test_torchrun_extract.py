@@ -11,8 +11,8 @@ import pytest
 from homes import CommandLine
 from launching import launched, own_words, together, torchrun
 
-from saecli.store.ranks import saved_rows
 from saecli.store.reader import ActivationStore
+from saecli.store.writer import saved_rows
 
 WORDS = ("extract", "--model", "tiny-gemma2", "--layer", "1", "--site", "resid_post")
 MANY = (*WORDS, "--rows", "36000", "--shard-rows", "1500", "--batch-size", "16")

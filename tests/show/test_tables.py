@@ -72,6 +72,6 @@ def test_places_without_an_exclusive_latent_have_no_column_of_dashes():
         console.print(places_table({"run": "x", "places": places, "shared": 2, "share": [[0.5, 0.5], [0.5, 0.5],
                                                                                          [0.8, 0.2]],
                                     "scaling": [[1.0, 1.0]] * 3}))
-    assert "of 3 latents 2 are shared by all places, 0 exclusive" in printed.get()
+    assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in printed.get()
     assert "1 in between" in printed.get()
     assert "scaling" not in printed.get()

@@ -3,7 +3,6 @@
 import gzip
 import pickle
 import struct
-import sys
 
 import h5py
 import numpy as np
@@ -17,7 +16,7 @@ from storing import collect, make_store
 
 from saecli.base.errors import FormatError
 from saecli.store import arrays as array
-from saecli.store.import_arrays import open_array
+from saecli.store.importing import open_array
 
 ROWS = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float32)
 FLAT = ROWS.reshape(50, 12)
@@ -70,17 +69,16 @@ def rows_of(source, start=0):
 def test_each_format_gives_the_rows_that_its_library_wrote(tmp_path, monkeypatch, name, dtype):
     monkeypatch.setattr(array, "BLOCK_BYTES", 7 * 12 * 4)
     values = (ROWS * 40 + 100).astype(dtype)
-    with_file(tmp_path / name, values)
+    WRITERS[name](tmp_path / name, values)
     source = open_array(str(tmp_path / name), flatten="features")
     assert (source.rows, source.features, source.dtype, source.labels) == (50, 12, "float32", None)
     expected = values.astype(np.float32).reshape(50, 12)
     np.testing.assert_array_equal(rows_of(source), expected)
     np.testing.assert_array_equal(rows_of(source, 13), expected[13:])
     assert [begin for begin, _ in source.blocks()] == list(range(0, 50, 7))
-
-
-def with_file(path, values):
-    WRITERS[path.name](path, values)
+    positions = open_array(str(tmp_path / name), flatten="positions")
+    np.testing.assert_array_equal(rows_of(positions), values.astype(np.float32).reshape(150, 4))
+    assert (positions.columns(4, 5)["document"], positions.columns(4, 5)["position"]) == ([1], [1])
 
 
 def test_half_precision_is_kept(tmp_path):
@@ -129,21 +127,11 @@ def test_patches_are_centred_and_of_separate_squares():
         assert np.abs(centred - rows[row]).max(1).min() < 1e-3
 
 
-def test_patches_without_pillow_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(FormatError, match=r"needs Pillow, which is not .*; install it with `pip install pillow`"):
-        open_array("patches")
-
-
 def test_key_chooses_among_several_arrays(tmp_path):
     np.savez(tmp_path / "a.npz", x=FLAT, y=-FLAT)
     torch.save({"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}, tmp_path / "a.pt")
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npz"), "y")), -FLAT)
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), FLAT)
-    with pytest.raises(FormatError, match=r"expected one array in .*a\.npz, got 2 \(x, y\); choose one with key"):
-        open_array(str(tmp_path / "a.npz"))
-    with pytest.raises(FormatError, match=r"no array for key z; expected one of its keys \(x, deep\.y\)"):
-        open_array(str(tmp_path / "a.pt"), "z")
 
 
 def test_labels_by_key_or_from_another_file(tmp_path):
@@ -157,45 +145,62 @@ def test_labels_by_key_or_from_another_file(tmp_path):
     assert open_array(str(tmp_path / "a.npz"), labels="y").rows == 50  # what remains needs no --key
 
 
-@pytest.mark.parametrize(("labels", "said"), [
-    (LABELS[:49], r"expected 50, one for each row, got shape \(49,\)"),
-    (np.stack([LABELS, LABELS], 1), r"expected 50, one for each row, got shape \(50, 2\)"),
-    (LABELS + 0.5, "expected whole numbers, got float64"),
-    (np.array(list("abcde") * 10), "expected whole numbers, got str32"),
+SHAPE = r"expected an array of shape \(rows, features\) or with more dimensions, got shape "
+REFUSED = {  # what a.npy or a.npz holds, key, labels, and what is said
+    "49 labels": ({"x": FLAT}, None, LABELS[:49], r"y\.npy do not fit: expected 50, one for each row, got shape \(49"),
+    "two labels": ({"x": FLAT}, None, np.stack([LABELS, LABELS], 1), r"one for each row, got shape \(50, 2\)"),
+    "halves": ({"x": FLAT}, None, LABELS + 0.5, "y.npy do not fit: expected whole numbers, got float64"),
+    "words": ({"x": FLAT}, None, np.array(list("abcde") * 10), "expected whole numbers, got str32"),
+    "infinite labels": ({"x": FLAT}, None, np.full(50, np.inf), "expected whole numbers"),
+    "large labels": ({"x": FLAT}, None, np.full(50, 2**64 - 1, np.uint64), "expected whole numbers"),
+    "a vector": ({"x": ROWS[:, 0, 0]}, None, None, rf"a\.npy: {SHAPE}\(50,\)"),
+    "a number": ({"x": np.float32(3)}, None, None, rf"a\.npy: {SHAPE}\(\)"),
+    "no rows": ({"x": ROWS[:0]}, None, None, r"expected a row or more, got an empty array of shape \(0, 3, 4\)"),
+    "no width": ({"x": ROWS[:, :, :0]}, None, None, "expected a row or more, got an empty array"),
+    "complex": ({"x": ROWS.astype(complex)}, None, None, "expected an array of real numbers, got one of complex128"),
+    "text": ({"x": np.array([["a"]])}, None, None, "expected an array of real numbers, got one of str32"),
+    "dates": ({"x": np.zeros((3, 2), "M8[s]")}, None, None, "expected an array of real numbers"),
+    "records": ({"x": np.zeros((3, 2), "f4,i4")}, None, None, "expected an array of real numbers"),
+    "no key": ({"x": FLAT, "y": FLAT}, None, None, r"one array in .*a\.npz, got 2 \(x, y\); choose one with key"),
+    "another key": ({"x": FLAT, "y": FLAT}, "z", None, r"no array for key z; expected one of its keys \(x, y\)"),
+    "needless key": ({"x": FLAT}, "x", None, "holds one array, without a key; leave out key"),
+    "no such labels": ({"x": FLAT}, None, "no.npy", r"there is no file no\.npy to take the labels from; check"),
+    "labels of no key": ({"x": FLAT, "y": LABELS}, "x", "no.npy", r"no file no\.npy .*, or give a key of .*\(x, y\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_array_of_rows_with_labels_is_refused(tmp_path, case):
+    arrays, key, labels, said = REFUSED[case]
+    path = tmp_path / ("a.npy" if len(arrays) == 1 else "a.npz")
+    if len(arrays) == 1:
+        np.save(path, *arrays.values())
+    else:
+        np.savez(path, **arrays)
+    if isinstance(labels, np.ndarray):
+        np.save(tmp_path / "y.npy", labels)
+        labels = str(tmp_path / "y.npy")
+    with pytest.raises(FormatError, match=said):
+        open_array(str(path), key, labels)
+
+
+class Opened:
+    def __reduce__(self):
+        return (print, ("run",))
+
+
+@pytest.mark.parametrize(("name", "key", "write"), [
+    ("a.npy", None, lambda path: np.save(path, np.array([[Opened()]], object), allow_pickle=True)),
+    ("a.npz", "x", lambda path: np.savez(path, x=np.array([[Opened()]], object), allow_pickle=True)),
+    ("a.pt", None, lambda path: torch.save({"x": torch.ones(3, 2), "y": Opened()}, path)),
+    ("a.pt", None, lambda path: torch.save({"y": Opened()}, path, _use_new_zipfile_serialization=False)),
+    ("a.pt", None, lambda path: path.write_bytes(pickle.dumps(Opened()))),
 ])
-def test_labels_that_do_not_fit_are_refused(tmp_path, labels, said):
-    np.save(tmp_path / "a.npy", FLAT)
-    np.save(tmp_path / "y.npy", labels)
-    with pytest.raises(FormatError, match=rf"y\.npy do not fit: {said}"):
-        open_array(str(tmp_path / "a.npy"), labels=str(tmp_path / "y.npy"))
-
-
-@pytest.mark.parametrize(("values", "said"), [
-    (ROWS[:, 0, 0], r"expected an array of shape \(rows, features\) or with more dimensions, got shape \(50,\)"),
-    (np.float32(3), r"got shape \(\)"),
-    (ROWS[:0], r"expected a row or more, got an empty array of shape \(0, 3, 4\)"),
-    (ROWS[:, :, :0], "expected a row or more, got an empty array"),
-    (ROWS.astype(complex), "expected an array of real numbers, got one of complex128"),
-    (np.array([["a"]]), "expected an array of real numbers, got one of str32"),
-])
-def test_what_is_no_array_of_rows_is_refused(tmp_path, values, said):
-    np.save(tmp_path / "a.npy", values)
-    with pytest.raises(FormatError, match=rf"a\.npy: .*{said}"):
-        open_array(str(tmp_path / "a.npy"))
-
-
-def test_pickled_objects_are_refused_and_never_run(tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return (tmp_path.joinpath("ran").touch, ())
-
-    np.save(tmp_path / "a.npy", np.array([[Bomb()]], dtype=object), allow_pickle=True)
-    np.savez(tmp_path / "a.npz", x=np.array([[Bomb()]], dtype=object), allow_pickle=True)
-    (tmp_path / "a.pt").write_bytes(pickle.dumps(Bomb()))
-    for name, key in (("a.npy", None), ("a.npz", "x"), ("a.pt", None)):
-        with pytest.raises(FormatError, match=f"cannot (read|import) .*{name}"):
-            open_array(str(tmp_path / name), key)
-    assert not (tmp_path / "ran").exists()
+def test_pickled_objects_are_refused_never_run_and_not_advised(tmp_path, capsys, name, key, write):
+    write(tmp_path / name)
+    with pytest.raises(FormatError, match=f"cannot (read|import) .*{name}") as caught:
+        open_array(str(tmp_path / name), key)
+    assert "weights_only" not in str(caught.value) and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [*WRITERS, "labels-idx1-ubyte"])
@@ -207,35 +212,6 @@ def test_files_of_another_format_are_refused_by_name(tmp_path, name):
     (tmp_path / "folder" / name).mkdir()
     with pytest.raises(FormatError, match=f"cannot read .*{name}: expected a file, got a folder"):
         open_array(str(tmp_path / "folder" / name))
-
-
-class Opened:
-    def __reduce__(self):
-        return (print, ("run",))
-
-
-@pytest.mark.parametrize("write", [
-    lambda path: torch.save({"x": torch.ones(3, 2), "y": Opened()}, path),
-    lambda path: torch.save({"x": torch.ones(3, 2), "y": Opened()}, path, _use_new_zipfile_serialization=False),
-    lambda path: path.write_bytes(pickle.dumps(Opened())),
-])
-def test_other_objects_in_torch_files_are_refused_without_advice_to_run_them(tmp_path, capsys, write):
-    write(tmp_path / "a.pt")
-    with pytest.raises(FormatError, match="expected tensors alone, got other Python objects") as caught:
-        open_array(str(tmp_path / "a.pt"))
-    assert "weights_only" not in str(caught.value)
-    assert not capsys.readouterr().out
-
-
-def test_labels_that_are_no_file_and_no_key_are_refused(tmp_path):
-    np.save(tmp_path / "a.npy", FLAT)
-    np.savez(tmp_path / "a.npz", x=FLAT, y=LABELS)
-    with pytest.raises(FormatError, match=r"there is no file no\.npy to take the labels from; check the path$"):
-        open_array(str(tmp_path / "a.npy"), labels="no.npy")
-    with pytest.raises(FormatError, match=r"no file no\.npy .*, or give a key of .*a\.npz \(x, y\)"):
-        open_array(str(tmp_path / "a.npz"), "x", "no.npy")
-    with pytest.raises(FormatError, match=r"holds one array, without a key; leave out key"):
-        open_array(str(tmp_path / "a.npy"), "x")
 
 
 def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):

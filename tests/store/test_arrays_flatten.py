@@ -3,41 +3,26 @@
 import math
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
 from homes import CommandLine
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 from storing import collect
 
 from saecli.base.errors import FormatError
 from saecli.store import arrays as array
 from saecli.store.arrays import ArraySource
-from saecli.store.import_arrays import open_array
+from saecli.store.importing import open_array
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import hash_request
 
 ACTS = np.random.default_rng(0).standard_normal((20, 7, 6)).astype(np.float32)  # batch, position, width
 DEEP = ACTS.reshape(5, 4, 7, 6)
 
-WRITERS = {
-    "a.npy": lambda path, values: np.save(path, values),
-    "a.npz": lambda path, values: np.savez(path, x=values),
-    "a.pt": lambda path, values: torch.save({"x": torch.from_numpy(values)}, path),
-    "a.safetensors": lambda path, values: save_file({"x": values}, path),
-    "a.h5": lambda path, values: h5py.File(path, "w").create_dataset("x", data=values, chunks=True).file.close(),
-}
-
-
-def rows_of(source: ArraySource) -> np.ndarray:
-    return np.concatenate([block.copy() for _, block in source.blocks()])
-
-
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.integers(1, 200), st.data())
-def test_blocks_are_the_rows_of_a_reshape_each_number_read_once_and_begin_again_where_any_did(shape, most, data):
+def test_blocks_are_a_reshape_read_once_from_any_row_on(shape, most, data):
     values = np.arange(math.prod(shape)).reshape(shape)
     read = []
     source = ArraySource(tuple(shape), "float32", lambda index: read.append(values[index].size) or values[index])
@@ -55,26 +40,7 @@ def test_blocks_are_the_rows_of_a_reshape_each_number_read_once_and_begin_again_
         np.testing.assert_array_equal(rest, values.reshape(-1, shape[-1])[start:])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("values", [ACTS, DEEP], ids=["three", "four"])
-@pytest.mark.parametrize("block", [1, 13, 1 << 20])
-def test_positions_are_the_vectors_along_the_last_dimension_in_every_format(tmp_path, monkeypatch, name, values, block):
-    monkeypatch.setattr(array, "BLOCK_BYTES", 4 * 6 * block)
-    WRITERS[name](tmp_path / name, values)
-    source = open_array(str(tmp_path / name), flatten="positions")
-    np.testing.assert_array_equal(rows_of(source), values.reshape(-1, 6))
-    own = math.prod(values.shape[1:-1])
-    columns = source.columns(0, source.rows)
-    np.testing.assert_array_equal(columns["document"], np.repeat(np.arange(len(values)), own))
-    np.testing.assert_array_equal(columns["position"], np.tile(np.arange(own), len(values)))
-    np.testing.assert_array_equal(source.columns(9, 30)["position"], columns["position"][9:30])
-    features = open_array(str(tmp_path / name), flatten="features")
-    np.testing.assert_array_equal(rows_of(features), values.reshape(len(values), -1))
-    assert features.columns(0, 1) == {}
-
-
-def test_more_than_two_dimensions_are_refused_unless_told_and_two_when_told(tmp_path):
+def test_flatten_is_needed_for_three_dimensions_and_refused_for_two(tmp_path):
     for values, said in (
             (ACTS, r"got shape \(20, 7, 6\): flatten positions gives 140 rows of 6 dimensions, "
                    "flatten features 20 rows of 42$"),
@@ -106,7 +72,7 @@ def test_labels_are_one_for_each_row_in_its_shape_or_flat(tmp_path, shape, flatt
             open_array(str(tmp_path / "a.pt"), "x", "y", flatten)
 
 
-def test_imported_positions_hold_out_whole_sequences_and_other_requests_are_as_before(sae: CommandLine, tmp_path: Path):
+def test_imported_positions_hold_out_whole_sequences(sae: CommandLine, tmp_path: Path):
     np.save(tmp_path / "acts.npy", ACTS)
     refused = sae("import", tmp_path / "acts.npy")
     assert refused.status == 1

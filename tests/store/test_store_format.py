@@ -1,54 +1,48 @@
-"""The format on disk, byte by byte and without our reader; stores of earlier versions, kept as files, still open."""
+"""The format on disk, byte by byte and without our reader; stored types against NumPy's and torch's rounding."""
 
 import hashlib
 import json
 import re
-import shutil
 import struct
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from homes import CommandLine
-from storing import collect
+import torch
+from storing import collect, make_meta, make_store
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from saecli.store.reader import ActivationStore
+from saecli.base.errors import StoreError
 from saecli.store.schema import StoreMeta
+from saecli.store.values import DTYPES
 from saecli.store.writer import StoreWriter
 
-STORES = Path(__file__).parents[1] / "stores"
-# Exact in bfloat16. Row 7 has a NaN; row 8 is of high norm, which the second store leaves out.
+# Exact in bfloat16. Row 7 has a NaN; row 8 is of high norm. Both are left out.
 ROWS = ((np.arange(40).reshape(10, 4) - 20) / 4).astype(np.float32)
 ROWS[7, 0] = np.nan
-LEFT_OUT = {"version_1": [7], "version_1_measured": [7, 8]}
+LEFT_OUT = [7, 8]
+TORCH_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def written_now(path: Path) -> Path:
-    """The second of the kept stores, as this version writes it."""
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
     rows = ROWS.copy()
     rows[8] *= 100
-    meta = StoreMeta({"kind": "array", "file": "version_1.npy"}, "version_1_measured", "bfloat16", 4, 6, 4,
-                     ("document", "label"), 10.0, created="2026-11-21T00:00:00.000000+00:00")
-    with StoreWriter.open(path, meta) as writer:
+    meta = StoreMeta({"kind": "array"}, "request", "bfloat16", 4, 6, 4, ("document", "label"), 10.0)
+    with StoreWriter.open(tmp_path / "s", meta) as writer:
         writer.append(rows, {"document": np.arange(10) // 2, "label": np.arange(10) % 3}, {"row": 0},
                       {"special": np.array([3.0, 5.0])})
         writer.finish()
-    return path
+    return tmp_path / "s"
 
 
-@pytest.fixture(params=["kept", "written now"])
-def measured(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return STORES / "version_1_measured" if request.param == "kept" else written_now(tmp_path / "s")
-
-
-def test_activations_lie_where_the_frame_says_as_little_endian_bits_in_whole_chunks(measured: Path):
-    stored = np.delete(ROWS, LEFT_OUT["version_1_measured"], axis=0)
-    document = json.loads((measured / "store.json").read_text())
+def test_activations_are_little_endian_chunks_at_the_frames_offset(written: Path):
+    stored = np.delete(ROWS, LEFT_OUT, axis=0)
+    document = json.loads((written / "store.json").read_text())
     assert [shard["rows"] for shard in document["shards"]] == [6, 2]
     for shard, rows, padding in zip(document["shards"], np.split(stored, [6]), (2, 0), strict=True):
-        content = (measured / "shards" / shard["file"]).read_bytes()
+        content = (written / "shards" / shard["file"]).read_bytes()
         assert content[:9] == b"\x89HDF\r\n\x1a\n\x03"
         assert struct.unpack_from("<Q", content, 28) == (len(content),)  # the superblock's end of the file
         start = shard["frame"]["start"]
@@ -58,10 +52,10 @@ def test_activations_lie_where_the_frame_says_as_little_endian_bits_in_whole_chu
         assert shard["frame"]["xxh3"] == xxh3_64_hexdigest(content[:start] + content[start + len(bits) :])
 
 
-def test_columns_checksums_and_statistics_are_the_bytes_that_the_format_says(measured: Path):
-    path = measured / "shards" / "00000.h5"
+def test_columns_checksums_and_statistics_are_as_specified(written: Path):
+    path = written / "shards" / "00000.h5"
     content = path.read_bytes()
-    start = json.loads((measured / "store.json").read_text())["shards"][0]["frame"]["start"]
+    start = json.loads((written / "store.json").read_text())["shards"][0]["frame"]["start"]
 
     def unpacked(name: str, kind: str) -> tuple:
         with h5py.File(path) as file:
@@ -85,56 +79,65 @@ def test_columns_checksums_and_statistics_are_the_bytes_that_the_format_says(mea
             {"norm_mean": np.mean(np.sqrt(squares)), "norm_max": np.sqrt(max(squares))})
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_store_of_an_earlier_version_reads_row_for_row(tmp_path: Path, name: str):
-    store = ActivationStore.open(shutil.copytree(STORES / name, tmp_path / name))
-    rows = store.split("all")
-    expected = np.delete(ROWS, LEFT_OUT[name], axis=0)
-    np.testing.assert_array_equal(collect(rows.sequential(4)), expected)
-    for column, values in (("document", np.arange(10) // 2), ("label", np.arange(10) % 3)):
-        np.testing.assert_array_equal(np.concatenate(list(rows.column(column, 4))), np.delete(values, LEFT_OUT[name]))
-    assert store.verify() == []
-    train = store.split("train")
-    spread, held = train.spread(), collect(train.sequential(4))
-    assert 0 < spread.rows == len(held) < store.rows
-    np.testing.assert_allclose(spread.mean, held.mean(axis=0), rtol=1e-6)
-    np.testing.assert_allclose(spread.variance, held.var(axis=0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_store_of_an_earlier_version_is_listed_checked_and_trained_on(sae: CommandLine, name: str):
-    shutil.copytree(STORES / name, sae.home / "activations" / "old")
-    (listed,) = sae("list", "--check", "--json").json["stores"]
-    assert (listed["state"], listed["rows"]) == ("complete", 10 - len(LEFT_OUT[name]))
-    assert (listed["norms"] is None) == (name == "version_1")
-    assert "old" in sae("list").out
-    done = sae("train", "--data", "old", "--epochs", "1", "--d-sae", "8", "--json")
-    assert done.status == 0, done.err
-
-
-def test_a_store_that_an_earlier_version_began_is_gone_on_with_and_measured_by_reading_it(tmp_path: Path):
-    path = shutil.copytree(STORES / "version_1", tmp_path / "s")
-    document = json.loads((path / "store.json").read_text())
-    document |= {"complete": False, "shards": document["shards"][:1], "dropped": {}}
-    (path / "store.json").write_text(json.dumps(document))
-    (path / "shards" / "00001.h5").unlink()
-    with StoreWriter.open(path, ActivationStore.open(path).meta) as writer:
-        assert writer.cursor == {"row": 0}
-        writer.append(ROWS, {"document": np.arange(10) // 2, "label": np.arange(10) % 3}, {"row": 0})
-        writer.finish()
-    store = ActivationStore.open(path)
-    assert store.verify() == []
-    assert (store.meta.norms, store.meta.norm_quantiles, store.meta.dropped) == (None, {}, {"nonfinite": 1})
-    np.testing.assert_array_equal(collect(store.split("all").sequential(4)), np.delete(ROWS, 7, axis=0))
-    train = store.split("train")
-    np.testing.assert_allclose(train.spread().mean, collect(train.sequential(4)).mean(axis=0), rtol=1e-6)
-
-
-def test_the_readmes_lines_read_a_bfloat16_shard_in_plain_h5py():
+def test_the_readmes_lines_read_a_bfloat16_shard_in_plain_h5py(written: Path):
     readme = (Path(__file__).parents[2] / "saecli/store/README.md").read_text(encoding="utf-8")
     (lines,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "activations" in block)
-    shard = STORES / "version_1_measured" / "shards" / "00000.h5"
+    shard = written / "shards" / "00000.h5"
     found: dict = {}
     exec(lines.replace("sae-data/activations/notes/shards/00000.h5", str(shard)), found)
     assert found["x"].dtype == np.float32
     np.testing.assert_array_equal(found["x"], ROWS[:6])
+
+
+def test_decoding_equals_numpy_and_torch_for_all_finite_bits():
+    bits = np.arange(2**16, dtype=np.uint16)
+    half = bits.view(np.float16)[np.isfinite(bits.view(np.float16))]
+    decoded = np.empty(half.shape, np.float32)
+    DTYPES["float16"].decode(half, decoded)
+    np.testing.assert_array_equal(decoded.view(np.uint32), half.astype(np.float32).view(np.uint32))
+    brain = bits[(bits & 0x7F80) != 0x7F80]
+    decoded = np.empty(brain.shape, np.float32)
+    DTYPES["bfloat16"].decode(brain, decoded)
+    expected = torch.from_numpy(brain).view(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(decoded.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_encoding_equals_torch_for_random_bits(dtype):
+    bits = np.random.default_rng(0).integers(0, 2**32, (1000, 100), np.uint32)
+    values = bits.view(np.float32)
+    values = np.where(np.abs(values) <= DTYPES[dtype].limit, values, 0).astype(np.float32)  # a NaN compares false
+    encoded = DTYPES[dtype].encode_rows(values)
+    expected = torch.from_numpy(values).to(TORCH_TYPES[dtype]).view(torch.uint16).numpy()
+    np.testing.assert_array_equal(encoded.view(np.uint16), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_blocks_already_encoded_are_stored_as_they_are(tmp_path, dtype):
+    rows = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
+    encoded = DTYPES[dtype].encode_rows(rows)
+    encoded.view(np.uint16)[3, 2] = 0x7F80 if dtype == "bfloat16" else 0x7C00  # infinity
+    store = make_store(tmp_path / "s", encoded, dtype)
+    assert store.meta.dropped == {"nonfinite": 1}
+    kept = np.delete(torch.from_numpy(rows).to(TORCH_TYPES[dtype]).float().numpy(), 3, axis=0)
+    np.testing.assert_array_equal(collect(store.split("all").sequential(9)), kept)
+
+
+@pytest.mark.parametrize(("block", "columns", "said"), [
+    (np.zeros((2, 5), np.float32), {"label": np.zeros(2, int)}, r"shape \(rows, 4\), got \(2, 5\)"),
+    (np.zeros((2, 4), np.int32), {"label": np.zeros(2, int)}, "expected floats, got int32"),
+    (np.zeros((2, 4), np.float32), {}, r"columns \['label'\], got \[\]"),
+    (np.zeros((2, 4), np.float32), {"label": np.zeros(3, int)}, "expected 2 integers"),
+    (np.zeros((2, 4), np.float32), {"label": np.zeros(2)}, "expected 2 integers, got float64"),
+])
+def test_blocks_that_do_not_fit_are_refused(tmp_path, block, columns, said):
+    with (StoreWriter.open(tmp_path / "s", make_meta(4, columns=("label",))) as writer,
+          pytest.raises(ValueError, match=said)):
+        writer.append(block, columns, {})
+
+
+def test_a_store_of_no_rows_is_refused_with_the_counts(tmp_path):
+    with (StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
+          pytest.raises(StoreError, match=r"no rows.*5 special, 2 nonfinite")):
+        writer.append(np.full((2, 4), np.nan, np.float32), {}, {}, {"special": np.ones(5)})
+        writer.finish()

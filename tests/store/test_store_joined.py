@@ -35,7 +35,7 @@ def joined_rows(stores: list[ActivationStore], which: str = "train", **choice) -
 
 @pytest.mark.parametrize("which", ["train", "test", "all"])
 @pytest.mark.parametrize("window_bytes", [1 << 30, 6000])
-def test_every_batch_has_the_rows_of_all_places_in_the_order_of_the_first_alone(stores, which, window_bytes):
+def test_every_batch_has_the_rows_of_all_places_in_the_firsts_order(stores, which, window_bytes):
     both = joined_rows(stores, which, seed=1)
     assert (both.widths, both.d_in, both.d_target) == ((5, 2), 7, 40)
     arguments = {"seed": 3, "epoch": 1, "window_bytes": window_bytes}

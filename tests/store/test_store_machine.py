@@ -7,18 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from storing import collect, make_meta, stored_contents
 
 from saecli.base.errors import StoreError
-from saecli.store.codec import DTYPES
 from saecli.store.reader import ActivationStore
 from saecli.store.shard import stored_statistics
 from saecli.store.split import is_test
-from saecli.store.statistics import QUANTILE_ERROR
 from saecli.store.stream import Part
+from saecli.store.values import DTYPES, QUANTILE_ERROR
 from saecli.store.writer import StoreWriter
 
 BLOCKS, D_IN, MULTIPLE = 12, 3, 2.0
@@ -189,4 +188,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+# Shrinking a failure takes minutes.
+TestStore.settings = settings(max_examples=25, stateful_step_count=25, deadline=None,
+                              phases=(Phase.explicit, Phase.reuse, Phase.generate))

@@ -15,7 +15,7 @@ from storing import collect, make_store, memory_folder
 
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
-from saecli.store.stream import Permutation
+from saecli.store.split import Permutation
 
 
 def numbered(count: int, d_in: int = 3) -> np.ndarray:
@@ -72,7 +72,7 @@ def documents(tmp_path_factory, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 4, 30, 200])
-def test_a_batch_holds_few_pairs_of_one_document_however_many_windows_there_are(documents, parts):
+def test_a_batch_holds_few_pairs_of_one_document(documents, parts):
     store, of_rows = documents
     window = store.rows // parts * 512
     came = collect(store.split("all").batches(64, seed=0, epoch=0, window_bytes=window))[:, 0].astype(int)
@@ -115,12 +115,6 @@ def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
     np.testing.assert_array_equal(shuffled[np.lexsort((shuffled[:, 1], shuffled[:, 0]))], rows)
 
 
-def test_window_as_large_as_the_store_gives_a_uniform_shuffle(rows):
-    shuffled = order(rows, window_bytes=1 << 20)
-    displacement = np.abs(np.argsort(shuffled) - np.arange(5000)).mean()
-    assert displacement == pytest.approx(5000 / 3, rel=0.05)  # the mean of |U - V| for independent uniforms
-
-
 @given(st.integers(1, 3000), st.integers(0, 2**32))
 def test_permutation_beyond_a_table_is_one(count, seed):
     permutation = Permutation(count, np.random.default_rng(seed), largest_table=0)
@@ -147,8 +141,10 @@ def test_batches_stay_valid_while_held_and_may_be_written_to(rows):
     np.testing.assert_array_equal(np.sort(np.concatenate(seen)[:, 0]), np.arange(5000))
 
 
-@pytest.mark.parametrize("stream", [lambda rows: rows.sequential(64),
-                                    lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000)])
+STREAMS = [lambda rows: rows.sequential(64), lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000)]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
 def test_threads_end_when_the_consumer_stops_early(rows, stream):
     threads = torch.get_num_threads()
     batches = stream(rows)
@@ -158,9 +154,8 @@ def test_threads_end_when_the_consumer_stops_early(rows, stream):
     assert not reading_threads() and torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("stream", [lambda rows: rows.sequential(64),
-                                    lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000)])
-def test_an_error_while_reading_ahead_reaches_the_consumer_and_ends_the_threads(tmp_path, stream):
+@pytest.mark.parametrize("stream", STREAMS)
+def test_an_error_while_reading_ahead_reaches_the_consumer(tmp_path, stream):
     store = make_store(tmp_path / "s", numbered(2000), shard_rows=700, chunk_rows=20)
     (tmp_path / "s" / "shards" / "00001.h5").write_bytes(b"not HDF5")
     with pytest.raises(StoreError, match=r"00001\.h5"):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from storing import dense, sparse
 
 from saecli.base.errors import ConfigError
-from saecli.store.codec import stacked
 from saecli.store.options import SyntheticConfig
+from saecli.store.values import stacked
 from saecli.store.worlds import World, forest, tight_frame, world_of, zipfian
 
 G, D = 96, 16
@@ -34,7 +34,7 @@ def few(features: int = G, **changes: np.ndarray) -> World:
 
 
 @pytest.mark.parametrize(("features", "exponent", "l0"), [(1024, 0.5, 10), (1536, 0.5, 23), (20, 3, 4), (5, 1, 1.5)])
-def test_zipfian_probabilities_have_the_sum_asked_for_and_fall_by_the_power_below_the_cap(features, exponent, l0):
+def test_zipfian_probabilities_sum_to_l0_and_fall_by_the_power(features, exponent, l0):
     firing = zipfian(features, exponent, l0)
     assert firing.sum() == pytest.approx(l0)
     assert firing.max() <= 0.4 + 1e-12
@@ -44,14 +44,14 @@ def test_zipfian_probabilities_have_the_sum_asked_for_and_fall_by_the_power_belo
 
 
 @pytest.mark.parametrize(("features", "d_in"), [(100, 16), (16, 16), (9, 16)])
-def test_directions_reach_the_least_sum_of_squared_products_that_there_is(features, d_in):
+def test_directions_reach_the_least_sum_of_squared_products(features, d_in):
     found = tight_frame(np.random.default_rng(0).standard_normal((features, d_in)))
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1)
     least = max(features**2 / d_in, features) - features  # Benedetto and Fickus 2003
     assert np.square(found @ found.T).sum() - features == pytest.approx(least, abs=1e-4)
 
 
-def test_two_thirds_of_the_features_have_four_children_each_on_two_levels():
+def test_two_thirds_of_features_are_in_trees_of_two_levels():
     parents = forest(1024)
     assert [(parents == -1).sum(), (parents >= 0).sum()] == [32 + 352, 640]
     children = np.bincount(parents[parents >= 0])
@@ -87,7 +87,7 @@ def test_correlations_of_firing_are_those_of_a_gaussian_copula():
     assert (fires[:, 0] & fires[:, 2]).mean() == pytest.approx(0.25, abs=0.01)
 
 
-def test_of_siblings_that_exclude_each_other_at_most_one_fires_and_each_as_often():
+def test_of_exclusive_siblings_at_most_one_fires_and_each_as_often():
     world = few(5, parents=[-1, 0, 0, 0, 0], groups=[-1, 7, 7, 7, -1], std=np.full(5, 0.1))
     fires = sampled(world, 4) > 0
     assert fires[:, 1:4].sum(1).max() == 1
@@ -95,7 +95,7 @@ def test_of_siblings_that_exclude_each_other_at_most_one_fires_and_each_as_often
     np.testing.assert_allclose(fires.mean(0), [0.5, *[0.5 * 7 / 8 / 3] * 3, 0.25], atol=0.015)
 
 
-def test_siblings_without_a_parent_exclude_each_other_too_and_their_children_fall_with_them():
+def test_exclusive_roots_silence_their_children_too():
     world = few(4, parents=[-1, -1, 0, 1], groups=[0, 0, -1, -1])
     fires = sampled(world, 1) > 0
     assert not (fires[:, 0] & fires[:, 1]).any()
@@ -103,7 +103,7 @@ def test_siblings_without_a_parent_exclude_each_other_too_and_their_children_fal
     assert fires.any(0).all()
 
 
-def test_a_scaled_child_has_its_magnitude_times_its_parents_over_the_parents_mean():
+def test_a_scaled_childs_magnitude_follows_its_parents():
     world = few(2, parents=[-1, 0], scaled=[False, True], mean=np.array([2.0, 3.0]), std=np.array([0.5, 0.0]))
     codes = sampled(world, 1)
     both = codes[:, 1] > 0
@@ -137,7 +137,7 @@ def test_more_active_features_than_can_be_are_refused_by_the_option():
 
 
 @given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 6))
-def test_sparse_rows_are_sliced_chosen_and_stacked_as_a_matrix_is(seed, rows, features):
+def test_sparse_rows_are_sliced_chosen_and_stacked_as_a_matrix(seed, rows, features):
     random = np.random.default_rng(seed)
     matrix = random.random((rows, features)) * (random.random((rows, features)) < 0.4)
     codes = sparse(matrix.astype(np.float32))

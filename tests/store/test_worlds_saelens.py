@@ -29,7 +29,7 @@ def codes_of(store: ActivationStore, which: str, features: int) -> np.ndarray:
     return np.concatenate([dense(codes, features) for codes in store.split(which).codes(1000)])
 
 
-def test_every_score_agrees_with_saelens_scorer_on_the_same_measured(sae: CommandLine, tmp_path: Path):
+def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path):
     python_with("saelens")
     words = ["--features", str(G), "--d-in", "40", "--l0", "6", "--rows", "12000"]
     assert sae("import", "synthetic", *words, "--name", "world").status == 0
@@ -55,7 +55,7 @@ def test_every_score_agrees_with_saelens_scorer_on_the_same_measured(sae: Comman
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["flat", "tree", "exclusive"])
-def test_a_world_that_saelens_saved_gives_rows_of_the_same_distribution(sae: CommandLine, tmp_path: Path, kind: str):
+def test_a_world_of_saelens_gives_rows_of_the_same_distribution(sae: CommandLine, tmp_path: Path, kind: str):
     saelens("save", tmp_path / kind, kind, str(ROWS))
     done = sae("import", tmp_path / kind, "--rows", str(ROWS), "--json")
     assert done.status == 0, done.err
@@ -83,7 +83,7 @@ def test_a_world_that_saelens_saved_gives_rows_of_the_same_distribution(sae: Com
 
 
 @pytest.mark.long
-def test_a_saved_world_is_recognised_by_folder_or_file_and_takes_no_other_options(sae: CommandLine, tmp_path: Path):
+def test_a_saved_world_is_recognised_by_folder_or_file(sae: CommandLine, tmp_path: Path):
     saelens("save", tmp_path / "tree", "tree", "10")
     files = ["synthetic_model.safetensors", "synthetic_model_config.json"]
     for number, name in enumerate(files):

@@ -15,7 +15,7 @@ from saecli.measure.hook_points import PlaceSums
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE, Batch
 from saecli.store.joined import Joined
-from saecli.store.statistics import Spread
+from saecli.store.values import Spread
 from saecli.train.decoder_step import penalty_places
 from saecli.train.ridge import Place, by_place, choose_alpha
 

@@ -8,9 +8,9 @@ import torch
 from storing import collect, make_store
 
 from saecli.base.devices import carried
-from saecli.store.codec import DTYPES
 from saecli.store.joined import JoinedRows
-from saecli.store.rows import Rows
+from saecli.store.reader import Rows
+from saecli.store.values import DTYPES
 from saecli.train.rows import HeldRows, held_bytes
 
 random = np.random.default_rng(0)
@@ -57,7 +57,7 @@ def test_rows_carried_are_the_numbers_that_are_stored(rows: Rows):
 @pytest.mark.parametrize("window", [1 << 28, 4096], ids=["one window", "several"])
 def test_kept_rows_come_in_the_order_of_the_store(rows: Rows, window: int, monkeypatch: pytest.MonkeyPatch):
     defaults = rows.batches.__func__.__kwdefaults__
-    monkeypatch.setattr("saecli.store.rows.WINDOW_BYTES", window)
+    monkeypatch.setattr("saecli.store.reader.WINDOW_BYTES", window)
     monkeypatch.setitem(defaults, "window_bytes", window)
     held = HeldRows(rows, CPU)
     for got, expected in zip(all_held(held), all_ways(rows), strict=True):

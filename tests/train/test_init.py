@@ -12,7 +12,7 @@ import saecli
 from saecli.sae.activations import ACTIVATIONS, AbsTopK, Activation, BatchTopK, JumpRelu, Relu, SoftTopK, Swish, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
-from saecli.store.statistics import Spread
+from saecli.store.values import Spread
 from saecli.train.files import read_metrics
 from saecli.train.options import NORMALISATIONS
 from saecli.train.rows import fit_normalisation

@@ -15,8 +15,8 @@ from storing import make_store
 import saecli
 from saecli.base import devices
 from saecli.sae.codes import DenseCodes, SparseCodes
-from saecli.store.codec import DTYPES
 from saecli.store.joined import Joined
+from saecli.store.values import DTYPES
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Record, start_training
 from saecli.train.rows import HeldRows

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.formats import load_native
 from saecli.store.split import is_test
-from saecli.store.statistics import Spread
+from saecli.store.values import Spread
 from saecli.train import plan
 from saecli.train.files import read_metrics
 from saecli.train.options import NORMALISATIONS

@@ -123,7 +123,7 @@ def test_a_run_is_not_gone_on_with_on_other_rows(sae: CommandLine):
     ({"format_version": 9}, "expected format version 1 or older, got 9; upgrade saecli"),
     ({"solver": {"name": "foo"}}, "not what this version of `sae train` writes"),
     ({"activation": {"name": "foo"}}, "act must be one of relu, jumprelu"),
-    ({"training": {"split_seed": 0, "fraction": 1.0}}, "TrainingConfig does not match"),
+    ({"training": {"split_seed": 0, "fraction": 1.0}}, "not all of its settings are filled in"),
 ])
 def test_a_run_of_another_version_is_refused_and_left_alone(sae: CommandLine, fields: dict, sentence: str):
     folder = unfinished(sae)

@@ -11,7 +11,7 @@ from homes import make_store, some_rows
 
 import saecli
 from saecli.base.errors import ConfigError, TrainingError
-from saecli.store.rows import Rows
+from saecli.store.reader import Rows
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Record, Training, start_training
 from saecli.train.rows import ArrayRows, TrainingRows

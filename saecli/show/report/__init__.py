@@ -9,7 +9,6 @@ import html
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,16 +22,18 @@ from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
 from ...measure.evaluate import evaluated
 from ...measure.hook_points import places_document
-from ...measure.latents import CoFiring, Examples, at_random, neighbours, survey
+from ...measure.latents import Examples, Survey, at_random, neighbours, survey
 from ...measure.measured import COLUMNS, Measured, RowsLike, held_out, in_blocks, measured
 from ...sae.library import SAELike
 from ...store.split import Which
 from ...train.files import read_metrics
-from .details import Details, Readings, Texts, TokenNumbers
+from .details import Details, TokenNumbers
 from .overview import neuronpedia_url, overview
 
 if TYPE_CHECKING:
-    from ...extract.tokens import OutputTokens, Unembedding
+    from ...extract.tokens import OutputTokens, TokenTexts, Unembedding
+
+    Tokens = TokenTexts | TokenNumbers
 
 INDEX, DETAILS = "index.html", "latents"
 SCRIPTS = ("dom.js", "charts.js", "table.js", "texts.js", "latent.js", "main.js")
@@ -47,38 +48,23 @@ def as_script(document: Any) -> str:
 
 
 def write_pages(folder: Path, title: str, overview: dict[str, Any], details: Iterable[dict[str, Any]]) -> None:
-    """Write `overview.overview` and each file of `details.Details.contents` to a new or empty folder, which appears
-    whole or not at all."""
+    """Write `overview.overview` and `details.Details.contents` to a new or empty folder, which appears whole."""
     with folder_appearing_whole(folder) as temporary:
         (temporary / DETAILS).mkdir()
         for number, content in enumerate(details):
             (temporary / DETAILS / f"{number:05}.js").write_text(f"saeLatents({number},{as_script(content)});\n",
                                                                  encoding="utf-8")
-        (temporary / INDEX).write_text(_index(title, overview), encoding="utf-8")
+        style, template, *scripts = ((files(__package__) / "assets" / name).read_text(encoding="utf-8")
+                                     for name in ("style.css", INDEX, *SCRIPTS))
+        parts = {"title": html.escape(title), "style": style, "script": "\n".join(scripts), "data": as_script(overview)}
+        # In one pass, so that nothing in a part is taken for a mark.
+        page = re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], template)
+        (temporary / INDEX).write_text(page, encoding="utf-8")
 
 
-def _index(title: str, overview: dict[str, Any]) -> str:
-    assets = files(__package__) / "assets"
-    parts = {"title": html.escape(title), "style": (assets / "style.css").read_text(encoding="utf-8"),
-             "script": "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS),
-             "data": as_script(overview)}
-    template = (assets / "index.html").read_text(encoding="utf-8")
-    # In one pass, so that nothing in a part is taken for a mark.
-    return re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], template)
-
-
-@dataclass(frozen=True)
-class Words:
-    """The texts of tokens, the language model's unembedding if any, and sentences on missing content."""
-
-    has_tokens: bool
-    texts: Texts = field(default_factory=TokenNumbers)
-    unembedding: "Unembedding | None" = None
-    notes: list[str] = field(default_factory=list)
-
-
-def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
-    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names."""
+def _words(one: Measured, model: str | None, has_tokens: bool) -> "tuple[Tokens, Unembedding | None, list[str]]":
+    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names; the
+    model's unembedding if given; and sentences on missing content."""
     store = one.store
     named = store.meta.source.get("model")
     notes = [] if has_tokens else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
@@ -97,20 +83,20 @@ def words_for(one: Measured, model: str | None, has_tokens: bool) -> Words:
         if named is not None and named != place.identity()["model"]:
             notes.append(f"{store.name} came from {named}, and is read through {model}")
         loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
-        return Words(has_tokens, TokenTexts(loaded.tokenizer), Unembedding(loaded), notes)
+        return TokenTexts(loaded.tokenizer), Unembedding(loaded), notes
     if not has_tokens:
-        return Words(has_tokens, notes=notes)
+        return TokenNumbers(), None, notes
     if named is None:
         notes.append(f"{store.name} does not say which model its tokens are of, so they are shown as numbers; --model "
                      f"names it")
-        return Words(has_tokens, notes=notes)
-    from ...extract.tokens import TokenTexts
+    else:
+        from ...extract.tokens import TokenTexts
 
-    try:
-        return Words(has_tokens, TokenTexts.of_model(named), notes=notes)
-    except ModelError as error:
-        notes.append(f"no tokenizer ({error}): showing token ids")
-        return Words(has_tokens, notes=notes)
+        try:
+            return TokenTexts.of_model(named), None, notes
+        except ModelError as error:
+            notes.append(f"no tokenizer ({error}): showing token ids")
+    return TokenNumbers(), None, notes
 
 
 MOST_PAGES = 4096  # written by default
@@ -126,15 +112,13 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
     """Write pages to look at an SAE's latents in a browser, from disk. CLI equivalent: `sae report`.
 
     Args:
-        sae, target, device, home, progress: as in `evaluate`.
+        sae, data, target, device, home, progress: as in `evaluate`; data are a store or rows of one.
         out: folder to write, new or empty; it appears whole or not at all.
-        data: as in `evaluate`; a store or rows of one.
-        split: rows that the latents are shown on: all, train or test.
+        split: rows that the latents are shown on.
         latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
             frequent, by default 4,096.
-        model: hub id or folder of the language model that the rows came from, to show the next tokens that each latent
-            promotes and suppresses.
-        examples: texts per latent, 1 to 100: those in which it fires strongest.
+        model: hub id or folder of the rows' language model, to show the tokens that each latent promotes.
+        examples: strongest texts per latent, 1 to 100.
         neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages; None to look it up.
     """
     folder, listener = Path(out), listening(progress)
@@ -149,18 +133,21 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}", option="examples")
     one = measured(Home.at(home), sae, data, split, device, listener, target)
     chosen = None if latents is None else _numbers(latents, one)
-    headline, lacking = _headline(one)
-    d_sae, words = one.sae.d_sae, words_for(one, model, set(COLUMNS) <= set(one.store.meta.columns))
-    gathered = (Examples(chosen or range(d_sae), d_sae, examples, words.has_tokens),
-                Examples(chosen or range(d_sae), d_sae, SAMPLES, words.has_tokens, at_random))
+    d_sae, has_tokens = one.sae.d_sae, set(COLUMNS) <= set(one.store.meta.columns)
+    texts, unembedding, notes = _words(one, model, has_tokens)
+    gathered = (Examples(chosen or range(d_sae), d_sae, examples, has_tokens),
+                Examples(chosen or range(d_sae), d_sae, SAMPLES, has_tokens, at_random))
     found = survey(one.sae, in_blocks(one.inputs(listener), one.of_store, one.batch_rows), one.of_store.rows, *gathered)
     if chosen is None:
         chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:top or MOST_PAGES].tolist())
     places = places_document(one, listener)
-    details = Details(found, _readings(one, chosen, words, places, found.cofiring, listener))
-    (measures,) = evaluated([headline], None, None, listener)
-    notes = [*words.notes, *lacking, *([] if len(chosen) == d_sae else
-                                            [f"{len(chosen):,} of {d_sae:,} latents have pages of their own"])]
+    details = _details(one, found, chosen, texts, unembedding, places, listener)
+    holds_out = one.store.split("train", seed=one.subject.split_seed).rows < one.store.rows
+    (measures,) = evaluated([held_out(one) if holds_out else one], None, None, listener)
+    if not holds_out:
+        notes.append(f"{one.store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows")
+    if len(chosen) < d_sae:
+        notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
     curves = [] if one.subject.folder is None else read_metrics(one.subject.folder)
     content = overview(_heading(one, neuronpedia), measures, found, curves, _facts(one, places), notes)
     content["latents"] |= details.columns()
@@ -191,29 +178,21 @@ def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
     return sorted(found)
 
 
-def _headline(one: Measured) -> tuple[Measured, list[str]]:
-    """The SAE on held-out rows; if there are none on the rows that the pages show, with a note."""
-    store = one.store
-    if store.split("train", seed=one.subject.split_seed).rows < store.rows:
-        return held_out(one), []
-    return one, [f"{store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows"]
-
-
-def _readings(one: Measured, chosen: list[int], words: Words, places: Mapping[str, Any], cofiring: CoFiring,
-              listener: Listener) -> Readings:
+def _details(one: Measured, found: Survey, chosen: list[int], texts: "Tokens", unembedding: "Unembedding | None",
+             places: Mapping[str, Any], listener: Listener) -> Details:
     W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
     with listener.progress("comparing latents", len(chosen), "latents") as show:
         near = neighbours(W_dec, numbers, NEIGHBOURS, show)
     with listener.progress("counting pairs", len(chosen), "latents") as show:
-        partners = cofiring.partners(numbers, NEIGHBOURS, show)
+        partners = found.cofiring.partners(numbers, NEIGHBOURS, show)
     outputs: OutputTokens | None = None
-    if words.unembedding is not None:
+    if unembedding is not None:
         with listener.progress("reading off output tokens", len(chosen), "latents") as show:
-            last = W_dec[:, one.sae.places[-1]]  # of a crosscoder, at its last place
-            outputs = words.unembedding.output_tokens(last[numbers], OUTPUT_TOKENS, show)
+            last = W_dec[:, one.sae.places[-1]]  # of a crosscoder, at its last hook point
+            outputs = unembedding.output_tokens(last[numbers], OUTPUT_TOKENS, show)
     alignment = one.alignment()
     features = None if alignment is None else (alignment.nearest[chosen], alignment.nearest_cosines[chosen])
-    return Readings(chosen, near, partners, words.texts, outputs, features, places)
+    return Details(found, chosen, near, partners, texts, outputs, features, places)
 
 
 def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
@@ -225,9 +204,8 @@ def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
 
 def _facts(one: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Settings by section and name."""
-    store, folder = one.store, one.subject.folder
-    activation = {"name": one.sae.activation.name, **one.sae.activation.to_json()}
-    found: dict[str, Mapping[str, Any]] = {"activation": activation}
+    store, folder, activation = one.store, one.subject.folder, one.sae.activation
+    found: dict[str, Mapping[str, Any]] = {"activation": {"name": activation.name, **activation.to_json()}}
     if folder is not None and (folder / RUN_MARKER).is_file():
         run = read_settings(folder / RUN_MARKER)
         found |= {"training": run["training"], "solver": run["solver"],

@@ -3,8 +3,9 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +15,7 @@ from ...sae.metrics import DENSE_FREQUENCY
 from .overview import FEWEST_ROWS, rounded
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
-    from ...extract.tokens import OutputTokens
+    from ...extract.tokens import OutputTokens, TokenTexts
 
 PER_FILE = 16  # latents per file of about 60 KB
 LEVELS = 1000  # an excerpt's codes are rounded to thousandths of the latent's largest
@@ -25,14 +26,6 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that is a part of
 LONGEST_CHARACTER = 4  # bytes, so at most 4 tokens
 
 
-class Texts(Protocol):
-    """The texts of tokens; see `extract.tokens.TokenTexts`."""
-
-    def __getitem__(self, token: int) -> str: ...
-
-    def joined(self, tokens: Sequence[int]) -> str: ...
-
-
 class TokenNumbers:
     """Token ids in brackets, in place of texts where there is no tokenizer."""
 
@@ -40,42 +33,30 @@ class TokenNumbers:
         return f"[{token}]"
 
     def joined(self, tokens: Sequence[int]) -> str:
-        """The ids of consecutive tokens."""
         return "".join(map(self.__getitem__, tokens))
 
 
 @dataclass(frozen=True)
-class Readings:
-    """The content of pages that is not in a survey.
-
-    Args:
-        chosen: the latents that have a page, (C,), ascending.
-        neighbours: cosines and latents, (C, n) each.
-        features: the known feature nearest to each latent, and its cosine, (C,) each.
-        places: `places_document` of a crosscoder.
-    """
-
-    chosen: Sequence[int]
-    neighbours: tuple[Tensor, Tensor]
-    partners: Partners
-    texts: Texts
-    outputs: "OutputTokens | None"
-    features: tuple[Tensor, Tensor] | None = None
-    places: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Details:
     """The content of the latents' files, and of their columns in the table."""
 
-    def __init__(self, survey: Survey, readings: Readings) -> None:
-        self._survey, self._readings, self._texts = survey, readings, readings.texts
-        self._found = {"examples": survey.examples.of(readings.chosen), "samples": survey.samples.of(readings.chosen)}
-        self._histograms, self._largest = survey.magnitudes.histograms, survey.magnitudes.largest
+    survey: Survey
+    chosen: Sequence[int]  # (C,), ascending
+    neighbours: tuple[Tensor, Tensor]  # cosines and latents, (C, n) each
+    partners: Partners
+    texts: "TokenTexts | TokenNumbers"
+    outputs: "OutputTokens | None"
+    features: tuple[Tensor, Tensor] | None  # the known feature nearest to each latent, and its cosine, (C,) each
+    places: Mapping[str, Any]  # `places_document`
+
+    @cached_property
+    def _found(self) -> dict[str, dict[str, Any]]:
+        return {"examples": self.survey.examples.of(self.chosen), "samples": self.survey.samples.of(self.chosen)}
 
     def contents(self, show: Callable[[int], None]) -> Iterator[dict[str, Any]]:
         """Each file's content in turn; `show` is called with the number of latents done."""
-        for begin in range(0, len(self._readings.chosen), PER_FILE):
-            places = range(begin, min(begin + PER_FILE, len(self._readings.chosen)))
+        for begin in range(0, len(self.chosen), PER_FILE):
+            places = range(begin, min(begin + PER_FILE, len(self.chosen)))
             strings: dict[str, int] = {}
             yield {"latents": [self._latent(place, strings) for place in places], "strings": list(strings)}
             show(places.stop)
@@ -83,51 +64,57 @@ class Details:
     def columns(self) -> dict[str, Any]:
         """The table's columns for the chosen latents: interest, tokens at the peaks of examples, a snippet of the best
         example, tokens promoted most; and which latents have a page."""
-        columns: dict[str, Any] = {"chosen": list(self._readings.chosen), "per_file": PER_FILE}
-        alike = [0.0] * len(self._readings.chosen)
+        chosen = list(self.chosen)
+        columns: dict[str, Any] = {"chosen": chosen, "per_file": PER_FILE}
+        alike = [0.0] * len(chosen)
         if "token" in self._found["examples"]:
-            peaks = [self._peaks(place) for place in range(len(self._readings.chosen))]
+            peaks = [self._peaks(place) for place in range(len(chosen))]
             alike = list(map(agreement, peaks))
-            columns["tokens"] = [_most_frequent(map(_short, own)) for own in peaks]
-            columns["snippets"] = [self._snippet(place) for place in range(len(self._readings.chosen))]
-        columns["interest"] = self._interest(alike)
-        if (outputs := self._readings.outputs) is not None:
-            columns["promoted"] = [[_short(self._texts[token]) for token in tokens[:LISTED_TOKENS]]
+            columns["tokens"] = [[text for text, _ in Counter(map(_short, own)).most_common(LISTED_TOKENS)]
+                                 for own in peaks]
+            columns["snippets"] = [self._snippet(place) for place in range(len(chosen))]
+        firing, sizes = self.survey.firing, self.survey.magnitudes
+        figures = (values[chosen].tolist() for values in (firing.frequency, sizes.means, sizes.largest))
+        columns["interest"] = [round(interest(frequency, firing.rows, mean, largest, own), 3)
+                               for frequency, mean, largest, own in zip(*figures, alike, strict=True)]
+        if (outputs := self.outputs) is not None:
+            columns["promoted"] = [[_short(self.texts[token]) for token in tokens[:LISTED_TOKENS]]
                                    for tokens in outputs.promoted.tolist()]
         return columns
 
     def _latent(self, place: int, strings: dict[str, int]) -> dict[str, Any]:
-        latent = self._readings.chosen[place]
-        present = np.flatnonzero(self._histograms[latent])
+        latent = self.chosen[place]
+        histogram = self.survey.magnitudes.histograms[latent]
+        present = np.flatnonzero(histogram)
         low, high = (int(present[0]), int(present[-1]) + 1) if len(present) else (0, 0)
-        cosines, others = self._readings.neighbours
-        phi, partners = (values[place] for values in self._readings.partners)
-        scale = float(self._largest[latent]) / LEVELS
-        page = {"latent": latent, "low": low, "counts": self._histograms[latent, low:high].tolist(),
+        cosines, others = self.neighbours
+        phi, partners = (values[place] for values in self.partners)
+        scale = float(self.survey.magnitudes.largest[latent]) / LEVELS
+        page = {"latent": latent, "low": low, "counts": histogram[low:high].tolist(),
                 "neighbours": list(zip(others[place].tolist(), rounded(cosines[place]), strict=True)),
                 "together": [one for one in zip(partners.tolist(), rounded(phi), strict=True) if one[1]],
                 "scale": scale}
         for group, found in self._found.items():
             page[group] = [self._example({name: values[place, which] for name, values in found.items()}, scale, strings)
                            for which in range(int((found["rank"][place] > 0).sum()))]
-        if self._readings.features is not None:
-            feature, cosine = (values[place] for values in self._readings.features)
+        if self.features is not None:
+            feature, cosine = (values[place] for values in self.features)
             page["feature"] = [int(feature), float(f"{cosine:.4g}")]
-        if by_place := self._readings.places:
+        if by_place := self.places:
             page["places"] = [[one["name"], share, scaling] for one, share, scaling in
                               zip(by_place["places"], by_place["share"][latent], by_place["scaling"][latent],
                                   strict=True)]
-        if (outputs := self._readings.outputs) is not None:
+        if (outputs := self.outputs) is not None:
             page["logits"] = outputs.counts[place].tolist()
             for name, tokens, logits in (("promoted", outputs.promoted, outputs.promoted_logits),
                                          ("suppressed", outputs.suppressed, outputs.suppressed_logits)):
-                page[name] = [[self._texts[token], logit]
+                page[name] = [[self.texts[token], logit]
                               for token, logit in zip(tokens[place].tolist(), rounded(logits[place]), strict=True)]
         return page
 
     def _example(self, own: Mapping[str, Any], scale: float, strings: dict[str, int]) -> dict[str, Any]:
-        """One example: its code and row; with tokens also the excerpt's pieces as indices into `strings`, number and
-        code of a piece, in units of `scale`, where it fires, and the pieces that follow missing rows."""
+        """One example: its code and row; with tokens also pieces of the excerpt as indices into `strings`, number and
+        code, in units of `scale`, of those where it fires, and the pieces that follow missing rows."""
         codes = np.rint(own["code"] / scale).astype(int)
         if "token" not in own:
             return {"code": float(own["code"][0]), "row": int(own["number"])}
@@ -146,37 +133,22 @@ class Details:
 
     def _pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
         """An excerpt's pieces of text, and the number of tokens in each: one, unless a character spans several."""
-        pieces: list[tuple[str, int]] = []
-        waiting: list[int] = []
-
-        def settle() -> None:
-            if waiting:
-                pieces.append((self._texts.joined(waiting), len(waiting)))
-                waiting.clear()
-
+        groups: list[list[int]] = []
+        broken = False  # whether the last group may go on
         for token in tokens:
-            if BROKEN not in (text := self._texts[token]):
-                settle()
-                pieces.append((text, 1))
-                continue
-            waiting.append(token)
-            if len(waiting) == LONGEST_CHARACTER or BROKEN not in self._texts.joined(waiting):
-                settle()
-        settle()
-        return pieces
-
-    def _interest(self, alike: Sequence[float]) -> list[float]:
-        firing, magnitudes = self._survey.firing, self._survey.magnitudes
-        chosen = list(self._readings.chosen)
-        figures = (firing.frequency[chosen].tolist(), magnitudes.means[chosen].tolist(), self._largest[chosen].tolist())
-        return [round(interest(frequency, firing.rows, mean, largest, own), 3)
-                for frequency, mean, largest, own in zip(*figures, alike, strict=True)]
+            part = BROKEN in self.texts[token]
+            if part and broken:
+                groups[-1].append(token)
+            else:
+                groups.append([token])
+            broken = part and len(groups[-1]) < LONGEST_CHARACTER and BROKEN in self.texts.joined(groups[-1])
+        return [(self.texts[one[0]] if len(one) == 1 else self.texts.joined(one), len(one)) for one in groups]
 
     def _peaks(self, place: int) -> list[str]:
         """The texts at the peaks of a latent's examples."""
         found = self._found["examples"]
         there = int((found["rank"][place] > 0).sum())
-        return [self._texts[int(tokens[peak])] for tokens, peak in zip(found["token"][place, :there],
+        return [self.texts[int(tokens[peak])] for tokens, peak in zip(found["token"][place, :there],
                                                                        found["peak"][place, :there], strict=True)]
 
     def _snippet(self, place: int) -> list[str]:
@@ -187,12 +159,8 @@ class Details:
         tokens, peak = found["token"][place, 0].tolist(), int(found["peak"][place, 0])
         end = tokens.index(-1) if -1 in tokens else len(tokens)
         parts = tokens[:peak], tokens[peak : peak + 1], tokens[peak + 1 : end]
-        before, at, after = map(self._texts.joined, parts)
+        before, at, after = map(self.texts.joined, parts)
         return [_shortened(before[::-1], SNIPPET_BEFORE)[::-1], _short(at), _shortened(after, SNIPPET_AFTER)]
-
-
-def _most_frequent(texts: Iterable[str]) -> list[str]:
-    return [text for text, _ in Counter(texts).most_common(LISTED_TOKENS)]
 
 
 def _shortened(text: str, length: int) -> str:

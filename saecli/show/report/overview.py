@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -20,12 +19,13 @@ from ...base.errors import ConfigError
 from ...measure.latents import Survey, bin_edges
 from ...sae.hub import Address
 from ...sae.metrics import DENSE_FREQUENCY
+from ..measures import curve, frequency_edges, l0_bins
 
 FEWEST_ROWS = 10  # of a latent with an interest
 SITE = "https://www.neuronpedia.org/"
 _SOURCE = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 POINTS = 400  # points of a curve, about its width in pixels
-L0_BINS, FREQUENCY_BINS = 40, 30
+L0_BINS = 40
 CURVES = {"loss": (("batch_fvu", "training batches, averaged"), ("test_fvu", "held-out rows")),
           "l0": (("batch_l0", "training batches, averaged"), ("test_l0", "held-out rows"))}
 
@@ -35,13 +35,8 @@ def overview(heading: Mapping[str, Any], measures: Mapping[str, Any], survey: Su
              notes: Sequence[str]) -> dict[str, Any]:
     """The first page's content, without the columns of its table that `details` fills.
 
-    Args:
-        heading: names of run, store and split, and other entries below the title.
-        measures: the results of `sae eval`, on held-out rows if there are any.
-        survey: the results of the pass over the rows.
-        curves: the lines of the run's `metrics.jsonl`; none without that file.
-        facts: settings by section and name.
-        notes: sentences on missing content, and why.
+    `heading` has the entries below the title, `curves` the lines of `metrics.jsonl`, `facts` settings by section and
+    name, `notes` sentences on missing content.
     """
     firing = survey.firing.result()
     frequency = np.array(firing.pop("frequency"))
@@ -49,9 +44,10 @@ def overview(heading: Mapping[str, Any], measures: Mapping[str, Any], survey: Su
             "dense": DENSE_FREQUENCY, "fewest": FEWEST_ROWS,
             "facts": {section: {name: _word(value) for name, value in settings.items()}
                       for section, settings in facts.items()},
-            "curves": {name: [{"name": label, "points": _curve(curves, key)} for key, label in pair]
+            "curves": {name: [{"name": label, "points": _thinned(curve(curves, key))} for key, label in pair]
                        for name, pair in CURVES.items()},
-            "l0": _l0_bins(survey.firing.l0_histogram.numpy()), "frequency": _frequency_bins(frequency),
+            "l0": _bins(*l0_bins(survey.firing.l0_histogram.numpy(), L0_BINS)),
+            "frequency": _bins(*np.histogram(frequency[frequency > 0], frequency_edges(frequency))),
             "edges": bin_edges().tolist(),
             "latents": {"frequency": rounded(frequency), "mean": rounded(survey.magnitudes.means),
                         "largest": rounded(survey.magnitudes.largest)}}
@@ -68,27 +64,12 @@ def _word(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _curve(lines: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """The steps and finite values of a measure, thinned to about `POINTS`, including the last."""
-    points = [(line["step"], line[key]) for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """About `POINTS` of the points, including the last."""
     return points[:: -max(1, math.ceil(len(points) / POINTS))][::-1]
 
 
-def _l0_bins(histogram: np.ndarray) -> dict[str, list[float]]:
-    """A histogram of L0, (F + 1,), regrouped into at most `L0_BINS` bins over its range."""
-    present = np.flatnonzero(histogram)
-    low, high = max(0, int(present[0]) - 1), int(present[-1]) + 1  # a margin, so that a single value shows as a bar
-    step = math.ceil((high - low + 1) / L0_BINS)
-    edges = np.arange(low, high + step + 1, step)
-    counts, _ = np.histogram(np.arange(len(histogram)), edges - 0.5, weights=histogram)
-    return {"edges": (edges - 0.5).tolist(), "counts": counts.astype(int).tolist()}
-
-
-def _frequency_bins(frequency: np.ndarray) -> dict[str, list[float]]:
-    """A histogram, in logarithmic bins, of the latents' non-zero firing frequencies, (F,)."""
-    fires = frequency[frequency > 0]
-    edges = np.logspace(math.floor(math.log10(fires.min())) if len(fires) else -3, 0, FREQUENCY_BINS + 1)
-    counts, _ = np.histogram(fires, edges)
+def _bins(counts: np.ndarray, edges: np.ndarray) -> dict[str, list[float]]:
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
@@ -107,15 +88,11 @@ def _known(name: str) -> str | None:
     address = Address.parse(name)
     if address is None:
         return None
-    for entry in _table():
+    table = (files(__package__) / "assets" / "neuronpedia.json").read_text(encoding="utf-8")
+    for entry in json.loads(table):
         if entry["repo"] == address.repo and (found := re.fullmatch(entry["folder"], address.folder)):
             parts = found.groupdict()
             shown = entry.get("l0", {}).get(parts.get("width"))
             if "l0" not in entry or (shown and shown.get(parts["layer"]) == int(parts["l0"])):
                 return entry["source"].format_map(parts)
     return None
-
-
-@cache
-def _table() -> list[dict[str, Any]]:
-    return json.loads((files(__package__) / "assets" / "neuronpedia.json").read_text(encoding="utf-8"))
