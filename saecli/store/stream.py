@@ -191,7 +191,20 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
 
     def gathered(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         for leaving in leaving_here(pool):
-            gather = partial(_gather, source, source.store.whole_shards(), leaving, own_size, run)
+            shards, starts = source.store.whole_shards(), source.store.shard_starts
+
+            def gather(begin: int, end: int, out: np.ndarray, leaving: np.ndarray = leaving,
+                       shards: Sequence[np.ndarray] = shards, starts: np.ndarray = starts) -> None:
+                """Decode rows `begin` to `end` of a window's order, from shards in memory, run by run."""
+                scratch = np.empty((min(run, end - begin), source.d_in), source.storage)
+                for start, stop in _ascending(leaving[begin:end], own_size, run):
+                    rows = leaving[begin + start : begin + stop]
+                    first, last = (np.searchsorted(starts, rows[[0, -1]], side="right") - 1).tolist()
+                    ends = np.searchsorted(rows, starts[first + 1 : last + 2]).tolist()
+                    for shard, (low, high) in enumerate(pairwise([0, *ends]), first):
+                        shards[shard].take(rows[low:high] - starts[shard], 0, scratch[low:high], "clip")
+                    _decode(scratch[: stop - start], out[start:stop])
+
             for begin in range(0, len(leaving), buffers.rows):
                 yield buffers.fill(pool, gather, begin, min(begin + buffers.rows, len(leaving)))
 
@@ -258,20 +271,6 @@ def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[in
     for begin, end in _runs(len(rows), batch_size, run):
         falls = np.flatnonzero(np.diff(rows[begin:end]) < 0) + 1 + begin
         yield from pairwise([begin, *falls.tolist(), end])
-
-
-def _gather(source: Source, shards: Sequence[np.ndarray], leaving: np.ndarray, batch_size: int, run: int, begin: int,
-            end: int, out: np.ndarray) -> None:
-    """Decode rows `begin` to `end` of a window's order, from shards in memory, run by run."""
-    starts = source.store.shard_starts
-    scratch = np.empty((min(run, end - begin), source.d_in), source.storage)
-    for start, stop in _ascending(leaving[begin:end], batch_size, run):
-        rows = leaving[begin + start : begin + stop]
-        first, last = (np.searchsorted(starts, rows[[0, -1]], side="right") - 1).tolist()
-        ends = np.searchsorted(rows, starts[first + 1 : last + 2]).tolist()
-        for shard, (low, high) in enumerate(pairwise([0, *ends]), first):
-            shards[shard].take(rows[low:high] - starts[shard], 0, scratch[low:high], "clip")
-        _decode(scratch[: stop - start], out[start:stop])
 
 
 def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
