@@ -206,7 +206,7 @@ def test_pickled_objects_are_refused_never_run_and_not_advised(tmp_path, capsys,
 @pytest.mark.parametrize("name", [*WRITERS, "labels-idx1-ubyte"])
 def test_files_of_another_format_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"<html>404, not found</html>" * 20)
-    with pytest.raises(FormatError, match=f"cannot read .*{name}: expected .*check that the file is"):
+    with pytest.raises(FormatError, match=f"cannot read .*{name}: .*check that the file is"):
         open_array(str(tmp_path / name))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / name).mkdir()

@@ -59,7 +59,8 @@ def test_a_step_does_not_wait_for_the_device(solver: str, act: str, options: dic
 def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
     tensors = {"W_enc": torch.ones(4, 6, device="gpu", requires_grad=True)}
     adam, dead = Adam(tensors), torch.tensor([True, False] * 3).to("gpu")
-    adam.descend(lambda: (tensors["W_enc"] * torch.arange(6.0, device="gpu")).sum(), 0.1)
+    (tensors["W_enc"] * torch.arange(6.0, device="gpu")).sum().backward()
+    adam.step(0.1)
     with simulated_gpu.waits_within() as waits:
         adam.forget(dead, {"W_enc": 1}.get)
         adam.rescale(dict.fromkeys(adam.tensors, 2.0))
