@@ -106,6 +106,7 @@ def test_a_finished_run_is_left_alone_and_a_cut_one_resumed(complete: str, todo:
     assert (done.returncode, done.stdout) == (0, todo)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "status", "sentence"), [
     (("convergence", "--fast"), 2, "there is no option --fast"), (("convergence", "--out"), 2, "--out needs a value"),
     (("convergence", "--seeds", "many"), 2, "--seeds must be a whole number above 0, got many"),

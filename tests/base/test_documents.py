@@ -68,6 +68,7 @@ def try_each_edit(text: str, write: Callable[[str], None], use: Callable[[], Any
     return taken, refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transcodes", [False, True])
 @pytest.mark.parametrize(("format", "config"), [("saelens", "cfg.json"), ("sparsify", "cfg.json"),
                                                 ("dictionary-learning", "config.json"),
@@ -131,6 +132,7 @@ def unfinished_run(sae: CommandLine) -> Path:
     return path.parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.long)])
 def test_a_run_to_resume_with_a_setting_changed_is_no_bug(sae: CommandLine, every: int):
     folder = unfinished_run(sae)
@@ -165,6 +167,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(sae: CommandL
     assert path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "checkpoint.safetensors", "sae.safetensors",
                                   "store.json", "shards/00000.h5"])
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(sae: CommandLine, tmp_path: Path, name: str):

@@ -64,6 +64,7 @@ def test_a_second_import_is_a_cache_hit_fewer_rows_the_first_of_more(sae):
                                   collect(opened(sae).split("all").sequential(100))[:1000])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [45, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_import_killed_anywhere_equals_one_never_killed(produce, tmp_path, step):
     words = ["import", "synthetic", *SMALL, "--shard-rows", "900", "--name"]

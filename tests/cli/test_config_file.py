@@ -23,6 +23,7 @@ def same_weights(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["pam-sgd", "sgd", pytest.param("proximal", marks=pytest.mark.slow)])
 def test_a_runs_own_config_trains_the_same_bits(sae: CommandLine, tmp_path, solver: str):
     make_store(sae.home, "rows", some_rows(300))
@@ -56,6 +57,7 @@ def test_the_command_line_wins_and_keys_may_have_hyphens(sae: CommandLine, tmp_p
     assert not {"name", "json", "config"} & kept.keys()
 
 
+@pytest.mark.slow
 def test_what_a_file_switches_on_the_command_line_switches_off(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows(300))
     config = tmp_path / "run.toml"

@@ -53,6 +53,7 @@ def test_what_is_no_models_name_is_said_to_be_none(name: str):
         saecli.extract(name)
 
 
+@pytest.mark.slow
 def test_a_bundled_model_is_found_as_a_shell_completes_a_folder(tmp_path: Path):
     stores = [saecli.extract(name, rows=50, dataset="stdlib-docs", home=tmp_path) for name in
               ("tiny-gemma2", "tiny-gemma2/")]
@@ -80,6 +81,7 @@ def test_an_sae_of_an_unknown_site_is_not_steered(sae: CommandLine):
     assert "run names an unknown site in its file: expected resid_post" in done.err
 
 
+@pytest.mark.slow
 def test_stores_are_taken_by_name_from_python(at_home: CommandLine):
     make_store(at_home.home, "rows", some_rows())
     make_store(at_home.home, "more", some_rows())
@@ -108,6 +110,7 @@ def test_a_text_given_as_a_name_is_not_printed_whole(sae: CommandLine):
         assert len(sae(*words).err) < 600
 
 
+@pytest.mark.slow
 def test_an_l0_below_one_is_not_answered_with_a_larger_weight(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     said = sae("train", "--d-sae", 16, "--epochs", 2, "--sparsity-weight", "1e4").err

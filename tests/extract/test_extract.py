@@ -201,6 +201,7 @@ def test_damaged_models_are_refused(sae: CommandLine, models, tmp_path: Path, mo
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_rows_that_all_overflow_end_the_extraction_early(sae: CommandLine, models, tmp_path: Path):
     folder = tmp_path / "model"
     model = LlamaForCausalLM.from_pretrained(models["llama"])

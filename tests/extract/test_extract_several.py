@@ -128,6 +128,7 @@ def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text)
     assert out.count("stored already, by the same request") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [(), pytest.param(("--packed",), marks=pytest.mark.slow)])
 def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model, text, extra):
     words = ("extract", "--model", model, "--layer", "1", "--dataset", text, "--context", "16", "--dtype", "float32")
@@ -141,6 +142,7 @@ def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model,
         assert sae(*words, *extra, "--batch-size", size, "--name", "auto", "--json").json["cached"]
 
 
+@pytest.mark.slow
 def test_packed_rows_match_the_model_on_joined_documents(sae: CommandLine, model, text):
     words = ("extract", "--model", model, "--layer", "1", "--dataset", text, "--context", "16", "--dtype", "float32")
     document = sae(*words, "--packed", "--name", "packed", "--json").json
@@ -175,6 +177,7 @@ def test_empty_and_short_texts_are_left_out_and_counted(sae: CommandLine, model,
     assert read(sae.home, "s")[1]["document"] == [0] * 3 + [4] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_forward_pass_runs_in_the_given_precision(sae: CommandLine, model, text, dtype):
     words = ("extract", "--model", model, "--layer", "1", "--dataset", text, "--dtype", "float32", "--json")

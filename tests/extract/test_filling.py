@@ -321,6 +321,7 @@ def test_stores_stopped_at_different_shards_equal_whole_ones(model, tmp_path: Pa
         shutil.rmtree(folders[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_store_resumed_with_other_batches_has_every_token(model, tmp_path: Path, packed):
     point = POINTS[0]

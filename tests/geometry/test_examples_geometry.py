@@ -46,6 +46,7 @@ def test_script_runs_and_draws(name: str, tmp_path: Path, capsys: pytest.Capture
         assert all(fvus(said, k)[1] >= fvus(said, k)[2] for k in (1, 3))  # however badly it is trained
 
 
+@pytest.mark.slow
 def test_orders_finds_the_sites_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("orders.py", tmp_path / "x.svg")
     said = capsys.readouterr().out

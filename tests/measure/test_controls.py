@@ -32,6 +32,7 @@ def trained(held: str, solver: str, act: str, **options: Any) -> tuple[dict[str,
     return first.solver.sae().tensors(), last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("held", "solver", "act", "options"), [
     ("W_enc", "pam-sgd", "topk", {"k": 4}), ("W_enc", "pam-sgd", "topk", {"k": 1, "d_sae": 200}),
     ("W_enc", "pam-sgd", "relu", {"sparsity_weight": 50.0}), ("W_enc", "pam-sgd", "jumprelu", {"target_l0": 3}),
@@ -56,6 +57,7 @@ def test_thresholds_beside_a_held_encoder_are_trained_to_the_l0_asked_for(act):
     assert (codes != 0).sum(1).double().mean() == pytest.approx(4, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"release": 1.0}, {"decoder": "free", "alpha": 0.5},
                                      {"decoder": "free", "alpha": 0.0}], ids=str)
 def test_the_decoder_of_a_held_encoder_is_the_exact_optimum(options):
@@ -91,6 +93,7 @@ def notes(sae: CommandLine) -> Iterator[CommandLine]:
     return sae
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [pytest.param("train", marks=pytest.mark.slow), "test"])
 def test_rows_of_random_weights_are_of_the_same_tokens_and_other_numbers(notes: CommandLine, which):
     x, y = (saecli.open_store(f"notes-l1-{site}", notes.home) for site in ("mlp_in", "mlp_out"))

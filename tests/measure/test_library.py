@@ -20,6 +20,7 @@ def home(sae: CommandLine) -> Path:
     return sae.home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["test", "all"])
 @pytest.mark.parametrize("command", ["eval", "sparsity", "geometry"])
 def test_a_measurement_is_the_json_of_its_command(

@@ -55,6 +55,7 @@ SEARCH = GridSearchCV(make_pipeline(StandardScaler(), LogisticRegression(max_ite
                       cv=StratifiedKFold(3, shuffle=True, random_state=0))
 
 
+@pytest.mark.slow
 def test_dense_probe_is_the_one_that_scikit_learn_searches():
     x, y = labelled()
     found, expected = dense_score(x, y), cross_validate(SEARCH, x, y, scoring=("accuracy", "roc_auc"),

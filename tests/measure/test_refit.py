@@ -30,6 +30,7 @@ def solved(sae: SAE, rows: np.ndarray) -> decoder.Refitted:
     return refitted(sae, ArrayRows(rows), Silent())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [900, 15])
 def test_decoder_matches_stacked_least_squares_with_the_best_c(act: str, rows: int):

@@ -60,6 +60,7 @@ def hooked(model: nn.Module, block: nn.Module, change: Any, token_ids: Tensor) -
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["add", "clamp", "ablate"])
 @pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu()], ids=lambda one: one.name)
 def test_logits_are_those_of_a_hook_written_by_hand(model: nn.Module, method: str, activation: Activation):
@@ -160,6 +161,7 @@ def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: Co
     assert [one["prompt_max"] for one in done.json["latents"]] == pytest.approx(codes.amax(0).tolist(), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_sampling_is_repeated_by_its_seed_and_the_table_has_both_texts(home: CommandLine):
     words = ("steer", "first", "--prompt", "The\nquick [b]", *WORDS, "--method", "ablate", "--temperature", "1.5")
     first, again, other = (home(*words, *seed).json["continuations"] for seed in ((), ("--seed", "0"), ("--seed", "1")))
@@ -169,6 +171,7 @@ def test_sampling_is_repeated_by_its_seed_and_the_table_has_both_texts(home: Com
     assert r"prompt: The\nquick [b]" in done.out and "steered: " in done.out and "scale" not in done.out
 
 
+@pytest.mark.slow
 def test_places_that_a_file_does_not_say_are_given(home: CommandLine):
     words = ("--latent", "3", "--scale", "20", "--prompt", "Return", "--json")
     places = ("--layer", "1", "--site", "resid_post", "--model", TINY_GEMMA2)

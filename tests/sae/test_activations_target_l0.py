@@ -142,6 +142,7 @@ def trained(solver: Solver, x: Tensor, epochs: range) -> SAE:
     return solver.sae()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", SOLVERS, ids=lambda one: one.name)
 @pytest.mark.parametrize("target", [1.5, 6.0])
 def test_rows_held_out_have_the_target_as_their_l0(config: SolverConfig, target: float) -> None:

@@ -111,6 +111,7 @@ CASES = [(name, kind, transcodes, skip, width) for name in FORMATS for kind in A
          for transcodes, skip, width in ((False, False, D), (True, False, D), (True, True, D), (True, True, E))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind", "transcodes", "skip", "width"), CASES)
 def test_an_sae_comes_back_from_a_format_or_is_refused(
         tmp_path: Path, name: str, kind: type[Activation], transcodes: bool, skip: bool, width: int) -> None:
@@ -209,6 +210,7 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     (at(TRACER, layer="x"), "layer_L"), (at(TRACER, kind="jumprelu", threshold=-0.5), "below 0")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("write", "said"), REFUSED)
 def test_files_that_cannot_be_expressed_are_refused_in_one_sentence(
         tmp_path: Path, write: Callable[[Path], Published], said: str) -> None:

@@ -66,6 +66,7 @@ def test_addresses(text: str, address: Address | None) -> None:
     assert Address.parse(text) == address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("activation", "form", "files"), [
     (Relu(), "auto", ["cfg.json", "sae_weights.safetensors"]), (SoftTopK(k=4), "auto", ["sae.safetensors"]),
     pytest.param(JumpRelu(), "gemma-scope", ["params.npz"], marks=pytest.mark.slow),
@@ -89,6 +90,7 @@ def test_a_pushed_sae_is_fetched_and_measured_alike(
     assert not any(WRITER.encode() in content for content in written)
 
 
+@pytest.mark.slow
 def test_the_card_keeps_a_line_for_each_sae_and_what_others_wrote(
         sae: CommandLine, hub: ModelHub, rows: np.ndarray) -> None:
     for name, seed in (("one", 0), ("two", 1)):
@@ -118,6 +120,7 @@ def test_the_card_keeps_a_line_for_each_sae_and_what_others_wrote(
     assert not done.json["card"] and "is left as it is" in done.err and repo.files["README.md"] == b"All mine."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["saelens", "native"])
 def test_no_path_of_this_machine_is_pushed(
         sae: CommandLine, hub: ModelHub, rows: np.ndarray, form: str) -> None:
@@ -130,6 +133,7 @@ def test_no_path_of_this_machine_is_pushed(
     assert ModelCard(files["README.md"].decode()).data.base_model is None
 
 
+@pytest.mark.slow
 def test_a_signed_topk_is_native_where_saelens_would_change_rows(
         sae: CommandLine, hub: ModelHub, rows: np.ndarray) -> None:
     mine = random_sae(TopK(k=4))
@@ -148,6 +152,7 @@ def test_a_signed_topk_is_native_where_saelens_would_change_rows(
     assert "the topk of saelens applies a ReLU" in files["README.md"].decode()
 
 
+@pytest.mark.slow
 def test_circuit_tracer_layers_share_a_folder_without_other_formats(sae: CommandLine, hub: ModelHub) -> None:
     for layer in (0, 1):
         shutil.rmtree(sae.home / "activations", ignore_errors=True)
@@ -166,6 +171,7 @@ def test_circuit_tracer_layers_share_a_folder_without_other_formats(sae: Command
     assert sae("eval", "someone/saes/set", "--data", "x", "--target", "y").status == 1  # two layers
 
 
+@pytest.mark.slow
 def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
         sae: CommandLine, hub: ModelHub, rows: np.ndarray, tmp_path: Path) -> None:
     first = hub.add("google/gemma-scope-2b-pt-res", gemma_scope_files(tmp_path))
@@ -197,6 +203,7 @@ SCOPES = {  # places, the files fetched from each, and the folder or file as pub
     "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (["layer5.sae.pt"], published.qwen_scope)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", SCOPES)
 def test_only_the_files_of_one_sae_of_a_suite_are_fetched_and_cached(
         sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
@@ -252,6 +259,7 @@ def test_a_folder_here_wins_which_is_noted_once_the_hub_has_one_too(
 PUSH, EVAL = ["push", "run"], ["eval"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "token", "said", "status"), [
     ([*EVAL, "someone/none"], WRITER, "no model repository someone/none, or it is private", 1),
     ([*EVAL, "someone/none"], "", "no model repository someone/none, or it is private", 1),

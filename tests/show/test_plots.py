@@ -186,6 +186,7 @@ TOPK_METRICS = [{"step": step, "batch_fvu": 1 / step, "batch_l0": 4.0, "test_fvu
                 for step in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_a_number_of_latents_that_was_chosen_has_no_panel(tmp_path: Path, drawn: list):
     loss_curves(tmp_path / "a.png", {"run": [line | {"batch_l0": 3.9999998} for line in TOPK_METRICS]})
     loss_curves(tmp_path / "b.png", {"run": [line | {"test_l0": line["step"]} for line in TOPK_METRICS]})

@@ -73,6 +73,7 @@ def test_names_and_hash_say_what_is_read_and_in_which_order(stores):
         ((a, b), c), ((b, a), c), ((a, c), b), ((a, b, c), None), ((a,), c), ((a,), None))}) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "words"), [
     ({"rows": COUNT - 6}, "the same rows"), ({"dtype": "float16"}, "the same dtype"),
     ({"documents": None}, "the same columns"), ({"moved": True}, "the same document in row 1,200")])

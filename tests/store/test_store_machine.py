@@ -188,6 +188,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
+TestStore.pytestmark = [pytest.mark.slow]  # 13 s
 # Shrinking a failure takes minutes.
 TestStore.settings = settings(max_examples=25, stateful_step_count=25, deadline=None,
                               phases=(Phase.explicit, Phase.reuse, Phase.generate))

@@ -80,6 +80,7 @@ def test_a_batch_holds_few_pairs_of_one_document(documents, parts):
     assert pairs_of_one_document(came, 64) < 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what is in its page cache")
 def test_rows_from_memory_and_from_disk_come_in_the_same_order(tmp_path):
     rows = np.random.default_rng(0).standard_normal((4000, 64)).astype(np.float32)

@@ -63,6 +63,7 @@ def counted_store(path, units, by_document):
     return make_store(path, rows, documents=documents, chunk_rows=4, shard_rows=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_document", [True, False])
 @pytest.mark.parametrize("units", [2, 5, 20, 23])
 def test_a_small_store_holds_out_its_lowest_hash(tmp_path, units, by_document):

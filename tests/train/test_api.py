@@ -29,6 +29,7 @@ def unexplained(sae: saecli.SAE, rows: np.ndarray) -> float:
     return ((sae.decode(sae.encode(x)) - x).square().sum() / (x - x.mean(0)).square().sum()).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {"solver": "sgd", "act": "topk", "k": 4, "tied": True},
     {"act": "jumprelu", "seed": 3, "fraction": 0.5, "revive": False, "inner_steps": 2},
@@ -47,6 +48,7 @@ def test_fitting_a_store_is_sae_train_to_the_bit_and_writes_nothing(sae: Command
     assert same(fitted, saecli.load_sae("run", home=sae.home))
 
 
+@pytest.mark.slow
 def test_rows_in_memory_fit_alike_in_any_container_and_dtype():
     rows = np.round(some_rows(600) * 30 + np.arange(8)).astype(np.float32)  # whole, below 256
     kinds = {"tensor": torch.from_numpy(rows), "bfloat16": torch.from_numpy(rows).bfloat16(),
@@ -121,6 +123,7 @@ def test_what_cannot_be_fitted_is_told_in_words_of_python(rows, options: dict, s
     assert "--" not in str(told.value)
 
 
+@pytest.mark.slow
 def test_sae_goes_through_a_folder_and_names_what_its_store_came_from(sae: CommandLine, tmp_path: Path):
     assert sae("extract", "--model", "tiny-gemma2", "--rows", "40", "--name", "notes").status == 0
     one = random_sae(TopK(k=3))

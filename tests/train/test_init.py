@@ -31,6 +31,7 @@ def published(activation: Activation | None = None) -> SAE:
     return sae.changed(W_dec=0.9 * sae.W_dec, b_dec=sae.b_dec + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", NORMALISATIONS)
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_a_start_has_the_codes_of_raw_rows_up_to_one_factor(act: str, normalize: str):
@@ -50,6 +51,7 @@ def test_a_start_has_the_codes_of_raw_rows_up_to_one_factor(act: str, normalize:
         assert begun.W_enc.norm().item() == pytest.approx(begun.W_dec.norm().item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [TopK(k=4), AbsTopK(k=4), Relu(), JumpRelu(), Swish(),
                                         SoftTopK(k=4, temperature=0.3)], ids=lambda value: value.name)
 def test_a_start_that_does_not_learn_has_the_error_of_its_sae(sae: CommandLine,
@@ -78,6 +80,7 @@ def test_decoder_step_at_the_start_only_lowers_the_error(sae: CommandLine):
         assert sae("train", "--init", "old", *words, *more).json["final"]["test_fvu"] < 0.99 * old["fvu"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_where_an_sae_is(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     words = ("train", "--solver", "sgd", "--act", "topk", "--k", "3", "--d-sae", "20", "--json")
@@ -163,6 +166,7 @@ def test_a_runs_config_repeats_it(sae: CommandLine):
     assert_same_weights(sae.home, "first", "second")
 
 
+@pytest.mark.slow
 def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(sae: CommandLine, monkeypatch, capsys):
     make_store(sae.home, "rows", some_rows(600))
     mine = random_sae(TopK(k=3))

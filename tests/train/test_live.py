@@ -88,6 +88,7 @@ def test_every_training_row_comes_once_in_an_order_independent_of_blocks(window:
     assert np.array_equal(orders[0][np.lexsort(orders[0].T)], expected[np.lexsort(expected.T)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("act", ["relu", "topk", "batchtopk"])
 def test_one_window_trains_bit_for_bit_as_its_rows_in_an_array(solver: str, act: str):
@@ -129,6 +130,7 @@ def test_decoder_steps_take_rows_of_the_last_two_windows():
         assert {row.tobytes() for row in at_hand} == {row.tobytes() for row in trained[2500:]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
     rows, documents = of_documents(9000)

@@ -102,6 +102,7 @@ def test_bf16_trains_to_the_same_error_and_leaves_float32_alone(solver: str):
     assert torch.equal(saecli.fit(rows, solver=solver, precision="float32", **SMALL).W_enc, found["float32"].W_enc)
 
 
+@pytest.mark.slow
 @needs_bf16
 def test_a_run_keeps_the_precision_that_auto_found(sae: CommandLine, monkeypatch):
     make_store(sae.home, "rows", some_rows(1000))

@@ -67,6 +67,7 @@ def plan_of(solver: str, act: str, options: dict[str, Any]) -> Plan:
     return planned(ROWS, solver, act, given, target=target, start=start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("solver", "act", "options"), CASES, ids=str)
 def test_resumed_is_bit_for_bit_uninterrupted(solver: str, act: str, options: dict[str, Any], tmp_path: Path):
     plan = plan_of(solver, act, options)

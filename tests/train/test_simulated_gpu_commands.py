@@ -76,6 +76,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case == "target with a skip" else pytest.mark.slow)
                                   for case in TRAININGS])
 def test_a_device_trains_as_the_cpu(case: str, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch):

@@ -103,6 +103,7 @@ def firing(solver: Solver, data: RowsInMemory) -> Tensor:
     return (solver.sae().encode(data.x) != 0).any(0)[DEAD]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu(), BatchTopK(k=3)], ids=lambda one: one.name)
 @pytest.mark.parametrize(("kind", "options"), [
     (PamSgd, {}), (PamSgd, {"decoder": "free"}), (PamSgd, {"release": 0.0}), (Sgd, {}), (Sgd, {"tied": True})],

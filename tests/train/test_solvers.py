@@ -68,6 +68,7 @@ def test_objective_has_no_gradient_after_a_decoder_step(activation, decoder, alp
     assert max(gradient.abs().max() for gradient in gradients) < 1e-6 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["residual", "free"])
 @pytest.mark.parametrize("release", [1, 0])
 @pytest.mark.parametrize("sparsity", ["none", "l1"])
@@ -125,6 +126,7 @@ def test_tied_weights_stay_tied(data):
     assert torch.equal(sae.W_dec, sae.W_enc.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", KINDS, ids=str)
 def test_batchtopk_keeps_about_k_latents_of_rows_not_trained_on(config):
     whole = sparse_mixture(1500).x

@@ -68,6 +68,7 @@ def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(sae: CommandLine
     assert json.loads((Path(done.json["path"]) / "run.json").read_text())["result"]["warnings"] == [warning]
 
 
+@pytest.mark.slow
 def test_what_comes_to_what_was_wanted_is_not_warned_of(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae("train", "--act", "topk", "--k", "3", *QUICK)
@@ -228,6 +229,7 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[:1] in "│┃"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 def test_a_run_prints_its_results_and_its_solvers_figures(sae: CommandLine, solver: str):
     make_store(sae.home, "rows", some_rows(1000))
@@ -244,6 +246,7 @@ def test_a_run_prints_its_results_and_its_solvers_figures(sae: CommandLine, solv
     assert done.out.splitlines()[-1] == f"saved in {sae.home / 'runs' / 'run'}; loss.png there has its curves"
 
 
+@pytest.mark.slow
 def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     words = ("train", *QUICK[2:-1], "--solver", "sgd", "--name")
@@ -256,6 +259,7 @@ def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine)
     assert_same_weights(sae.home, lines[3][0], "alone")
 
 
+@pytest.mark.slow
 def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae("train", *QUICK[:-1], "--solver", "sgd", "--lr", "0.01", "--lr", "1e30", "--name", "run")

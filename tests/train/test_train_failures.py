@@ -60,6 +60,7 @@ def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae: Comman
         assert all(tensor.isfinite().all() for tensor in load_file(saved).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [("relu",), ("jumprelu",), ("topk", "--k", "4"), ("batchtopk", "--k", "4")],
                          ids=" ".join)
 @pytest.mark.parametrize("solver", [("sgd", "--lr", "1e3"), ("pam-sgd", "--lr", "1e4", "--batch-size", "8")],
@@ -145,6 +146,7 @@ def test_a_damaged_line_of_metrics_is_named(sae: CommandLine):
     assert sae("train", "--resume", "--name", "run").status == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
     folder = unfinished(sae)
     lock = lock_folder(folder)

@@ -104,6 +104,7 @@ def test_each_of_several_is_to_the_bit_what_it_is_alone():
     assert together.errors == {}
 
 
+@pytest.mark.slow
 def test_several_read_the_rows_as_often_as_one(batches: Counter):
     rows = some_rows(700)
     made = [training(rows, "pam-sgd", seed=seed) for seed in range(3)]
@@ -135,6 +136,7 @@ def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
     assert read[1] - read[0] == 2 * 4  # within an epoch of 15 batches; both make the pass at its end
 
 
+@pytest.mark.slow
 def test_of_different_lengths_each_comes_to_its_own_end():
     rows = some_rows(500)
     plans = [{"epochs": 1}, {"epochs": 3}, {"epochs": None, "steps": 5}]
@@ -144,6 +146,7 @@ def test_of_different_lengths_each_comes_to_its_own_end():
     assert [one.record.epochs for one in found.trainings] == [1, 3, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [{"lr": 1e30}, {"record": Failing(OSError("full"))}], ids=["diverges", "full"])
 def test_a_failure_leaves_the_others_to_go_on(failing: dict):
     rows = some_rows(500)

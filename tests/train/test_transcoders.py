@@ -28,6 +28,7 @@ def home(sae: CommandLine) -> Path:
     return sae.home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [
     ("sgd",), ("pam-sgd", "--skip"), *(pytest.param(one, marks=pytest.mark.slow) for one in [
         ("sgd", "--skip"), ("sgd", "--tied"), ("pam-sgd",), ("pam-sgd", "--decoder", "free", "--skip"),
