@@ -1,6 +1,6 @@
 """Normalised and smoothed training rows in batches, what is measured on them before training, and rows of arrays.
 
-Shapes: N rows, n sampled, B rows of a batch, D = d_in, E the width of targets next to the rows, 0 if the targets are the rows.
+Shapes: N rows, n sampled, B in a batch, D = d_in, E the width of targets next to the rows, 0 if these are the rows.
 """
 
 import math
