@@ -150,7 +150,7 @@ def nested_sae(act: str) -> SAE:
     parameters = {name: torch.full_like(start.double(), 0.3) for name, start in activation.parameters(F).items()}
     tensors = (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
                for seed, shape in enumerate(((D, F), (F,), (F, D), (D,))))
-    return SAE(*tensors, activation, parameters, PREFIXES)
+    return SAE(*tensors, activation, parameters, prefixes=PREFIXES)
 
 
 def grid(*axes: Sequence[Any]) -> list[Any]:

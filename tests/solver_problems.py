@@ -15,9 +15,8 @@ from saecli.train.decoder_step import Pass
 from saecli.train.fit import planned
 from saecli.train.loop import Loop, Record, start_training
 from saecli.train.options import SolverConfig, TrainingConfig
-from saecli.train.solver import Solver
+from saecli.train.solver import Solver, StepReport, Task
 from saecli.train.start import initial_sae
-from saecli.train.task import StepReport, Task
 
 D, F = 6, 16
 EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]

@@ -48,8 +48,7 @@ from torch.nn import Parameter
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Dictionary
 from .options import Sgd
-from .solver import SgdSolver
-from .task import Task
+from .solver import SgdSolver, Task
 
 
 class UnitNorm(Dictionary):

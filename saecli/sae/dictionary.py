@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -119,26 +119,30 @@ class PreActivations(torch.autograd.Function):
         return x_gradient, W_gradient, codes.sums() if ctx.needs_input_grad[2] else None
 
 
+class Parts(TypedDict, total=False):
+    """What only some dictionaries have."""
+
+    prefixes: Prefixes  # of a nested one, numbers of latents, ascending, the last being F; else empty
+    W_skip: Tensor | None  # weights of a transcoder's affine skip, (D, E)
+    widths: Sequence[int]  # of a crosscoder's hook points, in the order of the targets; else empty
+
+
 class Dictionary(Module, ABC):
     """Encoder, activation and decoder bias; subclasses define W_dec. Tensors are parameters, frozen until
-    `requires_grad_`.
-
-    `prefixes`: numbers of latents, ascending, the last being F; empty unless nested. `widths`: of a crosscoder's hook
-    points, in the order of the targets; empty for others.
-    """
+    `requires_grad_`."""
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
 
     W_enc: Tensor  # (D, F)
     b_enc: Tensor  # (F,)
     b_dec: Tensor  # (E,)
-    W_skip: Tensor | None  # weights of the affine skip, (D, E)
+    W_skip: Tensor | None
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, activation: Activation,
-                 activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
-                 W_skip: Tensor | None = None, widths: Sequence[int] = ()) -> None:
+                 activation_parameters: Parameters | None = None, **parts: Unpack[Parts]) -> None:
         super().__init__()
-        self.activation, self.prefixes, self.widths = activation, tuple(prefixes), tuple(widths)
+        self.activation, self.prefixes = activation, tuple(parts.get("prefixes", ()))
+        self.widths, W_skip = tuple(parts.get("widths", ())), parts.get("W_skip")
         self._learned = tuple(activation_parameters or {})
         for name, tensor in {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, **(activation_parameters or {})}.items():
             self.register_parameter(name, Parameter(tensor.detach(), requires_grad=False))
@@ -147,6 +151,10 @@ class Dictionary(Module, ABC):
     @abstractmethod
     def decoder(self) -> Tensor:
         """W_dec, one dictionary vector per row, (F, E); differentiable in the parameters."""
+
+    @property
+    def parts(self) -> Parts:
+        return {"prefixes": self.prefixes, "W_skip": self.W_skip, "widths": self.widths}
 
     @property
     def d_in(self) -> int:
@@ -239,8 +247,8 @@ class Dictionary(Module, ABC):
             return tensor.detach().clone(memory_format=torch.contiguous_format)
 
         return SAE(copy(self.W_enc), copy(self.b_enc), copy(self.decoder()), copy(self.b_dec), self.activation,
-                   {name: copy(tensor) for name, tensor in self.activation_parameters.items()}, self.prefixes,
-                   None if self.W_skip is None else copy(self.W_skip), self.widths)
+                   {name: copy(tensor) for name, tensor in self.activation_parameters.items()},
+                   **self.parts | {"W_skip": None if self.W_skip is None else copy(self.W_skip)})
 
     @property
     def k(self) -> int | None:
@@ -279,9 +287,8 @@ class SAE(Dictionary):
     W_dec: Tensor  # (F, E)
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
-                 activation_parameters: Parameters | None = None, prefixes: Prefixes = (),
-                 W_skip: Tensor | None = None, widths: Sequence[int] = ()) -> None:
-        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, prefixes, W_skip, widths)
+                 activation_parameters: Parameters | None = None, **parts: Unpack[Parts]) -> None:
+        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, **parts)
         self.metadata: dict[str, Any] = {}
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
@@ -306,15 +313,15 @@ class SAE(Dictionary):
         new = self.tensors() | tensors
         learned = {name: new.pop(name) for name in self._learned}
         changed = type(self)(new["W_enc"], new["b_enc"], new["W_dec"], new["b_dec"], activation or self.activation,
-                             learned, self.prefixes, new.get("W_skip"), self.widths)
+                             learned, **self.parts | {"W_skip": new.get("W_skip")})
         changed.metadata = self.metadata
         return changed
 
     def without_training_parameters(self) -> Self:
         """The same without the activation's `training_parameters`."""
         kept = {name: getattr(self, name) for name in self.activation.parameters(1)}
-        return type(self)(self.W_enc, self.b_enc, self.W_dec, self.b_dec, self.activation, kept, self.prefixes,
-                          self.W_skip, self.widths)
+        return type(self)(self.W_enc, self.b_enc, self.W_dec, self.b_dec, self.activation, kept,
+                          **self.parts)
 
     def copy_to(self, *where: torch.device | torch.dtype | str) -> Self:
         """A copy on another device or in another dtype, row-major as from a file, for equal last bits."""
@@ -350,7 +357,7 @@ class Coupled(Dictionary):
 
     def __init__(self, start: SAE, c: float, Delta: Tensor | None, B: Tensor | None = None) -> None:
         super().__init__(start.W_enc, start.b_enc, start.b_dec, start.activation, start.activation_parameters,
-                         start.prefixes, start.W_skip, start.widths)
+                         **start.parts)
         self.c = c
         self.register_parameter("Delta", None if Delta is None else Parameter(Delta, requires_grad=False))
         self.register_buffer("B", B)

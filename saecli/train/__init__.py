@@ -5,7 +5,7 @@
     rows.py           normalised batches; rows of arrays     live.py           rows streamed from a model
     loop.py           epochs, batches, checkpoints           fit.py            saecli.fit, open_store, join
     runs.py           run folders: new, resumed, several     files.py          their files, trackers
-    solver.py         descent steps, revival, Adam, sgd      task.py           what a solver is given, smoothing
+    solver.py         what a solver is given; descent, revival, Adam, sgd
     decoder_step.py   a decoder step's pass and upkeep       pam_sgd.py        descent and decoder steps in turn
     refit_decoder.py  the decoder of an SAE on other rows    ridge/            the closed-form decoder
 

@@ -23,9 +23,8 @@ from ..store.reader import RowSource
 from .files import Progress
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import HeldRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
-from .solver import Solver
+from .solver import Solver, StepReport, Task
 from .start import fitted_learning_rate, initial_sae, shaped
-from .task import StepReport, Task
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 

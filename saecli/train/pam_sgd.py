@@ -41,8 +41,7 @@ from .decoder_step import (
 )
 from .options import DECODER_STEPS, RELEASE, RELEASED_BELOW, PamSgd
 from .ridge import TOLERANCE, DecoderState, Terms, plan
-from .solver import DECODER_STEP, Solver
-from .task import Task
+from .solver import DECODER_STEP, Solver, Task
 
 # Rows per latent of a decoder step, resampled for each. Using all 117 took 1.4 times as long on tiny-gemma2, and was no
 # better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.

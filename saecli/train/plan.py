@@ -15,10 +15,9 @@ from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.reader import RowSource
-from .options import DEFAULT_STEPS, MOST_DEFAULT_EPOCHS, PENALTY_WARM_UP, SMALLEST, SolverConfig, TrainingConfig
+from .options import DEFAULT_STEPS, MOST_DEFAULT_EPOCHS, PENALTY_WARM_UP, SMALLEST, WIDEST, SolverConfig, TrainingConfig
 from .rows import SUMMED_ROWS, held_bytes
 from .start import Start
-from .task import default_width
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
 MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there
@@ -217,3 +216,8 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     if doubts_at_start(plan):
         found.pop("l0", None)
     return [*plan.train_rows.warnings, *(f"{which} {words}; {advice[name]}" for name, words in found.items())]
+
+
+def default_width(rows: int, d_in: int, d_sae: int) -> float:
+    """`WIDEST` for up to max(d_sae, 4 d_in) rows, then falling as 1 / sqrt(rows), as overfitting does."""
+    return WIDEST * min(1.0, math.sqrt(max(d_sae, 4 * d_in) / rows))

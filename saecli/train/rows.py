@@ -1,11 +1,11 @@
-"""Normalised training rows in batches, what is measured on them before training, and rows of arrays or on a GPU.
+"""Normalised and smoothed training rows in batches, what is measured on them before training, and rows of arrays.
 
-Shapes: N rows, B rows of a batch, D = d_in, E the width of targets next to the rows, 0 if the targets are the rows.
+Shapes: N rows, n sampled, B in a batch, D = d_in, E the width of targets next to the rows, 0 if these are the rows.
 """
 
 import math
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -333,6 +333,60 @@ def regressed(rows: int, xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
     left = rows - len(values) + (ridges[:, None] * damped).sum(1)  # which does not cancel where rows are few
     best = (error.clamp(min=EXACT * yy) / left.square()).argmin()
     return Q @ (along * damped[best][:, None])
+
+
+@dataclass(frozen=True, eq=False)
+class Smoothing:
+    """Moves rows along differences of other rows, each independently of its batch.
+
+        x_i + width ||x_i|| (x_j - x_k) / sqrt(||x_j||^2 + ||x_k||^2),    j and k drawn from a sample of all rows
+
+    (norms about the sample's mean). Rows are then drawn from a kernel estimate of their density, with a kernel of the
+    data's own shape, so the encoder overfits less. Targets move by the same multiple of their own difference.
+
+    Source: the smoothed bootstrap (Silverman and Young, 1987), with the kernel taken from pairs of rows.
+    """
+
+    width: float  # fraction of its norm by which a row is moved; 0 for none
+    sample: Tensor  # (n, D); with n < 2 nothing moves
+    targets: Tensor | None = None  # the sample's, (n, E); None if these are the rows
+
+    @property
+    def inflation(self) -> float:
+        """Variance of smoothed rows over the rows' own."""
+        return 1 + self.width**2 if self.moves else 1.0
+
+    @property
+    def moves(self) -> bool:
+        return self.width > 0 and len(self.sample) > 1
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        return self.sample.mean(0)
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        return (self.sample - self._mean).square().sum(1)
+
+    def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """A batch with its rows moved, in new tensors; draws are on the CPU, for all processes' rows."""
+        x = batch.x
+        if not self.moves:
+            return batch
+        n = len(self.sample)
+        first = torch.randint(n, (batch.size,), generator=generator)
+        second = (first + 1 + torch.randint(n - 1, (batch.size,), generator=generator)) % n  # another row each
+        if batch.index is not None:
+            first, second = first[batch.index], second[batch.index]
+        first, second = moved(torch.stack([first, second]), x.device)
+        both = self._squares[first] + self._squares[second]
+        relative = ((x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()
+        step = (self.width * relative)[:, None]
+        moved_x = x + step * (self.sample[first] - self.sample[second])
+        if batch.y is x:
+            return replace(batch, x=moved_x, y=moved_x)
+        assert self.targets is not None
+        return replace(batch, x=moved_x, y=batch.y + step * (self.targets[first] - self.targets[second]))
 
 
 def part_of(communicator: Communicator) -> Part:

@@ -1,10 +1,11 @@
 """What every solver has: descent by Adam, revival, the state to resume; and SGD, the baseline of the field's tools.
 
-B rows, D = d_in, F = d_sae. All rows are normalised (see `rows.py`).
+B rows, D = d_in, E = d_out, F = d_sae. All rows are normalised (see `rows.py`).
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,13 +16,54 @@ from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch, Coupled, Dictionary, mixed
 from .decoder_step import Pass, directions_of_worst, revive
-from .options import REVIVAL_ROWS, WINDOW, Sgd, SolverConfig
-from .task import Smoothing, StepReport, Task
+from .options import REVIVAL_ROWS, WINDOW, Sgd, SolverConfig, TrainingConfig
+from .rows import Smoothing
 
 REVIVALS = 20  # times that SGD looks for dead latents in all of training, at least once per epoch
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
 DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws; 0 for steps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """The training problem. A batch's loss is the mean over its rows of `||y_hat - y||^2 + sparsity_weight * penalty`;
+    terms that the paper adds to the sum over all N rows are divided by N."""
+
+    training: TrainingConfig
+    rows: int  # N
+    steps: int  # of the optimiser in all of training
+    lr: float  # the peak
+    # Spread over all rows, (n, D) with targets (n, E), for smoothing and an activation's estimates; may be empty.
+    sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
+    B: Tensor | None = None  # the targets' linear regression on the rows, (D, E); None if they are the rows
+    held: str | None = None  # W_enc or W_dec, kept bit for bit; then no latent is revived, silenced or rescaled
+    memory: float = math.inf  # bytes that the solver may use
+
+    @property
+    def batches(self) -> int:
+        return self.training.epoch_batches(self.rows)
+
+    def learning_rate(self, step: int) -> float:
+        """At a step, from 0: a linear rise, a plateau, a linear fall to zero."""
+        rise = (step + 1) / max(1, math.ceil(self.training.lr_warm_up * self.steps))
+        fall = (self.steps - step) / max(1, math.ceil(self.training.lr_decay * self.steps))
+        return self.lr * min(1.0, rise, fall)
+
+    def penalty_weight(self, step: int) -> float:
+        rise = (step + 1) / max(1, math.ceil(self.training.sparsity_warm_up * self.steps))
+        return (self.training.sparsity_weight or 0.0) * min(1.0, rise)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A process' part of a smoothed batch's measures before its step; tensors, so that nothing waits for the device."""
+
+    step: int
+    rows: int
+    loss: Tensor  # with penalty and proximal terms
+    squared_error: Tensor  # mean ||y_hat - y||^2
+    l0: Tensor  # mean
 
 
 class Solver:

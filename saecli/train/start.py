@@ -58,8 +58,8 @@ def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, B: 
 def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
     """The SAE nested and with an affine skip, 0 if new, as the settings ask; `widths` of a crosscoder's hook points."""
     skip = sae.W_enc.new_zeros(sae.d_in, sae.d_out) if training.skip and sae.W_skip is None else sae.W_skip
-    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, sae.activation, sae.activation_parameters, training.nested,
-               skip, tuple(widths))
+    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, sae.activation, sae.activation_parameters,
+               prefixes=training.nested, W_skip=skip, widths=tuple(widths))
 
 
 def fitted_learning_rate(batch: Tensor, firings: float) -> float:

@@ -22,8 +22,8 @@ import torch
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.train.options import PamSgd, Sgd, SolverConfig, TrainingConfig
+from saecli.train.solver import Task
 from saecli.train.start import initial_sae
-from saecli.train.task import Task
 
 SAELENS = "sae-lens==6.54.12"
 CASES: dict[str, tuple[Activation, SolverConfig, str, int]] = {

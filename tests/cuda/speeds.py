@@ -28,8 +28,8 @@ from saecli.store.writer import StoreWriter
 from saecli.train import SOLVERS
 from saecli.train.options import TrainingConfig
 from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
+from saecli.train.solver import Task
 from saecli.train.start import initial_sae
-from saecli.train.task import Task
 
 PRECISIONS = ("float32", "tf32", "bf16")
 K, LAYER = 32, 12

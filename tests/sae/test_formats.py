@@ -104,7 +104,7 @@ def made(kind: type[Activation], skip: bool = False, width: int = D) -> SAE:
     activation = kind(k=K) if "k" in kind.__dataclass_fields__ else kind()
     generator = torch.Generator().manual_seed(1)
     learned = {name: torch.rand(start.shape, generator=generator) for name, start in activation.parameters(F).items()}
-    return SAE(w["W_enc"], w["b_enc"], w["W_dec"], w["b_dec"], activation, learned, (), w.get("W_skip"))
+    return SAE(w["W_enc"], w["b_enc"], w["W_dec"], w["b_dec"], activation, learned, W_skip=w.get("W_skip"))
 
 
 CASES = [(name, kind, transcodes, skip, width) for name in FORMATS for kind in ACTIVATIONS.values()

@@ -53,7 +53,8 @@ def sae_with(kind: type[Activation], width: int = D) -> SAE:
 
 def nested(sae: SAE) -> SAE:
     """The same with prefixes, for which dictionary_learning has a class of its own."""
-    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, sae.activation, sae.activation_parameters, (7, 20, F))
+    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, sae.activation, sae.activation_parameters,
+               prefixes=(7, 20, F))
 
 
 def transcoders(form: Format) -> dict[str, SAE]:

@@ -12,9 +12,10 @@ from saecli.sae.dictionary import Batch
 from saecli.train import decoder_step
 from saecli.train.decoder_step import directions_of_worst, useful
 from saecli.train.options import MOST_INNER_STEPS, WIDEST, PamSgd, Sgd, SolverConfig
+from saecli.train.plan import default_width
+from saecli.train.rows import Smoothing
 from saecli.train.solver import Solver
 from saecli.train.start import HIGHEST_RATE, fitted_learning_rate
-from saecli.train.task import Smoothing, default_width
 
 DEAD = [2, 5]
 

@@ -12,8 +12,7 @@ from saecli.base.errors import ConfigError
 from saecli.sae.activations import ACTIVATIONS, Relu
 from saecli.sae.dictionary import SAE, Batch
 from saecli.train.decoder_step import revive
-from saecli.train.rows import regressed
-from saecli.train.task import Smoothing
+from saecli.train.rows import Smoothing, regressed
 
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 TOPK = ("--act", "topk", "--k", "4")

@@ -95,7 +95,7 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     W_enc, b_enc, W_dec, b_dec = (ready.pop(name) for name in WEIGHTS)
     W_skip = ready.pop("W_skip", None)
-    sae = SAE(W_enc, b_enc, W_dec, b_dec, activation, ready, prefixes, W_skip, widths)
+    sae = SAE(W_enc, b_enc, W_dec, b_dec, activation, ready, prefixes=prefixes, W_skip=W_skip, widths=widths)
     if not subtracts:
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()
