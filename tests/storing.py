@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
@@ -53,6 +54,42 @@ def stored_contents(path: Path) -> dict[str, Any]:
     assert store.verify() == []
     rows = collect(store.split("all").sequential(64)) if store.rows else np.empty((0, store.d_in), np.float32)
     return {"meta": store.meta.to_json() | {"created": ""}, "rows": rows}
+
+
+ROUNDING = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
+OF_NORMS = ("norms", "median_norm", "norm_quantiles", "dropped_norms")
+
+
+def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = ()) -> None:
+    """Two stores hold the same rows, each from a language model's forward pass of its own.
+
+    The last bits of a matrix product may differ between passes, and with them rows, norms and checksums; all else is
+    exact.
+    """
+    stores = [ActivationStore.open(one) for one in (path, expected)]
+    assert [store.verify() for store in stores] == [[], []]
+    found, wanted = ({name: value for name, value in store.meta.to_json().items() if name not in ("created", *but_for)}
+                     for store in stores)
+    for name in OF_NORMS:
+        assert _numbers(found.pop(name)) == pytest.approx(_numbers(wanted.pop(name)), rel=0.02)
+    for shard in (*found["shards"], *wanted["shards"]):
+        del shard["sha256"], shard["frame"], shard["dropped_norms"]
+        cursor = shard["resume"]["cursor"]
+        shard["resume"]["cursor"] = {name: value for name, value in cursor.items() if not name.startswith("_")}
+    assert found == wanted
+    rows, others = (store.split("all") for store in stores)
+    for name in stores[0].meta.columns:
+        np.testing.assert_array_equal(*(np.concatenate(list(each.column(name, 4096))) for each in (rows, others)))
+    np.testing.assert_allclose(collect(rows.sequential(4096)), collect(others.sequential(4096)),
+                               rtol=ROUNDING[stores[0].meta.dtype], atol=1e-4)
+
+
+def _numbers(document: Any, name: str = "") -> dict[str, Any]:
+    """The numbers of a nested document by their names."""
+    if not isinstance(document, dict):
+        return {} if document is None else {name: document}
+    parts = (_numbers(value, f"{name}.{key}") for key, value in document.items())
+    return {path: number for part in parts for path, number in part.items()}
 
 
 def dense(codes: SparseRows, features: int) -> np.ndarray:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from storing import assert_same_pass, collect
 from tiny_models import loaded, save_model, save_tokenizer
 from transformers import AutoTokenizer, LlamaModel
 
@@ -264,16 +265,14 @@ def fill_stores(home: Path, model: LanguageModel, points: Iterable[HookPoint], s
             writer.__exit__(None, None, None)
 
 
-def contents(home: Path, point: HookPoint) -> tuple:
-    meta = ActivationStore.open(home / f"{point.layer}-{point.site}").meta
-    return meta.complete, meta.rows, meta.dropped, [shard.sha256 for shard in meta.shards]
+def opened(home: Path, point: HookPoint) -> ActivationStore:
+    return ActivationStore.open(home / f"{point.layer}-{point.site}")
 
 
 def stored_rows(home: Path, point: HookPoint) -> tuple[np.ndarray, np.ndarray]:
     """A store's rows, (R, 16), and their columns, (3, R)."""
-    rows = ActivationStore.open(home / f"{point.layer}-{point.site}").split("all")
-    return (np.concatenate([batch.copy() for batch in rows.sequential(64)]),
-            np.stack([np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]))
+    rows = opened(home, point).split("all")
+    return collect(rows.sequential(64)), np.stack([np.concatenate(list(rows.column(name, 64))) for name in COLUMNS])
 
 
 DROPPING, MULTIPLE = [HookPoint(0, "attn_out"), HookPoint(2, "mlp_out"), HookPoint(1, "resid_pre")], 1.15
@@ -293,7 +292,7 @@ def test_stores_filled_together_drop_what_any_of_them_drops(model, tmp_path: Pat
         rows, columns = stored_rows(tmp_path / "together", point)
         np.testing.assert_array_equal(columns, every[point][1][:, common][:, :ROWS])
         np.testing.assert_allclose(rows, every[point][0][common][:ROWS], rtol=0.02, atol=0.02)
-        meta = ActivationStore.open(tmp_path / "together" / f"{point.layer}-{point.site}").meta
+        meta = opened(tmp_path / "together", point).meta
         seen = ROWS + meta.dropped["high_norm"] + meta.dropped["beside"]
         if common[:seen].sum() == ROWS:  # else the store was full within a block, all of whose dropped rows it counts
             assert meta.dropped["beside"] == (fit[point] & ~common)[:seen].sum()
@@ -316,8 +315,8 @@ def test_stores_stopped_at_different_shards_equal_whole_ones(model, tmp_path: Pa
     assert len(stood) > 1 and max(stood) < ROWS
     for _ in range(2):  # the second time, the others are finished
         fill_stores(stopped, model, DROPPING, multiple=multiple)
-        for point in DROPPING:
-            assert contents(stopped, point) == contents(tmp_path / "whole", point)
+        for folder in folders:
+            assert_same_pass(folder, tmp_path / "whole" / folder.name)
         shutil.rmtree(folders[2])
 
 
@@ -330,10 +329,11 @@ def test_a_store_resumed_with_other_batches_has_every_token(model, tmp_path: Pat
     for batch, stop_at in ((CONTEXT, 300), (200, 500)):
         with pytest.raises(KeyboardInterrupt):
             fill_stores(tmp_path / "stopped", model, [point], stop_at, packed=packed, batch=batch)
-        stood.append(contents(tmp_path / "stopped", point)[1])
+        stood.append(opened(tmp_path / "stopped", point).rows)
     assert 0 < stood[0] < stood[1] < ROWS
     fill_stores(tmp_path / "stopped", model, [point], packed=packed, batch=100)
-    assert contents(tmp_path / "stopped", point)[:3] == contents(tmp_path / "whole", point)[:3]
+    found, wanted = (opened(tmp_path / name, point) for name in ("stopped", "whole"))
+    assert (found.complete, found.rows, found.meta.dropped) == (True, ROWS, wanted.meta.dropped)
     (rows, columns), (expected, expected_columns) = (stored_rows(tmp_path / name, point) for name in
                                                      ("stopped", "whole"))
     np.testing.assert_array_equal(columns, expected_columns)

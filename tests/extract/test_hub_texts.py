@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from fake_hub import COMMIT, DATASET, FakeHub, serving
+from storing import assert_same_pass
 
 from saecli.extract.texts import TextSource
 from saecli.store.reader import ActivationStore
@@ -79,10 +80,9 @@ def test_a_killed_extraction_does_not_read_files_again(hub: FakeHub, tmp_path: P
     hub.sent.clear()
     done = run(hub, tmp_path, "-m", "saecli", *words, "--name", "killed")
     assert done.returncode == 0 and "going on after 76,000 rows" in done.stderr, done.stderr
-    metas = [ActivationStore.open(tmp_path / "activations" / name).meta for name in ("whole", "killed")]
-    assert metas[0].source["dataset_revision"] == COMMIT
-    assert metas[0].source == metas[1].source
-    assert [shard.sha256 for shard in metas[0].shards] == [shard.sha256 for shard in metas[1].shards]
+    whole, killed = (tmp_path / "activations" / name for name in ("whole", "killed"))
+    assert ActivationStore.open(whole).meta.source["dataset_revision"] == COMMIT
+    assert_same_pass(killed, whole)
     # `datasets` looks at the first file for the columns, and not at others before the cursor.
     assert hub.sent["train-00001-of-00005.parquet"] == 0 < hub.sent["train-00004-of-00005.parquet"]
 

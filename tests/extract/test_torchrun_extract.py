@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from homes import CommandLine
 from launching import launched, own_words, together, torchrun
+from storing import assert_same_pass
 
 from saecli.store.reader import ActivationStore
 from saecli.store.writer import saved_rows
@@ -43,12 +44,6 @@ def assert_same_documents(home: Path, name: str, expected: str) -> None:
     assert store.verify() == []
 
 
-def assert_same_store(home: Path, name: str, expected: str) -> None:
-    """The store is byte for byte the other one."""
-    found, wanted = (ActivationStore.open(home / "activations" / one).meta.to_json() for one in (name, expected))
-    assert {**found, "created": ""} == {**wanted, "created": ""}
-
-
 SITES = ("mlp_out", "resid_post")
 BOTH = ("extract", "--model", "tiny-gemma2", "--layer", "1", "--site", SITES[0], "--site", SITES[1],
         "--max-norm-multiple", "1.05", "--rows", "11000", "--shard-rows", "450")
@@ -80,18 +75,12 @@ def test_two_processes_drop_rows_from_both_sites(both: Path, monkeypatch, capsys
     for documents in (columns, wanted):
         assert (documents[2] < last - 20).sum() > 8_000
     np.testing.assert_array_equal(columns[:, columns[2] < last - 20], wanted[:, wanted[2] < last - 20])
-    before = two_metas(both, "two")
-    shutil.rmtree(both / "activations" / "two-l1-mlp_out")  # its rows would come in another order
+    lost = both / "activations" / "two-l1-mlp_out"
+    before = shutil.move(lost, both / "before")  # alone, its rows would come in another order
     refused = alone(*BOTH, "--name", "two").err
     assert "expected the number of processes that began it, 2, got 1" in refused
     assert together(2, "--home", both, *BOTH, "--name", "two").status == 0
-    assert two_metas(both, "two") == before
-
-
-def two_metas(home: Path, name: str) -> list[dict]:
-    """What `store.json` holds of the stores of both sites, without the time."""
-    return [{**ActivationStore.open(home / "activations" / f"{name}-l1-{site}").meta.to_json(), "created": ""}
-            for site in SITES]
+    assert_same_pass(lost, before)
 
 
 @pytest.mark.long
@@ -108,7 +97,8 @@ def test_stores_of_a_killed_process_equal_whole_ones(both: Path):
         shutil.rmtree(folders[0] / "ranks" / "00001", ignore_errors=True)
     done = together(2, "--home", both, *BOTH, "--name", "killed")
     assert done.status == 0, done.err
-    assert two_metas(both, "killed") == two_metas(both, "whole")
+    for folder in folders:
+        assert_same_pass(folder, folder.with_name(folder.name.replace("killed", "whole")))
 
 
 @pytest.mark.long
@@ -154,7 +144,7 @@ def test_a_killed_process_ends_the_others_and_is_resumed(whole: Path, victim: in
     again = together(2, "--home", whole, *MANY, "--name", name)
     assert again.status == 0, again.err
     assert own_words(again.err) == [f"{name}: going on after {before:,} rows"]
-    assert_same_store(whole, name, "whole")
+    assert_same_pass(folder, whole / "activations" / "whole")
 
 
 @pytest.mark.long
