@@ -9,4 +9,5 @@
     forward.py          blocks through the model; filling several stores in one pass
     extraction.py       saecli.extract, by one process or by ranks
     streaming.py        rows for training without a store
+    splice.py           where an SAE acts in a model; CE and KL with it in place of the activations
 """

@@ -4,7 +4,7 @@ They are read by module hooks rather than from `hidden_states`, whose last entry
 are loaded; the configuration stays the whole model's, so that they compute the same.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -105,10 +105,15 @@ class LanguageModel:
         never = next(point for point in points if point not in found)
         raise ModelError(f"{self.source.name} never ran its layer {never.layer}: its blocks are not called one by one")
 
-    @torch.no_grad()
-    def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
-        """The logits, (B, T, vocabulary), float32; arguments as in `read`. The model must be loaded with its head."""
-        return self._forward(token_ids, mask).logits.float()
+    def logits(self, token_ids: Tensor, mask: Tensor,
+               hooks: Mapping[HookPoint, Callable[[HookPoint, Tensor], Tensor]] | None = None) -> Tensor:
+        """The logits, (B, T, vocabulary), float32, with activations at hook points replaced by `hook(point,
+        activations)`, and differentiable in what replaces them; else as in `read`. The model must be loaded with its
+        head."""
+        with ExitStack() as opened:
+            for point, hook in (hooks or {}).items():
+                opened.enter_context(self.intercepted(*point, partial(hook, point)))
+            return self._forward(token_ids, mask).logits.float()
 
     def _forward(self, token_ids: Tensor, mask: Tensor) -> Any:
         with self.reporting():

@@ -2,10 +2,9 @@
 
     measured.py      an SAE with the rows that it is measured on
     evaluate.py      FVU, L0, firing frequencies; which runs no other beats
-    splice.py        CE and KL with the SAE in the language model
     worlds.py        known features found: MCC, F1
     stability.py     latents matched between seeds: PW-MCC
-    hook_points.py   where an SAE acts; a crosscoder's latents by hook point
+    hook_points.py   a crosscoder's latents by hook point
     probes.py        sparse probes on labelled texts
     controls.py      baselines: the training with one ingredient removed
     refit.py         the exact decoder for given rows, as a run

@@ -36,6 +36,7 @@ from ..base.documents import read_settings
 from ..base.errors import ConfigError, MachineError, RunError, TrainingError, counted, size_words
 from ..base.home import KEPT, Home
 from ..base.machine import available_memory
+from ..extract.splice import in_batches, is_plain, padded, stored_windows
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
@@ -282,7 +283,6 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     from ..extract.forward import batch_tokens  # transformers takes seconds to import
     from ..extract.options import HookPoint
     from ..extract.windows import Windows
-    from .splice import in_batches, is_plain, padded, stored_windows
 
     ends = [rows.inputs[0], *([rows.target] if rows.target else [])]
     context = ends[0].store.meta.source["context"]

@@ -3,19 +3,28 @@
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted
 from ..base.home import Home
+from ..extract.options import HookPoint
+from ..extract.splice import check_rows, effects, largest, stored_windows, unfit
+from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
+from ..store.reader import Rows
 from ..store.split import Which
 from ..train.rows import ArrayLike
 from .hook_points import places_document
 from .measured import Measured, RowsLike, all_measured, by_rows, measured
 from .worlds import FeatureScores
+
+if TYPE_CHECKING:
+    from ..extract.language_model import LanguageModel
+    from ..extract.windows import Windows
 
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
 ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}  # compared at similar L0; times its sign, less is better
@@ -63,7 +72,7 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
     Returns:
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
-        `splice.effects`, and `unbeaten`, None for a single SAE.
+        `extract.splice.effects`, and `unbeaten`, None for a single SAE.
     """
     return compare([sae], data, target=target, split=split, model=model, tokens=tokens, device=device, home=home,
                    progress=progress)[0]
@@ -119,7 +128,6 @@ def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
 def check_model(one: Measured, model: str) -> None:
     """Refuse, before other work, a model that cannot be run over an SAE's rows; loads no weights."""
     from ..extract.model_source import find_model  # transformers takes seconds to import
-    from .splice import check_rows
 
     check_rows(one.of_store, find_model(model))
 
@@ -129,16 +137,64 @@ def evaluated(everything: Sequence[Measured], model: str | None, tokens: int | N
     """The results of `evaluate`, without `unbeaten`, for SAEs with their rows."""
     if model is None:
         return [one.heading | _reconstructed(one, listener) for one in everything]
-    from .splice import splices  # transformers takes seconds to import
-
     passes = splices(everything, model, listener)  # raises before the rows are measured
     found = [one.heading | _reconstructed(one, listener) for one in everything]
     for splice in passes:
-        effects = splice.effects([everything[index].sae for index in splice.members], tokens or TOKENS, listener)
-        for index, effect in zip(splice.members, effects, strict=True):
+        every = splice.effects([everything[index].sae for index in splice.members], tokens or TOKENS, listener)
+        for index, effect in zip(splice.members, every, strict=True):
             found[index] |= effect
     listener.note("special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
                   "out of the means")
+    return found
+
+
+@dataclass(frozen=True)
+class Splice:
+    """One pass through a model."""
+
+    members: list[int]  # indices of the SAEs on these rows
+    model: "LanguageModel"  # with its head
+    rows: Rows
+    cutter: "Windows"
+    reads: tuple[HookPoint, ...]  # where activations are encoded
+    writes: tuple[HookPoint, ...]  # where they are replaced; the same unless a transcoder's
+
+    def effects(self, saes: Sequence[SAE], tokens: int, listener: Listener) -> list[dict[str, Any]]:
+        windows = stored_windows(self.rows, self.cutter.prefix, tokens)
+        with listener.progress(f"splicing into {self.model.source.name}", min(tokens, self.rows.rows),
+                               "tokens") as show:
+            return effects(self.model, windows, self.cutter.special, self.reads, self.writes, saes, show)
+
+
+def splices(everything: Sequence[Measured], name: str, listener: Listener) -> list[Splice]:
+    """The passes to make through a model for SAEs with their rows; all that cannot work is refused here."""
+    from ..extract.language_model import LanguageModel  # transformers takes seconds to import
+    from ..extract.model_source import find_model
+    from ..extract.windows import Windows
+
+    source, groups = find_model(name), by_rows(everything)
+    all_ends: list[list[Rows]] = []
+    for one in (everything[members[0]] for members in groups):
+        ends = [one.of_store, *one.rows.inputs[1:], *([one.rows.target] if one.rows.target else [])]
+        for rows in ends:
+            check_rows(rows, source)
+        if len({rows.store.meta.source["model"] for rows in ends}) > 1:
+            one.demand_reconstruction("the effect on a model")
+        all_ends.append(ends)
+    model = LanguageModel(source, everything[0].sae.W_enc.device, head=True)
+    found = []
+    for ends, members in zip(all_ends, groups, strict=True):
+        rows, origin = ends[0], ends[0].store.meta.source
+        cutter = Windows(model.tokenizer, origin["context"])
+        if (last := largest(rows, "token_id")) >= model.vocabulary:
+            raise unfit(rows, source, f"a token {last}, got token ids below {model.vocabulary}")
+        next(stored_windows(rows, cutter.prefix, 1))  # raises if no window is whole
+        if origin["model"] != source.identity()["model"]:
+            listener.note(f"{rows.name} came from {origin['model']}, and is run through {name}")
+        places = tuple(HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends)
+        transcoder = everything[members[0]].rows.target is not None
+        found.append(Splice(members, model, rows, cutter, places[:-1] if transcoder else places,
+                            places[-1:] if transcoder else places))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The hook points of SAEs: where in a language model one acts, and a crosscoder's latents by hook point.
+"""A crosscoder's latents by hook point.
 
 With a crosscoder's rows at every hook point divided by their own spread, so that hook points compare, and W_ip latent
 i's decoder at hook point p,
@@ -20,103 +20,18 @@ al., "Robustly Identifying Concepts Introduced During Chat Fine-Tuning Using Cro
 Shapes: B rows, D = d_in, F = d_sae, P hook points.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.console import Listener
-from ..base.errors import ConfigError, unknown_choice
-from ..base.home import Home
-from ..extract.options import SITES, HookPoint
 from ..sae.dictionary import SAE
-from ..sae.library import SAELike, open_sae
 from ..store.values import Spread
 from .measured import Measured
 
-if TYPE_CHECKING:
-    from ..extract.model_source import ModelSource
-
 EXCLUSIVE = 0.9  # a latent with a larger share belongs to that hook point alone
 SHARED = 0.6  # a latent whose every share is larger than this over P is shared by all
-
-
-@dataclass(frozen=True)
-class Hooked:
-    """An SAE, and the hook points that it reads and predicts; the same unless it is a transcoder."""
-
-    name: str
-    sae: SAE
-    model: str | None  # that its file names
-    read: HookPoint
-    written: HookPoint
-
-    def check(self, width: int, layers: int, model: str) -> None:
-        """Refuse a model of another width, or with too few layers."""
-        for got in (self.sae.d_in, self.sae.d_out):
-            if got != width:
-                raise ConfigError(f"{self.name} does not fit {model}: expected an SAE of the model's width, {width}, "
-                                  f"got {got}; name the model that its rows came from")
-        for place in (self.read, self.written):
-            if not 0 <= place.layer < layers:
-                raise ConfigError(f"--layer must be from 0 to {layers - 1}, the last of {model}, got {place.layer}",
-                                  option="layer")
-
-
-def hooked(home: Home, sae: SAELike, layer: int | None, site: str | None, what: str, listener: Listener) -> Hooked:
-    """Open an SAE, or a transcoder, with its hook points; `layer` and `site` if its file does not say. `what` is for
-    the error on a crosscoder: "WHAT with NAME is not defined"."""
-    subject, saved = open_sae(home, sae, listener)
-    name, origin = subject.name, saved.origin
-    if saved.sae.widths:
-        raise ConfigError(f"{what} with {name} is not defined: expected an SAE or a transcoder, which read one hook "
-                          f"point, got a crosscoder of {len(saved.sae.widths)}; name another run")
-    if site is not None and site not in SITES:
-        raise unknown_choice("site", site, SITES)
-    for option, given in (("layer", layer), ("site", site)):
-        known = origin.get(option)
-        if given is not None and known is not None and given != known:
-            raise ConfigError(f"--{option} must be {known}, as {name} says, got {given}; leave --{option} out",
-                              option=option)
-    layer, site = origin.get("layer", layer), origin.get("site", site)
-    if layer is None or site is None:
-        raise ConfigError(f"{name} does not say where it reads: expected a block and a site, got "
-                          f"{'neither' if layer is site else 'one of them'}; give --layer and --site")
-    target_layer, target_site = origin.get("target_layer"), origin.get("target_site")
-    for named in (site, target_site):
-        if named is not None and named not in SITES:
-            raise ConfigError(f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got {named!r}; "
-                              "use another SAE, or correct its file")
-    read = written = HookPoint(layer, site)
-    if saved.is_transcoder:
-        if target_layer is None or target_site is None:
-            raise ConfigError(f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
-                              "in its file, got none; name a run of `sae train`")
-        written = HookPoint(target_layer, target_site)
-    return Hooked(name, saved.sae, origin.get("model"), read, written)
-
-
-def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener) -> "ModelSource":
-    """The language model that SAEs act in, by default the one that their files name, with a note if theirs is another;
-    loads no weights."""
-    from ..extract.model_source import find_model  # transformers takes seconds to import
-
-    found = {one.model for one in everything}
-    if name is None and len(found) == 1:
-        (name,) = found
-    if name is None:
-        raise ConfigError(f"--model is needed: expected one model in the files of "
-                          f"{' and '.join(one.name for one in everything)}, got "
-                          f"{' and '.join(sorted(one or 'none' for one in found))}; name it with --model",
-                          option="model")
-    source = find_model(name)
-    for one in everything:
-        one.check(source.d_model, source.layers, source.name)
-        if one.model not in (None, name, source.identity()["model"]):
-            listener.note(f"{one.name} was trained on activations of {one.model}, and is used in {name}")
-    return source
 
 
 class PlaceSums:

@@ -18,6 +18,7 @@ from ..base.devices import carried, device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import words_of
+from ..extract.splice import COLUMNS
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
@@ -33,7 +34,6 @@ from .worlds import Alignment
 # side; None for the stores that the run was trained on, else the newest.
 RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | Sequence[str] | None
 
-COLUMNS = ("document", "position", "token_id")
 LONGEST = 8  # batches that a window may span before it is split, which keeps memory constant
 BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # per batch: at most 64 MB of codes; smaller batches are faster
 

@@ -40,12 +40,11 @@ from ..base.home import Home
 from ..extract.forward import batch_tokens
 from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint
+from ..extract.splice import Hooked, hooked, in_batches, model_of, padded
 from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
-from .hook_points import Hooked, hooked, model_of
 from .measured import BATCH_CODES
-from .splice import in_batches, padded
 
 COUNTS = (1, 2, 5, 16)  # latents of a probe
 ROWS, LEAST_ROWS = 200, 20  # texts of a set

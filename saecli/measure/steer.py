@@ -25,9 +25,9 @@ from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of, intercepted
+from ..extract.splice import Hooked, hooked, model_of
 from ..extract.tokens import TokenTexts, continuation
 from ..sae.library import SAELike
-from .hook_points import Hooked, hooked, model_of
 
 METHODS, NEW_TOKENS = ("add", "clamp", "ablate"), 40
 

@@ -249,12 +249,18 @@ class MappedShards:
             start = (end - size) // mmap.PAGESIZE * mmap.PAGESIZE
             mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
 
-    def whole(self, shard: int) -> np.ndarray:
-        """All rows of a shard; see `chunk`."""
-        layout, mapped = self._open(shard)
-        for chunk in np.flatnonzero(~layout.checked).tolist():
-            self.chunk(shard, chunk)
-        return np.ndarray((layout.rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped, layout.start)
+    def addresses(self) -> np.ndarray:
+        """(shards,) the address in memory of each shard's first row, valid while this object lives, where `in_memory`.
+
+        Cost: see `chunk`, of every chunk.
+        """
+        found = []
+        for shard in range(len(self._meta.shards)):
+            layout, mapped = self._open(shard)
+            for chunk in np.flatnonzero(~layout.checked).tolist():
+                self.chunk(shard, chunk)
+            found.append(np.frombuffer(mapped, np.uint8).ctypes.data + layout.start)
+        return np.array(found, np.int64)
 
     def in_memory(self) -> bool:
         """Whether all shards can stay mapped, and are in the page cache, by a sample of pages."""

@@ -12,8 +12,8 @@ from launching import python_with
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
+from saecli.extract.splice import stored_windows
 from saecli.extract.windows import Windows
-from saecli.measure.splice import stored_windows
 from saecli.store.reader import ActivationStore
 
 pytestmark = pytest.mark.slow

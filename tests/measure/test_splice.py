@@ -17,9 +17,9 @@ import saecli
 from saecli.extract.forward import COLUMNS, Forward, fill
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.options import HookPoint
+from saecli.extract.splice import stored_windows
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows, in_blocks
-from saecli.measure.splice import stored_windows
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore

@@ -20,10 +20,11 @@ from ...base.documents import read_settings
 from ...base.errors import ConfigError, ModelError
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
+from ...extract.splice import COLUMNS
 from ...measure.evaluate import evaluated
 from ...measure.hook_points import places_document
 from ...measure.latents import Examples, Survey, at_random, neighbours, survey
-from ...measure.measured import COLUMNS, Measured, RowsLike, held_out, in_blocks, measured
+from ...measure.measured import Measured, RowsLike, held_out, in_blocks, measured
 from ...sae.library import SAELike
 from ...store.split import Which
 from ...train.files import read_metrics

@@ -1,0 +1,310 @@
+"""Where an SAE acts in a language model, and the effect of replacing activations there by its reconstructions.
+
+The windows of tokens are rebuilt from the token ids that a store keeps with its rows, so that neither the text nor the
+network is needed. Special tokens (BOS) keep their own activations, and predictions from them are excluded from every
+mean; but zero ablation applies to all tokens. SAELens' current evaluation does the same. A crosscoder is encoded from
+the clean activations at all its hook points, and replaces all of them at once.
+
+Shapes: B windows, T tokens, n of them plain, D = d_in, E = d_out, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..base.console import Listener
+from ..base.errors import ConfigError, StoreError, unknown_choice
+from ..base.home import Home
+from ..sae.dictionary import SAE
+from ..sae.library import SAELike, open_sae
+from ..store.reader import Rows
+from ..store.split import window_starts
+from .options import SITES, HookPoint
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from .language_model import LanguageModel
+    from .model_source import ModelSource
+
+COLUMNS = ("document", "position", "token_id")
+READ = 1 << 16  # rows of the columns per read
+BATCH_LOGITS = 1 << 25  # logits per batch: 128 MB in float32, held a few times over
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """An SAE, and the hook points that it reads and predicts, several of a crosscoder; the same unless it is a
+    transcoder."""
+
+    name: str
+    sae: SAE
+    model: str | None  # that its file names
+    reads: tuple[HookPoint, ...]
+    writes: tuple[HookPoint, ...]
+
+    @property
+    def read(self) -> HookPoint:
+        return self.reads[0]
+
+    @property
+    def written(self) -> HookPoint:
+        return self.writes[0]
+
+    def check(self, width: int, layers: int, model: str) -> None:
+        """Refuse a model of another width, or with too few layers."""
+        for got in self.sae.widths or (self.sae.d_in, self.sae.d_out):
+            if got != width:
+                raise ConfigError(f"{self.name} does not fit {model}: expected an SAE of the model's width, {width}, "
+                                  f"got {got}; name the model that its rows came from")
+        for place in (*self.reads, *self.writes):
+            if not 0 <= place.layer < layers:
+                raise ConfigError(f"--layer must be from 0 to {layers - 1}, the last of {model}, got {place.layer}",
+                                  option="layer")
+
+
+def hooked(home: Home, sae: SAELike, layer: int | None, site: str | None, what: str, listener: Listener) -> Hooked:
+    """Open an SAE with its hook points; `layer` and `site` if its file does not say. With `what` a crosscoder is
+    refused: "WHAT with NAME is not defined"."""
+    subject, saved = open_sae(home, sae, listener)
+    name, origin, inputs = subject.name, saved.origin, saved.origin.get("inputs") or []
+    if saved.sae.widths and what:
+        raise ConfigError(f"{what} with {name} is not defined: expected an SAE or a transcoder, which read one hook "
+                          f"point, got a crosscoder of {len(saved.sae.widths)}; name another run")
+    if site is not None and site not in SITES:
+        raise unknown_choice("site", site, SITES)
+    for option, given in (("layer", layer), ("site", site)):
+        known = origin.get(option)
+        if given is not None and known is not None and given != known:
+            raise ConfigError(f"--{option} must be {known}, as {name} says, got {given}; leave --{option} out",
+                              option=option)
+    layer, site = origin.get("layer", layer), origin.get("site", site)
+    several = tuple(HookPoint(one["layer"], one["site"]) for one in inputs if {"layer", "site"} <= one.keys())
+    if len(several) != len(saved.sae.widths):
+        raise ConfigError(f"{name} is a crosscoder that does not say where it reads: expected "
+                          f"{len(saved.sae.widths)} hook points in its file, got {len(several)}; name a run of `sae "
+                          "train`")
+    if layer is None or site is None:
+        raise ConfigError(f"{name} does not say where it reads: expected a block and a site, got "
+                          f"{'neither' if layer is site else 'one of them'}; give --layer and --site")
+    target_layer, target_site = origin.get("target_layer"), origin.get("target_site")
+    for named in (site, target_site, *(one.site for one in several)):
+        if named is not None and named not in SITES:
+            raise ConfigError(f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got {named!r}; "
+                              "use another SAE, or correct its file")
+    reads = writes = several or (HookPoint(layer, site),)
+    if saved.is_transcoder:
+        if target_layer is None or target_site is None:
+            raise ConfigError(f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
+                              "in its file, got none; name a run of `sae train`")
+        writes = (HookPoint(target_layer, target_site),)
+    return Hooked(name, saved.sae, origin.get("model"), reads, writes)
+
+
+def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener) -> "ModelSource":
+    """The language model that SAEs act in, by default the one that their files name, with a note if theirs is another;
+    loads no weights."""
+    from .model_source import find_model
+
+    found = {one.model for one in everything}
+    if name is None and len(found) == 1:
+        (name,) = found
+    if name is None:
+        raise ConfigError(f"--model is needed: expected one model in the files of "
+                          f"{' and '.join(one.name for one in everything)}, got "
+                          f"{' and '.join(sorted(one or 'none' for one in found))}; name it with --model",
+                          option="model")
+    source = find_model(name)
+    for one in everything:
+        one.check(source.d_model, source.layers, source.name)
+        if one.model not in (None, name, source.identity()["model"]):
+            listener.note(f"{one.name} was trained on activations of {one.model}, and is used in {name}")
+    return source
+
+
+def check_rows(rows: Rows, source: "ModelSource") -> None:
+    """Refuse rows from which windows cannot be rebuilt, or that do not fit a model; loads no weights."""
+    origin = rows.store.meta.source
+    expected = f"{rows.name} cannot be run through a model: expected"
+    if not {"model", "layer", "site", "context"} <= origin.keys():
+        raise StoreError(f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
+                         f"or name another store")
+    if missing := [name for name in COLUMNS if name not in rows.store.meta.columns]:
+        raise StoreError(f"{expected} a store that `sae extract` made, got one without {', '.join(missing)}; leave "
+                         f"--model out, or name another store")
+    if origin.get("positions") == "last":
+        raise StoreError(f"{expected} every position of a window, got only the last; extract a store with "
+                         f"--positions all")
+    if source.d_model != rows.d_in:
+        raise unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
+    if origin["layer"] >= source.layers:
+        raise unfit(rows, source, f"a layer {origin['layer']}, got layers 0 to {source.layers - 1}")
+    if source.positions is not None and (longest := largest(rows, "position") + 1) > source.positions:
+        raise unfit(rows, source, f"windows of {longest:,} tokens, got at most {source.positions:,}")
+
+
+def unfit(rows: Rows, source: "ModelSource", expected: str) -> ConfigError:
+    return ConfigError(f"{rows.name} cannot be run through {source.name}: expected {expected}; name the model that the "
+                       "rows came from")
+
+
+def largest(rows: Rows, column: str) -> int:
+    return max(int(part.max()) for part in rows.column(column, READ))
+
+
+def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """The token ids of the first windows, in stored order, of a store that keeps every position of its windows.
+
+    A window from which the store dropped a token outside the prefix is skipped, since it cannot be rebuilt.
+
+    Args:
+        prefix: the special tokens before each window, which the store drops.
+        tokens: number of tokens to stop at, not counting the prefix; the last window is whole.
+    """
+    found = 0
+    for positions, token_ids in _spans(rows):
+        if positions[0] != len(prefix) or positions[-1] - positions[0] + 1 != len(positions):
+            continue
+        yield [*prefix, *token_ids]
+        found += len(token_ids)
+        if found >= tokens:
+            return
+    if not found:
+        raise StoreError(f"{rows.name} cannot be run through a model: expected windows with every token stored, got "
+                         "none; name another store")
+
+
+def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
+    """The positions and token ids of each run of rows of one window."""
+    waiting = np.empty((3, 0), np.int64)
+    for columns in zip(*(rows.column(name, READ) for name in COLUMNS), strict=True):
+        waiting = np.concatenate([waiting, np.stack(columns)], axis=1)
+        *whole, waiting = np.split(waiting, window_starts(waiting[0], waiting[1]), axis=1)
+        for span in whole:
+            yield span[1].tolist(), span[2].tolist()
+    if waiting.shape[1]:
+        yield waiting[1].tolist(), waiting[2].tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class CleanPass:
+    """A batch of windows run through a model as it is."""
+
+    model: "LanguageModel"
+    writes: tuple[HookPoint, ...]
+    token_ids: Tensor  # (B, T)
+    mask: Tensor  # (B, T), 0 at padding
+    plain: Tensor  # (B, T) bool: neither padding nor special
+    scored: Tensor  # (B, T - 1) bool: plain, with a next token
+    log_probabilities: Tensor  # (B, T, V) float32
+    x: Tensor  # activations of plain tokens at the hook points read, side by side, (n, D)
+    y: Tensor  # at those written, (n, E)
+
+    @classmethod
+    def of(cls, model: "LanguageModel", windows: list[list[int]], special: Tensor, reads: tuple[HookPoint, ...],
+           writes: tuple[HookPoint, ...]) -> Self:
+        token_ids, mask = padded(windows)
+        model.check_tokens(token_ids)
+        plain = is_plain(token_ids, mask, special).to(model.device)
+        found: dict[HookPoint, Tensor] = {}
+
+        def look(point: HookPoint, activations: Tensor) -> Tensor:
+            found[point] = activations[plain]
+            return activations
+
+        logits = model.logits(token_ids, mask, dict.fromkeys((*reads, *writes), look))
+        x, y = (torch.cat([found[point] for point in points], 1) for points in (reads, writes))
+        return cls(model, writes, token_ids, mask, plain, plain[:, :-1] & mask[:, 1:].bool().to(model.device),
+                   logits.log_softmax(-1), x, x if reads == writes else y)
+
+    def spliced(self, y_hat: Tensor) -> Tensor:
+        """The log-probabilities, (B, T, V), with y_hat, (n, E), at the plain tokens; differentiable in it."""
+        parts = dict(zip(self.writes, y_hat.chunk(len(self.writes), 1), strict=True))
+
+        def replace(point: HookPoint, activations: Tensor) -> Tensor:
+            return activations.clone().index_put((self.plain,), parts[point].to(activations))
+
+        return self.model.logits(self.token_ids, self.mask, dict.fromkeys(self.writes, replace)).log_softmax(-1)
+
+    def zeroed(self) -> Tensor:
+        """The log-probabilities with zeros at the hook points written."""
+        return self.model.logits(self.token_ids, self.mask, dict.fromkeys(
+            self.writes, lambda _, activations: torch.zeros_like(activations))).log_softmax(-1)
+
+    def cross_entropy(self, log_probabilities: Tensor) -> Tensor:
+        """Of the next token, summed over the scored tokens, float64."""
+        following = self.token_ids[:, 1:, None].to(self.model.device)
+        return -log_probabilities[:, :-1].gather(-1, following)[..., 0][self.scored].sum(dtype=torch.float64)
+
+    def kl(self, log_probabilities: Tensor) -> Tensor:
+        """KL(clean || other), summed over the plain tokens, float64."""
+        clean = self.log_probabilities
+        return (clean.exp() * (clean - log_probabilities)).sum(-1)[self.plain].sum(dtype=torch.float64)
+
+
+@torch.no_grad()
+def effects(model: "LanguageModel", windows: Iterable[list[int]], special: Tensor, reads: tuple[HookPoint, ...],
+            writes: tuple[HookPoint, ...], saes: Sequence[SAE], show: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Splice SAEs, transcoders or crosscoders into a model, one at a time.
+
+    Args:
+        special: token ids whose activations are not replaced, and whose predictions do not count.
+        reads: the hook points whose activations are encoded.
+        writes: the hook points whose activations are replaced; for an SAE the same.
+        show: called after each batch with the number of tokens done.
+
+    Returns:
+        For each SAE: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's mean
+        cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
+        written; ce_recovered, `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl, the mean KL(clean || spliced) in
+        nats.
+
+    Cost: 2 forward passes, and one more per SAE.
+    """
+    sums = torch.zeros(len(saes), 2, dtype=torch.float64)  # cross-entropy, KL
+    shared = torch.zeros(2, dtype=torch.float64)  # cross-entropy clean, with zeros
+    tokens = predictions = 0
+    for batch in in_batches(windows, BATCH_LOGITS // model.vocabulary):
+        clean = CleanPass.of(model, batch, special, reads, writes)
+        shared += torch.stack([clean.cross_entropy(one) for one in (clean.log_probabilities, clean.zeroed())]).cpu()
+        for index, sae in enumerate(saes):
+            spliced = clean.spliced(sae(clean.x.to(sae.W_enc)))
+            sums[index] += torch.stack([clean.cross_entropy(spliced), clean.kl(spliced)]).cpu()
+        tokens += int(clean.plain.sum())
+        predictions += int(clean.scored.sum())
+        show(tokens)
+    ce_clean, zero = (shared / predictions).tolist()
+    return [{"ce_clean": ce_clean, "ce_spliced": float(own[0] / predictions), "ce_zero": zero,
+             "ce_recovered": float((shared[1] - own[0]) / (shared[1] - shared[0])), "kl": float(own[1] / tokens),
+             "tokens": tokens} for own in sums]
+
+
+def in_batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
+    """The windows in lists of at most `most` tokens when padded, or of one window."""
+    pending: list[list[int]] = []
+    for window in windows:
+        longest = max(len(other) for other in [*pending, window])
+        if pending and (len(pending) + 1) * longest > most:
+            yield pending
+            pending = []
+        pending.append(window)
+    if pending:
+        yield pending
+
+
+def padded(windows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, (B, T) each, padded on the right with token 0 under mask 0."""
+    length = max(map(len, windows))
+    token_ids = torch.zeros(len(windows), length, dtype=torch.int64)
+    mask = torch.zeros(len(windows), length, dtype=torch.int64)
+    for row, window in enumerate(windows):
+        token_ids[row, : len(window)] = torch.tensor(window)
+        mask[row, : len(window)] = 1
+    return token_ids, mask
+
+
+def is_plain(token_ids: Tensor, mask: Tensor, special: Tensor) -> Tensor:
+    """Whether each token is neither padding nor special, (B, T), bool."""
+    return (mask == 1) & ~torch.isin(token_ids, special)
