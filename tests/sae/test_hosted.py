@@ -69,8 +69,7 @@ def test_addresses(text: str, address: Address | None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("activation", "form", "files"), [
     (Relu(), "auto", ["cfg.json", "sae_weights.safetensors"]), (SoftTopK(k=4), "auto", ["sae.safetensors"]),
-    pytest.param(JumpRelu(), "gemma-scope", ["params.npz"], marks=pytest.mark.slow),
-    pytest.param(Relu(), "dictionary-learning", ["ae.pt", "config.json"], marks=pytest.mark.slow)])
+    (JumpRelu(), "gemma-scope", ["params.npz"]), (Relu(), "dictionary-learning", ["ae.pt", "config.json"])])
 def test_a_pushed_sae_is_fetched_and_measured_alike(
         sae: CommandLine, hub: ModelHub, rows: np.ndarray, tmp_path: Path, activation: Activation, form: str,
         files: list[str]) -> None:
