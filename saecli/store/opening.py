@@ -66,10 +66,6 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
     return store if store.complete else None
 
 
-def first_of(problems: list[str]) -> str:
-    return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
-
-
 @contextmanager
 def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
     """If Ctrl-C ends a command that fills stores, say how many rows are saved; yields a list for their folders."""
