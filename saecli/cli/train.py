@@ -46,8 +46,9 @@ Target = Annotated[str | None, typer.Option(
     "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
     autocompletion=store_names)]
 Init = Annotated[str | None, typer.Option(
-    "--init", metavar="RUN", help="SAE to start from: run name, folder, or user/repo/folder@revision on the Hugging "
-                                  "Face hub. d_sae and prefixes are inherited; act and k can be overridden.",
+    "--init", metavar="RUN", help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
+                                  "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as it "
+                                  "was if its loss on held-out rows does not fall.",
     show_default="random directions", autocompletion=run_names)]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
                                            show_default="the middle one", rich_help_panel=PANEL)]
@@ -88,7 +89,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     """
     if not (resume or data or options[0].values["model"]):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
-    from ..show.tables import figures_table, results_table
+    from ..show.tables import compared_tables, figures_table, results_table
     from ..train.runs import Job, claimed_folders, resumed_job, train_runs
     from ..train.runs import run_names as names_of
     from ..train.start import Start
@@ -126,11 +127,12 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             for folder in (Path(document["path"]) for document in documents):
                 loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
         if len(jobs) == 1:
-            session.console.result(documents[0], results_table(documents), figures_table(documents),
+            session.console.result(documents[0], results_table(documents), *compared_tables(documents),
+                                   figures_table(documents),
                                    f"saved in {documents[0]['path']}; loss.png there has its curves")
             return
         session.console.result({"runs": documents}, results_table(documents, [*jobs[0].varied]),
-                               *([figures_table(documents)] if documents else []),
+                               *compared_tables(documents), *([figures_table(documents)] if documents else []),
                                f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
         for number, error in enumerate(errors.values(), 1):
             if number == len(errors):

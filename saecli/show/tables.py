@@ -175,6 +175,14 @@ def results_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str] 
     return table(title, ["run", *(name.replace("_", " ") for name in options), *RESULTS.values()], rows)
 
 
+def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    """A table for each run that trained an SAE on: held-out measures before and after, and which SAE it kept."""
+    return [table(f"{one['run']} on held-out rows; the SAE {one['kept']} training is kept",
+                  ["measure", "before", "after"],
+                  [[name, one["before"][name], one["after"][name]] for name in ("loss", "fvu", "l0")])
+            for one in documents if "kept" in one]
+
+
 def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Runs' other measures and their solvers' figures, a column each; for a single run with their meanings."""
     names = {name for document in documents for name in document["final"]} - {*RESULTS, "run", "dead_fraction", "alpha"}

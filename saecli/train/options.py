@@ -161,7 +161,8 @@ class SolverConfig(Config, ABC):
                                             f"training, at most {MOST_INNER_STEPS} per batch; with --steps or --init, 1.",
                                     choices=("auto",), minimum=1)
     revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
-                                f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent.",
+                                f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
+                                "With --init only before the first step, those that fire on none of the rows.",
                           advanced=True)
 
     def resolved(self, batches: int | None) -> Self:
