@@ -47,8 +47,8 @@ Target = Annotated[str | None, typer.Option(
     autocompletion=store_names)]
 Init = Annotated[str | None, typer.Option(
     "--init", metavar="RUN", help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
-                                  "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as it "
-                                  "was if its loss on held-out rows does not fall.",
+                                  "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
+                                  "it was if its loss on held-out rows does not fall.",
     show_default="random directions", autocompletion=run_names)]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
                                            show_default="the middle one", rich_help_panel=PANEL)]
