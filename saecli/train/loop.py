@@ -62,7 +62,7 @@ class Record:
 @dataclass(frozen=True, eq=False)
 class Training:
     """One SAE in training. `progress` is up to the last epoch kept, its rows up to now; `worst` the FVU above which
-    training has diverged; `begun` the SAE that training starts from, normalised; `compared` its measures and the last one's;
+    training has diverged; `begun` the SAE that training starts from, normalised, `compared` its measures next to the last SAE's;
     `pending` the reports since the last line of measures."""
 
     plan: Plan
@@ -91,9 +91,9 @@ class Training:
         if self.begun is None or self.compared:
             return
         before, after = self.begun, self.solver.dictionary
-        if before.activation.name == "jumprelu":  # one price of excess L0 for both
-            before = before.changed(None, **{name: after.activation_parameters[name] for name in ("aim", "multiplier")
-                                             if name in after.activation_parameters})
+        # Of the penalty, such as the price of excess L0 that training found.
+        learned = {name: getattr(after, name) for name in before.activation.training_parameters(1)}
+        before = before.changed(None, **learned)
         communicator, rows = self.rows.communicator, self.plan.test_rows or self.plan.train_rows
         both = reconstructions([self._raw(one) for one in (before, after)], raw_batches(rows, communicator),
                                communicator)
@@ -108,12 +108,12 @@ class Training:
     def _loss(self, dictionary: Dictionary, rows: RowSource) -> float:
         """The mean loss over normalised rows."""
         training, communicator, normalisation = self.plan.training, self.rows.communicator, self.rows.normalisation
-        weight, total = training.sparsity_weight or 0.0, torch.zeros(2, dtype=torch.float64)
+        mean, weight = normalisation.mean, training.sparsity_weight or 0.0
+        total = torch.zeros(2, dtype=torch.float64, device=mean.device)
         for raw in raw_batches(rows, communicator):
-            batch = Batch.of(normalisation(moved(raw, normalisation.mean.device).to(normalisation.mean.dtype)),
-                             dictionary.d_in)
-            loss = dictionary.loss(batch, training.sparsity or "none", weight).value
-            total += torch.tensor([loss.item() * batch.size, batch.size])
+            batch = Batch.of(normalisation(moved(raw, mean.device).to(mean.dtype)), dictionary.d_in)
+            loss = dictionary.loss(batch, training.sparsity or "none", weight).value.double()
+            total += batch.size * torch.stack([loss, torch.ones_like(loss)])
         error, count = communicator.all_reduce(total).tolist()
         return error / count
 
