@@ -158,8 +158,7 @@ def test_saelens_makes_the_same_of_published_folders(tmp_path: Path) -> None:
         folders[f"{name}-ours"] = published.Published(folder, ours.encode(x).numpy(), ours(x).numpy())
     np.save(tmp_path / "rows.npy", x.numpy())
     words = [f"{name}={one.path.relative_to(tmp_path)}" for name, one in folders.items()]
-    done = subprocess.run([python, SCRIPTS / "saelens.py", "scopes", tmp_path, *words], capture_output=True,
-                          text=True)
+    done = subprocess.run([python, SCRIPTS / "saelens.py", "scopes", tmp_path, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name, one in folders.items():
         with np.load(tmp_path / f"{name}.npz") as theirs:
