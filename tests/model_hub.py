@@ -5,12 +5,14 @@ import base64
 import hashlib
 import http.server
 import json
+import os
 import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -69,6 +71,12 @@ class ModelHub(http.server.ThreadingHTTPServer):
     def address(self) -> str:
         """What to set HF_ENDPOINT to."""
         return f"http://127.0.0.1:{self.server_port}"
+
+    def environment(self, home: Path, **more: str) -> dict[str, str]:
+        """For processes that are to know no hub but this; its address is read at import."""
+        own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        return own | {"HF_ENDPOINT": self.address, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
+                      "HF_HUB_DISABLE_XET": "1", "SAE_HOME": str(home)} | more
 
     def add(self, name: str, files: dict[str, bytes], **settings: Any) -> Repo:
         """Makes a repository."""

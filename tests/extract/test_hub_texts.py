@@ -1,7 +1,6 @@
 """Datasets of a hub on this machine: resuming from marks, after failures of the network, and refusals."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,15 +31,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelHub]:
         yield hub
 
 
-def environment_at(home: Path) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    return own | {"HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "SAE_HOME": str(home)}
-
-
-def run(hub: ModelHub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process that knows no hub but this one; its address is read at import."""
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False,
-                          env=environment_at(home) | {"HF_ENDPOINT": hub.address})
+def run(hub: ModelHub, home: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process that knows no hub but this one."""
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=600,
+                          env=hub.environment(home, **more))
 
 
 RESUMED = f"""
@@ -107,11 +101,10 @@ def test_refusals_of_a_hub_are_sentences(hub: ModelHub, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}])
-def test_without_network_the_error_names_other_sources(tmp_path: Path, environment):
+def test_without_network_the_error_names_other_sources(hub: ModelHub, tmp_path: Path, environment):
     program = ("from saecli.extract.texts import TextSource\n"
                "try:\n    next(TextSource('some/dataset').documents())\nexcept OSError as error:\n    print(error)")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60,
-                          env=environment_at(tmp_path) | environment)
+    done = run(hub, tmp_path, "-c", program, **environment)
     assert done.stdout.count("\n") == 1
     assert "cannot be fetched" in done.stdout and "dataset stdlib-docs or a local .txt" in done.stdout
 
