@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import h5py
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -39,6 +39,9 @@ from .schema import (
     StoreMeta,
 )
 from .values import BINS, CODES, DTYPES, Column, Norms, SparseRows, Spread, Statistics
+
+if TYPE_CHECKING:
+    import h5py
 
 PIECE_BYTES = 4 << 20
 THREADS = 4
@@ -180,8 +183,10 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
                   np.zeros(-(-rows // chunk_rows), bool), found)
 
 
-def hdf5_file(path: Path) -> h5py.File:
+def hdf5_file(path: Path) -> "h5py.File":
     """A file to read, without a lock; with HDF5's own where this process holds it open so."""
+    import h5py  # `sae list` need not wait for it
+
     try:
         return h5py.File(path, "r", locking=False)
     except OSError as error:

@@ -141,15 +141,15 @@ def test_a_store_json_that_does_not_fit_its_shards_is_named(sae):
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {"columns": []}))
     for refused in (sae("list", "--check"), sae("train", "--epochs", "1", "--d-sae", "8")):
         assert refused.status == 1
-        assert f"sae: {marker} does not fit shard" in refused.err
-        assert "expected columns ['label'], got []; restore it, or remove" in refused.err
-        assert refused.err.endswith("go on without it\n")
+        said = " ".join((refused.out + refused.err).split())
+        assert said.count(f"{marker} does not fit shard") == 1
+        assert "expected columns ['label'], got []; restore it, or remove" in said
     assert not list((sae.home / "runs").iterdir())
 
 
-def test_check_names_every_damaged_shard_and_unreadable_store(sae):
+def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
     sae("import", "digits", "--shard-rows", "600")
-    assert "checked 1 stores, 3 shards: all whole" in sae("list", "--check").err
+    assert "checked 1 store, 3 shards: all whole" in sae("list", "--check").err
     shards = sorted((sae.home / "activations" / "digits" / "shards").iterdir())
     for path in shards:
         path.write_bytes(b"damaged")
@@ -157,8 +157,9 @@ def test_check_names_every_damaged_shard_and_unreadable_store(sae):
     (sae.home / "activations" / "other" / "store.json").write_text("{")
     done, document = sae("list", "--check"), sae("list", "--check", "--json")
     assert (done.status, document.status, sae("list").status) == (1, 1, 0)
-    assert all(part in done.out for part in (*map(str, shards), "store.json")) and len(document.json["problems"]) == 4
-    assert "found 4 problems, the first: cannot read" in done.err and done.err.count("\n") == 1
+    assert [(done.out + done.err).count(part) for part in (*map(str, shards), "store.json")] == [1, 1, 1, 1]
+    assert len(document.json["problems"]) == 4
+    assert "found 4 problems" in done.err and done.err.count("\n") == 1
 
 
 def test_three_rows_can_be_trained_on(sae, tmp_path):

@@ -306,7 +306,7 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(
         assert offline.json == online.json
         assert f"someone/saes/first is taken from the cache, as of {repo.head}" in offline.err
         assert "cannot be reached" in sae("push", "someone/saes", "someone/copy").err
-        assert "nor can the Hugging Face hub be reached" in sae("eval", "some/other").err
+        assert "the Hugging Face hub cannot be reached for some/other" in sae("eval", "some/other").err
     for name, said in (("someone/saes", "taken from the cache"), ("some/other", "hub cannot be reached")):
         hub.failing = [503] * 9
         assert said in sae("eval", name).err
