@@ -13,7 +13,7 @@ import numpy as np
 
 from ..base.errors import ConfigError, StoreError
 from .schema import SHARDS, StoreMeta, read_meta
-from .shard import Chunks, damaged_world, find_damage, read_layout, stored_statistics
+from .shard import Chunks, demand_world, find_damage, read_layout, stored_statistics
 from .split import TEST_FRACTION, Deal, Split, Which
 from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
 from .values import CODES, SparseRows, Spread, stacked
@@ -272,6 +272,7 @@ class ActivationStore(Chunks):
         try:
             for shard in self.meta.shards:
                 read_layout(self.path / SHARDS / shard.file, self.meta, shard)
+            demand_world(self.path, self.meta)
         except StoreError as error:
             return [str(error)]
-        return damaged_world(self.path, self.meta)
+        return []

@@ -97,18 +97,17 @@ def _problem(store: Path, read: Callable[[int], None], record: ShardRecord) -> s
     return str(damage(path, "SHA-256", record.sha256, digest.hexdigest()))
 
 
-def damaged_world(store: Path, meta: StoreMeta) -> list[str]:
-    """A sentence if `world.safetensors` is missing or damaged. Cost: reads the file."""
+def demand_world(store: Path, meta: StoreMeta) -> None:
+    """StoreError if `world.safetensors` is missing or damaged. Cost: reads the file."""
     if meta.world is None:
-        return []
+        return
     path = store / WORLD_FILE
     try:
         got = file_sha256(path)
     except OSError as error:
-        return [f"cannot read {path}: {error.strerror or error}; {make_anew(store)}"]
-    if got == meta.world.sha256:
-        return []
-    return [f"{path} is damaged: expected SHA-256 {meta.world.sha256}, got {got}; {make_anew(store)}"]
+        raise StoreError(f"cannot read {path}: {error.strerror or error}; {make_anew(store)}") from error
+    if got != meta.world.sha256:
+        raise StoreError(f"{path} is damaged: expected SHA-256 {meta.world.sha256}, got {got}; {make_anew(store)}")
 
 
 def open_shard(path: Path) -> io.FileIO:
