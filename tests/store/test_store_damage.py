@@ -81,7 +81,7 @@ def test_one_flipped_bit_anywhere_is_refused_by_name_and_found_by_verify(data):
 
 @pytest.mark.parametrize("maps", [1, 256])
 def test_a_shard_that_changes_while_the_store_is_open_is_checked_again(tmp_path, monkeypatch, maps):
-    monkeypatch.setattr("saecli.store.shard.MappedShards.MAPS", maps)
+    monkeypatch.setattr("saecli.store.shard.Chunks.MAPS", maps)
     path = tmp_path / "s" / "shards" / "00000.h5"
     rows = make_store(tmp_path / "s", ROWS).split("all")
     np.testing.assert_array_equal(collect(rows.sequential(64)), ROWS)
