@@ -230,14 +230,15 @@ class Chunks:
         rows = np.array([shard.rows for shard in meta.shards], np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
         self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
+        self._files = [path / SHARDS / shard.file for shard in meta.shards]
         self._layouts: dict[int, Layout] = {}
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._lock = threading.Lock()
 
     def demand_shards(self) -> None:
         """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
-        for shard in self.meta.shards:
-            demand_room(self.path / SHARDS / shard.file, self.meta, shard)
+        for path, shard in zip(self._files, self.meta.shards, strict=True):
+            demand_room(path, self.meta, shard)
 
     @cached_property
     def chunk_sizes(self) -> np.ndarray:
@@ -263,7 +264,7 @@ class Chunks:
             checksums = np.ndarray(layout.checked.shape, CHECKSUM, mapped, layout.checksums)
             expected, got = int(checksums[within]), xxh3_64_intdigest(whole.data)
             if expected != got:
-                raise damage(self._file(shard), f"the XXH3-64 of its rows {first} to {first + rows - 1} to be",
+                raise damage(self._files[shard], f"the XXH3-64 of its rows {first} to {first + rows - 1} to be",
                              f"{expected:016x}", f"{got:016x}")
             layout.checked[within] = True
         return whole[:rows]
@@ -317,7 +318,7 @@ class Chunks:
     def _in_memory(self, shard: int) -> bool:
         layout, _ = self._open(shard)
         step = SAMPLED * layout.chunk_rows * self.meta.row_bytes
-        with open_shard(self._file(shard)) as file:
+        with open_shard(self._files[shard]) as file:
             try:
                 for offset in range(layout.start, layout.start + layout.rows * self.meta.row_bytes, step):
                     os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
@@ -350,11 +351,8 @@ class Chunks:
         shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
         return shard, chunk - int(self._chunk_starts[shard])
 
-    def _file(self, shard: int) -> Path:
-        return self.path / SHARDS / self.meta.shards[shard].file
-
     def _open(self, shard: int) -> tuple[Layout, mmap.mmap]:
-        path = self._file(shard)
+        path = self._files[shard]
         with self._lock:
             if shard not in self._maps:
                 if shard not in self._layouts or self._layouts[shard].file != _identity(path):
