@@ -124,20 +124,22 @@ class Start:
         return replace(self, sae=found.sae)
 
     def settings(self, act: str, given: Collection[str]) -> dict[str, Any]:
-        """The settings, such as `k`, of an activation that has the SAE's name, and its penalty unless one is given;
-        none for another."""
+        """The settings, such as `k`, of an activation that has the SAE's name, and its penalty unless something of one
+        is given; none for another."""
         own, known = self._sae.activation, self._sae.metadata
         if own.name != act:
             return {}
-        penalty = () if "sparsity" in given else ("sparsity", "sparsity_weight", "target_l0", "target_rate")
-        return ({name: getattr(own, name) for name in own.of_codes}
-                | {name: known[name] for name in penalty if known.get(name) is not None})
+        settings = {name: getattr(own, name) for name in own.of_codes}
+        if {"sparsity", "target_l0", "target_rate", "fixed_threshold"}.isdisjoint(given):
+            settings |= {name: known[name] for name in ("sparsity", "sparsity_weight", "target_l0", "target_rate")
+                         if known.get(name) is not None}
+        return settings
 
     def settled(self, training: TrainingConfig, activation: Activation,
                 rows: RowSource) -> tuple[TrainingConfig, Activation]:
-        """The settings, with what they leave open inherited from the SAE: `d_sae`, `prefixes`, `skip`, and if no
-        target is known its L0 on these rows; smoothing and the penalty's rise are for random directions. ConfigError if the SAE does not fit the rows
-        or the settings."""
+        """The settings, with what they leave open inherited from the SAE: `d_sae`, `prefixes`, `skip`, and as a target
+        its L0 on these rows; smoothing and the penalty's rise are for random directions. ConfigError if the SAE does
+        not fit the rows or the settings."""
         sae = self._sae
         for what, wanted, got in (("rows", sae.d_in, rows.d_in), ("targets", sae.d_out, rows.d_target or rows.d_in)):
             if wanted != got:

@@ -156,11 +156,11 @@ def test_another_tools_folder_is_recorded_by_its_absolute_path(sae: CommandLine,
     assert (sae.home / "runs" / again / "config.toml").read_text() == config.read_text()
 
 
-@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+@pytest.mark.parametrize("solver", [pytest.param("sgd", marks=pytest.mark.slow), "pam-sgd"])
 def test_training_on_never_ends_worse(sae: CommandLine, tmp_path: Path, solver: str):
     make_store(sae.home, "rows", some_rows(600))
     make_store(sae.home, "others", 3 * some_rows(600, seed=1) @ np.eye(8)[::-1].astype(np.float32))
-    first = saecli.fit(saecli.open_store("rows", sae.home), solver=solver, act="topk", k=3, d_sae=20, steps=400)
+    first = saecli.fit(saecli.open_store("rows", sae.home), solver=solver, act="topk", k=3, d_sae=20, steps=100)
     make_run(sae.home, "first", first)
     words = ("train", "--init", "first", "--solver", solver, "--epochs", "2", "--json")
     gained = sae(*words, "--data", "others", "--name", "gained").json
@@ -197,6 +197,11 @@ def test_defaults_of_training_on_keep_what_the_sae_has(sae: CommandLine):
     given = ("--smoothing", "0.1", "--inner-steps", "2", "--target-l0", "2")
     assert sae("train", "--init", "first", "--epochs", "1", *given, "--name", "given").status == 0
     document = json.loads((sae.home / "runs" / "given" / "run.json").read_text())
+    again = sae("train", "--init", "given", "--epochs", "1", "--sparsity-weight", "3", "--name", "again")
+    known = json.loads((sae.home / "runs" / "again" / "run.json").read_text())
+    assert again.status == 0
+    assert (known["activation"]["target_l0"], known["training"]["sparsity_weight"]) == (2, 3)
+    assert sae("train", "--init", "given", "--epochs", "1", "--fixed-threshold").status == 0
     assert (document["training"]["smoothing"], document["solver"]["inner_steps"]) == (0.1, 2)
     assert document["activation"]["target_l0"] == 2
 
