@@ -178,7 +178,7 @@ def _normalised(plan: Plan, state: Mapping[str, Tensor], holds: bool, communicat
                                           rows.d_target)
     # A GPU gets the rows as stored, and converts them.
     stored = rows if device.type == "cpu" else HeldRows(rows, device) if holds else rows.as_stored()
-    return TrainingRows(stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator)
+    return plan.in_batches(stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator)
 
 
 class Loop:

@@ -208,6 +208,30 @@ class Sgd(SolverConfig):
 
 
 @dataclass(frozen=True)
+class Finetune(SolverConfig):
+    """Options of training through the model; those of `SolverConfig` keep their defaults."""
+
+    name: ClassVar[str] = "finetune"
+    made_by: ClassVar[str] = "finetune:ThroughModel"
+
+    model: str | None = option(None, "Language model: hub id or folder. Default: the one that RUN names.", once=True)
+    layer: int | None = option(None, "Block where RUN acts, if it does not say.", minimum=0, once=True, advanced=True)
+    site: str | None = option(None, "Hook point in the block, if RUN does not say.", once=True, advanced=True)
+    tokens: int = option(500_000, "Tokens to train on; shorter text is passed over again.", minimum=1, once=True)
+    objective: str = option("kl", "What the spliced model's predictions are trained for: kl, the model's own "
+                                  "predictions; ce, the next token.", choices=("kl", "ce"))
+    fvu_weight: float = option(5.0, "Weight of FVU next to the objective, in nats per token.", minimum=0)
+    only: str | None = option(None, "Train the decoder alone, so that codes stay. Default: encoder and decoder.",
+                              choices=("decoder",))
+    windows: int | str = option("auto", "Windows per forward pass; a step stays the same. auto: what fits in memory.",
+                                choices=("auto",), minimum=1, once=True, advanced=True)
+
+    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
+        """Weights, gradients and optimiser state, in float32."""
+        return 4 * (2 + VECTORS) * 2 * d_in * d_sae
+
+
+@dataclass(frozen=True)
 class PamSgd(SolverConfig):
     """Options of PAM-SGD; penalties are in the units of a sum of squared errors over all training rows."""
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -16,7 +16,7 @@ from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
 from ..store.reader import RowSource
 from .options import DEFAULT_STEPS, MOST_DEFAULT_EPOCHS, PENALTY_WARM_UP, SMALLEST, WIDEST, SolverConfig, TrainingConfig
-from .rows import SUMMED_ROWS, held_bytes
+from .rows import SUMMED_ROWS, TrainingRows, held_bytes
 from .start import Start
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
@@ -31,6 +31,8 @@ class Plan:
     Test rows are measured after each epoch. Without `start`, training starts from random directions. `held` names the
     weights that keep their start, W_enc or W_dec; see `Task`.
     """
+
+    in_batches: ClassVar[type[TrainingRows]] = TrainingRows
 
     train_rows: RowSource
     test_rows: RowSource | None
