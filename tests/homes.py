@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -83,11 +83,19 @@ def weights(home: Path, run: str) -> dict[str, torch.Tensor]:
     return load_file(home / "runs" / run / "sae.safetensors")
 
 
+def same_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether they have the same names and bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def same(one: SAE, other: SAE) -> bool:
+    """Whether two SAEs have the same activation, and weights bit for bit."""
+    return one.activation == other.activation and same_tensors(one.tensors(), other.tensors())
+
+
 def assert_same_weights(home: Path, first: str, second: str) -> None:
     """Two runs' weights are equal bit for bit."""
-    one, other = weights(home, first), weights(home, second)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same_tensors(weights(home, first), weights(home, second))
 
 
 def linear_map(width: int) -> np.ndarray:

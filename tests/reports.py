@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from homes import D, make_run, random_sae
+from storing import make_store
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from saecli.sae.activations import Activation
 from saecli.sae.dictionary import SAE
-from saecli.store.schema import StoreMeta
-from saecli.store.writer import StoreWriter
 
-COLUMNS = ("document", "position", "token_id")
 NASTY = ["</script><img src=x onerror=fail()>", "<!--", "]]>", "&amp;", "שלום", "\u202eover", "long" * 250, "🙂", "{{",
          "data", "}}", "\u2028", "'\"`", "${1}", "\\u003c"]
 WORDS = ["<unk>", *NASTY, *(f"w{number}" for number in range(30))]
@@ -49,10 +47,7 @@ def make_text_store(home: Path, name: str, model: str | None, rows: int = 2000, 
     columns = {"document": numbers // 30, "position": numbers % 30 + 1, "token_id": rng.integers(1, len(WORDS), rows)}
     texts = Texts((rng.normal(size=(rows, D)) + 1.5).astype(np.float32), columns)
     origin = {"layer": 0, "site": "resid_post", "context": 31, **source} | ({} if model is None else {"model": model})
-    meta = StoreMeta(origin, name, "float32", D, 700, 64, COLUMNS)
-    with StoreWriter.open(home / "activations" / name, meta) as writer:
-        writer.append(texts.rows, columns, {"row": 0})
-        writer.finish()
+    make_store(home / "activations" / name, texts.rows, columns=columns, source=origin, shard_rows=700)
     return texts
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,15 @@ class Kept(Record):
 
     def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Any, test: Any) -> None:
         self.kept = self.kept or ({name: t.cpu().clone() for name, t in state.items()}, replace(progress))
+
+
+def numbers(found: Any) -> list[float]:
+    """All numbers of a document, in order."""
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, list | tuple):
+        return [number for one in found for number in numbers(one)]
+    return [] if isinstance(found, str | bool | Path) or found is None else [float(found)]
 
 
 def trained_on(device: str, solver: str, act: str, options: dict[str, Any], start: Any = None,

@@ -23,13 +23,20 @@ def unit(path: Path) -> str:
 
 
 @cache
+def nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a file, wherever they stand in it."""
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+@cache
 def imports(path: Path) -> list[tuple[int, list[str]]]:
     """Each import's level (0: absolute) and the dotted parts of what is imported from."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found += [(0, alias.name.split(".")) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             parts = node.module.split(".") if node.module else []
             found += [(node.level, parts or [alias.name]) for alias in (node.names if not parts else node.names[:1])]
     return found
@@ -67,9 +74,9 @@ def test_no_file_is_over_400_lines():
 def inside(package: Path) -> dict[str, set[str]]:
     """The modules of a package, its `__init__` among them, and which of each other they import."""
     names = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
-    return {path.stem: {name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                        if isinstance(node, ast.ImportFrom) for name in siblings(node, package.name, names)}
-            - {path.stem} for path in package.glob("*.py")}
+    return {path.stem: {name for node in nodes(path) if isinstance(node, ast.ImportFrom)
+                        for name in siblings(node, package.name, names)} - {path.stem}
+            for path in package.glob("*.py")}
 
 
 def siblings(node: ast.ImportFrom, package: str, names: Collection[str]) -> list[str]:

@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from ..base.errors import StoreError
+from ..base.errors import StoreError, counted
 from .options import Json, start
 
 Check = Annotated[bool, typer.Option("--check", help="Compare every shard with its checksum; exit status 1 if one is "
@@ -15,7 +15,7 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
     Example: sae list --check
     """
     from ..show.tables import listing_tables
-    from ..store.opening import first_of, list_home
+    from ..store.opening import list_home
 
     session = start(ctx, json)
     document = list_home(home=session.home.path, check=check, progress=session.console)
@@ -23,6 +23,7 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
     if not check:
         return
     if document["problems"]:
-        raise StoreError(first_of(document["problems"]))
-    shards = sum(store["shards"] for store in document["stores"])
-    session.console.note(f"checked {len(document['stores'])} stores, {shards} shards: all whole")
+        found = counted(len(document["problems"]), "problem")
+        raise StoreError(f"found {found}; the list says where, and what to do")
+    shards = counted(sum(store["shards"] for store in document["stores"]), "shard")
+    session.console.note(f"checked {counted(len(document['stores']), 'store')}, {shards}: all whole")

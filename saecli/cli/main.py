@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -18,10 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..base import interrupts
 from ..base.errors import ConfigError, PeerError, SaeError, did_you_mean, flag_of, one_line, printable, shortened
-from ..base.files import as_named
-from ..base.home import Home
 from ..base.machine import demand_address_space, is_out_of_memory, rank, world
-from ..base.options import in_place_of
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
@@ -57,6 +55,8 @@ class Command(TyperCommand):
         return super().parse_args(ctx, words)
 
     def _spelled(self, ctx: Any, args: list[str]) -> Iterator[str]:
+        from ..base.options import in_place_of
+
         flags = {flag for one in self.get_params(ctx) for flag in (*one.opts, *one.secondary_opts)}
         rest = iter(args)
         for word in rest:
@@ -79,6 +79,7 @@ class Command(TyperCommand):
                 one.hidden = one.name in self.advanced
             if self.advanced:
                 self.epilog = f"{ctx.command_path} --help-all shows {len(self.advanced)} more options."
+        _load_help()
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
@@ -87,6 +88,18 @@ class Command(TyperCommand):
         if any(ctx.params.get(name, ...) in (None, [], ()) for name in ("run", "runs")):
             ctx.find_root().obj.runs.find(None)
         return super().invoke(ctx)
+
+
+def _load_help() -> None:
+    """Load what Typer draws help pages with, but for two libraries that only other applications' pages show: Markdown
+    and tracebacks. With them, a page takes a third longer."""
+    unused = {name: ModuleType(name) for name in ("rich.markdown", "rich.traceback") if name not in sys.modules}
+    for module in unused.values():
+        module.__dict__.update(Markdown=object, Traceback=object)
+    sys.modules |= unused
+    import_module("typer.rich_utils")
+    for name in unused:
+        del sys.modules[name]
 
 
 def demand_once(command: Any, ctx: Any, words: Sequence[str]) -> None:
@@ -140,6 +153,10 @@ class LazyGroup(TyperGroup):
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and loaded(str(name)), rest
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _load_help()
+        super().format_help(ctx, formatter)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -186,7 +203,7 @@ Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_
 
 
 @app.callback()
-def root(ctx: typer.Context, home: HomeFolder = Path(Home.DEFAULT), version: Version = False) -> None:
+def root(ctx: typer.Context, home: HomeFolder = Path("sae-data"), version: Version = False) -> None:
     """From a language model's activations to a trained, evaluated and understood sparse autoencoder.
 
     The chain in three lines:
@@ -199,6 +216,8 @@ def root(ctx: typer.Context, home: HomeFolder = Path(Home.DEFAULT), version: Ver
 
     Without a network, `sae demo` runs all of it on a small bundled model.
     """
+    from ..base.home import Home
+
     ctx.obj = Home(home)
     if world() > 1:
         from ..base.processes import join  # which imports torch
@@ -263,6 +282,8 @@ def main() -> None:
             _end(interrupts.STATUS)
         if os.environ.get("SAE_DEBUG"):
             raise
+        from ..base.files import as_named
+
         sentence = sentence_for(error)
         if sentence is None:
             sentence = (f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "

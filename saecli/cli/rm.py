@@ -6,9 +6,8 @@ import typer
 from ..base.errors import ConfigError, counted, size_words
 from .options import Json, run_names, start, store_names
 
-Names = Annotated[list[str], typer.Argument(
-    metavar="NAME", help="Names of stores and runs.",
-    autocompletion=lambda ctx: [*run_names(ctx), *store_names(ctx)])]
+Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names of stores and runs.",
+                                            autocompletion=lambda ctx: [*run_names(ctx), *store_names(ctx)])]
 KindOption = Annotated[Literal["store", "run"] | None, typer.Option(
     "--kind", help="Disambiguate a name that a store and a run share.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -29,13 +28,12 @@ def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes 
         users = f"; trained on it: {', '.join(one['users'])}" if one["users"] else ""
         session.console.note(f"{one['kind']} {one['name']}: {size_words(one['bytes'])} in {one['path']}{users}")
     if not yes:  # asked on stderr, so that stdout holds the result alone
-        what = "it" if len(found) == 1 else f"these {len(found)}"
-        print(f"remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
+        print(f"remove {counted(len(found), 'folder')}? [y/N] ", end="", file=sys.stderr, flush=True)
         if not (answer := sys.stdin.readline()):
             raise ConfigError("--yes is needed where nobody can be asked; give it to remove them", option="yes")
         if not answer.strip().lower().startswith("y"):
             session.console.note("nothing was removed")
             found = []
     total = sum(remove(session.home, one) for one in found)
-    words = f"removed {counted(len(found), 'folder')}, {size_words(total)}"
-    session.console.result({"removed": found, "bytes": total}, *[words] * bool(found))
+    session.console.result({"removed": found, "bytes": total},
+                           *[f"removed {counted(len(found), 'folder')}, {size_words(total)}"] * bool(found))

@@ -179,7 +179,7 @@ def _planned(stores: Joined | Streamed, rows_of: RowsOf, options: Given, solver:
     from ..train.runs import Run
 
     if begun is not None:
-        options = options.else_given(begun.settings(act))
+        options = options.else_given(begun.settings(act, options.given))
     training = options.config(TrainingConfig)
     settings = options.choose(SOLVERS, "solver", solver), options.choose(ACTIVATIONS, "act", act)
     return Run(stores, Plan.resolved(*rows_of(training), training, *settings, begun), now())

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Self
 
 from ..base.errors import ConfigError, HubError, SaeError, one_line
-from ..base.machine import LOG_IN, why_refused, why_unreachable
+from ..base.machine import LOG_IN, why_refused
 from .formats import FORMATS, Format, format_of, known_files
 
 if TYPE_CHECKING:
@@ -59,32 +59,26 @@ def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
     """
     from huggingface_hub import HfApi, snapshot_download
 
-    reason = why_unreachable()
-    if reason is None:
-        try:
-            with hub_errors(address):
-                info = HfApi().model_info(address.repo, revision=address.revision, timeout=30)
-        except HubError as error:
-            if not is_passing(error.__cause__) or cached(address) is None:
-                raise
-            reason = one_line(error.__cause__ or error)
-    if reason is None:
-        found, form, names = _choose(address, [file.rfilename for file in info.siblings or ()], note)
+    try:
         with hub_errors(address):
-            for wanted in ([names[:1]] if form.check is not None else []) + [names]:
-                snapshot = Path(snapshot_download(address.repo, revision=address.revision,
-                                                  allow_patterns=[glob.escape(name) for name in wanted]))
-                if form.check is not None:
-                    form.check((snapshot / names[0]).parent)
-        return str(found), snapshot / found.folder
-    there = cached(address)
-    if there is None:
-        raise HubError(f"{address} is not in the cache, nor can the Hugging Face hub be reached ({reason}): connect to "
-                       f"the network, or name a run or a folder that is here")
-    found, *_ = _choose(address, [path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()],
-                        note)
-    note(f"the Hugging Face hub cannot be reached ({reason}); {found} is taken from the cache, as of {there.name}")
-    return str(found), there / found.folder
+            info = HfApi().model_info(address.repo, revision=address.revision, timeout=30)
+    except HubError as error:
+        there = cached(address) if is_passing(error.__cause__) else None
+        if there is None:
+            raise
+        names = [path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()]
+        found, *_ = _choose(address, names, note)
+        note(f"the Hugging Face hub cannot be reached ({one_line(error.__cause__ or error)}); {found} is taken from "
+             f"the cache, as of {there.name}")
+        return str(found), there / found.folder
+    found, form, names = _choose(address, [file.rfilename for file in info.siblings or ()], note)
+    with hub_errors(address):
+        for wanted in ([names[:1]] if form.check is not None else []) + [names]:
+            snapshot = Path(snapshot_download(address.repo, revision=address.revision,
+                                              allow_patterns=[glob.escape(name) for name in wanted]))
+            if form.check is not None:
+                form.check((snapshot / names[0]).parent)
+    return str(found), snapshot / found.folder
 
 
 def cached(address: Address) -> Path | None:
@@ -127,24 +121,16 @@ def _choose(address: Address, names: Sequence[str], note: Callable[[str], None])
 
 def writable(address: Address, private: bool) -> "ModelCard | None":
     """The card, if any, of a repository that the user may write to or create; HubError or ConfigError if not."""
-    from huggingface_hub import HfApi, ModelCard, get_token
-    from huggingface_hub.constants import REPOCARD_NAME
+    from huggingface_hub import HfApi, ModelCard
 
-    if reason := why_unreachable():
-        raise HubError(f"the Hugging Face hub cannot be reached to push to {address.repo}: {reason}; connect to the "
-                       "network")
-    if get_token() is None:
-        raise HubError(f"pushing to {address.repo} needs a token that may write: {LOG_IN}")
     api = HfApi()
     with hub_errors(address):
         if api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise HubError(f"the token may only read: expected one that may write to {address.repo}, {LOG_IN}")
-        if not api.repo_exists(address.repo):
-            return None
-        if private and not api.model_info(address.repo).private:
+        if private and api.repo_exists(address.repo) and not api.model_info(address.repo).private:
             raise ConfigError(f"{address.repo} exists and is public; leave --private out, push to another, or make it "
                               "private in its settings on the hub", option="private")
-        return ModelCard.load(address.repo) if api.file_exists(address.repo, REPOCARD_NAME) else None
+        return ModelCard.load(address.repo) if api.file_exists(address.repo, "README.md") else None
 
 
 def upload(folder: Path, address: Address, private: bool) -> str:

@@ -64,8 +64,7 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
     """
     subject = find_subject(Home.at(home), None if run is None else str(run))
     saved = formats.load(subject.path)
-    saved.sae.metadata = saved.origin | (_settings(subject.path) if (subject.path / RUN_MARKER).exists() else {})
-    return saved.sae
+    return _with_settings(subject, saved).sae
 
 
 def save_sae(sae: SAE, folder: str | Path, format: str = "native",
@@ -100,6 +99,11 @@ def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> di
     return source
 
 
+def _with_settings(subject: Subject, saved: SavedSAE) -> SavedSAE:
+    saved.sae.metadata = saved.origin | (_settings(subject.path) if (subject.path / RUN_MARKER).exists() else {})
+    return saved
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """All options of the run in a folder, by name, and its stores."""
     document = read_settings(folder / RUN_MARKER)
@@ -123,6 +127,7 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
     saved = formats.load(subject.path)
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
+    saved = _with_settings(subject, saved)
     return subject, saved if subject.target is None else replace(saved, transcodes=True)
 
 

@@ -66,10 +66,6 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
     return store if store.complete else None
 
 
-def first_of(problems: list[str]) -> str:
-    return f"found {len(problems)} problems, the first: {problems[0]}" if len(problems) > 1 else problems[0]
-
-
 @contextmanager
 def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
     """If Ctrl-C ends a command that fills stores, say how many rows are saved; yields a list for their folders."""
@@ -197,20 +193,19 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
 
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
     """The stores and runs of these names, with `users`, the runs trained on a store; ConfigError if not one of each."""
-    there = {which: {path.name: path for path in shelf.path.glob("[!.]*") if path.is_dir()}
-             for which, shelf in (("store", home.stores), ("run", home.runs)) if kind in (None, which)}
+    there = [(which, path) for which, shelf in (("store", home.stores), ("run", home.runs)) if kind in (None, which)
+             for path in shelf.path.glob("[!.]*") if path.is_dir()]
     runs = _entries(home.runs, lambda shelf, name: {"created": "", "run": read_run(shelf.path / name / shelf.marker)})
     found = []
     for name in dict.fromkeys(names):
-        kinds = [which for which, folders in there.items() if name in folders]
-        if len(kinds) != 1:
-            question = did_you_mean(name, sorted(set().union(*there.values()))) or "`sae list` shows what there is"
-            raise ConfigError(f"{name} is a store and a run; say which by --kind store or --kind run" if kinds else
-                              f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {question}")
-        path, users = there[kinds[0]][name], [
-            run["name"] for run in runs if kinds == ["store"] and "run" in run
-            and name in (run["run"].data, *run["run"].beside, run["run"].target)]
-        found.append({"kind": kinds[0], "name": name, "path": str(path), "bytes": folder_bytes(path), "users": users})
+        if len(same := [(which, path) for which, path in there if path.name == name]) != 1:
+            advice = did_you_mean(name, sorted({path.name for _, path in there})) or "`sae list` shows what there is"
+            raise ConfigError(f"{name} is a store and a run; say which by --kind store or --kind run" if same else
+                              f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}")
+        which, path = same[0]
+        users = [one["name"] for one in runs if which == "store" and (run := one.get("run"))
+                 and name in (run.data, *run.beside, run.target)]
+        found.append({"kind": which, "name": name, "path": str(path), "bytes": folder_bytes(path), "users": users})
     return found
 
 
@@ -229,6 +224,6 @@ def remove(home: Home, one: dict[str, Any]) -> int:
             os.close(lock)
         return one["bytes"]
     except OSError as error:
-        why = "another process is writing it, or training on it; wait for it, or stop it"
-        why = why if isinstance(error, BlockingIOError) else f"{error.strerror or error}; see who owns {path}"
+        why = ("another process is writing it, or training on it; wait for it, or stop it"
+               if isinstance(error, BlockingIOError) else f"{error.strerror or error}; see who owns {path}")
         raise shelf.error(f"cannot remove {one['name']}: {why}") from error

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import h5py
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -39,6 +39,9 @@ from .schema import (
     StoreMeta,
 )
 from .values import BINS, CODES, DTYPES, Column, Norms, SparseRows, Spread, Statistics
+
+if TYPE_CHECKING:
+    import h5py
 
 PIECE_BYTES = 4 << 20
 THREADS = 4
@@ -180,8 +183,10 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
                   np.zeros(-(-rows // chunk_rows), bool), found)
 
 
-def hdf5_file(path: Path) -> h5py.File:
+def hdf5_file(path: Path) -> "h5py.File":
     """A file to read, without a lock; with HDF5's own where this process holds it open so."""
+    import h5py  # `sae list` need not wait for it
+
     try:
         return h5py.File(path, "r", locking=False)
     except OSError as error:
@@ -249,12 +254,18 @@ class MappedShards:
             start = (end - size) // mmap.PAGESIZE * mmap.PAGESIZE
             mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
 
-    def whole(self, shard: int) -> np.ndarray:
-        """All rows of a shard; see `chunk`."""
-        layout, mapped = self._open(shard)
-        for chunk in np.flatnonzero(~layout.checked).tolist():
-            self.chunk(shard, chunk)
-        return np.ndarray((layout.rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped, layout.start)
+    def addresses(self) -> np.ndarray:
+        """(shards,) the address in memory of each shard's first row, valid while this object lives, where `in_memory`.
+
+        Cost: see `chunk`, of every chunk.
+        """
+        found = []
+        for shard in range(len(self._meta.shards)):
+            layout, mapped = self._open(shard)
+            for chunk in np.flatnonzero(~layout.checked).tolist():
+                self.chunk(shard, chunk)
+            found.append(np.frombuffer(mapped, np.uint8).ctypes.data + layout.start)
+        return np.array(found, np.int64)
 
     def in_memory(self) -> bool:
         """Whether all shards can stay mapped, and are in the page cache, by a sample of pages."""

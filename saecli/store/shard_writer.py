@@ -6,14 +6,15 @@ the offset that the headers give by plain writes, whose failure is an OSError.
 Legend: R rows, D = d_in.
 """
 
+from __future__ import annotations
+
 import io
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import h5py
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
@@ -21,6 +22,9 @@ from ..base.files import file_sha256, make_folder, partial_path, settle
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, STATISTICS, Frame, StoreMeta
 from .shard import frame_checksum
 from .values import CODES, DTYPES, INDEX, OFFSET, VALUE, Column, Dropped, SparseRows, Statistics, row_norms, stacked
+
+if TYPE_CHECKING:
+    import h5py
 
 ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
 
@@ -226,6 +230,8 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, Column] | None = 
     A fixed-size, unfiltered, chunked dataset that is allocated at once has consecutive chunks and needs no index of
     them (version 1.10 of the format); the bytes before them do not depend on `rows`.
     """
+    import h5py  # `sae list` need not wait for it
+
     image = _Image()
     creation, access = h5py.h5p.create(h5py.h5p.FILE_CREATE), h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     creation.set_obj_track_times(False)  # equal rows make equal bytes
@@ -256,6 +262,8 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, Column] | None = 
 
 
 def _put(file: h5py.File, name: str, columns: Mapping[str, np.ndarray]) -> h5py.Group:
+    import h5py
+
     creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
     creation.set_obj_track_times(False)
     group = h5py.Group(h5py.h5g.create(file.id, name.encode(), gcpl=creation))
@@ -266,6 +274,8 @@ def _put(file: h5py.File, name: str, columns: Mapping[str, np.ndarray]) -> h5py.
 
 def _create(file: h5py.File, name: str, kind: h5py.h5t.TypeID, shape: tuple[int, ...],
             chunk: tuple[int, ...] | None = None) -> h5py.h5d.DatasetID:
+    import h5py
+
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     layout.set_obj_track_times(False)

@@ -6,8 +6,9 @@ calls that release the GIL, while one is consumed.
 Legend: B rows of a batch, R rows, U units, D = d_in.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -118,9 +119,26 @@ class Chunks:
         """Whether all shards can be read from the system's page cache at once."""
         return self._shards.in_memory()
 
-    def whole_shards(self) -> list[np.ndarray]:
-        """The rows of each shard in the storage dtype, where `in_memory`; read-only views."""
-        return [self._shards.whole(shard) for shard in range(len(self.meta.shards))]
+    def gatherer(self) -> Callable[[np.ndarray, np.ndarray], None]:
+        """A function that copies rows, (R,) numbers, into an array as stored, (R, D), where `in_memory`.
+
+        It gathers from all shards in one call, without the GIL: from one array over all addresses from the first shard
+        to the last, with a row at every `step` bytes, most of which overlap or lie outside the shards.
+        """
+        import torch
+
+        starts, size, addresses = self.shard_starts, self.meta.row_bytes, self._shards.addresses()
+        lowest = int(addresses.min())
+        step = math.gcd(size, *(addresses - lowest).tolist())
+        firsts = (addresses - lowest - starts[:-1] * size) // step
+        shape = (int((firsts + starts[1:] * (size // step)).max()), size)
+        memory = torch.from_numpy(_at(lowest, shape, (step, 1), "|u1"))
+
+        def gather(rows: np.ndarray, out: np.ndarray) -> None:
+            places = firsts[np.searchsorted(starts, rows, side="right") - 1] + rows * (size // step)
+            torch.index_select(memory, 0, torch.from_numpy(places), out=torch.from_numpy(out.view(np.uint8)))
+
+        return gather
 
     def _within_shard(self, chunk: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
@@ -191,22 +209,22 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
 
     def gathered(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         for leaving in leaving_here(pool):
-            shards, starts = source.store.whole_shards(), source.store.shard_starts
+            gather = source.store.gatherer()
 
-            def gather(begin: int, end: int, out: np.ndarray, leaving: np.ndarray = leaving,
-                       shards: Sequence[np.ndarray] = shards, starts: np.ndarray = starts) -> None:
-                """Decode rows `begin` to `end` of a window's order, from shards in memory, run by run."""
+            def decode(begin: int, end: int, out: np.ndarray, leaving: np.ndarray = leaving,
+                       gather: Callable[[np.ndarray, np.ndarray], None] = gather) -> None:
+                """Decode rows `begin` to `end` of a window's order, run by run, so that they stay in the cache."""
+                if source.dtype == source.storage:
+                    gather(leaving[begin:end], out)
+                    return
                 scratch = np.empty((min(run, end - begin), source.d_in), source.storage)
-                for start, stop in _ascending(leaving[begin:end], own_size, run):
-                    rows = leaving[begin + start : begin + stop]
-                    first, last = (np.searchsorted(starts, rows[[0, -1]], side="right") - 1).tolist()
-                    ends = np.searchsorted(rows, starts[first + 1 : last + 2]).tolist()
-                    for shard, (low, high) in enumerate(pairwise([0, *ends]), first):
-                        shards[shard].take(rows[low:high] - starts[shard], 0, scratch[low:high], "clip")
-                    _decode(scratch[: stop - start], out[start:stop])
+                for start in range(begin, end, run):
+                    stop = min(start + run, end)
+                    gather(leaving[start:stop], scratch[: stop - start])
+                    _decode(scratch[: stop - start], out[start - begin : stop - begin])
 
             for begin in range(0, len(leaving), buffers.rows):
-                yield buffers.fill(pool, gather, begin, min(begin + buffers.rows, len(leaving)))
+                yield buffers.fill(pool, decode, begin, min(begin + buffers.rows, len(leaving)))
 
     def from_windows(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         memory = [np.empty((0, source.d_in), source.storage)] * 2
@@ -254,23 +272,10 @@ def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) ->
         dealt.extend(pool.submit(deal.window, later) for later in range(number + 2, deal.windows)[:1])
         whole = len(rows) - (len(rows) % batch_size if number + 1 < deal.windows else 0)
         rows, rest = rows[:whole], rows[whole:]
-        for begin, end in _runs(whole, batch_size, run):
-            rows[begin:end].sort()
+        for batch in range(0, whole, batch_size):
+            for begin in range(batch, batch + batch_size, run):
+                rows[begin : min(begin + run, batch + batch_size)].sort()
         yield rows
-
-
-def _runs(rows: int, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of runs of at most `run` rows, none of which spans two batches."""
-    for batch in range(0, rows, batch_size):
-        end = min(batch + batch_size, rows)
-        yield from ((begin, min(begin + run, end)) for begin in range(batch, end, run))
-
-
-def _ascending(rows: np.ndarray, batch_size: int, run: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of ascending runs; a part of a batch may hold parts of several."""
-    for begin, end in _runs(len(rows), batch_size, run):
-        falls = np.flatnonzero(np.diff(rows[begin:end]) < 0) + 1 + begin
-        yield from pairwise([begin, *falls.tolist(), end])
 
 
 def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
@@ -301,9 +306,14 @@ def _decode(rows: np.ndarray, out: np.ndarray) -> None:
 
     bits, kind = rows.view(np.int16), torch.float16 if rows.dtype == np.float16 else torch.bfloat16
     if not bits.flags.writeable:  # PyTorch would warn, although it only reads
-        there = bits.__array_interface__
-        bits = np.asarray(SimpleNamespace(__array_interface__={**there, "data": (there["data"][0], False)}))
+        bits = _at(bits.__array_interface__["data"][0], bits.shape, None, bits.dtype.str)
     torch.from_numpy(out).copy_(torch.from_numpy(bits).view(kind))
+
+
+def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, kind: str) -> np.ndarray:
+    """The memory at an address as an array that PyTorch takes; the caller keeps that memory."""
+    interface = {"version": 3, "data": (address, False), "shape": shape, "strides": strides, "typestr": kind}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 class _Buffers:

@@ -5,10 +5,12 @@ Legend: R rows, D = d_in, n entries, G features.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import h5py
 import numpy as np
+
+if TYPE_CHECKING:
+    import h5py
 
 PIECE_BYTES = 256 << 10  # converted at a time, in bytes of the source
 
@@ -31,8 +33,10 @@ class StoredType:
     decode: Callable[[np.ndarray, np.ndarray], None]
 
     @property
-    def hdf5(self) -> h5py.h5t.TypeID:
+    def hdf5(self) -> "h5py.h5t.TypeID":
         """bfloat16 is a custom float that the HDF5 library itself converts to float32."""
+        import h5py  # `sae list` need not wait for it
+
         if self.name != "bfloat16":
             return h5py.h5t.py_create(self.storage)
         bfloat16 = h5py.h5t.IEEE_F32LE.copy()

@@ -127,8 +127,8 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
             raise ConfigError(f"fit has no option {name}; {advice}")
         if name in idle:
             raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out", option=name)
-    training = TrainingConfig(**{name: options[name] for name in options_of(TrainingConfig) if name in options})
-    settings = {**(start.settings(act) if start else {}), **options}
+    settings = {**(start.settings(act, options) if start else {}), **options}
+    training = TrainingConfig(**{name: settings[name] for name in options_of(TrainingConfig) if name in settings})
     source: RowSource
     if isinstance(rows, ActivationStore | Joined):
         source = training.rows_of(rows)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ..base.console import Step
-from ..base.devices import device_named
-from ..base.errors import RunError, TrainingError
+from ..base.devices import device_named, moved
+from ..base.errors import RunError, TrainingError, number
 from ..base.processes import ALONE, Communicator
-from ..sae.dictionary import SAE, Batch
+from ..sae.dictionary import SAE, Batch, Dictionary
 from ..sae.metrics import reconstruction, reconstructions
 from ..store.reader import RowSource
 from .files import Progress
+from .options import TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import HeldRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
 from .solver import Solver, StepReport, Task
@@ -51,6 +52,9 @@ class Record:
     def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
         """An epoch ended: the SAE on raw activations, all tensors to resume, and measures on test rows if any."""
 
+    def keep(self, sae: SAE) -> None:
+        """The SAE to keep instead of the last epoch's."""
+
     def end(self) -> None:
         """Training is over, or stopped."""
 
@@ -58,7 +62,8 @@ class Record:
 @dataclass(frozen=True, eq=False)
 class Training:
     """One SAE in training. `progress` is up to the last epoch kept, its rows up to now; `worst` the FVU above which
-    training has diverged; `pending` the reports since the last line of measures."""
+    training has diverged; `begun` the SAE that training starts from, normalised, `compared` its measures next to the last one's;
+    `pending` the reports since the last line of measures."""
 
     plan: Plan
     record: Record
@@ -67,12 +72,50 @@ class Training:
     solver: Solver
     progress: Progress
     worst: float
+    begun: SAE | None = None
+    compared: dict[str, Any] = field(default_factory=dict)
     pending: list[StepReport] = field(default_factory=list)
 
     @property
     def sae(self) -> SAE:
-        """The current SAE, acting on raw activations."""
-        return on_raw_rows(self.solver.sae(), self.rows.normalisation)
+        """The current SAE, acting on raw activations; at the end the better one."""
+        return self._raw(self.begun if self.compared.get("kept") == "before" else self.solver.dictionary)
+
+    def _raw(self, dictionary: Dictionary | None) -> SAE:
+        assert dictionary is not None
+        return on_raw_rows(dictionary.sae().without_training_parameters(), self.rows.normalisation)
+
+    def compare(self) -> None:
+        """Measure the SAE that training began with and its last, on held-out rows, on training rows if there are none;
+        the one of less loss, which training minimises, is kept."""
+        if self.begun is None or self.compared:
+            return
+        before, after = self.begun, self.solver.dictionary
+        if before.activation.name == "jumprelu":  # one price of excess L0 for both
+            before = before.changed(None, **{name: after.activation_parameters[name] for name in ("aim", "multiplier")
+                                             if name in after.activation_parameters})
+        communicator, rows = self.rows.communicator, self.plan.test_rows or self.plan.train_rows
+        both = reconstructions([self._raw(one) for one in (before, after)], raw_batches(rows, communicator),
+                               communicator)
+        for one, measures in zip((before, after), both, strict=True):
+            measures["loss"] = self._loss(one, rows)
+        kept = "after" if both[1]["loss"] <= both[0]["loss"] else "before"
+        self.compared.update(before=both[0], after=both[1], kept=kept)
+        if kept == "before":
+            self.record.keep(self.sae)
+
+    @torch.no_grad()
+    def _loss(self, dictionary: Dictionary, rows: RowSource) -> float:
+        """The mean loss over normalised rows."""
+        training, communicator, normalisation = self.plan.training, self.rows.communicator, self.rows.normalisation
+        weight, total = training.sparsity_weight or 0.0, torch.zeros(2, dtype=torch.float64)
+        for raw in raw_batches(rows, communicator):
+            batch = Batch.of(normalisation(moved(raw, normalisation.mean.device).to(normalisation.mean.dtype)),
+                             dictionary.d_in)
+            loss = dictionary.loss(batch, training.sparsity or "none", weight).value
+            total += torch.tensor([loss.item() * batch.size, batch.size])
+        error, count = communicator.all_reduce(total).tolist()
+        return error / count
 
     def look(self, reports: Sequence[StepReport], began: float, now: bool = False) -> None:
         """Log reports of steps, `LOG_EVERY` at a time, or all of them now; TrainingError if training has diverged."""
@@ -111,16 +154,27 @@ class Training:
         measures = {} if test is None else {"test_fvu": test["fvu"], "test_l0": test["l0"]}
         self.record.line({"step": progress.step, "epoch": progress.epoch, **measures, **solver.record()})
         tensors = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
-        self.record.epoch(sae, solver.state() | tensors, progress, test)
+        begun = {} if self.begun is None else {f"begun.{name}": one for name, one in self.begun.tensors().items()}
+        self.record.epoch(sae, solver.state() | tensors | begun, progress, test)
+
+    def notes(self) -> list[str]:
+        """Sentences for the user at the end of training."""
+        found = self.solver.notes()
+        if self.compared.get("kept") == "before":
+            losses = (number(self.compared[name]["loss"]) for name in ("before", "after"))
+            found.append("training did not lower the loss on held-out rows, {} to {}: the SAE is kept as it was; train "
+                         "on more rows, or with a lower --lr".format(*losses))
+        return found
 
     def result(self, train: Measures, test: Measures) -> dict[str, Any]:
         """The results, given the measures on training and test rows; of a model's rows the last `rows_counted`."""
-        solver, progress, plan = self.solver, self.progress, self.plan
+        solver, progress, plan, compared = self.solver, self.progress, self.plan, self.compared
+        test = compared["before"] if compared.get("kept") == "before" else test
         return {
             "rows_train": plan.train_rows.rows, "rows_counted": train["rows"], "rows_test": test["rows"],
             "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9),
-            "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)], "notes": solver.notes(),
+            "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)], "notes": self.notes(), **compared,
             "decoder_steps": [asdict(one) for one in solver.passes.values()],
             "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
                       "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], "lr": solver.task.lr,
@@ -146,23 +200,32 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
     lr = training.lr
     if lr == "auto":
         firing_rate = activation.expected_l0(rows.d_in) / plan.d_sae
-        lr = fitted_learning_rate(sample.x, training.batch_size * firing_rate)
+        lr = fitted_learning_rate(sample.x, training.batch_size * firing_rate) * (TRAIN_ON if start else 1)
     if start is None or state:  # which has all that a start gives
         initial = initial_sae(activation, plan.d_sae, sample, training.seed, B)
     else:
         initial = start.initial(activation, sample.x, normalisation)
-    task = Task(training, rows.rows, plan.steps, float(lr), sample, B, plan.held, memory)
-    solver = plan.solver.build(shaped(initial, training, plan.train_rows.places), task, communicator)
+    task = Task(training, rows.rows, plan.steps, float(lr), sample, B, plan.held, start is not None, memory)
+    initial = shaped(initial, training, plan.train_rows.places)
+    solver = plan.solver.build(initial, task, communicator)
+    begun = None if start is None else initial
     if state:
-        demand_shapes(state, {name: tuple(own.shape) for name, own in solver.state().items()})
+        own = solver.state() | ({f"begun.{name}": tensor for name, tensor in begun.tensors().items()} if begun else {})
+        demand_shapes(state, {name: tuple(tensor.shape) for name, tensor in own.items()})
         solver.restore(state)
+        begun = begun and begun.changed(None, **{name: state[f"begun.{name}"] for name in begun.tensors()})
+    elif begun is not None:
+        fired = torch.zeros(plan.d_sae, dtype=torch.bool, device=sample.x.device)
+        for batch in rows.some(rows.rows, 0):
+            fired |= solver.dictionary.codes(batch.x).fired()
+        solver.revive(communicator.all_reduce(fired.to(torch.int32)) > 0, rows.rows)
     try:
         record.begin(progress.step, plan.epochs)
     except BaseException:
         record.end()
         raise
     worst = DIVERGED * max(1.0, (sample.y.square().sum(1).mean() / normalisation.variance).item())
-    return Training(plan, record, show, rows, solver, replace(progress), worst)
+    return Training(plan, record, show, rows, solver, replace(progress), worst, begun)
 
 
 def _normalised(plan: Plan, state: Mapping[str, Tensor], holds: bool, communicator: Communicator) -> TrainingRows:
@@ -212,6 +275,7 @@ class Loop:
                 self._each(lambda one: one.look(one.solver.end_epoch(), self._began, now=True), running)
                 self._decoder_steps(epoch, running[0].plan.batches, running)
                 self._keep(running)
+            self._each(lambda one: one.compare(), self.live())
         finally:
             for one in self.trainings:
                 one.record.end()

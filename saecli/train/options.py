@@ -28,6 +28,7 @@ DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 100
 WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
 DECAY = 0.5  # last fraction of all steps, over which it falls to zero
+TRAIN_ON = 0.25  # learning rate of a training that starts from an SAE, over one from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
 NORMALISATIONS = ("scale", "standardize", "none")
@@ -78,7 +79,8 @@ class TrainingConfig(Config):
                                       f"most {MOST_DEFAULT_EPOCHS}.", minimum=1, once=True)
     steps: int | None = option(None, "Optimiser steps, instead of --epochs.", minimum=1, once=True)
     batch_size: int = option(256, "Rows per batch.", minimum=1, once=True)
-    lr: float | str = option("auto", "Peak learning rate. auto: from the spread of the rows and the firing rate.",
+    lr: float | str = option("auto", "Peak learning rate. auto: from the spread of the rows and the firing rate; "
+                                     f"{TRAIN_ON:g} of that with --init.",
                              choices=("auto",), above=0)
     lr_warm_up: float = option(WARM_UP, "Fraction of all steps over which the learning rate rises from 0.",
                                minimum=0, maximum=1, advanced=True)
@@ -86,7 +88,7 @@ class TrainingConfig(Config):
                              minimum=0, maximum=1, advanced=True)
     smoothing: float | str = option("auto", "Move each training row along differences of other rows, by this fraction "
                                             f"of its norm, against overfitting. auto: {WIDEST}, falling as 1/sqrt(rows)"
-                                            " beyond max(d_sae, 4 d_in) rows.",
+                                            " beyond max(d_sae, 4 d_in) rows; 0 with --init.",
                                     choices=("auto",), minimum=0, maximum=10, advanced=True)
     sparsity: str | None = option(None, "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
                                         "active latents; target-l0, square of its excess over --target-l0; kl, "
@@ -97,8 +99,9 @@ class TrainingConfig(Config):
         None, "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
               " l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in, kl 0.01 d_in.",
         minimum=0, maximum=MOST_WEIGHT)
-    sparsity_warm_up: float = option(PENALTY_WARM_UP, "Fraction of all steps over which the penalty's weight rises "
-                                                      "from 0.", minimum=0, maximum=1, advanced=True)
+    sparsity_warm_up: float | None = option(None, "Fraction of all steps over which the penalty's weight rises from 0. "
+                                                  f"Default: {PENALTY_WARM_UP}, with --init 0.",
+                                            minimum=0, maximum=1, advanced=True)
     fraction: float = option(1.0, "Fraction of the training rows to use; does not change the held-out tenth of the "
                                   "documents.",
                              above=0, maximum=1, once=True, advanced=True)
@@ -155,14 +158,14 @@ class SolverConfig(Config, ABC):
     nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER)
 
     inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
-                                            f"training, at most {MOST_INNER_STEPS} per batch; with --steps, 1.",
+                                            f"training, at most {MOST_INNER_STEPS} per batch; with --steps or --init, 1.",
                                     choices=("auto",), minimum=1)
     revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
                                 f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent.",
                           advanced=True)
 
     def resolved(self, batches: int | None) -> Self:
-        """The same with `inner_steps` a number, given the batches in all of training; None if it is given in steps."""
+        """The same with `inner_steps` a number, given the batches in all of training; None for 1 each."""
         if self.inner_steps != "auto":
             return self
         wanted = round(DEFAULT_STEPS / batches) if batches else 1

@@ -54,12 +54,13 @@ class Plan:
             raise ConfigError(f"--sparsity kl is defined for one hook point, got {len(train_rows.places)}; use "
                               "another, such as l1", option="sparsity")
         if start is not None:
-            training = start.settled(training, activation, train_rows)
+            training, activation = start.settled(training, activation, train_rows)
         if train_rows.passes == 1 and training.epochs is training.steps is None:
             training = replace(training, epochs=1)
         training = settled(training, activation, train_rows.rows, train_rows.d_in)
         solver.check(training, train_rows)
-        solver = solver.resolved(training.epochs and training.epochs * training.epoch_batches(train_rows.rows))
+        epochs = None if start else training.epochs
+        solver = solver.resolved(epochs and epochs * training.epoch_batches(train_rows.rows))
         activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))
         plan = cls(train_rows, test_rows, training, solver, activation, start)
         if train_rows.passes > 1:
@@ -113,7 +114,7 @@ def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: i
         raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
                           f"({', '.join(name for name in activation.sparsities if name != 'none')})",
                           option="sparsity_weight")
-    if sparsity == "none" and training.sparsity_warm_up != PENALTY_WARM_UP:
+    if sparsity == "none" and training.sparsity_warm_up not in (None, 0, PENALTY_WARM_UP):
         raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty",
                           option="sparsity_warm_up")
     d_sae = training.d_sae or 4 * d_in
@@ -126,10 +127,11 @@ def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: i
         prefixes = ",".join(str(number) for number in sorted({*numbers, d_sae}))
     activation.check(d_sae)
     epochs = training.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / training.epoch_batches(rows)))
-    smoothing, weight = training.smoothing, training.sparsity_weight
+    smoothing, weight, rise = training.smoothing, training.sparsity_weight, training.sparsity_warm_up
     return replace(
         training, d_sae=d_sae, prefixes=prefixes, precision=_precision(training, d_in * d_sae),
-        sparsity=sparsity, epochs=None if training.steps else epochs,
+        sparsity=sparsity, sparsity_warm_up=PENALTY_WARM_UP if rise is None else rise,
+        epochs=None if training.steps else epochs,
         smoothing=default_width(rows, d_in, d_sae) if smoothing == "auto" else smoothing,
         sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
 

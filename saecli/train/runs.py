@@ -115,6 +115,9 @@ class RunRecord(Record):
         self.run.write(folder, {"epochs": progress.epoch, "steps": progress.step,
                                 "final": {"test_fvu": test["fvu"], "test_l0": test["l0"]}})
 
+    def keep(self, sae: SAE) -> None:
+        self._save(sae, self.folder)
+
     def end(self) -> None:
         for log in self.logs:
             log.close()

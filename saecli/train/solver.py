@@ -38,6 +38,7 @@ class Task:
     sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
     B: Tensor | None = None  # the targets' linear regression on the rows, (D, E); None if they are the rows
     held: str | None = None  # W_enc or W_dec, kept bit for bit; then no latent is revived, silenced or rescaled
+    begun: bool = False  # from an SAE: latents are revived once, before the first step
     memory: float = math.inf  # bytes that the solver may use
 
     @property
@@ -51,7 +52,7 @@ class Task:
         return self.lr * min(1.0, rise, fall)
 
     def penalty_weight(self, step: int) -> float:
-        rise = (step + 1) / max(1, math.ceil(self.training.sparsity_warm_up * self.steps))
+        rise = (step + 1) / max(1, math.ceil((self.training.sparsity_warm_up or 0.0) * self.steps))
         return (self.training.sparsity_weight or 0.0) * min(1.0, rise)
 
 
@@ -194,7 +195,8 @@ class Solver:
 
     @property
     def revives(self) -> bool:
-        return self.config.revive and not self.task.held and self.steps < REVIVAL * self.task.steps
+        return (self.config.revive and not self.task.held
+                and self.steps < (1 if self.task.begun else REVIVAL * self.task.steps))
 
     def revive(self, fired: Tensor, rows: float) -> None:
         """Re-aim latents that did not fire, a mask (F,), at the sampled rows reconstructed worst."""

@@ -5,7 +5,7 @@ Shapes: n rows, B rows of a batch, D = d_in, E = d_out, F = d_sae.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +22,7 @@ from ..sae.dictionary import SAE, Batch
 from ..sae.library import lasting_name, open_sae
 from ..store.reader import RowSource
 from .options import TrainingConfig
-from .rows import Normalisation
+from .rows import SAMPLED_ROWS, Normalisation
 
 RATE_FACTOR, RATE_POWER = 0.105, 1 / 3
 HIGHEST_RATE, OF_WIDTH = 0.008, 128
@@ -126,14 +126,21 @@ class Start:
                            "anew")
         return replace(self, sae=found.sae)
 
-    def settings(self, act: str) -> dict[str, Any]:
-        """The settings, such as `k`, of an activation that has the SAE's name; none for another."""
-        own = self._sae.activation
-        return {name: getattr(own, name) for name in own.of_codes} if own.name == act else {}
+    def settings(self, act: str, given: Collection[str]) -> dict[str, Any]:
+        """The settings, such as `k`, of an activation that has the SAE's name, and its penalty unless one is given;
+        none for another."""
+        own, known = self._sae.activation, self._sae.metadata
+        if own.name != act:
+            return {}
+        penalty = () if "sparsity" in given else ("sparsity", "sparsity_weight", "target_rate")
+        return ({name: getattr(own, name) for name in own.of_codes}
+                | {name: known[name] for name in penalty if known.get(name) is not None})
 
-    def settled(self, training: TrainingConfig, activation: Activation, rows: RowSource) -> TrainingConfig:
-        """The settings, with `d_sae`, `prefixes` and `skip` inherited from the SAE; ConfigError if it does not fit the
-        rows or the settings."""
+    def settled(self, training: TrainingConfig, activation: Activation,
+                rows: RowSource) -> tuple[TrainingConfig, Activation]:
+        """The settings, with what they leave open inherited from the SAE: `d_sae`, `prefixes`, `skip`, its L0 on these
+        rows; smoothing and the penalty's rise are for random directions. ConfigError if the SAE does not fit the rows
+        or the settings."""
         sae = self._sae
         for what, wanted, got in (("rows", sae.d_in, rows.d_in), ("targets", sae.d_out, rows.d_target or rows.d_in)):
             if wanted != got:
@@ -149,7 +156,16 @@ class Start:
             raise ConfigError(f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "
                               "leave it out", option="threshold")
         prefixes = training.prefixes or ",".join(map(str, sae.prefixes)) or None
-        return replace(training, d_sae=sae.d_sae, prefixes=prefixes, skip=training.skip or sae.W_skip is not None)
+        rise, smoothing = training.sparsity_warm_up, training.smoothing
+        training = replace(training, d_sae=sae.d_sae, prefixes=prefixes, skip=training.skip or sae.W_skip is not None,
+                           sparsity_warm_up=0.0 if rise is None else rise,
+                           smoothing=0.0 if smoothing == "auto" else smoothing)
+        if (isinstance(activation, JumpRelu) and self._has_parameters(activation) and activation.target_l0 is None
+                and (training.sparsity or activation.default_sparsity) == "target-l0"):
+            some = torch.from_numpy(next(rows.batches(SAMPLED_ROWS, seed=training.shuffle_seed, epoch=0)))
+            l0 = sae.codes(some[:, :sae.d_in].to(sae.W_enc)).count().item() / len(some)
+            activation = replace(activation, target_l0=max(float(f"{l0:.3g}"), 1.0))
+        return training, activation
 
     def initial(self, activation: Activation, sample: Tensor, normalisation: Normalisation) -> SAE:
         """The SAE acting on normalised rows, at the start of training.

@@ -28,12 +28,12 @@ ALL = {"activations/rows", "activations/both", "runs/first", "runs/both"}
 def test_what_is_removed_is_shown_and_asked_for_first(filled: CommandLine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     done = filled("rm", "rows")
-    assert "store rows: " in done.err and "trained on it: first, both" in done.err and "remove it?" in done.err
+    assert "store rows: " in done.err and "trained on it: first, both" in done.err and "remove 1 folder?" in done.err
     assert (done.status, done.out, "nothing was removed" in done.err, left(filled.home)) == (0, "", True, ALL)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     done = filled("rm", "rows", "first")
     assert (done.status, left(filled.home)) == (0, {"activations/both", "runs/both"})
-    assert "remove these 2?" in done.err and done.out.startswith("removed 2 folders, ")
+    assert "remove 2 folders?" in done.err and done.out.startswith("removed 2 folders, ")
 
 
 def test_nobody_is_asked_with_yes_and_the_kind_tells_two_of_a_name_apart(filled: CommandLine):

@@ -31,6 +31,8 @@ def test_a_stopped_command_says_what_is_saved_and_goes_on_from_there(
     assert (rows > 0) == saved
     assert last == (f"stopped; {rows:,} rows are saved, and the same command goes on from there" if rows else
                     "stopped before anything was saved; the same command begins again")
+    assert not rows or [(one["state"], one["rows"]) for one in sae("list", "--json").json["stores"]] == [
+        ("unfinished", rows)]
     again = sae(*words, "--json")
     assert again.json["rows"] == 5000
     assert f"going on after {rows:,} rows" in again.err if rows else "going on" not in again.err

@@ -1,7 +1,6 @@
 """`sae import synthetic` as a shell runs it, and `sae eval` on what it stores."""
 
 import re
-import signal
 
 import numpy as np
 import pytest
@@ -64,25 +63,6 @@ def test_a_second_import_is_a_cache_hit_fewer_rows_the_first_of_more(sae):
                                   collect(opened(sae).split("all").sequential(100))[:1000])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [45, pytest.param(3, marks=pytest.mark.slow)])
-def test_an_import_killed_anywhere_equals_one_never_killed(produce, tmp_path, step):
-    words = ["import", "synthetic", *SMALL, "--shard-rows", "900", "--name"]
-
-    def imported(name: str, **order: object) -> tuple[int, dict[str, bytes]]:
-        folder = tmp_path / "home" / "activations" / name
-        status, error = produce(folder, words=[*words, name], imports=["saecli.store.importing"], **order)
-        assert not error
-        return status, {} if order else contents(ActivationStore.open(folder))
-
-    _, expected = imported("whole")
-    kills = 0
-    for kill_at in range(10, 90, step):
-        kills += imported(f"killed{kill_at}", kill_at=kill_at)[0] == -signal.SIGKILL
-        assert imported(f"killed{kill_at}")[1] == expected
-    assert kills >= 2
-
-
 @pytest.mark.parametrize("damaged", ["world.safetensors", "shards/00001.h5"])
 def test_damage_to_the_truth_is_found_by_check_and_by_eval(sae, damaged):
     words = ["import", "synthetic", *SMALL, "--shard-rows", "900"]
@@ -95,7 +75,7 @@ def test_damage_to_the_truth_is_found_by_check_and_by_eval(sae, damaged):
     content[at] ^= 64
     path.write_bytes(content)
     for done in (sae("list", "--check"), sae("eval", "run", "--data", "synthetic")):
-        assert done.status == 1 and f"{damaged} is damaged" in done.out + done.err
+        assert done.status == 1 and (done.out + done.err).count(f"{damaged} is damaged") == 1
     assert "remove it with `sae rm synthetic` and run the command that made it again" in done.err
     assert sae("rm", "synthetic", "--yes").status == sae(*words).status == 0
     assert sae("list", "--check").status == 0

@@ -70,16 +70,17 @@ def shell_home(tmp_path: Path) -> dict[str, str]:
             "HOME": str(tmp_path / "user"), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 
 
-@pytest.mark.parametrize("shell", ["bash", *(pytest.param(shell, marks=pytest.mark.slow) for shell in SHELLS[1:])])
-def test_completion_is_installed_on_demand_alone(shell_home: dict[str, str], shell: str):
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_is_installed_on_demand_alone(sae: CommandLine, shell_home: dict[str, str], shell: str):
     user = Path(shell_home["HOME"])
-    shown = subprocess.run(["sae", "--show-completion", shell], capture_output=True, text=True, check=True,
-                           env=shell_home)
-    assert f"complete_{shell}" in shown.stdout
+    for name in ("HOME", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"):
+        sae.monkeypatch.setenv(name, shell_home[name])
+    shown = sae("--show-completion", shell)
+    assert shown.status == 0 and f"complete_{shell}" in shown.out
     assert not list(user.iterdir())
-    subprocess.run(["sae", "--install-completion", shell], capture_output=True, env=shell_home, check=True)
+    assert sae("--install-completion", shell).status == 0
     written = [path for path in user.rglob("*") if path.is_file()]
-    assert any(shown.stdout.strip() in path.read_text() for path in written)
+    assert any(shown.out.strip() in path.read_text() for path in written)
 
 
 @pytest.mark.parametrize(("line", "words"), [

@@ -5,9 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
-from homes import CommandLine, make_store, some_rows
-from safetensors.torch import load_file
+from homes import CommandLine, assert_same_weights, make_store, some_rows
 
 QUICK = ("--d-sae", "24", "--epochs", "2")
 CHOICES = {
@@ -15,16 +13,12 @@ CHOICES = {
     "sgd": ("--solver", "sgd", "--act", "topk", "--k", "4", "--lr", "0.0123456789", "--tied",
             "--batch-size", "64"),
     "proximal": ("--act", "swish", "--clip-norm", "2", "--batch-size", "1000"),
+    "nested": ("--act", "topk", "--k", "3", "--prefixes", "auto"),
 }
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    first, second = (load_file(folder / "sae.safetensors") for folder in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", ["pam-sgd", "sgd", pytest.param("proximal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("solver", CHOICES)
 def test_a_runs_own_config_trains_the_same_bits(sae: CommandLine, tmp_path, solver: str):
     make_store(sae.home, "rows", some_rows(300))
     runs = sae.home / "runs"
@@ -33,14 +27,14 @@ def test_a_runs_own_config_trains_the_same_bits(sae: CommandLine, tmp_path, solv
     config = runs / "first" / "config.toml"
     again = sae("train", "--config", config, "--json").json
     assert (again["run"], again["data"]) != ("first", "newer")
-    assert same_weights(runs / "first", Path(again["path"]))
+    assert_same_weights(sae.home, "first", again["run"])
     assert (Path(again["path"]) / "config.toml").read_text() == config.read_text()
     spelt = tmp_path / "spelt.toml"
     _, given, defaults = config.read_text().split("\n\n")
     spelt.write_text("\n".join([given, *(line.removeprefix("# ") for line in defaults.splitlines()[1:])]))
     assert {"smoothing", "sparsity", "inner_steps"} < tomllib.loads(spelt.read_text()).keys()
     assert sae("train", "--config", spelt, "--name", "spelt").status == 0
-    assert same_weights(runs / "first", runs / "spelt")
+    assert_same_weights(sae.home, "first", "spelt")
 
 
 def test_the_command_line_wins_and_keys_may_have_hyphens(sae: CommandLine, tmp_path: Path):

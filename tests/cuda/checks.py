@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from day import Day, Figures
-from solver_problems import ACTS, SOLVERS
+from solver_problems import ACTS, SOLVERS, numbers
 from solver_problems import trained_on as trained
 
 import saecli
@@ -40,7 +40,7 @@ def correctness(day: Day) -> Figures:
             _compare(far, name, day, "pam-sgd", act, options, data.split("train"))
         sae = saecli.fit(stores[0], act="topk", k=8, d_sae=64, epochs=1, device="cpu")
         devices = ("cpu", day.device)
-        found = {command.__name__: [_numbers(command(sae.copy_to(device), stores[0])) for device in devices]
+        found = {command.__name__: [numbers(command(sae.copy_to(device), stores[0])) for device in devices]
                  for command in (saecli.evaluate, saecli.sparsity, saecli.geometry)}
         found["refit"] = [saecli.refit(sae, stores[0], device=device).W_dec.cpu().numpy() for device in devices]
         extracted = saecli.extract("tiny-gemma2", layer=LAYERS[0], rows=ROWS, home=home, name="device",
@@ -69,14 +69,6 @@ def _compare(far: dict[str, str], name: str, day: Day, solver: str, act: str, op
                 for key, tensor in theirs.tensors().items())
     if not worst < FAR:
         far[name] = f"{worst:.2g} apart"
-
-
-def _numbers(found: Any) -> list[float]:
-    if isinstance(found, dict):
-        found = list(found.values())
-    if isinstance(found, list | tuple):
-        return [number for one in found for number in _numbers(one)]
-    return [] if isinstance(found, str | bool | Path) or found is None else [float(found)]
 
 
 def repeats(day: Day) -> Figures:

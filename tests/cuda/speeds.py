@@ -14,6 +14,7 @@ import torch
 from day import Day, Figures
 from extraction import CONTEXT, write_text
 from solver_problems import trained_on as trained
+from storing import make_store
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from saecli.base.devices import free_memory, multiplies_bf16, products_in
@@ -22,9 +23,6 @@ from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.activations.selection import at
 from saecli.sae.codes import DenseCodes
 from saecli.sae.dictionary import Batch
-from saecli.store.reader import ActivationStore
-from saecli.store.schema import StoreMeta
-from saecli.store.writer import StoreWriter
 from saecli.train import SOLVERS
 from saecli.train.options import TrainingConfig
 from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, solve
@@ -87,7 +85,8 @@ def rows(day: Day) -> Figures:
     B, D, widths = sizes(day)
     count, found = (65_536, {}) if day.full else (2048, {})
     with tempfile.TemporaryDirectory() as folder:
-        store = written(Path(folder) / "store", count, D)
+        values = np.random.default_rng(0).standard_normal((count, D), np.float32)
+        store = make_store(Path(folder) / "store", values, "bfloat16", block=2048, shard_rows=count, chunk_rows=256)
         options = {"k": K, "d_sae": widths[-1], "batch_size": B, "epochs": 4, "smoothing": 0.1}
         chosen = store.split("train")
         for way, most in (("kept on the device", plan.MOST_TAKEN), ("copied", 0.0)):
@@ -95,17 +94,6 @@ def rows(day: Day) -> Figures:
             taken = day.seconds(lambda: trained(day.device, "sgd", "topk", options, rows=chosen), 1)
             found[f"{way}: rows/s"] = options["epochs"] * chosen.rows / taken
     return found
-
-
-def written(path: Path, count: int, d_in: int) -> ActivationStore:
-    """A store of random rows."""
-    meta = StoreMeta({"dataset": "random"}, "", "bfloat16", d_in, count, 256)
-    with StoreWriter.open(path, meta) as writer:
-        random = np.random.default_rng(0)
-        for block in range(0, count, 2048):
-            writer.append(random.standard_normal((2048, d_in), np.float32), {}, {"block": block})
-        writer.finish()
-    return ActivationStore.open(path)
 
 
 def decoder(day: Day) -> Figures:
@@ -138,8 +126,6 @@ def _decoder_step(day: Day, d_sae: int) -> Figures:
     system.add(codes, x)
     found["solved iteratively, s"] = day.seconds(lambda: solve(system, terms), 1)
     return found | {"peak memory, GiB": day.peak()}
-
-
 
 
 def gemma2(folder: Path, shrink: int) -> int:

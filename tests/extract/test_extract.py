@@ -37,8 +37,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [name if name in ("gemma2", "gpt2") else
-                                          pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS])
+@pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("site", ["resid_post", "resid_pre"])
 def test_rows_are_those_of_the_model_run_on_each_window_alone(sae: CommandLine, models, text, architecture, site):
     document = sae("extract", "--model", models[architecture], "--layer", "1", "--site", site, "--dataset", text,

@@ -127,7 +127,7 @@ def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [(), pytest.param(("--packed",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("extra", [(), ("--packed",)])
 def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model, text, extra):
     words = ("extract", "--model", model, "--layer", "1", "--dataset", text, "--context", "16", "--dtype", "float32")
     for size in ("auto", "1", "3", "1000"):

@@ -42,17 +42,12 @@ def test_script_runs_and_draws(name: str, tmp_path: Path, capsys: pytest.Capture
     assert f"drew {tmp_path / 'x.svg'}" in said
     assert SAYS.get(name, "") in said
     assert (tmp_path / "x.svg").stat().st_size > 10_000
+    if name == "orders.py":
+        assert float(re.search(r"off by ([\d.e-]+)", said).group(1)) < 1e-12
+        held, same = re.search(r"; (\d+) of 9999 points hold them, and (\d+)", said).groups()
+        assert int(held) == int(same) > 100
     if name == "bridge.py":
         assert all(fvus(said, k)[1] >= fvus(said, k)[2] for k in (1, 3))  # however badly it is trained
-
-
-@pytest.mark.slow
-def test_orders_finds_the_sites_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("orders.py", tmp_path / "x.svg")
-    said = capsys.readouterr().out
-    assert float(re.search(r"off by ([\d.e-]+)", said).group(1)) < 1e-12
-    held, same = re.search(r"; (\d+) of 9999 points hold them, and (\d+)", said).groups()
-    assert int(held) == int(same) > 100
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from saecli.geometry import bridge as bridge_module
 from saecli.geometry import local_pca as kmeans_module
 from saecli.geometry.bridge import Bridge, Visited, own_cells
 from saecli.geometry.largest_cells import cells_of
-from saecli.geometry.local_pca import LocalPCA, Stream, StreamedPCA, kmeans, principal_components
+from saecli.geometry.local_pca import LocalPCA, Stream, StreamedPCA, kmeans
 from saecli.geometry.survey import visits
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
@@ -143,18 +143,6 @@ def test_lambda_is_the_least_that_affords_a_mean_rank(seed: int, rank: float) ->
     assert spectrum.mean_rank(spectrum.ranks(penalty)) <= rank + 1e-9
     if penalty > 0:
         assert spectrum.mean_rank(spectrum.ranks(penalty * (1 - 1e-9))) > rank
-
-
-@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 7, 30]))
-def test_principal_components_are_those_of_sklearn(seed: int, rows: int) -> None:
-    x = np.random.default_rng(seed).normal(size=(rows, D))
-    directions, variances = principal_components(x - x.mean(0))
-    r = min(rows - 1, D)
-    assert directions.shape == (D, r)
-    if r:
-        pca = PCA(r, svd_solver="full").fit(x)
-        np.testing.assert_allclose(variances, pca.explained_variance_ * (rows - 1) / rows, atol=1e-12)
-        np.testing.assert_allclose(np.abs(np.sum(directions.T * pca.components_, 1)), 1, rtol=1e-6)
 
 
 def test_the_fvus_are_their_definitions() -> None:

@@ -94,7 +94,7 @@ def notes(sae: CommandLine) -> Iterator[CommandLine]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [pytest.param("train", marks=pytest.mark.slow), "test"])
+@pytest.mark.parametrize("which", ["train", "test"])
 def test_rows_of_random_weights_are_of_the_same_tokens_and_other_numbers(notes: CommandLine, which):
     x, y = (saecli.open_store(f"notes-l1-{site}", notes.home) for site in ("mlp_in", "mlp_out"))
     rows = saecli.join(x, target=y).split(which)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from storing import memory_folder
+from storing import make_store, memory_folder
 
 from saecli.measure import latents as surveyed
 from saecli.measure.latents import (
@@ -22,10 +22,7 @@ from saecli.measure.latents import (
 from saecli.measure.measured import Block, in_blocks
 from saecli.sae.activations.selection import where
 from saecli.sae.codes import SparseCodes
-from saecli.store.reader import ActivationStore
-from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test
-from saecli.store.writer import StoreWriter
 
 F, COUNT = 9, 4
 COLUMNS = ("document", "position", "token_id")
@@ -208,12 +205,9 @@ def test_a_gap_is_marked_at_the_token_after_a_missing_row():
 def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, batch_rows: int):
     corpus = Corpus.random(3)
     rows = np.random.default_rng(0).normal(size=(len(corpus.codes), 4)).astype(np.float32)
-    meta = StoreMeta({}, "x", "float32", 4, 500, 64, COLUMNS)
     with memory_folder() as folder:
-        with StoreWriter.open(folder / "store", meta) as writer:
-            writer.append(rows, dict(zip(COLUMNS, corpus.columns, strict=True)), {"row": 0})
-            writer.finish()
-        chosen = ActivationStore.open(folder / "store").split(which)
+        columns = dict(zip(COLUMNS, corpus.columns, strict=True))
+        chosen = make_store(folder / "store", rows, columns=columns, shard_rows=500, chunk_rows=64).split(which)
         kept = np.flatnonzero(is_test(corpus.columns[0]) | (which == "all"))
         blocks = [(block.x.clone(), block.numbers, block.columns, block.starts) for block in in_blocks(
             map(torch.from_numpy, chosen.sequential(batch_rows)), chosen, batch_rows)]

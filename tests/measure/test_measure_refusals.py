@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import storing
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows, steerable
 
@@ -17,8 +18,6 @@ from saecli.cli.main import main
 from saecli.extract.options import TINY_GEMMA2
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
-from saecli.store.schema import StoreMeta
-from saecli.store.writer import StoreWriter
 
 TRAINED = ("train --data rows --keep-every 1 --name run", "train --data rows --init run --name from",
            "train --data rows --data others --name both", "refit run")
@@ -32,10 +31,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("refusals") / "home"
     for store, rows in {"rows": some_rows(400), "others": some_rows(400, seed=1), "narrow": some_rows(50, 5)}.items():
         make_store(home, store, rows)
-    with StoreWriter.open(home / "activations" / "last", StoreMeta(READS | {"context": 12, "positions": "last"}, "x",
-                                                                   "float32", 8, 500, 64, COLUMNS)) as writer:
-        writer.append(some_rows(20), {name: np.arange(20) for name in COLUMNS}, {"row": 0})
-        writer.finish()
+    storing.make_store(home / "activations" / "last", some_rows(20), columns=dict.fromkeys(COLUMNS, np.arange(20)),
+                       source=READS | {"context": 12, "positions": "last"})
     for seed, name, data in ((0, "seed-0", "rows"), (1, "seed-1", "rows"), (2, "other", "others"), (3, "old", "rows"),
                              (4, "last", "last")):
         make_run(home, name, random_sae(seed=seed), data=data)
@@ -64,7 +61,6 @@ AT = "--layer 1 --site mlp_in"
 # The command line, its exit status, and words of the sentence.
 COMMANDS = [
     ("eval seed-0 --stability", 2, "--stability compares runs that differ in seed: expected two or more, got 1; name"),
-    ("eval seed-0 seed-0 --stability", 2, "got 1"),
     ("eval --stability", 2, "got none"),
     ("eval seed-0 seed-1 --match-threshold 0.7", 2, "--match-threshold does nothing without --stability"),
     ("eval seed-0 seed-1 --stability --match-threshold 7", 2, "--match-threshold must be in [0, 1), got 7"),
@@ -83,7 +79,6 @@ COMMANDS = [
     ("controls nowhere", 1, "there is no run and no folder named 'nowhere'"),
     ("controls run --tokens 5", 2, "--tokens does nothing without --model"),
     ("controls run --model tiny-gemma2", 1, "expected a store that `sae extract` made"),
-    ("controls run --device abacus", 2, "--device must be cpu, cuda, cuda:N or auto, got 'abacus'"),
     ("controls run --seeds 0", 2, "--seeds"),
     ("refit run", 1, "there is a run named 'refit-run' already; give another --name"),
     ("refit run --name run", 1, "there is a run named 'run' already"),
@@ -92,7 +87,6 @@ COMMANDS = [
     ("refit run --data narrow", 2, "expected rows of 8 dimensions, got 5; name another store with --data"),
     ("refit run --data nowhere", 1, "there is no activation store named 'nowhere'"),
     ("refit nowhere", 1, "there is no run and no folder named 'nowhere'"),
-    ("refit run --device abacus", 2, "--device must be cpu, cuda, cuda:N or auto, got 'abacus'"),
     ("refit run --model tiny-gemma2 --name new", 1, "expected a store that `sae extract` made"),
     ("probe first --k 21", 2, "--k must be at most the number of latents, 20 of first, got 21"),
     ("probe first --k 2 --k 2", 2, "--k must be different numbers of at least 1, got 2, 2"),
@@ -149,7 +143,6 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (saecli.controls, {"run": "run", "seeds": 0}, "seeds must be at least 1, got 0"),
     (saecli.refit, {"sae": random_sae(), "data": some_rows(100) * np.float32(1e25)}, "expected finite products"),
     (saecli.stability, {"saes": []}, "stability compares runs that differ in seed: expected two or more, got none"),
-    (saecli.stability, {"saes": [ANOTHER]}, "expected two or more, got 1"),
     (saecli.stability, {"saes": [ANOTHER, random_sae(d_in=5)]}, "expected sae 2 to have 8 as sae 1, got 5"),
     (saecli.stability, {"saes": [ANOTHER, NAN]}, "latents of sae 2: expected finite weights"),
     (saecli.stability, {"saes": [ANOTHER] * 2, "match_threshold": 1}, "match_threshold must be in [0, 1), got 1"),

@@ -51,19 +51,13 @@ def test_decoder_matches_stacked_least_squares_with_the_best_c(act: str, rows: i
 
 
 def test_nested_decoder_matches_stacked_least_squares():
-    sae, x = nested_sae("topk"), nested_rows(700).astype(np.float64)
+    sae, x = nested_sae("topk"), nested_rows(200).astype(np.float64)
     found = solved(sae, x)
-    z, T0 = sae.encode(torch.from_numpy(x)).numpy(), sae.W_dec.detach()
-    masks = np.arange(z.shape[1]) < np.array(PREFIXES)[:, None]
-    L = len(PREFIXES)
-    every = np.concatenate([z * mask for mask in masks]) / math.sqrt(L)
-    design = np.hstack([every, np.full((len(every), 1), 1 / math.sqrt(L))])
-    ridge = math.sqrt(found.decoder.alpha) * np.eye(len(T0), len(T0) + 1)
-    targets = np.concatenate([np.tile(x, (L, 1)) / math.sqrt(L),
-                              math.sqrt(found.decoder.alpha) * found.decoder.c * T0.numpy()])
-    both, *_ = np.linalg.lstsq(np.vstack([design, ridge]), targets, rcond=None)
-    np.testing.assert_allclose(found.sae.W_dec, both[:-1], rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(found.sae.b_dec, both[-1], rtol=1e-6, atol=1e-7)
+    T0 = sae.W_dec.detach()
+    terms = terms_of((found.decoder.alpha, 0, 0, 0), T0, torch.zeros_like(T0), torch.zeros(8))
+    exact = least_squares(sae.encode(torch.from_numpy(x)), torch.from_numpy(x), terms, PREFIXES, c=found.decoder.c)
+    np.testing.assert_allclose(found.sae.W_dec, exact.W, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found.sae.b_dec, exact.b, rtol=1e-6, atol=1e-7)
     assert found.sae.prefixes == PREFIXES
 
 

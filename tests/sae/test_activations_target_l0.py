@@ -1,10 +1,9 @@
 """jumprelu with a target for L0: its gradients against plain autograd and by hand, its controller, its file."""
 
-
 import numpy as np
 import pytest
 import torch
-from solver_problems import task_of
+from solver_problems import RowsInMemory, sparse_mixture, started, trained
 from torch import Tensor
 
 from saecli.sae.activations import JumpRelu
@@ -13,7 +12,6 @@ from saecli.sae.dictionary import SAE, Batch
 from saecli.train.options import PamSgd, Sgd, SolverConfig, TrainingConfig
 from saecli.train.plan import Plan
 from saecli.train.rows import ArrayRows
-from saecli.train.solver import Solver
 from saecli.train.start import initial_sae
 
 B, F, D, L = 40, 60, 12, 5.0
@@ -115,45 +113,20 @@ def test_training_starts_with_the_first_aim_as_its_l0() -> None:
     assert start.aim == 12
 
 
-def sparse_rows(rows: int) -> Tensor:
-    z = normal(rows, 16, seed=7).abs() * (torch.rand(rows, 16, generator=torch.Generator().manual_seed(8)) < 0.2)
-    x = (z @ normal(16, 8, seed=9)).float()
-    return (x - x.mean(0)) / x.std()
-
-
-def started(config: SolverConfig, x: Tensor, target: float, epochs: int) -> Solver:
-    activation = JumpRelu(target_l0=target)
-    batches = len(x) // 50
-    task = task_of(len(x), epochs * batches, 1e-2, "target-l0", activation.default_weight("target-l0", 8), sample=x,
-                   smoothing=0.1, batches=batches)
-    return config.resolved(None).build(initial_sae(activation, 32, Batch.of(x), seed=1), task)
-
-
-def trained(solver: Solver, x: Tensor, epochs: range) -> SAE:
-    for epoch in epochs:
-        solver.begin_epoch()
-        for rows in x[torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))].split(50):
-            solver.step(Batch.of(rows))
-        solver.end_epoch()
-        if now := solver.passes.get((epoch, solver.task.batches)):
-            solver.begin_pass(now, lambda: [Batch.of(x)])
-            solver.observe(Batch.of(x))
-            solver.end_pass()
-    return solver.sae()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("config", SOLVERS, ids=lambda one: one.name)
 @pytest.mark.parametrize("target", [1.5, 6.0])
 def test_rows_held_out_have_the_target_as_their_l0(config: SolverConfig, target: float) -> None:
-    x = sparse_rows(4000)
-    sae = trained(started(config, x[:2000], target, 5), x[:2000], range(5))
+    x, activation = sparse_mixture(4000).x, JumpRelu(target_l0=target)
+    data = RowsInMemory(x[:2000], batch_size=50)
+    weight = activation.default_weight("target-l0", x.shape[1])
+    sae = trained(started(config, data, activation, 5, "target-l0", weight, smoothing=0.1), data, 5)
     assert sae.codes(x[2000:]).count().item() / 2000 == pytest.approx(target, rel=0.05)
     assert sae.tensors().keys() == {"W_enc", "b_enc", "W_dec", "b_dec", "threshold"}
 
 
 def test_the_default_target_is_32_or_an_eighth_of_the_latents() -> None:
-    rows = ArrayRows(sparse_rows(100).numpy())
+    rows = ArrayRows(sparse_mixture(100).x.numpy())
 
     def planned(activation: JumpRelu, d_sae: int = 512, **options: str) -> JumpRelu:
         return Plan.resolved(rows, None, TrainingConfig(d_sae=d_sae, **options), Sgd(), activation).activation

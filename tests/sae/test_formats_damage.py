@@ -14,7 +14,7 @@ import numpy as np
 import published
 import pytest
 import torch
-from homes import CommandLine, D, F, make_run, make_store, random_sae, sae_for, some_rows
+from homes import D, F, sae_for
 from storing import damaged
 
 from saecli.base.errors import FormatError
@@ -99,15 +99,6 @@ def test_numbers_of_other_types_are_refused(tmp_path: Path, dtype: object) -> No
         np.savez(tmp_path / "params.npz", W_enc=np.zeros((2, 3), dtype))
     with pytest.raises(FormatError, match=r"(sae\.safetensors|params\.npz)"):
         load(tmp_path)
-
-
-def test_a_damaged_run_is_one_line_of_the_command_line(sae: CommandLine) -> None:
-    make_store(sae.home, "rows", some_rows())
-    path = make_run(sae.home, "run", random_sae()) / "sae.safetensors"
-    path.write_bytes(path.read_bytes()[:-9])
-    done = sae("eval", "run")
-    assert (done.status, done.err.count("\n")) == (1, 1)
-    assert f"cannot read {path}" in done.err
 
 
 @pytest.mark.slow

@@ -136,24 +136,6 @@ def test_measuring_no_rows_is_refused(accumulator: Reconstruction | Firing) -> N
         accumulator.result()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_as_on_the_cpu_without_waiting_for_the_device() -> None:
-    x, x_hat, z = rows_and_codes(4, 500)
-    on_cuda, counts = Reconstruction(6, 11), Firing(11)
-    batches = [(*(t[i:i + 50].cuda() for t in (x, x_hat)), DenseCodes(z[i:i + 50].cuda())) for i in range(0, 500, 50)]
-    on_cuda.update(*batches[0])
-    counts.update(batches[0][2])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for batch in batches[1:]:
-            on_cuda.update(*batch)
-            counts.update(batch[2])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert on_cuda.result() == pytest.approx(in_batches(Reconstruction(6, 11), [], x, x_hat, z), rel=1e-10)
-    assert counts.result() == in_batches(Firing(11), [], z)
-
-
 @pytest.mark.parametrize(("fvu", "l0", "d_in", "d_sae", "doubtful"), [
     (1.0, 8.0, 8, 16, []), (1.01, 8.0, 8, 16, ["fvu"]), (0.5, 8.01, 8, 16, ["l0"]), (0.5, 5.01, 8, 10, ["l0"]),
     (float("inf"), 0.0, 8, 16, []), (float("nan"), 0.0, 8, 16, []), (9.0, 9.0, 8, 16, ["fvu", "l0"])])

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from homes import PREFIXES, CommandLine, D, F, make_store, nested_rows, nested_sae
-from safetensors.torch import load_file
 
 import saecli
 from saecli.base.errors import FormatError
@@ -57,8 +56,7 @@ def test_the_loss_is_the_mean_over_prefixes(act: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("act", ["topk", *(pytest.param(act, marks=pytest.mark.slow) for act in
-                                           ("relu", "batchtopk", "jumprelu", "soft-topk"))])
+@pytest.mark.parametrize("act", ["topk", "relu", "batchtopk", "jumprelu", "soft-topk"])
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 def test_nested_first_latents_reconstruct_better_than_plain_ones(solver: str, act: str):
     rows = torch.from_numpy(nested_rows(2000))
@@ -90,19 +88,11 @@ def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
     np.testing.assert_allclose(sae.W_dec.numpy(), both[:-1], rtol=1e-4, atol=1e-4)
 
 
+def test_automatic_prefixes_double_up_to_all_latents():
+    assert saecli.fit(nested_rows(100), act="topk", k=3, d_sae=F, prefixes="auto", epochs=1).prefixes == (2, 5, 10, 20)
+
+
 QUICK = ("--d-sae", "20", "--act", "topk", "--k", "3", "--epochs", "3", "--json")
-
-
-@pytest.mark.slow
-def test_auto_prefixes_repeat_from_the_configuration(sae: CommandLine):
-    make_store(sae.home, "rows", nested_rows(2000))
-    done = sae("train", *QUICK, "--prefixes", "auto", "--name", "first")
-    assert done.status == 0
-    folder = Path(done.json["path"])
-    assert load(folder).sae.prefixes == (2, 5, 10, 20)
-    assert sae("train", "--config", folder / "config.toml", "--name", "again").status == 0
-    again = load_file(sae.home / "runs" / "again" / "sae.safetensors")
-    assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(folder / "sae.safetensors").items())
 
 
 @pytest.mark.slow
@@ -130,15 +120,6 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
     said = sae("eval", "nested").out
     assert "by the first latents alone" in said
     assert "by the first latents alone" not in sae("eval", "plain").out
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (("--prefixes", "8,3"), "--prefixes must be auto, or numbers of latents with commas between, each larger than"),
-    (("--prefixes", "0,3"), "each larger"), (("--prefixes", "3,x"), "--prefixes must be auto, or numbers")])
-def test_prefixes_that_cannot_be_are_refused(sae: CommandLine, words: tuple, said: str):
-    make_store(sae.home, "rows", nested_rows(300))
-    done = sae("train", *QUICK, *words)
-    assert done.status in (1, 2) and said in done.err
 
 
 def test_files_keep_the_prefixes_that_they_can_express(tmp_path: Path):

@@ -1,33 +1,18 @@
 """Finding the SAE that a user means."""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
+from homes import make_run, random_sae
 
 from saecli.base.errors import FormatError, RunError
 from saecli.base.home import Home
-from saecli.sae.activations import Relu, activation_to_json
-from saecli.sae.dictionary import SAE
-from saecli.sae.formats import SavedSAE, save, save_native
+from saecli.sae.formats import SavedSAE, save
 from saecli.sae.library import Subject, find_subject
 
 
-def small_sae() -> SAE:
-    return SAE(torch.ones(3, 5), torch.zeros(5), torch.ones(5, 3), torch.zeros(3), Relu())
-
-
-def make_run(home: Home, name: str, created: str, with_sae: bool = True, **further: object) -> Path:
-    folder = home.runs.path / name
-    folder.mkdir(parents=True)
-    document = {"format_version": 1, "created": created, "complete": True, "data": "patches",
-                "training": {"split_seed": 7, "fraction": 0.5}, "solver": {"name": "sgd"},
-                "activation": activation_to_json(Relu()), "result": {}} | further
-    (folder / "run.json").write_text(json.dumps(document))
-    if with_sae:
-        save_native(SavedSAE(small_sae()), folder)
-    return folder
+def run_in(home: Home, name: str, created: str = "2026-01-01", complete: bool = True) -> Path:
+    return make_run(home.path, name, random_sae(), "patches", 7, 0.5, created, complete)
 
 
 @pytest.fixture
@@ -37,24 +22,24 @@ def home(tmp_path: Path) -> Home:
 
 def test_a_run_is_found_by_its_name_or_folder_with_its_split(home: Home, tmp_path: Path) -> None:
     for where, name in ((home, "first"), (home, "second"), (Home(tmp_path / "other"), "away")):
-        folder = make_run(where, name, "2026-01-01")
+        folder = run_in(where, name)
         text = name if where is home else str(folder)
         assert find_subject(home, text) == Subject(text, folder, "patches", 7, 0.5, True)
 
 
 def test_without_a_name_the_newest_complete_run_is_meant(home: Home) -> None:
-    make_run(home, "older", "2026-01-01")
-    make_run(home, "newer", "2026-01-02")
-    make_run(home, "unfinished", "2026-01-03", complete=False)
+    run_in(home, "older", "2026-01-01")
+    run_in(home, "newer", "2026-01-02")
+    run_in(home, "unfinished", "2026-01-03", complete=False)
     assert find_subject(home, None).name == "newer"
     assert not find_subject(home, "unfinished").complete
 
 
 def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first(
         home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(SavedSAE(small_sae()), "saelens", tmp_path / "both")
+    save(SavedSAE(random_sae()), "saelens", tmp_path / "both")
     assert find_subject(home, str(tmp_path / "both")) == Subject(str(tmp_path / "both"), tmp_path / "both")
-    make_run(home, "both", "2026-01-01")
+    run_in(home, "both")
     monkeypatch.chdir(tmp_path)
     assert find_subject(home, "both").folder == home.runs.path / "both"
 
@@ -69,8 +54,8 @@ def test_what_names_no_sae_is_refused(home: Home, tmp_path: Path, monkeypatch: p
     for missing in (None, "nosuch"):
         with pytest.raises(RunError, match="make one with `sae train`"):
             find_subject(home, missing)
-    make_run(home, "only", "2026-01-01")
-    make_run(home, "begun", "2026-01-01", with_sae=False, complete=False)
+    run_in(home, "only")
+    (run_in(home, "begun", complete=False) / "sae.safetensors").unlink()
     Path("runs/first").mkdir(parents=True)
     Path("runs/first/sae.safetensors").touch()
     with pytest.raises(error, match=said):
@@ -80,7 +65,7 @@ def test_what_names_no_sae_is_refused(home: Home, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format_version": 99, "complete": true, "data": null, '
                                                       '"training": {"split_seed": 0, "fraction": 1.0}}'])
 def test_a_run_json_of_another_kind_is_named(home: Home, tmp_path: Path, content: str) -> None:
-    folder = make_run(Home(tmp_path / "other"), "odd", "2026-01-01")
+    folder = run_in(Home(tmp_path / "other"), "odd")
     (folder / "run.json").write_text(content)
     with pytest.raises(RunError, match=r"run\.json"):
         find_subject(home, str(folder))

@@ -86,7 +86,7 @@ def test_another_ending_is_refused_in_one_sentence_and_nothing_written(name: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".png", *(pytest.param(one, marks=pytest.mark.slow) for one in (".pdf", ".svg"))])
+@pytest.mark.parametrize("suffix", MAGIC)
 def test_any_name_is_drawn_as_it_is_spelt(suffix: str, drawn: list[Figure], tmp_path: Path) -> None:
     names = ["_hidden", "$x^2$ $\\frac{$", "\\$y$", "f\udcff\u202e\0", "日本 😀"]
     loss_curves(tmp_path / f"x{suffix}", dict.fromkeys(names, LINES))

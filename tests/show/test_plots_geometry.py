@@ -35,9 +35,7 @@ def plot(sae: CommandLine, drawn: list[Any], *words: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", [
-    *(pytest.param(one, marks=pytest.mark.slow) for one in (TopK(3), AbsTopK(3))), Relu()],
-                         ids=lambda activation: activation.name)
+@pytest.mark.parametrize("activation", [TopK(3), AbsTopK(3), Relu()], ids=lambda activation: activation.name)
 def test_projected_rows_and_those_inside_the_cell_are_counted(sae: CommandLine, drawn: list[Any], activation: Relu):
     rows, mine = held_out(sae.home, 8), random_sae(activation)
     make_run(sae.home, "one", mine)
@@ -85,8 +83,7 @@ def test_in_two_dimensions_each_cell_has_the_colour_of_its_rows(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("activation", "bars"), [
-    (TopK(3), 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((AbsTopK(3), 1), (Relu(), 2)))],
+@pytest.mark.parametrize(("activation", "bars"), [(TopK(3), 1), (AbsTopK(3), 1), (Relu(), 2)],
                          ids=lambda value: getattr(value, "name", ""))
 def test_cells_are_coloured_only_where_a_bar_says_by_what(sae: CommandLine, drawn: list[Any], activation: Relu,
                                                           bars: int):

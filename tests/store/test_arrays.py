@@ -11,7 +11,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
-from sklearn.datasets import load_digits, load_sample_images
+from sklearn.datasets import load_sample_images
 from storing import collect, make_store
 
 from saecli.base.errors import FormatError
@@ -22,14 +22,6 @@ ROWS = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float32)
 FLAT = ROWS.reshape(50, 12)
 LABELS = np.arange(50) % 7
 IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
-
-
-def write_npy(path, values):
-    np.save(path, values)
-
-
-def write_npz(path, values):
-    np.savez_compressed(path, values)
 
 
 def write_safetensors(path, values):
@@ -55,7 +47,7 @@ def write_idx(path, values):
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-WRITERS = {"a.npy": write_npy, "a.npz": write_npz, "a.safetensors": write_safetensors, "a.pt": write_torch,
+WRITERS = {"a.npy": np.save, "a.npz": np.savez_compressed, "a.safetensors": write_safetensors, "a.pt": write_torch,
            "old.pth": write_old_torch, "a.h5": write_hdf5, "a.hdf5": write_hdf5, "a-idx3-float": write_idx,
            "a.idx": write_idx, "a-idx3-ubyte.gz": write_idx}
 
@@ -101,12 +93,6 @@ def test_fortran_order_and_truth_values(tmp_path):
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npy"))), ROWS[:, 0])
     np.save(tmp_path / "b.npy", ROWS[:, 0] > 0)
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "b.npy"))), ROWS[:, 0] > 0)
-
-
-def test_digits_come_with_scikit_learn():
-    source, images, labels = open_array("digits"), *load_digits(return_X_y=True)
-    np.testing.assert_array_equal(rows_of(source), images)
-    np.testing.assert_array_equal(source.labels, labels)
 
 
 def test_patches_are_centred_and_of_separate_squares():

@@ -1,6 +1,5 @@
 """A store that several ranks write holds what each of them stored; shards of uneven sizes are read as others are."""
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -61,16 +60,6 @@ def test_a_second_command_is_refused_and_an_empty_store_removed(tmp_path: Path):
           pytest.raises(StoreError, match="there are no rows to store")):
         store.begin([0, 0, 0, 0])
     assert not (tmp_path / "s").exists()
-
-
-def test_a_store_json_whose_ranks_do_not_fit_is_refused(tmp_path: Path):
-    write(tmp_path / "s")
-    document = json.loads((tmp_path / "s" / "store.json").read_text())
-    for ranks, said in (([{"rows": 45, "shards": 7}], "expected 7 shards, as `ranks` says, got 16"),
-                        ([{"rows": 45, "shards": 16}], "expected 7 rows in shard 00006.h5, got 3")):
-        (tmp_path / "s" / "store.json").write_text(json.dumps({**document, "ranks": ranks}))
-        with pytest.raises(StoreError, match=said):
-            ActivationStore.open(tmp_path / "s")
 
 
 @pytest.mark.slow

@@ -9,19 +9,13 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, make_run, make_store, random_sae, same, some_rows
 
 import saecli
 from saecli.sae.activations import TopK
 from saecli.train.rows import ArrayRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
-
-
-def same(one: saecli.SAE, other: saecli.SAE) -> bool:
-    first, second = one.tensors(), other.tensors()
-    return (one.activation == other.activation and first.keys() == second.keys()
-            and all(torch.equal(first[name], second[name]) for name in first))
 
 
 def unexplained(sae: saecli.SAE, rows: np.ndarray) -> float:

@@ -39,11 +39,6 @@ def test_a_part_that_fails_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.
     assert "ModuleNotFoundError" in day.in_process("steps", day.Day("cpu", tmp_path), 60)["FAILED"]
 
 
-def test_the_table_has_a_line_for_each_figure():
-    lines = day.table({"one": {"a|b": 1234.5, "share": 0.12345, "word": "x\ny"}}).splitlines()
-    assert lines[2:] == ["| one | a|b | 1,234 |", "| one | share | 0.123 |", "| one | word | x y |"]
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_script_runs_all_parts(tmp_path: Path):

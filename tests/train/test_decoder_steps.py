@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from homes import grid
@@ -18,12 +17,10 @@ from solver_problems import (
     trained,
 )
 
-from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu, SoftTopK, TopK
 from saecli.sae.dictionary import Batch
-from saecli.train.options import RELEASED_BELOW, PamSgd, TrainingConfig
+from saecli.train.options import RELEASED_BELOW, PamSgd
 from saecli.train.pam_sgd import MOST_ROWS, PASS_ROWS, batches_between, decoder_steps
-from saecli.train.rows import ArrayRows
 from saecli.train.start import initial_sae
 
 ROWS = RowsInMemory(torch.zeros(40 * F, 2), batch_size=64)  # ten batches
@@ -148,14 +145,6 @@ def test_a_fixed_alpha_at_the_interpolation_threshold_is_warned_of(rows, alpha, 
     solver = started(PamSgd(alpha=alpha), data, SoftTopK(k=8), 4)
     trained(solver, data, 4)
     assert any("use --alpha auto" in note for note in solver.notes()) == warned
-
-
-@pytest.mark.parametrize(("options", "option"), [
-    ({"bias": "after"}, "bias"), ({"decoder_first": True, "decoder_every": 5}, "decoder_first")])
-def test_options_that_contradict_each_other_are_refused(options, option):
-    with pytest.raises(ConfigError) as refused:
-        PamSgd(**options).check(TrainingConfig(), ArrayRows(np.zeros((40, 2), np.float32)))
-    assert refused.value.option == option
 
 
 @pytest.mark.long

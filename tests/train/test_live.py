@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from homes import CommandLine
+from homes import CommandLine, same
 from launching import signalled
 
 from saecli.base.console import Silent
@@ -19,6 +18,7 @@ from saecli.extract.extraction import StoreRequest
 from saecli.extract.options import ExtractConfig, HookPoint
 from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS
+from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test
@@ -64,13 +64,9 @@ def planned(train, test, solver: str, act: str, **options) -> Plan:
     return Plan.resolved(train, test, TrainingConfig(d_sae=16, **options), SOLVERS[solver](), activation)
 
 
-def weights(plan: Plan) -> dict[str, torch.Tensor]:
+def trained(plan: Plan) -> SAE:
     (sae,) = Loop([start_training(plan, Record())]).train()
-    return sae.tensors()
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return sae
 
 
 @pytest.mark.parametrize("window", [260, 700, 5000])
@@ -94,9 +90,9 @@ def test_every_training_row_comes_once_in_an_order_independent_of_blocks(window:
 def test_one_window_trains_bit_for_bit_as_its_rows_in_an_array(solver: str, act: str):
     rows, documents = of_documents()
     with LiveRows(source(rows, documents, [900]), 2000, 0, 300, Silent()) as live:
-        live_weights = weights(planned(live, live.test_rows, solver, act))
+        found = trained(planned(live, live.test_rows, solver, act))
     stored = ArrayRows(rows[~is_test(documents)][:2000])
-    assert_equal(live_weights, weights(planned(stored, None, solver, act, epochs=1)))
+    assert same(found, trained(planned(stored, None, solver, act, epochs=1)))
 
 
 class InOrder(ArrayRows):
@@ -116,8 +112,8 @@ def test_several_windows_train_bit_for_bit_as_stored_rows():
         assert live.ready == 2500
         in_order = np.concatenate(list(live.batches(256, seed=0, epoch=0)))
     with opened() as live:
-        found = weights(planned(live, live.test_rows, "sgd", "topk", normalize="none"))
-    assert_equal(found, weights(planned(InOrder(in_order), None, "sgd", "topk", normalize="none", epochs=1)))
+        found = trained(planned(live, live.test_rows, "sgd", "topk", normalize="none"))
+    assert same(found, trained(planned(InOrder(in_order), None, "sgd", "topk", normalize="none", epochs=1)))
 
 
 def test_decoder_steps_take_rows_of_the_last_two_windows():
@@ -166,7 +162,7 @@ def test_an_error_of_the_model_is_raised_and_leaving_ends_the_thread():
     broken = source(rows, documents, list(range(500, 9000, 500)), error=ModelError("the network failed"))
     with LiveRows(broken, 20_000, 0, 1200, Silent(), windows_of(2500)) as live, \
             pytest.raises(ModelError, match="the network failed"):
-        weights(planned(live, live.test_rows, "sgd", "relu"))
+        trained(planned(live, live.test_rows, "sgd", "relu"))
     endless = source(np.tile(rows, (50, 1)), np.tile(documents, 50), list(range(64, 450_000, 64)))
     with LiveRows(endless, 400_000, 0, 1200, Silent(), windows_of(2500)):
         assert any(thread.name == "sae-ahead" for thread in threading.enumerate())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, assert_same_weights, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, assert_same_weights, make_run, make_store, random_sae, same, some_rows
 from launching import signalled
 from torch import Tensor
 
@@ -76,8 +76,7 @@ def test_resumed_is_bit_for_bit_uninterrupted(solver: str, act: str, options: di
         plan = replace(plan, start=replace(plan.start, sae=None))  # the checkpoint has all that a start gives
     for after in range(1, plan.epochs):
         (found,) = Loop([start_training(plan, Cut(tmp_path, after))]).train()
-        assert found.tensors().keys() == whole.tensors().keys()
-        assert all(torch.equal(tensor, whole.tensors()[name]) for name, tensor in found.tensors().items()), after
+        assert same(found, whole), after
 
 
 @pytest.mark.slow

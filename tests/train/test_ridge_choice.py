@@ -47,6 +47,7 @@ DATA = {
     "N = F": lambda: encoded(inputs(160, 16, 0), 160, 16, 1),
     "N >> F": lambda: encoded(inputs(8000, 16, 0), 48, 12, 1),
     "sparse": lambda: encoded(inputs(2000, 16, 0), 160, 3, 1),
+    "many dimensions, mixed for c": lambda: encoded(inputs(500, 3 * MIXED, 0, 0.3), 250, 10, 0),
     "digits": lambda: encoded(digits(1500), 128, 12, 1),
     "few digits": lambda: encoded(digits(100), 160, 12, 1),
 }
@@ -60,8 +61,7 @@ def system_and_terms(z: torch.Tensor, x: torch.Tensor, direction: torch.Tensor |
 
 @pytest.mark.slow
 @pytest.mark.parametrize("directed", [False, True])
-@pytest.mark.parametrize("data", [
-    pytest.param(data, id=name) for name, data in DATA.items()])
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 def test_chosen_alpha_is_within_a_hundredth_of_the_best(data, directed):
     z, x, direction = data()
     system, terms = system_and_terms(z, x, direction if directed else None)
@@ -154,16 +154,6 @@ def test_the_factorisation_returned_is_at_its_own_alpha(data, start, mu):
     assert state.alpha == factorisation.alpha and state.ridge == pytest.approx(state.alpha + mu)
     again = solve(system, replace(terms, alpha=state.alpha))
     torch.testing.assert_close(state.W(direction), again.W(direction), rtol=1e-7, atol=1e-7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_alpha_is_as_good_with_c_from_mixed_columns(seed):
-    z, x, direction = encoded(inputs(500, 3 * MIXED, seed, 0.3), 250, 10, seed)
-    system, terms = system_and_terms(z, x, direction)
-    scores = [press(system, terms, z, x, system.scale(1.0) * 10**decades) for decades in PATH[::2]]
-    chosen = choose_alpha(system, terms, z, x, None).alpha
-    assert press(system, terms, z, x, chosen) <= 1.01 * min(scores)
 
 
 def test_sampled_rows_stand_for_all_and_hold_the_largest():

@@ -9,6 +9,7 @@ import pytest
 import simulated_gpu
 import torch
 from simulated_gpu import dense  # noqa: F401
+from solver_problems import numbers
 from solver_problems import trained_on as trained
 from storing import make_store
 
@@ -48,15 +49,6 @@ def on_both(action: Callable[[str], Any]) -> tuple[Any, Any]:
     return action("cpu"), action(GPU)
 
 
-def numbers(found: Any) -> list[float]:
-    """All numbers of a document, in order."""
-    if isinstance(found, dict):
-        found = list(found.values())
-    if isinstance(found, list | tuple):
-        return [number for one in found for number in numbers(one)]
-    return [] if isinstance(found, str | bool | Path) or found is None else [float(found)]
-
-
 def assert_alike(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
     ours, theirs = numbers(ours), numbers(theirs)
     assert len(ours) == len(theirs) > 3
@@ -77,8 +69,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case == "target with a skip" else pytest.mark.slow)
-                                  for case in TRAININGS])
+@pytest.mark.parametrize("case", TRAININGS)
 def test_a_device_trains_as_the_cpu(case: str, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "multiplies_bf16", lambda device: True)  # casts do their work without, only slower
     options = dict(TRAININGS[case])
@@ -104,15 +95,12 @@ def test_an_sae_is_evaluated_as_on_the_cpu(model: str | None, run: Path, stores:
 
 
 @pytest.mark.slow
-def test_sparsity_is_measured_as_on_the_cpu(run: Path, stores: list[saecli.ActivationStore]):
-    assert_alike(*on_both(lambda device: saecli.sparsity(run, stores[0], device=device)))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["evaluate", "sparsity", "geometry"])
 def test_an_sae_that_lies_on_a_device_is_measured(command: str, run: Path, stores: list[saecli.ActivationStore]):
     sae = saecli.load_sae(run)
     assert_alike(*on_both(lambda device: getattr(saecli, command)(sae.copy_to(device), stores[0])))
+    if command == "sparsity":  # of an SAE that lies elsewhere
+        assert_alike(*on_both(lambda device: saecli.sparsity(run, stores[0], device=device)))
 
 
 @pytest.mark.slow
@@ -189,8 +177,7 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "carried"])
-@pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in DTYPES
-                                                 if name != "bfloat16")])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool,
                                                monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("saecli.train.plan.MOST_TAKEN", 0.8 if kept else 0.0)
