@@ -1,16 +1,22 @@
-"""A hub on this machine: repositories of models, read and written as the Hugging Face hub has its client do it."""
+"""A hub on this machine: repositories of models, read and written as the Hugging Face hub has its client do it, and of
+datasets, read in ranges of bytes."""
 
 import base64
 import hashlib
+import http.server
 import json
+import os
 import re
-from contextlib import AbstractContextManager
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
-from fake_hub import Answering, Hub
 
 WRITER, READER = "hf_writer-0123456789", "hf_reader-0123456789"  # tokens, and what they may do
 ROLES = {WRITER: "write", READER: "read"}
@@ -40,22 +46,37 @@ class Repo:
         return self.commits[self.head]
 
 
-class ModelHub(Hub):
-    """Serves and takes repositories of models.
+class ModelHub(http.server.ThreadingHTTPServer):
+    """Serves and takes repositories of models, and serves those of datasets.
 
     Attributes:
         repos: by id.
         objects: large files that were uploaded, by their SHA-256.
         asked: method and path of every request.
         failing: statuses that the next requests are answered with.
+        failing_reads: how many of the next requests for a file's bytes are answered with 503.
+        sent: bytes sent of each file.
     """
 
     def __init__(self) -> None:
-        super().__init__(_Handler)
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.asked: list[str] = []
         self.failing: list[int] = []
+        self.failing_reads = 0
+        self.sent: Counter[str] = Counter()
+
+    @property
+    def address(self) -> str:
+        """What to set HF_ENDPOINT to."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def environment(self, home: Path, **more: str) -> dict[str, str]:
+        """For processes that are to know no hub but this; its address is read at import."""
+        own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        return own | {"HF_ENDPOINT": self.address, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
+                      "HF_HUB_DISABLE_XET": "1", "SAE_HOME": str(home)} | more
 
     def add(self, name: str, files: dict[str, bytes], **settings: Any) -> Repo:
         """Makes a repository."""
@@ -69,13 +90,32 @@ class ModelHub(Hub):
                 if path.startswith("GET ") and "/resolve/" in path]
 
 
-def serving() -> AbstractContextManager[ModelHub]:
+@contextmanager
+def serving() -> Iterator[ModelHub]:
     """A hub that serves until the context ends."""
-    return ModelHub().serving()
+    with ModelHub() as hub:
+        threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
+        yield hub
+        hub.shutdown()
 
 
-class _Handler(Answering):
+class _Handler(http.server.BaseHTTPRequestHandler):
     server: ModelHub
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def json(self, document: Any, status: int = 200, **headers: str) -> None:
+        self.answer(status, json.dumps(document).encode(), {"Content-Type": "application/json", **headers})
+
+    def log_message(self, *args: object) -> None:
+        pass
 
     def _route(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -90,7 +130,7 @@ class _Handler(Answering):
         for method, pattern, answer in ROUTES:
             if self.command in method and (match := re.fullmatch(pattern, path)):
                 return answer(self, *match.groups())
-        return self._refuse(404, "", f"nothing at {path}")
+        return self._refuse(404, "EntryNotFound", f"nothing at {path}")
 
     do_GET = do_HEAD = do_POST = do_PUT = _route  # noqa: N815 (the server's names)
 
@@ -116,11 +156,13 @@ class _Handler(Answering):
                            "siblings": [{"rfilename": file} for file in sorted(repo.commits[commit])]})
 
     def _tree(self, name: str, revision: str) -> None:
+        """All files, or those that are asked for."""
         if (repo := self._repo(name)) is None:
             return None
         files = repo.commits[repo.head if revision == "main" else revision]
+        wanted = json.loads(self.body)["paths"] if self.body else files
         return self.json([{"type": "file", "path": file, "size": len(content), "oid": file}
-                           for file, content in sorted(files.items())])
+                          for file, content in sorted(files.items()) if file in wanted])
 
     def _file(self, name: str, revision: str, file: str) -> None:
         if (repo := self._repo(name)) is None:
@@ -138,7 +180,16 @@ class _Handler(Answering):
             headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{digest}"',
                         "Location": f"http://localhost:{self.server.server_port}/lfs/{digest}"}
             return self.answer(302, b"", headers)
-        return self.answer(200, content, headers)
+        status = 200
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, end = int(match[1]), int(match[2] or len(content) - 1)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+            content, status = content[start : end + 1], 206
+        if self.command == "GET" and self.server.failing_reads:
+            self.server.failing_reads -= 1
+            return self.answer(503, b"busy", {})
+        self.server.sent[file] += len(content) if self.command == "GET" else 0
+        return self.answer(status, content, headers)
 
     def _whoami(self) -> None:
         if self.role is None:
@@ -207,14 +258,14 @@ class _Handler(Answering):
         self.json({"error": message}, status, **{"X-Error-Message": message}, **named, **(headers or {}))
 
 
-
 REPO = "([^/]+/[^/]+)"
 ROUTES = [
     (("GET",), "/api/whoami-v2", _Handler._whoami),
-    (("GET",), f"/api/models/{REPO}", _Handler._info),
-    (("GET",), f"/api/models/{REPO}/revision/(.+)", _Handler._info),
-    (("GET",), f"/api/models/{REPO}/tree/([^/]+)", _Handler._tree),
-    (("GET", "HEAD"), f"/{REPO}/resolve/([^/]+)/(.+)", _Handler._file),
+    (("GET", "HEAD"), f"/api/(?:models|datasets)/{REPO}", _Handler._info),
+    (("GET", "HEAD"), f"/api/(?:models|datasets)/{REPO}/revision/(.+)", _Handler._info),
+    (("GET", "HEAD"), f"/api/(?:models|datasets)/{REPO}/tree/([^/]+)", _Handler._tree),
+    (("POST",), f"/api/datasets/{REPO}/paths-info/([^/]+)", _Handler._tree),
+    (("GET", "HEAD"), f"/(?:datasets/)?{REPO}/resolve/([^/]+)/(.+)", _Handler._file),
     (("POST",), "/api/repos/create", _Handler._create),
     (("POST",), "/api/validate-yaml", _Handler._validate),
     (("POST",), f"/api/models/{REPO}/preupload/main", _Handler._preupload),

@@ -222,8 +222,7 @@ def llama_scope(folder: Path, moved: bool = False, transcodes: bool = False, uni
 def qwen_scope(folder: Path, layer: int = 5, **further: Any) -> Published:
     """An SAE of one layer, few of whose pre-activations are positive; k, which is K, is in the folder's name at best.
     `further` goes into the config.json beside it, which is else left out."""
-    path, arrays = folder / f"layer{layer}.sae.pt", normals(
-        layer, W_enc=(F, D), b_enc=(F,), W_dec=(D, F), b_dec=(D,))
+    path, arrays = folder / f"layer{layer}.sae.pt", normals(layer, W_enc=(F, D), b_enc=(F,), W_dec=(D, F), b_dec=(D,))
     w = write(path, arrays | {"b_enc": arrays["b_enc"] - 6})
     if further:
         (folder / "config.json").write_text(json.dumps({"hook_point": "resid_post"} | further))

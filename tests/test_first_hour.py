@@ -10,8 +10,8 @@ import saecli
 
 def test_from_text_to_an_understood_sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SAE_HOME", str(tmp_path))
-    store = saecli.extract("tiny-gemma2", layer=2, rows=3000)
-    sae = saecli.fit(store, solver="pam-sgd", act="topk", k=16, d_sae=128, steps=200)
+    store = saecli.extract("tiny-gemma2", layer=2, rows=2000)
+    sae = saecli.fit(store, solver="pam-sgd", act="topk", k=16, d_sae=128, steps=100)
 
     measures = saecli.evaluate(sae, store, model="tiny-gemma2")
     assert measures["l0"] == 16

@@ -56,8 +56,7 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu):
     assert [found[key] for key in KEYS[:5]] == ["one", "rows", "test", activation.name, len(rows)]
     supports = exact.encode(rows) != 0
     assert found["cells_visited"] == len(supports.unique(dim=0)) >= found["rank"]["cells"]
-    assert found["cells_share_log10"] == pytest.approx(
-        np.log10(found["cells_visited"]) - found["cells_possible_log10"])
+    assert found["cells_share_log10"] == pytest.approx(np.log10(found["cells_visited"]) - found["cells_possible_log10"])
     assert found["l0"] == pytest.approx(supports.sum(1).double().mean())
     distances = [sorted(distance for distance, _ in walls(exact, row)) for row in rows.numpy()]
     nearest, near = np.array([one[0] for one in distances]), found["complexity"]

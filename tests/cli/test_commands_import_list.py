@@ -36,17 +36,6 @@ def test_import_of_the_digits(sae):
     np.testing.assert_array_equal(np.concatenate(list(store.split("all").column("label", 100))), labels)
 
 
-def test_import_of_the_patches_holds_out_whole_squares(sae):
-    document = sae("import", "patches", "--json").json
-    assert (document["rows"], document["d_in"], document["dropped"]) == (4160, 256, {})
-    store = ActivationStore.open(sae.home / "activations" / "patches")
-    assert store.meta.columns == ("document",)
-    train, test = (np.concatenate(list(store.split(part).column("document", 100))) for part in ("train", "test"))
-    assert len(train) + len(test) == 4160 and 300 < len(test) < 530
-    assert not set(train) & set(test)
-    assert sae("import", "patches", "--json").json["cached"] is True
-
-
 def test_an_import_again_is_a_cache_hit_another_of_its_name_refused(sae, tmp_path):
     rows = np.random.default_rng(0).standard_normal((300, 5), np.float32)
     np.save(tmp_path / "a.npy", rows)

@@ -26,7 +26,7 @@ def codes_of(texts: Texts, sae: SAE) -> np.ndarray:
 
 
 @pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)
-def test_pages_show_the_texts_in_which_latents_fire_strongest(sae: CommandLine, tmp_path: Path, model: str, activation):
+def test_pages_show_strongest_and_random_texts_and_partners(sae: CommandLine, tmp_path: Path, model: str, activation):
     texts, mine = make_text_run(sae.home, model, activation)
     done = sae("report", "run", "--out", tmp_path / "deep" / "out", "--examples", "3", "--json")
     assert done.status == 0, done.err
@@ -56,19 +56,13 @@ def test_pages_show_the_texts_in_which_latents_fire_strongest(sae: CommandLine, 
             edges = bin_edges()[page["low"]:][: len(page["counts"]) + 1]
             assert edges[0] <= fires.min() * (1 + 1e-6) < edges[1] * (1 + 1e-6)
             assert edges[-2] * (1 - 1e-6) <= fires.max() * (1 - 1e-6) <= edges[-1]
-
-
-@pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)
-def test_pages_show_random_texts_and_what_fires_together(sae: CommandLine, tmp_path: Path, model: str, activation):
-    texts, mine = make_text_run(sae.home, model, activation)
-    assert sae("report", "run", "--out", tmp_path / "out").status == 0
-    codes = codes_of(texts, mine)
+    # Random texts, and what fires together.
     with np.errstate(invalid="ignore"):
         phi = np.nan_to_num(np.corrcoef((codes != 0).T.astype(float)))
     phi[(codes != 0).T.astype(int) @ (codes != 0) < LEAST] = 0
     np.fill_diagonal(phi, 0)
     chosen = set()
-    for latent, page in pages_of(tmp_path / "out").items():
+    for latent, page in pages.items():
         documents = [example["document"] for example in page["samples"]]
         assert len(documents) == len(set(documents)) == min(SAMPLES, len(set(np.flatnonzero(codes[:, latent]) // 30)))
         chosen.add(tuple(sorted(documents)))

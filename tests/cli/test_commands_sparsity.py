@@ -11,8 +11,7 @@ from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 from saecli.store.split import is_test
 
-KEYS = ["run", "data", "split", "rows", "l0", "l0_std", "density", "silent", "dense", "frequency",
-        "dead_fraction"]
+KEYS = ["run", "data", "split", "rows", "l0", "l0_std", "density", "silent", "dense", "frequency", "dead_fraction"]
 
 
 def graded_sae() -> SAE:

@@ -14,28 +14,14 @@ ROOT = Path(__file__).parents[2]
 SHELLS = ("bash", "zsh", "fish")
 
 
-def asked(shell: str, line: str) -> dict[str, str]:
-    """What a shell sets to have a line completed at its end."""
-    words = line.split()
-    return {"_SAE_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "_TYPER_COMPLETE_ARGS": line,
-            "COMP_CWORD": str(len(words) - (not line.endswith(" "))), "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-
-
-@pytest.fixture
-def completed(sae: CommandLine, monkeypatch, capsys):
-    """Completes a line in this process, as a bash would."""
-    def complete(line: str) -> list[str]:
-        for name, value in asked("bash", line).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("SAE_HOME", str(sae.home))
-        monkeypatch.setattr(sys, "argv", ["sae"])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        said = capsys.readouterr()
-        assert (stop.value.code or 0, said.err) == (0, "")
-        return said.out.split()
-
-    return complete
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("completion") / "home"
+    for name in ("first", "second"):
+        make_store(home, name, some_rows(20))
+    make_run(home, "half", random_sae(), created="2026-01-01", complete=False)
+    make_run(home, "whole", random_sae(), created="2026-01-02")
+    return home
 
 
 @pytest.mark.parametrize(("line", "words"), [
@@ -50,12 +36,16 @@ def completed(sae: CommandLine, monkeypatch, capsys):
     ("sae eval ", ["whole", "half"]),
     ("sae --home nowhere eval ", []),
 ])
-def test_options_choices_and_names_of_runs_and_stores(sae: CommandLine, completed, line: str, words: list[str]):
-    for name in ("first", "second"):
-        make_store(sae.home, name, some_rows(20))
-    make_run(sae.home, "half", random_sae(), created="2026-01-01", complete=False)
-    make_run(sae.home, "whole", random_sae(), created="2026-01-02")
-    assert completed(line) == words
+def test_options_choices_and_names_of_runs_and_stores(sae: CommandLine, home: Path, line: str, words: list[str]):
+    asked = {"_SAE_COMPLETE": "complete_bash", "COMP_WORDS": line, "SAE_HOME": str(home),
+             "COMP_CWORD": str(len(line.split()) - (not line.endswith(" ")))}  # what a bash sets
+    for name, value in asked.items():
+        sae.monkeypatch.setenv(name, value)
+    sae.monkeypatch.setattr(sys, "argv", ["sae"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    said = sae.capsys.readouterr()
+    assert (stop.value.code or 0, said.err, said.out.split()) == (0, "", words)
 
 
 @pytest.fixture

@@ -19,12 +19,6 @@ from saecli.extract.options import BUNDLED
 from saecli.sae.formats import SavedSAE, save_native
 
 
-@pytest.fixture
-def at_home(sae: CommandLine, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
-    monkeypatch.setenv("SAE_HOME", str(sae.home))
-    return sae
-
-
 def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path):
     sentences = {"train": "no activation store in", "eval": "no run in", "export --to saelens": "--out",
                  "export --out there --to saelens": "no run in", "steer": "--latent"}
@@ -85,9 +79,10 @@ def test_an_sae_of_an_unknown_site_is_not_steered(sae: CommandLine):
 
 
 @pytest.mark.slow
-def test_stores_are_taken_by_name_from_python(at_home: CommandLine):
-    make_store(at_home.home, "rows", some_rows())
-    make_store(at_home.home, "more", some_rows())
+def test_stores_are_taken_by_name_from_python(sae: CommandLine):
+    sae.monkeypatch.setenv("SAE_HOME", str(sae.home))
+    make_store(sae.home, "rows", some_rows())
+    make_store(sae.home, "more", some_rows())
     fitted = saecli.fit("rows", d_sae=16, epochs=1)
     assert torch.equal(fitted.W_enc, saecli.fit(saecli.open_store("rows"), d_sae=16, epochs=1).W_enc)
     with pytest.raises(StoreError, match="there is no activation store named 'row'"):

@@ -2,10 +2,11 @@
 
 import io
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from homes import CommandLine, Done, make_run, make_store, random_sae, some_rows
 
 # The command line, its exit status, and words of the sentence.
 CASES = [
@@ -98,36 +99,47 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "status", "said"), CASES)
-def test_exit_status_and_one_sentence(sae: CommandLine, tmp_path: Path, monkeypatch, line: str, status: int, said: str):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.stdin", io.StringIO())
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a home and other things in it, none of which a refused command changes."""
+    folder = tmp_path_factory.mktemp("refusals")
     for name, d_in in (("wide", 9), ("both", 8), ("rows", 8)):
-        make_store(sae.home, name, some_rows(300, d_in))
+        make_store(folder / "home", name, some_rows(300, d_in))
     for name in ("both", "run"):
-        make_run(sae.home, name, random_sae())
-    (tmp_path / "file.png").touch()
-    (tmp_path / "folder.png" / "mine").mkdir(parents=True)
-    os.mkfifo(tmp_path / "pipe")
-    before = sorted(path for path in tmp_path.rglob("*") if path.name != ".lock")
-    done = sae(*line.split())
+        make_run(folder / "home", name, random_sae())
+    (folder / "file.png").touch()
+    (folder / "folder.png" / "mine").mkdir(parents=True)
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def refused(sae: CommandLine, folder: Path, *words: str | Path) -> Done:
+    """What is left of a command that may change nothing."""
+    sae.monkeypatch.chdir(folder)
+    sae.monkeypatch.setattr("sys.stdin", io.StringIO())
+    before = sorted(path for path in folder.rglob("*") if path.name != ".lock")
+    done = replace(sae, home=folder / "home")(*words)
+    assert sorted(path for path in folder.rglob("*") if path.name != ".lock") == before
+    return done
+
+
+@pytest.mark.parametrize(("line", "status", "said"), CASES)
+def test_exit_status_and_one_sentence(sae: CommandLine, folder: Path, line: str, status: int, said: str):
+    done = refused(sae, folder, *line.split())
     assert (done.status, done.out) == (status, "")
     assert said in " ".join(done.err.replace("\u2502", " ").split())
     assert "Traceback" not in done.err
-    assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == before
 
 
 @pytest.mark.parametrize(("text", "words", "said"), CONFIGS, ids=lambda value: str(value)[:30])
-def test_what_is_wrong_in_a_config_is_told_with_its_line(sae: CommandLine, tmp_path: Path, text: str, words: str,
-                                                         said: str):
-    make_store(sae.home, "rows", some_rows(300))
+def test_what_is_wrong_in_a_config_is_told_with_its_line(sae: CommandLine, folder: Path, tmp_path: Path, text: str,
+                                                         words: str, said: str):
     config = tmp_path / "run.toml"
     config.write_text(text)
-    done = sae("train", "--config", config, *words.split())
+    done = refused(sae, folder, "train", "--config", config, *words.split())
     assert done.status == 2 and said in done.err
     assert str(config) in done.err or words == "--resume"
     assert done.err.strip().splitlines()[-1].startswith("sae: ")
-    assert not (sae.home / "runs").exists()
 
 
 @pytest.mark.parametrize(("line", "said"), [

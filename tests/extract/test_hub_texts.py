@@ -1,7 +1,6 @@
 """Datasets of a hub on this machine: resuming from marks, after failures of the network, and refusals."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,42 +9,38 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fake_hub import COMMIT, DATASET, FakeHub, serving
+from model_hub import ModelHub, serving
 from storing import assert_same_pass
 
 from saecli.extract.texts import TextSource
 from saecli.store.reader import ActivationStore
 
-FILES, ROWS = 5, 300
+DATASET, FILES, ROWS = "some/texts", 5, 300
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelHub]:
     """A hub with a dataset of several Parquet files of several row groups."""
-    folder = tmp_path_factory.mktemp("dataset")
+    path, files = tmp_path_factory.mktemp("dataset") / "one.parquet", {}
     for file in range(FILES):
         texts = [f"File {file}, row {row}: {'so it goes. ' * (row % 19)}" for row in range(ROWS)]
-        table = pyarrow.table({"text": texts})
-        pyarrow.parquet.write_table(table, folder / f"train-{file:05d}-of-{FILES:05d}.parquet", row_group_size=70)
-    with serving(folder) as hub:
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=70)
+        files[f"train-{file:05d}-of-{FILES:05d}.parquet"] = path.read_bytes()
+    with serving() as hub:
+        hub.add(DATASET, files)
         yield hub
 
 
-def environment_at(home: Path) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    return own | {"HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "SAE_HOME": str(home)}
-
-
-def run(hub: FakeHub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process that knows no hub but this one; its address is read at import."""
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False,
-                          env=environment_at(home) | {"HF_ENDPOINT": hub.address})
+def run(hub: ModelHub, home: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process that knows no hub but this one."""
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=600,
+                          env=hub.environment(home, **more))
 
 
 RESUMED = f"""
-import json
+import json, sys
 from saecli.extract.texts import MARK_EVERY, TextSource
-source = TextSource({DATASET!r}, revision={COMMIT!r})
+source = TextSource({DATASET!r}, revision=sys.argv[1])
 whole = list(source.documents())
 assert [document.number for document in whole] == list(range({FILES * ROWS}))
 marks = {{document.mark["document"]: document for document in whole if document.mark}}
@@ -60,14 +55,14 @@ for number, document in marks.items():
 
 
 @pytest.mark.slow
-def test_a_pass_from_any_mark_gives_the_rest(hub: FakeHub, tmp_path: Path):
+def test_a_pass_from_any_mark_gives_the_rest(hub: ModelHub, tmp_path: Path):
     hub.failing_reads = 2  # retried by the hub's client
-    done = run(hub, tmp_path, "-c", RESUMED)
+    done = run(hub, tmp_path, "-c", RESUMED, hub.repos[DATASET].head)
     assert (done.returncode, hub.failing_reads) == (0, 0), done.stderr
 
 
 @pytest.mark.long
-def test_a_killed_extraction_does_not_read_files_again(hub: FakeHub, tmp_path: Path):
+def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: Path):
     words = ["extract", "--model", "tiny-gemma2", "--dataset", DATASET, "--rows", "90000", "--shard-rows", "2000"]
     done = run(hub, tmp_path, "-m", "saecli", *words, "--name", "whole")
     assert done.returncode == 0, done.stderr
@@ -81,14 +76,14 @@ def test_a_killed_extraction_does_not_read_files_again(hub: FakeHub, tmp_path: P
     done = run(hub, tmp_path, "-m", "saecli", *words, "--name", "killed")
     assert done.returncode == 0 and "going on after 76,000 rows" in done.stderr, done.stderr
     whole, killed = (tmp_path / "activations" / name for name in ("whole", "killed"))
-    assert ActivationStore.open(whole).meta.source["dataset_revision"] == COMMIT
+    assert ActivationStore.open(whole).meta.source["dataset_revision"] == hub.repos[DATASET].head
     assert_same_pass(killed, whole)
     # `datasets` looks at the first file for the columns, and not at others before the cursor.
     assert hub.sent["train-00001-of-00005.parquet"] == 0 < hub.sent["train-00004-of-00005.parquet"]
 
 
 @pytest.mark.slow
-def test_refusals_of_a_hub_are_sentences(hub: FakeHub, tmp_path: Path):
+def test_refusals_of_a_hub_are_sentences(hub: ModelHub, tmp_path: Path):
     expected = {f"{DATASET!r}, column='body'": "row 0 of the dataset some/texts has no column 'body'; expected one of "
                                                "its columns, text",
                 f"{DATASET!r}, revision='nowhere'": "check its id and dataset_revision",
@@ -106,11 +101,10 @@ def test_refusals_of_a_hub_are_sentences(hub: FakeHub, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}])
-def test_without_network_the_error_names_other_sources(tmp_path: Path, environment):
+def test_without_network_the_error_names_other_sources(hub: ModelHub, tmp_path: Path, environment):
     program = ("from saecli.extract.texts import TextSource\n"
                "try:\n    next(TextSource('some/dataset').documents())\nexcept OSError as error:\n    print(error)")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60,
-                          env=environment_at(tmp_path) | environment)
+    done = run(hub, tmp_path, "-c", program, **environment)
     assert done.stdout.count("\n") == 1
     assert "cannot be fetched" in done.stdout and "dataset stdlib-docs or a local .txt" in done.stdout
 

@@ -46,8 +46,7 @@ class Corpus:
         documents = np.repeat(np.arange(60) // 2, lengths)
         positions = np.concatenate([1 + np.arange(length) for length in lengths])
         # Few letters, so that short windows repeat; every third window is a run of one of them.
-        tokens = np.concatenate([np.full(n, 7) if i % 3 == 0 else rng.integers(0, 5, n)
-                                 for i, n in enumerate(lengths)])
+        tokens = np.concatenate([np.full(n, 7) if i % 3 == 0 else rng.integers(0, 5, n) for i, n in enumerate(lengths)])
         return cls(codes.astype(np.float32), np.stack([documents, positions, tokens]),
                    np.concatenate([[0], np.cumsum(lengths)]))
 

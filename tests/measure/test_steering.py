@@ -103,8 +103,7 @@ def test_a_transcoder_changes_what_it_predicts_by_codes_of_what_it_reads(tmp_pat
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "llama", "llama")).eval()
     sae, seen, token_ids, folder = steerable(), [], prompt(), tmp_path / "transcoder"
     folder.mkdir()
-    save_native(SavedSAE(sae, {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}),
-                folder)
+    save_native(SavedSAE(sae, {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}), folder)
     mlp = blocks(model)[1].mlp
     handle = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     expected = hooked(model, mlp, lambda y: y + by_hand(sae, method, seen[-1]) - seen[-1], token_ids)

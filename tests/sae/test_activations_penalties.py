@@ -66,8 +66,7 @@ def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(activation: 
 
 
 @pytest.mark.parametrize(("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value))
-def test_norm_weights_are_the_positive_derivative_in_decoder_norms(
-        activation: Activation, sparsity: str) -> None:
+def test_norm_weights_are_the_positive_derivative_in_decoder_norms(activation: Activation, sparsity: str) -> None:
     z, W_dec = codes_and_decoder()
     norms = NORMS.clone().requires_grad_()
     scaled = W_dec / NORMS[:, None] * norms[:, None]

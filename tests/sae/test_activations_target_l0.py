@@ -31,8 +31,7 @@ def parameters() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("bandwidth", [None, 0.5])
 @pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, DenseCodes)])
-def test_gradients_of_the_loss_equal_plain_autograd(
-        shift: float, kind: type[Codes], bandwidth: float | None) -> None:
+def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Codes], bandwidth: float | None) -> None:
     activation = JumpRelu(target_l0=L, bandwidth=bandwidth)
     sae = SAE(normal(D, F, seed=1) / 4, torch.full((F,), shift).double(), normal(F, D, seed=2), normal(D, seed=3),
               activation, parameters())

@@ -351,8 +351,7 @@ def test_one_of_several_layers_is_named_by_its_file(sae: CommandLine, tmp_path: 
     assert (done.status, done.err.count("\n")) == (1, 1)
 
 
-def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(
-        sae: CommandLine, tmp_path: Path) -> None:
+def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(sae: CommandLine, tmp_path: Path) -> None:
     one, rows, words = published.gemma_scope_2_crosscoder(tmp_path / "crosscoder"), WIDE_ROWS.astype(np.float32), []
     for place in range(PLACES):
         make_store(sae.home, f"place{place}", rows[:, place * D:(place + 1) * D])

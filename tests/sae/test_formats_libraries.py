@@ -4,7 +4,6 @@
     SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/sae/test_formats_libraries.py
 """
 
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import pytest
 import torch
 from homes import CommandLine
 from launching import python_with
-from model_hub import WRITER, ModelHub, serving
+from model_hub import WRITER, serving
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, ReluTopK
 from saecli.sae.dictionary import SAE
@@ -158,8 +157,7 @@ def test_saelens_makes_the_same_of_published_folders(tmp_path: Path) -> None:
         folders[f"{name}-ours"] = published.Published(folder, ours.encode(x).numpy(), ours(x).numpy())
     np.save(tmp_path / "rows.npy", x.numpy())
     words = [f"{name}={one.path.relative_to(tmp_path)}" for name, one in folders.items()]
-    done = subprocess.run([python, SCRIPTS / "saelens.py", "scopes", tmp_path, *words], capture_output=True,
-                          text=True)
+    done = subprocess.run([python, SCRIPTS / "saelens.py", "scopes", tmp_path, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name, one in folders.items():
         with np.load(tmp_path / f"{name}.npz") as theirs:
@@ -168,13 +166,6 @@ def test_saelens_makes_the_same_of_published_folders(tmp_path: Path) -> None:
                 sae = sae.changed(activation=ReluTopK(k=published.K))
             np.testing.assert_allclose(sae.encode(x), theirs["codes"], rtol=1e-4, atol=2e-5)
             assert_agree(sae(x), theirs["x_hat"])
-
-
-def environment(hub: ModelHub, folder: Path) -> dict[str, str]:
-    """For processes that are to know no hub but this; its address is read at import."""
-    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    return own | {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
-                  "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": WRITER, "SAE_HOME": str(folder / "home")}
 
 
 @pytest.mark.parametrize(("library", "activation"), [
@@ -192,7 +183,8 @@ def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
         homes.make_run(tmp_path / "home", "first", mine)
     np.save(tmp_path / "rows.npy", rows)
     with serving() as hub:
-        settings = {"env": environment(hub, tmp_path), "capture_output": True, "text": True, "cwd": tmp_path}
+        settings = {"env": hub.environment(tmp_path / "home", HF_TOKEN=WRITER), "capture_output": True, "text": True,
+                    "cwd": tmp_path}
         for words in (("push", "first", "someone/saes", "--format", library),
                       ("eval", "someone/saes/first@main", "--data", "x", "--target", "y")
                       if library == "circuit-tracer" else ("geometry", "someone/saes/first@main", "--rows", "200")):

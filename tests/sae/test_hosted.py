@@ -121,8 +121,7 @@ def test_the_card_keeps_a_line_for_each_sae_and_what_others_wrote(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["saelens", "native"])
-def test_no_path_of_this_machine_is_pushed(
-        sae: CommandLine, hub: ModelHub, rows: np.ndarray, form: str) -> None:
+def test_no_path_of_this_machine_is_pushed(sae: CommandLine, hub: ModelHub, rows: np.ndarray, form: str) -> None:
     folder = make_run(sae.home, "run", random_sae())
     save_native(SavedSAE(random_sae(), {"model": "/home/me/models/llama", "layer": 3, "site": "resid_post"}), folder)
     assert sae("push", "run", "someone/saes", "--format", form).status == 0

@@ -33,8 +33,7 @@ def test_an_sae_says_what_it_is_and_how_it_was_trained(sae: CommandLine):
 
 
 @pytest.mark.slow
-def test_pictures_are_figures_and_no_file_is_written(sae: CommandLine, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch):
+def test_pictures_are_figures_and_no_file_is_written(sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     make_store(sae.home, "rows", some_rows(300))
     for seed in "0", "1":

@@ -59,8 +59,7 @@ def test_projected_rows_and_those_inside_the_cell_are_counted(sae: CommandLine, 
 
 
 @pytest.mark.slow
-def test_in_two_dimensions_each_cell_has_the_colour_of_its_rows(
-        sae: CommandLine, drawn: list[Any]):
+def test_in_two_dimensions_each_cell_has_the_colour_of_its_rows(sae: CommandLine, drawn: list[Any]):
     rows, mine = held_out(sae.home, 2), random_sae(TopK(3), 2)
     make_run(sae.home, "one", mine)
     panels = plot(sae, drawn)

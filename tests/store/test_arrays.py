@@ -56,7 +56,7 @@ def rows_of(source, start=0):
     return np.concatenate([block for _, block in source.blocks(start)])
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "a.hdf5"])  # which is as a.h5
 @pytest.mark.parametrize("dtype", ["<f4", "<f8", "<i4", "|u1"])
 def test_each_format_gives_the_rows_that_its_library_wrote(tmp_path, monkeypatch, name, dtype):
     monkeypatch.setattr(array, "BLOCK_BYTES", 7 * 12 * 4)

@@ -9,7 +9,7 @@ import pytest
 from solver_problems import sparse_mixture
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OUTERS = 40
+OUTERS = 24
 
 
 @pytest.mark.parametrize("name", ["swish", pytest.param("soft-topk", marks=pytest.mark.slow)])
@@ -18,7 +18,7 @@ def test_the_objective_never_rises_and_steps_go_to_zero(name, monkeypatch):
         monkeypatch.syspath_prepend(str(folder))
     import descent
 
-    values, steps = descent.descended(sparse_mixture(60).x, descent.ACTIVATIONS[name], OUTERS)
+    values, steps = descent.descended(sparse_mixture(40).x, descent.ACTIVATIONS[name], OUTERS)
     assert max(after - before for before, after in pairwise(values)) <= descent.ROUNDING * values[0]
     assert descent.MU * sum(steps) <= values[0] - values[-1]
     assert sum(steps[OUTERS // 2:]) < 0.2 * sum(steps)

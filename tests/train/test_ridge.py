@@ -66,7 +66,7 @@ def test_decoder_equals_stacked_least_squares(kind, rows, prefixes, dtype, most,
         assert found.c == pytest.approx(exact.c, rel=max(most, 1e-6))
 
 
-@pytest.mark.parametrize(("kind", "d_sae", "prefixes"), [("sums", 6, ()), ("held rows", 30, ()), ("sums", F, PREFIXES)])
+@pytest.mark.parametrize(("kind", "d_sae", "prefixes"), [("sums", 6, ()), ("held rows", 20, ()), ("sums", F, PREFIXES)])
 @pytest.mark.parametrize("spread", [0.0, 0.7])
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_press_equals_refitting_without_each_row(kind, d_sae, prefixes, spread, weights):

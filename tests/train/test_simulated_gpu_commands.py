@@ -178,8 +178,7 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "carried"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool,
-                                               monkeypatch: pytest.MonkeyPatch):
+def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("saecli.train.plan.MOST_TAKEN", 0.8 if kept else 0.0)
     values = (np.random.default_rng(0).normal(size=(700, 5)) @ np.random.default_rng(1).normal(size=(5, 12)) + 1)
     rows, saes = make_store(tmp_path / "store", values.astype(np.float32), dtype).split("train"), []

@@ -65,8 +65,7 @@ def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae: Comman
                          ids=" ".join)
 @pytest.mark.parametrize("solver", [("sgd", "--lr", "1e3"), ("pam-sgd", "--lr", "1e4", "--batch-size", "8")],
                          ids=" ".join)
-def test_a_run_that_diverges_without_overflow_leaves_no_folder(sae: CommandLine, solver: tuple,
-                                                                               act: tuple):
+def test_a_run_that_diverges_without_overflow_leaves_no_folder(sae: CommandLine, solver: tuple, act: tuple):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae("train", "--d-sae", "24", "--epochs", "3", "--solver", *solver, "--act", *act)
     assert done.status == 1
@@ -77,8 +76,7 @@ def test_a_run_that_diverges_without_overflow_leaves_no_folder(sae: CommandLine,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [8, 900])  # is seen over some steps, or at the epoch's end alone
-def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
-        sae: CommandLine, batch_size: int):
+def test_a_run_that_diverges_keeps_the_checkpoint_from_before(sae: CommandLine, batch_size: int):
     make_store(sae.home, "rows", some_rows(1000))
     words = ("--solver", "sgd", "--epochs", "2", "--batch-size", batch_size, "--d-sae", "24", "--lr", "0.001")
     before = sae("train", "--name", "run", *words, "--json").json
