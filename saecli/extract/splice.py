@@ -46,6 +46,14 @@ class Hooked:
     writes: tuple[HookPoint, ...]
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """The fields of an SAE's `Origin` that say where it acts."""
+        found: dict[str, Any] = self.read._asdict()
+        if self.reads != self.writes:
+            found |= {f"target_{key}": value for key, value in self.written._asdict().items()}
+        return found | ({"inputs": [one._asdict() for one in self.reads]} if len(self.reads) > 1 else {})
+
+    @property
     def read(self) -> HookPoint:
         return self.reads[0]
 

@@ -95,10 +95,12 @@ class Training:
             before = before.changed(None, **{name: after.activation_parameters[name] for name in ("aim", "multiplier")
                                              if name in after.activation_parameters})
         communicator, rows = self.rows.communicator, self.plan.test_rows or self.plan.train_rows
-        both = reconstructions([self._raw(one) for one in (before, after)], raw_batches(rows, communicator),
-                               communicator)
-        for one, measures in zip((before, after), both, strict=True):
-            measures["loss"] = self._loss(one, rows)
+        saes = [self._raw(one) for one in (before, after)]
+        both = communicator.broadcast_object(lambda: self.plan.compared(saes))
+        if not both:
+            both = reconstructions(saes, raw_batches(rows, communicator), communicator)
+            for one, measures in zip((before, after), both, strict=True):
+                measures["loss"] = self._loss(one, rows)
         kept = "after" if both[1]["loss"] <= both[0]["loss"] else "before"
         self.compared.update(before=both[0], after=both[1], kept=kept)
         if kept == "before":
@@ -171,7 +173,7 @@ class Training:
         solver, progress, plan, compared = self.solver, self.progress, self.plan, self.compared
         test = compared["before"] if compared.get("kept") == "before" else test
         return {
-            "rows_train": plan.train_rows.rows, "rows_counted": train["rows"], "rows_test": test["rows"],
+            "rows_train": plan.rows_trained, "rows_counted": train["rows"], "rows_test": test["rows"],
             "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9),
             "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)], "notes": self.notes(), **compared,

@@ -110,9 +110,6 @@ class Start:
     def activation(self) -> str:
         return self._sae.activation.name
 
-    def activation_of(self) -> Activation:
-        return self._sae.activation
-
     @property
     def _sae(self) -> SAE:
         assert self.sae is not None, "a training that resumes from a checkpoint has no start"
