@@ -13,9 +13,9 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Targ
     """Solve for the decoder of an SAE that is optimal on a store's rows.
 
     Adapts an SAE that was published, or trained on other rows, to the rows of --data. The encoder is unchanged, so the
-    same latents fire. One pass over the training rows gives decoder and bias in closed form, with a ridge towards a
-    multiple of the SAE's own decoder, chosen by leave-one-out. Prints FVU, cosine and L0 on held-out rows before and
-    after; with --model also CE recovered and KL.
+    same latents fire. One pass over the training rows gives decoder and bias in closed form. A ridge keeps the decoder
+    close to the old one, times a factor; leave-one-out error chooses the ridge. Prints FVU, cosine and L0 on held-out
+    rows before and after; with --model also CE recovered and KL.
 
     Saves a run, whole or not at all, which other commands take like a trained one.
 

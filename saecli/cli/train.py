@@ -46,8 +46,9 @@ Target = Annotated[str | None, typer.Option(
     "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
     autocompletion=store_names)]
 Init = Annotated[str | None, typer.Option(
-    "--init", metavar="RUN", help="SAE to start from: run name, folder, or user/repo/folder@revision on the Hugging "
-                                  "Face hub. d_sae and prefixes are inherited; act and k can be overridden.",
+    "--init", metavar="RUN", help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
+                                  "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
+                                  "it was if its loss on held-out rows does not fall.",
     show_default="random directions", autocompletion=run_names)]
 Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
                                            show_default="the middle one", rich_help_panel=PANEL)]

@@ -189,8 +189,7 @@ def _training_rows(one: Measured) -> RowSource:
 def _notes(found: Refitted, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     decoder, said = found.decoder, []
     if decoder.relative_alpha > HELD:
-        said.append(f"the rows left out want the old decoder, times {decoder.c:.3g}; nothing more is gained on "
-                    f"{found.rows:,} rows")
+        said.append(f"the old decoder is kept, times {decoder.c:.3g}: {found.rows:,} rows are too few to improve it")
     if after["fvu"] > WORSE * before["fvu"]:
         said.append(f"warning: FVU on held-out rows rose from {before['fvu']:.4g} to {after['fvu']:.4g}, so the old "
                     "decoder is the better one there; refit on more rows, on which the encoder was not trained")

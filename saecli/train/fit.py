@@ -75,8 +75,9 @@ def fit(rows: str | Path | Fitted, *, target: ArrayLike | None = None, solver: s
             (`store.split("all")`); or raw activations in memory, (N, D), all trained on.
         act: relu, jumprelu, topk, relu-topk, abs-topk, batchtopk, swish or soft-topk; None for that of `init`, or relu.
         target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
-        init: an SAE to start from instead of random directions, or whatever `load_sae` takes; `d_sae`, `prefixes`, and
-            with its activation `k` are inherited.
+        init: an SAE to train on instead of random directions, or whatever `load_sae` takes; `d_sae`, `prefixes`, and
+            with its activation `k` are inherited. Returned as it was if its loss on held-out rows (of a store; on all
+            rows in memory) did not fall.
         **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
             `sparsity_weight`, `seed`, `device` and so on.
 
@@ -93,7 +94,7 @@ def fit(rows: str | Path | Fitted, *, target: ArrayLike | None = None, solver: s
     with listener.progress("training", plan.steps, "steps") as show:
         training = start_training(plan, Record(), show)
         (sae,) = Loop([training]).train()
-    for note in training.solver.notes():
+    for note in training.notes():
         listener.note(note)
     sae.metadata = plan.settings() | _origin(rows, plan.training)
     return sae
@@ -130,9 +131,10 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
     settings = {**(start.settings(act, options) if start else {}), **options}
     training = TrainingConfig(**{name: settings[name] for name in options_of(TrainingConfig) if name in settings})
     source: RowSource
+    held_out: RowSource | None = None
     if isinstance(rows, ActivationStore | Joined):
-        source = training.rows_of(rows)
+        source, held_out = training.rows_of(rows), training.test_rows_of(rows) if start else None
     else:
         source = rows if isinstance(rows, Rows | JoinedRows) else ArrayRows(rows, target)
-    return Plan.resolved(source, None, training, choose(SOLVERS, "solver", solver, options, options.keys()),
+    return Plan.resolved(source, held_out, training, choose(SOLVERS, "solver", solver, options, options.keys()),
                          choose(ACTIVATIONS, "act", act, settings, settings.keys()), start)

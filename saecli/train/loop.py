@@ -62,7 +62,7 @@ class Record:
 @dataclass(frozen=True, eq=False)
 class Training:
     """One SAE in training. `progress` is up to the last epoch kept, its rows up to now; `worst` the FVU above which
-    training has diverged; `begun` the SAE that training starts from, normalised, `compared` its measures next to the last one's;
+    training has diverged; `begun` the SAE that training starts from, normalised; `compared` its measures and the last one's;
     `pending` the reports since the last line of measures."""
 
     plan: Plan

@@ -4,6 +4,7 @@ import json
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from homes import PREFIXES, CommandLine, assert_same_weights, make_run, make_store, nested_sae, random_sae, some_rows
@@ -14,11 +15,13 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.values import Spread
 from saecli.train.files import read_metrics
+from saecli.train.fit import planned
+from saecli.train.loop import Loop, Record, start_training
 from saecli.train.options import NORMALISATIONS
 from saecli.train.rows import fit_normalisation
 from saecli.train.start import Start, fingerprint
 
-STILL = ("--solver", "sgd", "--steps", "1", "--lr", "1e-12", "--smoothing", "0", "--json")
+STILL = ("--solver", "sgd", "--steps", "1", "--lr", "1e-12", "--no-revive", "--json")
 
 
 def published(activation: Activation | None = None) -> SAE:
@@ -58,8 +61,7 @@ def test_a_start_that_does_not_learn_has_the_error_of_its_sae(sae: CommandLine,
                                                                                        activation: Activation):
     make_store(sae.home, "rows", 30 * some_rows())
     make_run(sae.home, "old", published(activation))
-    more = ("--sparsity", "l1") if activation.name == "jumprelu" else ()  # with target-l0, thresholds follow the target
-    done = sae("train", "--init", "old", *STILL, *more)
+    done = sae("train", "--init", "old", *STILL)
     assert done.status == 0, done.err
     (old,) = sae("eval", "old", "--json").json["runs"]
     assert (done.json["act"], done.json["d_sae"]) == (activation.name, 20)
@@ -152,6 +154,61 @@ def test_another_tools_folder_is_recorded_by_its_absolute_path(sae: CommandLine,
     again = sae("train", "--config", config, "--json").json["run"]
     assert_same_weights(sae.home, first, again)
     assert (sae.home / "runs" / again / "config.toml").read_text() == config.read_text()
+
+
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_training_on_never_ends_worse(sae: CommandLine, tmp_path: Path, solver: str):
+    make_store(sae.home, "rows", some_rows(600))
+    make_store(sae.home, "others", 3 * some_rows(600, seed=1) @ np.eye(8)[::-1].astype(np.float32))
+    first = saecli.fit(saecli.open_store("rows", sae.home), solver=solver, act="topk", k=3, d_sae=20, steps=400)
+    make_run(sae.home, "first", first)
+    words = ("train", "--init", "first", "--solver", solver, "--epochs", "2", "--json")
+    gained = sae(*words, "--data", "others", "--name", "gained").json
+    spoilt = sae(*words, "--data", "rows", "--lr", "3", "--lr-warm-up", "0", "--name", "spoilt")
+    for done, kept in ((gained, "after"), (spoilt.json, "before")):
+        (found,) = sae("eval", done["run"], "--json").json["runs"]
+        assert done["kept"] == kept
+        for name in ("fvu", "l0"):
+            assert found[name] == pytest.approx(done[kept][name], rel=1e-5)
+            assert done["final"][f"test_{name}"] == pytest.approx(found[name], rel=1e-5)
+        assert (done["after"]["loss"] < done["before"]["loss"]) == (kept == "after")
+    (old,) = sae("eval", "first", "--data", "rows", "--json").json["runs"]
+    assert spoilt.json["before"]["fvu"] == pytest.approx(old["fvu"], rel=1e-5)
+    assert "the SAE is kept as it was" in spoilt.err
+    document = json.loads((sae.home / "runs" / "spoilt" / "run.json").read_text())
+    assert document["result"]["kept"] == "before"
+    same = saecli.fit(saecli.open_store("rows", sae.home), init=first, solver=solver, epochs=2, lr=3.0, lr_warm_up=0.0)
+    assert fingerprint(same) == fingerprint(saecli.load_sae("spoilt", sae.home))
+    rows = some_rows(100)
+    in_memory = saecli.fit(rows, init=first, solver=solver, epochs=1, lr=3.0, lr_warm_up=0.0)
+    torch.testing.assert_close(in_memory(torch.from_numpy(rows)), first(torch.from_numpy(rows)))
+
+
+def test_defaults_of_training_on_keep_what_the_sae_has(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(600))
+    make_run(sae.home, "first", random_sae(JumpRelu()))
+    done = sae("train", "--init", "first", "--epochs", "1", "--seed", "0", "--seed", "1", "--name", "run", "--json")
+    assert [one["kept"] for one in done.json["runs"]] == ["after", "after"]
+    document = json.loads((sae.home / "runs" / "run-seed0" / "run.json").read_text())
+    (old,) = sae("eval", "first", "--json").json["runs"]
+    assert document["activation"]["target_l0"] == pytest.approx(old["l0"], rel=0.1)
+    training, solver = document["training"], document["solver"]
+    assert (training["smoothing"], training["sparsity_warm_up"], solver["inner_steps"]) == (0, 0, 1)
+    given = ("--smoothing", "0.1", "--inner-steps", "2", "--target-l0", "2")
+    assert sae("train", "--init", "first", "--epochs", "1", *given, "--name", "given").status == 0
+    document = json.loads((sae.home / "runs" / "given" / "run.json").read_text())
+    assert (document["training"]["smoothing"], document["solver"]["inner_steps"]) == (0.1, 2)
+    assert document["activation"]["target_l0"] == 2
+
+
+def test_only_latents_that_fire_on_no_row_are_revived_before_training():
+    sae, rows = random_sae(TopK(k=4)), some_rows(600)
+    sae = sae.changed(b_enc=sae.b_enc.index_fill(0, torch.tensor([2, 5]), -100.0))
+    start, dead = Start("sae", fingerprint(sae), sae), int((sae.encode(torch.from_numpy(rows)) == 0).all(0).sum())
+    training = start_training(planned(rows, "sgd", "topk", {"epochs": 3}, start=start), Record())
+    count = training.solver.revived
+    Loop([training]).train()
+    assert count == training.solver.revived == dead > 1
 
 
 def test_a_runs_config_repeats_it(sae: CommandLine):
