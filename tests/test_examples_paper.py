@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from homes import CommandLine, make_store, some_rows
+from solver_problems import sparse_mixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 HERE = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # its `sae`, `python`
@@ -151,3 +153,17 @@ def test_report_without_a_finished_section_names_it(tmp_path: Path):
     done = subprocess.run([sys.executable, EXAMPLES / "report.py", tmp_path], capture_output=True, text=True)
     assert done.returncode == 2
     assert f"found none in {tmp_path}" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["swish", pytest.param("soft-topk", marks=pytest.mark.slow)])
+def test_the_papers_objective_never_rises_and_steps_go_to_zero(name: str, monkeypatch: pytest.MonkeyPatch):
+    outers = 24
+    for folder in (EXAMPLES, EXAMPLES / "convergence"):
+        monkeypatch.syspath_prepend(str(folder))
+    import descent
+
+    values, steps = descent.descended(sparse_mixture(40).x, descent.ACTIVATIONS[name], outers)
+    assert max(after - before for before, after in pairwise(values)) <= descent.ROUNDING * values[0]
+    assert descent.MU * sum(steps) <= values[0] - values[-1]
+    assert sum(steps[outers // 2:]) < 0.2 * sum(steps)
+    sys.modules.pop("descent")

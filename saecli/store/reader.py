@@ -13,9 +13,9 @@ import numpy as np
 
 from ..base.errors import ConfigError, StoreError
 from .schema import SHARDS, StoreMeta, read_meta
-from .shard import damaged_world, find_damage, read_layout, stored_statistics
+from .shard import Chunks, demand_world, find_damage, read_layout, stored_statistics
 from .split import TEST_FRACTION, Deal, Split, Which
-from .stream import WHOLE, Chunks, Part, Source, in_order, numbers_shuffled, shuffled
+from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
 from .values import CODES, SparseRows, Spread, stacked
 
 WINDOW_BYTES = 256 << 20
@@ -94,7 +94,7 @@ class Rows:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
         self.rows = self.ready = int(counts.sum())
         self._counts = counts
-        self._source = Source(store, counts, self._kept, decoded)
+        self._source = Source(store, counts, self._kept, np.dtype(np.float32) if decoded else store.storage)
 
     @classmethod
     def chosen(cls, store: "ActivationStore", split: Split) -> Self:
@@ -272,6 +272,7 @@ class ActivationStore(Chunks):
         try:
             for shard in self.meta.shards:
                 read_layout(self.path / SHARDS / shard.file, self.meta, shard)
+            demand_world(self.path, self.meta)
         except StoreError as error:
             return [str(error)]
-        return damaged_world(self.path, self.meta)
+        return []

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -96,18 +97,17 @@ def _problem(store: Path, read: Callable[[int], None], record: ShardRecord) -> s
     return str(damage(path, "SHA-256", record.sha256, digest.hexdigest()))
 
 
-def damaged_world(store: Path, meta: StoreMeta) -> list[str]:
-    """A sentence if `world.safetensors` is missing or damaged. Cost: reads the file."""
+def demand_world(store: Path, meta: StoreMeta) -> None:
+    """StoreError if `world.safetensors` is missing or damaged. Cost: reads the file."""
     if meta.world is None:
-        return []
+        return
     path = store / WORLD_FILE
     try:
         got = file_sha256(path)
     except OSError as error:
-        return [f"cannot read {path}: {error.strerror or error}; {make_anew(store)}"]
-    if got == meta.world.sha256:
-        return []
-    return [f"{path} is damaged: expected SHA-256 {meta.world.sha256}, got {got}; {make_anew(store)}"]
+        raise StoreError(f"cannot read {path}: {error.strerror or error}; {make_anew(store)}") from error
+    if got != meta.world.sha256:
+        raise StoreError(f"{path} is damaged: expected SHA-256 {meta.world.sha256}, got {got}; {make_anew(store)}")
 
 
 def open_shard(path: Path) -> io.FileIO:
@@ -211,79 +211,135 @@ def _identity(path: Path | int) -> tuple[int, int, int]:
     return there.st_ino, there.st_size, there.st_ctime_ns
 
 
-class MappedShards:
-    """The shards of a store, memory-mapped when first read; thread-safe. Errors are StoreErrors that name the shard."""
+class Chunks:
+    """A store's chunks, by number within the store; of an unfinished store, those of its whole shards.
+
+    Shards are memory-mapped when first read; thread-safe. Errors are StoreErrors that name the shard.
+
+    Attributes:
+        shard_starts: (shards + 1,) number of each shard's first row, then the number of rows in all.
+    """
 
     # Each map holds a file descriptor, and many systems allow a process only 1024.
     MAPS = 512
 
-    def __init__(self, store: Path, meta: StoreMeta) -> None:
-        self._folder, self._meta = store / SHARDS, meta
+    def __init__(self, path: Path, meta: StoreMeta) -> None:
+        self.path, self.meta, self.name = path, meta, path.resolve().name
+        self.rows, self.d_in, self.dtype = meta.rows, meta.d_in, meta.dtype
+        self.storage = DTYPES[meta.dtype].storage
+        rows = np.array([shard.rows for shard in meta.shards], np.int64)
+        self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
+        self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
+        self._files = [path / SHARDS / shard.file for shard in meta.shards]
         self._layouts: dict[int, Layout] = {}
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._lock = threading.Lock()
 
-    def path(self, shard: int) -> Path:
-        return self._folder / self._meta.shards[shard].file
+    def demand_shards(self) -> None:
+        """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
+        for path, shard in zip(self._files, self.meta.shards, strict=True):
+            demand_room(path, self.meta, shard)
 
-    def chunk(self, shard: int, chunk: int) -> np.ndarray:
+    @cached_property
+    def chunk_sizes(self) -> np.ndarray:
+        """(chunks,) rows of each chunk, in stored order."""
+        meta = self.meta
+        self.demand_shards()  # before arrays are made from counts that a damaged `store.json` may exaggerate
+        sizes = [np.minimum(meta.chunk_rows, shard.rows - np.arange(0, shard.rows, meta.chunk_rows))
+                 for shard in meta.shards]
+        return np.concatenate([np.empty(0, np.int64), *sizes])
+
+    def chunk(self, chunk: int) -> np.ndarray:
         """A chunk's rows, (R, D) in the storage dtype, a read-only view of the page cache.
 
         Cost: the first time, a pass of XXH3-64 over the chunk: 20 to 30 GB/s, or 0.03 CPU seconds per GiB.
         """
+        shard, within = self._within_shard(chunk)
         layout, mapped = self._open(shard)
-        first = chunk * layout.chunk_rows
-        whole = np.ndarray((layout.chunk_rows, self._meta.d_in), DTYPES[self._meta.dtype].storage, mapped,
-                           layout.start + first * self._meta.row_bytes)
+        first = within * layout.chunk_rows
+        whole = np.ndarray((layout.chunk_rows, self.d_in), self.storage, mapped,
+                           layout.start + first * self.meta.row_bytes)
         rows = min(layout.chunk_rows, layout.rows - first)
-        if not layout.checked[chunk]:
+        if not layout.checked[within]:
             checksums = np.ndarray(layout.checked.shape, CHECKSUM, mapped, layout.checksums)
-            expected, got = int(checksums[chunk]), xxh3_64_intdigest(whole.data)
+            expected, got = int(checksums[within]), xxh3_64_intdigest(whole.data)
             if expected != got:
-                raise damage(self.path(shard), f"the XXH3-64 of its rows {first} to {first + rows - 1} to be",
+                raise damage(self._files[shard], f"the XXH3-64 of its rows {first} to {first + rows - 1} to be",
                              f"{expected:016x}", f"{got:016x}")
-            layout.checked[chunk] = True
+            layout.checked[within] = True
         return whole[:rows]
 
-    def expect(self, shard: int, chunk: int) -> None:
+    def expect(self, chunk: int) -> None:
         """Have the system prefetch a chunk from disk, if it is yet to be checked."""
+        shard, within = self._within_shard(chunk)
         layout, mapped = self._open(shard)
-        if not layout.checked[chunk]:
-            size = layout.chunk_rows * self._meta.row_bytes
-            end = layout.start + (chunk + 1) * size
+        if not layout.checked[within]:
+            size = layout.chunk_rows * self.meta.row_bytes
+            end = layout.start + (within + 1) * size
             start = (end - size) // mmap.PAGESIZE * mmap.PAGESIZE
             mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
 
-    def addresses(self) -> np.ndarray:
-        """(shards,) the address in memory of each shard's first row, valid while this object lives, where `in_memory`.
+    def chunk_column(self, chunk: int, name: str) -> Column:
+        """A column's values for the rows of a chunk, or their true codes; a read-only view."""
+        shard, within = self._within_shard(chunk)
+        start = within * self.meta.chunk_rows
+        return self._column(shard, name)[start : start + self.chunk_sizes[chunk]]
 
-        Cost: see `chunk`, of every chunk.
-        """
-        found = []
-        for shard in range(len(self._meta.shards)):
-            layout, mapped = self._open(shard)
-            for chunk in np.flatnonzero(~layout.checked).tolist():
-                self.chunk(shard, chunk)
-            found.append(np.frombuffer(mapped, np.uint8).ctypes.data + layout.start)
-        return np.array(found, np.int64)
+    def chunk_ids(self, chunk: int) -> np.ndarray:
+        """The numbers by which a chunk's rows are split: their documents', else their own."""
+        if "document" in self.meta.columns:
+            return cast(np.ndarray, self.chunk_column(chunk, "document"))
+        shard, within = self._within_shard(chunk)
+        start = int(self.shard_starts[shard]) + within * self.meta.chunk_rows
+        return np.arange(start, start + self.chunk_sizes[chunk])
+
+    def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's chunk, and its number within that chunk, from its number within the store."""
+        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        chunks, within = np.divmod(rows - self.shard_starts[shards], self.meta.chunk_rows)
+        return self._chunk_starts[shards] + chunks, within
+
+    def row_ids(self, rows: np.ndarray) -> np.ndarray:
+        """As `chunk_ids`, for rows given by their ascending numbers within the store; (R,)."""
+        if "document" not in self.meta.columns:
+            return rows
+        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
+        within = rows - self.shard_starts[shards]
+        ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
+        parts = (cast(np.ndarray, self._column(int(shards[begin]), "document"))[within[begin:end]]
+                 for begin, end in pairwise([0, *ends.tolist()]))
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def in_memory(self) -> bool:
         """Whether all shards can stay mapped, and are in the page cache, by a sample of pages."""
-        return (len(self._meta.shards) <= self.MAPS and hasattr(os, "RWF_NOWAIT")
-                and all(self._in_memory(shard) for shard in range(len(self._meta.shards))))
+        return (len(self.meta.shards) <= self.MAPS and hasattr(os, "RWF_NOWAIT")
+                and all(self._in_memory(shard) for shard in range(len(self.meta.shards))))
 
     def _in_memory(self, shard: int) -> bool:
         layout, _ = self._open(shard)
-        step = SAMPLED * layout.chunk_rows * self._meta.row_bytes
-        with open_shard(self.path(shard)) as file:
+        step = SAMPLED * layout.chunk_rows * self.meta.row_bytes
+        with open_shard(self._files[shard]) as file:
             try:
-                for offset in range(layout.start, layout.start + layout.rows * self._meta.row_bytes, step):
+                for offset in range(layout.start, layout.start + layout.rows * self.meta.row_bytes, step):
                     os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
             except OSError:  # it would block, or the file system cannot tell
                 return False
         return True
 
-    def column(self, shard: int, name: str) -> Column:
+    def addresses(self) -> np.ndarray:
+        """(shards,) the address of each shard's first row, valid while this object lives; where `in_memory`.
+
+        Cost: see `chunk`, of every chunk.
+        """
+        found = []
+        for shard, first in enumerate(self._chunk_starts[:-1].tolist()):
+            layout, mapped = self._open(shard)
+            for chunk in np.flatnonzero(~layout.checked).tolist():
+                self.chunk(first + chunk)
+            found.append(np.frombuffer(mapped, np.uint8).ctypes.data + layout.start)
+        return np.array(found, np.int64)
+
+    def _column(self, shard: int, name: str) -> Column:
         """A column of a shard, (rows,), or its true codes; read-only."""
         layout, mapped = self._open(shard)
         if name == CODES:
@@ -291,12 +347,16 @@ class MappedShards:
                 layout.codes[part] for part in ("offset", "index", "value"))))
         return np.ndarray((layout.rows,), COLUMNS[name], mapped, layout.columns[name])
 
+    def _within_shard(self, chunk: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
+        return shard, chunk - int(self._chunk_starts[shard])
+
     def _open(self, shard: int) -> tuple[Layout, mmap.mmap]:
+        path = self._files[shard]
         with self._lock:
             if shard not in self._maps:
-                path = self.path(shard)
                 if shard not in self._layouts or self._layouts[shard].file != _identity(path):
-                    self._layouts[shard] = read_layout(path, self._meta, self._meta.shards[shard])
+                    self._layouts[shard] = read_layout(path, self.meta, self.meta.shards[shard])
                 with path.open("rb") as file:
                     self._maps[shard] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
                 if len(self._maps) > self.MAPS:
@@ -304,11 +364,11 @@ class MappedShards:
             self._maps.move_to_end(shard)
             layout, mapped = self._layouts[shard], self._maps[shard]
         with suppress(FileNotFoundError):  # a map outlives its file
-            there = os.stat(f"{self._folder}{os.sep}{self._meta.shards[shard].file}")
+            there = os.stat(path)
             # Reading a map past the end of its file would kill the process.
             if there.st_ino == layout.file[0] and there.st_size < layout.file[1]:
-                raise StoreError(f"shard {self.path(shard)} was cut short: expected {layout.file[1]} bytes, got "
-                                 f"{there.st_size}; {make_anew(self._folder.parent)}")
+                raise StoreError(f"shard {path} was cut short: expected {layout.file[1]} bytes, got {there.st_size}; "
+                                 f"{make_anew(self.path)}")
         return layout, mapped
 
 

@@ -1,4 +1,4 @@
-"""A store's chunks, and streams of its rows, in stored order or shuffled, read ahead by threads in constant memory.
+"""Streams of a store's rows, in stored order or shuffled, read ahead by threads in constant memory.
 
 A stream is a series of blocks of whole batches. A few are being filled by a small thread pool, in NumPy and PyTorch
 calls that release the GIL, while one is consumed.
@@ -11,18 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, islice, pairwise
-from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 
-from .schema import SHARDS, StoreMeta
-from .shard import MappedShards, demand_room
+from .shard import Chunks
 from .split import Deal
-from .values import DTYPES, Column
 
 READERS = 2
 BLOCK_BYTES = 4 << 20
@@ -47,123 +43,19 @@ class Part:
 WHOLE = Part()
 
 
-class Chunks:
-    """A store's chunks; of an unfinished store, the chunks of its whole shards.
-
-    Attributes:
-        shard_starts: (shards + 1,) number of each shard's first row, then the number of rows in all.
-    """
-
-    def __init__(self, path: Path, meta: StoreMeta) -> None:
-        self.path, self.meta, self.name = path, meta, path.resolve().name
-        self.rows, self.d_in, self.dtype = meta.rows, meta.d_in, meta.dtype
-        self._shards = MappedShards(path, meta)
-        rows = np.array([shard.rows for shard in meta.shards], np.int64)
-        self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
-        self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
-
-    def demand_shards(self) -> None:
-        """Refuse a store with a shard that is missing or truncated. Cost: one `stat` per shard."""
-        for shard in self.meta.shards:
-            demand_room(self.path / SHARDS / shard.file, self.meta, shard)
-
-    @cached_property
-    def chunk_sizes(self) -> np.ndarray:
-        """(chunks,) rows of each chunk, in stored order."""
-        meta = self.meta
-        self.demand_shards()  # before arrays are made from counts that a damaged `store.json` may exaggerate
-        sizes = [np.minimum(meta.chunk_rows, shard.rows - np.arange(0, shard.rows, meta.chunk_rows))
-                 for shard in meta.shards]
-        return np.concatenate([np.empty(0, np.int64), *sizes])
-
-    def chunk(self, chunk: int) -> np.ndarray:
-        """The rows of a chunk, by its number within the store, in the storage dtype; a read-only view."""
-        return self._shards.chunk(*self._within_shard(chunk))
-
-    def expect(self, chunk: int) -> None:
-        """Have the system prefetch a chunk from disk, if it has not been read yet."""
-        self._shards.expect(*self._within_shard(chunk))
-
-    def chunk_column(self, chunk: int, name: str) -> Column:
-        """A column's values for the rows of a chunk; a read-only view."""
-        shard, within = self._within_shard(chunk)
-        start = within * self.meta.chunk_rows
-        return self._shards.column(shard, name)[start : start + self.chunk_sizes[chunk]]
-
-    def chunk_ids(self, chunk: int) -> np.ndarray:
-        """The numbers by which a chunk's rows are split: their documents', else their own."""
-        if "document" in self.meta.columns:
-            return cast(np.ndarray, self.chunk_column(chunk, "document"))
-        shard, within = self._within_shard(chunk)
-        start = int(self.shard_starts[shard]) + within * self.meta.chunk_rows
-        return np.arange(start, start + self.chunk_sizes[chunk])
-
-    def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each row's chunk, and its number within that chunk, from its number within the store."""
-        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
-        chunks, within = np.divmod(rows - self.shard_starts[shards], self.meta.chunk_rows)
-        return self._chunk_starts[shards] + chunks, within
-
-    def row_ids(self, rows: np.ndarray) -> np.ndarray:
-        """As `chunk_ids`, for rows given by their ascending numbers within the store; (R,)."""
-        if "document" not in self.meta.columns:
-            return rows
-        shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
-        within = rows - self.shard_starts[shards]
-        ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
-        parts = (cast(np.ndarray, self._shards.column(int(shards[begin]), "document"))[within[begin:end]]
-                 for begin, end in pairwise([0, *ends.tolist()]))
-        return np.concatenate([np.empty(0, np.int64), *parts])
-
-    def in_memory(self) -> bool:
-        """Whether all shards can be read from the system's page cache at once."""
-        return self._shards.in_memory()
-
-    def gatherer(self) -> Callable[[np.ndarray, np.ndarray], None]:
-        """A function that copies rows, (R,) numbers, into an array as stored, (R, D), where `in_memory`.
-
-        It gathers from all shards in one call, without the GIL: from one array over all addresses from the first shard
-        to the last, with a row at every `step` bytes, most of which overlap or lie outside the shards.
-        """
-        import torch
-
-        starts, size, addresses = self.shard_starts, self.meta.row_bytes, self._shards.addresses()
-        lowest = int(addresses.min())
-        step = math.gcd(size, *(addresses - lowest).tolist())
-        firsts = (addresses - lowest - starts[:-1] * size) // step
-        shape = (int((firsts + starts[1:] * (size // step)).max()), size)
-        memory = torch.from_numpy(_at(lowest, shape, (step, 1), "|u1"))
-
-        def gather(rows: np.ndarray, out: np.ndarray) -> None:
-            places = firsts[np.searchsorted(starts, rows, side="right") - 1] + rows * (size // step)
-            torch.index_select(memory, 0, torch.from_numpy(places), out=torch.from_numpy(out.view(np.uint8)))
-
-        return gather
-
-    def _within_shard(self, chunk: int) -> tuple[int, int]:
-        shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1
-        return shard, chunk - int(self._chunk_starts[shard])
-
-
+@dataclass(frozen=True)
 class Source:
-    """Wanted rows of a store.
+    """Wanted rows of a store, as batches of float32 or of the storage dtype.
 
     Args:
         counts: (chunks,) number of wanted rows in each chunk.
         kept: chunk number -> ascending indices of its wanted rows; None for all.
-        decoded: yield them as float32, not in the storage dtype.
     """
 
-    def __init__(self, store: Chunks, counts: np.ndarray, kept: Callable[[int], np.ndarray | None],
-                 decoded: bool) -> None:
-        self.store, self.counts, self.kept, self.d_in = store, counts, kept, store.d_in
-        self.storage = DTYPES[store.dtype].storage
-        self.dtype = np.dtype(np.float32) if decoded else self.storage
-
-    def rows(self, chunk: int, begin: int, end: int) -> np.ndarray:
-        """Wanted rows `begin` to `end` of a chunk, in the storage dtype; a view where all are wanted."""
-        rows, kept = self.store.chunk(chunk), self.kept(chunk)
-        return rows[begin:end] if kept is None else rows[kept[begin:end]]
+    store: Chunks
+    counts: np.ndarray
+    kept: Callable[[int], np.ndarray | None]
+    dtype: np.dtype
 
 
 def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray]:
@@ -178,8 +70,8 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
         while at < end:
             before, until = int(ends[chunk] - source.counts[chunk]), min(end, int(ends[chunk]))
             if until > at:
-                rows = source.rows(chunk, at - before, until - before)
-                _decode(rows, out[at - begin : until - begin])
+                wanted, rows, kept = slice(at - before, until - before), source.store.chunk(chunk), source.kept(chunk)
+                _decode(rows[wanted] if kept is None else rows[kept[wanted]], out[at - begin : until - begin])
             at, chunk = until, chunk + 1
 
     def blocks(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
@@ -209,15 +101,15 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
 
     def gathered(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         for leaving in leaving_here(pool):
-            gather = source.store.gatherer()
+            gather = _gatherer(source.store)
 
             def decode(begin: int, end: int, out: np.ndarray, leaving: np.ndarray = leaving,
                        gather: Callable[[np.ndarray, np.ndarray], None] = gather) -> None:
                 """Decode rows `begin` to `end` of a window's order, run by run, so that they stay in the cache."""
-                if source.dtype == source.storage:
+                if source.dtype == source.store.storage:
                     gather(leaving[begin:end], out)
                     return
-                scratch = np.empty((min(run, end - begin), source.d_in), source.storage)
+                scratch = np.empty((min(run, end - begin), source.store.d_in), source.store.storage)
                 for start in range(begin, end, run):
                     stop = min(start + run, end)
                     gather(leaving[start:stop], scratch[: stop - start])
@@ -227,11 +119,11 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
                 yield buffers.fill(pool, decode, begin, min(begin + buffers.rows, len(leaving)))
 
     def from_windows(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
-        memory = [np.empty((0, source.d_in), source.storage)] * 2
+        memory = [np.empty((0, source.store.d_in), source.store.storage)] * 2
         window = memory[0]
         for turn, leaving in enumerate(chain(leaving_here(pool), [np.empty(0, np.int64)])):
             if len(leaving) > len(memory[turn % 2]):
-                memory[turn % 2] = np.empty((len(leaving), source.d_in), source.storage)
+                memory[turn % 2] = np.empty((len(leaving), source.store.d_in), source.store.storage)
             following = memory[turn % 2][: len(leaving)]
             loads = _loads(source, leaving, following)
 
@@ -278,6 +170,28 @@ def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) ->
         yield rows
 
 
+def _gatherer(store: Chunks) -> Callable[[np.ndarray, np.ndarray], None]:
+    """A function that copies rows, (R,) numbers, into an array as stored, (R, D), where `in_memory`.
+
+    It gathers from all shards in one call, without the GIL: from one array over all addresses from the first shard
+    to the last, with a row at every `step` bytes, most of which overlap or lie outside the shards.
+    """
+    import torch
+
+    starts, size, addresses = store.shard_starts, store.meta.row_bytes, store.addresses()
+    lowest = int(addresses.min())
+    step = math.gcd(size, *(addresses - lowest).tolist())
+    firsts = (addresses - lowest - starts[:-1] * size) // step
+    shape = (int((firsts + starts[1:] * (size // step)).max()), size)
+    memory = torch.from_numpy(_at(lowest, shape, (step, 1), "|u1"))
+
+    def gather(rows: np.ndarray, out: np.ndarray) -> None:
+        places = firsts[np.searchsorted(starts, rows, side="right") - 1] + rows * (size // step)
+        torch.index_select(memory, 0, torch.from_numpy(places), out=torch.from_numpy(out.view(np.uint8)))
+
+    return gather
+
+
 def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
     """Tasks that copy rows, (R,) numbers, into out, (R, D), in any order; each reads forward."""
     order = np.argsort(leaving)
@@ -320,12 +234,12 @@ class _Buffers:
     """The memory of a stream's blocks, used in turn; blocks are of whole batches, filled in parts of whole runs."""
 
     def __init__(self, source: Source, batch_size: int, total: int, run: int = 1) -> None:
-        row_bytes = source.dtype.itemsize * source.d_in
+        row_bytes = source.dtype.itemsize * source.store.d_in
         batch_bytes = row_bytes * batch_size
         self.rows = batch_size * max(1, BLOCK_BYTES // batch_bytes)
         self.ahead = max(1, min(READERS + 2, AHEAD_BYTES // (self.rows * row_bytes)))
         self._part = self.rows if batch_bytes <= BLOCK_BYTES else run * -(-self.rows // (READERS * run))
-        shape = (min(self.rows, total), source.d_in)
+        shape = (min(self.rows, total), source.store.d_in)
         # One more than are being filled: the one that the consumer holds.
         self._blocks = [np.empty(shape, source.dtype) for _ in range(self.ahead + 1)]
         self._turn = 0

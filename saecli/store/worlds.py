@@ -20,12 +20,12 @@ from scipy.sparse import csr_array
 from scipy.special import ndtri
 
 from ..base.documents import read_json
-from ..base.errors import ConfigError, FormatError, StoreError
+from ..base.errors import ConfigError, FormatError
 from ..base.files import appearing_whole
 from .options import SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE
-from .shard import damaged_world
+from .shard import demand_world
 from .values import SparseRows, offsets_of
 
 BLOCK_NUMBERS = 1 << 21  # Gaussians of a block: 8 MiB in float32
@@ -164,8 +164,7 @@ class World:
     @classmethod
     def of_store(cls, store: ActivationStore) -> Self:
         """The world of a store's rows; StoreError if its file is missing or damaged."""
-        if problems := damaged_world(store.path, store.meta):
-            raise StoreError(problems[0])
+        demand_world(store.path, store.meta)
         return cls(**load_file(store.path / WORLD_FILE))
 
 

@@ -1,17 +1,22 @@
-"""`sae import` and `sae list` as a shell runs them: what they store, print, refuse, and go on with."""
+"""`sae import`, `sae list` and `sae rm` as a shell runs them: what they store, print, refuse, remove and go on with."""
 
 import gzip
+import io
 import json
+import signal
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine, make_run, random_sae
+from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from launching import signalled
 from sklearn.datasets import load_digits
 from storing import collect
 
+from saecli.base.files import lock_folder
 from saecli.store.reader import ActivationStore
+from saecli.store.schema import read_meta
 
 KEYS = ["name", "path", "rows", "d_in", "dtype", "shards", "cached"]
 
@@ -167,3 +172,80 @@ def test_three_rows_can_be_trained_on(sae, tmp_path):
     sae("import", tmp_path / "three.npy")
     done = sae("train", "--epochs", "1", "--d-sae", "8")
     assert done.status == 0, done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "shard_rows", "name", "nth", "saved"), [
+    ("import", 1000, "00000.h5", 1, False), ("import", 1000, "00002.h5", 1, True),
+    ("import", 1000, "store.json", 1, False),
+    pytest.param("extract", 30_000, "00000.h5", 1, False, marks=pytest.mark.long),
+    pytest.param("extract", 500, "00002.h5", 1, True, marks=pytest.mark.long)])
+def test_a_stopped_command_says_what_is_saved_and_goes_on_from_there(
+        sae: CommandLine, tmp_path: Path, command: str, shard_rows: int, name: str, nth: int, saved: bool):
+    if command == "import":
+        np.save(tmp_path / "s.npy", np.tile(np.arange(16, dtype=np.float32), (5000, 1)))
+    words = {"import": [tmp_path / "s.npy"],
+             "extract": ["--model", "tiny-gemma2", "--rows", "5000", "--name", "s"]}[command]
+    words = [command, *words, "--shard-rows", shard_rows]
+    process = signalled(sae.home, words, name, nth, signal.SIGINT)
+    folder, (*_, last) = sae.home / "activations" / "s", process.said.splitlines()
+    assert process.returncode == 130 and "Traceback" not in process.said
+    rows = read_meta(folder).rows if folder.exists() else 0
+    assert (rows > 0) == saved
+    assert last == (f"stopped; {rows:,} rows are saved, and the same command goes on from there" if rows else
+                    "stopped before anything was saved; the same command begins again")
+    assert not rows or [(one["state"], one["rows"]) for one in sae("list", "--json").json["stores"]] == [
+        ("unfinished", rows)]
+    again = sae(*words, "--json")
+    assert again.json["rows"] == 5000
+    assert f"going on after {rows:,} rows" in again.err if rows else "going on" not in again.err
+
+
+@pytest.fixture
+def filled(sae: CommandLine) -> CommandLine:
+    for name in ("rows", "both"):
+        make_store(sae.home, name, some_rows(300))
+    for name in ("first", "both"):
+        make_run(sae.home, name, random_sae(), data="rows")
+    return sae
+
+
+def left(home: Path) -> set[str]:
+    return {str(path.relative_to(home)) for path in home.glob("*/*")}
+
+
+ALL = {"activations/rows", "activations/both", "runs/first", "runs/both"}
+
+
+def test_what_is_removed_is_shown_and_asked_for_first(filled: CommandLine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    done = filled("rm", "rows")
+    assert "store rows: " in done.err and "trained on it: first, both" in done.err and "remove 1 folder?" in done.err
+    assert (done.status, done.out, "nothing was removed" in done.err, left(filled.home)) == (0, "", True, ALL)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    done = filled("rm", "rows", "first")
+    assert (done.status, left(filled.home)) == (0, {"activations/both", "runs/both"})
+    assert "remove 2 folders?" in done.err and done.out.startswith("removed 2 folders, ")
+
+
+def test_nobody_is_asked_with_yes_and_the_kind_tells_two_of_a_name_apart(filled: CommandLine):
+    done = filled("rm", "both", "--kind", "run", "--yes", "--json")
+    assert [(one["kind"], one["name"]) for one in done.json["removed"]] == [("run", "both")]
+    assert done.json["bytes"] == done.json["removed"][0]["bytes"] > 1000
+    assert left(filled.home) == ALL - {"runs/both"}
+    assert filled("rm", "both", "-y").status == 0 and left(filled.home) == {"activations/rows", "runs/first"}
+
+
+def test_what_is_being_written_stays(filled: CommandLine):
+    lock_folder(filled.home / "runs" / "first")  # held until the process ends
+    done = filled("rm", "first", "--yes")
+    assert done.status == 1 and "another process is writing it" in done.err and left(filled.home) == ALL
+    done = filled("rm", "rows", "--yes")
+    assert done.status == 1 and "or training on it" in done.err and left(filled.home) == ALL
+
+
+def test_an_unreadable_folder_and_a_link_are_removed_by_name(filled: CommandLine, tmp_path: Path):
+    (filled.home / "runs" / "first" / "run.json").unlink()
+    (filled.home / "activations" / "linked").symlink_to(filled.home / "activations" / "rows")
+    assert filled("rm", "first", "linked", "--yes").status == 0
+    assert left(filled.home) == ALL - {"runs/first"}

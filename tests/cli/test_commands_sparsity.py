@@ -21,7 +21,7 @@ def graded_sae() -> SAE:
     return SAE(W_enc, -torch.linspace(-9, 12, F), torch.zeros(F, D), torch.zeros(D), Relu())
 
 
-def test_counts_match_numpy(sae: CommandLine):
+def test_counts_match_numpy_and_dense_and_silent_latents_are_listed(sae: CommandLine):
     rows = make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "graded", graded_sae())
     fires = rows[is_test(np.arange(len(rows)))][:, :1] > np.linspace(-9, 12, F)
@@ -33,15 +33,8 @@ def test_counts_match_numpy(sae: CommandLine):
     assert found["l0"] == pytest.approx(fires.sum(1).mean())
     assert found["l0_std"] == pytest.approx(fires.sum(1).std())
     assert found["density"] == pytest.approx(fires.mean())
-
-
-def test_dense_latents_are_listed_by_frequency_and_silent_ones_by_number(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    make_run(sae.home, "graded", graded_sae())
-    (found,) = sae("sparsity", "graded", "--json").json["runs"]
-    out = sae("sparsity", "graded").out
-    assert f"graded: dense on these {found['rows']} rows: 0 (100%), 1 (100%)" in out
-    first = F - found["silent"]
+    out, first = sae("sparsity", "graded").out, F - found["silent"]
+    assert f"graded: dense on these {found['rows']} rows: 0 (100%), 1 (100%)" in out  # by frequency
     assert f"graded: silent on these {found['rows']} rows: {first}, {first + 1}" in out
 
 

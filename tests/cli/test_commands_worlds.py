@@ -71,7 +71,7 @@ def test_damage_to_the_truth_is_found_by_check_and_by_eval(sae, damaged):
     make_run(sae.home, "run", random_sae(d_in=D), data="synthetic")
     path = opened(sae).path / damaged
     content = bytearray(expected[damaged])
-    at = content.index(opened(sae)._shards.column(1, "codes").values.tobytes()) if damaged.endswith("h5") else -5
+    at = content.index(opened(sae).chunk_column(1, "codes").values.tobytes()) if damaged.endswith("h5") else -5
     content[at] ^= 64
     path.write_bytes(content)
     for done in (sae("list", "--check"), sae("eval", "run", "--data", "synthetic")):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from launching import signalled
 from model_hub import ModelHub, serving
 from storing import assert_same_pass
 
@@ -62,16 +63,13 @@ def test_a_pass_from_any_mark_gives_the_rest(hub: ModelHub, tmp_path: Path):
 
 
 @pytest.mark.long
-def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: Path):
+def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: Path, monkeypatch):
     words = ["extract", "--model", "tiny-gemma2", "--dataset", DATASET, "--rows", "90000", "--shard-rows", "2000"]
     done = run(hub, tmp_path, "-m", "saecli", *words, "--name", "whole")
     assert done.returncode == 0, done.stderr
-    # Kills itself at a chosen shard: no signal comes as precisely from without.
-    kill = ("import os, sys; from saecli.cli.main import main\n"
-            "def hook(event, found):\n"
-            "    if event == 'os.rename' and str(found[1]).endswith('00038.h5'): os.kill(os.getpid(), 9)\n"
-            f"sys.addaudithook(hook); sys.argv = ['sae', *{words!r}, '--name', 'killed']; main()")
-    assert run(hub, tmp_path, "-c", kill).returncode == -9
+    for name, value in hub.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    signalled(tmp_path, [*words, "--name", "killed"], "00038.h5")
     hub.sent.clear()
     done = run(hub, tmp_path, "-m", "saecli", *words, "--name", "killed")
     assert done.returncode == 0 and "going on after 76,000 rows" in done.stderr, done.stderr

@@ -35,4 +35,3 @@ def test_a_run_is_beaten_by_a_sparser_one_that_is_no_worse(runs: list[dict[str, 
 @given(st.lists(st.tuples(st.floats(0, 100), *[st.sampled_from([0.1, 0.2, 0.3])] * 3), min_size=1, max_size=12))
 def test_of_runs_with_finite_errors_at_least_one_is_unbeaten(runs: list[tuple[float, ...]]):
     assert any(unbeaten([of(*run) for run in runs]))
-

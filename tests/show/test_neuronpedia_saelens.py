@@ -49,4 +49,3 @@ def test_every_name_that_is_known_is_the_one_that_saelens_lists():
 def test_neuronpedias_pages_of_published_saes_are_known(name: str, source: str | None):
     assert neuronpedia_url(name) == (None if source is None else f"https://www.neuronpedia.org/{source}")
     assert neuronpedia_url(name, "a-b/3.c") == "https://www.neuronpedia.org/a-b/3.c"
-

@@ -24,7 +24,6 @@ NO_NUMBER = {"step": 1, "batch_fvu": float("nan"), "batch_l0": None}
 MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 
 
-
 def matched(*runs: tuple) -> dict[str, Any]:
     """A document of stability: cosines, match fractions and frequencies of each run's latents."""
     columns = ("cosine", "match_fraction", "frequency")

@@ -81,7 +81,7 @@ def test_one_flipped_bit_anywhere_is_refused_by_name_and_found_by_verify(data):
 
 @pytest.mark.parametrize("maps", [1, 256])
 def test_a_shard_that_changes_while_the_store_is_open_is_checked_again(tmp_path, monkeypatch, maps):
-    monkeypatch.setattr("saecli.store.shard.MappedShards.MAPS", maps)
+    monkeypatch.setattr("saecli.store.shard.Chunks.MAPS", maps)
     path = tmp_path / "s" / "shards" / "00000.h5"
     rows = make_store(tmp_path / "s", ROWS).split("all")
     np.testing.assert_array_equal(collect(rows.sequential(64)), ROWS)
@@ -92,6 +92,12 @@ def test_a_shard_that_changes_while_the_store_is_open_is_checked_again(tmp_path,
     os.truncate(path, 1000)
     with pytest.raises(StoreError, match=r"00000\.h5 (was cut short|is truncated): expected \d+ bytes.*, got 1000"):
         collect(rows.sequential(64))
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    path = make_store(tmp_path_factory.mktemp("whole") / "s", ROWS).path
+    return json.loads((path / "store.json").read_text())
 
 
 SHARD = {"file": "../00000.h5", "rows": 1, "sha256": "", "dropped": {}, "resume": {"cursor": {}, "skip": 0},
@@ -116,10 +122,9 @@ SHARD = {"file": "../00000.h5", "rows": 1, "sha256": "", "dropped": {}, "resume"
     ({"shard_rows": 99}, r"expected 99 rows in shard 00000\.h5, got 100"),
     *((text, "") for text in ("", "{", "[]", "null", "\x00\xff", "[" * 100_000, "9" * 10_000)),
 ])
-def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, change, said):
-    make_store(tmp_path / "s", ROWS)
-    path = tmp_path / "s" / "store.json"
-    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, change, said):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "store.json").write_text(change if isinstance(change, str) else json.dumps(document | change))
     with pytest.raises(StoreError, match=rf"cannot read .*store\.json: {said}"):
         ActivationStore.open(tmp_path / "s")
 

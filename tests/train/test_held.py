@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def rows_of(folder: Path, dtype: str, **options) -> Rows:
-    return make_store(folder, VALUES, dtype, documents=DOCUMENTS).split("train", **options)
+    return make_store(folder, VALUES, dtype, documents=DOCUMENTS, shard_rows=300).split("train", **options)
 
 
 @pytest.fixture(params=list(DTYPES))

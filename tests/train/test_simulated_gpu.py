@@ -1,19 +1,203 @@
-"""Training, resuming and measuring on a simulated device: nothing is on the wrong side, and steps do not wait."""
+"""Training, resuming and all that a command does with an SAE on a simulated device, against the CPU; and that no step
+waits for it."""
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import simulated_gpu
 import torch
 from simulated_gpu import dense  # noqa: F401
-from solver_problems import ACTS, ROWS, SOLVERS
+from solver_problems import ACTS, ROWS, SOLVERS, numbers
 from solver_problems import trained_on as trained
+from storing import make_store
 
+import saecli
+from saecli.base import devices
 from saecli.measure.worlds import Alignment, FeatureScores
+from saecli.sae.codes import DenseCodes, SparseCodes
 from saecli.sae.metrics import firing, reconstruction
+from saecli.store.joined import Joined
 from saecli.store.options import SyntheticConfig
+from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of
+from saecli.train.fit import planned
+from saecli.train.loop import Loop, Record, start_training
+from saecli.train.rows import HeldRows
 from saecli.train.solver import Adam, Solver
+
+simulated_gpu.register()
+GPU = simulated_gpu.NAME
+LAYERS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def stores(home: Path) -> list[saecli.ActivationStore]:
+    return [saecli.extract("tiny-gemma2", layer=layer, rows=1200, home=home, name=f"layer-{layer}", device="cpu")
+            for layer in LAYERS]
+
+
+@pytest.fixture(scope="module")
+def run(home: Path, stores: list[saecli.ActivationStore]) -> Path:
+    sae = saecli.fit(stores[0], act="topk", k=8, d_sae=64, epochs=1, device="cpu")
+    saecli.save_sae(sae, home / "runs" / "one")
+    return home / "runs" / "one"
+
+
+def on_both(action: Callable[[str], Any]) -> tuple[Any, Any]:
+    return action("cpu"), action(GPU)
+
+
+def assert_alike(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
+    ours, theirs = numbers(ours), numbers(theirs)
+    assert len(ours) == len(theirs) > 3
+    np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=1e-7)
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "prefixes, sgd": {"solver": "sgd", "act": "topk", "k": 3, "prefixes": "8,16"},
+    "prefixes, pam-sgd": {"act": "relu", "prefixes": "auto"},
+    "target": {"act": "topk", "k": 3, "of": "target"},
+    "target with a skip": {"act": "batchtopk", "k": 3, "of": "target", "skip": True},
+    "target with a skip, iterative": {"act": "topk", "k": 3, "of": "target", "skip": True, "solve": "iterative"},
+    "crosscoder, sgd": {"solver": "sgd", "act": "relu", "of": "places"},
+    "crosscoder, pam-sgd": {"act": "batchtopk", "k": 3, "of": "places"},
+    "bf16": {"act": "relu", "precision": "bf16"},
+    "target L0": {"act": "jumprelu", "target_l0": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAININGS)
+def test_a_device_trains_as_the_cpu(case: str, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda device: True)  # casts do their work without, only slower
+    options = dict(TRAININGS[case])
+    of = {"target": Joined((stores[0],), stores[1]), "places": Joined(tuple(stores))}.get(options.pop("of", None))
+    data = (of or stores[0]).split("train", fraction=0.5)
+    solver, act = options.pop("solver", "pam-sgd"), options.pop("act")
+    options = {"precision": "float32"} | options | {"batch_size": 256}
+    ours, theirs = on_both(lambda device: trained(device, solver, act, options, rows=data)[0])
+    close = {"rtol": 0.03, "atol": 0.03} if case == "bf16" else {"rtol": 1e-5, "atol": 1e-6}  # rounds what CPUs don't
+    for name, tensor in ours.tensors().items():
+        there = theirs.tensors()[name]
+        assert there.device.type == GPU
+        torch.testing.assert_close(there.cpu(), tensor, **close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [None, "tiny-gemma2"])
+def test_an_sae_is_evaluated_as_on_the_cpu(model: str | None, run: Path, stores: list[saecli.ActivationStore]):
+    options = {} if model is None else {"model": model, "tokens": 1500}
+    # A CPU's model computes in float32, a device's in the checkpoint's bfloat16.
+    assert_alike(*on_both(lambda device: saecli.evaluate(run, stores[0], device=device, **options)),
+                 1e-5 if model is None else 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["evaluate", "sparsity", "geometry"])
+def test_an_sae_that_lies_on_a_device_is_measured(command: str, run: Path, stores: list[saecli.ActivationStore]):
+    sae = saecli.load_sae(run)
+    assert_alike(*on_both(lambda device: getattr(saecli, command)(sae.copy_to(device), stores[0])))
+    if command == "sparsity":  # of an SAE that lies elsewhere
+        assert_alike(*on_both(lambda device: saecli.sparsity(run, stores[0], device=device)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [False, True])
+def test_a_decoder_is_solved_for_as_on_the_cpu(target: bool, run: Path, stores: list[saecli.ActivationStore]):
+    data = stores[0] if not target else saecli.join(stores[0], target=stores[1])
+    sae = run if not target else saecli.fit(data, act="topk", k=8, d_sae=64, epochs=1, device="cpu")
+    ours, theirs = on_both(lambda device: saecli.refit(sae, data, device=device))
+    assert theirs.W_dec.device.type == GPU
+    torch.testing.assert_close(theirs.W_dec.cpu(), ours.W_dec, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [None, "tiny-gemma2"])
+def test_pages_are_those_of_the_cpu(model: str | None, run: Path, stores: list[saecli.ActivationStore], tmp_path: Path):
+    on_both(lambda device: saecli.report(run, tmp_path / device, stores[0], model=model, device=device))
+    ours, theirs = (sorted((tmp_path / device).rglob("*.*")) for device in ("cpu", GPU))
+    assert [path.name for path in ours] == [path.name for path in theirs]
+    assert len(ours) >= 5
+    texts = [path.read_text(encoding="utf-8") for path in theirs]
+    assert model or all(text == path.read_text(encoding="utf-8") for text, path in zip(texts, ours, strict=True))
+
+
+@pytest.mark.slow
+def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(home: Path, stores: list[saecli.ActivationStore]):
+    waits = []
+    for rows in (600, 1200):
+        with simulated_gpu.waits_within() as found:
+            store = saecli.extract("tiny-gemma2", layer=LAYERS[0], rows=rows, home=home, name=f"gpu-{rows}", device=GPU,
+                                   batch_size=2, model_dtype="float32")
+        waits.append({place: count for place, count in found.items() if not place.startswith("extract/")})
+    assert waits[0] == waits[1]
+    ours, theirs = (next(one.split("all").sequential(1200)) for one in (store, stores[0]))
+    np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.02)  # stored as bfloat16, in other batches
+
+
+@pytest.mark.slow
+def test_measuring_a_store_does_not_wait_per_batch(run: Path, stores: list[saecli.ActivationStore],
+                                                   monkeypatch: pytest.MonkeyPatch):
+    waits = []
+    for rows in (64, 16):
+        monkeypatch.setattr("saecli.measure.measured.BATCH_ROWS", rows)
+        with simulated_gpu.waits_within() as found:
+            saecli.evaluate(run, stores[0], split="train", device=GPU)
+        waits.append(found)
+    assert waits[0] == waits[1]
+
+
+@pytest.mark.parametrize("act", ["topk", "relu"])
+@pytest.mark.parametrize("solve", ["direct", pytest.param("iterative", marks=pytest.mark.slow)])
+def test_a_decoder_step_waits_a_few_times_whatever_its_rows(solve: str, act: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("saecli.train.rows.SUMMED_ROWS", 100)
+    random, waits = np.random.default_rng(0), []
+    for rows in (600, 2400):
+        x = random.standard_normal((rows, 12)).astype(np.float32)
+        with simulated_gpu.waits_within() as found:
+            trained(GPU, "pam-sgd", act, {"d_sae": 24, "epochs": 1, "batch_size": rows, "inner_steps": 1, "alpha": 1.0,
+                                          "smoothing": 0, "solve": solve} | ({"k": 2} if act == "topk" else {}), rows=x)
+        waits.append({place: count for place, count in found.items() if not place.startswith("train/ridge/")})
+        of_ridge = sum(count for place, count in found.items() if place.startswith("train/ridge/"))
+    assert waits[0] == waits[1]
+    assert solve == "iterative" or of_ridge < 100  # as many as iterations, otherwise
+
+
+@pytest.mark.parametrize("density", [0.05, 0.5])
+def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()  # what keeps them dense
+    codes = torch.rand(20, 30, generator=torch.Generator().manual_seed(0))
+    codes *= codes < density
+    found = DenseCodes(codes.to(GPU)).compact()
+    assert isinstance(found, SparseCodes) == (density < 0.1)
+    assert torch.equal(found.dense().cpu(), codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "carried"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("saecli.train.plan.MOST_TAKEN", 0.8 if kept else 0.0)
+    values = (np.random.default_rng(0).normal(size=(700, 5)) @ np.random.default_rng(1).normal(size=(5, 12)) + 1)
+    rows, saes = make_store(tmp_path / "store", values.astype(np.float32), dtype).split("train"), []
+    for where in ("cpu", GPU):
+        plan = planned(rows, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
+        training = start_training(plan, Record())
+        (sae,) = Loop([training]).train()
+        saes.append(sae)
+    assert isinstance(training.rows.stored, HeldRows) == kept
+    for name, tensor in saes[0].tensors().items():
+        assert torch.equal(saes[1].tensors()[name].cpu(), tensor), name
+
 
 simulated_gpu.register()
 CASES = [case for case in itertools.product(SOLVERS, ACTS)  # soft-topk's small products take long here

@@ -219,10 +219,7 @@ def test_weight_decay_adds_the_squares_of_trained_weights(data, config: SolverCo
 
 def test_l1_of_the_codes_is_blind_to_the_decoder(data):
     solver = started(PamSgd(decoder="free", alpha=1e-3), data, Relu(), 4, "l1-codes", 0.7)
-    solver.steps = 40
     z = (data.x @ solver.dictionary.W_enc + solver.dictionary.b_enc).relu()
-    loss = solver.dictionary.loss(Batch.of(data.x), "l1-codes", solver.task.penalty_weight(40))
-    assert (loss.value - loss.squared_error).item() == pytest.approx(0.7 * z.sum(1).mean().item())
     solve_decoder(solver, data)
     with_one = torch.cat([z.detach(), torch.ones(300, 1).double()], 1)
     ridge = 1e-3 * torch.eye(F + 1).double()

@@ -75,23 +75,25 @@ def test_a_run_that_diverges_without_overflow_leaves_no_folder(sae: CommandLine,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [8, 900])  # is seen over some steps, or at the epoch's end alone
-def test_a_run_that_diverges_keeps_the_checkpoint_from_before(sae: CommandLine, batch_size: int):
+@pytest.mark.parametrize(("batch_size", "lr", "said"), [  # seen over some steps, at the epoch's end, and at once
+    (8, 1e3, "training diverged: the train FVU is "), (900, 1e3, "training diverged: the train FVU is "),
+    (64, 1e30, "the loss became")])
+def test_a_run_that_diverges_keeps_the_checkpoint_from_before(sae: CommandLine, batch_size: int, lr: float, said: str):
     make_store(sae.home, "rows", some_rows(1000))
     words = ("--solver", "sgd", "--epochs", "2", "--batch-size", batch_size, "--d-sae", "24", "--lr", "0.001")
     before = sae("train", "--name", "run", *words, "--json").json
     folder = sae.home / "runs" / "run"
     change(folder, complete=False, result=None)
-    change_training(folder, epochs=6, lr=1e3)
+    change_training(folder, epochs=6, lr=lr)
     kept = {name: (folder / name).read_bytes() for name in ("sae.safetensors", "checkpoint.safetensors")}
     for _ in range(2):
         done = sae("train", "--resume", "--name", "run")
         assert done.status == 1
-        assert "training diverged: the train FVU is " in done.err
+        assert said in done.err and "lower --lr" in done.err
         assert "the run stops in epoch 3 of 6; its checkpoint of epoch 2, step " in done.err
         assert all((folder / name).read_bytes() == content for name, content in kept.items())
     steps = [line["step"] for line in read_metrics(folder) if "loss" in line]
-    assert steps[-1] > before["steps"] and len(set(steps)) == len(steps)
+    assert (steps[-1] > before["steps"]) == (lr < 1e30) and len(set(steps)) == len(steps)
     measured = sae("eval", "run", "--json")
     assert "run is not finished; this is its last checkpoint" in measured.err
     assert measured.json["runs"][0]["fvu"] == pytest.approx(before["final"]["test_fvu"], rel=1e-4)
