@@ -9,7 +9,7 @@ from ..base import interrupts
 from ..base.home import now
 from ..base.processes import communicator
 from ..train.options import FINETUNED
-from .options import Data, Given, Json, Run, Target, configured, home_of, start
+from .options import Data, Given, Json, Run, configured, home_of, start
 from .train import Resume, demand_alone, trained
 
 Name = Annotated[str | None, typer.Option("--name", help="Name of the new run.",
@@ -18,8 +18,8 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the new run.",
 
 
 @configured(repeated=True, more=FINETUNED)
-def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, data: Data = None, target: Target = None,
-            name: Name = None, resume: Resume = False, json: Json = False) -> None:
+def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, data: Data = None, name: Name = None,
+            resume: Resume = False, json: Json = False) -> None:
     """Train an SAE on through the language model that it acts in.
 
     Minimises KL(clean || spliced) + fvu_weight FVU per token; the spliced model has RUN's reconstructions in place of
@@ -46,8 +46,8 @@ def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, dat
                 given = [{key: value for key, value in each.values.items() if key in each.given} for each in options]
                 settings = [chosen(one) for one in given]
                 config, training, text = settings[0]
-                opened = Opened.open(session.home, run, config, data=data or [], target=target, text=text,
-                                     device=training.device, listener=session.console, processes=processes)
+                opened = Opened.open(session.home, run, config, data=data or [], text=text,
+                                     device=training.device, listener=session.console)
                 plans = [opened.plan(config, training) for config, training, _ in settings]
                 stem = f"finetune-{plans[0].activation.name}"
                 folders = claimed_folders(session.home, names, stem, claims, processes)

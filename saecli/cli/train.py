@@ -177,7 +177,7 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     training = options.config(TrainingConfig)
     extraction = ExtractConfig(**{one.name: options.values[one.name] for one in FROM_MODEL
                                   if one.name in options.given})
-    stream, _ = open_stream(extraction, given=options.given, layer=ctx.params["layer"], site=ctx.params["site"],
+    stream, _ = open_stream(extraction, given=options.given, at=(ctx.params["layer"], ctx.params["site"]),
                          device=training.device, home=session.home, listener=session.console)
     rows = claims.enter_context(LiveRows(stream, extraction.rows, training.split_seed,
                                          SAMPLED_ROWS + training.batch_size, session.console))

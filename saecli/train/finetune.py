@@ -11,7 +11,7 @@ from ..base.devices import device_named
 from ..base.errors import ConfigError, RunError, did_you_mean
 from ..base.home import Home
 from ..base.options import Config, in_place_of, options_of
-from ..base.processes import ALONE, Communicator
+from ..base.processes import Communicator, communicator
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
 from ..extract.splice import Hooked, check_rows, hooked, largest, model_of, stored_windows, unfit
@@ -45,22 +45,23 @@ class Opened:
     split_seed: int
 
     @classmethod
-    def open(cls, home: Home, sae: SAELike, config: Finetune, *, data: Sequence[str], target: str | None,
-             text: Mapping[str, Any], device: str, listener: Listener, processes: Communicator = ALONE) -> Self:
+    def open(cls, home: Home, sae: SAELike, config: Finetune, *, data: Sequence[str], text: Mapping[str, Any],
+             device: str, listener: Listener) -> Self:
         """Open what `sae finetune` names; `text` are options of `sae extract`, without `dataset` those of the model."""
+        processes = communicator()
         opened = subject, saved = open_sae(home, sae, listener)
         acts = hooked(opened, config.layer, config.site)
         source = model_of([acts], config.model, listener)
         stores: Joined | Streamed
         if "dataset" in text:
-            if data or target:
+            if data:
                 raise ConfigError("cannot use both --data and --dataset at the same time; use one of them")
             extract = ExtractConfig(**text, model=source.name, rows=config.tokens)
             stores, through = _streamed(home, acts, extract, text.keys(), subject.split_seed, device, listener)
         else:
             names = data or [name for name in (subject.data, *subject.beside) if name]
-            joined = stores = processes.main_first(lambda: open_joined(home, names, target or (
-                None if data else subject.target), listener))
+            joined = stores = processes.main_first(lambda: open_joined(
+                home, names, None if data else subject.target, listener))
             model = LanguageModel(source, device_named(device), head=True, dtype=text.get("model_dtype", "auto"))
             through = _stored(joined, model, acts, config.tokens, subject.split_seed)
         name = lasting_name(home, subject.name if sae is None else sae, subject)
@@ -92,8 +93,8 @@ def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, see
 def _streamed(home: Home, acts: Hooked, config: ExtractConfig, given: Set[str], seed: int, device: str,
               listener: Listener) -> tuple[Streamed, Through]:
     """Windows of a text, its documents held out by the same hash as in a store."""
-    stream, extraction = open_stream(config, given=given, layer=acts.read.layer, site=acts.read.site, device=device,
-                                     home=home, listener=listener, whole=True)
+    stream, extraction = open_stream(config, given=given, at=acts.read, device=device, home=home,
+                                     listener=listener, whole=True)
     found: tuple[list[list[int]], list[list[int]]] = [], []
     left = [config.rows, TEST_TOKENS]
     cutter = extraction.windows()
@@ -150,8 +151,8 @@ def resumed(home: Home, name: str | None, listener: Listener, claims: ExitStack,
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
                        f"writes ({error}); begin it anew") from error
-    opened = Opened.open(home, begun["name"], config, data=data, target=document.get("target"), text=text,
-                         device=training.device, listener=listener, processes=processes)
+    opened = Opened.open(home, begun["name"], config, data=data, text=text, device=training.device,
+                         listener=listener)
     if opened.start.hash != begun["hash"] or opened.stores.hash != document["data_hash"]:
         what = begun["name"] if opened.start.hash != begun["hash"] else opened.stores.name
         raise RunError(f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew")
@@ -179,15 +180,15 @@ def finetune(sae: SAELike, model: str | None = None, *, data: str | Sequence[str
         raise ConfigError(f"finetune has no option {unknown[0]}; {advice}")
     listener = listening(progress)
     config, training, text = chosen({"model": model, **options})
-    opened = Opened.open(Home.at(home), sae, config, data=[data] if isinstance(data, str) else data or [], target=None,
-                         text=text, device=training.device, listener=listener)
+    opened = Opened.open(Home.at(home), sae, config, data=[data] if isinstance(data, str) else data or [], text=text,
+                         device=training.device, listener=listener)
     plan = opened.plan(config, training)
     with listener.progress("fine-tuning", plan.steps, "steps") as show:
         found = start_training(plan, Record(), show)
         (tuned,) = Loop([found]).train()
     for note in found.notes():
         listener.note(note)
-    tuned.metadata = FinetuneRun(opened.stores, plan, "").origin | plan.settings() | found.compared
+    tuned.metadata = plan.settings() | FinetuneRun(opened.stores, plan, "").origin | found.compared
     return tuned
 
 

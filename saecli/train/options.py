@@ -161,7 +161,7 @@ class SolverConfig(Config, ABC):
     nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER)
 
     inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
-                                            f"training, at most {MOST_INNER_STEPS} per batch; 1 with --steps or --init.",
+                                            f"training, at most {MOST_INNER_STEPS} a batch; 1 with --steps or --init.",
                                     choices=("auto",), minimum=1)
     revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
                                 f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
