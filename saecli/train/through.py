@@ -13,7 +13,7 @@ Shapes: n plain tokens of a forward pass, D = d_in, E = d_out, F = d_sae, L pref
 """
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ from ..extract.splice import BATCH_LOGITS, CleanPass, Hooked, effects, in_batche
 from ..sae.activations import Relu
 from ..sae.activations.elementwise import Thresholded
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE
+from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstruction
 from .options import Finetune
 from .plan import Plan
@@ -121,6 +121,15 @@ class WindowRows(TrainingRows):
             windows = through.step(number, self.seed)
             own = [through.train[window] for window in windows[communicator.rank :: communicator.world_size]]
             yield StepWindows(through, self.normalisation, own, int(through.plain[windows].sum()))
+
+    def some(self, count: int, number: int) -> Iterator[Batch]:
+        """The first rows of the sample."""
+        left = count
+        for batch in self._sequential():
+            if left:
+                part = batch.first(left)
+                left -= part.size
+                yield part
 
 
 class ThroughModel(Solver):

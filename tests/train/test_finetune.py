@@ -184,7 +184,9 @@ def test_transcoders_and_crosscoders_are_spliced_and_trained(sae, home):
     assert sae("train", "--data", "mlp_in", "--target", one, *quick, "--name", "transcoder").status == 0
     assert sae("train", "--data", one, "--data", two, *quick, "--name", "crosscoder").status == 0
     for run, width in (("transcoder", WIDTH), ("crosscoder", 2 * WIDTH)):
-        document = sae("finetune", run, "--tokens", "100000", "--json").json
+        done = sae("finetune", run, "--tokens", "100000", "--json")
+        assert done.status == 0, done.err
+        document = done.json
         assert document["after"]["kl"] < document["before"]["kl"]
         assert weights(home, document["run"])["W_dec"].shape == (F, width)
         model = str(saecli.load_sae(run, home).metadata["model"])
