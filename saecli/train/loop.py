@@ -93,9 +93,9 @@ class Training:
         if self.begun is None or self.compared:
             return
         before, after = self.begun, self.solver.dictionary
-        if before.activation.name == "jumprelu":  # one price of excess L0 for both
-            before = before.changed(None, **{name: after.activation_parameters[name] for name in ("aim", "multiplier")
-                                             if name in after.activation_parameters})
+        # Of the penalty, such as the price of excess L0 that training found.
+        learned = {name: getattr(after, name) for name in before.activation.training_parameters(1)}
+        before = before.changed(None, **learned)
         communicator, rows = self.rows.communicator, self.plan.test_rows or self.plan.train_rows
         saes = [self._raw(one) for one in (before, after)]
         both = communicator.broadcast_object(lambda: self.plan.compared(saes))
@@ -112,12 +112,12 @@ class Training:
     def _loss(self, dictionary: Dictionary, rows: RowSource) -> float:
         """The mean loss over normalised rows."""
         training, communicator, normalisation = self.plan.training, self.rows.communicator, self.rows.normalisation
-        weight, total = training.sparsity_weight or 0.0, torch.zeros(2, dtype=torch.float64)
+        mean, weight = normalisation.mean, training.sparsity_weight or 0.0
+        total = torch.zeros(2, dtype=torch.float64, device=mean.device)
         for raw in raw_batches(rows, communicator):
-            batch = Batch.of(normalisation(moved(raw, normalisation.mean.device).to(normalisation.mean.dtype)),
-                             dictionary.d_in)
-            loss = dictionary.loss(batch, training.sparsity or "none", weight).value
-            total += torch.tensor([loss.item() * batch.size, batch.size])
+            batch = Batch.of(normalisation(moved(raw, mean.device).to(mean.dtype)), dictionary.d_in)
+            loss = dictionary.loss(batch, training.sparsity or "none", weight).value.double()
+            total += batch.size * torch.stack([loss, torch.ones_like(loss)])
         error, count = communicator.all_reduce(total).tolist()
         return error / count
 

@@ -123,7 +123,7 @@ def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: i
         raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
                           f"({', '.join(name for name in activation.sparsities if name != 'none')})",
                           option="sparsity_weight")
-    if sparsity == "none" and training.sparsity_warm_up not in (None, 0, PENALTY_WARM_UP):
+    if sparsity == "none" and training.sparsity_warm_up not in (None, PENALTY_WARM_UP):
         raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty",
                           option="sparsity_warm_up")
     d_sae = training.d_sae or 4 * d_in

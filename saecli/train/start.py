@@ -153,12 +153,13 @@ class Start:
             raise ConfigError(f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "
                               "leave it out", option="threshold")
         prefixes = training.prefixes or ",".join(map(str, sae.prefixes)) or None
-        rise, smoothing = training.sparsity_warm_up, training.smoothing
+        rise, smoothing, sparsity = (training.sparsity_warm_up, training.smoothing,
+                                     training.sparsity or activation.default_sparsity)
         training = replace(training, d_sae=sae.d_sae, prefixes=prefixes, skip=training.skip or sae.W_skip is not None,
-                           sparsity_warm_up=0.0 if rise is None else rise,
+                           sparsity_warm_up=0.0 if rise is None and sparsity != "none" else rise,
                            smoothing=0.0 if smoothing == "auto" else smoothing)
-        if (isinstance(activation, JumpRelu) and self._has_parameters(activation) and activation.target_l0 is None
-                and (training.sparsity or activation.default_sparsity) == "target-l0"):
+        if (isinstance(activation, JumpRelu) and self._has_parameters(activation) and sparsity == "target-l0"
+                and activation.target_l0 is None):
             some = torch.from_numpy(next(rows.batches(SAMPLED_ROWS, seed=training.shuffle_seed, epoch=0)))
             l0 = sae.codes(some[:, :sae.d_in].to(sae.W_enc)).count().item() / len(some)
             activation = replace(activation, target_l0=max(float(f"{l0:.3g}"), 1.0))

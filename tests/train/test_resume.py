@@ -71,11 +71,14 @@ def plan_of(solver: str, act: str, options: dict[str, Any]) -> Plan:
 @pytest.mark.parametrize(("solver", "act", "options"), CASES, ids=str)
 def test_resumed_is_bit_for_bit_uninterrupted(solver: str, act: str, options: dict[str, Any], tmp_path: Path):
     plan = plan_of(solver, act, options)
-    (whole,) = Loop([start_training(plan, Cut(tmp_path))]).train()
+    first = start_training(plan, Cut(tmp_path))
+    (whole,) = Loop([first]).train()
     if plan.start is not None:
         plan = replace(plan, start=replace(plan.start, sae=None))  # the checkpoint has all that a start gives
     for after in range(1, plan.epochs):
-        (found,) = Loop([start_training(plan, Cut(tmp_path, after))]).train()
+        resumed = start_training(plan, Cut(tmp_path, after))
+        (found,) = Loop([resumed]).train()
+        assert resumed.compared == first.compared and bool(first.compared) == (plan.start is not None)
         assert same(found, whole), after
 
 

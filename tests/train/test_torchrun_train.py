@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine, make_store
+from homes import CommandLine, make_run, make_store, random_sae
 from launching import Launched, launched, own_words, together, torchrun
 from safetensors.numpy import load_file
 
+from saecli.sae.activations import TopK
 from saecli.train.files import CHECKPOINT
 
 NETWORK = "10.77.7"  # of two namespaces, for two hosts
@@ -91,6 +92,22 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
     assert done.status == 0, done.err
     assert_same_result(done.json, one.json)
     assert_same_run(sae.home, "several", "one")
+
+
+@pytest.mark.long
+def test_training_on_is_that_of_one_process(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "old", random_sae(TopK(k=3)))
+    words = ("train", "--init", "old", "--dtype", "float64", "--data", "rows", "--epochs", "1", "--json")
+    one = sae(*words, "--name", "one").json
+    done = together(2, "--home", sae.home, *words, "--name", "two")
+    assert done.status == 0, done.err
+    assert_same_result(done.json, one)
+    assert_same_run(sae.home, "two", "one")
+    assert done.json["kept"] == one["kept"] == "after"
+    for measured in ("before", "after"):
+        for name in ("fvu", "l0", "loss"):
+            assert done.json[measured][name] == pytest.approx(one[measured][name], rel=1e-7)
 
 
 def assert_two_come_as_near(sae: CommandLine, *words: str) -> None:
