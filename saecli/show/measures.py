@@ -204,7 +204,7 @@ def refit_table(document: Mapping[str, Any]) -> RenderableType:
     rows += [[f"fvu of the first {first['latents']:,}", first["fvu"], then["fvu"]]
              for first, then in zip(before.get("prefixes", ()), after.get("prefixes", ()), strict=True)]
     final = document["final"]
-    rows += [["ridge towards the old decoder, over the codes' mean square", None, final["relative_alpha"]],
+    rows += [["ridge towards the old decoder, over the mean Gram diagonal", None, final["relative_alpha"]],
              ["effective degrees of freedom", None, final["dof"]], ["factor of the old decoder", None, final["c"]]]
     return table(f"{document['run']}: the decoder for {document['rows_train']:,} training rows of {document['data']}, "
                  f"on {document['rows_test']:,} held-out rows", ["measure", "before", "after"], rows)
