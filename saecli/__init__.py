@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .store.importing import import_array, import_synthetic
     from .store.opening import list_home
     from .store.reader import ActivationStore
+    from .train.finetune import finetune
     from .train.fit import fit, join, open_store
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ _MODULES = {
     "evaluate": "measure.evaluate",
     "export": "measure.export",
     "extract": "extract.extraction",
+    "finetune": "train.finetune",
     "fit": "train.fit",
     "geometry": "geometry.geometry",
     "import_array": "store.importing",
@@ -73,8 +75,8 @@ _MODULES = {
     "steering": "measure.steer",
 }
 __all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "draw", "evaluate", "export", "extract",
-           "fit", "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae", "open_store",
-           "probe", "push", "refit", "report", "save_sae", "sparsity", "stability", "steer", "steering"]
+           "finetune", "fit", "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae",
+           "open_store", "probe", "push", "refit", "report", "save_sae", "sparsity", "stability", "steer", "steering"]
 
 if not TYPE_CHECKING:
     def __getattr__(name: str) -> "Any":

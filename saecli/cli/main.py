@@ -25,6 +25,7 @@ COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
     "import": "Store an array, or synthetic rows made of known features.",
     "train": "Train a sparse autoencoder from a store or a model.",
+    "finetune": "Train an SAE on through the language model that it acts in.",
     "refit": "Solve for the decoder of an SAE that is optimal on a store's rows.",
     "eval": "Measure reconstruction, sparsity and the effect on the model.",
     "controls": "Train baselines for a run: random encoder or decoder, shuffled rows, random model.",
@@ -40,7 +41,7 @@ COMMANDS = {
     "demo": "Run extract, train and eval offline on a bundled model, printing each command.",
 }
 HELP = {"-h", "--help", "--help-all"}
-TOGETHER = ("extract", "train")  # commands that torchrun may run in several processes
+TOGETHER = ("extract", "train", "finetune")  # commands that torchrun may run in several processes
 
 
 class Command(TyperCommand):

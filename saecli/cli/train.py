@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..extract.streaming import Streamed
     from ..store.joined import Joined
     from ..store.reader import RowSource
-    from ..train.runs import Run
+    from ..train.runs import Job, Run
     from ..train.start import Start
 
     RowsOf = Callable[[TrainingConfig], tuple[RowSource, RowSource | None]]  # training rows and test rows
@@ -89,8 +89,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     """
     if not (resume or data or options[0].values["model"]):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
-    from ..show.tables import compared_tables, figures_table, results_table
-    from ..train.runs import Job, claimed_folders, resumed_job, train_runs
+    from ..train.runs import Job, claimed_folders, resumed_job
     from ..train.runs import run_names as names_of
     from ..train.start import Start
 
@@ -98,9 +97,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     with ExitStack() as claims:
         try:
             if resume:
-                if others := sorted({name for name in ctx.params if is_given(ctx, name)} - {"name", "resume", "json"}):
-                    raise ConfigError(f"{flag_of(others[0])} does nothing with --resume, which goes on with the "
-                                      "settings of the run; leave it out", option=others[0])
+                demand_alone(ctx)
                 jobs = [resumed_job(session.home, name, session.console, claims, processes)]
             else:
                 names = names_of(name, [each.varied for each in options])
@@ -119,25 +116,38 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             interrupts.told(stop)
             session.console.note("stopped before training began; nothing was changed")
             raise
-        documents, errors = train_runs(jobs, session.console, processes)
-        if processes.is_main:
-            from ..show.runs import loss_curves  # matplotlib takes a second to import
-            from ..train.files import read_metrics
+        trained(session, jobs, processes)
 
-            for folder in (Path(document["path"]) for document in documents):
-                loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-        if len(jobs) == 1:
-            session.console.result(documents[0], results_table(documents), *compared_tables(documents),
-                                   figures_table(documents),
-                                   f"saved in {documents[0]['path']}; loss.png there has its curves")
-            return
-        session.console.result({"runs": documents}, results_table(documents, [*jobs[0].varied]),
-                               *compared_tables(documents), *([figures_table(documents)] if documents else []),
-                               f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
-        for number, error in enumerate(errors.values(), 1):
-            if number == len(errors):
-                raise error
-            session.console.note(error.sentence if isinstance(error, SaeError) else str(error))
+
+def demand_alone(ctx: typer.Context) -> None:
+    """Refuse options that do nothing with `--resume`."""
+    if others := sorted({name for name in ctx.params if is_given(ctx, name)} - {"name", "resume", "json"}):
+        raise ConfigError(f"{flag_of(others[0])} does nothing with --resume, which goes on with the settings of the "
+                          "run; leave it out", option=others[0])
+
+
+def trained(session: Session, jobs: Sequence[Job], processes: Communicator) -> None:
+    """Train runs in claimed folders, and print their results."""
+    from ..show.tables import compared_tables, figures_table, results_table
+    from ..train.runs import train_runs
+
+    documents, errors = train_runs(jobs, session.console, processes)
+    if processes.is_main:
+        from ..show.runs import loss_curves  # matplotlib takes a second to import
+        from ..train.files import read_metrics
+
+        for folder in (Path(document["path"]) for document in documents):
+            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
+    alone = len(jobs) == 1
+    session.console.result(documents[0] if alone else {"runs": documents},
+                           results_table(documents, [*jobs[0].varied]), *compared_tables(documents),
+                           *([figures_table(documents)] if documents else []),
+                           f"saved in {documents[0]['path']}; loss.png there has its curves" if alone else
+                           f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
+    for number, error in enumerate(errors.values(), 1):
+        if number == len(errors):
+            raise error
+        session.console.note(error.sentence if isinstance(error, SaeError) else str(error))
 
 
 def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,
@@ -167,7 +177,7 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     training = options.config(TrainingConfig)
     extraction = ExtractConfig(**{one.name: options.values[one.name] for one in FROM_MODEL
                                   if one.name in options.given})
-    stream = open_stream(extraction, given=options.given, layer=ctx.params["layer"], site=ctx.params["site"],
+    stream, _ = open_stream(extraction, given=options.given, at=(ctx.params["layer"], ctx.params["site"]),
                          device=training.device, home=session.home, listener=session.console)
     rows = claims.enter_context(LiveRows(stream, extraction.rows, training.split_seed,
                                          SAMPLED_ROWS + training.batch_size, session.console))

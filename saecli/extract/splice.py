@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..base.console import Listener
 from ..base.errors import ConfigError, StoreError, unknown_choice
-from ..base.home import Home
 from ..sae.dictionary import SAE
-from ..sae.library import SAELike, open_sae
+from ..sae.formats import SavedSAE
+from ..sae.library import Subject
 from ..store.reader import Rows
 from ..store.split import window_starts
 from .options import SITES, HookPoint
@@ -46,6 +46,14 @@ class Hooked:
     writes: tuple[HookPoint, ...]
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """The fields of an SAE's `Origin` that say where it acts."""
+        found: dict[str, Any] = self.read._asdict()
+        if self.reads != self.writes:
+            found |= {f"target_{key}": value for key, value in self.written._asdict().items()}
+        return found | ({"inputs": [one._asdict() for one in self.reads]} if len(self.reads) > 1 else {})
+
+    @property
     def read(self) -> HookPoint:
         return self.reads[0]
 
@@ -65,10 +73,10 @@ class Hooked:
                                   option="layer")
 
 
-def hooked(home: Home, sae: SAELike, layer: int | None, site: str | None, what: str, listener: Listener) -> Hooked:
-    """Open an SAE with its hook points; `layer` and `site` if its file does not say. With `what` a crosscoder is
-    refused: "WHAT with NAME is not defined"."""
-    subject, saved = open_sae(home, sae, listener)
+def hooked(opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None, what: str = "") -> Hooked:
+    """An SAE, from `open_sae`, with its hook points; `layer` and `site` if its file does not say. With `what` a
+    crosscoder is refused: "WHAT with NAME is not defined"."""
+    subject, saved = opened
     name, origin, inputs = subject.name, saved.origin, saved.origin.get("inputs") or []
     if saved.sae.widths and what:
         raise ConfigError(f"{what} with {name} is not defined: expected an SAE or a transcoder, which read one hook "

@@ -61,19 +61,20 @@ class Streamed:
         return self.given
 
 
-def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, site: str, device: str, home: Home,
-                listener: Listener) -> Streamed:
-    """Load a model and open a text; `given` names the options that the user set, a `layer` of None is the middle one.
-    """
+def open_stream(config: ExtractConfig, *, given: Set[str], at: tuple[int | None, str], device: str, home: Home,
+                listener: Listener, whole: bool = False) -> tuple[Streamed, Extraction]:
+    """Load a model, `whole` or up to the layer, and open a text; `given` names the options that the user set, `at`
+    the layer, None for the middle one, and the site."""
     from .language_model import LanguageModel  # transformers takes seconds to import
 
     where = device_named(device)
     config, source, text = settled(config, given, where, ALONE)
     if where.type == "cuda":  # what fits in all free memory would leave none for training
         config = replace(config, batch_size=max(1, GPU_TOKENS // config.window))
-    layer = source.default_layer() if layer is None else layer
+    layer, site = source.default_layer() if at[0] is None else at[0], at[1]
     (request,) = store_requests(config, source, text, [layer], [site], None, home.stores)
-    extraction = Extraction(config, LanguageModel(source, where, dtype=config.model_dtype, last=layer), text, listener)
+    model = LanguageModel(source, where, head=whole, dtype=config.model_dtype, last=None if whole else layer)
+    extraction = Extraction(config, model, text, listener)
     meta, points = extraction.metas([request])[request.point], [request.point]
     forward = extraction.forward(points)
 
@@ -94,7 +95,7 @@ def open_stream(config: ExtractConfig, *, given: Set[str], layer: int | None, si
                "context": config.context, "model_dtype": config.model_dtype, "dataset": _found_again(text.dataset)}
     if text.revision is not None:
         chosen["dataset_revision"] = text.revision
-    return Streamed(request, meta, chosen, blocks, extraction.block_rows)
+    return Streamed(request, meta, chosen, blocks, extraction.block_rows), extraction
 
 
 def _found_again(name: str) -> str:

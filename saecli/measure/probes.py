@@ -43,7 +43,7 @@ from ..extract.options import HookPoint
 from ..extract.splice import Hooked, hooked, in_batches, model_of, padded
 from ..extract.windows import Windows
 from ..sae.dictionary import SAE
-from ..sae.library import SAELike
+from ..sae.library import SAELike, open_sae
 from .measured import BATCH_CODES
 
 COUNTS = (1, 2, 5, 16)  # latents of a probe
@@ -92,7 +92,7 @@ def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None,
     if context is not None and context < 1:
         raise ConfigError(f"--context must be at least 1, got {context}", option="context")
     several: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
-    everything = [hooked(Home.at(home), sae, layer, site, "probing", listener) for sae in several or [None]]
+    everything = [hooked(open_sae(Home.at(home), sae, listener), layer, site, "probing") for sae in several or [None]]
     _check(everything, k)
     source, labelled = model_of(everything, model, listener), Sets()
     names = labelled.chosen(sets)

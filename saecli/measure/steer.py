@@ -27,7 +27,7 @@ from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of, intercepted
 from ..extract.splice import Hooked, hooked, model_of
 from ..extract.tokens import TokenTexts, continuation
-from ..sae.library import SAELike
+from ..sae.library import SAELike, open_sae
 
 METHODS, NEW_TOKENS = ("add", "clamp", "ablate"), 40
 
@@ -67,7 +67,7 @@ def steering(model: nn.Module, sae: SAELike, latents: int | Sequence[int], *, me
         method: add, clamp or ablate, as above; `scale` is in units of the latent's code, one for all latents or each.
         special: token ids whose activations stay; by default the model's BOS, EOS and padding.
     """
-    one = hooked(Home.at(home), sae, layer, site, "steering", Silent())
+    one = hooked(open_sae(Home.at(home), sae, Silent()), layer, site, "steering")
     with _changed(model, one, method, *_chosen(one, method, latents, scale), special):
         yield
 
@@ -129,7 +129,7 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
     prompts, listener = [prompts] if isinstance(prompts, str) else prompts, listening(progress)
     _refuse("temperature", not 0 <= temperature < np.inf, f"must be at least 0, and finite, got {temperature}")
     _refuse("seed", seed is not None and not temperature, "does nothing without --temperature, such as 1; leave it out")
-    one = hooked(Home.at(home), sae, layer, site, "steering", listener)
+    one = hooked(open_sae(Home.at(home), sae, listener), layer, site, "steering")
     chosen, scales = _chosen(one, method, latents, scale)
     source = model_of([one], model, listener)
     loaded = LanguageModel(source, device_named(device), head=True)

@@ -147,6 +147,7 @@ def _local_time(created: str) -> str | None:
     return f"{when.astimezone():%Y-%m-%d %H:%M}" if when.tzinfo else created
 
 
+COMPARED = ("loss", "fvu", "l0", "kl", "ce_recovered")  # before and after, where measured
 RESULTS = {"data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
 NO_VARIANCE = 1e9  # of a ridge over the mean diagonal: larger where codes do not vary
 FIGURES = {  # of a run, below its results, what a user can act on first; a solver's own go by their names
@@ -179,7 +180,8 @@ def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableTy
     """A table for each run that trained an SAE on: held-out measures before and after, and which SAE it kept."""
     return [table(f"{one['run']} on held-out rows; the SAE {one['kept']} training is kept",
                   ["measure", "before", "after"],
-                  [[name, one["before"][name], one["after"][name]] for name in ("loss", "fvu", "l0")])
+                  [[name.replace("_", " "), one["before"][name], one["after"][name]] for name in COMPARED
+                   if name in one["before"]])
             for one in documents if "kept" in one]
 
 

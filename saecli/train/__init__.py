@@ -7,7 +7,8 @@
     runs.py           run folders: new, resumed, several     files.py          their files, trackers
     solver.py         what a solver is given; descent, revival, Adam, sgd
     decoder_step.py   a decoder step's pass and upkeep       pam_sgd.py        descent and decoder steps in turn
-    refit_decoder.py  the decoder of an SAE on other rows    ridge/            the closed-form decoder
+    finetune.py       saecli.finetune, as a run              through.py        its solver, through the model
+    ridge/            the closed-form decoder
 
 To add a solver, write its file (a configuration whose `build` makes a `Solver`) and a line in `SOLVERS`. README.md says
 how the solvers differ.

@@ -25,7 +25,7 @@ from .options import TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import HeldRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
 from .solver import Solver, StepReport, Task
-from .start import fitted_learning_rate, initial_sae, shaped
+from .start import fitted_learning_rate, initial_sae, rescaled, shaped
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
@@ -62,8 +62,8 @@ class Record:
 @dataclass(frozen=True, eq=False)
 class Training:
     """One SAE in training. `progress` is up to the last epoch kept, its rows up to now; `worst` the FVU above which
-    training has diverged; `begun` the SAE that training starts from, normalised, `compared` its measures and the
-    last one's; `pending` the reports since the last line of measures."""
+    training has diverged; `begun` the SAE that training starts from, on normalised rows, its codes times `factor`;
+    `compared` its measures and the last one's; `pending` the reports since the last line of measures."""
 
     plan: Plan
     record: Record
@@ -73,6 +73,7 @@ class Training:
     progress: Progress
     worst: float
     begun: SAE | None = None
+    factor: float = 1.0
     compared: dict[str, Any] = field(default_factory=dict)
     pending: list[StepReport] = field(default_factory=list)
 
@@ -83,7 +84,8 @@ class Training:
 
     def _raw(self, dictionary: Dictionary | None) -> SAE:
         assert dictionary is not None
-        return on_raw_rows(dictionary.sae().without_training_parameters(), self.rows.normalisation)
+        sae = rescaled(dictionary.sae().without_training_parameters(), 1 / self.factor)
+        return on_raw_rows(sae, self.rows.normalisation)
 
     def compare(self) -> None:
         """Measure the SAE that training began with and its last, on held-out rows, on training rows if there are none;
@@ -95,10 +97,12 @@ class Training:
         learned = {name: getattr(after, name) for name in before.activation.training_parameters(1)}
         before = before.changed(None, **learned)
         communicator, rows = self.rows.communicator, self.plan.test_rows or self.plan.train_rows
-        both = reconstructions([self._raw(one) for one in (before, after)], raw_batches(rows, communicator),
-                               communicator)
-        for one, measures in zip((before, after), both, strict=True):
-            measures["loss"] = self._loss(one, rows)
+        saes = [self._raw(one) for one in (before, after)]
+        both = communicator.broadcast_object(lambda: self.plan.compared(saes))
+        if not both:
+            both = reconstructions(saes, raw_batches(rows, communicator), communicator)
+            for one, measures in zip((before, after), both, strict=True):
+                measures["loss"] = self._loss(one, rows)
         kept = "after" if both[1]["loss"] <= both[0]["loss"] else "before"
         self.compared.update(before=both[0], after=both[1], kept=kept)
         if kept == "before":
@@ -154,8 +158,10 @@ class Training:
         measures = {} if test is None else {"test_fvu": test["fvu"], "test_l0": test["l0"]}
         self.record.line({"step": progress.step, "epoch": progress.epoch, **measures, **solver.record()})
         tensors = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
-        begun = {} if self.begun is None else {f"begun.{name}": one for name, one in self.begun.tensors().items()}
-        self.record.epoch(sae, solver.state() | tensors | begun, progress, test)
+        if self.begun is not None:
+            factor = {"factor": torch.tensor(self.factor, dtype=torch.float64)}
+            tensors |= {f"begun.{name}": tensor for name, tensor in (self.begun.tensors() | factor).items()}
+        self.record.epoch(sae, solver.state() | tensors, progress, test)
 
     def notes(self) -> list[str]:
         """Sentences for the user at the end of training."""
@@ -171,7 +177,7 @@ class Training:
         solver, progress, plan, compared = self.solver, self.progress, self.plan, self.compared
         test = compared["before"] if compared.get("kept") == "before" else test
         return {
-            "rows_train": plan.train_rows.rows, "rows_counted": train["rows"], "rows_test": test["rows"],
+            "rows_train": plan.rows_trained, "rows_counted": train["rows"], "rows_test": test["rows"],
             "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9),
             "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)], "notes": self.notes(), **compared,
@@ -208,11 +214,14 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
     task = Task(training, rows.rows, plan.steps, float(lr), sample, B, plan.held, start is not None, memory)
     initial = shaped(initial, training, plan.train_rows.places)
     solver = plan.solver.build(initial, task, communicator)
-    begun = None if start is None else initial
+    begun, factor = None if start is None else initial, 1.0
+    if start is not None and start.sae is not None and not state:
+        factor = (on_raw_rows(initial, normalisation).W_enc.norm() / start.sae.W_enc.to(initial.W_enc).norm()).item()
     if state:
         own = solver.state() | ({f"begun.{name}": tensor for name, tensor in begun.tensors().items()} if begun else {})
         demand_shapes(state, {name: tuple(tensor.shape) for name, tensor in own.items()})
         solver.restore(state)
+        factor = float(state.get("begun.factor", 1.0))
         begun = begun and begun.changed(None, **{name: state[f"begun.{name}"] for name in begun.tensors()})
     elif begun is not None:
         fired = torch.zeros(plan.d_sae, dtype=torch.bool, device=sample.x.device)
@@ -225,7 +234,7 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
         record.end()
         raise
     worst = DIVERGED * max(1.0, (sample.y.square().sum(1).mean() / normalisation.variance).item())
-    return Training(plan, record, show, rows, solver, replace(progress), worst, begun)
+    return Training(plan, record, show, rows, solver, replace(progress), worst, begun, factor)
 
 
 def _normalised(plan: Plan, state: Mapping[str, Tensor], holds: bool, communicator: Communicator) -> TrainingRows:
@@ -241,7 +250,7 @@ def _normalised(plan: Plan, state: Mapping[str, Tensor], holds: bool, communicat
                                           rows.d_target)
     # A GPU gets the rows as stored, and converts them.
     stored = rows if device.type == "cpu" else HeldRows(rows, device) if holds else rows.as_stored()
-    return TrainingRows(stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator)
+    return plan.in_batches(stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator)
 
 
 class Loop:

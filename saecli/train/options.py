@@ -13,8 +13,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..base.errors import ConfigError, flag_of
-from ..base.options import PAPER, Config, option
+from ..base.options import PAPER, Config, option, options_of
 from ..base.processes import ALONE, Communicator
+from ..extract.options import ExtractConfig
 from ..sae.activations import sparsity_names
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ DECAY = 0.5  # last fraction of all steps, over which it falls to zero
 TRAIN_ON = 0.25  # learning rate of a training that starts from an SAE, over one from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
+TEXT = ("dataset", "dataset_config", "dataset_split", "dataset_revision", "text_column", "min_tokens", "context",
+        "packed", "model_dtype")
 NORMALISATIONS = ("scale", "standardize", "none")
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
@@ -158,7 +161,7 @@ class SolverConfig(Config, ABC):
     nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER)
 
     inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
-                                            f"training, at most {MOST_INNER_STEPS} per batch; with --steps, --init 1.",
+                                            f"training, at most {MOST_INNER_STEPS} a batch; 1 with --steps or --init.",
                                     choices=("auto",), minimum=1)
     revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
                                 f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
@@ -209,6 +212,39 @@ class Sgd(SolverConfig):
         """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
         matrices = (2 + VECTORS) * (1 if self.tied else 2) + bool(self.mu_enc)
         return 4 * matrices * d_in * d_sae + self.window(rows, batch_size, d_in)
+
+
+@dataclass(frozen=True)
+class Finetune(SolverConfig):
+    """Options of training through the model; those of `SolverConfig` keep their defaults."""
+
+    name: ClassVar[str] = "finetune"
+    made_by: ClassVar[str] = "through:ThroughModel"
+
+    model: str | None = option(None, "Language model: hub id or folder. Default: the one that RUN names.", once=True)
+    layer: int | None = option(None, "Block where RUN acts, if it does not say.", minimum=0, once=True, advanced=True)
+    site: str | None = option(None, "Hook point in the block, if RUN does not say.", once=True, advanced=True)
+    tokens: int = option(500_000, "Tokens to train on; shorter text is passed over again.", minimum=1, once=True)
+    objective: str = option("kl", "What the spliced model's predictions are trained for: kl, the model's own "
+                                  "predictions; ce, the next token.", choices=("kl", "ce"))
+    fvu_weight: float = option(5.0, "Weight of FVU next to the objective, in nats per token.", minimum=0)
+    only: str | None = option(None, "Train the decoder alone, so that codes stay. Default: encoder and decoder.",
+                              choices=("decoder",))
+    windows: int | str = option("auto", "Windows per forward pass; a step stays the same. auto: what fits in memory.",
+                                choices=("auto",), minimum=1, once=True, advanced=True)
+
+    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
+        """Weights, gradients and optimiser state, in float32."""
+        return 4 * (2 + VECTORS) * 2 * d_in * d_sae
+
+
+# Options of `sae finetune`: its own, some of training, and some of extraction, with a text instead of a store.
+FINETUNED = tuple(
+    replace(one, panel=panel, once=one.once or panel != "Training", advanced=one.advanced or panel != "Training")
+    for config, panel, named in (
+        (Finetune, "Training", ("model", "layer", "site", "tokens", "objective", "fvu_weight", "only", "windows")),
+        (TrainingConfig, "Training", ("lr", "seed", "log_to", "device")), (ExtractConfig, "Text without a store", TEXT))
+    for one in (options_of(config)[name] for name in named))
 
 
 @dataclass(frozen=True)

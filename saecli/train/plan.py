@@ -1,10 +1,10 @@
 """What to train, every setting resolved; and warnings: one sentence on a measure, and the option to change."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -13,10 +13,11 @@ from ..base.errors import ConfigError
 from ..base.machine import local_world
 from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
+from ..sae.dictionary import SAE
 from ..sae.metrics import doubts
 from ..store.reader import RowSource
 from .options import DEFAULT_STEPS, MOST_DEFAULT_EPOCHS, PENALTY_WARM_UP, SMALLEST, WIDEST, SolverConfig, TrainingConfig
-from .rows import SUMMED_ROWS, held_bytes
+from .rows import SUMMED_ROWS, TrainingRows, held_bytes
 from .start import Start
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
@@ -31,6 +32,8 @@ class Plan:
     Test rows are measured after each epoch. Without `start`, training starts from random directions. `held` names the
     weights that keep their start, W_enc or W_dec; see `Task`.
     """
+
+    in_batches: ClassVar[type[TrainingRows]] = TrainingRows
 
     train_rows: RowSource
     test_rows: RowSource | None
@@ -89,6 +92,14 @@ class Plan:
     def epochs(self) -> int:
         """Passes over the rows; of the last one perhaps a part."""
         return math.ceil(self.steps / (self.batches * self.solver.rounds))
+
+    @property
+    def rows_trained(self) -> int:
+        return self.train_rows.rows
+
+    def compared(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
+        """Measures of SAEs before and after, with their `loss`, where a plan has its own."""
+        return []
 
     @property
     def d_sae(self) -> int:

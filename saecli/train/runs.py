@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,9 +50,38 @@ from .start import Start
 class Run:
     """A training on rows of stores, or of a model, and the time of its start."""
 
+    command: ClassVar[str] = "train"
+
     stores: Joined | Streamed
     plan: Plan
     created: str
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The fields of `Origin` for the SAE's file."""
+        return origin_of(self.stores, self.plan.training.split_seed, self.plan.training.fraction)
+
+    @property
+    def summary(self) -> str:
+        """What is trained, for a line at the start."""
+        plan = self.plan
+        tests = 0 if plan.test_rows is None else plan.test_rows.rows
+        return (f"{plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents on {self.stores.d_in} "
+                f"dimensions, {plan.train_rows.rows:,} training and {tests:,} test rows, {plan.steps:,} steps"
+                + ("" if plan.training.precision == "float32" else f", products in {plan.training.precision}")
+                + (f", from {plan.start.name}" if plan.start else ""))
+
+    def options(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options that repeat the run: those to set, and all that are settled."""
+        plan = self.plan
+        chosen = {"solver": plan.solver.name, "act": plan.activation.name, **self.stores.options(),
+                  "precision": plan.training.precision}  # which auto would choose anew on another device
+        if plan.start is not None:
+            chosen["init"] = plan.start.name
+        settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
+        if settled["sparsity"] == "none":
+            del settled["sparsity_weight"]
+        return chosen, settled
 
     def write(self, folder: Path, result: dict[str, Any] | None) -> None:
         """Write the run's `run.json`: complete if there is a result."""
@@ -66,17 +95,10 @@ class Run:
 
     def write_config(self, folder: Path, given: Mapping[str, Any]) -> None:
         """Write a file for `--config` that repeats the run: the options given, and as comments those filled in."""
-        plan = self.plan
-        chosen = {"solver": plan.solver.name, "act": plan.activation.name, **self.stores.options(),
-                  "precision": plan.training.precision}  # which auto would choose anew on another device
-        if plan.start is not None:
-            chosen["init"] = plan.start.name
-        settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
-        if settled["sparsity"] == "none":
-            del settled["sparsity_weight"]
+        chosen, settled = self.options()
         shown = {**chosen, **{name: value for name, value in given.items() if name != "precision"}}
         filled = {name: value for name, value in settled.items() if name not in shown}
-        lines = [f"# sae train --config {CONFIG} trains this run again, to the same weights, on the same rows.",
+        lines = [f"# sae {self.command} --config {CONFIG} makes this run again, to the same weights, on the same rows.",
                  f"# Options on the command line win. Written by saecli {version('saecli')}.", "", *toml_lines(shown),
                  "", "# Not given, and so by default:", *(f"# {line}" for line in toml_lines(filled))]
         with appearing_whole(folder / CONFIG) as temporary:
@@ -123,9 +145,7 @@ class RunRecord(Record):
             log.close()
 
     def _save(self, sae: SAE, folder: Path) -> None:
-        training = self.run.plan.training
-        origin = origin_of(self.run.stores, training.split_seed, training.fraction)
-        save_native(SavedSAE(sae.copy_to(torch.float32), origin), folder)
+        save_native(SavedSAE(sae.copy_to(torch.float32), self.run.origin), folder)
 
 
 @dataclass(frozen=True)
@@ -185,12 +205,18 @@ def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitSt
     return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
 
 
-def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
+def unfinished_run(home: Home, name: str | None, listener: Listener, command: str) -> tuple[Path, dict[str, Any]]:
+    """The folder and document of the run `name`, else of the newest unfinished one that the command began."""
     runs = home.runs
+
+    def began(document: Mapping[str, Any]) -> str:
+        return "finetune" if document["solver"].get("name") == "finetune" else "train"
+
     if name is None:
-        unfinished = runs.unfinished()
+        unfinished = [one for one in runs.unfinished()
+                      if began(read_settings(runs.path / one / runs.marker)) == command]
         if not unfinished:
-            raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae train`")
+            raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae {command}`")
         name = unfinished[0]
         listener.note(f"going on with {name}")
     folder = runs.find(name)
@@ -198,6 +224,14 @@ def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
     if document["complete"]:
         raise RunError(f"{folder.name} is finished; there is nothing to resume, start from its SAE by `sae train "
                        f"--init {folder.name}`")
+    if began(document) != command:
+        raise RunError(f"{folder.name} was begun by another command; go on by `sae {began(document)} --resume --name "
+                       f"{folder.name}`")
+    return folder, document
+
+
+def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
+    folder, document = unfinished_run(home, name, listener, "train")
     return Job(folder, run_again(home, folder, document, listener, "go on with"))
 
 
@@ -245,7 +279,7 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
         interrupts.told(stop)
         for job in jobs:
             name = job.folder.name
-            listener.note(f"stopped; `sae train --resume --name {name}` goes on after the last whole epoch"
+            listener.note(f"stopped; `sae {job.run.command} --resume --name {name}` goes on after the last whole epoch"
                           if (job.folder / CHECKPOINT).exists() else
                           f"stopped before the end of the first epoch; nothing was saved of {name}")
         raise
@@ -264,12 +298,7 @@ def _announce(job: Job, listener: Listener, communicator: Communicator) -> None:
     if job.given is not None and communicator.is_main:
         run.write_config(folder, job.given)  # before run.json, which marks a run that can be resumed
         run.write(folder, None)
-    tests = 0 if plan.test_rows is None else plan.test_rows.rows
-    listener.note(f"{folder.name}: {plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents "
-                  f"on {run.stores.d_in} dimensions, {plan.train_rows.rows:,} training and {tests:,} test rows, "
-                  f"{plan.steps:,} steps"
-                  + ("" if plan.training.precision == "float32" else f", products in {plan.training.precision}")
-                  + (f", from {plan.start.name}" if plan.start else ""))
+    listener.note(f"{folder.name}: {run.summary}")
     for warning in doubts_at_start(plan):
         listener.note(f"{folder.name}: warning: {warning}")
 

@@ -178,11 +178,7 @@ class Start:
         # Raw rows are normalised ones, normalised by these.
         own = own.on_raw_rows(-mean / scale, 1 / scale, -target_mean / target_scale, 1 / target_scale)
         factor = (own.W_dec.norm() / own.W_enc.norm()).sqrt().item()
-        if 0 < factor < math.inf:
-            rescaled = own.activation.rescaled(own.activation_parameters, factor)
-            if rescaled is not None:
-                own = own.changed(None, W_enc=own.W_enc * factor, b_enc=own.b_enc * factor, W_dec=own.W_dec / factor,
-                                  **rescaled)
+        own = rescaled(own, factor)
         start = activation.parameters(own.d_sae) | activation.training_parameters(own.d_sae)
         x = sample.double()
         parameters = activation.continuing({name: tensor.to(own.W_enc) for name, tensor in start.items()},
@@ -203,6 +199,13 @@ class Start:
 
     def _has_parameters(self, activation: Activation) -> bool:
         return type(activation) is type(self._sae.activation)
+
+
+def rescaled(sae: SAE, factor: float) -> SAE:
+    """The same SAE with all codes times a factor, where its activation allows that."""
+    parameters = sae.activation.rescaled(sae.activation_parameters, factor) if 0 < factor < math.inf else None
+    return sae if parameters is None else sae.changed(None, W_enc=sae.W_enc * factor, b_enc=sae.b_enc * factor,
+                                                      W_dec=sae.W_dec / factor, **parameters)
 
 
 def fingerprint(sae: SAE) -> str:

@@ -13,11 +13,11 @@ from ridge_problems import least_squares, terms_of
 import saecli
 from saecli.base.console import Silent
 from saecli.base.devices import free_memory
+from saecli.measure import refit as decoder
+from saecli.measure.refit import refitted
 from saecli.sae.activations import ACTIVATIONS, JumpRelu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.split import is_test
-from saecli.train import refit_decoder as decoder
-from saecli.train.refit_decoder import refitted
 from saecli.train.rows import ArrayRows
 
 

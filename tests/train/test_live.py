@@ -175,7 +175,7 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
     Path(sae.home).mkdir(exist_ok=True)
     (sae.home / "notes.txt").write_text(text)
     options = {"model": "tiny-gemma2", "dataset": str(sae.home / "notes.txt"), "rows": 1500}
-    stream = open_stream(ExtractConfig(**options), given=options.keys(), layer=1, site="mlp_out", device="cpu",
+    stream, _ = open_stream(ExtractConfig(**options), given=options.keys(), at=(1, "mlp_out"), device="cpu",
                          home=Home(sae.home), listener=Silent())
     with LiveRows(stream, 1000, 0, 100, Silent()) as live:
         (found,), tested = live.sequential(10_000), live.test_rows

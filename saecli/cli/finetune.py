@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+from ..base import interrupts
+from ..base.home import now
+from ..base.processes import communicator
+from ..train.options import FINETUNED
+from .options import Data, Given, Json, Run, configured, home_of, start
+from .train import Resume, demand_alone, trained
+
+Name = Annotated[str | None, typer.Option("--name", help="Name of the new run.",
+                                          show_default="finetune, activation and a number",
+                                          autocompletion=lambda ctx: home_of(ctx).runs.unfinished())]
+
+
+@configured(repeated=True, more=FINETUNED)
+def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, data: Data = None, name: Name = None,
+            resume: Resume = False, json: Json = False) -> None:
+    """Train an SAE on through the language model that it acts in.
+
+    Minimises KL(clean || spliced) + fvu_weight FVU per token; the spliced model has RUN's reconstructions in place of
+    its activations. L0 stays. RUN is an SAE, a transcoder or a crosscoder.
+
+    The text is the tokens of RUN's store, or of --data; with --dataset a text that is streamed. Prints FVU, L0, KL and
+    CE recovered on held-out text before and after. Saves a run, with the better SAE of the two.
+
+    Options marked "..." can be given several times: one run per combination, trained together.
+
+    Example: sae finetune first --model google/gemma-2-2b
+    """
+    from ..train.finetune import FinetuneRun, Opened, chosen, resumed
+    from ..train.runs import Job, claimed_folders, run_names
+
+    session, processes = start(ctx, json), communicator()
+    with ExitStack() as claims:
+        try:
+            if resume:
+                demand_alone(ctx)
+                jobs = [resumed(session.home, name, session.console, claims, processes)]
+            else:
+                names = run_names(name, [each.varied for each in options])
+                given = [{key: value for key, value in each.values.items() if key in each.given} for each in options]
+                settings = [chosen(one) for one in given]
+                config, training, text = settings[0]
+                opened = Opened.open(session.home, run, config, data=data or [], text=text,
+                                     device=training.device, listener=session.console)
+                plans = [opened.plan(config, training) for config, training, _ in settings]
+                stem = f"finetune-{plans[0].activation.name}"
+                folders = claimed_folders(session.home, names, stem, claims, processes)
+                jobs = [Job(folder, FinetuneRun(opened.stores, plan, now()), one, each.varied)
+                        for folder, plan, one, each in zip(folders, plans, given, options, strict=True)]
+        except KeyboardInterrupt as stop:
+            interrupts.told(stop)
+            session.console.note("stopped before training began; nothing was changed")
+            raise
+        trained(session, jobs, processes)

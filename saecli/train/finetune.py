@@ -1,0 +1,201 @@
+"""`sae finetune`: a finished SAE trained on through the language model that it acts in; see `through.py`."""
+
+from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from ..base.console import Listener, listening
+from ..base.devices import device_named
+from ..base.errors import ConfigError, RunError, did_you_mean
+from ..base.home import Home
+from ..base.options import Config, in_place_of, options_of
+from ..base.processes import Communicator, communicator
+from ..extract.language_model import LanguageModel
+from ..extract.options import ExtractConfig
+from ..extract.splice import Hooked, check_rows, hooked, largest, model_of, stored_windows, unfit
+from ..extract.streaming import Streamed, open_stream
+from ..extract.windows import Windows
+from ..sae.dictionary import SAE
+from ..sae.library import SAELike, lasting_name, open_sae
+from ..store.joined import Joined
+from ..store.opening import open_joined
+from ..store.split import is_test
+from .files import claimed
+from .loop import Loop, Record, start_training
+from .options import FINETUNED, TEXT, Finetune, TrainingConfig
+from .plan import Plan
+from .runs import Job, Run, unfinished_run
+from .start import Start, fingerprint
+from .through import FinetunePlan, Sampled, Through
+
+SAMPLE_TOKENS, TEST_TOKENS = 8192, 16_384  # whose activations are kept, to normalise and to measure
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """An SAE to fine-tune, the text, stored or streamed, and activations of both parts of it."""
+
+    stores: Joined | Streamed
+    start: Start
+    through: Through
+    rows: Sampled
+    test_rows: Sampled
+    split_seed: int
+
+    @classmethod
+    def open(cls, home: Home, sae: SAELike, config: Finetune, *, data: Sequence[str], text: Mapping[str, Any],
+             device: str, listener: Listener) -> Self:
+        """Open what `sae finetune` names; `text` are options of `sae extract`, without `dataset` those of the model."""
+        processes = communicator()
+        opened = subject, saved = open_sae(home, sae, listener)
+        acts = hooked(opened, config.layer, config.site)
+        source = model_of([acts], config.model, listener)
+        stores: Joined | Streamed
+        if "dataset" in text:
+            if data:
+                raise ConfigError("cannot use both --data and --dataset at the same time; use one of them")
+            extract = ExtractConfig(**text, model=source.name, rows=config.tokens)
+            stores, through = _streamed(home, acts, extract, text.keys(), subject.split_seed, device, listener)
+        else:
+            names = data or [name for name in (subject.data, *subject.beside) if name]
+            joined = stores = processes.main_first(lambda: open_joined(
+                home, names, None if data else subject.target, listener))
+            model = LanguageModel(source, device_named(device), head=True, dtype=text.get("model_dtype", "auto"))
+            through = _stored(joined, model, acts, config.tokens, subject.split_seed)
+        name = lasting_name(home, subject.name if sae is None else sae, subject)
+        start = Start(name, fingerprint(saved.sae), saved.sae)
+        train, test = processes.broadcast_object(lambda: (through.activations(through.train, SAMPLE_TOKENS),
+                                                          through.activations(through.test, TEST_TOKENS)))
+        return cls(stores, start, through, Sampled(through, train), Sampled(through, test), subject.split_seed)
+
+    def plan(self, config: Finetune, training: TrainingConfig) -> FinetunePlan:
+        """The plan of a training; of `training` the seed, device, trackers and the learning rate are used."""
+        tokens = self.through.per_step * self.through.plain.mean()
+        training = replace(training, lr_warm_up=0.0, lr_decay=1.0, steps=max(1, round(config.tokens / tokens)),
+                           smoothing=0.0, precision="float32", split_seed=self.split_seed, shuffle_seed=training.seed)
+        activation = self.through.hooked.sae.activation
+        plan = Plan.resolved(self.rows, self.test_rows, training, config, activation, self.start)
+        return FinetunePlan(**{one.name: getattr(plan, one.name) for one in fields(Plan)}, through=self.through)
+
+
+def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int) -> Through:
+    train, test = (stores.inputs[0].split(which, seed=seed) for which in ("train", "test"))
+    check_rows(train, model.source)
+    if (last := largest(train, "token_id")) >= model.vocabulary:
+        raise unfit(train, model.source, f"a token {last}, got token ids below {model.vocabulary}")
+    cutter = Windows(model.tokenizer, train.store.meta.source["context"])
+    return Through(model, acts, cutter.special, [*stored_windows(train, cutter.prefix, tokens)],
+                   [*stored_windows(test, cutter.prefix, TEST_TOKENS)])
+
+
+def _streamed(home: Home, acts: Hooked, config: ExtractConfig, given: Set[str], seed: int, device: str,
+              listener: Listener) -> tuple[Streamed, Through]:
+    """Windows of a text, its documents held out by the same hash as in a store."""
+    stream, extraction = open_stream(config, given=given, at=acts.read, device=device, home=home,
+                                     listener=listener, whole=True)
+    found: tuple[list[list[int]], list[list[int]]] = [], []
+    left = [config.rows, TEST_TOKENS]
+    cutter = extraction.windows()
+    for window in cutter.cut(extraction.text.documents(note=listener.note)):
+        part = int(is_test(window.documents[-1:], seed=seed)[0])
+        if left[part] > 0:
+            found[part].append(window.token_ids.tolist())
+            left[part] -= int(window.kept.sum())
+        if max(left) <= 0:
+            break
+    if not all(found):
+        raise ConfigError(f"--dataset has too few documents: expected training windows and held-out ones, got "
+                          f"{len(found[0])} and {len(found[1])}; name a text of more documents", option="dataset")
+    return stream, Through(extraction.model, acts, cutter.special, *found)
+
+
+@dataclass(frozen=True)
+class FinetuneRun(Run):
+    """A fine-tuning, as a run: it acts where the SAE did from which it began."""
+
+    command: ClassVar[str] = "finetune"
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        assert isinstance(self.plan, FinetunePlan)
+        return super().origin | self.plan.through.hooked.origin
+
+    @property
+    def summary(self) -> str:
+        plan = self.plan
+        assert isinstance(plan, FinetunePlan) and plan.start is not None and plan.test_rows is not None
+        return (f"{plan.start.name}, {plan.activation.name}, {plan.d_sae} latents, through "
+                f"{plan.through.model.source.name}, {plan.rows_trained:,} training and {plan.test_rows.rows:,} "
+                f"held-out tokens, {plan.steps:,} steps")
+
+    def options(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        settled = self.plan.training.to_json() | self.plan.solver.to_json() | self.stores.options()
+        names = {one.name for one in FINETUNED}
+        return ({name: value for name, value in self.stores.options().items() if name in {*names, "data", "target"}},
+                {name: settled[name] for name in names & settled.keys()})
+
+
+def resumed(home: Home, name: str | None, listener: Listener, claims: ExitStack, processes: Communicator) -> Job:
+    """The unfinished fine-tuning `name`, else the newest; its folder is claimed until `claims` is closed."""
+    folder, document = processes.main_first(lambda: unfinished_run(home, name, listener, "finetune"))
+    if processes.is_main:
+        claims.enter_context(claimed(folder, new=False))
+    try:
+        settings, training = dict(document["solver"]), TrainingConfig.from_json(document["training"])
+        config = Finetune.from_json({key: value for key, value in settings.items() if key != "name"})
+        streamed, begun = document.get("streamed"), document["init"]
+        text = {key: value for key, value in (streamed or {}).items() if key in TEXT}
+        data = [] if streamed else [document["data"], *document.get("beside", [])]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
+                       f"writes ({error}); begin it anew") from error
+    opened = Opened.open(home, begun["name"], config, data=data, text=text, device=training.device,
+                         listener=listener)
+    if opened.start.hash != begun["hash"] or opened.stores.hash != document["data_hash"]:
+        what = begun["name"] if opened.start.hash != begun["hash"] else opened.stores.name
+        raise RunError(f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew")
+    return Job(folder, FinetuneRun(opened.stores, opened.plan(config, training), document["created"]))
+
+
+def finetune(sae: SAELike, model: str | None = None, *, data: str | Sequence[str] | None = None,
+             home: str | Path | None = None, progress: bool | Listener = False, **options: Any) -> SAE:
+    """Train an SAE on through the language model that it acts in, and write no files; CLI equivalent: `sae finetune`.
+
+    Args:
+        sae: an SAE, a run's name or whatever else `load_sae` takes.
+        model: hub id or folder of the language model; None for the one that the SAE's file names.
+        data: the name of a store, whose token ids are the text; None for the store that the SAE was trained on.
+        home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        **options: those of `sae finetune`: `tokens`, `objective`, `fvu_weight`, `only`, `lr`, `dataset`, `device` and
+            so on.
+
+    Returns the better SAE of the two, before and after, on held-out windows; `metadata` has `before`, `after` and
+    `kept`. Cost: two forward passes and one backward pass over the tokens.
+    """
+    known = {one.name for one in FINETUNED}
+    if unknown := sorted(options.keys() - known):
+        advice = in_place_of(unknown[0], known) or did_you_mean(unknown[0], known) or "expected one of `sae finetune`'s"
+        raise ConfigError(f"finetune has no option {unknown[0]}; {advice}")
+    listener = listening(progress)
+    config, training, text = chosen({"model": model, **options})
+    opened = Opened.open(Home.at(home), sae, config, data=[data] if isinstance(data, str) else data or [], text=text,
+                         device=training.device, listener=listener)
+    plan = opened.plan(config, training)
+    with listener.progress("fine-tuning", plan.steps, "steps") as show:
+        found = start_training(plan, Record(), show)
+        (tuned,) = Loop([found]).train()
+    for note in found.notes():
+        listener.note(note)
+    tuned.metadata = plan.settings() | FinetuneRun(opened.stores, plan, "").origin | found.compared
+    return tuned
+
+
+def chosen(options: Mapping[str, Any]) -> tuple[Finetune, TrainingConfig, dict[str, Any]]:
+    """The options given, by their configurations, and those of the text."""
+    def of(config: type[Config]) -> dict[str, Any]:
+        return {name: options[name] for name in options_of(config) if name in options}
+
+    return Finetune(**of(Finetune)), TrainingConfig(**of(TrainingConfig)), {
+        name: options[name] for name in TEXT if options.get(name) is not None}
