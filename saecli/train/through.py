@@ -205,7 +205,7 @@ class ThroughModel(Solver):
         errors = (y_hat - y[:, None]).square().sum(-1).sum(0).double()  # (L,)
         loss = objective + config.fvu_weight * errors.mean() / normalisation.variance
         if self.weight:
-            norms = dictionary.weighed(dictionary.decoder()).norm(dim=1)
+            norms = dictionary.weighed(dictionary.decoder()).norm(dim=1).detach()  # or it would shrink what is exact
             penalty = self.weight * codes.times(norms[:, None]).sum()
             loss = loss + max(config.fvu_weight, 1.0) * penalty / normalisation.variance
         (loss / batch.size).backward()
