@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
+
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError, RunError, did_you_mean
@@ -66,7 +68,8 @@ class Opened:
             through = _stored(joined, model, acts, config.tokens, subject.split_seed)
         name = lasting_name(home, subject.name if sae is None else sae, subject)
         start = Start(name, fingerprint(saved.sae), saved.sae)
-        train, test = processes.broadcast_object(lambda: (through.activations(through.train, SAMPLE_TOKENS),
+        shuffled = [through.train[one] for one in np.random.default_rng(0).permutation(len(through.train))]
+        train, test = processes.broadcast_object(lambda: (through.activations(shuffled, SAMPLE_TOKENS),
                                                           through.activations(through.test, TEST_TOKENS)))
         return cls(stores, start, through, Sampled(through, train), Sampled(through, test), subject.split_seed)
 
