@@ -138,10 +138,10 @@ class ThroughModel(Solver):
     def __init__(self, initial: SAE, task: Task, config: Finetune, communicator: Communicator = ALONE) -> None:
         codes_stay = ("W_enc", "b_enc", *initial.activation_parameters) if config.only == "decoder" else ()
         super().__init__(initial.sae(), ("threshold", *codes_stay), task, config, 1, communicator)
-        self.through, self.codes_stay, self.most = config, bool(codes_stay), math.inf
+        self.options, self.codes_stay, self.most = config, bool(codes_stay), math.inf
         with torch.no_grad():
             codes = self.dictionary.codes(task.sample.x)
-            self.target = codes.count().double() / len(task.sample.x)  # L0
+            self.target = (codes.count().double() / len(task.sample.x)).clamp(min=1e-6)  # L0
             self.weight = self._stationary_weight(codes)
 
     def _stationary_weight(self, codes: Codes) -> Tensor:
@@ -169,8 +169,8 @@ class ThroughModel(Solver):
         return []
 
     def _step(self, batch: StepWindows) -> StepReport:
-        if self.through.windows != "auto":
-            self.most = min(self.most, int(self.through.windows) * max(map(len, batch.token_ids), default=1))
+        if self.options.windows != "auto":
+            self.most = min(self.most, int(self.options.windows) * max(map(len, batch.token_ids), default=1))
         sums = None
         while sums is None:
             self.optimizer.zero_grad()
@@ -192,7 +192,7 @@ class ThroughModel(Solver):
 
     def _part(self, batch: StepWindows, windows: list[list[int]]) -> Tensor:
         """Add the gradient of some of a step's windows; returns their parts of the loss, squared error and L0."""
-        dictionary, config, normalisation = self.dictionary, self.through, batch.normalisation
+        dictionary, options, normalisation = self.dictionary, self.options, batch.normalisation
         mean, scale, target_mean, target_scale = normalisation.of_sae()
         clean = batch.through.clean(windows)
         x = (clean.x.to(mean) - mean) / scale
@@ -201,13 +201,13 @@ class ThroughModel(Solver):
         codes = dictionary.activation(pre, dictionary.activation_parameters)
         y_hat = dictionary.predicted(x, codes)  # (n, L, E)
         spliced = clean.spliced(y_hat[:, -1] * target_scale + target_mean)
-        objective = clean.kl(spliced) if config.objective == "kl" else clean.cross_entropy(spliced)
+        objective = clean.kl(spliced) if options.objective == "kl" else clean.cross_entropy(spliced)
         errors = (y_hat - y[:, None]).square().sum(-1).sum(0).double()  # (L,)
-        loss = objective + config.fvu_weight * errors.mean() / normalisation.variance
+        loss = objective + options.fvu_weight * errors.mean() / normalisation.variance
         if self.weight:
             norms = dictionary.weighed(dictionary.decoder()).norm(dim=1).detach()  # or it would shrink what is exact
             penalty = self.weight * codes.times(norms[:, None]).sum()
-            loss = loss + max(config.fvu_weight, 1.0) * penalty / normalisation.variance
+            loss = loss + max(options.fvu_weight, 1.0) * penalty / normalisation.variance
         (loss / batch.size).backward()
         return torch.stack([loss.detach(), errors[-1].detach(), codes.count().double() * batch.size]) / batch.size
 
@@ -245,7 +245,7 @@ class ThroughModel(Solver):
             parameters["threshold"] *= factor.clamp(min=0)
 
     def notes(self) -> list[str]:
-        lacking = math.isfinite(self.most) and self.through.windows == "auto"
+        lacking = math.isfinite(self.most) and self.options.windows == "auto"
         return [f"for lack of memory, forward passes took at most {self.most:,} tokens"] * lacking
 
     def state(self) -> dict[str, Tensor]:
