@@ -29,13 +29,13 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, 
     monkeypatch.delenv("SAE_HOME", raising=False)
     Path("notes.txt").write_text(NOTES)
     lines = [line for block in blocks("sh") for line in block.splitlines()]
-    assert [shlex.split(line)[:2] for line in lines] == [["sae", name] for name in (
-        "extract", "train", "eval", "sparsity", "geometry", "report", "extract", "train", "eval", "extract", "train",
-        "sparsity")]
-    quick = {"train": ["--epochs", "2", "--d-sae", "64"]}  # the default takes longer than a test should
+    assert [shlex.split(line, comments=True)[:2] for line in lines] == [["sae", name] for name in (
+        "extract", "train", "eval", "sparsity", "geometry", "report", "finetune", "train", "extract", "train", "eval",
+        "extract", "train", "sparsity")]
+    quick = {"train": ["--epochs", "2", "--d-sae", "64"], "finetune": ["--tokens", "6000"]}  # the default takes longer than a test should
     here = CommandLine(Path("sae-data"), sae.monkeypatch, sae.capsys)
     for line in lines:
-        words = shlex.split(line)[1:]
+        words = shlex.split(line, comments=True)[1:]
         done = here(*words, *quick.get(words[0], []))
         assert done.status == 0, done.err
     assert Path("sparsity.png").exists()
