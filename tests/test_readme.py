@@ -32,7 +32,7 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, 
     assert [shlex.split(line, comments=True)[:2] for line in lines] == [["sae", name] for name in (
         "extract", "train", "eval", "sparsity", "geometry", "report", "finetune", "train", "extract", "train", "eval",
         "extract", "train", "sparsity")]
-    quick = {"train": ["--epochs", "2", "--d-sae", "64"], "finetune": ["--tokens", "6000"]}  # the default takes longer than a test should
+    quick = {"train": ["--epochs", "2", "--d-sae", "64"], "finetune": ["--tokens", "6000"]}  # quick
     here = CommandLine(Path("sae-data"), sae.monkeypatch, sae.capsys)
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
