@@ -33,7 +33,7 @@ def run(tmp_path: Path, when: str = "False", interrupt: str = KILL, before: str 
 
 
 @pytest.mark.parametrize("module", ["saecli.cli.main", "typer", "torch", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("rich", "numpy", "torch.nn", "h5py", "safetensors"))])
+    pytest.param(name, marks=pytest.mark.slow) for name in ("rich", "numpy", "torch.nn", "safetensors"))])
 def test_while_libraries_are_loaded_nothing_has_begun(tmp_path: Path, module: str):
     done = run(tmp_path, f"name == {module!r}")
     assert (done.returncode, done.stdout) == (130, "")

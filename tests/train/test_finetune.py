@@ -111,7 +111,7 @@ def oracle(model: Path, windows: list[str], sae: SAE, weight: float, only: bool 
     return loss.item(), torch.autograd.grad(loss, sae.W_dec)[0]
 
 
-@pytest.mark.parametrize("windows", ["auto", "7"])
+@pytest.mark.parametrize("windows", ["auto", pytest.param("7", marks=pytest.mark.slow)])
 def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(sae, home, model, documents, windows):
     old = begun(home, TopK(k=4))
     done = sae("finetune", "old", "--tokens", "3075", "--only", "decoder", "--fvu-weight", "2", "--lr", "1e-3",
@@ -127,6 +127,7 @@ def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(sae, home, 
         torch.testing.assert_close(weights(home, "new")[name], getattr(old, name), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTS, ids=lambda one: one.name)
 def test_held_out_kl_falls_and_l0_stays(sae, home, activation):
     begun(home, activation)
@@ -148,6 +149,7 @@ def test_what_is_worse_is_not_kept(sae, home):
         torch.testing.assert_close(weights(home, "new")[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_streamed_text_trains_what_its_store_does(sae, home, text, model):
     begun(home, BatchTopK(k=4))
     words = ("finetune", "old", "--tokens", "20000", "--json")
