@@ -5,12 +5,11 @@ from typing import Annotated
 
 import typer
 
-from ..base import interrupts
 from ..base.home import now
 from ..base.processes import communicator
 from ..train.options import FINETUNED
 from .options import Data, Given, Json, Run, configured, home_of, start
-from .train import Resume, demand_alone, trained
+from .train import Resume, demand_alone, nothing_begun, trained
 
 Name = Annotated[str | None, typer.Option("--name", help="Name of the new run.",
                                           show_default="finetune, activation and a number",
@@ -37,7 +36,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, dat
 
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
-        try:
+        with nothing_begun(session):
             if resume:
                 demand_alone(ctx)
                 jobs = [resumed(session.home, name, session.console, claims, processes)]
@@ -53,8 +52,4 @@ def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, dat
                 folders = claimed_folders(session.home, names, stem, claims, processes)
                 jobs = [Job(folder, FinetuneRun(opened.stores, plan, now()), one, each.varied)
                         for folder, plan, one, each in zip(folders, plans, given, options, strict=True)]
-        except KeyboardInterrupt as stop:
-            interrupts.told(stop)
-            session.console.note("stopped before training began; nothing was changed")
-            raise
         trained(session, jobs, processes)

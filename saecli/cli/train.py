@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -95,7 +95,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
-        try:
+        with nothing_begun(session):
             if resume:
                 demand_alone(ctx)
                 jobs = [resumed_job(session.home, name, session.console, claims, processes)]
@@ -112,11 +112,18 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 jobs = [Job(folder, run, {name: value for name, value in each.values.items()
                                           if name in each.given - of_rows}, each.varied)
                         for folder, run, each in zip(folders, runs, options, strict=True)]
-        except KeyboardInterrupt as stop:
-            interrupts.told(stop)
-            session.console.note("stopped before training began; nothing was changed")
-            raise
         trained(session, jobs, processes)
+
+
+@contextmanager
+def nothing_begun(session: Session) -> Iterator[None]:
+    """While open, Ctrl-C says that training has not begun."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        interrupts.told(stop)
+        session.console.note("stopped before training began; nothing was changed")
+        raise
 
 
 def demand_alone(ctx: typer.Context) -> None:
@@ -178,7 +185,7 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     extraction = ExtractConfig(**{one.name: options.values[one.name] for one in FROM_MODEL
                                   if one.name in options.given})
     stream, _ = open_stream(extraction, given=options.given, at=(ctx.params["layer"], ctx.params["site"]),
-                         device=training.device, home=session.home, listener=session.console)
+                            device=training.device, home=session.home, listener=session.console)
     rows = claims.enter_context(LiveRows(stream, extraction.rows, training.split_seed,
                                          SAMPLED_ROWS + training.batch_size, session.console))
     return stream, lambda _: (rows, rows.test_rows)
