@@ -289,6 +289,20 @@ def effects(model: "LanguageModel", windows: Iterable[list[int]], special: Tenso
              "tokens": tokens} for own in sums]
 
 
+def plain_activations(model: "LanguageModel", windows: Iterable[list[int]], special: Tensor,
+                      points: Sequence[HookPoint], most: int) -> Iterator[list[Tensor]]:
+    """The activations of windows' plain tokens at distinct hook points, (n, D) each, in batches of at most `most`
+    tokens; the model runs up to the last of the points."""
+    for batch in in_batches(windows, most):
+        token_ids, mask = padded(batch)
+        plain = is_plain(token_ids, mask, special).to(model.device)
+
+        def take(activations: Tensor, plain: Tensor = plain) -> Tensor:
+            return activations[plain]
+
+        yield model.read(token_ids, mask, points, take)
+
+
 def in_batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
     """The windows in lists of at most `most` tokens when padded, or of one window."""
     pending: list[list[int]] = []

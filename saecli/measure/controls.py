@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
@@ -36,7 +35,7 @@ from ..base.documents import read_settings
 from ..base.errors import ConfigError, MachineError, RunError, TrainingError, counted, size_words
 from ..base.home import KEPT, Home
 from ..base.machine import available_memory
-from ..extract.splice import in_batches, is_plain, padded, stored_windows
+from ..extract.splice import plain_activations, stored_windows
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
@@ -276,7 +275,7 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     """A model's activations at the hook points and tokens of a store's rows, and of its target's, in stored order.
 
     Rows of a window from which the store dropped a token are missing, since it cannot be rebuilt; see
-    `splice.stored_windows`.
+    `extract.splice.stored_windows`.
 
     Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
     """
@@ -289,16 +288,10 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     cutter = Windows(model.tokenizer, context)
     places = [HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends]
     found, done = [np.empty((end.rows, end.d_in), np.float32) for end in ends], 0
-    for windows in in_batches(stored_windows(ends[0], cutter.prefix, ends[0].rows),
-                              batch_tokens(model, "auto", context, places)):
-        token_ids, mask = padded(windows)
-        plain = is_plain(token_ids, mask, cutter.special).to(model.device)
-
-        def take(activations: Tensor, plain: Tensor = plain) -> np.ndarray:
-            return activations[plain].to("cpu", torch.float32).numpy()
-
-        for all_rows, part in zip(found, model.read(token_ids, mask, places, take), strict=True):
-            all_rows[done : done + len(part)] = part
-        done += int(plain.sum())
+    windows, most = stored_windows(ends[0], cutter.prefix, ends[0].rows), batch_tokens(model, "auto", context, places)
+    for parts in plain_activations(model, windows, cutter.special, places, most):
+        for all_rows, part in zip(found, parts, strict=True):
+            all_rows[done : done + len(part)] = part.to("cpu", torch.float32).numpy()
+        done += len(parts[0])
         show(done)
     return ArrayRows(*(all_rows[:done] for all_rows in found))

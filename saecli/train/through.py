@@ -26,7 +26,7 @@ from ..base.errors import ModelError
 from ..base.machine import is_out_of_memory
 from ..base.processes import ALONE, Communicator
 from ..extract.language_model import LanguageModel
-from ..extract.splice import BATCH_LOGITS, CleanPass, Hooked, effects, in_batches
+from ..extract.splice import BATCH_LOGITS, CleanPass, Hooked, effects, in_batches, plain_activations
 from ..sae.activations import Relu
 from ..sae.activations.elementwise import Thresholded
 from ..sae.codes import Codes
@@ -79,17 +79,18 @@ class Through:
         order = {one: np.random.default_rng((seed, one)).permutation(len(self.train)) for one in {*passes.tolist()}}
         return np.array([order[one][place] for one, place in zip(passes.tolist(), places.tolist(), strict=True)])
 
-    @torch.no_grad()
     def activations(self, windows: Sequence[list[int]], tokens: int) -> tuple[Tensor, Tensor | None]:
         """Those of about the first `tokens` plain tokens, and a transcoder's targets."""
-        parts: list[tuple[Tensor, Tensor]] = []
-        for batch in in_batches(windows, self.most):
-            found = self.clean(batch)
-            parts.append((found.x.float().cpu(), found.y.float().cpu()))
-            if sum(len(x) for x, _ in parts) >= tokens:
+        reads, writes = self.hooked.reads, self.hooked.writes
+        points, parts, left = list(dict.fromkeys((*reads, *writes))), [], tokens
+        for found in plain_activations(self.model, windows, self.special, points, self.most):
+            parts.append([part.float().cpu() for part in found])
+            left -= len(found[0])
+            if left <= 0:
                 break
-        x, y = (torch.cat(one) for one in zip(*parts, strict=True))
-        return x, None if self.hooked.reads == self.hooked.writes else y
+        at = dict(zip(points, (torch.cat(part) for part in zip(*parts, strict=True)), strict=True))
+        x, y = (torch.cat([at[point] for point in ends], 1) for ends in (reads, writes))
+        return x, None if reads == writes else y
 
 
 @dataclass(frozen=True, eq=False)
