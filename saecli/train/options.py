@@ -16,6 +16,7 @@ from ..base.errors import ConfigError, flag_of
 from ..base.options import PAPER, Config, option, options_of
 from ..base.processes import ALONE, Communicator
 from ..extract.options import ExtractConfig
+from ..extract.texts import STDLIB_DOCS
 from ..sae.activations import sparsity_names
 
 if TYPE_CHECKING:
@@ -239,8 +240,15 @@ class Finetune(SolverConfig):
 
 
 # Options of `sae finetune`: its own, some of training, and some of extraction, with a text instead of a store.
+_OWN_HELP = {
+    "lr": "Peak learning rate, falling to 0. auto: a quarter of that of `sae train`.",
+    "seed": "Seed of the order of the windows.",
+    "dataset": f"Stream this text instead of a store's tokens: a hub dataset id; a .txt, .jsonl or .parquet file; or "
+               f"{STDLIB_DOCS}.",
+}
 FINETUNED = tuple(
-    replace(one, panel=panel, once=one.once or panel != "Training", advanced=one.advanced or panel != "Training")
+    replace(one, help=_OWN_HELP.get(one.name, one.help), panel=panel, once=one.once or panel != "Training",
+            advanced=one.advanced or panel != "Training")
     for config, panel, named in (
         (Finetune, "Training", ("model", "layer", "site", "tokens", "objective", "fvu_weight", "only", "windows")),
         (TrainingConfig, "Training", ("lr", "seed", "log_to", "device")), (ExtractConfig, "Text without a store", TEXT))
