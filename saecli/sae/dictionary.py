@@ -195,7 +195,12 @@ class Dictionary(Module, ABC):
 
     def codes(self, x: Tensor) -> Codes:
         """The codes of rows, (B, D), in its dtype and on its device; `encode` takes others."""
-        return self.activation(self.pre_activations(x), self.activation_parameters)
+        return self.activated(self.pre_activations(x))
+
+    def activated(self, pre: Tensor, training: bool = False) -> Codes:
+        """The codes of pre-activations, (B, F); of a training batch, they may depend on all of it."""
+        function = self.activation.training_codes if training else self.activation
+        return function(pre, self.activation_parameters | {"W_enc": self.W_enc})
 
     def predicted(self, x: Tensor, codes: Codes) -> Tensor:
         """y_hat by each prefix, (B, L, E), the last by all latents."""
@@ -214,7 +219,7 @@ class Dictionary(Module, ABC):
         """`mean over rows and prefixes of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters;
         `sparsity` names the penalty. The batch may be empty in this process."""
         pre = self.pre_activations(batch.x)
-        codes = self.activation.training_codes(pre, self.activation_parameters)
+        codes = self.activated(pre, training=True)
         if not len(batch.x):
             nothing = 0.0 * self.b_enc.sum()
             return Loss(nothing, nothing, codes)

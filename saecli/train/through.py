@@ -199,7 +199,7 @@ class ThroughModel(Solver):
         x = (clean.x.to(mean) - mean) / scale
         y = x if clean.y is clean.x else (clean.y.to(mean) - target_mean) / target_scale
         pre = dictionary.pre_activations(x)
-        codes = dictionary.activation(pre, dictionary.activation_parameters)
+        codes = dictionary.activated(pre)
         y_hat = dictionary.predicted(x, codes)  # (n, L, E)
         spliced = clean.spliced(y_hat[:, -1] * target_scale + target_mean)
         objective = clean.kl(spliced) if options.objective == "kl" else clean.cross_entropy(spliced)

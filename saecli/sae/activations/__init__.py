@@ -5,7 +5,7 @@ sparsity penalties and the shape of its cells. To add one, write its class and a
 
     base.py         Activation, KeepsK; TargetsRate, the penalty kl
     elementwise.py  relu, jumprelu, batchtopk, swish: each latent by its own pre-activation
-    topk.py         topk, relu-topk, abs-topk, soft-topk
+    topk.py         topk, relu-topk, abs-topk, matching-pursuit, soft-topk
     selection.py    codes of selected pre-activations, with sparse and straight-through gradients; soft-topk's algebra
 """
 
@@ -14,14 +14,15 @@ from typing import Any
 from ...base.errors import unknown_choice
 from .base import Activation, KeepsK, Parameters
 from .elementwise import BatchTopK, JumpRelu, Relu, Swish, Thresholded
-from .topk import AbsTopK, Largest, ReluTopK, SoftTopK, TopK
+from .topk import AbsTopK, Largest, MatchingPursuit, ReluTopK, SoftTopK, TopK
 
-__all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "JumpRelu", "KeepsK", "Largest", "Parameters", "Relu",
-           "ReluTopK", "SoftTopK", "Swish", "Thresholded", "TopK", "activation_from_json", "activation_to_json",
-           "sparsity_names"]
+__all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "JumpRelu", "KeepsK", "Largest", "MatchingPursuit",
+           "Parameters", "Relu", "ReluTopK", "SoftTopK", "Swish", "Thresholded", "TopK",
+           "activation_from_json", "activation_to_json", "sparsity_names"]
 
 ACTIVATIONS: dict[str, type[Activation]] = {
-    kind.name: kind for kind in (Relu, JumpRelu, TopK, ReluTopK, AbsTopK, BatchTopK, Swish, SoftTopK)}
+    kind.name: kind for kind in (Relu, JumpRelu, TopK, ReluTopK, AbsTopK, BatchTopK, Swish, SoftTopK,
+                                      MatchingPursuit)}
 
 
 def sparsity_names() -> tuple[str, ...]:

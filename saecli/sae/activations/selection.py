@@ -14,6 +14,7 @@ Shapes: B rows, n entries, F = d_sae, K = k; polynomials (L, n, B), n of them pe
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,14 +43,14 @@ class _Taken(torch.autograd.Function):
                                        check_invariants=False), None, None
 
 
-def at(pre: Tensor, indices: Tensor) -> Codes:
-    """Codes of some distinct latents of each row, (B, K)."""
+def at(pre: Tensor, indices: Tensor, function: Callable[[Tensor], Tensor] = lambda values: values) -> Codes:
+    """Codes of some distinct latents of each row, (B, K): a function of their pre-activations, (B, K)."""
     count = indices.shape[1]
     if count > DENSITY * pre.shape[1]:
-        return DenseCodes(torch.zeros_like(pre).scatter(1, indices, pre.gather(1, indices)))
+        return DenseCodes(torch.zeros_like(pre).scatter(1, indices, function(pre.gather(1, indices))))
     rows = torch.arange(len(pre), device=pre.device)
-    values = _Taken.apply(pre, rows.repeat_interleave(count), indices.flatten())
-    return SparseCodes(rows * count, indices.flatten(), values, pre.shape[1], each=count)
+    values = function(_Taken.apply(pre, rows.repeat_interleave(count), indices.flatten()).view(indices.shape))
+    return SparseCodes(rows * count, indices.flatten(), values.flatten(), pre.shape[1], each=count)
 
 
 def at_entries(pre: Tensor, entries: Tensor) -> Codes:

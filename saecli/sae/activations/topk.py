@@ -1,4 +1,7 @@
-"""topk, relu-topk, abs-topk: the largest pre-activations of each row; soft-topk. Shapes: B rows, F = d_sae."""
+"""topk, relu-topk, abs-topk: the largest pre-activations of each row; matching-pursuit; soft-topk.
+
+Shapes: B rows, D = d_in, F = d_sae, K = k.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,53 @@ class AbsTopK(Largest):
 
     def ranking(self, pre: Tensor) -> Tensor:
         return pre.abs()
+
+
+@dataclass(frozen=True)
+class MatchingPursuit(KeepsK):
+    """`k` latents chosen one after another, each by what the others have left of the row.
+
+    With w_i the columns of W_enc, and `s_i = pre_i / ||w_i||` at first, each choice is
+
+        j = argmax s over latents not yet chosen,  v = max(s_j, 0),  z_j = v ||w_j||,  s_i <- s_i - v cos(w_i, w_j)
+
+    so that latents of similar directions do not all code for what one of them explains. The gradient holds the choice
+    only. With a decoder in closed form this is dictionary learning by the method of optimal directions. Cost: k times a
+    product (B, D) by (D, F), or if F <= B by one of (F, D) by (D, F).
+
+    Sources: Mallat and Zhang, "Matching pursuits with time-frequency dictionaries" (1993); Engan, Aase and Husoy,
+    "Method of optimal directions for frame design" (1999); Costa et al., "From Flat to Hierarchical: Extracting Sparse
+    Representations with Matching Pursuit" (2025).
+    """
+
+    name: ClassVar[str] = "matching-pursuit"
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        import torch
+        from torch.nn.functional import embedding
+
+        from .selection import at
+
+        norms = parameters["W_enc"].norm(dim=0).clamp(min=torch.finfo(pre.dtype).tiny)
+        directions = (parameters["W_enc"] / norms).T  # (F, D)
+        with torch.no_grad():
+            left, chosen, shares = pre / norms, [], []
+            cosines = directions @ directions.T if len(directions) <= len(pre) else None
+            for _ in range(self.k):
+                share, latent = left.max(dim=1)
+                chosen.append(latent)
+                shares.append(share.relu_())
+                explained = directions[latent] @ directions.T if cosines is None else cosines[latent]
+                left = left.addcmul_(explained, share[:, None], value=-1).scatter_(1, latent[:, None], -torch.inf)
+            indices, active = torch.stack(chosen, 1), torch.stack(shares, 1) > 0  # (B, K)
+
+        def differentiable(values: Tensor) -> Tensor:
+            """`z = v ||w||` where `(I + L) v = s`, L the strictly lower part of the cosines of the chosen latents."""
+            own, sizes = embedding(indices, directions), embedding(indices, norms[:, None])  # (B, K, D), (B, K, 1)
+            v = torch.linalg.solve_triangular(own @ own.mT, values[..., None] / sizes, upper=False, unitriangular=True)
+            return (v * sizes)[..., 0] * active
+
+        return at(pre, indices, differentiable)
 
 
 @dataclass(frozen=True)
