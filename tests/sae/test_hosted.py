@@ -1,7 +1,6 @@
 """SAEs on the Hugging Face hub: a server on this machine, and the hub's own client."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 from homes import MLP, CommandLine, make_run, make_store, make_transcoder, random_sae, some_rows
 from huggingface_hub import ModelCard, constants
-from model_hub import READER, WRITER, ModelHub, serving
+from model_hub import READER, WRITER, ModelHub, files_of
 
 import saecli
 from saecli.sae.activations import Activation, JumpRelu, Relu, SoftTopK, TopK
@@ -22,27 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
-    """The only hub that the client knows, with an empty cache, and a token that may write."""
-    with serving() as found:
-        for name, value in (("ENDPOINT", found.address), ("HF_HUB_DISABLE_XET", True),
-                            ("HUGGINGFACE_CO_URL_TEMPLATE", found.address + "/{repo_id}/resolve/{revision}/{filename}"),
-                            ("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_TOKEN_PATH", str(tmp_path / "no-token"))):
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.setenv("HF_TOKEN", WRITER)
-        for name in ("http_proxy", "https_proxy", "all_proxy"):
-            monkeypatch.delenv(name, raising=False)
-            monkeypatch.delenv(name.upper(), raising=False)
-        yield found
-
-
-@pytest.fixture
 def rows(sae: CommandLine) -> np.ndarray:
     return make_store(sae.home, "rows", some_rows())
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:

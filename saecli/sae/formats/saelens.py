@@ -17,6 +17,7 @@ from . import common
 from .common import SavedSAE
 
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
+SCALED = "expected_average_only_in"
 WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
 
 SKIP = {"W_skip": "W_skip.T"}
@@ -40,7 +41,7 @@ def load_saelens(folder: Path) -> SavedSAE:
     transcodes = config["architecture"] not in ARCHITECTURES.values()
     for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
         common.refuse_unless(path, config, key, *((False,) if transcodes else (True, False)))
-    common.refuse_unless(path, config, "normalize_activations", "none")
+    common.refuse_unless(path, config, "normalize_activations", "none", SCALED)  # others depend on each row's norm
     common.refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
     found, _ = common.read_safetensors(folder / TENSORS)
     if "scaling_factor" in found and (found["scaling_factor"] == 1).all():
@@ -58,7 +59,8 @@ def load_saelens(folder: Path) -> SavedSAE:
     return SavedSAE.of(sae, common.origin_from({
         "model": metadata.get("model_name"), **common.origin_of_hook(metadata.get("hook_name")),
         **(common.origin_of_hook(metadata.get("hook_name_out"), "target_") if transcodes else {}),
-        "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}), transcodes)
+        "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}), transcodes,
+        config.get("normalize_activations") == SCALED)
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
