@@ -1,6 +1,7 @@
 """Releases in SAELens' registry: the formats that only they need, and their names."""
 
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -180,7 +181,9 @@ def test_an_sae_is_named_by_its_release_and_id(
     assert "blocks.8" in sae("eval", "hf://scope-canonical/layer_12", "--data", "rows").err
 
 
-def test_without_saelens_a_name_that_nothing_has_says_what_to_install(sae: CommandLine, hub: ModelHub) -> None:
+def test_without_saelens_an_unknown_name_says_what_to_install(
+        sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sae_lens", None)
     done = sae("eval", "scope-canonical/layer_12/canonical")
     assert done.status == 1 and "install sae-lens or name its place on the hub" in done.err
 
