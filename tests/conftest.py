@@ -31,7 +31,7 @@ def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     Of a training's curves it leaves an empty file, since drawing them takes half of a small training's time.
     """
     monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
-    monkeypatch.setattr("saecli.show.runs.loss_curves", lambda path, runs: path.touch())
+    monkeypatch.setattr("saecli.show.pictures.loss_curves", lambda path, runs: path.touch())
     return CommandLine(tmp_path / "home", monkeypatch, capsys)
 
 
@@ -57,11 +57,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved, kept to be looked into."""
     import saecli.show.geometry
-    import saecli.show.latents
-    import saecli.show.runs  # matplotlib takes a second to import
+    import saecli.show.pictures
 
     kept: list[Any] = []
-    original = saecli.show.runs.figure
+    original = saecli.show.pictures.figure
 
     @contextmanager
     def keeping(*arguments: object) -> Iterator[Any]:
@@ -69,7 +68,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield figure
             kept.append(figure)
 
-    for name in ("runs", "geometry", "latents"):
+    for name in ("pictures", "geometry"):
         monkeypatch.setattr(sys.modules[f"saecli.show.{name}"], "figure", keeping)
     return kept
 
