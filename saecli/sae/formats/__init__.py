@@ -69,7 +69,7 @@ class Format:
 
 FORMATS: dict[str, Format] = {  # the first whose files are all present is used: sparsify before native
     "saelens": Format((saelens.CONFIG, saelens.TENSORS), saelens.load_saelens, saelens.save_saelens,
-                      saelens.ARCHITECTURES, saelens.TRANSCODERS),
+                      saelens.ARCHITECTURES, saelens.TRANSCODERS, check=saelens.read_config_of),
     "sparsify": Format((libraries.SPARSIFY_CONFIG, libraries.SPARSIFY_WEIGHTS), libraries.load_sparsify,
                        libraries.save_sparsify, libraries.SPARSIFY_WRITTEN, libraries.SPARSIFY_WRITTEN, one_width=True),
     "dictionary-learning": Format((libraries.LEARNING_CONFIG, libraries.LEARNING_WEIGHTS),
