@@ -36,6 +36,24 @@ def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The only hub that the client knows, with an empty cache, and a token that may write."""
+    from huggingface_hub import constants
+    from model_hub import WRITER, serving  # take a while to import
+
+    with serving() as found:
+        for name, value in (("ENDPOINT", found.address), ("HF_HUB_DISABLE_XET", True),
+                            ("HUGGINGFACE_CO_URL_TEMPLATE", found.address + "/{repo_id}/resolve/{revision}/{filename}"),
+                            ("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_TOKEN_PATH", str(tmp_path / "no-token"))):
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.upper(), raising=False)
+        yield found
+
+
+@pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved, kept to be looked into."""
     import saecli.show.geometry

@@ -8,9 +8,9 @@ of Python's reference. Transcoders read `mlp_in` and predict `mlp_out` of layer 
 and 3, with topk. Prints a line of JSON per SAE, then a table in Markdown: means over seeds of the measures before and
 after, and of the relative changes, ± half of their 95% interval; those are kept in `--out`, and are not run again.
 `--features` adds what latents became: their stability over the seeds, and the AUC of probes on 16 latents less that of
-dense ones, over a fifth of the sets of sae-probes (first seed). `--gemma` times instead a window of 128 tokens, a 24th of a
-step, through Gemma-2-2B at random weights: layer 12, d_sae 16,384, topk 32, on a CPU in float32; and prints the peak of
-the memory.
+dense ones, over a fifth of the sets of sae-probes (first seed). `--gemma` times instead a window of 128 tokens, a 24th
+of a step, through Gemma-2-2B at random weights: layer 12, d_sae 16,384, topk 32, on a CPU in float32; and prints the
+peak of the memory.
 """
 
 import argparse
@@ -101,7 +101,8 @@ def features(jobs: list[Job], home: Path) -> str:
     cells = [f"{jobs[0].text}, {jobs[0].act}, {jobs[0].solver}"]
     for when in ("before", "after"):
         saes = [str(kept(job, home, when)) for job in jobs]
-        found = saecli.stability(saes, home=home) if len(saes) > 1 else {"pw_mcc": math.nan, "matched_fraction": math.nan}
+        found = {"pw_mcc": math.nan, "matched_fraction": math.nan}
+        found |= saecli.stability(saes, home=home) if len(saes) > 1 else {}
         probes = saecli.probe(saes[:1], model=MODEL, sets=PROBED, k=(1, 16), home=home)["probes"]
         cells.append(", ".join([f"{found['pw_mcc']:.3f}", f"{found['matched_fraction']:.3f}",
                                 *(f"{one['auc_difference']:+.4f}" for one in probes if one["run"] is not None)]))
