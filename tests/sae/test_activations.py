@@ -23,6 +23,7 @@ from saecli.train.options import TrainingConfig
 from saecli.train.plan import settled
 
 B, F, K = 20, 12, 3
+W_ENC = {"W_enc": torch.randn(5, F, generator=torch.Generator().manual_seed(9), dtype=torch.float64)}
 EVERY = [kind(k=K) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
 
 
@@ -56,7 +57,7 @@ def test_opposites_of_activations_that_say_so_are_linear_together() -> None:
     pre = random_pre()
     for activation in EVERY:
         parameters = {name: tensor.double() for name, tensor in activation.parameters(F).items()}
-        one, other = (activation.training_codes(v, parameters).dense() for v in (pre, -pre))
+        one, other = (activation.training_codes(v, parameters | W_ENC).dense() for v in (pre, -pre))
         assert torch.allclose(one - other, pre, atol=1e-12) == activation.opposites, activation.name
 
 
@@ -84,11 +85,11 @@ def test_rescaled_parameters_scale_codes_with_pre_activations(activation: Activa
     parameters = {name: torch.full_like(start, 0.6) for name, start in activation.parameters(F).items()}
     rescaled = activation.rescaled(parameters, factor)
     if rescaled is None:
-        found = activation(pre * factor, parameters).dense()
-        assert not torch.allclose(found, activation(pre, parameters).dense() * factor, rtol=0.01)
+        found = activation(pre * factor, parameters | W_ENC).dense()
+        assert not torch.allclose(found, activation(pre, parameters | W_ENC).dense() * factor, rtol=0.01)
     else:
-        found = activation(pre * factor, rescaled).dense()
-        torch.testing.assert_close(found, activation(pre, parameters).dense() * factor)
+        found = activation(pre * factor, rescaled | {"W_enc": factor * W_ENC["W_enc"]}).dense()
+        torch.testing.assert_close(found, activation(pre, parameters | W_ENC).dense() * factor)
 
 
 def test_the_l0_penaltys_gradient_is_the_straight_through_estimate() -> None:

@@ -166,6 +166,8 @@ def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:
         return activation(pre, {}).dense()  # against its definition in test_activations_soft_topk.py
     if activation.name == "relu":
         return pre.relu()
+    if activation.name == "matching-pursuit":
+        return torch.stack([pursued(row, sae.W_enc, activation.k) for row in pre])
     kept = torch.zeros_like(pre)
     if activation.name == "batchtopk":
         kept.view(-1)[pre.detach().flatten().topk(activation.k * len(pre)).indices] = 1
@@ -173,6 +175,19 @@ def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:
     ranked = pre.detach().abs() if activation.name == "abs-topk" else pre.detach()
     kept.scatter_(1, ranked.topk(activation.k, dim=1).indices, 1.0)
     return (pre * kept).relu() if activation.name == "relu-topk" else pre * kept
+
+
+def pursued(pre: Tensor, W_enc: Tensor, k: int) -> Tensor:
+    """Matching pursuit of one row, step by step."""
+    norms, z = W_enc.norm(dim=0), torch.zeros_like(pre)
+    directions, left, unchosen = W_enc / norms, pre / norms, set(range(len(pre)))
+    for _ in range(k):
+        latent = max(unchosen, key=lambda i: left[i].item())
+        unchosen.remove(latent)
+        share = left[latent].relu()
+        z = z + share * norms[latent] * torch.eye(len(pre), dtype=pre.dtype)[latent]
+        left = left - share * directions.T @ directions[:, latent]
+    return z
 
 
 def sae_of(activation: Activation, many: bool) -> SAE:
@@ -212,7 +227,7 @@ def test_gradients_of_the_loss_equal_plain_autograd(number: int, kept: str, spar
     assert isinstance(found.codes, SparseCodes) == sparse
 
 
-@pytest.mark.parametrize("name", ["topk", "relu-topk", "abs-topk", "batchtopk"])
+@pytest.mark.parametrize("name", ["topk", "relu-topk", "abs-topk", "batchtopk", "matching-pursuit"])
 def test_codes_that_are_known_are_not_searched_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def search(mask: Tensor) -> None:
         pytest.fail("searched")

@@ -45,7 +45,7 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
 def test_the_loss_is_the_mean_over_prefixes(act: str):
     sae, x = nested_sae(act).requires_grad_(True), normal(25, D, seed=7)
     found = sae.loss(Batch.of(x))
-    z = sae.activation.training_codes(sae.pre_activations(x), sae.activation_parameters).dense()
+    z = sae.activated(sae.pre_activations(x), training=True).dense()
     errors = [(z[:, :m] @ sae.W_dec[:m] + sae.b_dec - x).square().sum(1).mean() for m in PREFIXES]
     torch.testing.assert_close(found.value, sum(errors) / 3)
     torch.testing.assert_close(found.squared_error, errors[-1])

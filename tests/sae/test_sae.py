@@ -31,7 +31,7 @@ def test_any_leading_shape_is_that_of_the_result_row_by_row(activation: Activati
     for row, codes, result in zip(x.reshape(-1, D).unbind(), z.reshape(-1, F), x_hat.reshape(-1, D), strict=True):
         pre = (row.double() @ sae.W_enc.double() + sae.b_enc.double())[None]
         learned = {name: value.double() for name, value in sae.activation_parameters.items()}
-        expected = activation(pre, learned).dense()[0]
+        expected = activation(pre, learned | {"W_enc": sae.W_enc.double()}).dense()[0]
         torch.testing.assert_close(codes.double(), expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(result.double(), expected @ sae.W_dec.double() + sae.b_dec.double(), atol=1e-4,
                                    rtol=1e-4)

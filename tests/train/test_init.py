@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,8 @@ def published(activation: Activation | None = None) -> SAE:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", NORMALISATIONS)
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("act, normalize", [case for case in product(ACTIVATIONS, NORMALISATIONS)
+                                            if case != ("matching-pursuit", "standardize")])
 def test_a_start_has_the_codes_of_raw_rows_up_to_one_factor(act: str, normalize: str):
     kind = ACTIVATIONS[act]
     sae = published(kind(k=4) if "k" in kind.__dataclass_fields__ else kind()).copy_to(torch.float64)

@@ -72,7 +72,7 @@ class MatchingPursuit(KeepsK):
 
     so that latents of similar directions do not all code for what one of them explains. The gradient holds the choice
     only. With a decoder in closed form this is dictionary learning by the method of optimal directions. Cost: k times a
-    product (B, D) by (D, F), or if F <= B by one of (F, D) by (D, F).
+    product (B, D) by (D, F), or if F <= 4 B one of (F, D) by (D, F).
 
     Sources: Mallat and Zhang, "Matching pursuits with time-frequency dictionaries" (1993); Engan, Aase and Husoy,
     "Method of optimal directions for frame design" (1999); Costa et al., "From Flat to Hierarchical: Extracting Sparse
@@ -91,7 +91,8 @@ class MatchingPursuit(KeepsK):
         directions = (parameters["W_enc"] / norms).T  # (F, D)
         with torch.no_grad():
             left, chosen, shares = pre / norms, [], []
-            cosines = directions @ directions.T if len(directions) <= len(pre) else None
+            few = len(directions) <= min(self.k, 4) * len(pre)  # then all cosines cost less than those of the chosen
+            cosines = directions @ directions.T if few else None
             for _ in range(self.k):
                 share, latent = left.max(dim=1)
                 chosen.append(latent)
