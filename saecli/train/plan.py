@@ -60,8 +60,8 @@ class Plan:
             training = replace(training, epochs=1)
         training = settled(training, activation, train_rows.rows, train_rows.d_in)
         if isinstance(activation, MatchingPursuit) and (train_rows.places or training.normalize == "standardize"):
-            raise ConfigError("--act matching-pursuit compares directions, so all dimensions need one scale: use it with "
-                              "one hook point and --normalize scale, or another --act", option="act")
+            raise ConfigError("--act matching-pursuit compares directions, so all dimensions need one scale: use it "
+                              "with one hook point and --normalize scale, or another --act", option="act")
         solver.check(training, train_rows)
         epochs = None if start else training.epochs
         solver = solver.resolved(epochs and epochs * training.epoch_batches(train_rows.rows))

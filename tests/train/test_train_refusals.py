@@ -60,7 +60,7 @@ CASES = [
     (("--data", "rows", "--target", "many"), 2, "rows and many are not row for row the same tokens"),
     (("--data", "rows", "--data", "rows"), 2, "--data names rows twice"),
     (("--act", "matching-pursuit", "--normalize", "standardize"), 2, "--act matching-pursuit compares directions"),
-    (("--data", "rows", "--data", "beside", "--act", "matching-pursuit"), 2, "use it with one hook point"),
+    (("--data", "rows", "--data", "beside", "--act", "matching-pursuit"), 2, "--act matching-pursuit compares"),
     (("--data", "rows", "--data", "beside", "--sparsity", "kl"), 2, "--sparsity kl is defined for one hook point"),
     (("--data", "rows", "--rows", "500"), 2, "--rows does nothing without --model"),
     (("--data", "rows", "--layer", "2"), 2, "--layer does nothing without --model"),
