@@ -1,12 +1,12 @@
-"""Bases of activations: `Activation`, `KeepsK`, `TargetsRate`. They import torch inside functions: help pages list
-options without it. Shapes: B rows, D = d_in, F = d_sae. A latent is active on a row if its code is not zero.
+"""Bases of activations: `Activation`, `KeepsK`, `TargetsRate`, `Anneals`. They import torch inside functions: help
+pages list options without it. Shapes: B rows, D = d_in, F = d_sae. A latent is active on a row if its code is not zero.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 from ...base.errors import ConfigError
@@ -24,7 +24,7 @@ Parameters: TypeAlias = dict[str, "Tensor"]
 class Activation(Config):
     """A configuration that maps pre-activations to codes, with its parameters, gradient and penalties.
 
-    sparsities: penalties offered, the default first; each but `none` is a method `penalty_NAME(pre, codes, W_dec,
+    sparsities: penalties offered, the default first; each but `none` is a method `penalty_NAME(pre, gates, W_dec,
         parameters)`, a mean over rows.
     opposites: whether `phi(v) - phi(-v) = v`, so that two latents of opposite directions are linear together.
     exact_zeros: whether inactive codes are exactly zero.
@@ -50,7 +50,7 @@ class Activation(Config):
     @property
     def estimates(self) -> tuple[str, ...]:
         """Names of parameters without gradient, which stay fixed or follow `estimated`."""
-        return ()
+        return tuple(self.training_parameters(1))
 
     @property
     def default_sparsity(self) -> str:
@@ -84,8 +84,14 @@ class Activation(Config):
         """The codes of a training batch, which may depend on all of it."""
         return self(pre, parameters)
 
+    def gates(self, codes: Codes, parameters: Parameters) -> Codes:
+        """The codes that penalties act on; if not `codes` itself, they must also reconstruct, by a decoder without
+        gradient."""
+        return codes
+
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        """New values of `estimates` after a step, at this fraction of all steps; processes average them."""
+        """New values of parameters, such as `estimates`, after a step, at this fraction of all steps; processes average
+        them."""
         return {}
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
@@ -93,7 +99,7 @@ class Activation(Config):
         smoothed as in training, by at most a given width."""
         return {}
 
-    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:
+    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """A penalty's derivative in each decoder norm `||W_dec_i||`, summed over rows, (F,)."""
         return codes.map(abs).sums() if sparsity == "l1" else W_dec.new_zeros(len(W_dec))
 
@@ -164,11 +170,11 @@ class TargetsRate(Activation):
         rho, rates = self.rho, self.rates(codes, W_dec)
         return (rho * (rho / rates).log() + (1 - rho) * ((1 - rho) / (1 - rates)).log()).sum()
 
-    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor) -> Tensor:
+    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """As in `Activation`; for `kl` 0 below the target, where a decoder step drawn to larger norms has no minimum. A
         decoder step may raise the objective: no quadratic in the norm majorises the divergence."""
         if sparsity != "kl":
-            return super().norm_weights(sparsity, codes, W_dec)
+            return super().norm_weights(sparsity, codes, W_dec, parameters)
         rho, rates, half = self.rho, self.rates(codes, W_dec), _half_firing(W_dec)
         size, norms = codes.values.abs(), codes.by_latent(W_dec.norm(dim=1))
         rise = codes.with_values(size * half / (size * norms + half).square()).sums()  # of B rho_i with the norm
@@ -184,6 +190,70 @@ def _half_firing(W_dec: Tensor) -> float:
     """s of `TargetsRate`: the norm of a latent's part of x_hat that counts as half a firing, for rows of norm sqrt(D).
     """
     return 0.03 * math.sqrt(W_dec.shape[1])
+
+
+LAST_P, FALL_OF_P = 0.2, (0.2, 1.0)  # the default last p; fractions of all steps between which p falls to it
+EDGE = 0.01  # size at which the penalty's slope stops rising, over the mean size of active codes
+
+
+@dataclass(frozen=True)
+class Anneals(Activation):
+    """An activation that offers `lp`, whose p falls from 1:
+
+        s sum_i (u_i + e)^p - e^p,    u_i = |z_i| ||W_dec_i||
+
+    u, the size of a latent's part of x_hat, is free of scale. s, without gradient, gives the batch the penalty that it
+    has at p = 1, as the source rescales the weight whenever p falls; e, a small fraction of the mean u, bounds the
+    slope at 0. Source: Karvonen et al., "Measuring Progress in Dictionary Learning for Language Model Interpretability
+    with Board Game Models" (2024).
+    """
+
+    last_p: float | None = option(None, f"Power p that --sparsity lp falls to; default: {LAST_P}.", above=0, maximum=1,
+                                  advanced=True)
+
+    def check_sparsity(self, sparsity: str) -> None:
+        super().check_sparsity(sparsity)
+        if self.last_p is not None and sparsity != "lp":
+            raise ConfigError(f"--last-p does nothing with --sparsity {sparsity}; leave it out, or use --sparsity lp",
+                              option="last_p")
+
+    def resolved(self, sparsity: str, d_sae: int) -> Self:
+        settled = super().resolved(sparsity, d_sae)
+        return replace(settled, last_p=LAST_P) if sparsity == "lp" and self.last_p is None else settled
+
+    def training_parameters(self, d_sae: int) -> Parameters:
+        import torch
+
+        return super().training_parameters(d_sae) | ({} if self.last_p is None else {"p": torch.ones(())})
+
+    def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
+        found = super().estimated(codes, parameters, progress)
+        if self.last_p is None:
+            return found
+        begin, end = FALL_OF_P
+        fallen = min(max((progress - begin) / (end - begin), 0.0), 1.0)
+        return found | {"p": parameters["p"].new_tensor(1 - fallen * (1 - self.last_p))}
+
+    def _lp(self, gates: Codes, W_dec: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """u, e, p and s."""
+        u = gates.values.abs() * gates.by_latent(W_dec.norm(dim=1))
+        e, p = EDGE * u.detach().sum() / gates.count().clamp(min=1), parameters["p"]
+        powers = ((u.detach() + e) ** p - e**p).sum()
+        return u, e, p, (u.detach().sum() / powers).where(powers > 0, 0.0)
+
+    def penalty_lp(self, pre: Tensor, gates: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        """The mean over rows; see the class."""
+        u, e, p, s = self._lp(gates, W_dec, parameters)
+        return s * ((u + e) ** p - e**p).sum() / len(pre)
+
+    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        if sparsity != "lp":
+            return super().norm_weights(sparsity, codes, W_dec, parameters)
+        u, e, p, s = self._lp(codes, W_dec, parameters)
+        return codes.with_values(s * p * (u + e) ** (p - 1) * codes.values.abs()).sums()
+
+    def default_weight(self, sparsity: str, d_in: int) -> float:
+        return super().default_weight("l1" if sparsity == "lp" else sparsity, d_in)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Activations whose latents switch independently: relu, jumprelu, batchtopk, swish. Shapes: B rows, F = d_sae."""
+"""Activations whose latents switch independently: relu, jumprelu, gated, batchtopk, swish. Shapes: B rows, F = d_sae.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from ...base.errors import ConfigError
 from ...base.options import option
-from .base import Activation, KeepsK, Parameters, TargetsRate
+from .base import Activation, Anneals, KeepsK, Parameters, TargetsRate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,11 +35,11 @@ class Thresholded(Activation):
 
 
 @dataclass(frozen=True)
-class Relu(Thresholded, TargetsRate):
+class Relu(Thresholded, TargetsRate, Anneals):
     """`z = max(pre, 0)`."""
 
     name: ClassVar[str] = "relu"
-    sparsities: ClassVar[tuple[str, ...]] = ("l1", "l1-codes", "kl", "none")
+    sparsities: ClassVar[tuple[str, ...]] = ("l1", "lp", "l1-codes", "kl", "none")
     opposites: ClassVar[bool] = True
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
@@ -138,7 +139,87 @@ HELD_OUT_WIDTH = 0.2
 
 
 @dataclass(frozen=True)
-class JumpRelu(Thresholded, TargetsRate):
+class TargetsL0(Thresholded):
+    """A learned threshold per latent, (F,), and `--sparsity target-l0`: an aim for L0 that falls from several times the
+    target to it, and at the end the factor on all thresholds that keeps L0 on rows held out."""
+
+    target_l0: float | None = option(None, "Active latents per row, on average, that --sparsity target-l0 trains to; "
+                                           f"default: {TARGET_L0:g}, at most an eighth of the latents.", above=0)
+
+    def check(self, d_sae: int) -> None:
+        if self.target_l0 is not None and self.target_l0 > d_sae:
+            raise ConfigError(f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
+                              "--target-l0 or raise --d-sae", option="target_l0")
+
+    def check_sparsity(self, sparsity: str) -> None:
+        super().check_sparsity(sparsity)
+        if self.target_l0 is not None and sparsity != "target-l0":
+            raise ConfigError(f"--target-l0 does nothing with --sparsity {sparsity}; leave it out, or use --sparsity "
+                              "target-l0", option="target_l0")
+
+    def resolved(self, sparsity: str, d_sae: int) -> Self:
+        settled = super().resolved(sparsity, d_sae)
+        if sparsity != "target-l0" or self.target_l0 is not None:
+            return settled
+        return replace(settled, target_l0=min(TARGET_L0, MOST_TARGETED * d_sae))
+
+    def expected_l0(self, d_in: int) -> float:
+        return super().expected_l0(d_in) if self.target_l0 is None else self.target_l0
+
+    def training_parameters(self, d_sae: int) -> Parameters:
+        """With a target its current `aim`."""
+        import torch
+
+        given = super().training_parameters(d_sae)
+        return given if self.target_l0 is None else given | {"aim": torch.tensor(_aim(self.target_l0, 0.0, d_sae))}
+
+    def continuing(self, parameters: Parameters, l0: float) -> Parameters:
+        """With a target, an aim of at most the SAE's L0: it has found its directions."""
+        if self.target_l0 is None:
+            return parameters
+        return parameters | {"aim": parameters["aim"].clamp(max=max(self.target_l0, l0))}
+
+    def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        """With a target, the threshold at which L0 is the first aim."""
+        if self.target_l0 is None:
+            return parameters
+        kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
+        lowest = pre.flatten().topk(kept).values[-1].clamp(min=1e-3 * pre.std())
+        return parameters | {"threshold": parameters["threshold"].new_full((pre.shape[1],), lowest.item())}
+
+    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
+        return parameters["threshold"].clamp(min=0)
+
+    def excess(self, codes: Codes, parameters: Parameters, progress: float) -> tuple[Tensor, Tensor]:
+        """L0 over the aim, minus one and at most one, and the next aim."""
+        assert self.target_l0 is not None  # see `resolved`
+        rows, aim = codes.shape[0], parameters["aim"]
+        excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else aim.new_zeros(())
+        return excess, aim.clamp(max=_aim(self.target_l0, progress, codes.shape[1]))  # which may have begun lower
+
+    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
+        """With a target, the thresholds times the factor that gives rows smoothed by `HELD_OUT_WIDTH` the L0 that the
+        controller held on rows smoothed as in training."""
+        import torch
+
+        if self.target_l0 is None:
+            return {}
+        thresholds = self.thresholds(parameters, pre.shape[-1])
+        kept = self._held(smoothed(math.inf), thresholds)
+        ratios = (smoothed(HELD_OUT_WIDTH) / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
+        if not 0 < kept < len(ratios):
+            return {}
+        return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
+
+    def _held(self, pre: Tensor, thresholds: Tensor) -> int:
+        return int((pre > thresholds).sum())
+
+    def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
+        return parameters | {"threshold": parameters["threshold"] * factor}
+
+
+@dataclass(frozen=True)
+class JumpRelu(TargetsL0, TargetsRate):
     """`z = pre * H(pre - threshold)`, one threshold per latent, learned unless fixed; its gradient takes a rectangular
     kernel for the derivative of the step H.
 
@@ -160,8 +241,6 @@ class JumpRelu(Thresholded, TargetsRate):
     name: ClassVar[str] = "jumprelu"
     sparsities: ClassVar[tuple[str, ...]] = ("target-l0", "l0", "l1", "l1-codes", "kl", "none")
 
-    target_l0: float | None = option(None, "Active latents per row, on average, that --sparsity target-l0 trains to; "
-                                           f"default: {TARGET_L0:g}, at most an eighth of the latents.", above=0)
     threshold: float | None = option(None, "Initial threshold of every latent, in units of the normalised rows; "
                                            f"default: {THRESHOLD}, with --sparsity target-l0 fitted to the rows.",
                                      minimum=0, advanced=True)
@@ -173,37 +252,21 @@ class JumpRelu(Thresholded, TargetsRate):
 
     @property
     def estimates(self) -> tuple[str, ...]:
-        return ("threshold",) if self.fixed_threshold else tuple(self.training_parameters(1))
+        return ("threshold",) if self.fixed_threshold else super().estimates
 
     @property
     def default_sparsity(self) -> str:
         return "l1" if self.fixed_threshold else "target-l0"
 
-    def check(self, d_sae: int) -> None:
-        if self.target_l0 is not None and self.target_l0 > d_sae:
-            raise ConfigError(f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
-                              "--target-l0 or raise --d-sae", option="target_l0")
-
     def check_sparsity(self, sparsity: str) -> None:
-        super().check_sparsity(sparsity)
         if self.fixed_threshold and sparsity in ("l0", "target-l0"):
             others = ", ".join(name for name in self.sparsities if name not in ("l0", "target-l0"))
             raise ConfigError(f"--sparsity {sparsity} trains thresholds, which --fixed-threshold holds; leave one of "
                               f"the two out, or use --sparsity {others}", option="sparsity")
-        if self.target_l0 is not None and sparsity != "target-l0":
-            raise ConfigError(f"--target-l0 does nothing with --sparsity {sparsity}; leave it out, or use --sparsity "
-                              "target-l0", option="target_l0")
+        super().check_sparsity(sparsity)
         if self.threshold is not None and sparsity == "target-l0":
             raise ConfigError("--threshold does nothing with --sparsity target-l0, which fits thresholds to the "
                               "rows; leave it out, or use another --sparsity", option="threshold")
-
-    def resolved(self, sparsity: str, d_sae: int) -> Self:
-        if sparsity != "target-l0" or self.target_l0 is not None:
-            return self
-        return replace(self, target_l0=min(TARGET_L0, MOST_TARGETED * d_sae))
-
-    def expected_l0(self, d_in: int) -> float:
-        return super().expected_l0(d_in) if self.target_l0 is None else self.target_l0
 
     def parameters(self, d_sae: int) -> Parameters:
         import torch
@@ -211,29 +274,10 @@ class JumpRelu(Thresholded, TargetsRate):
         return {"threshold": torch.full((d_sae,), THRESHOLD if self.threshold is None else self.threshold)}
 
     def training_parameters(self, d_sae: int) -> Parameters:
-        """With a target the controller's state: the current `aim`, and the `multiplier` m."""
+        """With a target also the multiplier m."""
         import torch
 
-        if self.target_l0 is None:
-            return {}
-        return {"aim": torch.tensor(_aim(self.target_l0, 0.0, d_sae)), "multiplier": torch.zeros(())}
-
-    def continuing(self, parameters: Parameters, l0: float) -> Parameters:
-        """With a target, an aim of at most the SAE's L0: it has found its directions."""
-        if self.target_l0 is None:
-            return parameters
-        return parameters | {"aim": parameters["aim"].clamp(max=max(self.target_l0, l0))}
-
-    def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """With a target, the threshold at which L0 is the first aim."""
-        if self.target_l0 is None:
-            return parameters
-        kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
-        lowest = pre.flatten().topk(kept).values[-1].clamp(min=1e-3 * pre.std())
-        return parameters | {"threshold": parameters["threshold"].new_full((pre.shape[1],), lowest.item())}
-
-    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
-        return parameters["threshold"].clamp(min=0)
+        return {} if self.target_l0 is None else {**super().training_parameters(d_sae), "multiplier": torch.zeros(())}
 
     def _width(self, thresholds: Tensor) -> Tensor:
         """The width of each latent's kernel, (F,)."""
@@ -259,31 +303,14 @@ class JumpRelu(Thresholded, TargetsRate):
         return near.with_values(Gate.apply(near.values, thresholds, width, self.target_l0 is not None))
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        rows, d_sae = codes.shape
         if self.target_l0 is None:
             return {}
-        aim = parameters["aim"]
-        excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else aim.new_zeros(())
+        excess, aim = self.excess(codes, parameters, progress)
         return {"threshold": parameters["threshold"] * (THRESHOLD_RATE * excess).exp(),
-                "multiplier": parameters["multiplier"] + MULTIPLIER_RATE * excess,
-                "aim": aim.clamp(max=_aim(self.target_l0, progress, d_sae))}  # which may have begun lower
-
-    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
-        """With a target, the thresholds times the factor that gives rows smoothed by `HELD_OUT_WIDTH` the L0 that the
-        controller held on rows smoothed as in training."""
-        import torch
-
-        if self.target_l0 is None:
-            return {}
-        thresholds = self.thresholds(parameters, pre.shape[-1])
-        kept = int((smoothed(math.inf) > thresholds).sum())
-        ratios = (smoothed(HELD_OUT_WIDTH) / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
-        if not 0 < kept < len(ratios):
-            return {}
-        return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
+                "multiplier": parameters["multiplier"] + MULTIPLIER_RATE * excess, "aim": aim}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        return None if self.fixed_threshold else {"threshold": parameters["threshold"] * factor}
+        return None if self.fixed_threshold else super().rescaled(parameters, factor)
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
         weights = {"l0": 0.001 * d_in, "target-l0": 0.05 * d_in}
@@ -303,6 +330,74 @@ class JumpRelu(Thresholded, TargetsRate):
 
         near, thresholds, width = self._near(pre, parameters)
         return Step.apply(near.values, thresholds, width).sum() / len(pre)
+
+
+PRESSURE_RATE = 0.01  # change per step of the logarithm of the pressure, over the relative excess of L0
+
+
+@dataclass(frozen=True)
+class Gated(TargetsL0, Anneals):
+    """`z = pre * H(pre - threshold)`, as `jumprelu`, with thresholds t >= 0 that gates train:
+
+        loss = ||y_hat(z) - y||^2 + weight * penalty(g) + ||y_hat'(g) - y||^2,    g = relu(pre - t) / exp(r_mag)
+
+    y_hat', and the penalty's decoder norms, are without gradient: with it, norms shrank without end, and FVU at L0 16
+    was 0.25 on tiny-gemma2 instead of 0.125. It is the source's encoder with the magnitudes as `pre`: W_mag = W_enc,
+    b_mag = b_enc, W_gate = W_enc / exp(r_mag), b_gate = (b_enc - t) / exp(r_mag). For t < 0, which is left out, gates
+    would open where magnitudes are 0.
+
+    With `--sparsity target-l0` the penalty is l1 times a pressure, which rises while L0 is above its aim.
+
+    Source: Rajamanoharan et al., "Improving Dictionary Learning with Gated Sparse Autoencoders" (2024).
+    """
+
+    name: ClassVar[str] = "gated"
+    sparsities: ClassVar[tuple[str, ...]] = ("target-l0", "l1", "lp", "none")
+    opposites: ClassVar[bool] = True
+
+    def parameters(self, d_sae: int) -> Parameters:
+        import torch
+
+        return {"threshold": torch.zeros(d_sae), "r_mag": torch.zeros(d_sae)}
+
+    def training_parameters(self, d_sae: int) -> Parameters:
+        """With a target also the pressure."""
+        import torch
+
+        given = super().training_parameters(d_sae)
+        return given if self.target_l0 is None else given | {"pressure": torch.ones(())}
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from .selection import where
+
+        return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
+
+    def gates(self, codes: Codes, parameters: Parameters) -> Codes:
+        """g."""
+        thresholds, slopes = self.thresholds(parameters, codes.shape[1]), (-parameters["r_mag"]).exp()
+        return codes.with_values((codes.values - codes.by_latent(thresholds)).relu() * codes.by_latent(slopes))
+
+    def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
+        found = super().estimated(codes, parameters, progress) | {"threshold": parameters["threshold"].clamp(min=0)}
+        if self.target_l0 is None:
+            return found
+        excess, aim = self.excess(codes, parameters, progress)
+        return found | {"pressure": parameters["pressure"] * (PRESSURE_RATE * excess).exp(), "aim": aim}
+
+    def _held(self, pre: Tensor, thresholds: Tensor) -> int:
+        """As of the target: l1 follows it slowly."""
+        assert self.target_l0 is not None
+        return round(self.target_l0 * len(pre))
+
+    def default_weight(self, sparsity: str, d_in: int) -> float:
+        return super().default_weight("l1" if sparsity == "target-l0" else sparsity, d_in)
+
+    def penalty_target_l0(self, pre: Tensor, gates: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        return parameters["pressure"] * self.penalty_l1(pre, gates, W_dec, parameters)
+
+    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        """0, since the decoder of gates has no gradient."""
+        return W_dec.new_zeros(len(W_dec))
 
 
 def _aim(target: float, progress: float, d_sae: int) -> float:
