@@ -102,7 +102,8 @@ class TrainingConfig(Config):
                                   choices=sparsity_names())
     sparsity_weight: float | None = option(
         None, "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
-              " l1 and lp 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in, kl 0.01 d_in.",
+              " l1 0.1 sqrt(d_in), lp 0.04 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
+              "start), kl 0.01 d_in.",
         minimum=0, maximum=MOST_WEIGHT)
     sparsity_warm_up: float | None = option(None, "Fraction of all steps over which the penalty's weight rises from 0. "
                                                   f"Default: {PENALTY_WARM_UP}, with --init 0.",

@@ -48,12 +48,10 @@ SAELENS, SPARSIFY, LEARNING, SCOPE2, CROSSCODER, LLAMA, TRACER = (
     published.gemma_scope_2_crosscoder, published.llama_scope, published.circuit_tracer)
 HOOKS = {"model_name": "gpt2", "hook_name": "blocks.8.ln2.hook_normalized", "hook_name_out": "blocks.8.hook_mlp_out"}
 READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
-    ("saelens", at(SAELENS, subtract=False, apply_b_dec_to_input=False), GPT2),
-    ("saelens", at(SAELENS, subtract=True, apply_b_dec_to_input=True), GPT2),
+    *(("saelens", at(SAELENS, kind, subtract=one, apply_b_dec_to_input=one), GPT2)
+      for kind in ("standard", "gated") for one in (True, False)),
     ("saelens", at(SAELENS, subtract=True), GPT2),  # where the configuration is silent
     ("saelens", at(SAELENS, "jumprelu", subtract=True), GPT2),
-    ("saelens", at(SAELENS, "gated", subtract=True), GPT2),
-    ("saelens", at(SAELENS, "gated", apply_b_dec_to_input=False), GPT2),
     ("saelens", at(SAELENS, "topk", shift=-6, k=K, apply_b_dec_to_input=False), GPT2),
     ("saelens", at(SAELENS, "topk", k=K, rescale_acts_by_decoder_norm=True, subtract=True), GPT2),
     ("saelens", at(SAELENS, "abstopk", k=K, apply_b_dec_to_input=False), GPT2),
@@ -170,8 +168,7 @@ YAML = [("model_kind: cross_layer_transcoder", "model_kind 'cross"), ("- a\n- b"
         ("model_kind: transcoder_set\nactivation: topk\nk: 31", "31"), ("model_kind: [transcoder_set]", "model_kind"),
         ('a: "\\U7fffffff"', "config.yaml"), ("[" * 100_000, "config.yaml")]
 REFUSED: list[tuple[Callable[[Path], Published], str]] = [
-    (at(SAELENS, architecture="temporal"), "temporal"),
-    (at(SAELENS, "gated", changed={"r_mag": np.ones(F + 1)}), "r_mag"),
+    (at(SAELENS, architecture="x"), "'x'"), (at(SAELENS, "gated", changed={"r_mag": np.ones(F + 1)}), "r_mag"),
     (at(SAELENS, "transcoder", apply_b_dec_to_input=True), "apply_b_dec_to_input True"),
     (at(SAELENS, normalize_activations="layer_norm"), "normalize_activations 'layer_norm'"),
     (at(SAELENS, normalize_activations="expected_average_only_in"), "expected_average_only_in"),
@@ -182,9 +179,8 @@ REFUSED: list[tuple[Callable[[Path], Published], str]] = [
     (at(SAELENS, width=E), "expected W_dec of shape"), (at(SAELENS, changed={"b_enc": np.ones(F + 1)}), "b_enc"),
     (at(SAELENS, changed={"W_enc": np.ones(D)}), "W_enc"),
     (at(SAELENS, changed={"b_dec": np.full(D, np.nan)}), "finite"),
-    (at(published.saelens_5, activation_fn_str="tanh-relu"), "activation_fn 'tanh-relu'"),
+    (at(published.saelens_5, activation_fn_str="tanh"), "'tanh'"), (at(published.saelens_5, architecture="x"), "'x'"),
     (at(published.saelens_5, normalize_activations=True), "expected_average_only_in"),
-    (at(published.saelens_5, architecture="tanh"), "architecture 'tanh'"),
     (at(published.saelens_5, activation_fn_str="topk"), "k must be a whole number, got None"),
     (at(published.saelens_5, {"scaling_factor": np.full(F, 2.0)}), "unexpected"),
     (text_in(SAELENS, "cfg.json", '{"hidden_size": 5}'), "d_in and d_sae"), (text_in(SAELENS, "cfg.json", "[]"), "cfg"),

@@ -3,7 +3,7 @@
 An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient,
 sparsity penalties and the shape of its cells. To add one, write its class and a line in `ACTIVATIONS`.
 
-    base.py         Activation, KeepsK; TargetsRate and Anneals, the penalties kl and lp
+    base.py         Activation, KeepsK, Thresholded; TargetsRate, Anneals, TargetsL0: the penalties kl, lp, target-l0
     elementwise.py  relu, jumprelu, gated, batchtopk, swish: each latent by its own pre-activation
     topk.py         topk, relu-topk, abs-topk, soft-topk
     selection.py    codes of selected pre-activations, with sparse and straight-through gradients; soft-topk's algebra
@@ -12,8 +12,8 @@ sparsity penalties and the shape of its cells. To add one, write its class and a
 from typing import Any
 
 from ...base.errors import unknown_choice
-from .base import Activation, KeepsK, Parameters
-from .elementwise import BatchTopK, Gated, JumpRelu, Relu, Swish, TargetsL0, Thresholded
+from .base import Activation, KeepsK, Parameters, TargetsL0, Thresholded
+from .elementwise import BatchTopK, Gated, JumpRelu, Relu, Swish
 from .topk import AbsTopK, Largest, ReluTopK, SoftTopK, TopK
 
 __all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "Gated", "JumpRelu", "KeepsK", "Largest", "Parameters",

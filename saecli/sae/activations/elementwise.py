@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from ...base.errors import ConfigError
 from ...base.options import option
-from .base import Activation, Anneals, KeepsK, Parameters, TargetsRate
+from .base import Anneals, KeepsK, Parameters, TargetsL0, TargetsRate, Thresholded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,17 +21,6 @@ if TYPE_CHECKING:
 # decoder is then fitted to denser codes than in training, which makes pre-activations grow faster (digits, k = 16: FVU
 # 0.129 with 0.05, 0.092 with 0.3 and 0.5).
 NEWEST = 0.3
-
-
-@dataclass(frozen=True)
-class Thresholded(Activation):
-    """Latent i is active where `pre_i > threshold_i`."""
-
-    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
-        """The pre-activations above which latents are active, (F,)."""
-        import torch
-
-        return torch.zeros(d_sae)
 
 
 @dataclass(frozen=True)
@@ -124,98 +113,10 @@ class Swish(TargetsRate):
         return None  # swish has a scale of its own
 
 
-TARGET_L0, MOST_TARGETED = 32.0, 1 / 8  # the default target, and the largest fraction of the latents that it may be
 THRESHOLD = 0.1  # at the start, unless fitted to a target
 BANDWIDTH, RELATIVE_BANDWIDTH = 0.3, 0.5  # without a target, and with one, over the threshold
-
-# Latents find directions while many are active, and then become sparse. FVU in a world of known features at L0 10,
-# after 2,000 steps of SGD: 0.165 with the fall over 0.2 of the steps, 0.160 over 0.5 (batchtopk: 0.174).
-DENSE, FALL = 4.0, 0.5  # the first aim over the target; the fraction of all steps over which it falls to the target
 MULTIPLIER_RATE = 0.05  # change of m per step, over the relative excess of L0
 THRESHOLD_RATE = 0.05  # relative change of all thresholds per step, over the same
-# Smoothing at which training rows have about as many active latents as rows held out. Wider smoothing activates more:
-# where it is 0.31 in training (6,000 rows, 2,048 latents), held-out rows had 0.84 of the target.
-HELD_OUT_WIDTH = 0.2
-
-
-@dataclass(frozen=True)
-class TargetsL0(Thresholded):
-    """A learned threshold per latent, (F,), and `--sparsity target-l0`: an aim for L0 that falls from several times the
-    target to it, and at the end the factor on all thresholds that keeps L0 on rows held out."""
-
-    target_l0: float | None = option(None, "Active latents per row, on average, that --sparsity target-l0 trains to; "
-                                           f"default: {TARGET_L0:g}, at most an eighth of the latents.", above=0)
-
-    def check(self, d_sae: int) -> None:
-        if self.target_l0 is not None and self.target_l0 > d_sae:
-            raise ConfigError(f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
-                              "--target-l0 or raise --d-sae", option="target_l0")
-
-    def check_sparsity(self, sparsity: str) -> None:
-        super().check_sparsity(sparsity)
-        if self.target_l0 is not None and sparsity != "target-l0":
-            raise ConfigError(f"--target-l0 does nothing with --sparsity {sparsity}; leave it out, or use --sparsity "
-                              "target-l0", option="target_l0")
-
-    def resolved(self, sparsity: str, d_sae: int) -> Self:
-        settled = super().resolved(sparsity, d_sae)
-        if sparsity != "target-l0" or self.target_l0 is not None:
-            return settled
-        return replace(settled, target_l0=min(TARGET_L0, MOST_TARGETED * d_sae))
-
-    def expected_l0(self, d_in: int) -> float:
-        return super().expected_l0(d_in) if self.target_l0 is None else self.target_l0
-
-    def training_parameters(self, d_sae: int) -> Parameters:
-        """With a target its current `aim`."""
-        import torch
-
-        given = super().training_parameters(d_sae)
-        return given if self.target_l0 is None else given | {"aim": torch.tensor(_aim(self.target_l0, 0.0, d_sae))}
-
-    def continuing(self, parameters: Parameters, l0: float) -> Parameters:
-        """With a target, an aim of at most the SAE's L0: it has found its directions."""
-        if self.target_l0 is None:
-            return parameters
-        return parameters | {"aim": parameters["aim"].clamp(max=max(self.target_l0, l0))}
-
-    def fitted(self, pre: Tensor, parameters: Parameters) -> Parameters:
-        """With a target, the threshold at which L0 is the first aim."""
-        if self.target_l0 is None:
-            return parameters
-        kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
-        lowest = pre.flatten().topk(kept).values[-1].clamp(min=1e-3 * pre.std())
-        return parameters | {"threshold": parameters["threshold"].new_full((pre.shape[1],), lowest.item())}
-
-    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
-        return parameters["threshold"].clamp(min=0)
-
-    def excess(self, codes: Codes, parameters: Parameters, progress: float) -> tuple[Tensor, Tensor]:
-        """L0 over the aim, minus one and at most one, and the next aim."""
-        assert self.target_l0 is not None  # see `resolved`
-        rows, aim = codes.shape[0], parameters["aim"]
-        excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else aim.new_zeros(())
-        return excess, aim.clamp(max=_aim(self.target_l0, progress, codes.shape[1]))  # which may have begun lower
-
-    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
-        """With a target, the thresholds times the factor that gives rows smoothed by `HELD_OUT_WIDTH` the L0 that the
-        controller held on rows smoothed as in training."""
-        import torch
-
-        if self.target_l0 is None:
-            return {}
-        thresholds = self.thresholds(parameters, pre.shape[-1])
-        kept = self._held(smoothed(math.inf), thresholds)
-        ratios = (smoothed(HELD_OUT_WIDTH) / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
-        if not 0 < kept < len(ratios):
-            return {}
-        return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
-
-    def _held(self, pre: Tensor, thresholds: Tensor) -> int:
-        return int((pre > thresholds).sum())
-
-    def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        return parameters | {"threshold": parameters["threshold"] * factor}
 
 
 @dataclass(frozen=True)
@@ -398,9 +299,3 @@ class Gated(TargetsL0, Anneals):
     def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         """0, since the decoder of gates has no gradient."""
         return W_dec.new_zeros(len(W_dec))
-
-
-def _aim(target: float, progress: float, d_sae: int) -> float:
-    """The L0 to have at a fraction of all steps; at first `DENSE` targets, at most a quarter of the latents."""
-    first = max(target, min(DENSE * target, d_sae / 4))
-    return target + (first - target) * max(0.0, 1 - progress / FALL)

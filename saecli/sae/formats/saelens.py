@@ -1,9 +1,9 @@
 """SAELens (checked against 6.54.12): `cfg.json` and `sae_weights.safetensors` of version 6; older ones are read too.
 
 The weights have this tool's names and shapes, but for a skip, (E, D). SAELens' TopK clips at zero: `relu-topk` here;
-its `abstopk` is `abs-topk`. A trained `batchtopk` is saved as a JumpReLU with one threshold for all latents, as SAELens
-saves its own. A signed `topk` has no counterpart there. Transcoders (`saes/transcoder.py`) clip at zero, with
-thresholds or without; `hook_name_out` names the hook point of their targets.
+its `abstopk` is `abs-topk`; `gated` is read as `gated`. A trained `batchtopk` is saved as a JumpReLU with one threshold
+for all latents, as SAELens saves its own. A signed `topk` has no counterpart there. Transcoders (`saes/transcoder.py`)
+clip at zero, with thresholds or without; `hook_name_out` names the hook point of their targets.
 """
 
 from collections.abc import Mapping
