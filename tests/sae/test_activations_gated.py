@@ -22,7 +22,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 def gated(shift: float = 0.0, **parts: object) -> SAE:
     activation = Gated(target_l0=5.0)
     learned = {"threshold": torch.linspace(0, 1.2, F, dtype=torch.float64), "r_mag": normal(F, seed=7) / 3,
-               "aim": torch.tensor(7.0).double(), "pressure": torch.tensor(PRESSURE).double()}
+               "aim": torch.tensor(7.0).double(), "multiplier": torch.tensor(PRESSURE).double().log()}
     return SAE(normal(D, F, seed=1) / 4, torch.full((F,), shift).double(), normal(F, D, seed=2), normal(D, seed=3),
                activation, learned, **parts)
 
@@ -67,12 +67,12 @@ def test_gates_reconstruct_by_prefixes_and_besides_a_skip(parts: dict) -> None:
 
 
 @pytest.mark.parametrize(("active", "side"), [(20, 1), (1, -1)])
-def test_the_pressure_moves_with_l0_and_thresholds_stay_above_0(active: int, side: int) -> None:
+def test_the_multiplier_moves_with_l0_and_thresholds_stay_above_0(active: int, side: int) -> None:
     one = gated()
     given = one.activation_parameters | {"threshold": one.threshold - 0.5}
     codes = DenseCodes((torch.arange(F) < active).double().expand(B, F))
     found = one.activation.estimated(codes, given, 0.9)
-    assert side * (found["pressure"] - PRESSURE) > 0 and found["aim"] == 5
+    assert side * (found["multiplier"] - given["multiplier"]) > 0 and found["aim"] == 5
     assert torch.equal(found["threshold"], given["threshold"].relu())
 
 

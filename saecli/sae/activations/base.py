@@ -202,9 +202,9 @@ class Anneals(Activation):
 
         s sum_i (u_i + e)^p - e^p,    u_i = |z_i| ||W_dec_i||
 
-    u, the size of a latent's part of x_hat, is free of scale. s, without gradient, gives the batch the penalty that it
-    has at p = 1, as the source rescales the weight whenever p falls; e, a small fraction of the mean u, bounds the
-    slope at 0. Source: Karvonen et al., "Measuring Progress in Dictionary Learning for Language Model Interpretability
+    u, the size of a latent's part of x_hat, is free of scale. s, without gradient, gives this process' rows the penalty
+    that they have at p = 1, as the source rescales the weight whenever p falls; e, a small fraction of the mean u,
+    bounds the slope at 0. Source: Karvonen et al., "Measuring Progress in Dictionary Learning for Language Model Interpretability
     with Board Game Models" (2024).
     """
 
@@ -253,7 +253,6 @@ class Anneals(Activation):
         return codes.with_values(s * p * (u + e) ** (p - 1) * codes.values.abs()).sums()
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
-        """That of lp gives tiny-gemma2 about the L0 of l1's."""
         return 0.04 * math.sqrt(d_in) if sparsity == "lp" else super().default_weight(sparsity, d_in)
 
 
@@ -293,12 +292,15 @@ DENSE, FALL = 4.0, 0.5  # the first aim over the target; the fraction of all ste
 # Smoothing at which training rows have about as many active latents as rows held out. Wider smoothing activates more:
 # where it is 0.31 in training (6,000 rows, 2,048 latents), held-out rows had 0.84 of the target.
 HELD_OUT_WIDTH = 0.2
+THRESHOLD_RATE = 0.05  # relative change of all thresholds per step, over the relative excess of L0
 
 
 @dataclass(frozen=True)
 class TargetsL0(Thresholded):
     """A learned threshold per latent, (F,), and `--sparsity target-l0`: an aim for L0 that falls from several times the
     target to it, and at the end the factor on all thresholds that keeps L0 on rows held out."""
+
+    multiplier_rate: ClassVar[float]  # change of m per step, over the relative excess of L0
 
     target_l0: float | None = option(None, "Active latents per row, on average, that --sparsity target-l0 trains to; "
                                            f"default: {TARGET_L0:g}, at most an eighth of the latents.", above=0)
@@ -324,11 +326,13 @@ class TargetsL0(Thresholded):
         return super().expected_l0(d_in) if self.target_l0 is None else self.target_l0
 
     def training_parameters(self, d_sae: int) -> Parameters:
-        """With a target its current `aim`."""
+        """With a target the controller's state: the current `aim`, and the `multiplier` m."""
         import torch
 
         given = super().training_parameters(d_sae)
-        return given if self.target_l0 is None else given | {"aim": torch.tensor(_aim(self.target_l0, 0.0, d_sae))}
+        if self.target_l0 is None:
+            return given
+        return given | {"aim": torch.tensor(_aim(self.target_l0, 0.0, d_sae)), "multiplier": torch.zeros(())}
 
     def continuing(self, parameters: Parameters, l0: float) -> Parameters:
         """With a target, an aim of at most the SAE's L0: it has found its directions."""
@@ -347,12 +351,15 @@ class TargetsL0(Thresholded):
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
         return parameters["threshold"].clamp(min=0)
 
-    def excess(self, codes: Codes, parameters: Parameters, progress: float) -> tuple[Tensor, Tensor]:
-        """L0 over the aim, minus one and at most one, and the next aim."""
-        assert self.target_l0 is not None  # see `resolved`
-        rows, aim = codes.shape[0], parameters["aim"]
+    def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
+        found, (rows, d_sae) = super().estimated(codes, parameters, progress), codes.shape
+        if self.target_l0 is None:
+            return found
+        aim = parameters["aim"]
         excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else aim.new_zeros(())
-        return excess, aim.clamp(max=_aim(self.target_l0, progress, codes.shape[1]))  # which may have begun lower
+        return found | {"threshold": parameters["threshold"] * (THRESHOLD_RATE * excess).exp(),
+                        "multiplier": parameters["multiplier"] + self.multiplier_rate * excess,
+                        "aim": aim.clamp(max=_aim(self.target_l0, progress, d_sae))}  # which may have begun lower
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
         """With a target, the thresholds times the factor that gives rows smoothed by `HELD_OUT_WIDTH` the L0 that the
@@ -362,14 +369,11 @@ class TargetsL0(Thresholded):
         if self.target_l0 is None:
             return {}
         thresholds = self.thresholds(parameters, pre.shape[-1])
-        kept = self._held(smoothed(math.inf), thresholds)
+        kept = int((smoothed(math.inf) > thresholds).sum())
         ratios = (smoothed(HELD_OUT_WIDTH) / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
         if not 0 < kept < len(ratios):
             return {}
         return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
-
-    def _held(self, pre: Tensor, thresholds: Tensor) -> int:
-        return int((pre > thresholds).sum())
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
         return parameters | {"threshold": parameters["threshold"] * factor}
