@@ -31,19 +31,36 @@ def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     Of a training's curves it leaves an empty file, since drawing them takes half of a small training's time.
     """
     monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
-    monkeypatch.setattr("saecli.show.runs.loss_curves", lambda path, runs: path.touch())
+    monkeypatch.setattr("saecli.show.pictures.loss_curves", lambda path, runs: path.touch())
     return CommandLine(tmp_path / "home", monkeypatch, capsys)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The only hub that the client knows, with an empty cache, and a token that may write."""
+    from huggingface_hub import constants
+    from model_hub import WRITER, serving  # take a while to import
+
+    with serving() as found:
+        for name, value in (("ENDPOINT", found.address), ("HF_HUB_DISABLE_XET", True),
+                            ("HUGGINGFACE_CO_URL_TEMPLATE", found.address + "/{repo_id}/resolve/{revision}/{filename}"),
+                            ("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_TOKEN_PATH", str(tmp_path / "no-token"))):
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.upper(), raising=False)
+        yield found
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved, kept to be looked into."""
     import saecli.show.geometry
-    import saecli.show.latents
-    import saecli.show.runs  # matplotlib takes a second to import
+    import saecli.show.pictures
 
     kept: list[Any] = []
-    original = saecli.show.runs.figure
+    original = saecli.show.pictures.figure
 
     @contextmanager
     def keeping(*arguments: object) -> Iterator[Any]:
@@ -51,7 +68,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield figure
             kept.append(figure)
 
-    for name in ("runs", "geometry", "latents"):
+    for name in ("pictures", "geometry"):
         monkeypatch.setattr(sys.modules[f"saecli.show.{name}"], "figure", keeping)
     return kept
 

@@ -99,6 +99,10 @@ def serving() -> Iterator[ModelHub]:
         hub.shutdown()
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: ModelHub
     protocol_version = "HTTP/1.1"

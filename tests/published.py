@@ -59,7 +59,7 @@ def write(path: Path, arrays: dict[str, np.ndarray], dtype: torch.dtype = torch.
     """Write a safetensors or .pt file, and return its numbers, rounded as there, in float64."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: torch.tensor(array).to(dtype).contiguous() for name, array in arrays.items()}
-    (torch.save if path.suffix == ".pt" else save_file)(tensors, path)
+    (torch.save if path.suffix in (".pt", ".pth") else save_file)(tensors, path)
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}
 
 
@@ -77,9 +77,12 @@ def weights(width: int = D, skip: bool = False, shift: float = 0) -> dict[str, n
 
 
 def formula(path: Path, w: dict[str, np.ndarray], act: Callable[[np.ndarray], np.ndarray],
-            subtract: bool = False) -> Published:
-    codes = act((ROWS - w["b_dec"] if subtract else ROWS) @ w["W_enc"] + w["b_enc"])
-    return Published(path, codes, codes @ w["W_dec"] + w["b_dec"] + (ROWS @ w["W_skip"] if "W_skip" in w else 0))
+            subtract: bool = False, factor: float = 1) -> Published:
+    """`factor`: of rows and targets."""
+    x = ROWS * factor
+    codes = act((x - w["b_dec"] if subtract else x) @ w["W_enc"] + w["b_enc"])
+    predicted = codes @ w["W_dec"] + w["b_dec"] + (x @ w["W_skip"] if "W_skip" in w else 0)
+    return Published(path, codes, predicted / factor)
 
 
 def saelens(folder: Path, architecture: str = "standard", width: int = D, subtract: bool = False, shift: float = 0,
@@ -105,13 +108,13 @@ def saelens(folder: Path, architecture: str = "standard", width: int = D, subtra
 
 
 def saelens_5(folder: Path, extra: dict[str, np.ndarray] | None = None, subtract: bool = True,
-              **config: Any) -> Published:
-    """As SAELens wrote it before version 6."""
+              factor: float = 1, **config: Any) -> Published:
+    """As SAELens wrote it before version 6; `factor` of rows and targets, in its formula."""
     w, is_gated = weights(), config.get("architecture") == "gated"
     write(folder / "sae_weights.safetensors", (gates(w) if is_gated else w) | (extra or {}))
     (folder / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | config))
     act = (lambda pre: relu(top_k(pre))) if config.get("activation_fn_str") == "topk" else gated if is_gated else relu
-    return formula(folder, w, act, subtract)
+    return formula(folder, w, act, subtract, factor)
 
 
 def sparsify(folder: Path, transcode: bool = False, skip: bool = False, **config: Any) -> Published:
@@ -125,7 +128,8 @@ def sparsify(folder: Path, transcode: bool = False, skip: bool = False, **config
     return formula(folder, w, lambda pre: relu(top_k(pre)), not transcode)
 
 
-def dictionary_learning(folder: Path, name: str = "AutoEncoder", **trainer: Any) -> Published:
+def dictionary_learning(folder: Path, name: str = "AutoEncoder", old: bool = False, **trainer: Any) -> Published:
+    """`old`: with k in the configuration alone, and without a threshold that top-k does not use."""
     w, single, per_latent = weights(), np.float32(0.7), np.linspace(0, 2, F).astype(np.float32)
     bias = {"AutoEncoder": "bias", "AutoEncoderNew": "decoder.bias"}.get(name, "b_dec")
     linear = {"encoder.weight": w["W_enc"].T, "encoder.bias": w["b_enc"], "decoder.weight": w["W_dec"].T,
@@ -142,18 +146,41 @@ def dictionary_learning(folder: Path, name: str = "AutoEncoder", **trainer: Any)
     tensors = {key: torch.tensor(array).float().contiguous() for key, array in state.items()}
     tensors |= {"k": torch.tensor(K, dtype=torch.int)} if "TopK" in name else {}
     tensors |= {"group_sizes": torch.tensor([5, F - 5])} if "Matryoshka" in name else {}
+    for key in ("k", *(["threshold"] if name == "AutoEncoderTopK" else [])) if old else ():
+        tensors.pop(key, None)
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(tensors, folder / "ae.pt")
-    (folder / "config.json").write_text(json.dumps({
-        "trainer": {"dict_class": name, "lm_name": "gpt2", "layer": 8} | trainer}))
+    (folder / "config.json").write_text(json.dumps({"buffer": {"ctx_len": 128}, "trainer": {
+        "dict_class": name, "lm_name": "gpt2", "layer": 8, "activation_dim": D, "dict_size": F} | (
+        {"k": K, "submodule_name": "resid_post_layer_8"} if old else {}) | trainer}))
     return formula(folder, w, act, name not in ("AutoEncoderNew", "JumpReluAutoEncoder"))
 
 
-def gemma_scope(folder: Path) -> Published:
+def gemma_scope(folder: Path, factor: float = 1) -> Published:
     folder.mkdir(parents=True, exist_ok=True)
     w, threshold = weights(), np.linspace(0, 2, F).astype(np.float32)
     np.savez(folder / "params.npz", threshold=threshold, **{name: array.astype("f4") for name, array in w.items()})
-    return formula(folder, w, lambda pre: jumprelu(pre, threshold))
+    return formula(folder, w, lambda pre: jumprelu(pre, threshold), factor=factor)
+
+
+def one_file(path: Path) -> Published:
+    """A ReLU SAE in a file of its own, as Goodfire, qresearch, or Kissane et al. name it, whose encoder subtracts."""
+    w, part, subtracts = weights(), "_linear" if path.suffix == ".pth" else "", "Hcat_z" in path.name
+    write(path, w if subtracts else {f"encoder{part}.weight": w["W_enc"].T, f"encoder{part}.bias": w["b_enc"],
+                                     f"decoder{part}.weight": w["W_dec"].T, f"decoder{part}.bias": w["b_dec"]})
+    if subtracts:
+        path.with_name(f"{path.stem}_cfg.json").write_text(json.dumps({
+            "act_size": D, "dict_size": F, "act_name": "blocks.0.attn.hook_z"}))
+    return formula(path, w, relu, subtracts)
+
+
+def qwen_transcoder(path: Path) -> Published:
+    """Without a config.yaml."""
+    w = weights()
+    write(path, w | {"W_enc": w["W_enc"].T})
+    path.with_name("wanb-config.yaml").write_text(json.dumps({
+        name: {"value": value} for name, value in (("d_model", D), ("d_feature", F), ("batch_size", 64))}))
+    return formula(path, w, relu)
 
 
 def circuit_tracer(folder: Path, kind: str = "relu", skip: bool = False, text: str = "", layer: int | str = 5,
@@ -212,17 +239,22 @@ def gemma_scope_2_crosscoder(folder: Path, stacked: bool = False, **config: Any)
 
 
 def llama_scope(folder: Path, moved: bool = False, transcodes: bool = False, unit_norms: bool = False,
-                dtype: torch.dtype = torch.float32, **hyperparams: Any) -> Published:
-    """An SAE of layer 15, or a transcoder of its MLP; `moved`: weights beside the hyperparameters."""
+                dtype: torch.dtype = torch.float32, r1: bool = False, **hyperparams: Any) -> Published:
+    """An SAE of layer 15, or a transcoder of its MLP; `moved`: weights beside the hyperparameters; `r1`: as the R1
+    distillations, with norms and logarithmic thresholds of normalised rows among the tensors."""
     arrays = normals(0, **{"encoder.weight": (F, D), "encoder.bias": (F,), "decoder.weight": (D, F),
                            "decoder.bias": (D,)})
     if unit_norms:
         arrays["decoder.weight"] /= np.linalg.norm(arrays["decoder.weight"], axis=0)
-    w = write(folder / ("." if moved else "checkpoints") / "final.safetensors", arrays, dtype)
     hooks = ("blocks.15.ln2.hook_normalized", "blocks.15.hook_mlp_out") if transcodes else (
         "blocks.15.hook_resid_post",) * 2
-    norms = {"in": 12.5, "out": 3.25 if transcodes else 12.5}
-    (folder / "hyperparams.json").write_text(json.dumps({
+    norms, threshold = {"in": 12.5, "out": 3.25 if transcodes else 12.5}, np.linspace(0.1, 0.8, F)
+    file = folder / ("sae_weights.safetensors" if r1 else "final.safetensors" if moved else
+                     "checkpoints/final.safetensors")
+    further = {"log_jumprelu_threshold": np.log(threshold)} | {
+        f"dataset_average_activation_norm.{hook}": np.array(norms[end]) for hook, end in zip(hooks, norms, strict=True)}
+    w = write(file, arrays | (further if r1 else {}), dtype)
+    (folder / ("config.json" if r1 else "hyperparams.json")).write_text(json.dumps({
         "device": "cuda:0", "dtype": "torch.bfloat16", "hook_point_in": hooks[0], "hook_point_out": hooks[1],
         "use_decoder_bias": True, "apply_decoder_bias_to_pre_encoder": False, "expansion_factor": 8, "d_model": D,
         "d_sae": F, "act_fn": "jumprelu", "jump_relu_threshold": 0.75, "norm_activation": "dataset-wise",
@@ -233,7 +265,7 @@ def llama_scope(folder: Path, moved: bool = False, transcodes: bool = False, uni
     pre = ROWS @ w["encoder.weight"].T + w["encoder.bias"] / c_in
     decoder = w["decoder.weight"] * c_in / c_out
     lengths = np.linalg.norm(decoder, axis=0)
-    fired = jumprelu(pre * lengths, 0.75)
+    fired = jumprelu(pre * lengths, threshold / c_out if r1 else 0.75)
     return Published(folder, fired / lengths * c_in, fired @ (decoder / lengths).T + w["decoder.bias"] / c_out)
 
 

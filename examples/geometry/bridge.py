@@ -21,8 +21,8 @@ from diagrams import cells_in, tints
 from torch import Tensor
 
 from saecli.geometry.bridge import fvu, spread
+from saecli.geometry.cells import cells_of
 from saecli.geometry.diagram import PowerDiagram
-from saecli.geometry.largest_cells import cells_of
 from saecli.geometry.local_pca import LocalPCA, kmeans
 from saecli.geometry.plane import PlaneCells, keys_at, plane_cells
 from saecli.sae.activations import TopK

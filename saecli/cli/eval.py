@@ -55,8 +55,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
         document["stability"] = stability(saes=everything, match_threshold=match_threshold, progress=console)
         tables.append(stability_table(document["stability"]))
     if plot is not None:
-        from ..show.latents import stability as draw_stability  # matplotlib takes a second to import
-        from ..show.runs import frontier
+        from ..show.pictures import frontier
+        from ..show.pictures import stability as draw_stability  # matplotlib takes a second to import
 
         kinds = {one.subject.name: one.sae.activation.name for one in everything}
         frontier(plot, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})

@@ -40,7 +40,7 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
                      k=k or (1, 2, 5, 16), context=context, device=device, home=session.home,
                      progress=session.console)
     if plot is not None:
-        from ..show.latents import probes  # matplotlib takes a second to import
+        from ..show.pictures import probes  # matplotlib takes a second to import
 
         probes(plot, document)
         session.console.note(f"drew {plot}")

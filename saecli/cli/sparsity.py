@@ -30,7 +30,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     tallies = [firing(one.sae, one.inputs(session.console), pictured) for one in everything]
     found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
     if plot is not None:
-        from ..show.runs import sparsity  # matplotlib takes a second to import
+        from ..show.pictures import sparsity  # matplotlib takes a second to import
 
         session.console.note(f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, found))}")
     session.console.result({"runs": found}, comparison(found, SPARSITY), *(extremes(run) for run in found),

@@ -140,7 +140,7 @@ def trained(session: Session, jobs: Sequence[Job], processes: Communicator) -> N
 
     documents, errors = train_runs(jobs, session.console, processes)
     if processes.is_main:
-        from ..show.runs import loss_curves  # matplotlib takes a second to import
+        from ..show.pictures import loss_curves  # matplotlib takes a second to import
         from ..train.files import read_metrics
 
         for folder in (Path(document["path"]) for document in documents):

@@ -47,7 +47,12 @@ def extract(model: str | None = None, *, layer: int | None = None, site: str = "
 
 
 @overload
-def extract(model: str | None = None, *, layer: Sequence[int], site: Sequence[str],
+def extract(model: str | None = None, *, layer: Sequence[int], site: str | Sequence[str] = "resid_post",
+            **options: Any) -> list[ActivationStore]: ...
+
+
+@overload
+def extract(model: str | None = None, *, layer: int | None = None, site: Sequence[str],
             **options: Any) -> list[ActivationStore]: ...
 
 
@@ -62,8 +67,8 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
 
     Args:
         model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled.
-        layer: block to read, from 0; None for the middle one. Lists of layers and sites give a list of stores, one per
-            layer and site, filled in one pass with the same tokens row for row.
+        layer: block to read, from 0; None for the middle one. A list of layers or of sites gives a list of stores, one
+            per layer and site, filled in one pass with the same tokens row for row.
         site: resid_post, resid_pre, mlp_in, mlp_out or attn_out.
         name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
             options.
@@ -103,7 +108,7 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
         _check_same_rows(stores)
     for store, request in zip(stores, requests, strict=True):
         store.cached = request.point in there
-    return stores[0] if isinstance(site, str) else stores
+    return stores[0] if isinstance(site, str) and not isinstance(layer, Sequence) else stores
 
 
 def settled(config: ExtractConfig, given: Set[str], where: torch.device,

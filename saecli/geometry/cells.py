@@ -9,7 +9,7 @@ smallest distance to a hyperplane where
 
 with v = x @ W_enc + b_enc and mu the sites of the activation's power diagram (for abs-topk the 2F sites +-w_i).
 Source: the paper on SAEs as piecewise affine splines and on their half-space inequalities. All float64.
-Largest K are in `largest_cells.py`. Shapes: B rows, D = d_in, F = d_sae.
+Sites: see `diagram.py`. Shapes: B rows, D = d_in, F = d_sae, K = k, n sites.
 """
 
 import math
@@ -20,7 +20,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..base.errors import ConfigError
+from ..sae.activations import ACTIVATIONS, AbsTopK, Activation, ReluTopK, Thresholded, TopK
 from ..sae.dictionary import SAE
+from .diagram import KthOrderDiagram, PowerDiagram, kth_order_diagram
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,204 @@ class ThresholdedCells(Cells):
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
         """The number of latents with `|v_i - t_i| / ||w_i|| < radius`, (B,)."""
         return (self.distances(pre) < radius).sum(1)
+
+
+KNOWN = (Thresholded, TopK, ReluTopK, AbsTopK)
+SEARCH_WIDTH = 4  # candidates of the first round of the search for the nearest swap, enough for most rows
+PRODUCT_GAIN = 20  # distances between sites that one product computes in the time of a single one
+BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
+
+
+@dataclass(frozen=True)
+class LargestCells(Cells):
+    """Cells of the K largest: each pair of a kept and an unkept site is a hyperplane, K (n - K) of them per row.
+
+    Few of them are ever measured: with r_i = ||mu_i - c|| and c the mean of the sites, no swap is nearer than
+    `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites.
+    """
+
+    order: KthOrderDiagram
+
+    @property
+    def possible_log10(self) -> float:
+        """log10 of C(F, K)."""
+        F, K = self.sae.d_sae, self.order.k
+        return (math.lgamma(F + 1) - math.lgamma(K + 1) - math.lgamma(F - K + 1)) / math.log(10)
+
+    @property
+    def boundary(self) -> str:
+        return "swaps"
+
+    @cached_property
+    def _reach(self) -> Tensor:
+        """r_i, (n,)."""
+        return (self.order.diagram.centroids - self.order.diagram.centroids.mean(0)).norm(dim=1)
+
+    def supports(self, pre: Tensor) -> Tensor:
+        """The K latents that rank highest, (B, F)."""
+        return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, self.order.support(pre), True)
+
+    def _sides(self, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Site values (B, n), the sites kept (B, K), and for each site the bound on its nearest swap (B, n)."""
+        support = self.order.support(pre)
+        values, inside = self.order.values(pre), self.order.sites(support, pre)
+        lowest = values.gather(1, inside).amin(1, keepdim=True)
+        reach = self._reach + self._reach[inside].amax(1, keepdim=True)
+        bound = torch.where(reach > 0, (lowest - values) / reach, torch.inf)
+        # Where a latent has two sites, both are barred: before they could swap, every other latent has entered.
+        for copy in range(values.shape[1] // pre.shape[1]):
+            bound.scatter_(1, support + copy * pre.shape[1], torch.inf)
+        return values, inside, bound
+
+    def margins(self, pre: Tensor) -> Tensor:
+        """`min over i in S, j not in S of (v_i - v_j) / ||mu_i - mu_j||`, (B,), exact.
+
+        Cost: O(n) per row, and O(D) for each of the few swaps that the bound does not rule out; the search widens for
+        rows whose first candidates do not prove the minimum.
+        """
+        values, inside, bound = self._sides(pre)
+        outside = values.shape[1] // pre.shape[1] * (pre.shape[1] - self.order.k)
+        margins = values.new_full((len(pre),), torch.inf)
+        if not outside:
+            return margins
+        pending, width = torch.arange(len(pre)), SEARCH_WIDTH
+        while len(pending):
+            block = max(1, BLOCK // (max(self.order.k, self.sae.d_in) * width))
+            proven = []
+            for some in pending.split(block):
+                margins[some], done = self._nearest_swap(values[some], inside[some], bound[some], width, outside)
+                proven.append(done)
+            pending, width = pending[~torch.cat(proven)], width * 8
+        return margins
+
+    def _nearest_swap(self, values: Tensor, inside: Tensor, bound: Tensor, width: int,
+                      outside: int) -> tuple[Tensor, Tensor]:
+        """The nearest of the `width` swaps of smallest bound, and whether the bounds of the others prove it, (B,)."""
+        wide = min(width, outside)
+        entrants = bound.topk(min(wide + 1, outside), largest=False)
+        others = entrants.values[:, wide:].amin(1) if wide < outside else bound.new_full((len(bound),), torch.inf)
+        j = entrants.indices[:, :wide]  # (B, wide)
+        gaps = values.gather(1, inside)[:, :, None] - values.gather(1, j)[:, None, :]  # (B, K, wide)
+        reach = self._reach[inside][:, :, None] + self._reach[j][:, None, :]
+        pair_bound = torch.where(reach > 0, gaps / reach, torch.inf).flatten(1)
+
+        pairs = min(width, pair_bound.shape[1])
+        best = pair_bound.topk(min(pairs + 1, pair_bound.shape[1]), largest=False)
+        if pairs < pair_bound.shape[1]:
+            others = torch.minimum(others, best.values[:, pairs])
+        chosen = best.indices[:, :pairs]  # (B, pairs)
+        distances = self._site_distances(inside.gather(1, chosen // wide), j.gather(1, chosen % wide))
+        swaps = torch.where(distances > 0, gaps.flatten(1).gather(1, chosen) / distances, torch.inf)
+        nearest = swaps.amin(1)
+        return nearest, ~(nearest > others)  # a row of NaN has margin NaN, and is done
+
+    def _site_distances(self, i: Tensor, j: Tensor) -> Tensor:
+        """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""
+        mu = self.order.diagram.centroids
+        step = max(1, BLOCK // mu.shape[1])
+        flat = [(mu[a] - mu[b]).norm(dim=-1) for a, b in zip(i.flatten().split(step), j.flatten().split(step),
+                                                             strict=True)]
+        return torch.cat(flat).view_as(i) if flat else torch.zeros(i.shape, dtype=mu.dtype)
+
+    def crossings(self, pre: Tensor, radius: float) -> Tensor:
+        """The number of swaps with `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
+
+        Cost: O(n) per row, O(K) for each entrant within the bound, O(D) for each such swap: singly if they are few,
+        else as one product.
+        """
+        values, inside, bound = self._sides(pre)
+        counts = torch.zeros(len(pre), dtype=torch.long)
+        few: list[Tensor] = []
+        for number, (v, i, low) in enumerate(zip(values, inside, bound, strict=True)):
+            j = (low < radius).nonzero()[:, 0]
+            gaps = v[i][:, None] - v[j]  # (K, |j|)
+            close = gaps < radius * (self._reach[i][:, None] + self._reach[j])
+            if close.sum() * PRODUCT_GAIN > close.numel():
+                distances = torch.cdist(self.order.diagram.centroids[i], self.order.diagram.centroids[j],
+                                        compute_mode="use_mm_for_euclid_dist")
+                counts[number] = (gaps < radius * distances).sum()
+            elif close.any():
+                kept, entrant = close.nonzero().T
+                few.append(torch.stack([torch.full_like(kept, number), i[kept], j[entrant]]))
+        if few:
+            row, i, j = torch.cat(few, 1)
+            distances = self._site_distances(i[:, None], j[:, None])[:, 0]
+            near = values[row, i] - values[row, j] < radius * distances
+            counts += torch.bincount(row[near], minlength=len(pre))
+        return counts
+
+
+@dataclass(frozen=True)
+class ReluTopKCells(Cells):
+    """Cells of the K largest clipped at zero.
+
+    A row with K positive latents or more lies in a topk cell cut at `v_i = 0` of the latents kept. With fewer, the
+    latents kept are the positive ones, and no swap among the others matters: it lies in a cell of relu.
+
+    Args:
+        largest: the cells without the clipping.
+        relu: the cells without the limit K.
+    """
+
+    largest: LargestCells
+    relu: ThresholdedCells
+
+    @property
+    def possible_log10(self) -> float:
+        """log10 of sum_j C(F, j), j from 0 to K."""
+        F = self.sae.d_sae
+        j = torch.arange(self.largest.order.k + 1, dtype=torch.float64)
+        logs = math.lgamma(F + 1) - torch.lgamma(j + 1) - torch.lgamma(F - j + 1)
+        return float(torch.logsumexp(logs, 0)) / math.log(10)
+
+    @property
+    def boundary(self) -> str:
+        return "hyperplanes"
+
+    def _is_full(self, pre: Tensor) -> Tensor:
+        """Whether K latents are positive, (B,)."""
+        return (pre > 0).sum(1) >= self.largest.order.k
+
+    def supports(self, pre: Tensor) -> Tensor:
+        """The latents among the K largest that are positive, (B, F)."""
+        return self.largest.supports(pre) & (pre > 0)
+
+    def margins(self, pre: Tensor) -> Tensor:
+        """The nearest swap or `min over i in S of v_i / ||w_i||`, (B,); of a row with fewer than K positive latents
+        the margin of relu."""
+        margins, full = self.relu.margins(pre), self._is_full(pre)
+        some = pre[full]
+        own = self.relu.distances(some).masked_fill(~self.largest.supports(some), torch.inf).amin(1)
+        margins[full] = torch.minimum(self.largest.margins(some), own)
+        return margins
+
+    def crossings(self, pre: Tensor, radius: float) -> Tensor:
+        """Those hyperplanes of `margins` that are nearer than the radius, (B,)."""
+        counts, full = self.relu.crossings(pre, radius), self._is_full(pre)
+        some = pre[full]
+        own = (self.relu.distances(some) < radius) & self.largest.supports(some)
+        counts[full] = self.largest.crossings(some, radius) + own.sum(1)
+        return counts
+
+
+def check_cells(activation: Activation) -> None:
+    """Refuse an activation that is not piecewise affine, or whose cells are not implemented, by a ConfigError."""
+    if not isinstance(activation, KNOWN):
+        known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, KNOWN)]
+        raise ConfigError(f"the activation {activation.name} has no cells that this tool knows; expected one of "
+                          f"{', '.join(known)}; train such an SAE to see its geometry")
+
+
+def cells_of(sae: SAE) -> Cells:
+    """The partition that an SAE makes of its input space; ConfigError as by `check_cells`."""
+    check_cells(sae.activation)
+    sae = sae.copy_to(torch.float64)
+    if isinstance(sae.activation, Thresholded):
+        return ThresholdedCells(sae, sae.activation.thresholds(sae.activation_parameters, sae.d_sae).double())
+    if isinstance(sae.activation, ReluTopK):
+        order = KthOrderDiagram(PowerDiagram.from_encoder(sae.W_enc, sae.b_enc), TopK(sae.activation.k), sae.d_sae)
+        relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
+        return ReluTopKCells(sae, LargestCells(sae, order), relu)
+    known = kth_order_diagram(sae)
+    assert known is not None  # every other activation of `KNOWN` has one
+    return LargestCells(sae, known)

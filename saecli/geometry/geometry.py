@@ -23,7 +23,7 @@ from ..sae.library import SAELike
 from ..store.reader import Rows
 from ..store.split import Which
 from .bridge import Bridge, Visited
-from .largest_cells import cells_of, check_cells
+from .cells import cells_of, check_cells
 from .local_pca import Stream
 from .survey import (
     SAMPLE_ROWS,

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from ..base.errors import ConfigError, HubError, SaeError, one_line
+from ..base.errors import ConfigError, FormatError, HubError, SaeError, did_you_mean, one_line
 from ..base.machine import LOG_IN, why_refused
 from .formats import FORMATS, Format, format_of, known_files
 
@@ -20,10 +21,14 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
 _PART = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..
+_INNER = _PART.replace("[", "[:+")  # of a folder or file in a repository
 _PATH = re.compile(rf"(?:hf://)?({_PART}/{_PART})(?:@(refs/(?:pr/\d+|convert/\w+)|[^/@]+))?"
-                   rf"(?:/({_PART}(?:/{_PART})*))?(?:@(.+))?/?")
+                   rf"(?:/({_INNER}(?:/{_INNER})*))?(?:@(.+))?/?")
 _WEB = re.compile(r"https?://[^/]+/([^/]+/[^/]+)(?:/(?:tree|blob)/([^/]+)(?:/(.*?))?)?/?")
 SHOWN = 8  # folders that a message lists
+INEXPRESSIBLE = {  # by the function there that converts it
+    "temporal": "codes depend on earlier tokens, by attention",
+    "mntss_clt_layer_transcoder": "the layers of a cross-layer transcoder predict only together"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,50 @@ class Address:
     def __str__(self) -> str:
         path = f"{self.repo}/{self.folder}" if self.folder else self.repo
         return f"{path}@{self.revision}" if self.revision else path
+
+
+def registered(text: str, note: Callable[[str], None]) -> tuple[Address, float | None] | None:
+    """The address of the SAE that the installed SAELens calls by this release/id, if any, and the factor of rows that
+    its file may lack (`formats.SavedSAE.scaled`); FormatError if it cannot be expressed here."""
+    name, _, wanted = text.partition("/")
+    release = _release(name)
+    one = next((one for one in release.get("saes", ()) if one["id"] == wanted), None)
+    if one is None:
+        return None
+    overrides = release.get("config_overrides") or {}
+    reason = INEXPRESSIBLE.get(release.get("conversion_func") or "")
+    if (scaling := overrides.get("normalize_activations")) not in (None, "none"):
+        reason = f"each row is scaled by its own norm ({scaling})"
+    if reason:
+        raise FormatError(f"{text} cannot be expressed here: {reason}; use SAELens")
+    if overrides.get("model_from_pretrained_kwargs", {}).get("center_writing_weights"):
+        note(f"{name} was trained on rows less their mean over dimensions (center_writing_weights); rows here keep it")
+    return Address(release["repo_id"], str(one["path"])), one.get("norm_scaling_factor")
+
+
+def registry_hint(text: str, asks: bool = True) -> str:
+    """What SAELens' registry has instead of an unknown SAE, or what to install if it `asks` and SAELens is missing."""
+    name, _, wanted = text.partition("/")
+    if ids := [one["id"] for one in _release(name).get("saes", ())]:
+        question = did_you_mean(wanted, ids) or f"its first is {ids[0]}"
+        return f"; SAELens' release {name} has {len(ids):,} SAEs, and is named as {name}/ID: {question}"
+    return "; for a release and id of SAELens, install sae-lens or name its place on the hub" * (
+        asks and find_spec("sae_lens") is None)
+
+
+def _release(name: str) -> dict[str, Any]:
+    """A release in the registry; empty without. It is found in the text, as parsing all takes a second, and importing
+    SAELens several."""
+    import yaml
+
+    spec = find_spec("sae_lens")
+    if spec is None or spec.origin is None or not re.fullmatch(_PART, name):
+        return {}
+    path = Path(spec.origin).with_name("pretrained_saes.yaml")
+
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    block = re.search(rf"^{re.escape(name)}:\n((?:[ -].*\n?)*)", text, re.MULTILINE)
+    return yaml.load(block[1], getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if block else {}
 
 
 def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
@@ -139,8 +188,9 @@ def upload(folder: Path, address: Address, private: bool) -> str:
     from huggingface_hub import HfApi
 
     own = format_of(path.name for path in (folder / address.folder).iterdir())
-    others = [f"{glob.escape(address.folder)}/{one}" for name, form in FORMATS.items() if name != own
-              for pattern in form.files for one in pattern.split("|")]
+    others = [f"{glob.escape(address.folder)}/{one}" for form in FORMATS.values()
+              if own is None or form.files[-1] not in FORMATS[own].files for pattern in form.files
+              for one in pattern.split("|")]
     api = HfApi()
     with hub_errors(address):
         api.create_repo(address.repo, private=private or None, exist_ok=True)

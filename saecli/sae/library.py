@@ -20,7 +20,7 @@ from ..store.reader import ActivationStore
 from . import formats
 from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
-from .hub import Address, cached, fetch
+from .hub import Address, cached, fetch, registered, registry_hint
 
 SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
 ORIGIN = {field.name for field in fields(Origin)}
@@ -43,6 +43,8 @@ class Subject:
     beside: tuple[str, ...] = ()  # names of a crosscoder's further stores
     target: str | None = None  # name of the store of a transcoder's targets
     streamed: Mapping[str, Any] | None = None  # the options of rows from a model without a store
+    registered: str | None = None  # release/id in SAELens' registry, by which it was named
+    row_scale: float | None = None  # from there, for `formats.load`
 
     @property
     def path(self) -> Path:
@@ -58,12 +60,12 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
 
     Args:
         run: a run's name in the home; or a folder with an SAE in any known format, or one of several layers' files
-            there; or such a folder or file on the Hugging Face hub, as `user/repo/folder@revision`; None for the newest
-            run.
+            there; or such a folder or file on the Hugging Face hub, as `user/repo/folder@revision`, or as `release/id`
+            of the installed SAELens; None for the newest run.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
     """
     subject = find_subject(Home.at(home), None if run is None else str(run))
-    saved = formats.load(subject.path)
+    saved = formats.load(subject.path, subject.row_scale)
     return _with_settings(subject, saved).sae
 
 
@@ -124,7 +126,7 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
         listener.note(f"using the newest run, {subject.name}")
     if not subject.complete:
         listener.note(f"{subject.name} is not finished; this is its last checkpoint")
-    saved = formats.load(subject.path)
+    saved = formats.load(subject.path, subject.row_scale)
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
     saved = _with_settings(subject, saved)
@@ -137,7 +139,7 @@ def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
         return subject.name
     folder = Path(str(sae)).expanduser()
     here = folder.is_dir() and subject.path.resolve() == folder.resolve()
-    return str(folder.resolve()) if here else f"hf://{subject.name}"
+    return str(folder.resolve()) if here else subject.registered or f"hf://{subject.name}"
 
 
 def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
@@ -165,12 +167,20 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
         return Subject(text, folder)
     if folder.is_dir():
         formats.load(folder)  # raises, with the files expected
+    if listed := registered(text, note):
+        try:
+            subject = Subject(*fetch(listed[0], note), registered=text, row_scale=listed[1])
+        except HubError as error:
+            raise HubError(f"{text} is {listed[0]} on the hub, and {error}") from error
+        note(f"{text} is {listed[0]} on the hub")
+        return subject
     if address is not None:
         try:
             return Subject(*fetch(address, note))
         except HubError as error:
-            raise HubError(f"no run and no folder here is named {text!r}, and {error}") from error
-    raise RunError(f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}")
+            raise HubError(f"no run and no folder here is named {text!r}, and {error}{registry_hint(text)}") from error
+    raise RunError(f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}"
+                   f"{registry_hint(text, asks=False)}")
 
 
 def _run(folder: Path, marker: str, name: str) -> Subject:

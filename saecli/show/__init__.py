@@ -3,10 +3,9 @@
     tables.py    the helper that makes every table; tables of stores, training, geometry
     measures.py  the tables of eval, sparsity, probe, controls, refit and steer
     style.py     the common style of pictures, and saving them
-    runs.py      pictures of runs: loss curves, firing, patterns, frontier
-    latents.py   pictures of latents: probes, stability, hook points of a crosscoder
+    pictures.py  pictures of runs: loss curves, firing, patterns, frontier; of latents: probes, stability, hook points
     geometry.py  pictures of cells, margins, local complexity and the bridge
     drawing.py   saecli.draw: the commands' pictures as figures for a notebook
-    report/      pages of latents for a browser: `__init__.py` gathers and writes them, `overview.py` is the first page,
-                 `details.py` the others; assets/ has their scripts and style
+    report/      pages of latents for a browser: `__init__.py` gathers and writes them, `pages.py` fills them; assets/
+                 has their scripts and style
 """

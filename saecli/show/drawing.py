@@ -17,7 +17,7 @@ from ..sae.library import SAELike
 from ..sae.metrics import firing
 from ..store.split import Which
 from ..train.files import read_metrics
-from . import geometry, latents, runs
+from . import geometry, pictures
 from .measures import sparsest_first
 
 PICTURED_ROWS = 200  # whose codes are drawn
@@ -38,14 +38,14 @@ def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: Which = "te
     at, listener = Home.at(home), listening(progress)
     if picture == "loss":
         folders = [at.runs.find(None if name is None else str(name)) for name in saes or [None]]
-        return [runs.loss_curves(None, {folder.name: read_metrics(folder) for folder in folders}, **options)]
+        return [pictures.loss_curves(None, {folder.name: read_metrics(folder) for folder in folders}, **options)]
     if picture == "probe":
         from ..measure.probes import probe  # imports transformers, which takes seconds
 
-        return [latents.probes(None, probe(saes, device=device, home=at.path, progress=progress, **options))]
+        return [pictures.probes(None, probe(saes, device=device, home=at.path, progress=progress, **options))]
     if picture == "stability":
         rows: dict[str, Any] = {"split": split, "device": device, "home": at.path, "progress": progress}
-        return [latents.stability(None, stability(saes, data, **rows, **options))]
+        return [pictures.stability(None, stability(saes, data, **rows, **options))]
     if picture == "geometry":
         if len(saes) > 1:
             raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
@@ -58,8 +58,8 @@ def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: Which = "te
     if picture == "frontier":
         ranked = sparsest_first(compare(everything, progress=progress))
         kinds = {one.subject.name: one.sae.activation.name for one in everything}
-        return [runs.frontier(None, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"])
+        return [pictures.frontier(None, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"])
                                      for run in ranked})]
     tallies = [firing(one.sae, one.inputs(listener), PICTURED_ROWS) for one in everything]
     documents = [sparsity_document(one, counts, listener) for one, counts in zip(everything, tallies, strict=True)]
-    return [drawn for _, drawn in runs.sparsity(None, tallies, documents)]
+    return [drawn for _, drawn in pictures.sparsity(None, tallies, documents)]

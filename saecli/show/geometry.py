@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.errors import counted, number
+from ..geometry.cells import cells_of
 from ..geometry.geometry import Found
-from ..geometry.largest_cells import cells_of
 from ..geometry.plane import Plane, PlaneCells, Window, keys_at, plane_cells, window_of
 from ..geometry.survey import describe, spread_out
 from .style import COLOURS, GREY, figure, legend_below, log_scale, say_empty, short

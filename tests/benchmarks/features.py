@@ -29,6 +29,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from saecli import SAE, ActivationStore
 
 MODEL = "tiny-gemma2"
-CODE = "stdlib-code.jsonl"  # see `write_code`
+CODE, REFERENCE = "stdlib-code.jsonl", "python-reference.jsonl"  # see `write_text`
 SOLVERS = ("sgd", "pam-sgd")
 MEASURES = ("seconds", "l0", "fvu", "ce_recovered", "kl", "mcc", "f1")
 SAELENS_CASES, SAELENS_RATES = ("batchtopk", "matryoshka"), ("3e-4", "1e-3", "2e-3", "3e-3", "6e-3")
@@ -52,6 +53,7 @@ STORES: dict[str, Making] = {
     "docs-6000": ("extract", {"model": MODEL, "dataset": "stdlib-docs", "rows": 6_700}),
     "code": ("extract", {"model": MODEL, "dataset": CODE, "rows": 66_667}),
     "code-6000": ("extract", {"model": MODEL, "dataset": CODE, "rows": 6_700}),
+    "reference": ("extract", {"model": MODEL, "dataset": REFERENCE, "rows": 250_000}),
     "digits": ("import_array", {"file": "digits"}),
     "patches": ("import_array", {"file": "patches"}),
     "world": ("import_synthetic", {"rows": 111_000, "seed": 5}),
@@ -97,7 +99,7 @@ CELLS |= {
     **{f"world-{act}": Cell("world", WORLD | {"act": act}) for act in ("topk", "relu-topk", "abs-topk", "soft-topk")},
     "world-relu": Cell("world", {"act": "relu", "d_sae": 1024}),
     "world-swish": Cell("world", {"act": "swish", "d_sae": 1024}),
-    "code-6000": Cell("code-6000", TOPK),
+    "code-6000": Cell("code-6000", TOPK), "reference": Cell("reference", TOPK),
     "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
     "code-jumprelu": Cell("code", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
 }
@@ -205,17 +207,18 @@ def stores(cells: Sequence[str], out: Path) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     for name in {CELLS[cell].store for cell in cells}:
         function, arguments = STORES[name]
-        if arguments.get("dataset") == CODE:
-            arguments = arguments | {"dataset": str(write_code(home / CODE))}
+        if (dataset := arguments.get("dataset")) in (CODE, REFERENCE):
+            arguments = arguments | {"dataset": str(write_text(home / dataset))}
         getattr(saecli, function)(**arguments, name=name, home=home)
     return home
 
 
-def write_code(file: Path) -> Path:
-    """Write the sources of the modules of Python's standard library, a line of JSON each, if they are not there."""
+def write_text(file: Path) -> Path:
+    """Write the sources of Python's standard library, or the sections of its reference, a line of JSON each."""
     if not file.exists():
-        sources = [path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
-        file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in sources), encoding="utf-8")
+        texts = ([path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+                 if file.name == CODE else topics.values())
+        file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts), encoding="utf-8")
     return file
 
 

@@ -239,6 +239,8 @@ def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
              "16", "--rows", "300", "--json")
     assert sae(*words).json["cached"]
     assert saecli.extract(str(models["gpt2"]), **options, progress=True).path == store.path
+    for several in ({"layer": [0, 1]}, {"site": ["resid_post", "mlp_out"]}):
+        assert len(saecli.extract(str(models["gpt2"]), **options | several)) == 2
     with pytest.raises(ConfigError, match="extract has no option contex; did you mean context"):
         saecli.extract(str(models["gpt2"]), contex=16)
     with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):

@@ -9,7 +9,7 @@ from encoders import encoder, sae_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saecli.geometry.largest_cells import cells_of
+from saecli.geometry.cells import cells_of
 from saecli.geometry.survey import Census, Reservoir, Survey, describe, support_keys
 from saecli.sae.activations import TopK
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
 from saecli.base.errors import ConfigError
-from saecli.geometry.largest_cells import cells_of
+from saecli.geometry.cells import cells_of
 from saecli.geometry.plane import Plane, keys_at, plane_cells, window_of
 from saecli.sae.activations import AbsTopK, Activation, JumpRelu, Relu, TopK
 

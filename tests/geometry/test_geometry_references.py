@@ -14,7 +14,7 @@ from sklearn.decomposition import PCA
 from saecli.geometry import bridge as bridge_module
 from saecli.geometry import local_pca as kmeans_module
 from saecli.geometry.bridge import Bridge, Visited, own_cells
-from saecli.geometry.largest_cells import cells_of
+from saecli.geometry.cells import cells_of
 from saecli.geometry.local_pca import LocalPCA, Stream, StreamedPCA, kmeans
 from saecli.geometry.survey import visits
 from saecli.sae.activations import Relu, TopK

@@ -5,9 +5,9 @@
         FOLDER/ours/CASE holds SAEs that saecli wrote; codes and reconstructions of FOLDER/rows.npy go to
         FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives SAEs that SAELens makes, or arrays as Gemma Scope publishes
         them, with what SAELens makes of them next to them.
-    python saelens.py scopes FOLDER NAME=PATH ...
-        Gemma Scope 2, Llama Scope and Qwen-Scope: PATH, in FOLDER, is a folder or a file laid out as on the hub, NAME
-        the release up to a `-`; codes and reconstructions of FOLDER/rows.npy go to FOLDER/NAME.npz.
+    python saelens.py scopes FOLDER NAME=PATH=FACTOR ...
+        PATH, in FOLDER, is a folder or a file of a release, laid out as on the hub, NAME its converter up to a `-`,
+        FACTOR multiplies its rows; codes and reconstructions of FOLDER/rows.npy go to FOLDER/NAME.npz.
     python saelens.py evaluate MODEL HOOK WINDOWS.json SAE ...
         Prints SAELens' evaluation of each SAE, a JSON line each. The windows are lists of token ids, each a batch;
         HOOK is a module of the Hugging Face model, which SAELens loads itself.
@@ -74,9 +74,13 @@ OLD = {  # what versions before 6 wrote, by the case above whose weights it is s
              "apply_b_dec_to_input": False, "normalize_activations": None},
 }
 
-CONVERTERS = {**dict.fromkeys(("gemma", "transcoder", "mlp_out"), loaders.gemma_3_sae_huggingface_loader),
-              "llama": loaders.llama_scope_sae_huggingface_loader, "qwen": loaders.qwen_scope_sae_huggingface_loader}
-MODEL = {"gemma": "google", "transcoder": "google", "mlp_out": "google", "llama": "fnlp", "qwen": "Qwen"}
+CONVERTERS = {**dict.fromkeys(("gemma", "transcoder", "mlp_out"), ("google", "gemma_3")),
+              "llama": ("fnlp", "llama_scope"), "r1": ("fnlp", "llama_scope_r1_distill"),
+              "qwen": ("Qwen", "qwen_scope"), "gemma2": ("google", "gemma_2"),
+              "gemma2transcoder": ("google", "gemma_2_transcoder"),
+              "goodfire": ("Goodfire", "goodfire"), "deepseek": ("qresearch", "deepseek_r1"),
+              "attention": ("ckkissane", "connor_rob_hook_z"), "mwhanna": ("mwhanna", "mwhanna_transcoder"),
+              "learning": ("canrager", "dictionary_learning_1"), "saelens": ("jbloom", "sae_lens")}
 
 BATCH = 500
 HIERARCHIES = {
@@ -94,8 +98,9 @@ def rows_in(folder: Path) -> torch.Tensor:
 @torch.no_grad()
 def record(sae: SAE, rows: torch.Tensor, path: Path) -> None:
     """Keeps codes and reconstructions of the rows."""
-    codes = sae.encode(rows)
-    np.savez(path, codes=codes.numpy(), x_hat=sae(rows).numpy())
+    if sae.cfg.reshape_activations == "hook_z":  # rows by head
+        rows = rows.unflatten(1, (2, -1))
+    np.savez(path, codes=sae.encode(rows).numpy(), x_hat=sae(rows).flatten(1).numpy())
 
 
 @torch.no_grad()
@@ -147,33 +152,38 @@ def gemma_scope(folder: Path) -> None:
 
 
 @torch.no_grad()
-def scope(folder: Path, name: str, repo: Path, place: Path) -> None:
+def scope(folder: Path, name: str, repo: Path, place: Path, factor: float) -> None:
     """Keeps codes and reconstructions of the rows."""
     rows = rows_in(folder)
-    kind = name.partition("-")[0]
-    loaders.hf_hub_download = lambda repo_id, filename, subfolder="", force_download=False: str(
-        repo / subfolder / filename)
+    owner, converter = CONVERTERS[name.partition("-")[0]]
+
+    def download(repo_id: str, filename: str, subfolder: str = "", **further: Any) -> str:
+        if not (repo / subfolder / filename).exists():
+            raise loaders.EntryNotFoundError(filename)
+        return str(repo / subfolder / filename)
+
+    loaders.hf_hub_download = download
     loaders.get_safetensors_tensor_shapes = lambda repo_id, filename: {
         key: list(one.shape) for key, one in load_file(repo / filename).items()}
 
     def load(cfg_overrides: dict[str, Any], **further: Any) -> tuple:
-        widths = {"d_in": rows.shape[1], "d_sae": 20} if kind == "qwen" else {}  # else of Qwen's own models
-        return CONVERTERS[kind](cfg_overrides=cfg_overrides | widths | {"dtype": "float32"}, **further)
+        widths = {"d_in": rows.shape[1], "d_sae": 20}  # else of the release's own models
+        widths |= {"d_out": rows.shape[1]} if "transcoder" in converter else {}
+        return loaders.NAMED_PRETRAINED_SAE_LOADERS[converter](
+            cfg_overrides=cfg_overrides | widths | {"dtype": "float32"}, **further)
 
-    sae = SAE.from_pretrained(f"{MODEL[kind]}/{repo.name}", place.as_posix(), converter=load, dtype="float32")
-    if kind == "llama":  # which SAELens does for the releases that it knows by name
-        config = json.loads((repo / place / "hyperparams.json").read_text())
-        sae.fold_activation_norm_scaling_factor(
-            config["d_model"] ** 0.5 / config["dataset_average_activation_norm"]["in"])
+    sae = SAE.from_pretrained(f"{owner}/{repo.name}", place.as_posix(), converter=load, dtype="float32")
+    if factor != 1:  # which SAELens folds in for the releases that it knows by name
+        sae.fold_activation_norm_scaling_factor(factor)
     record(sae, rows, folder / f"{name}.npz")
 
 
 def scopes(folder: Path, *words: str) -> None:
     """Reads them all."""
     for word in words:
-        name, path = word.split("=")
+        name, path, factor = word.split("=")
         repo, *inside = Path(path).parts
-        scope(folder, name, folder / repo, Path(*inside))
+        scope(folder, name, folder / repo, Path(*inside), float(factor))
 
 
 class Windows:

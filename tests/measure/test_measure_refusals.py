@@ -47,7 +47,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saecli.save_sae(steerable(d_in=128), home / "saved")
     saecli.save_sae(random_sae(d_in=128).changed(W_dec=torch.zeros(20, 64), b_dec=torch.zeros(64)), home / "across")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("saecli.show.runs.loss_curves", lambda path, runs: path.touch())
+        patch.setattr("saecli.show.pictures.loss_curves", lambda path, runs: path.touch())
         for line in TRAINED:
             quick = [] if line == "refit run" else ["--epochs", "2", "--batch-size", "64"]
             patch.setattr(sys, "argv", ["sae", "--home", str(home), *line.split(), *quick])

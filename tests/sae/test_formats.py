@@ -24,7 +24,7 @@ from saecli.store.split import is_test
 X = torch.from_numpy(ROWS).float()
 ORIGIN = {"model": "some/model", "layer": 3, "site": "resid_post", "context": 128, "prepend_bos": True}
 KEPT = {  # fields of an origin that a format keeps; all by default
-    "sparsify": (), "dictionary-learning": ("model", "layer"), "gemma-scope": (),
+    "sparsify": (), "dictionary-learning": ("model", "layer", "site"), "gemma-scope": (),
     "gemma-scope-2": ("model", "layer", "site", "target_layer", "target_site")}
 GPT2 = {"model": "gpt2", "layer": 8, "site": "mlp_out", "context": 64, "prepend_bos": False}
 GEMMA = {"model": "google/gemma-3-4b-pt", "layer": 17}
@@ -74,7 +74,7 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
     *(("gemma-scope-2", at(SCOPE2, kind="transcoder", affine=affine, width=width), GEMMA | to_mlp(17))
       for affine in (False, True) for width in (D, E)),
     *(("gemma-scope-2", at(CROSSCODER, stacked=stacked),
-       {"model": "google/gemma-3-270m-pt", "layer": 5, "site": "resid_post"}) for stacked in (False, True)),
+       {"model": "google/gemma-3-270m", "layer": 5, "site": "resid_post"}) for stacked in (False, True)),
     *(("llama-scope", at(LLAMA, moved=moved, transcodes=transcodes),
        to_mlp(15) if transcodes else {"layer": 15, "site": "resid_post"})
       for moved in (False, True) for transcodes in (False, True)),

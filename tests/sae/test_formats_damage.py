@@ -39,7 +39,9 @@ def old_torch(folder: Path) -> None:
 
 WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for name in WRITABLE} | {
     "old torch": old_torch, "crosscoder": published.gemma_scope_2_crosscoder,
-    "llama-scope": partial(published.llama_scope, moved=True), "qwen-scope": partial(published.qwen_scope, k=4)}
+    "llama-scope": partial(published.llama_scope, moved=True), "qwen-scope": partial(published.qwen_scope, k=4),
+    "llama-scope-r1": partial(published.llama_scope, r1=True),
+    "one-file": lambda folder: published.one_file(folder / "Llama-SAE-l9.pt")}
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import homes
 import numpy as np
-import published
 import pytest
 import torch
 from homes import CommandLine
@@ -138,34 +137,6 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchan
         (found,) = sae("sparsity", path, "--data", "rows", "--split", "all", "--json").json["runs"]
         assert found["silent"] == (codes == 0).all(0).sum()
         assert sae("geometry", path, "--data", "rows", "--split", "all", "--json").json["rows"] == len(x)
-
-
-def test_saelens_makes_the_same_of_published_folders(tmp_path: Path) -> None:
-    python, gemma = python_with("saelens"), tmp_path / "gemma-scope-2-4b-pt"
-    x = torch.from_numpy(published.ROWS).float()
-    suffix = "layer_17_width_16k_l0_big"
-    folders = {
-        "gemma": published.gemma_scope_2(gemma / "resid_post" / suffix),
-        "transcoder": published.gemma_scope_2(gemma / "transcoder" / f"{suffix}_affine", "transcoder", True),
-        "llama": published.llama_scope(tmp_path / "Llama3_1-8B-Base-LXR-8x/Llama3_1-8B-Base-L15R-8x", unit_norms=True),
-        "qwen": published.qwen_scope(tmp_path / "SAE-Res-Qwen3-8B-Base-W64K-L0_4")}
-    for name, skip in (("mlp_out", {}), ("transcoder", {"W_skip": torch.eye(published.D) / 2})):
-        ours = homes.random_sae(JumpRelu()).changed(threshold=torch.rand(published.F), **skip)
-        folder = gemma / name / "layer_3_width_16k_l0_small"
-        save(SavedSAE(ours, homes.MLP if skip else {"model": "google/gemma-3-4b-pt", "layer": 3, "site": name}),
-             "gemma-scope-2", folder)
-        folders[f"{name}-ours"] = published.Published(folder, ours.encode(x).numpy(), ours(x).numpy())
-    np.save(tmp_path / "rows.npy", x.numpy())
-    words = [f"{name}={one.path.relative_to(tmp_path)}" for name, one in folders.items()]
-    done = subprocess.run([python, SCRIPTS / "saelens.py", "scopes", tmp_path, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for name, one in folders.items():
-        with np.load(tmp_path / f"{name}.npz") as theirs:
-            sae = load(one.path).sae
-            if name == "qwen":  # whose negative codes SAELens makes 0
-                sae = sae.changed(activation=ReluTopK(k=published.K))
-            np.testing.assert_allclose(sae.encode(x), theirs["codes"], rtol=1e-4, atol=2e-5)
-            assert_agree(sae(x), theirs["x_hat"])
 
 
 @pytest.mark.parametrize(("library", "activation"), [

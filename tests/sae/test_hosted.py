@@ -1,7 +1,8 @@
 """SAEs on the Hugging Face hub: a server on this machine, and the hub's own client."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from homes import MLP, CommandLine, make_run, make_store, make_transcoder, random_sae, some_rows
 from huggingface_hub import ModelCard, constants
-from model_hub import READER, WRITER, ModelHub, serving
+from model_hub import READER, WRITER, ModelHub, files_of
 
 import saecli
 from saecli.sae.activations import Activation, JumpRelu, Relu, SoftTopK, TopK
@@ -22,27 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
-    """The only hub that the client knows, with an empty cache, and a token that may write."""
-    with serving() as found:
-        for name, value in (("ENDPOINT", found.address), ("HF_HUB_DISABLE_XET", True),
-                            ("HUGGINGFACE_CO_URL_TEMPLATE", found.address + "/{repo_id}/resolve/{revision}/{filename}"),
-                            ("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_TOKEN_PATH", str(tmp_path / "no-token"))):
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.setenv("HF_TOKEN", WRITER)
-        for name in ("http_proxy", "https_proxy", "all_proxy"):
-            monkeypatch.delenv(name, raising=False)
-            monkeypatch.delenv(name.upper(), raising=False)
-        yield found
-
-
-@pytest.fixture
 def rows(sae: CommandLine) -> np.ndarray:
     return make_store(sae.home, "rows", some_rows())
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
@@ -232,14 +214,17 @@ def test_of_several_layers_on_the_hub_one_must_be_named(sae: CommandLine, hub: M
         assert np.abs(predicted - one.predicted).max() < 1e-4
 
 
-def test_a_cross_layer_transcoder_is_refused_before_it_is_fetched(
-        sae: CommandLine, hub: ModelHub, tmp_path: Path) -> None:
-    published.gemma_scope_2_crosscoder(tmp_path / "there/clt/width_262k_l0_big", type="clt")
+@pytest.mark.parametrize(("write", "file", "said"), [
+    (partial(published.gemma_scope_2_crosscoder, type="clt"), "config.json", "type 'clt' cannot"),
+    (partial(published.saelens_5, normalize_activations="layer_norm"), "cfg.json", "'layer_norm' cannot")])
+def test_what_cannot_be_expressed_is_refused_before_it_is_fetched(
+        sae: CommandLine, hub: ModelHub, tmp_path: Path, write: Callable, file: str, said: str) -> None:
+    write(tmp_path / "there/one")
     hub.add("google/gemma-scope-2-270m-pt", files_of(tmp_path / "there"))
     done = sae("eval", "google/gemma-scope-2-270m-pt")
-    assert done.status == 1 and "type 'clt' cannot be expressed here" in done.err
+    assert done.status == 1 and f"{said} be expressed here" in done.err
     (snapshot,) = (tmp_path / "cache").glob("*/snapshots/*")
-    assert [*files_of(snapshot)] == ["clt/width_262k_l0_big/config.json"]
+    assert [*files_of(snapshot)] == [f"one/{file}"]
 
 
 def test_a_folder_here_wins_which_is_noted_once_the_hub_has_one_too(

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from launching import python_with
 
-from saecli.show.report.overview import SITE, neuronpedia_url
+from saecli.show.report.pages import SITE, neuronpedia_url
 
 HUB = "google/gemma-scope-2b-pt-res/layer_20/width_16k"
 LIST = """

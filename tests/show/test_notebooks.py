@@ -9,7 +9,7 @@ from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 import saecli
 from saecli.sae.activations import TopK
-from saecli.show.runs import loss_curves
+from saecli.show.pictures import loss_curves
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "whole_chain.py"
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
@@ -38,7 +38,7 @@ def test_pictures_are_figures_and_no_file_is_written(sae: CommandLine, tmp_path:
     make_store(sae.home, "rows", some_rows(300))
     for seed in "0", "1":
         sae("train", "--act", "topk", "--k", "3", "--d-sae", "24", "--epochs", "2", "--seed", seed, "--name", seed)
-    monkeypatch.setattr("saecli.show.runs.loss_curves", loss_curves)  # for which tests of training have a stand-in
+    monkeypatch.setattr("saecli.show.pictures.loss_curves", loss_curves)  # for which tests of training have a stand-in
     home = {"home": sae.home}
     drawn = {picture: saecli.draw(picture, "0", "1", **home) for picture in ("loss", "frontier", "sparsity",
                                                                              "stability")}

@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from saecli.base.errors import ConfigError
-from saecli.show.latents import probes, stability
 from saecli.show.measures import l0_bins
-from saecli.show.runs import firing, frontier, loss_curves, patterns
+from saecli.show.pictures import firing, frontier, loss_curves, patterns, probes, stability
 
 LINES = [{"step": 20, "loss": 3.0, "batch_fvu": 0.5, "batch_l0": 30.0},
          {"step": 40, "loss": 2.0, "batch_fvu": 0.25, "batch_l0": 20.0},

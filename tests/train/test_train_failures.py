@@ -193,7 +193,7 @@ def test_a_run_killed_at_any_moment_begins_anew_or_is_resumed(produce: Producer,
     """Killed before every opening, renaming, removing and flushing of a file: the same command begins a run that has no
     checkpoint anew, and `--resume` goes on with one that is known; both end as one that was never killed."""
     words = ["train", "--data", "rows", "--d-sae", "12", "--epochs", "2", "--batch-size", "64", "--name"]
-    imports = ["saecli.show.runs", "matplotlib.backends.backend_agg"]
+    imports = ["saecli.show.pictures", "matplotlib.backends.backend_agg"]
     with memory_folder() as home:
         make_store(home, "rows", some_rows(300))
         runs = home / "runs"

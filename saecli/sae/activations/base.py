@@ -204,8 +204,8 @@ class Anneals(Activation):
 
     u, the size of a latent's part of x_hat, is free of scale. s, without gradient, gives this process' rows the penalty
     that they have at p = 1, as the source rescales the weight whenever p falls; e, a small fraction of the mean u,
-    bounds the slope at 0. Source: Karvonen et al., "Measuring Progress in Dictionary Learning for Language Model Interpretability
-    with Board Game Models" (2024).
+    bounds the slope at 0. Source: Karvonen et al., "Measuring Progress in Dictionary Learning for Language Model
+    Interpretability with Board Game Models" (2024).
     """
 
     last_p: float | None = option(None, f"Power p that --sparsity lp falls to; default: {LAST_P}.", above=0, maximum=1,

@@ -4,7 +4,7 @@
     native.py       this tool's own format
     saelens.py      SAELens
     libraries.py    sparsify, dictionary_learning, circuit-tracer
-    scopes.py       Gemma Scope and Gemma Scope 2; Llama Scope and Qwen-Scope, which are only read
+    scopes.py       Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read
 
 README.md says what each can express. To add a format, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
@@ -21,7 +21,7 @@ from ...base.files import folder_appearing_whole, is_free, is_utf8
 from ..activations import ACTIVATIONS, Activation, Gated, JumpRelu, ReluTopK, TopK
 from ..dictionary import SAE
 from . import libraries, native, saelens, scopes
-from .common import SavedSAE, in_words, matching
+from .common import SavedSAE, in_words, matching, on_raw_rows
 from .native import load_native, save_native
 
 __all__ = ["FORMATS", "WRITABLE", "Format", "SavedSAE", "format_of", "known_files", "load", "load_native",
@@ -70,7 +70,7 @@ class Format:
 
 FORMATS: dict[str, Format] = {  # the first whose files are all present is used: sparsify before native
     "saelens": Format((saelens.CONFIG, saelens.TENSORS), saelens.load_saelens, saelens.save_saelens,
-                      saelens.ARCHITECTURES, saelens.TRANSCODERS),
+                      saelens.ARCHITECTURES, saelens.TRANSCODERS, check=saelens.read_config_of),
     "sparsify": Format((libraries.SPARSIFY_CONFIG, libraries.SPARSIFY_WEIGHTS), libraries.load_sparsify,
                        libraries.save_sparsify, libraries.SPARSIFY_WRITTEN, libraries.SPARSIFY_WRITTEN, one_width=True),
     "dictionary-learning": Format((libraries.LEARNING_CONFIG, libraries.LEARNING_WEIGHTS),
@@ -81,11 +81,16 @@ FORMATS: dict[str, Format] = {  # the first whose files are all present is used:
     "gemma-scope-2": Format((scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS), scopes.load_gemma_scope_2,
                             scopes.save_gemma_scope_2, scopes.GEMMA_WRITTEN, scopes.GEMMA_WRITTEN, layers="all",
                             check=scopes.read_config_of),
+    "gemma-scope-2-unconfigured": Format((scopes.GEMMA_WHOLE,), scopes.load_gemma_scope_2),
     "llama-scope": Format((scopes.LLAMA_CONFIG, "|".join(scopes.LLAMA_WEIGHTS)), scopes.load_llama_scope),
+    "llama-scope-r1": Format((scopes.LLAMA_R1_CONFIG, scopes.LLAMA_R1_WEIGHTS), scopes.load_llama_scope_r1),
     "qwen-scope": Format((scopes.QWEN_WEIGHTS,), scopes.load_qwen_scope, layers="each"),
+    "one-file": Format((scopes.ONE_FILE,), scopes.load_one_file, layers="each"),
     "circuit-tracer": Format((libraries.TRACER_CONFIG, libraries.TRACER_WEIGHTS), libraries.load_circuit_tracer,
                              libraries.save_circuit_tracer, (), libraries.TRACER_WRITTEN, one_width=True,
                              layers="each"),
+    "qwen-transcoders": Format((libraries.WANDB_CONFIG, libraries.TRACER_WEIGHTS), libraries.load_circuit_tracer,
+                               layers="each"),
     "native": Format((native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()),
 }
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
@@ -135,8 +140,8 @@ def known_files() -> str:
     return "; ".join(f"{' and '.join(map(in_words, form.files))} ({name})" for name, form in FORMATS.items())
 
 
-def load(path: Path) -> SavedSAE:
-    """Read the SAE in a folder, or in one of several layers' files there."""
+def load(path: Path, row_scale: float | None = None) -> SavedSAE:
+    """Read the SAE in a folder, or in one of several layers' files there; for `row_scale` see `SavedSAE.scaled`."""
     name = recognise(path)
     if name is None:
         there = ", ".join(sorted(found.name for found in path.iterdir())[:8]) if path.is_dir() else "no such folder"
@@ -145,7 +150,13 @@ def load(path: Path) -> SavedSAE:
     form = FORMATS[name]
     if form.layers == "each" and path.is_dir():
         path /= form.among(_files_in(path), str(path))[-1]
-    return form.load(path)
+    saved = form.load(path)
+    if not saved.scaled:
+        return saved
+    if row_scale is None:
+        raise FormatError(f"{path} does not say by how much its rows are scaled (expected_average_only_in): expected "
+                          "SAELens' release and id, such as gemma-2b-res-jb/ID, which say it; install sae-lens")
+    return replace(saved, sae=on_raw_rows(saved.sae, row_scale), scaled=False)
 
 
 def _demand_utf8(folder: Path) -> None:

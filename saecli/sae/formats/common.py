@@ -39,6 +39,9 @@ TO_FIT = "end other programs, or read it on a machine with more"
 # TransformerLens' name of `mlp_in`, but for the norm's weight; its `hook_mlp_in` is before the norm: no site here.
 MLP_IN_HOOK = "ln2.hook_normalized"
 EXACT_MLP_IN_HOOK = "mlp.hook_in"  # circuit-tracer's; its `mlp.hook_out` is before Gemma's second norm: no site here.
+MODELS = {  # TransformerLens' names, and the hub's
+    "gpt2-small": "gpt2", "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    r"gemma-2?-?\d+b(-it)?": r"google/\g<0>", r"pythia-[\d.]+[mb](-deduped)?": r"EleutherAI/\g<0>"}
 _HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)}"
                    rf"|{re.escape(EXACT_MLP_IN_HOOK)})")
 
@@ -50,10 +53,12 @@ class SavedSAE:
     sae: SAE
     origin: dict[str, Any] = field(default_factory=dict)  # the known fields of `documents.Origin`
     transcodes: bool = False  # whether the file calls it a transcoder
+    scaled: bool = False  # whether it takes scaled rows, by a factor that the file lacks
 
     @classmethod
-    def of(cls, sae: SAE, origin: Origin, transcodes: bool = False) -> "SavedSAE":
-        return cls(sae, {name: value for name, value in asdict(origin).items() if value is not None}, transcodes)
+    def of(cls, sae: SAE, origin: Origin, transcodes: bool = False, scaled: bool = False) -> "SavedSAE":
+        known = {name: value for name, value in asdict(origin).items() if value is not None}
+        return cls(sae, known, transcodes, scaled)
 
     @property
     def is_transcoder(self) -> bool:
@@ -107,6 +112,12 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()
     return sae.changed(b_enc=(sae.b_enc.double() - shift).to(dtype))
+
+
+def on_raw_rows(sae: SAE, factor: float, target_factor: float | None = None) -> SAE:
+    """The same on raw rows x, of an SAE that takes `factor * x` and predicts `target_factor * y`, by default equal."""
+    ends = ((sae.d_in, 0), (sae.d_in, 1 / factor), (sae.d_out, 0), (sae.d_out, 1 / (target_factor or factor)))
+    return sae.on_raw_rows(*(sae.W_dec.new_full((width,), value) for width, value in ends))
 
 
 def ours(path: Path, found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -166,6 +177,9 @@ def origin_from(fields: Mapping[str, Any]) -> Origin:
     kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool,
              "target_layer": int, "target_site": str}
     known: dict[str, Any] = {name: value for name, value in fields.items() if type(value) is kinds[name]}
+    if "model" in known:
+        known["model"] = next((re.sub(pattern, on_hub, known["model"]) for pattern, on_hub in MODELS.items()
+                               if re.fullmatch(pattern, known["model"])), known["model"])
     return Origin(**known)
 
 

@@ -66,6 +66,7 @@ def save_sparsify(saved: SavedSAE, folder: Path) -> None:
 
 
 LEARNING_CONFIG, LEARNING_WEIGHTS = "config.json", "ae.pt"
+_SUBMODULE = re.compile(r"(resid_pre|resid_post|mlp_in|mlp_out|attn_out)(?:_layer_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Trainer:
     dict_class: str
     lm_name: Any = None
     layer: Any = None
+    submodule_name: Any = None
+    k: Any = None  # of older files, which lack it among the tensors
 
 
 @dataclass(frozen=True)
@@ -115,18 +118,22 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     if trainer.dict_class not in CLASSES:
         raise FormatError(f"{path}: trainer.dict_class {trainer.dict_class!r} cannot be expressed here; "
                           f"expected one of {', '.join(CLASSES)}")
-    layout = CLASSES[trainer.dict_class]
-    tensors = common.ours(file, common.read_torch(file), layout.names | {name: name for name in layout.extras})
-    extras = {name: tensors.pop(name) for name in layout.extras}
-    k = {"k": _whole(file, "k", extras["k"], 1)[0]} if "k" in extras else {}
+    layout, found = CLASSES[trainer.dict_class], common.read_torch(file)
+    older = {"k"} if trainer.k is not None else set()
+    older |= {"threshold"} if layout.activation is ReluTopK else set()  # which does not use it
+    extra = [name for name in layout.extras if name in found or name not in older]
+    tensors = common.ours(file, found, layout.names | {name: name for name in extra})
+    extras = {name: tensors.pop(name) for name in extra}
+    k = {"k": _whole(file, "k", extras["k"], 1)[0] if "k" in extras else trainer.k} if "k" in layout.extras else {}
     activation = common.configured(file, layout.activation, **k)
     if "threshold" in extras and "threshold" in activation.parameters(1):
         tensors["threshold"] = extras["threshold"]
     prefixes: Prefixes = ()
     if "group_sizes" in extras and len(sizes := _whole(file, "group_sizes", extras["group_sizes"])) > 1:
         prefixes = tuple(torch.tensor(sizes).cumsum(0).tolist())
-    return SavedSAE.of(common.assemble(file, tensors, activation, layout.subtracts, prefixes),
-                       common.origin_from({"model": trainer.lm_name, "layer": trainer.layer}))
+    named = _SUBMODULE.fullmatch(str(trainer.submodule_name))
+    return SavedSAE.of(common.assemble(file, tensors, activation, layout.subtracts, prefixes), common.origin_from(
+        {"model": trainer.lm_name, "layer": trainer.layer, "site": named and named[1]}))
 
 
 def _whole(path: Path, name: str, numbers: Tensor, count: int | None = None) -> list[int]:
@@ -174,11 +181,14 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
 
 
 TRACER_CONFIG, TRACER_WEIGHTS = "config.yaml", "layer_*.safetensors"
+WANDB_CONFIG = "wan*b-config.yaml"  # of transcoders of Qwen3 without a config.yaml, also misspelt; which is then
+QWEN3 = {"model_kind": "transcoder_set", "feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
 TRACER_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
 THRESHOLD = {"activation_function.threshold": "threshold"}
 TRACER_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
 
 _LAYER = re.compile(r"layer_(\d{1,9})\.safetensors")
+_QWEN3 = re.compile(r"qwen3-([\d.]+b)-transcoders")
 
 
 def load_circuit_tracer(file: Path) -> SavedSAE:
@@ -186,7 +196,8 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     path, match = file.parent / TRACER_CONFIG, _LAYER.fullmatch(file.name)
     if match is None:
         raise FormatError(f"{file}: expected layer_L.safetensors, L the number of its layer")
-    config = _read_yaml(path)
+    config = _read_yaml(path) if path.is_file() else QWEN3 | (
+        {"model_name": f"Qwen/Qwen3-{one[1].upper()}"} if (one := _QWEN3.search(str(file.absolute()))) else {})
     common.refuse_unless(path, {"model_kind": config.get("model_kind")}, "model_kind", "transcoder_set")
     found, _ = common.read_safetensors(file)
     further = {name: own for name, own in (SKIP | THRESHOLD).items() if name in found}
@@ -199,6 +210,8 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     if (lowest := float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())) < 0:
         raise FormatError(f"{file}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
     origin = {"model": config.get("model_name"), "layer": int(match[1])}
+    if config.get("model_name", "").startswith("Qwen/") and config.get("feature_output_hook") == "mlp.hook_out":
+        config["feature_output_hook"] = "hook_mlp_out"  # the same without a second norm
     for of, side in (("", "input"), ("target_", "output")):
         origin |= common.origin_of_hook(f"blocks.{match[1]}.{config.get(f'feature_{side}_hook')}", of)
     return SavedSAE.of(sae, common.origin_from(origin), transcodes=True)

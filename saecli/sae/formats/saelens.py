@@ -17,6 +17,7 @@ from . import common
 from .common import SavedSAE
 
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
+SCALED = "expected_average_only_in"
 WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
 
 SKIP = {"W_skip": "W_skip.T"}
@@ -30,19 +31,26 @@ TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a s
     BatchTopK: ("jumprelu_transcoder", "jumprelu_skip_transcoder")}
 
 
-def load_saelens(folder: Path) -> SavedSAE:
-    """Read an SAE or a transcoder."""
+def read_config_of(folder: Path) -> dict[str, Any]:
+    """A configuration as version 6 has it; FormatError for kinds that cannot be expressed."""
     path = folder / CONFIG
     config = common.read_config(path, dict[str, Any])
     if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
         config = _from_before_6(path, config)
-    metadata = config["metadata"]
-    activation = _activation(path, config)
+    _activation(path, config)
     transcodes = config["architecture"] not in ARCHITECTURES.values()
     for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
         common.refuse_unless(path, config, key, *((False,) if transcodes else (True, False)))
-    common.refuse_unless(path, config, "normalize_activations", "none")
+    common.refuse_unless(path, config, "normalize_activations", "none", SCALED)  # others depend on each row's norm
     common.refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
+    return config
+
+
+def load_saelens(folder: Path) -> SavedSAE:
+    """Read an SAE or a transcoder."""
+    config = read_config_of(folder)
+    metadata, activation = config["metadata"], _activation(folder / CONFIG, config)
+    transcodes = config["architecture"] not in ARCHITECTURES.values()
     found, _ = common.read_safetensors(folder / TENSORS)
     if "scaling_factor" in found and (found["scaling_factor"] == 1).all():
         del found["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
@@ -60,7 +68,8 @@ def load_saelens(folder: Path) -> SavedSAE:
     return SavedSAE.of(sae, common.origin_from({
         "model": metadata.get("model_name"), **common.origin_of_hook(metadata.get("hook_name")),
         **(common.origin_of_hook(metadata.get("hook_name_out"), "target_") if transcodes else {}),
-        "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}), transcodes)
+        "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}), transcodes,
+        config.get("normalize_activations") == SCALED)
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Published suites: Gemma Scope and Gemma Scope 2; Llama Scope and Qwen-Scope, which are only read.
+"""Published suites: Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read.
 
-Gemma Scope: `params.npz`, a JumpReLU SAE on raw activations, its model named by repository and folders alone.
+Gemma Scope: `params.npz`, a JumpReLU SAE or transcoder on raw activations; repository and folders alone name model,
+layer and site. SAEs of embeddings act on rows before Gemma scales them by sqrt(D), which is folded in here. The input
+of transcoders is before the norm's weight, which no site here is.
 
 Gemma Scope 2: `config.json` and `params.safetensors`, SAEs and transcoders of Gemma 3, the skip applied as
 `x @ affine_skip_connection`. The config names hook points as Gemma 3's modules in transformers.
@@ -21,6 +23,13 @@ dataset_average_activation_norm`, and predict `c_out * y`. Both scales are folde
 and fires if the norm of this exceeds the threshold, as in OpenMOSS' own code, which scales latents to unit decoder norm
 (`transform_to_unit_decoder_norm`) after folding the scales in. SAELens 6.54 takes decoder norms for one.
 
+The R1 distillations (`config.json`, `sae_weights.safetensors`) have a threshold for each latent and the norms with the
+weights. A latent fires if its code, or with `sparsity_include_decoder_norm` its code times its decoder norm, exceeds
+the threshold in normalised units (`SparseAutoEncoder.encode` there).
+
+Single files of a ReLU SAE each: Goodfire's and qresearch's (`MODEL-SAE-l19.pth`, `.pt`), and Kissane et al.'s, of
+GPT-2's attention heads (`gpt2-small_L0_Hcat_z_....pt`).
+
 Qwen-Scope has `layerL.sae.pt` for each layer of a Qwen model, a state_dict of a TopK SAE of its residual stream. Its
 model card takes the k largest pre-activations with their signs: `topk` here, where SAELens 6.54 clips at zero. k and
 the model are in the repository's name, such as `Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_50`, or in a `config.json`.
@@ -28,7 +37,8 @@ the model are in the repository's name, such as `Qwen/SAE-Res-Qwen3-8B-Base-W64K
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,13 +61,27 @@ SKIP = {"affine_skip_connection": "W_skip"}
 GEMMA_SITES = {"output": "resid_post", "pre_feedforward_layernorm.output": "mlp_in",
          "post_feedforward_layernorm.output": "mlp_out"}  # attention is read before its output weights: no site here
 
+_GEMMA = re.compile(r"gemma-scope-(\d+b)-(pt|it)-(res|mlp|att|transcoders)/(?:.*/)?(?:layer_(\d{1,9})|embedding)/")
+_GEMMA_2 = re.compile(r"gemma-scope-2-(\w+-[ip]t)/(?:.*/)?(resid_post|mlp_out|attn_out|transcoder)(?:_all)?"
+                      r"/layer_(\d{1,9})_\w+?(_affine)?/")
 _HOOK = re.compile(r"model\.layers\.(\d{1,9}|\{\d{1,9}(?:, ?\d{1,9})*\})\.(.+)")
 
 
 def load_gemma_scope(folder: Path) -> SavedSAE:
     """Read an SAE of Gemma Scope."""
     path = folder / GEMMA_ARRAYS
-    return SavedSAE(common.assemble(path, common.read_npz(path), JumpRelu()))
+    found = _GEMMA.search(f"{folder.absolute().as_posix()}/")
+    sae = common.assemble(path, common.read_npz(path), JumpRelu())
+    if found is None:
+        return SavedSAE(sae)
+    size, tuned, kind, layer = found.groups()
+    if layer is None:
+        sae, kind, layer = common.on_raw_rows(sae, 1 / math.sqrt(sae.d_in)), "embedding", "0"
+    sites: dict[str, dict[str, Any]] = {
+        "res": {"site": "resid_post"}, "mlp": {"site": "mlp_out"}, "embedding": {"site": "resid_pre"},
+        "transcoders": {"target_layer": int(layer), "target_site": "mlp_out"}}
+    return SavedSAE(sae, {"model": f"google/gemma-2-{size}{'-it' * (tuned == 'it')}", "layer": int(layer),
+                          **sites.get(kind, {})})
 
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
@@ -71,18 +95,31 @@ def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
 def read_config_of(folder: Path) -> dict[str, Any]:
     """Gemma Scope 2's configuration; FormatError for kinds that cannot be expressed, as cross-layer transcoders."""
     path = folder / GEMMA_CONFIG
-    config = common.read_config(path, dict[str, Any])
+    config = common.read_config(path, dict[str, Any]) if path.is_file() else _named_by(folder)
     common.refuse_unless(path, config, "architecture", "jump_relu")
     common.refuse_unless(path, config, "type", "sae", "transcoder", "crosscoder")
     common.refuse_unless(path, config, "affine_connection", False, True)
     return config
 
 
+def _named_by(folder: Path) -> dict[str, Any]:
+    """The configuration that the names of folders on the hub imply."""
+    found = _GEMMA_2.search(f"{folder.absolute().as_posix()}/")
+    if found is None:
+        raise FormatError(f"{folder} has no {GEMMA_CONFIG}: expected one, or folders named as on the hub, such as "
+                          "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big")
+    size, kind, layer, affine = found.groups()
+    modules = {site: module for module, site in GEMMA_SITES.items()} | {"attn_out": "self_attn.o_proj.input"}
+    ends = {"in": "mlp_in", "out": "mlp_out"} if kind == "transcoder" else {"in": kind, "out": kind}
+    return {"model_name": f"gemma-3-{size}", "affine_connection": affine is not None,
+            **{f"hf_hook_point_{end}": f"model.layers.{layer}.{modules[site]}" for end, site in ends.items()}}
+
+
 def load_gemma_scope_2(folder: Path) -> SavedSAE:
     """Read an SAE, a transcoder or a crosscoder of Gemma Scope 2."""
     config = read_config_of(folder)
     ends = [config.get(f"hf_hook_point_{end}") for end in ("in", "out")]
-    origin = {"model": config.get("model_name"), **_origin(ends[0])}
+    origin = {"model": _gemma_3(config.get("model_name")), **_origin(ends[0])}
     if config.get("type") == "crosscoder":
         tensors, widths = _concatenated(folder, len(_layers_and_module(ends[0])[0]))
         return SavedSAE.of(common.assemble(folder, tensors, JumpRelu(), widths=widths), common.origin_from(origin))
@@ -93,6 +130,12 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     origin |= _origin(ends[1], "target_") if transcodes else {}
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     return SavedSAE.of(sae, common.origin_from(origin), transcodes)
+
+
+def _gemma_3(name: Any) -> str | None:
+    """A model's name on the hub; the releases have others, as SAELens knows: `gemma-v3-4b-pt`, `gemma-3-270m-pt`."""
+    found = re.fullmatch(r"(?:google/)?gemma-(?:v?3)-(270m|\w+-\w+)(?:-pt)?", name) if isinstance(name, str) else None
+    return f"google/gemma-3-{found[1]}" if found else name
 
 
 def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[int, ...]]:
@@ -162,13 +205,18 @@ def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
     common.write_tensors(folder / GEMMA_WHOLE, common.theirs(tensors, GEMMA_NAMES | SKIP))
 
 
-LLAMA_CONFIG = "hyperparams.json"
+LLAMA_CONFIG, LLAMA_R1_CONFIG, LLAMA_R1_WEIGHTS = "hyperparams.json", "config.json", "sae_weights.safetensors"
+LLAMA_MODELS = {"Llama3_1-8B-Base": "meta-llama/Llama-3.1-8B",
+                "Llama-Scope-R1-Distill": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"}  # by a part of the folder
 LLAMA_WEIGHTS = ("checkpoints/final.safetensors", "final.safetensors")  # as published, or next to the hyperparameters
 LLAMA_NAMES = common.LINEAR | {"decoder.bias": "b_dec"}
 QWEN_CONFIG, QWEN_WEIGHTS = "config.json", "layer*.sae.pt"
+ONE_FILE = "*-SAE-l*.pt|*-SAE-l*.pth|gpt2-small_L*_Hcat_z_*.pt"
+ONE_FILE_NAMES = (LLAMA_NAMES, {name.replace(".", "_linear."): own for name, own in LLAMA_NAMES.items()}, common.PLAIN)
 QWEN_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec.T", "b_dec": "b_dec"}
 
 _LAYER = re.compile(r"layer(\d{1,9})\.sae\.pt")
+_ONE_FILE = re.compile(r"(?:(.+)-SAE-l(\d{1,9})\.pth?|gpt2-small_L(\d{1,9})_Hcat_z_.*\.pt)")
 _K = re.compile(r"(?:.*[-_.])?(?:L0_|[kK]_?)(\d{1,9})")
 _MODEL = re.compile(r"(?:.*--)?SAE-Res-(.+)-W\d+K-L0_\d+")
 
@@ -178,13 +226,13 @@ class Hyperparameters:
     """The entries used here; a `Literal` is the one value that can be expressed."""
 
     d_model: int
-    jump_relu_threshold: float
-    dataset_average_activation_norm: dict[str, float]
+    jump_relu_threshold: float = math.nan  # the R1 distillations have both with the weights
+    dataset_average_activation_norm: dict[str, float] = field(default_factory=dict)
     hook_point_in: Any = None
     hook_point_out: Any = None
+    sparsity_include_decoder_norm: bool = True
     act_fn: Literal["jumprelu"] = "jumprelu"
     norm_activation: Literal["dataset-wise"] = "dataset-wise"
-    sparsity_include_decoder_norm: Literal[True] = True
     use_decoder_bias: Literal[True] = True
     apply_decoder_bias_to_pre_encoder: Literal[False] = False
     use_glu_encoder: Literal[False] = False
@@ -193,27 +241,45 @@ class Hyperparameters:
 def load_llama_scope(folder: Path) -> SavedSAE:
     """Read an SAE or a transcoder."""
     config = common.read_config(folder / LLAMA_CONFIG, Hyperparameters)
-    norms, threshold = config.dataset_average_activation_norm, config.jump_relu_threshold
-    if not all(0 < norms.get(end, math.nan) < math.inf for end in ("in", "out")):
-        raise FormatError(f"{folder / LLAMA_CONFIG}: expected positive numbers `in` and `out` in "
-                          f"dataset_average_activation_norm, got {norms}; the file is damaged")
+    threshold = config.jump_relu_threshold
     if not 0 <= threshold < math.inf:
         raise FormatError(f"{folder / LLAMA_CONFIG}: expected jump_relu_threshold of at least 0, got {threshold}; "
                           "negative codes cannot be expressed here")
     path = next(path for name in LLAMA_WEIGHTS if (path := folder / name).is_file())
     tensors = common.ours(path, common.read_safetensors(path)[0], LLAMA_NAMES)
-    tensors["threshold"] = torch.zeros_like(tensors["b_enc"])
+    tensors["threshold"] = torch.full_like(tensors["b_enc"], threshold, dtype=torch.float32)
+    return _folded(path, tensors, config, config.dataset_average_activation_norm, raw=True)
+
+
+def load_llama_scope_r1(folder: Path) -> SavedSAE:
+    """Read an SAE of the R1 distillations."""
+    config, path = common.read_config(folder / LLAMA_R1_CONFIG, Hyperparameters), folder / LLAMA_R1_WEIGHTS
+    ends = {end: f"dataset_average_activation_norm.{hook}"
+            for end, hook in (("in", config.hook_point_in), ("out", config.hook_point_out))}
+    found = common.ours(path, common.read_safetensors(path)[0], LLAMA_NAMES | {
+        name: name for name in (*ends.values(), "log_jumprelu_threshold")})
+    tensors = {name: found[name] for name in common.WEIGHTS} | {"threshold": found["log_jumprelu_threshold"].exp()}
+    norms = {end: float(found[name]) if found[name].numel() == 1 else math.nan for end, name in ends.items()}
+    return _folded(path, tensors, config, norms)
+
+
+def _folded(path: Path, tensors: dict[str, Tensor], config: Hyperparameters, norms: Mapping[str, float],
+            raw: bool = False) -> SavedSAE:
+    """The SAE on raw rows; thresholds are in `raw` or normalised units."""
+    if not all(0 < norms.get(end, math.nan) < math.inf for end in ("in", "out")):
+        raise FormatError(f"{path.parent}: expected dataset_average_activation_norm to have positive numbers `in` and "
+                          f"`out`, got {norms}; a file is damaged")
     transcodes = config.hook_point_out not in (None, config.hook_point_in)
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     if config.d_model != sae.d_in:
         raise FormatError(f"{path}: expected encoder.weight of d_model columns, {config.d_model}, got {sae.d_in}")
-    scale_in, scale_out = (norms[end] / math.sqrt(sae.d_in) for end in ("in", "out"))
-    written = sae.W_dec.norm(dim=1) * scale_out  # what a code of 1 adds to the raw prediction
-    thresholds = threshold / written.masked_fill(written == 0, 1)
-    folded = sae.changed(threshold=thresholds).on_raw_rows(
-        *(sae.W_dec.new_full((width,), value) for width, value in (
-            (sae.d_in, 0), (sae.d_in, scale_in), (sae.d_out, 0), (sae.d_out, scale_out))))
-    return SavedSAE.of(folded, common.origin_from({
+    c_in, c_out = (math.sqrt(sae.d_in) / norms[end] for end in ("in", "out"))
+    by_norm = config.sparsity_include_decoder_norm
+    compared = sae.W_dec.norm(dim=1) if by_norm else torch.ones_like(sae.b_enc)  # of a code of 1, with the threshold
+    compared = compared / (1 if not raw else c_out if by_norm else c_in)
+    sae = sae.changed(threshold=sae.activation_parameters["threshold"] / compared.masked_fill(compared == 0, 1))
+    return SavedSAE.of(common.on_raw_rows(sae, c_in, c_out), common.origin_from({
+        "model": next((model for part, model in LLAMA_MODELS.items() if part in str(path.absolute())), None),
         **common.origin_of_hook(config.hook_point_in),
         **(common.origin_of_hook(config.hook_point_out, "target_") if transcodes else {})}), transcodes)
 
@@ -236,3 +302,17 @@ def load_qwen_scope(file: Path) -> SavedSAE:
     return SavedSAE.of(common.assemble(file, tensors, activation), common.origin_from({
         "model": config.get("base_model", next(iter(models), None)),
         "layer": int(layer[1]), "site": "resid_post"}))
+
+
+def load_one_file(file: Path) -> SavedSAE:
+    """Read a single file; SAEs of attention heads subtract the decoder bias from rows, which no site here has."""
+    match = _ONE_FILE.fullmatch(file.name)
+    if match is None:
+        raise FormatError(f"{file}: expected MODEL-SAE-lL.pt or gpt2-small_LL_Hcat_z_....pt, L the number of its layer")
+    found = common.read_torch(file)
+    names = next((names for names in ONE_FILE_NAMES if names.keys() == found.keys()), LLAMA_NAMES)
+    sae = common.assemble(file, common.ours(file, found, names), Relu(), subtracts=match[1] is None)
+    if match[1] is None:
+        return SavedSAE(sae, {"model": "gpt2", "layer": int(match[3])})
+    owner = "deepseek-ai" if match[1].startswith("DeepSeek") else "meta-llama"
+    return SavedSAE(sae, {"model": f"{owner}/{match[1]}", "layer": int(match[2]), "site": "resid_post"})

@@ -1,4 +1,4 @@
-"""A report on an SAE's latents as HTML pages: `overview.py` fills the first page, `details.py` the others.
+"""A report on an SAE's latents as HTML pages: `pages.py` fills them.
 
 `index.html` holds style, script and the overview. The latents' pages are in `latents/00000.js` and on, several latents
 per file, each a call of the script's function `saeLatents`: a page opened from disk may run scripts next to it, but not
@@ -28,8 +28,7 @@ from ...measure.measured import Measured, RowsLike, held_out, in_blocks, measure
 from ...sae.library import SAELike
 from ...store.split import Which
 from ...train.files import read_metrics
-from .details import Details, TokenNumbers
-from .overview import neuronpedia_url, overview
+from .pages import Details, TokenNumbers, neuronpedia_url, overview
 
 if TYPE_CHECKING:
     from ...extract.tokens import OutputTokens, TokenTexts, Unembedding
@@ -49,7 +48,7 @@ def as_script(document: Any) -> str:
 
 
 def write_pages(folder: Path, title: str, overview: dict[str, Any], details: Iterable[dict[str, Any]]) -> None:
-    """Write `overview.overview` and `details.Details.contents` to a new or empty folder, which appears whole."""
+    """Write `overview` and `Details.contents` to a new or empty folder, which appears whole."""
     with folder_appearing_whole(folder) as temporary:
         (temporary / DETAILS).mkdir()
         for number, content in enumerate(details):

@@ -1,0 +1,206 @@
+"""Releases in SAELens' registry: the formats that only they need, and their names."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import published
+import pytest
+import torch
+import yaml
+from homes import MLP, CommandLine, make_store, random_sae
+from huggingface_hub import constants
+from launching import python_with
+from model_hub import ModelHub, files_of
+from published import ROWS, D, F, K, Published
+
+import saecli
+from saecli.base.errors import FormatError
+from saecli.base.home import Home
+from saecli.sae.activations import JumpRelu, ReluTopK
+from saecli.sae.formats import SavedSAE, load, save
+from saecli.sae.hub import Address, registered
+from saecli.sae.library import find_subject, lasting_name
+
+X = torch.from_numpy(ROWS).float()
+SCOPE, SCOPE_2, LLAMA, LEARNING = (published.gemma_scope, published.gemma_scope_2, published.llama_scope,
+                                   published.dictionary_learning)
+R1 = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+SCALED = "mlp-out/sae_group_gpt2_blocks.8.hook_mlp_out_24576:v1"
+
+
+def scaled(folder: Path) -> Published:
+    return published.saelens_5(folder, factor=0.4, normalize_activations=True, hook_point="blocks.8.hook_mlp_out",
+                               model_name="gpt2-small")
+
+
+def unconfigured(folder: Path, kind: str) -> Published:
+    one = SCOPE_2(folder, kind, kind == "transcoder")
+    (folder / "config.json").unlink()
+    return one
+
+
+def at(model: str, layer: int, site: str | None = None, target: str | None = None) -> dict[str, Any]:
+    found = {"model": model, "layer": layer, "site": site} | (
+        {"target_layer": layer, "target_site": target} if target else {})
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# By folder or file: SAELens' converter, or none where it differs; what writes it; its origin; the factor of its rows.
+FILES: dict[str, tuple[str, Callable[[Path], Published], dict[str, Any], float]] = {
+    "gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82": (
+        "gemma2", SCOPE, at("google/gemma-2-2b", 12, "resid_post"), 1),
+    "models--google--gemma-scope-9b-it-mlp/snapshots/0b/layer_3/width_16k/average_l0_82": (
+        "", SCOPE, at("google/gemma-2-9b-it", 3, "mlp_out"), 1),
+    "gemma-scope-2b-pt-att/layer_12/width_16k/average_l0_82": (
+        "gemma2-att", SCOPE, at("google/gemma-2-2b", 12), 1),
+    "gemma-scope-2b-pt-res/embedding/width_4k/average_l0_6": (
+        "", partial(SCOPE, factor=1 / np.sqrt(D)), at("google/gemma-2-2b", 0, "resid_pre"), 1),
+    "gemma-scope-2b-pt-transcoders/layer_4/width_16k/average_l0_76": (
+        "gemma2transcoder", SCOPE, at("google/gemma-2-2b", 4, None, "mlp_out"), 1),
+    "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big": (
+        "gemma", SCOPE_2, at("google/gemma-3-4b-pt", 17, "resid_post"), 1),
+    "gemma-scope-2-270m-pt/transcoder/layer_17_width_16k_l0_big_affine": (
+        "transcoder", partial(SCOPE_2, kind="transcoder", affine=True, model_name="gemma-v3-270m-pt"),
+        at("google/gemma-3-270m", 17, "mlp_in", "mlp_out"), 1),
+    "gemma-scope-2-4b-pt/mlp_out_all/layer_17_width_16k_l0_big": (
+        "gemma-bare", partial(unconfigured, kind="sae"), at("google/gemma-3-4b-pt", 17, "mlp_out"), 1),
+    "gemma-scope-2-4b-pt/transcoder_all/layer_17_width_16k_l0_big_affine": (
+        "transcoder-bare", partial(unconfigured, kind="transcoder"),
+        at("google/gemma-3-4b-pt", 17, "mlp_in", "mlp_out"), 1),
+    "Llama3_1-8B-Base-LXR-8x/Llama3_1-8B-Base-L15R-8x": (
+        "llama", partial(LLAMA, unit_norms=True), at("meta-llama/Llama-3.1-8B", 15, "resid_post"), np.sqrt(D) / 12.5),
+    "Llama-Scope-R1-Distill/400M/L15R": (
+        "r1", partial(LLAMA, r1=True, unit_norms=True), at(R1, 15, "resid_post"), np.sqrt(D) / 12.5),
+    "Llama-Scope-R1-Distill/400M/L15T": (
+        "", partial(LLAMA, r1=True, transcodes=True), at(R1, 15, "mlp_in", "mlp_out"), 1),
+    "SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (
+        "qwen", lambda path: published.qwen_scope(path.parent), at("Qwen/Qwen3-8B-Base", 5, "resid_post"), 1),
+    "Llama-3.1-8B-Instruct-SAE-l19/Llama-3.1-8B-Instruct-SAE-l19.pth": (
+        "goodfire", published.one_file, at("meta-llama/Llama-3.1-8B-Instruct", 19, "resid_post"), 1),
+    "DeepSeek-R1-Distill-Llama-8B-SAE-l19/DeepSeek-R1-Distill-Llama-8B-SAE-l19.pt": (
+        "deepseek", published.one_file, at(R1, 19, "resid_post"), 1),
+    "attn-saes/gpt2-small_L0_Hcat_z_lr1.20e-03_l11.80e+00_v9.pt": ("attention", published.one_file, at("gpt2", 0), 1),
+    "qwen3-14b-transcoders/layer_5.safetensors": (
+        "mwhanna", published.qwen_transcoder, at("Qwen/Qwen3-14B", 5, "mlp_in", "mlp_out"), 1),
+    **{f"lm_sae/{name}/trainer_0": (f"learning-{name}", partial(LEARNING, name=name, old=True),
+                                    at("gpt2", 8, "resid_post"), 1)
+       for name in ("AutoEncoder", "AutoEncoderTopK", "BatchTopKSAE", "MatryoshkaBatchTopKSAE", "JumpReluAutoEncoder",
+                    "GatedAutoEncoder")},
+    SCALED: ("saelens", scaled, at("gpt2", 8, "mlp_out"), 0.4)}
+
+
+@pytest.mark.parametrize("place", FILES)
+def test_a_release_is_read_by_its_formula(tmp_path: Path, place: str) -> None:
+    _, write, origin, factor = FILES[place]
+    one = write(tmp_path / place)
+    found = load(tmp_path / place, factor)
+    assert 0.02 < (one.codes != 0).mean() < 0.9
+    assert found.origin == origin and found.is_transcoder == ("target_site" in origin)
+    np.testing.assert_allclose(found.sae.encode(X), one.codes, rtol=1e-4, atol=5e-5)
+    assert np.abs(found.sae(X).numpy() - one.predicted).max() < 1e-5 * np.abs(one.predicted).max()
+
+
+@pytest.mark.slow
+def test_saelens_makes_the_same_of_releases(tmp_path: Path) -> None:
+    factors = {place: (name, factor) for place, (name, _, _, factor) in FILES.items() if name}
+    for place in factors:
+        FILES[place][1](tmp_path / place)
+    for name, skip in (("mlp_out", {}), ("transcoder", {"W_skip": torch.eye(D) / 2})):
+        place, ours = f"gemma-scope-2-4b-pt/{name}/layer_3_width_16k_l0_small", random_sae(JumpRelu())
+        origin = MLP if skip else {"model": "google/gemma-3-4b-pt", "layer": 3, "site": name}
+        save(SavedSAE(ours.changed(threshold=torch.rand(F), **skip), origin), "gemma-scope-2", tmp_path / place)
+        factors[place] = (f"{name}-ours", 1)
+    np.save(tmp_path / "rows.npy", X.numpy())
+    words = [f"{name}={place}={factor}" for place, (name, factor) in factors.items()]
+    script = Path(__file__).parents[1] / "libraries/saelens.py"
+    done = subprocess.run([python_with("saelens"), script, "scopes", tmp_path, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for place, (name, factor) in factors.items():
+        sae = load(tmp_path / place, factor).sae
+        sae = sae.changed(activation=ReluTopK(k=K)) if name == "qwen" else sae  # SAELens makes negative codes 0
+        with np.load(tmp_path / f"{name}.npz") as theirs:
+            np.testing.assert_allclose(sae.encode(X), theirs["codes"], rtol=1e-4, atol=2e-5)
+            assert np.abs(sae(X).numpy() - theirs["x_hat"]).max() < 1e-5 * np.abs(theirs["x_hat"]).max()
+
+
+def install(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of SAELens' name, whose code must not run, with a registry."""
+    (folder / "sae_lens").mkdir(parents=True)
+    (folder / "sae_lens" / "__init__.py").write_text("raise RuntimeError")
+    (folder / "sae_lens" / "pretrained_saes.yaml").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+
+
+RELEASES = {
+    "scope-canonical": {"conversion_func": "gemma_2", "repo_id": "google/gemma-scope-2b-pt-res", "model": "gemma-2-2b",
+                        "saes": [{"id": "layer_12/canonical", "path": "layer_12/width_16k/average_l0_82"}]},
+    "mlp-tm": {"repo_id": "tm/mlp-out", "model": "gpt2-small", "config_overrides": {
+        "model_from_pretrained_kwargs": {"center_writing_weights": True}}, "saes": [
+        {"id": "blocks.8.hook_mlp_out", "path": Path(SCALED).name, "norm_scaling_factor": 0.4}]},
+    "clt": {"conversion_func": "mntss_clt_layer_transcoder", "repo_id": "a/b", "saes": [{"id": "layer_0", "path": 0}]},
+    "wg": {"repo_id": "a/b", "config_overrides": {"normalize_activations": "constant_norm_rescale"},
+           "saes": [{"id": "layer_8", "path": "layer_8"}]}}
+
+
+def test_an_sae_is_named_by_its_release_and_id(
+        sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "packages", yaml.safe_dump(RELEASES), monkeypatch)
+    make_store(sae.home, "rows", ROWS.astype(np.float32))
+    place, name = "layer_12/width_16k/average_l0_82", "scope-canonical/layer_12/canonical"
+    published.gemma_scope(tmp_path / "scope" / place)
+    hub.add("google/gemma-scope-2b-pt-res", files_of(tmp_path / "scope") | {"layer_12/other/params.npz": b""})
+    one = scaled(tmp_path / SCALED)
+    hub.add("tm/mlp-out", files_of(tmp_path / "mlp-out"))
+    done = sae("eval", name, "--data", "rows", "--split", "all", "--json")
+    assert done.json["runs"][0]["run"] == f"google/gemma-scope-2b-pt-res/{place}"
+    assert f"{name} is google/gemma-scope-2b-pt-res/{place} on the hub" in done.err
+    assert saecli.load_sae(name).cfg["site"] == "resid_post"
+    home = Home(sae.home)
+    assert lasting_name(home, name, find_subject(home, name)) == name
+    predicted = saecli.load_sae("mlp-tm/blocks.8.hook_mlp_out")(X).numpy()
+    assert np.abs(predicted - one.predicted).max() < 1e-5 * np.abs(one.predicted).max()
+    done = sae("eval", "mlp-tm/blocks.8.hook_mlp_out", "--data", "rows")
+    assert done.status == 0 and "center_writing_weights" in done.err
+    for words, said in ((["tm/mlp-out"], "which say it; install sae-lens"),
+                        (["scope-canonical/layer_12/canonicel"], "did you mean layer_12/canonical?"),
+                        (["scope-canonical"], "has 1 SAEs, and is named as scope-canonical/ID"),
+                        (["clt/layer_0"], "cannot be expressed here"), (["wg/layer_8"], "(constant_norm_rescale)")):
+        done = sae("eval", *words, "--data", "rows")
+        assert done.status == 1 and said in done.err and done.err.count("\n") <= 2, done.err
+    with monkeypatch.context() as patched:
+        patched.setattr(constants, "ENDPOINT", "http://hub.invalid")
+        patched.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+        done = sae("eval", name, "--data", "rows")
+        assert done.status == 1 and f"{name} is google/gemma-scope-2b-pt-res/{place} on the hub, and the" in done.err
+    hub.add("scope-canonical/layer_12", files_of(tmp_path / "mlp-out"))  # which hf:// means
+    assert "blocks.8" in sae("eval", "hf://scope-canonical/layer_12", "--data", "rows").err
+
+
+def test_without_saelens_an_unknown_name_says_what_to_install(
+        sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sae_lens", None)
+    done = sae("eval", "scope-canonical/layer_12/canonical")
+    assert done.status == 1 and "install sae-lens or name its place on the hub" in done.err
+
+
+@pytest.mark.slow
+def test_every_release_of_saelens_is_resolved_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = "import importlib.util as u; print(u.find_spec('sae_lens').submodule_search_locations[0])"
+    done = subprocess.run([python_with("saelens"), "-c", where], capture_output=True, text=True, check=True)
+    text = (Path(done.stdout.strip()) / "pretrained_saes.yaml").read_text()
+    install(tmp_path, text, monkeypatch)
+    found: Counter[str] = Counter()
+    for name, release in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)).items():
+        for one in release["saes"][:2]:
+            try:
+                address, _ = registered(f"{name}/{one['id']}", str)
+                assert address.folder == str(one["path"]) and Address.parse(f"hf://{address}") == address
+            except FormatError as error:
+                found[str(error).partition("here: ")[2]] += 1
+    assert sorted(found.values()) == [2, 2, 3]  # per-row norms, cross-layer, temporal
