@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import published
@@ -30,7 +29,7 @@ from saecli.sae.library import find_subject, lasting_name
 X = torch.from_numpy(ROWS).float()
 SCOPE, SCOPE_2, LLAMA, LEARNING = (published.gemma_scope, published.gemma_scope_2, published.llama_scope,
                                    published.dictionary_learning)
-R1 = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+GEMMA, R1 = "google/gemma", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 SCALED = "mlp-out/sae_group_gpt2_blocks.8.hook_mlp_out_24576:v1"
 
 
@@ -39,90 +38,81 @@ def scaled(folder: Path) -> Published:
                                model_name="gpt2-small")
 
 
-def unconfigured(folder: Path, kind: str) -> Published:
-    one = SCOPE_2(folder, kind, kind == "transcoder")
+def unconfigured(folder: Path) -> Published:
+    one = SCOPE_2(folder, *(("transcoder", True) if "transcoder" in str(folder) else ()))
     (folder / "config.json").unlink()
     return one
 
 
-def at(model: str, layer: int, site: str | None = None, target: str | None = None) -> dict[str, Any]:
-    found = {"model": model, "layer": layer, "site": site} | (
-        {"target_layer": layer, "target_site": target} if target else {})
-    return {key: value for key, value in found.items() if value is not None}
-
-
-# By folder or file: SAELens' converter, or none where it differs; what writes it; its origin; the factor of its rows.
-FILES: dict[str, tuple[str, Callable[[Path], Published], dict[str, Any], float]] = {
-    "gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82": (
-        "gemma2", SCOPE, at("google/gemma-2-2b", 12, "resid_post"), 1),
+TRANSCODER = partial(SCOPE_2, kind="transcoder", affine=True, model_name="gemma-v3-270m-pt")
+FACTORS = {"llama": np.sqrt(D) / 12.5, "r1": np.sqrt(D) / 12.5, "saelens": 0.4}  # of rows
+FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {  # by place; converter, if SAELens' does the same
+    "gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82": ("gemma2", SCOPE, f"{GEMMA}-2-2b 12 resid_post"),
     "models--google--gemma-scope-9b-it-mlp/snapshots/0b/layer_3/width_16k/average_l0_82": (
-        "", SCOPE, at("google/gemma-2-9b-it", 3, "mlp_out"), 1),
-    "gemma-scope-2b-pt-att/layer_12/width_16k/average_l0_82": (
-        "gemma2-att", SCOPE, at("google/gemma-2-2b", 12), 1),
+        "", SCOPE, f"{GEMMA}-2-9b-it 3 mlp_out"),
+    "gemma-scope-2b-pt-att/layer_12/width_16k/average_l0_82": ("gemma2-att", SCOPE, f"{GEMMA}-2-2b 12"),
     "gemma-scope-2b-pt-res/embedding/width_4k/average_l0_6": (
-        "", partial(SCOPE, factor=1 / np.sqrt(D)), at("google/gemma-2-2b", 0, "resid_pre"), 1),
+        "", partial(SCOPE, factor=1 / np.sqrt(D)), f"{GEMMA}-2-2b 0 resid_pre"),
     "gemma-scope-2b-pt-transcoders/layer_4/width_16k/average_l0_76": (
-        "gemma2transcoder", SCOPE, at("google/gemma-2-2b", 4, None, "mlp_out"), 1),
-    "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big": (
-        "gemma", SCOPE_2, at("google/gemma-3-4b-pt", 17, "resid_post"), 1),
+        "gemma2transcoder", SCOPE, f"{GEMMA}-2-2b 4 - mlp_out"),
+    "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big": ("gemma", SCOPE_2, f"{GEMMA}-3-4b-pt 17 resid_post"),
     "gemma-scope-2-270m-pt/transcoder/layer_17_width_16k_l0_big_affine": (
-        "transcoder", partial(SCOPE_2, kind="transcoder", affine=True, model_name="gemma-v3-270m-pt"),
-        at("google/gemma-3-270m", 17, "mlp_in", "mlp_out"), 1),
+        "transcoder", TRANSCODER, f"{GEMMA}-3-270m 17 mlp_in mlp_out"),
     "gemma-scope-2-4b-pt/mlp_out_all/layer_17_width_16k_l0_big": (
-        "gemma-bare", partial(unconfigured, kind="sae"), at("google/gemma-3-4b-pt", 17, "mlp_out"), 1),
+        "gemma-bare", unconfigured, f"{GEMMA}-3-4b-pt 17 mlp_out"),
     "gemma-scope-2-4b-pt/transcoder_all/layer_17_width_16k_l0_big_affine": (
-        "transcoder-bare", partial(unconfigured, kind="transcoder"),
-        at("google/gemma-3-4b-pt", 17, "mlp_in", "mlp_out"), 1),
+        "transcoder-bare", unconfigured, f"{GEMMA}-3-4b-pt 17 mlp_in mlp_out"),
     "Llama3_1-8B-Base-LXR-8x/Llama3_1-8B-Base-L15R-8x": (
-        "llama", partial(LLAMA, unit_norms=True), at("meta-llama/Llama-3.1-8B", 15, "resid_post"), np.sqrt(D) / 12.5),
-    "Llama-Scope-R1-Distill/400M/L15R": (
-        "r1", partial(LLAMA, r1=True, unit_norms=True), at(R1, 15, "resid_post"), np.sqrt(D) / 12.5),
-    "Llama-Scope-R1-Distill/400M/L15T": (
-        "", partial(LLAMA, r1=True, transcodes=True), at(R1, 15, "mlp_in", "mlp_out"), 1),
+        "llama", partial(LLAMA, unit_norms=True), "meta-llama/Llama-3.1-8B 15 resid_post"),
+    "Llama-Scope-R1-Distill/400M/L15R": ("r1", partial(LLAMA, r1=True, unit_norms=True), f"{R1} 15 resid_post"),
+    "Llama-Scope-R1-Distill/400M/L15T": ("", partial(LLAMA, r1=True, transcodes=True), f"{R1} 15 mlp_in mlp_out"),
     "SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (
-        "qwen", lambda path: published.qwen_scope(path.parent), at("Qwen/Qwen3-8B-Base", 5, "resid_post"), 1),
+        "qwen", lambda path: published.qwen_scope(path.parent), "Qwen/Qwen3-8B-Base 5 resid_post"),
     "Llama-3.1-8B-Instruct-SAE-l19/Llama-3.1-8B-Instruct-SAE-l19.pth": (
-        "goodfire", published.one_file, at("meta-llama/Llama-3.1-8B-Instruct", 19, "resid_post"), 1),
+        "goodfire", published.one_file, "meta-llama/Llama-3.1-8B-Instruct 19 resid_post"),
     "DeepSeek-R1-Distill-Llama-8B-SAE-l19/DeepSeek-R1-Distill-Llama-8B-SAE-l19.pt": (
-        "deepseek", published.one_file, at(R1, 19, "resid_post"), 1),
-    "attn-saes/gpt2-small_L0_Hcat_z_lr1.20e-03_l11.80e+00_v9.pt": ("attention", published.one_file, at("gpt2", 0), 1),
+        "deepseek", published.one_file, f"{R1} 19 resid_post"),
+    "attn-saes/gpt2-small_L0_Hcat_z_lr1.20e-03_l11.80e+00_v9.pt": ("attention", published.one_file, "gpt2 0"),
     "qwen3-14b-transcoders/layer_5.safetensors": (
-        "mwhanna", published.qwen_transcoder, at("Qwen/Qwen3-14B", 5, "mlp_in", "mlp_out"), 1),
-    **{f"lm_sae/{name}/trainer_0": (f"learning-{name}", partial(LEARNING, name=name, old=True),
-                                    at("gpt2", 8, "resid_post"), 1)
+        "mwhanna", published.qwen_transcoder, "Qwen/Qwen3-14B 5 mlp_in mlp_out"),
+    **{f"lm_sae/{name}/trainer_0": (f"learning-{name}", partial(LEARNING, name=name, old=True), "gpt2 8 resid_post")
        for name in ("AutoEncoder", "AutoEncoderTopK", "BatchTopKSAE", "MatryoshkaBatchTopKSAE", "JumpReluAutoEncoder",
                     "GatedAutoEncoder")},
-    SCALED: ("saelens", scaled, at("gpt2", 8, "mlp_out"), 0.4)}
+    SCALED: ("saelens", scaled, "gpt2 8 mlp_out")}
 
 
 @pytest.mark.parametrize("place", FILES)
 def test_a_release_is_read_by_its_formula(tmp_path: Path, place: str) -> None:
-    _, write, origin, factor = FILES[place]
+    name, write, where = FILES[place]
     one = write(tmp_path / place)
-    found = load(tmp_path / place, factor)
+    found = load(tmp_path / place, FACTORS.get(name))
     assert 0.02 < (one.codes != 0).mean() < 0.9
-    assert found.origin == origin and found.is_transcoder == ("target_site" in origin)
+    model, layer, *sites = where.split()
+    assert found.origin == {"model": model, "layer": int(layer)} | {
+        key: site for key, site in zip(("site", "target_site"), sites, strict=False) if site != "-"} | (
+        {"target_layer": int(layer)} if len(sites) == 2 else {})
+    assert found.is_transcoder == (len(sites) == 2)
     np.testing.assert_allclose(found.sae.encode(X), one.codes, rtol=1e-4, atol=5e-5)
     assert np.abs(found.sae(X).numpy() - one.predicted).max() < 1e-5 * np.abs(one.predicted).max()
 
 
 @pytest.mark.slow
 def test_saelens_makes_the_same_of_releases(tmp_path: Path) -> None:
-    factors = {place: (name, factor) for place, (name, _, _, factor) in FILES.items() if name}
-    for place in factors:
+    names = {place: name for place, (name, _, _) in FILES.items() if name}
+    for place in names:
         FILES[place][1](tmp_path / place)
     for name, skip in (("mlp_out", {}), ("transcoder", {"W_skip": torch.eye(D) / 2})):
         place, ours = f"gemma-scope-2-4b-pt/{name}/layer_3_width_16k_l0_small", random_sae(JumpRelu())
         origin = MLP if skip else {"model": "google/gemma-3-4b-pt", "layer": 3, "site": name}
         save(SavedSAE(ours.changed(threshold=torch.rand(F), **skip), origin), "gemma-scope-2", tmp_path / place)
-        factors[place] = (f"{name}-ours", 1)
+        names[place] = f"{name}-ours"
     np.save(tmp_path / "rows.npy", X.numpy())
-    words = [f"{name}={place}={factor}" for place, (name, factor) in factors.items()]
+    words = [f"{name}={place}={FACTORS.get(name, 1)}" for place, name in names.items()]
     script = Path(__file__).parents[1] / "libraries/saelens.py"
     done = subprocess.run([python_with("saelens"), script, "scopes", tmp_path, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for place, (name, factor) in factors.items():
-        sae = load(tmp_path / place, factor).sae
+    for place, name in names.items():
+        sae = load(tmp_path / place, FACTORS.get(name)).sae
         sae = sae.changed(activation=ReluTopK(k=K)) if name == "qwen" else sae  # SAELens makes negative codes 0
         with np.load(tmp_path / f"{name}.npz") as theirs:
             np.testing.assert_allclose(sae.encode(X), theirs["codes"], rtol=1e-4, atol=2e-5)

@@ -39,8 +39,9 @@ TO_FIT = "end other programs, or read it on a machine with more"
 # TransformerLens' name of `mlp_in`, but for the norm's weight; its `hook_mlp_in` is before the norm: no site here.
 MLP_IN_HOOK = "ln2.hook_normalized"
 EXACT_MLP_IN_HOOK = "mlp.hook_in"  # circuit-tracer's; its `mlp.hook_out` is before Gemma's second norm: no site here.
-MODELS = {  # TransformerLens' names, and the hub's
+MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
     "gpt2-small": "gpt2", "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    r"(google/)?gemma-v?3-(270m|\w+-\w+)(-pt)?": r"google/gemma-3-\2",
     r"gemma-2?-?\d+b(-it)?": r"google/\g<0>", r"pythia-[\d.]+[mb](-deduped)?": r"EleutherAI/\g<0>"}
 _HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)}"
                    rf"|{re.escape(EXACT_MLP_IN_HOOK)})")

@@ -60,6 +60,7 @@ GEMMA_NAMES = {"w_enc": "W_enc", "b_enc": "b_enc", "w_dec": "W_dec", "b_dec": "b
 SKIP = {"affine_skip_connection": "W_skip"}
 GEMMA_SITES = {"output": "resid_post", "pre_feedforward_layernorm.output": "mlp_in",
          "post_feedforward_layernorm.output": "mlp_out"}  # attention is read before its output weights: no site here
+GEMMA_KINDS = {"res": "resid_post", "mlp": "mlp_out", "embedding": "resid_pre"}
 
 _GEMMA = re.compile(r"gemma-scope-(\d+b)-(pt|it)-(res|mlp|att|transcoders)/(?:.*/)?(?:layer_(\d{1,9})|embedding)/")
 _GEMMA_2 = re.compile(r"gemma-scope-2-(\w+-[ip]t)/(?:.*/)?(resid_post|mlp_out|attn_out|transcoder)(?:_all)?"
@@ -77,11 +78,10 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
     size, tuned, kind, layer = found.groups()
     if layer is None:
         sae, kind, layer = common.on_raw_rows(sae, 1 / math.sqrt(sae.d_in)), "embedding", "0"
-    sites: dict[str, dict[str, Any]] = {
-        "res": {"site": "resid_post"}, "mlp": {"site": "mlp_out"}, "embedding": {"site": "resid_pre"},
-        "transcoders": {"target_layer": int(layer), "target_site": "mlp_out"}}
-    return SavedSAE(sae, {"model": f"google/gemma-2-{size}{'-it' * (tuned == 'it')}", "layer": int(layer),
-                          **sites.get(kind, {})})
+    origin = {"model": f"google/gemma-2-{size}{'-it' * (tuned == 'it')}", "layer": int(layer)}
+    if kind == "transcoders":
+        return SavedSAE(sae, origin | {"target_layer": int(layer), "target_site": "mlp_out"})
+    return SavedSAE(sae, origin | ({} if kind == "att" else {"site": GEMMA_KINDS[kind]}))
 
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
@@ -119,7 +119,7 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     """Read an SAE, a transcoder or a crosscoder of Gemma Scope 2."""
     config = read_config_of(folder)
     ends = [config.get(f"hf_hook_point_{end}") for end in ("in", "out")]
-    origin = {"model": _gemma_3(config.get("model_name")), **_origin(ends[0])}
+    origin = {"model": config.get("model_name"), **_origin(ends[0])}
     if config.get("type") == "crosscoder":
         tensors, widths = _concatenated(folder, len(_layers_and_module(ends[0])[0]))
         return SavedSAE.of(common.assemble(folder, tensors, JumpRelu(), widths=widths), common.origin_from(origin))
@@ -130,12 +130,6 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     origin |= _origin(ends[1], "target_") if transcodes else {}
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     return SavedSAE.of(sae, common.origin_from(origin), transcodes)
-
-
-def _gemma_3(name: Any) -> str | None:
-    """A model's name on the hub; the releases have others, as SAELens knows: `gemma-v3-4b-pt`, `gemma-3-270m-pt`."""
-    found = re.fullmatch(r"(?:google/)?gemma-(?:v?3)-(270m|\w+-\w+)(?:-pt)?", name) if isinstance(name, str) else None
-    return f"google/gemma-3-{found[1]}" if found else name
 
 
 def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[int, ...]]:
