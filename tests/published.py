@@ -42,6 +42,19 @@ def top_k(pre: np.ndarray, rank: np.ndarray | None = None) -> np.ndarray:
     return np.where(rank >= np.sort(rank, 1)[:, [-K]], pre, 0)
 
 
+GATES = {"r_mag": np.linspace(-0.5, 0.5, F, dtype=np.float32), "b_mag": np.linspace(2, -1, F, dtype=np.float32)}
+
+
+def gates(w: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same with b_enc as the bias of gates."""
+    return {"b_gate" if name == "b_enc" else name: array for name, array in w.items()} | GATES
+
+
+def gated(pre: np.ndarray) -> np.ndarray:
+    """Of the gates' pre-activations."""
+    return (pre > 0) * relu(np.exp(GATES["r_mag"]) * (pre - weights()["b_enc"]) + GATES["b_mag"])
+
+
 def write(path: Path, arrays: dict[str, np.ndarray], dtype: torch.dtype = torch.float32) -> dict[str, np.ndarray]:
     """Write a safetensors or .pt file, and return its numbers, rounded as there, in float64."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +92,7 @@ def saelens(folder: Path, architecture: str = "standard", width: int = D, subtra
     w, threshold = weights(width, "skip" in architecture, shift), np.linspace(-1, 2, F).astype(np.float32)
     stored = w | ({"threshold": threshold} if "jumprelu" in architecture else {})
     stored |= {"W_skip": w["W_skip"].T} if "W_skip" in w else {}
+    stored = gates(stored) if architecture == "gated" else stored
     write(folder / "sae_weights.safetensors", stored | (changed or {}), dtype)
     metadata = metadata or {"sae_lens_version": "6.54.12", "model_name": "gpt2", "hook_name": "blocks.8.hook_mlp_out",
                             "context_size": 64, "prepend_bos": False}
@@ -88,7 +102,7 @@ def saelens(folder: Path, architecture: str = "standard", width: int = D, subtra
     if config.get("rescale_acts_by_decoder_norm"):
         norms = np.linalg.norm(w["W_dec"], axis=1)
         w |= {"W_dec": w["W_dec"] / norms[:, None], "W_enc": w["W_enc"] * norms, "b_enc": w["b_enc"] * norms}
-    acts = {"topk": lambda pre: relu(top_k(pre)), "abstopk": lambda pre: top_k(pre, np.abs(pre))}
+    acts = {"gated": gated, "topk": lambda pre: relu(top_k(pre)), "abstopk": lambda pre: top_k(pre, np.abs(pre))}
     act = acts.get(architecture, (lambda pre: jumprelu(pre, threshold)) if "jumprelu" in architecture else relu)
     return formula(folder, w, act, subtract)
 
@@ -96,10 +110,10 @@ def saelens(folder: Path, architecture: str = "standard", width: int = D, subtra
 def saelens_5(folder: Path, extra: dict[str, np.ndarray] | None = None, subtract: bool = True,
               factor: float = 1, **config: Any) -> Published:
     """As SAELens wrote it before version 6; `factor` of rows and targets, in its formula."""
-    w = weights()
-    write(folder / "sae_weights.safetensors", w | (extra or {}))
+    w, is_gated = weights(), config.get("architecture") == "gated"
+    write(folder / "sae_weights.safetensors", (gates(w) if is_gated else w) | (extra or {}))
     (folder / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | config))
-    act = (lambda pre: relu(top_k(pre))) if config.get("activation_fn_str") == "topk" else relu
+    act = (lambda pre: relu(top_k(pre))) if config.get("activation_fn_str") == "topk" else gated if is_gated else relu
     return formula(folder, w, act, subtract, factor)
 
 
@@ -114,13 +128,16 @@ def sparsify(folder: Path, transcode: bool = False, skip: bool = False, **config
     return formula(folder, w, lambda pre: relu(top_k(pre)), not transcode)
 
 
-def dictionary_learning(folder: Path, name: str = "AutoEncoder", old: bool = False) -> Published:
+def dictionary_learning(folder: Path, name: str = "AutoEncoder", old: bool = False, **trainer: Any) -> Published:
     """`old`: with k in the configuration alone, and without a threshold that top-k does not use."""
     w, single, per_latent = weights(), np.float32(0.7), np.linspace(0, 2, F).astype(np.float32)
     bias = {"AutoEncoder": "bias", "AutoEncoderNew": "decoder.bias"}.get(name, "b_dec")
     linear = {"encoder.weight": w["W_enc"].T, "encoder.bias": w["b_enc"], "decoder.weight": w["W_dec"].T,
               bias: w["b_dec"]}
     state, act = {
+        "GatedAutoEncoder": ({"encoder.weight": w["W_enc"].T, "gate_bias": w["b_enc"], "mag_bias": GATES["b_mag"],
+                              "r_mag": GATES["r_mag"], "decoder.weight": w["W_dec"].T, "decoder_bias": w["b_dec"]},
+                             gated),
         "AutoEncoder": (linear, relu), "AutoEncoderNew": (linear, relu),
         "AutoEncoderTopK": (linear | {"threshold": np.float32(-1)}, lambda pre: relu(top_k(pre))),
         "BatchTopKSAE": (linear | {"threshold": single}, lambda pre: jumprelu(pre, single)),
@@ -135,7 +152,7 @@ def dictionary_learning(folder: Path, name: str = "AutoEncoder", old: bool = Fal
     torch.save(tensors, folder / "ae.pt")
     (folder / "config.json").write_text(json.dumps({"buffer": {"ctx_len": 128}, "trainer": {
         "dict_class": name, "lm_name": "gpt2", "layer": 8, "activation_dim": D, "dict_size": F} | (
-        {"k": K, "submodule_name": "resid_post_layer_8"} if old else {})}))
+        {"k": K, "submodule_name": "resid_post_layer_8"} if old else {}) | trainer}))
     return formula(folder, w, act, name not in ("AutoEncoderNew", "JumpReluAutoEncoder"))
 
 

@@ -125,9 +125,9 @@ def task_of(rows: int, steps: int, lr: float = 1e-2, sparsity: str = "none", wei
 
 _random = np.random.default_rng(0)
 ROWS = (_random.standard_normal((300, 12)) @ _random.standard_normal((12, 20)) + 1).astype(np.float32)
-ACTS = [("relu", {}), ("relu", {"sparsity": "kl"}), ("jumprelu", {}), ("topk", {"k": 3}), ("abs-topk", {"k": 3}),
-        ("batchtopk", {"k": 3}), ("swish", {}), ("matching-pursuit", {"k": 3}),
-        ("soft-topk", {"k": 3, "d_sae": 16})]
+ACTS = [("relu", {}), ("relu", {"sparsity": "kl"}), ("relu", {"sparsity": "lp"}), ("gated", {}), ("jumprelu", {}),
+        ("topk", {"k": 3}), ("abs-topk", {"k": 3}), ("batchtopk", {"k": 3}), ("swish", {}),
+        ("matching-pursuit", {"k": 3}), ("soft-topk", {"k": 3, "d_sae": 16})]
 SOLVERS = [("sgd", {}), ("sgd", {"tied": True, "clip_norm": 1.0}), ("pam-sgd", {}), ("pam-sgd", {"decoder": "free"}),
            ("pam-sgd", {"solve": "iterative"}), ("pam-sgd", {"decoder_every": 1, "inner_steps": 1, "d_sae": 24}),
            ("pam-sgd", {"d_sae": 400}), ("pam-sgd", {"alpha": 1.0, "bias": "after", "mu_enc": 0.1, "mu_dec": 0.1})]

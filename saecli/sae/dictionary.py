@@ -206,9 +206,9 @@ class Dictionary(Module, ABC):
         """y_hat by each prefix, (B, L, E), the last by all latents."""
         return codes.prefix_times(self.decoder(), self.prefixes) + self._base(x)[..., None, :]
 
-    def squared_errors(self, batch: Batch, codes: Codes, W_dec: Tensor) -> Tensor:
-        """`||y_hat - y||^2` of each prefix, summed over rows, (L,)."""
-        offset = (self._base(batch.x) - batch.y)[:, None]
+    def squared_errors(self, batch: Batch, codes: Codes, W_dec: Tensor, base: Tensor | None = None) -> Tensor:
+        """`||y_hat - y||^2` of each prefix, summed over rows, (L,); `base`: the prediction without codes."""
+        offset = ((self._base(batch.x) if base is None else base) - batch.y)[:, None]
         return (codes.prefix_times(W_dec, self.prefixes) + offset).square().sum(-1).sum(0)
 
     def _base(self, x: Tensor) -> Tensor:
@@ -216,18 +216,23 @@ class Dictionary(Module, ABC):
         return self.b_dec if self.W_skip is None else torch.addmm(self.b_dec, x, self.W_skip)
 
     def loss(self, batch: Batch, sparsity: str = "none", weight: float = 0.0) -> Loss:
-        """`mean over rows and prefixes of ||y_hat - y||^2 + weight * penalty`, differentiable in the parameters;
-        `sparsity` names the penalty. The batch may be empty in this process."""
-        pre = self.pre_activations(batch.x)
+        """`mean over rows and prefixes of ||y_hat - y||^2 + weight * penalty`, and of the activation's `gates` the same
+        error, differentiable in the parameters; `sparsity` names the penalty. The batch may be empty in this process.
+        """
+        pre, parameters = self.pre_activations(batch.x), self.activation_parameters
         codes = self.activated(pre, training=True)
+        gates = self.activation.gates(codes, parameters)
         if not len(batch.x):
             nothing = 0.0 * self.b_enc.sum()
             return Loss(nothing, nothing, codes)
         W_dec = self.decoder()
         errors = self.squared_errors(batch, codes, W_dec) / batch.size
         value = errors.mean()
+        if gates is not codes:
+            W_dec, base = W_dec.detach(), self._base(batch.x).detach()
+            value = value + self.squared_errors(batch, gates, W_dec, base).mean() / batch.size
         if sparsity != "none":  # a mean over this process' rows
-            penalty = self.activation.penalty(sparsity, pre, codes, self.weighed(W_dec), self.activation_parameters)
+            penalty = self.activation.penalty(sparsity, pre, gates, self.weighed(W_dec), parameters)
             value = value + weight * (len(batch.x) / batch.size) * penalty
         return Loss(value, errors[-1], codes)
 

@@ -76,6 +76,7 @@ class DecoderPass:
 
     def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
         self._system, self._activation, self._sparsity = system, dictionary.activation, sparsity
+        self._parameters = dictionary.activation_parameters
         self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
         self._holds = isinstance(system, HeldRows)  # all rows are collected, not only the sampled ones
         W_dec = dictionary.decoder().detach()
@@ -106,7 +107,7 @@ class DecoderPass:
             self._numbers.append(numbers[sampled])
         if not self._holds:
             self._system.add(codes, y)
-        self._norm_weights += self._activation.norm_weights(self._sparsity, codes, self._weighed)
+        self._norm_weights += self._activation.norm_weights(self._sparsity, codes, self._weighed, self._parameters)
         self._fired |= codes.fired()
 
     def finish(self, communicator: Communicator) -> Observed:

@@ -95,13 +95,15 @@ class TrainingConfig(Config):
                                             " beyond max(d_sae, 4 d_in) rows; 0 with --init.",
                                     choices=("auto",), minimum=0, maximum=10, advanced=True)
     sparsity: str | None = option(None, "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
-                                        "active latents; target-l0, square of its excess over --target-l0; kl, "
-                                        "divergence of firing rates from --target-rate; l1-codes, sum of |z_i|. "
-                                        "Default: l1 with relu, target-l0 with jumprelu, else none.",
+                                        "active latents; target-l0, square of its excess over --target-l0, with gated "
+                                        "l1 of the weight that gives it; lp, sum of (|z_i| ||W_dec_i||)^p, p falling "
+                                        "from 1; kl, divergence of firing rates from --target-rate; l1-codes, sum of "
+                                        "|z_i|. Default: l1 with relu, target-l0 with jumprelu and gated, else none.",
                                   choices=sparsity_names())
     sparsity_weight: float | None = option(
         None, "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
-              " l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in, kl 0.01 d_in.",
+              " l1 0.1 sqrt(d_in), lp 0.04 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
+              "start), kl 0.01 d_in.",
         minimum=0, maximum=MOST_WEIGHT)
     sparsity_warm_up: float | None = option(None, "Fraction of all steps over which the penalty's weight rises from 0. "
                                                   f"Default: {PENALTY_WARM_UP}, with --init 0.",

@@ -17,7 +17,7 @@ from ..base.console import Listener
 from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
 from ..base.home import Home
-from ..sae.activations import Activation, JumpRelu, activation_to_json
+from ..sae.activations import Activation, JumpRelu, TargetsL0, activation_to_json
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import lasting_name, open_sae
 from ..store.reader import RowSource
@@ -131,9 +131,9 @@ class Start:
         if own.name != act:
             return {}
         settings = {name: getattr(own, name) for name in own.of_codes}
-        if {"sparsity", "target_l0", "target_rate", "fixed_threshold"}.isdisjoint(given):
-            settings |= {name: known[name] for name in ("sparsity", "sparsity_weight", "target_l0", "target_rate")
-                         if known.get(name) is not None}
+        if {"sparsity", "target_l0", "target_rate", "last_p", "fixed_threshold"}.isdisjoint(given):
+            settings |= {name: known[name] for name in ("sparsity", "sparsity_weight", "target_l0", "target_rate",
+                                                        "last_p") if known.get(name) is not None}
         return settings
 
     def settled(self, training: TrainingConfig, activation: Activation,
@@ -161,7 +161,7 @@ class Start:
         training = replace(training, d_sae=sae.d_sae, prefixes=prefixes, skip=training.skip or sae.W_skip is not None,
                            sparsity_warm_up=0.0 if rise is None and sparsity != "none" else rise,
                            smoothing=0.0 if smoothing == "auto" else smoothing)
-        if (isinstance(activation, JumpRelu) and self._has_parameters(activation) and sparsity == "target-l0"
+        if (isinstance(activation, TargetsL0) and self._has_parameters(activation) and sparsity == "target-l0"
                 and activation.target_l0 is None):
             some = torch.from_numpy(next(rows.batches(SAMPLED_ROWS, seed=training.shuffle_seed, epoch=0)))
             l0 = sae.codes(some[:, :sae.d_in].to(sae.W_enc)).count().item() / len(some)
@@ -189,7 +189,7 @@ class Start:
         else:
             pre = own.pre_activations(x)
             positive = (pre > 0).sum().item() / len(pre)  # per row, the most that thresholds from 0 can keep
-            target = activation.target_l0 if isinstance(activation, JumpRelu) else None
+            target = activation.target_l0 if isinstance(activation, TargetsL0) else None
             if target is not None and positive < target:
                 raise ConfigError(f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row "
                                   f"of --init {self.name}, got {target:g}; lower it, or use another --act",

@@ -27,8 +27,7 @@ from ..base.machine import is_out_of_memory
 from ..base.processes import ALONE, Communicator
 from ..extract.language_model import LanguageModel
 from ..extract.splice import BATCH_LOGITS, CleanPass, Hooked, effects, in_batches, plain_activations
-from ..sae.activations import Relu
-from ..sae.activations.elementwise import Thresholded
+from ..sae.activations import Relu, Thresholded
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstruction

@@ -14,7 +14,13 @@ sys.path.pop(0)  # this file's folder, where the library's name would be this fi
 
 import numpy as np
 import torch
-from dictionary_learning.dictionary import AutoEncoder, AutoEncoderNew, Dictionary, JumpReluAutoEncoder
+from dictionary_learning.dictionary import (
+    AutoEncoder,
+    AutoEncoderNew,
+    Dictionary,
+    GatedAutoEncoder,
+    JumpReluAutoEncoder,
+)
 from dictionary_learning.evaluation import evaluate
 from dictionary_learning.trainers.batch_top_k import BatchTopKSAE
 from dictionary_learning.trainers.matryoshka_batch_top_k import MatryoshkaBatchTopKSAE
@@ -40,7 +46,8 @@ def main() -> None:
         record(load_dictionary(str(path), "cpu")[0], rows, path.with_suffix(".npz"))
     torch.manual_seed(0)
     for kind, further in ((AutoEncoder, ()), (AutoEncoderNew, ()), (AutoEncoderTopK, (K,)), (BatchTopKSAE, (K,)),
-                          (MatryoshkaBatchTopKSAE, (K, [20, F - 20])), (JumpReluAutoEncoder, ())):
+                          (MatryoshkaBatchTopKSAE, (K, [20, F - 20])), (JumpReluAutoEncoder, ()),
+                          (GatedAutoEncoder, ())):
         sae = kind(D, F, *further)
         for name, parameter in sae.named_parameters():
             parameter.normal_()

@@ -52,6 +52,8 @@ MADE = {
     "standard": ("StandardSAE", {}),
     "standard-subtracting": ("StandardSAE", {"apply_b_dec_to_input": True}),
     "jumprelu": ("JumpReLUSAE", {"apply_b_dec_to_input": True}),
+    "gated": ("GatedSAE", {}),
+    "gated-subtracting": ("GatedSAE", {"apply_b_dec_to_input": True}),
     "topk": ("TopKSAE", {"k": K}),
     "topk-rescaled": ("TopKSAE", {
         "k": K, "rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": True}),
@@ -67,6 +69,7 @@ OLD = {  # what versions before 6 wrote, by the case above whose weights it is s
                  "hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2-small"},
     "standard-subtracting": {"architecture": "standard", "activation_fn_str": "relu", "normalize_activations": "none"},
     "jumprelu": {"architecture": "jumprelu", "activation_fn": "relu", "sae_lens_training_version": "3.0.0"},
+    "gated-subtracting": {"architecture": "gated", "activation_fn_str": "relu", "normalize_activations": "none"},
     "topk": {"architecture": "standard", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": K},
              "apply_b_dec_to_input": False, "normalize_activations": None},
 }

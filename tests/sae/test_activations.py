@@ -10,6 +10,7 @@ from saecli.sae.activations import (
     ACTIVATIONS,
     Activation,
     BatchTopK,
+    Gated,
     JumpRelu,
     Relu,
     SoftTopK,
@@ -114,7 +115,7 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
 
 
 @pytest.mark.parametrize(("activation", "sparsity", "message"), [
-    (Relu(), "l0", "sparsity l0 cannot be used with act relu; use one of l1, l1-codes, kl, none"),
+    (Relu(), "l0", "sparsity l0 cannot be used with act relu; use one of l1, lp, l1-codes, kl, none"),
     (TopK(k=3), "kl", "sparsity kl cannot be used with act topk; use one of none, l1"),
     (Relu(target_rate=0.1), None, "target_rate does nothing with sparsity l1; leave it out, or use sparsity kl"),
     (Swish(target_rate=0.1), None, "target_rate does nothing with sparsity none"),
@@ -122,6 +123,11 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
     (JumpRelu(fixed_threshold=True, target_l0=5), None, "target_l0 does nothing with sparsity l1; leave"),
     (JumpRelu(target_l0=5), "l1", "target_l0 does nothing with sparsity l1"),
     (JumpRelu(target_l0=5), "l0", "target_l0 does nothing with sparsity l0"),
+    (TopK(k=3), "lp", "sparsity lp cannot be used with act topk"),
+    (Relu(last_p=0.3), None, "last_p does nothing with sparsity l1; leave it out, or use sparsity lp"),
+    (Gated(), "kl", "sparsity kl cannot be used with act gated; use one of target-l0, l1, lp, none"),
+    (Gated(target_l0=5), "l1", "target_l0 does nothing with sparsity l1"),
+    (Gated(target_l0=33), None, "target_l0 must be at most d_sae, 32, got 33"),
     (JumpRelu(threshold=0.2), None, "threshold does nothing with sparsity target-l0"),
     (JumpRelu(target_l0=33), None, "target_l0 must be at most d_sae, 32, got 33; lower target_l0 or raise d_sae"),
     (JumpRelu(fixed_threshold=True), "l0", "sparsity l0 trains thresholds, which fixed_threshold holds"),

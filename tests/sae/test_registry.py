@@ -76,7 +76,8 @@ FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {  # by place; 
     "qwen3-14b-transcoders/layer_5.safetensors": (
         "mwhanna", published.qwen_transcoder, "Qwen/Qwen3-14B 5 mlp_in mlp_out"),
     **{f"lm_sae/{name}/trainer_0": (f"learning-{name}", partial(LEARNING, name=name, old=True), "gpt2 8 resid_post")
-       for name in ("AutoEncoder", "AutoEncoderTopK", "BatchTopKSAE", "MatryoshkaBatchTopKSAE", "JumpReluAutoEncoder")},
+       for name in ("AutoEncoder", "AutoEncoderTopK", "BatchTopKSAE", "MatryoshkaBatchTopKSAE", "JumpReluAutoEncoder",
+                    "GatedAutoEncoder")},
     SCALED: ("saelens", scaled, "gpt2 8 mlp_out")}
 
 

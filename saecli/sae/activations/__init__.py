@@ -3,8 +3,8 @@
 An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient,
 sparsity penalties and the shape of its cells. To add one, write its class and a line in `ACTIVATIONS`.
 
-    base.py         Activation, KeepsK; TargetsRate, the penalty kl
-    elementwise.py  relu, jumprelu, batchtopk, swish: each latent by its own pre-activation
+    base.py         Activation, KeepsK, Thresholded; TargetsRate, Anneals, TargetsL0: the penalties kl, lp, target-l0
+    elementwise.py  relu, jumprelu, gated, batchtopk, swish: each latent by its own pre-activation
     topk.py         topk, relu-topk, abs-topk, matching-pursuit, soft-topk
     selection.py    codes of selected pre-activations, with sparse and straight-through gradients; soft-topk's algebra
 """
@@ -12,17 +12,17 @@ sparsity penalties and the shape of its cells. To add one, write its class and a
 from typing import Any
 
 from ...base.errors import unknown_choice
-from .base import Activation, KeepsK, Parameters
-from .elementwise import BatchTopK, JumpRelu, Relu, Swish, Thresholded
+from .base import Activation, KeepsK, Parameters, TargetsL0, Thresholded
+from .elementwise import BatchTopK, Gated, JumpRelu, Relu, Swish
 from .topk import AbsTopK, Largest, MatchingPursuit, ReluTopK, SoftTopK, TopK
 
-__all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "JumpRelu", "KeepsK", "Largest", "MatchingPursuit",
-           "Parameters", "Relu", "ReluTopK", "SoftTopK", "Swish", "Thresholded", "TopK",
+__all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "Gated", "JumpRelu", "KeepsK", "Largest",
+           "MatchingPursuit", "Parameters", "Relu", "ReluTopK", "SoftTopK", "Swish", "TargetsL0", "Thresholded", "TopK",
            "activation_from_json", "activation_to_json", "sparsity_names"]
 
 ACTIVATIONS: dict[str, type[Activation]] = {
-    kind.name: kind for kind in (Relu, JumpRelu, TopK, ReluTopK, AbsTopK, BatchTopK, Swish, SoftTopK,
-                                      MatchingPursuit)}
+    kind.name: kind for kind in (Relu, JumpRelu, Gated, TopK, ReluTopK, AbsTopK, BatchTopK, MatchingPursuit, Swish,
+                                      SoftTopK)}
 
 
 def sparsity_names() -> tuple[str, ...]:

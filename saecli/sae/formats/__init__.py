@@ -18,7 +18,8 @@ import torch
 
 from ...base.errors import FormatError
 from ...base.files import folder_appearing_whole, is_free, is_utf8
-from ..activations import ACTIVATIONS, Activation, ReluTopK, TopK
+from ..activations import ACTIVATIONS, Activation, Gated, JumpRelu, ReluTopK, TopK
+from ..dictionary import SAE
 from . import libraries, native, saelens, scopes
 from .common import SavedSAE, in_words, matching, on_raw_rows
 from .native import load_native, save_native
@@ -54,7 +55,7 @@ class Format:
 
     def lacks(self, saved: SavedSAE) -> str | None:
         """What `save` cannot express of an SAE, and what it can; None if nothing."""
-        sae, kind = saved.sae, "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder"
+        sae, kind = at_inference(saved.sae), "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder"
         able = self.transcoders if saved.is_transcoder else self.activations
         if not able:
             return kind
@@ -93,6 +94,14 @@ FORMATS: dict[str, Format] = {  # the first whose files are all present is used:
     "native": Format((native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()),
 }
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
+
+
+def at_inference(sae: SAE) -> SAE:
+    """A `gated` SAE as the `jumprelu` that it is without training; others as they are."""
+    if not isinstance(sae.activation, Gated):
+        return sae
+    thresholds = {"threshold": sae.activation.thresholds(sae.activation_parameters, sae.d_sae)}
+    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, JumpRelu(), thresholds, **sae.parts)
 
 
 def stand_in(saved: SavedSAE) -> SavedSAE | None:
@@ -166,4 +175,5 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
         raise FormatError(f"cannot write to {folder}: expected an empty or a new folder, got one in use; "
                           f"name another")
     with folder_appearing_whole(folder) as temporary:
-        form.save(saved if name == "native" else replace(saved, sae=saved.sae.copy_to(torch.float32)), temporary)
+        form.save(saved if name == "native" else replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32)),
+                  temporary)

@@ -31,6 +31,7 @@ Made = TypeVar("Made")
 WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
 PLAIN = {name: name for name in WEIGHTS}
 LINEAR = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc", "decoder.weight": "W_dec.T"}  # of two nn.Linear
+GATED = {"W_enc": "W_enc", "b_gate": "b_gate", "r_mag": "r_mag", "b_mag": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 TO_FIT = "end other programs, or read it on a machine with more"
@@ -72,8 +73,10 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
     """An SAE of a file's tensors, by this tool's names, in at least float32; FormatError if anything does not fit.
 
     `subtracts`: whether the file's encoder subtracts `b_dec` from rows; `transcodes`: whether it may be a transcoder,
-    of any output width, with W_skip or without.
+    of any output width, with W_skip or without. Of a file's gates, see `GATED`, the encoder is made that of magnitudes.
     """
+    gated = "b_gate" in tensors
+    tensors = {"threshold" if name == "b_gate" else name: tensor for name, tensor in tensors.items()}
     skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
     ours(path, tensors, {name: name for name in (*WEIGHTS, *activation.parameters(1), *skip)})
     if tensors["W_enc"].ndim != 2 or not tensors["W_enc"].numel():
@@ -102,6 +105,10 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
     W_enc, b_enc, W_dec, b_dec = (ready.pop(name) for name in WEIGHTS)
     W_skip = ready.pop("W_skip", None)
     sae = SAE(W_enc, b_enc, W_dec, b_dec, activation, ready, prefixes=prefixes, W_skip=W_skip, widths=widths)
+    if gated:
+        slopes = sae.activation_parameters["r_mag"].double().exp()
+        sae = sae.changed(W_enc=(sae.W_enc * slopes).to(dtype),
+                          threshold=(sae.b_enc - slopes * sae.activation_parameters["threshold"]).to(dtype))
     if not subtracts:
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()

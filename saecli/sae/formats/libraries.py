@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...base.errors import FormatError, one_line
 from ...base.files import appearing_whole, regular, write_json
-from ..activations import Activation, BatchTopK, JumpRelu, Relu, ReluTopK, TopK
+from ..activations import Activation, BatchTopK, Gated, JumpRelu, Relu, ReluTopK, TopK
 from ..codes import Prefixes
 from ..dictionary import SAE
 from . import common
@@ -105,6 +105,8 @@ CLASSES: dict[str, Layout] = {
     "BatchTopKSAE": Layout(common.LINEAR | {"b_dec": "b_dec"}, True, BatchTopK, ("k", "threshold"), "BatchTopKTrainer"),
     "MatryoshkaBatchTopKSAE": Layout(common.PLAIN, True, BatchTopK, ("k", "threshold", "group_sizes"),
                                      "MatryoshkaBatchTopKTrainer"),
+    "GatedAutoEncoder": Layout({"encoder.weight": "W_enc.T", "gate_bias": "b_gate", "mag_bias": "b_enc",
+                                "r_mag": "r_mag", "decoder.weight": "W_dec.T", "decoder_bias": "b_dec"}, True, Gated),
     "JumpReluAutoEncoder": Layout(common.PLAIN, False, JumpRelu, ("threshold",), "JumpReluTrainer")}
 LEARNING_WRITTEN = tuple({layout.activation: None for layout in CLASSES.values() if layout.trainer})
 
@@ -124,7 +126,7 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     extras = {name: tensors.pop(name) for name in extra}
     k = {"k": _whole(file, "k", extras["k"], 1)[0] if "k" in extras else trainer.k} if "k" in layout.extras else {}
     activation = common.configured(file, layout.activation, **k)
-    if "threshold" in activation.parameters(1):
+    if "threshold" in extras and "threshold" in activation.parameters(1):
         tensors["threshold"] = extras["threshold"]
     prefixes: Prefixes = ()
     if "group_sizes" in extras and len(sizes := _whole(file, "group_sizes", extras["group_sizes"])) > 1:

@@ -1,9 +1,9 @@
 """SAELens (checked against 6.54.12): `cfg.json` and `sae_weights.safetensors` of version 6; older ones are read too.
 
 The weights have this tool's names and shapes, but for a skip, (E, D). SAELens' TopK clips at zero: `relu-topk` here;
-its `abstopk` is `abs-topk`. A trained `batchtopk` is saved as a JumpReLU with one threshold for all latents, as SAELens
-saves its own. A signed `topk` has no counterpart there. Transcoders (`saes/transcoder.py`) clip at zero, with
-thresholds or without; `hook_name_out` names the hook point of their targets.
+its `abstopk` is `abs-topk`; `gated` is read as `gated`. A trained `batchtopk` is saved as a JumpReLU with one threshold
+for all latents, as SAELens saves its own. A signed `topk` has no counterpart there. Transcoders (`saes/transcoder.py`)
+clip at zero, with thresholds or without; `hook_name_out` names the hook point of their targets.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any
 
 from ...base.errors import FormatError
 from ...base.files import write_json
-from ..activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK
+from ..activations import AbsTopK, Activation, BatchTopK, Gated, JumpRelu, Relu, ReluTopK
 from . import common
 from .common import SavedSAE
 
@@ -24,7 +24,8 @@ SKIP = {"W_skip": "W_skip.T"}
 OLD_KEYS = {"hook_point": "hook_name", "activation_fn_str": "activation_fn"}  # keys before version 6
 
 ARCHITECTURES: dict[type[Activation], str] = {
-    Relu: "standard", BatchTopK: "jumprelu", JumpRelu: "jumprelu", ReluTopK: "topk", AbsTopK: "abstopk"}
+    Relu: "standard", BatchTopK: "jumprelu", JumpRelu: "jumprelu", ReluTopK: "topk", AbsTopK: "abstopk",
+    Gated: "gated"}  # only read: `formats.save` has made it a jumprelu
 TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a skip
     Relu: ("transcoder", "skip_transcoder"), JumpRelu: ("jumprelu_transcoder", "jumprelu_skip_transcoder"),
     BatchTopK: ("jumprelu_transcoder", "jumprelu_skip_transcoder")}
@@ -55,6 +56,7 @@ def load_saelens(folder: Path) -> SavedSAE:
         del found["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
     skip = SKIP if transcodes and config["architecture"] == TRANSCODERS[type(activation)][True] else {}
     names = common.PLAIN | {name: name for name in activation.parameters(1)} | skip
+    names = common.GATED if isinstance(activation, Gated) else names
     tensors = common.ours(folder / TENSORS, found, names)
     subtracts = not transcodes and config.get("apply_b_dec_to_input", True)
     sae = common.assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
