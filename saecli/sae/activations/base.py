@@ -192,7 +192,7 @@ def _half_firing(W_dec: Tensor) -> float:
     return 0.03 * math.sqrt(W_dec.shape[1])
 
 
-LAST_P, FALL_OF_P = 0.2, (0.2, 1.0)  # the default last p; fractions of all steps between which p falls to it
+LAST_P, FALLS_FROM = 0.2, 0.2  # the default last p; the fraction of all steps from which p falls to it, to the end
 EDGE = 0.01  # size at which the penalty's slope stops rising, over the mean size of active codes
 
 
@@ -230,8 +230,7 @@ class Anneals(Activation):
         found = super().estimated(codes, parameters, progress)
         if self.last_p is None:
             return found
-        begin, end = FALL_OF_P
-        fallen = min(max((progress - begin) / (end - begin), 0.0), 1.0)
+        fallen = max(progress - FALLS_FROM, 0.0) / (1 - FALLS_FROM)
         return found | {"p": parameters["p"].new_tensor(1 - fallen * (1 - self.last_p))}
 
     def _lp(self, gates: Codes, W_dec: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -301,6 +300,7 @@ class TargetsL0(Thresholded):
     target to it, and at the end the factor on all thresholds that keeps L0 on rows held out."""
 
     multiplier_rate: ClassVar[float]  # change of m per step, over the relative excess of L0
+    loose: ClassVar[bool] = False  # whether the controller may miss the target
 
     target_l0: float | None = option(None, "Active latents per row, on average, that --sparsity target-l0 trains to; "
                                            f"default: {TARGET_L0:g}, at most an eighth of the latents.", above=0)
@@ -363,13 +363,13 @@ class TargetsL0(Thresholded):
 
     def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
         """With a target, the thresholds times the factor that gives rows smoothed by `HELD_OUT_WIDTH` the L0 that the
-        controller held on rows smoothed as in training."""
+        controller held on rows smoothed as in training, or if it is `loose` the target."""
         import torch
 
         if self.target_l0 is None:
             return {}
         thresholds = self.thresholds(parameters, pre.shape[-1])
-        kept = int((smoothed(math.inf) > thresholds).sum())
+        kept = round(self.target_l0 * len(pre)) if self.loose else int((smoothed(math.inf) > thresholds).sum())
         ratios = (smoothed(HELD_OUT_WIDTH) / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
         if not 0 < kept < len(ratios):
             return {}

@@ -237,6 +237,7 @@ class Gated(TargetsL0, Anneals):
     sparsities: ClassVar[tuple[str, ...]] = ("target-l0", "l1", "lp", "none")
     opposites: ClassVar[bool] = True
     multiplier_rate: ClassVar[float] = 0.02
+    loose: ClassVar[bool] = True
 
     def parameters(self, d_sae: int) -> Parameters:
         import torch
@@ -249,7 +250,6 @@ class Gated(TargetsL0, Anneals):
         return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def gates(self, codes: Codes, parameters: Parameters) -> Codes:
-        """g."""
         thresholds, slopes = self.thresholds(parameters, codes.shape[1]), (-parameters["r_mag"]).exp()
         return codes.with_values((codes.values - codes.by_latent(thresholds)).relu() * codes.by_latent(slopes))
 

@@ -61,7 +61,7 @@ class Format:
             return kind
         if type(sae.activation) not in able:
             of = " of a transcoder" if saved.is_transcoder else ""
-            return (f"the activation {sae.activation.name}{of}; expected one of "
+            return (f"the activation {saved.sae.activation.name}{of}; expected one of "
                     f"{', '.join(activation.name for activation in able)}")
         if self.one_width and sae.d_out != sae.d_in:
             return f"targets of {sae.d_out} dimensions predicted from rows of {sae.d_in}; expected equal widths"
