@@ -101,6 +101,12 @@ CELLS |= {
     "world-swish": Cell("world", {"act": "swish", "d_sae": 1024}),
     "code-6000": Cell("code-6000", TOPK), "reference": Cell("reference", TOPK),
     "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
+    "docs-gated": Cell("docs", {"act": "gated", "target_l0": 16, "d_sae": 512}),
+    "docs-pursuit": Cell("docs", TOPK | {"act": "matching-pursuit"}),
+    "docs-relu": Cell("docs", {"act": "relu", "sparsity_weight": 1.2, "d_sae": 512}),
+    "world-gated": Cell("world", {"act": "gated", "target_l0": 10, "d_sae": 1024}),
+    "world-pursuit": Cell("world", WORLD | {"act": "matching-pursuit"}),
+    "world-relu-4": Cell("world", {"act": "relu", "sparsity_weight": 4.0, "d_sae": 1024}),
     "code-jumprelu": Cell("code", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
 }
 CELLS |= {f"{name}-{steps}": Cell(CELLS[name].store, CELLS[name].options | {"steps": steps})
