@@ -45,6 +45,7 @@ MEASURES = ("seconds", "l0", "fvu", "ce_recovered", "kl", "mcc", "f1")
 SAELENS_CASES, SAELENS_RATES = ("batchtopk", "matryoshka"), ("3e-4", "1e-3", "2e-3", "3e-3", "6e-3")
 SAELENS_DECAY = 1 / 3  # last fraction of its steps, over which its learning rate falls to zero
 SAELENS_SCRIPT = Path(__file__).with_name("saelens_training.py")
+CEILING_EPOCHS, CEILING_RATE, CEILING_ROWS = 20, 0.02, 30_000
 AGREEMENT = 1e-3  # relative, between SAELens' own measures of an SAE and ours
 
 Making = tuple[str, dict[str, Any]]  # the library's function that fills a store, with its arguments
@@ -173,6 +174,46 @@ def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE",
     return sae, {"seconds": found["processor"], "dead": found["dead"]}
 
 
+def ceiling(cell: Cell, home: Path) -> dict[str, Any]:
+    """What a linear encoder can reach: the measures of one trained on the true features by logistic regression, with
+    for each the threshold of the largest F1 on training rows, and with the true directions as its decoder."""
+    import torch
+    from torch.nn.functional import binary_cross_entropy_with_logits
+
+    import saecli
+    from saecli.sae.activations import Relu
+    from saecli.sae.dictionary import SAE
+    from saecli.store.worlds import World
+
+    store = saecli.open_store(cell.store, home)
+    train, directions = store.split("train"), torch.from_numpy(World.of_store(store).directions)
+    x = torch.cat([torch.from_numpy(batch.copy()) for batch in train.sequential(2048)])
+    true = torch.cat([torch.from_numpy(codes.active(len(directions))) for codes in train.codes(2048)])  # (N, G)
+    x_mean, scale = x.mean(0), x.std()
+    linear = torch.nn.Linear(x.shape[1], len(directions))
+    count = CEILING_EPOCHS * len(x) // 512
+    optimizer = torch.optim.Adam(linear.parameters(), lr=CEILING_RATE)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, count)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        chosen = torch.randint(len(x), (512,), generator=generator)
+        loss = binary_cross_entropy_with_logits(linear((x[chosen] - x_mean) / scale), true[chosen].float(),
+                                                reduction="sum") / 512
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        W_enc = linear.weight.T / scale
+        b_enc = linear.bias - x_mean @ W_enc
+        logits, order = (x[:CEILING_ROWS] @ W_enc + b_enc).sort(0, descending=True)
+        hits = true[:CEILING_ROWS].gather(0, order).cumsum(0)
+        f1 = 2 * hits / (torch.arange(1, len(logits) + 1)[:, None] + hits[-1])
+        b_enc -= logits.gather(0, f1.argmax(0, keepdim=True))[0] - 1e-6
+    found = saecli.evaluate(SAE(W_enc.contiguous(), b_enc, directions, torch.zeros(x.shape[1]), Relu()), store)
+    return {name: found[name] for name in ("l0", "f1", "precision", "recall")}
+
+
 def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     """Optimiser steps that either solver takes by default."""
     from saecli.sae.activations import ACTIVATIONS
@@ -286,6 +327,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
+    parser.add_argument("--ceiling", action="store_true", help="of worlds, what a linear encoder can reach")
     parser.add_argument("--saelens-python", type=Path, help="Python that has sae-lens: train it too")
     chosen = parser.parse_args()
     cells = chosen.data.split(",")
@@ -293,6 +335,10 @@ def main() -> None:
     if unknown:
         parser.error(f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}")
     home = stores(cells, chosen.out)
+    if chosen.ceiling:
+        for cell in cells:
+            print(cell, ceiling(CELLS[cell], home))
+        return
     ways = [(solver, "auto") for solver in SOLVERS]
     ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens_python else []
     jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways
