@@ -43,7 +43,8 @@ WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10
 REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents stay idle for lack of rows
 DECODER_STEPS = 16  # least number in training, while their passes take no more than a fraction of its rows
-RELEASE = 0.5  # fraction of all steps after which the decoder may be released
+# Fraction of all steps after which the decoder may be released; with fewer steps than this earlier, in proportion.
+RELEASE, RELEASE_STEPS = 0.5, 2000
 RELEASED_BELOW = 0.3  # alpha over the mean Gram diagonal, above which the decoder is held to the end
 VECTORS = 2  # numbers that the optimiser keeps per trained weight, besides the weight and its gradient
 
@@ -282,9 +283,9 @@ class PamSgd(SolverConfig):
                                               f"auto: about {DECODER_STEPS} in all. epoch: none.",
                                       choices=("auto", "epoch"), minimum=1, metavar="auto|epoch|N", advanced=True)
     release: float | str = option("auto", "Fraction of steps after which W_dec is also trained by gradient. auto: "
-                                          f"{RELEASE} with --decoder residual if alpha is then below "
-                                          f"{RELEASED_BELOW} of the mean Gram diagonal, else never; 0 for transcoders. "
-                                          "1: never.",
+                                          f"{RELEASE}, less below {RELEASE_STEPS:,} steps, with --decoder residual if "
+                                          f"alpha is then below {RELEASED_BELOW} of the mean Gram diagonal, else "
+                                          "never; 0 for transcoders. 1: never.",
                                   choices=("auto",), minimum=0, maximum=1, advanced=True)
     decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after them, "
                                         "as in the paper's code for language models.", **PAPER)

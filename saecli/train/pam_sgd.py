@@ -39,7 +39,7 @@ from .decoder_step import (
     solved,
     useful,
 )
-from .options import DECODER_STEPS, RELEASE, RELEASED_BELOW, PamSgd
+from .options import DECODER_STEPS, RELEASE, RELEASE_STEPS, RELEASED_BELOW, PamSgd
 from .ridge import TOLERANCE, DecoderState, Terms, plan
 from .solver import DECODER_STEP, Solver, Task
 
@@ -68,7 +68,8 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
     # half way on, where SGD has 0.218.
     at_once = config.release == "auto" and task.B is not None and not free
     asks = config.release == "auto" and not (at_once or free or first)
-    release_from = 0.0 if at_once else RELEASE if asks else 1.0 if config.release == "auto" else float(config.release)
+    given = 1.0 if config.release == "auto" else float(config.release)
+    release_from = 0.0 if at_once else RELEASE * min(1, task.steps / RELEASE_STEPS) if asks else given
     passes: list[Pass] = []
     held, choice = True, 0
     for epoch in range(math.ceil(task.steps / (batches * config.rounds))):

@@ -45,8 +45,10 @@ def data() -> RowsInMemory:
     ({"decoder_every": 4}, {"steps": 16}, "0.4:32c 0.8:40cd 0.10:32c 1.4:32c 1.10:40cl"),
     ({"decoder_every": 4, "inner_steps": 2}, {"steps": 15}, "0.4:40cd 0.10:40cl"),
     ({}, {"steps": 1}, "0.10:40cl"),
+    ({}, {"few": 100}, "0.10:32c 1.10:40cd 2.10:32c 3.10:32c 4.10:40cl"),  # half of the steps of a release half way
 ])
-def test_the_schedule_of_decoder_steps(options, more, expected):
+def test_the_schedule_of_decoder_steps(options, more, expected, monkeypatch):
+    monkeypatch.setattr("saecli.train.pam_sgd.RELEASE_STEPS", more.get("few", 1))
     config = PamSgd(**options).resolved(None)
     task = task_of(ROWS.rows, more.get("steps", 50), batches=10, sample=ROWS.x, smoothing=more.get("smoothing", 0.0))
     passes = decoder_steps(replace(task, B=more.get("B")), config, F)
@@ -92,7 +94,8 @@ def test_training_makes_every_scheduled_step_and_ends_on_the_last(options, steps
 
 @pytest.mark.parametrize("decoder", ["residual", "free"])
 @pytest.mark.parametrize("relative", [0.5, 2.0])
-def test_auto_releases_half_way_if_alpha_is_small(data, decoder, relative):
+def test_auto_releases_half_way_if_alpha_is_small(data, decoder, relative, monkeypatch):
+    monkeypatch.setattr("saecli.train.pam_sgd.RELEASE_STEPS", 1)
     first = started(PamSgd(), data, TopK(k=3), 6)
     one_epoch(first, data)
     diagonal = first.decoder.alpha / first.decoder.relative_alpha
