@@ -60,7 +60,9 @@ if TYPE_CHECKING:  # a type checker cannot read tables
 else:
     SolverName, ActName = Literal[tuple(SOLVERS)], Literal[tuple(ACTIVATIONS)]
 Solver = Annotated[SolverName, typer.Option("--solver", help="Training algorithm.")]
-Act = Annotated[ActName, typer.Option("--act", help="Activation.")]
+Act = Annotated[ActName, typer.Option(
+    "--act", help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
+                  "--k, has the least error, in 2 to 3 times the time.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
                                           show_default="solver, activation and a number",
                                           autocompletion=lambda ctx: home_of(ctx).runs.unfinished())]
