@@ -7,11 +7,11 @@ import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
-from .errors import ConfigError, flag_of, unknown_choice
+from .errors import ConfigError, did_you_mean, flag_of, unknown_choice
 
 # JSON readers with only doubles round whole numbers above 2^53; other numbers must fit float32.
 LARGEST = {int: 2**53, float: 1e30}
@@ -213,3 +213,11 @@ def in_place_of(name: str, options: Collection[str]) -> str:
     if ours not in options:
         written = f"`sae {written}`" if ours == "home" else f"`sae train {written}`"
     return f"here {written}" + f": {words}" * bool(words)
+
+
+def demand_known(function: str, given: Iterable[str], known: Collection[str], command: str) -> None:
+    """Raise a ConfigError, with advice, for an option that a function lacks; `command` has the same ones."""
+    for name in given:
+        if name not in known:
+            advice = in_place_of(name, known) or did_you_mean(name, known) or f"expected one of `sae {command}`'s"
+            raise ConfigError(f"{function} has no option {name}; {advice}")

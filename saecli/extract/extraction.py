@@ -17,8 +17,9 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, StoreError, did_you_mean, size_words, unknown_choice
+from ..base.errors import StoreError, size_words, unknown_choice
 from ..base.home import Home, Shelf, checked_name
+from ..base.options import demand_known
 from ..base.processes import Communicator, communicator
 from ..store.opening import DERIVED, finished_store, told_when_stopped
 from ..store.reader import ActivationStore
@@ -75,10 +76,7 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
         **options: those of `sae extract` that determine the rows: `dataset`, `rows`, `context`, `dtype` and so on.
     """
-    known = {field.name for field in fields(ExtractConfig)}
-    if unknown := sorted(options.keys() - known):
-        advice = did_you_mean(unknown[0], known) or "expected one of `sae extract`'s"
-        raise ConfigError(f"extract has no option {unknown[0]}; {advice}")
+    demand_known("extract", options, {field.name for field in fields(ExtractConfig)}, "extract")
     sites = [site] if isinstance(site, str) else site
     for one in sites:
         if one not in SITES:

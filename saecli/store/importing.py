@@ -14,7 +14,7 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, FormatError, StoreError, counted, did_you_mean, flag_of, size_words
 from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
-from ..base.options import options_of
+from ..base.options import demand_known, options_of
 from .arrays import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, Link, check_memory, list_arrays, naming
 from .opening import DERIVED, filling, finished_store, told_when_stopped
 from .options import ImportConfig, SyntheticConfig
@@ -108,10 +108,7 @@ def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *,
     saved = is_saved_world(source)
     if found := sorted((OF_ARRAYS | OF_WORLDS if saved else OF_ARRAYS) & options.keys()):
         raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out", option=found[0])
-    known = [*OF_WORLDS, *OF_ROWS]
-    if unknown := [word for word in options if word not in known]:
-        advice = did_you_mean(unknown[0], known) or "expected one of `sae import synthetic`'s"
-        raise ConfigError(f"import_synthetic has no option {unknown[0]}; {advice}")
+    demand_known("import_synthetic", options, [*OF_WORLDS, *OF_ROWS], "import synthetic")
     shape = ImportConfig(dtype=options.pop("dtype", None), shard_rows=options.pop("shard_rows", None))
     config, dtype = SyntheticConfig(**options), shape.dtype or "float32"
     with told_when_stopped(listener) as folders:

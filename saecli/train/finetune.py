@@ -10,9 +10,9 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, RunError, did_you_mean
+from ..base.errors import ConfigError, RunError
 from ..base.home import Home
-from ..base.options import Config, in_place_of, options_of
+from ..base.options import Config, demand_known, options_of
 from ..base.processes import Communicator, communicator
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
@@ -177,10 +177,7 @@ def finetune(sae: SAELike, model: str | None = None, *, data: str | Sequence[str
     Returns the better SAE of the two, before and after, on held-out windows; `metadata` has `before`, `after` and
     `kept`. Cost: two forward passes and one backward pass over the tokens.
     """
-    known = {one.name for one in FINETUNED}
-    if unknown := sorted(options.keys() - known):
-        advice = in_place_of(unknown[0], known) or did_you_mean(unknown[0], known) or "expected one of `sae finetune`'s"
-        raise ConfigError(f"finetune has no option {unknown[0]}; {advice}")
+    demand_known("finetune", options, {one.name for one in FINETUNED}, "finetune")
     listener = listening(progress)
     config, training, text = chosen({"model": model, **options})
     opened = Opened.open(Home.at(home), sae, config, data=[data] if isinstance(data, str) else data or [], text=text,

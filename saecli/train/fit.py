@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base.console import listening
-from ..base.errors import ConfigError, did_you_mean, flag_of
+from ..base.errors import ConfigError, flag_of
 from ..base.home import Home
-from ..base.options import Config, choose, in_place_of, options_of
+from ..base.options import Config, choose, demand_known, options_of
 from ..sae.activations import ACTIVATIONS
 from ..sae.dictionary import SAE
 from ..sae.library import origin_of
@@ -122,11 +122,8 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
     if not isinstance(rows, ActivationStore | Joined):
         idle |= dict.fromkeys(OF_SPLITS, " with rows that are chosen already")
+    demand_known("fit", options, {*known, "solver", "act"}, "train")
     for name in options:
-        if name not in known:
-            taken = {*known, "solver", "act"}
-            advice = in_place_of(name, taken) or did_you_mean(name, taken) or "expected one of `sae train`'s"
-            raise ConfigError(f"fit has no option {name}; {advice}")
         if name in idle:
             raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out", option=name)
     settings = {**(start.settings(act, options) if start else {}), **options}

@@ -21,8 +21,8 @@ __all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "Gated", "JumpRe
            "activation_from_json", "activation_to_json", "sparsity_names"]
 
 ACTIVATIONS: dict[str, type[Activation]] = {
-    kind.name: kind for kind in (Relu, JumpRelu, Gated, TopK, ReluTopK, AbsTopK, BatchTopK, MatchingPursuit, Swish,
-                                      SoftTopK)}
+    kind.name: kind for kind in (Relu, JumpRelu, Gated, TopK, ReluTopK, AbsTopK, BatchTopK, MatchingPursuit,
+                                      Swish, SoftTopK)}
 
 
 def sparsity_names() -> tuple[str, ...]:

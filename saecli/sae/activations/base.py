@@ -231,7 +231,7 @@ class Anneals(Activation):
         if self.last_p is None:
             return found
         fallen = max(progress - FALLS_FROM, 0.0) / (1 - FALLS_FROM)
-        return found | {"p": parameters["p"].new_tensor(1 - fallen * (1 - self.last_p))}
+        return found | {"p": parameters["p"].new_full((), 1 - fallen * (1 - self.last_p))}
 
     def _lp(self, gates: Codes, W_dec: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u, e, p and s."""
