@@ -88,13 +88,12 @@ def registry_hint(text: str, asks: bool = True) -> str:
 def _release(name: str) -> dict[str, Any]:
     """A release in the registry; empty without. It is found in the text, as parsing all takes a second, and importing
     SAELens several."""
-    import yaml
-
     spec = find_spec("sae_lens")
     if spec is None or spec.origin is None or not re.fullmatch(_PART, name):
         return {}
-    path = Path(spec.origin).with_name("pretrained_saes.yaml")
+    import yaml  # takes 20 ms to import, and most names are no release's
 
+    path = Path(spec.origin).with_name("pretrained_saes.yaml")
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     block = re.search(rf"^{re.escape(name)}:\n((?:[ -].*\n?)*)", text, re.MULTILINE)
     return yaml.load(block[1], getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if block else {}

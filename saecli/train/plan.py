@@ -12,7 +12,7 @@ from ..base.devices import demand_precision, device_named, free_memory, multipli
 from ..base.errors import ConfigError
 from ..base.machine import local_world
 from ..base.processes import Communicator
-from ..sae.activations import Activation, KeepsK, MatchingPursuit
+from ..sae.activations import Activation, KeepsK
 from ..sae.dictionary import SAE
 from ..sae.metrics import doubts
 from ..store.reader import RowSource
@@ -59,8 +59,8 @@ class Plan:
         if train_rows.passes == 1 and training.epochs is training.steps is None:
             training = replace(training, epochs=1)
         training = settled(training, activation, train_rows.rows, train_rows.d_in)
-        if isinstance(activation, MatchingPursuit) and (train_rows.places or training.normalize == "standardize"):
-            raise ConfigError("--act matching-pursuit compares directions, so all dimensions need one scale: use it "
+        if activation.one_scale and (train_rows.places or training.normalize == "standardize"):
+            raise ConfigError(f"--act {activation.name} compares directions, so all dimensions need one scale: use it "
                               "with one hook point and --normalize scale, or another --act", option="act")
         solver.check(training, train_rows)
         epochs = None if start else training.epochs

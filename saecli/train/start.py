@@ -17,7 +17,7 @@ from ..base.console import Listener
 from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
 from ..base.home import Home
-from ..sae.activations import Activation, JumpRelu, TargetsL0, activation_to_json
+from ..sae.activations import PENALTY_OPTIONS, Activation, JumpRelu, TargetsL0, activation_to_json
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import lasting_name, open_sae
 from ..store.reader import RowSource
@@ -131,9 +131,9 @@ class Start:
         if own.name != act:
             return {}
         settings = {name: getattr(own, name) for name in own.of_codes}
-        if {"sparsity", "target_l0", "target_rate", "last_p", "fixed_threshold"}.isdisjoint(given):
-            settings |= {name: known[name] for name in ("sparsity", "sparsity_weight", "target_l0", "target_rate",
-                                                        "last_p") if known.get(name) is not None}
+        if {"sparsity", *PENALTY_OPTIONS, "fixed_threshold"}.isdisjoint(given):
+            settings |= {name: known[name] for name in ("sparsity", "sparsity_weight", *PENALTY_OPTIONS)
+                         if known.get(name) is not None}
         return settings
 
     def settled(self, training: TrainingConfig, activation: Activation,

@@ -36,7 +36,10 @@ import numpy as np
 from scipy.stats import t
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from saecli import SAE, ActivationStore
+    from saecli.store.reader import Rows
 
 MODEL = "tiny-gemma2"
 CODE, REFERENCE = "stdlib-code.jsonl", "python-reference.jsonl"  # see `write_text`
@@ -158,8 +161,7 @@ def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE",
     normalisation = fit_normalisation("scale", train.spread(), torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         for name, rows in (("train", train), ("test", test)):
-            every = torch.cat([torch.from_numpy(batch.copy()) for batch in rows.sequential(2048)])
-            np.save(Path(folder) / f"{name}.npy", normalisation(every).numpy())
+            np.save(Path(folder) / f"{name}.npy", normalisation(every_row(rows)).numpy())
         words = [folder, f"{job.solver}-{options['k']}", options["d_sae"], steps(store, options), 256, job.rate,
                  f"--seed={job.seed}", f"--decay={SAELENS_DECAY}"]
         done = subprocess.run([python, SAELENS_SCRIPT, *map(str, words)], text=True, stdout=subprocess.PIPE,
@@ -174,6 +176,12 @@ def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE",
     return sae, {"seconds": found["processor"], "dead": found["dead"]}
 
 
+def every_row(rows: "Rows") -> "Tensor":
+    import torch
+
+    return torch.cat([torch.from_numpy(batch.copy()) for batch in rows.sequential(2048)])
+
+
 def ceiling(cell: Cell, home: Path) -> dict[str, Any]:
     """What a linear encoder can reach: the measures of one trained on the true features by logistic regression, with
     for each the threshold of the largest F1 on training rows, and with the true directions as its decoder."""
@@ -184,12 +192,13 @@ def ceiling(cell: Cell, home: Path) -> dict[str, Any]:
     from saecli.sae.activations import Relu
     from saecli.sae.dictionary import SAE
     from saecli.store.worlds import World
+    from saecli.train.rows import fit_normalisation, on_raw_rows
 
     store = saecli.open_store(cell.store, home)
     train, directions = store.split("train"), torch.from_numpy(World.of_store(store).directions)
-    x = torch.cat([torch.from_numpy(batch.copy()) for batch in train.sequential(2048)])
+    normalisation = fit_normalisation("scale", train.spread(), torch.float32)
+    x = normalisation(every_row(train))
     true = torch.cat([torch.from_numpy(codes.active(len(directions))) for codes in train.codes(2048)])  # (N, G)
-    x_mean, scale = x.mean(0), x.std()
     linear = torch.nn.Linear(x.shape[1], len(directions))
     count = CEILING_EPOCHS * len(x) // 512
     optimizer = torch.optim.Adam(linear.parameters(), lr=CEILING_RATE)
@@ -197,20 +206,18 @@ def ceiling(cell: Cell, home: Path) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         chosen = torch.randint(len(x), (512,), generator=generator)
-        loss = binary_cross_entropy_with_logits(linear((x[chosen] - x_mean) / scale), true[chosen].float(),
-                                                reduction="sum") / 512
+        loss = binary_cross_entropy_with_logits(linear(x[chosen]), true[chosen].float(), reduction="sum") / 512
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
     with torch.no_grad():
-        W_enc = linear.weight.T / scale
-        b_enc = linear.bias - x_mean @ W_enc
-        logits, order = (x[:CEILING_ROWS] @ W_enc + b_enc).sort(0, descending=True)
+        logits, order = linear(x[:CEILING_ROWS]).sort(0, descending=True)
         hits = true[:CEILING_ROWS].gather(0, order).cumsum(0)
         f1 = 2 * hits / (torch.arange(1, len(logits) + 1)[:, None] + hits[-1])
-        b_enc -= logits.gather(0, f1.argmax(0, keepdim=True))[0] - 1e-6
-    found = saecli.evaluate(SAE(W_enc.contiguous(), b_enc, directions, torch.zeros(x.shape[1]), Relu()), store)
+        b_enc = linear.bias - logits.gather(0, f1.argmax(0, keepdim=True))[0] + 1e-6
+    sae = SAE(linear.weight.T.contiguous(), b_enc, directions, torch.zeros(x.shape[1]), Relu())
+    found = saecli.evaluate(on_raw_rows(sae, normalisation), store)
     return {name: found[name] for name in ("l0", "f1", "precision", "recall")}
 
 

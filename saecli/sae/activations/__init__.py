@@ -12,13 +12,13 @@ sparsity penalties and the shape of its cells. To add one, write its class and a
 from typing import Any
 
 from ...base.errors import unknown_choice
-from .base import Activation, KeepsK, Parameters, TargetsL0, Thresholded
+from .base import PENALTY_OPTIONS, Activation, KeepsK, Parameters, TargetsL0, Thresholded
 from .elementwise import BatchTopK, Gated, JumpRelu, Relu, Swish
 from .topk import AbsTopK, Largest, MatchingPursuit, ReluTopK, SoftTopK, TopK
 
-__all__ = ["ACTIVATIONS", "AbsTopK", "Activation", "BatchTopK", "Gated", "JumpRelu", "KeepsK", "Largest",
-           "MatchingPursuit", "Parameters", "Relu", "ReluTopK", "SoftTopK", "Swish", "TargetsL0", "Thresholded", "TopK",
-           "activation_from_json", "activation_to_json", "sparsity_names"]
+__all__ = ["ACTIVATIONS", "PENALTY_OPTIONS", "AbsTopK", "Activation", "BatchTopK", "Gated", "JumpRelu", "KeepsK",
+           "Largest", "MatchingPursuit", "Parameters", "Relu", "ReluTopK", "SoftTopK", "Swish", "TargetsL0",
+           "Thresholded", "TopK", "activation_from_json", "activation_to_json", "sparsity_names"]
 
 ACTIVATIONS: dict[str, type[Activation]] = {
     kind.name: kind for kind in (Relu, JumpRelu, Gated, TopK, ReluTopK, AbsTopK, BatchTopK, MatchingPursuit,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, flag_of
 from ...base.options import Config, option
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..codes import Codes
 
 Parameters: TypeAlias = dict[str, "Tensor"]
+PENALTY_OPTIONS = {"target_rate": "kl", "last_p": "lp", "target_l0": "target-l0"}  # with the one penalty each is of
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Activation(Config):
         parameters)`, a mean over rows.
     opposites: whether `phi(v) - phi(-v) = v`, so that two latents of opposite directions are linear together.
     exact_zeros: whether inactive codes are exactly zero.
+    one_scale: whether codes compare directions of latents, so that a scale for each dimension would change them.
     of_codes: settings that a trained SAE's codes depend on.
     """
 
@@ -36,6 +38,7 @@ class Activation(Config):
     sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes")
     opposites: ClassVar[bool] = False
     exact_zeros: ClassVar[bool] = True
+    one_scale: ClassVar[bool] = False
     of_codes: ClassVar[tuple[str, ...]] = ()
 
     def check(self, d_sae: int) -> None:
@@ -46,6 +49,10 @@ class Activation(Config):
         if sparsity not in self.sparsities:
             raise ConfigError(f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of "
                               f"{', '.join(self.sparsities)}", option="sparsity")
+        for name, penalty in PENALTY_OPTIONS.items():
+            if getattr(self, name, None) is not None and sparsity != penalty:
+                raise ConfigError(f"{flag_of(name)} does nothing with --sparsity {sparsity}; leave it out, or use "
+                                  f"--sparsity {penalty}", option=name)
 
     @property
     def estimates(self) -> tuple[str, ...]:
@@ -153,12 +160,6 @@ class TargetsRate(Activation):
     def rho(self) -> float:
         return self.target_rate or TARGET_RATE
 
-    def check_sparsity(self, sparsity: str) -> None:
-        super().check_sparsity(sparsity)
-        if self.target_rate is not None and sparsity != "kl":
-            raise ConfigError(f"--target-rate does nothing with --sparsity {sparsity}; leave it out, or use "
-                              "--sparsity kl", option="target_rate")
-
     def rates(self, codes: Codes, W_dec: Tensor) -> Tensor:
         """rho_i, (F,), clamped away from 0 and 1."""
         u = codes.values.abs() * codes.by_latent(W_dec.norm(dim=1))
@@ -210,12 +211,6 @@ class Anneals(Activation):
 
     last_p: float | None = option(None, f"Power p that --sparsity lp falls to; default: {LAST_P}.", above=0, maximum=1,
                                   advanced=True)
-
-    def check_sparsity(self, sparsity: str) -> None:
-        super().check_sparsity(sparsity)
-        if self.last_p is not None and sparsity != "lp":
-            raise ConfigError(f"--last-p does nothing with --sparsity {sparsity}; leave it out, or use --sparsity lp",
-                              option="last_p")
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         settled = super().resolved(sparsity, d_sae)
@@ -309,12 +304,6 @@ class TargetsL0(Thresholded):
         if self.target_l0 is not None and self.target_l0 > d_sae:
             raise ConfigError(f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
                               "--target-l0 or raise --d-sae", option="target_l0")
-
-    def check_sparsity(self, sparsity: str) -> None:
-        super().check_sparsity(sparsity)
-        if self.target_l0 is not None and sparsity != "target-l0":
-            raise ConfigError(f"--target-l0 does nothing with --sparsity {sparsity}; leave it out, or use --sparsity "
-                              "target-l0", option="target_l0")
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         settled = super().resolved(sparsity, d_sae)

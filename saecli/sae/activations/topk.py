@@ -80,6 +80,7 @@ class MatchingPursuit(KeepsK):
     """
 
     name: ClassVar[str] = "matching-pursuit"
+    one_scale: ClassVar[bool] = True
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         import torch

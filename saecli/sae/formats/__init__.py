@@ -21,7 +21,7 @@ from ...base.files import folder_appearing_whole, is_free, is_utf8
 from ..activations import ACTIVATIONS, Activation, Gated, JumpRelu, ReluTopK, TopK
 from ..dictionary import SAE
 from . import libraries, native, saelens, scopes
-from .common import SavedSAE, in_words, matching, on_raw_rows
+from .common import SavedSAE, in_words, matching, unscaled
 from .native import load_native, save_native
 
 __all__ = ["FORMATS", "WRITABLE", "Format", "SavedSAE", "format_of", "known_files", "load", "load_native",
@@ -156,7 +156,7 @@ def load(path: Path, row_scale: float | None = None) -> SavedSAE:
     if row_scale is None:
         raise FormatError(f"{path} does not say by how much its rows are scaled (expected_average_only_in): expected "
                           "SAELens' release and id, such as gemma-2b-res-jb/ID, which say it; install sae-lens")
-    return replace(saved, sae=on_raw_rows(saved.sae, row_scale), scaled=False)
+    return replace(saved, sae=unscaled(saved.sae, row_scale), scaled=False)
 
 
 def _demand_utf8(folder: Path) -> None:

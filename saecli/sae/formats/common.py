@@ -115,7 +115,7 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
     return sae.changed(b_enc=(sae.b_enc.double() - shift).to(dtype))
 
 
-def on_raw_rows(sae: SAE, factor: float, target_factor: float | None = None) -> SAE:
+def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE:
     """The same on raw rows x, of an SAE that takes `factor * x` and predicts `target_factor * y`, by default equal."""
     ends = ((sae.d_in, 0), (sae.d_in, 1 / factor), (sae.d_out, 0), (sae.d_out, 1 / (target_factor or factor)))
     return sae.on_raw_rows(*(sae.W_dec.new_full((width,), value) for width, value in ends))

@@ -77,7 +77,7 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
         return SavedSAE(sae)
     size, tuned, kind, layer = found.groups()
     if layer is None:
-        sae, kind, layer = common.on_raw_rows(sae, 1 / math.sqrt(sae.d_in)), "embedding", "0"
+        sae, kind, layer = common.unscaled(sae, 1 / math.sqrt(sae.d_in)), "embedding", "0"
     origin = {"model": f"google/gemma-2-{size}{'-it' * (tuned == 'it')}", "layer": int(layer)}
     if kind == "transcoders":
         return SavedSAE(sae, origin | {"target_layer": int(layer), "target_site": "mlp_out"})
@@ -272,7 +272,7 @@ def _folded(path: Path, tensors: dict[str, Tensor], config: Hyperparameters, nor
     compared = sae.W_dec.norm(dim=1) if by_norm else torch.ones_like(sae.b_enc)  # of a code of 1, with the threshold
     compared = compared / (1 if not raw else c_out if by_norm else c_in)
     sae = sae.changed(threshold=sae.activation_parameters["threshold"] / compared.masked_fill(compared == 0, 1))
-    return SavedSAE.of(common.on_raw_rows(sae, c_in, c_out), common.origin_from({
+    return SavedSAE.of(common.unscaled(sae, c_in, c_out), common.origin_from({
         "model": next((model for part, model in LLAMA_MODELS.items() if part in str(path.absolute())), None),
         **common.origin_of_hook(config.hook_point_in),
         **(common.origin_of_hook(config.hook_point_out, "target_") if transcodes else {})}), transcodes)
