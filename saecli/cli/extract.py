@@ -3,10 +3,14 @@ from typing import Annotated
 
 import typer
 
+from ..base.options import options_of
 from ..base.processes import communicator
 from ..extract.options import SITES, ExtractConfig
 from .options import Device, Given, Json, configured, start
 
+Models = Annotated[list[str] | None, typer.Option(
+    "--model", help=f"{options_of(ExtractConfig)['model'].help} Several with one tokenizer give one store each, of the "
+                    "same tokens.", show_default=ExtractConfig.model, rich_help_panel=ExtractConfig.panel)]
 Layers = Annotated[list[int] | None, typer.Option(
     "--layer", help="Block to read, from 0; can be given several times, for one store each.",
     show_default="the middle one, 12 of Gemma-2-2B's 26", rich_help_panel=ExtractConfig.panel)]
@@ -22,13 +26,13 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the store; of 
 
 
 @configured(ExtractConfig)
-def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Sites = None, name: Name = None,
-            device: Device = "auto", json: Json = False) -> None:
+def command(ctx: typer.Context, options: Given, model: Models = None, layer: Layers = None, site: Sites = None,
+            name: Name = None, device: Device = "auto", json: Json = False) -> None:
     """Run a language model over text and store its activations.
 
     The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. A row dropped at
-    one of several hook points is dropped at all. The same command again resumes an interrupted extraction, and does
-    nothing for a finished one.
+    one of several hook points or models is dropped at all. The same command again resumes an interrupted extraction,
+    and does nothing for a finished one.
 
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
@@ -37,7 +41,7 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     from ..store.opening import stored
 
     session = start(ctx, json)
-    stores = extract(layer=layer or [], site=[one.value for one in site or []] or ["resid_post"], name=name,
+    stores = extract(model, layer=layer or [], site=[one.value for one in site or []] or ["resid_post"], name=name,
                      home=session.home.path, device=device, progress=session.console,
                      **{option: options.values[option] for option in options.given})
     if communicator().is_main:

@@ -17,7 +17,7 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import StoreError, size_words, unknown_choice
+from ..base.errors import ConfigError, StoreError, size_words, unknown_choice
 from ..base.home import Home, Shelf, checked_name
 from ..base.options import demand_known
 from ..base.processes import Communicator, communicator
@@ -57,7 +57,12 @@ def extract(model: str | None = None, *, layer: int | None = None, site: Sequenc
             **options: Any) -> list[ActivationStore]: ...
 
 
-def extract(model: str | None = None, *, layer: int | Sequence[int] | None = None,
+@overload
+def extract(model: list[str], *, layer: int | Sequence[int] | None = None, site: str | Sequence[str] = "resid_post",
+            **options: Any) -> list[ActivationStore]: ...
+
+
+def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] | None = None,
             site: str | Sequence[str] = "resid_post", name: str | None = None, home: str | Path | None = None,
             device: str = "auto", progress: bool | Listener = False,
             **options: Any) -> ActivationStore | list[ActivationStore]:
@@ -68,14 +73,16 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
 
     Args:
         model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled.
-        layer: block to read, from 0; None for the middle one. A list of layers or of sites gives a list of stores, one
-            per layer and site, filled in one pass with the same tokens row for row.
+        layer: block to read, from 0; None for the middle one. A list of models with one tokenizer, of layers or of
+            sites gives a list of stores, one for each combination, filled in one pass with the same tokens row for row.
         site: resid_post, resid_pre, mlp_in, mlp_out or attn_out.
         name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
             options.
         home: the folder of stores and runs; None for $SAE_HOME, else ./sae-data.
         **options: those of `sae extract` that determine the rows: `dataset`, `rows`, `context`, `dtype` and so on.
     """
+    from .model_source import find_model  # transformers takes seconds to import
+
     demand_known("extract", options, {field.name for field in fields(ExtractConfig)}, "extract")
     sites = [site] if isinstance(site, str) else site
     for one in sites:
@@ -83,15 +90,18 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
             raise unknown_choice("site", one, SITES)
     if name is not None:
         checked_name(name)
-    if model is not None:
-        options["model"] = model
+    names = [model] if isinstance(model, str) else model or []
+    if names:
+        options["model"] = names[0]
     listener = listening(progress) if isinstance(progress, bool) else progress
     processes = communicator()
     with told_when_stopped(listener) as folders:
         where = device_named(device)
         config, source, text = settled(ExtractConfig(**options), options.keys(), where, processes)
+        sources = [source, *map(find_model, names[1:])]
+        demand_same_tokens(sources, config.window)
         layers = [layer] if isinstance(layer, int) else layer or [source.default_layer()]
-        requests = store_requests(config, source, text, layers, sites, name, Home.at(home).stores)
+        requests = store_requests(config, sources, text, layers, sites, name, Home.at(home).stores)
         folders += [request.folder for request in requests]
         there = processes.broadcast_object(lambda: {request.point for request in requests if finished_store(
             request.folder, request.hash)})
@@ -99,14 +109,15 @@ def extract(model: str | None = None, *, layer: int | Sequence[int] | None = Non
             from .language_model import LanguageModel  # transformers takes seconds to import
 
             last = max(request.point.layer for request in requests)
-            extraction = Extraction(config, LanguageModel(source, where, dtype=config.model_dtype, last=last), text,
-                                    listener)
+            loaded = [LanguageModel(one, where, dtype=config.model_dtype, last=last) for one in sources]
+            extraction = Extraction(config, loaded, text, listener)
             there |= write_stores(extraction, requests, processes)
         stores = [ActivationStore.open(request.folder) for request in requests]
         _check_same_rows(stores)
     for store, request in zip(stores, requests, strict=True):
         store.cached = request.point in there
-    return stores[0] if isinstance(site, str) and not isinstance(layer, Sequence) else stores
+    several = isinstance(model, list) or isinstance(layer, Sequence) or not isinstance(site, str)
+    return stores if several else stores[0]
 
 
 def settled(config: ExtractConfig, given: Set[str], where: torch.device,
@@ -122,6 +133,28 @@ def settled(config: ExtractConfig, given: Set[str], where: torch.device,
     return config, source, processes.broadcast_object(text.pinned)
 
 
+def demand_same_tokens(sources: Sequence["ModelSource"], window: int) -> None:
+    """Refuse several models that do not read the same token ids; loads their tokenizers, and no weights."""
+    if len(sources) == 1:
+        return
+    from .language_model import load_tokenizer
+
+    identities = [(found["model"], found["revision"]) for found in (source.identity() for source in sources)]
+    first, *others = [load_tokenizer(source) for source in sources]
+    for number, (source, other) in enumerate(zip(sources[1:], others, strict=True), 1):
+        source.check_context(window)
+        if identities[number] in identities[:number]:
+            raise ConfigError(f"--model names {source.name} twice; name each model once", option="model")
+        found = [(one.get_vocab(), Windows(one, window).prefix) for one in (first, other)]
+        if found[0] != found[1]:
+            (vocabulary, prefix), (other_vocabulary, other_prefix) = found
+            differ = len(vocabulary.items() ^ other_vocabulary.items())
+            got = (f"{len(vocabulary):,} and {len(other_vocabulary):,} tokens, {differ:,} of one alone" if differ else
+                   f"windows that begin with the special tokens {prefix} and {other_prefix}")
+            raise ConfigError(f"{sources[0].name} and {source.name} do not read the same tokens: expected one "
+                              f"tokenizer, got {got}; name models that share one", option="model")
+
+
 @dataclass(frozen=True)
 class StoreRequest:
     """A requested store; `hash` identifies a finished store of the same rows."""
@@ -135,26 +168,35 @@ class StoreRequest:
         return hash_request(self.source)
 
 
-def store_requests(config: ExtractConfig, model: "ModelSource", text: TextSource, layers: Sequence[int],
+def store_requests(config: ExtractConfig, models: Sequence["ModelSource"], text: TextSource, layers: Sequence[int],
                    sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
-    """The requested stores: every site of every layer, all of the same tokens. Since a row that one store drops is
-    dropped from all, each `source` lists the other hook points, as `beside`; derived names end in one hash."""
-    for layer in layers:
+    """The requested stores: every site of every layer of every model, all of the same tokens. Since a row that one
+    store drops is dropped from all, each `source` lists the other hook points, as `beside`, and of several models the
+    other ones, as `models`; derived names end in one hash."""
+    for model, layer in product(models, layers):
         model.check_layer(layer)
-    points = [HookPoint(*pair) for pair in product(dict.fromkeys(layers), dict.fromkeys(sites))]
-    common = {field: getattr(config, field) for field in DECIDING} | model.identity() | text.identity()
+    points = [HookPoint(layer, site, number) for number, layer, site in
+              product(range(len(models)), dict.fromkeys(layers), dict.fromkeys(sites))]
+    several, identities = len(models) > 1, [model.identity() for model in models]
+    names = [Path(os.path.abspath(model.name)).name for model in models]
+    if len(set(names)) < len(names):
+        names = [f"{model_name}-{number}" for number, model_name in enumerate(names)]
+    common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
     if config.max_norm_multiple is not None:  # else hash as before this option existed
         common["max_norm_multiple"] = config.max_norm_multiple
-    labels = {point: f"l{point.layer}-{point.site}" for point in sorted(points)}
-    whole = common | (points[0]._asdict() if len(points) == 1 else {"places": list(labels.values())})
+    labels = {point: f"{names[point.model]}-" * several + f"l{point.layer}-{point.site}" for point in sorted(points)}
+    whole = common | (points[0].place if len(points) == 1 else {"places": list(labels.values())}) | (
+        {"models": identities} if several else {})
     found = []
     for point in points:
-        source = {**common, **point._asdict()}
+        source = {**common, **identities[point.model], **point.place}
         if beside := [label for other, label in labels.items() if other != point]:
             source["beside"] = beside
+        if several:
+            source["models"] = [one for number, one in enumerate(identities) if number != point.model]
         if name is None:
-            model_name = Path(os.path.abspath(config.model)).name
-            named = checked_name(f"{model_name}-{labels[point]}-{hash_request(whole)[:6]}", DERIVED)
+            label = labels[point] if several else f"{names[0]}-{labels[point]}"
+            named = checked_name(f"{label}-{hash_request(whole)[:6]}", DERIVED)
         else:
             named = checked_name(name if len(points) == 1 else f"{name}-{labels[point]}")
         found.append(StoreRequest(point, shelf.path / named, source))
@@ -189,27 +231,33 @@ def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, pro
 
 
 class Extraction:
-    """A text run through a language model, in blocks of at most about `block_rows` rows."""
+    """A text run through a language model, or several, in blocks of at most about `block_rows` rows."""
 
-    def __init__(self, config: ExtractConfig, model: "LanguageModel", text: TextSource, listener: Listener) -> None:
-        self.config, self.model, self.text, self.listener = config, model, text, listener
-        self.windows = partial(Windows, model.tokenizer, config.window, config.positions, config.packed,
+    def __init__(self, config: ExtractConfig, models: "Sequence[LanguageModel]", text: TextSource,
+                 listener: Listener) -> None:
+        from .language_model import SideBySide
+
+        self.config, self.model, self.all = config, models[0], SideBySide(models)
+        self.text, self.listener = text, listener
+        self.windows = partial(Windows, self.model.tokenizer, config.window, config.positions, config.packed,
                                config.min_tokens)
-        fitting = min(max(WORK_AHEAD // model.size, LEAST_AHEAD), LOOK_AHEAD)  # a kill loses the current block
+        size = sum(one.size for one in models)
+        fitting = min(max(WORK_AHEAD // size, LEAST_AHEAD), LOOK_AHEAD)  # a kill loses the current block
         self.block_rows = 1 << (fitting.bit_length() - 1)
 
     def forward(self, points: Sequence[HookPoint]) -> Forward:
-        tokens = batch_tokens(self.model, self.config.batch_size, self.config.window, points, self.block_rows)
-        return Forward(self.model, self.config.dtype, tokens, self.listener.note)
+        tokens = batch_tokens(self.all, self.config.batch_size, self.config.window, points, self.block_rows)
+        return Forward(self.all, self.config.dtype, tokens, self.listener.note)
 
     def metas(self, requests: Sequence[StoreRequest]) -> dict[HookPoint, StoreMeta]:
         """The `store.json` of each store; its width is measured by running the model."""
         prefix = self.windows().prefix
         token_ids = torch.tensor([[*prefix, *self.model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
-        widths = self.model.read(token_ids, torch.ones_like(token_ids), [request.point for request in requests],
-                                 lambda rows: rows.shape[-1])
+        widths = self.all.read(token_ids, torch.ones_like(token_ids), [request.point for request in requests],
+                               lambda rows: rows.shape[-1])
         return {request.point: StoreMeta(
-            source={**request.source, "layers": self.model.source.layers, "prepend_bos": bool(prefix)},
+            source={**request.source, "layers": self.all.models[request.point.model].source.layers,
+                    "prepend_bos": bool(prefix)},
             request_hash=request.hash, dtype=self.config.dtype, d_in=width, columns=COLUMNS,
             shard_rows=self.config.shard_rows or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
             max_norm_multiple=self.config.max_norm_multiple)

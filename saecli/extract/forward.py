@@ -24,7 +24,7 @@ from .options import HookPoint
 from .windows import LOOK_AHEAD, Batch, Block, Cursor
 
 if TYPE_CHECKING:
-    from .language_model import LanguageModel
+    from .language_model import LanguageModel, SideBySide
 
 CPU_TOKENS = 1 << 11  # tokens per forward pass on a CPU: more were no faster
 SHORTEST = 7 / 8  # of a batch's longest window: a narrower range has less padding, but more passes
@@ -47,7 +47,8 @@ class Forward:
     """Runs blocks in batches of windows of similar length, of at most `tokens` tokens, including padding; a longer
     window is a batch of its own. Batches that do not fit in memory are halved, with a `note`."""
 
-    def __init__(self, model: "LanguageModel", dtype: str, tokens: int, note: Callable[[str], None]) -> None:
+    def __init__(self, model: "LanguageModel | SideBySide", dtype: str, tokens: int,
+                 note: Callable[[str], None]) -> None:
         # bfloat16 halves the copy from the device. float16 would overflow, and lose the norms of rows dropped for it.
         encoding = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self._model, self._dtype, self._tokens, self._note = model, encoding, tokens, note
@@ -101,8 +102,8 @@ class Forward:
             torch.cuda.empty_cache()
 
 
-def batch_tokens(model: "LanguageModel", batch_size: int | str, context: int, points: Sequence[HookPoint],
-                 ahead: int = LOOK_AHEAD) -> int:
+def batch_tokens(model: "LanguageModel | SideBySide", batch_size: int | str, context: int,
+                 points: Sequence[HookPoint], ahead: int = LOOK_AHEAD) -> int:
     """Tokens per batch, of `batch_size` windows of `context` tokens; `auto` is what fits in a GPU's free memory, at
     most the `ahead` tokens of a block, and on a CPU a fixed number."""
     if batch_size != "auto":
@@ -128,7 +129,8 @@ def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEA
     return (1 << max(0, fitting.bit_length() - 1)) * context
 
 
-def _peak_bytes(model: "LanguageModel", windows: int, context: int, points: Sequence[HookPoint]) -> int:
+def _peak_bytes(model: "LanguageModel | SideBySide", windows: int, context: int,
+                points: Sequence[HookPoint]) -> int:
     """Peak memory of a forward pass, without the weights."""
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)

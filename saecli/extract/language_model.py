@@ -97,7 +97,7 @@ class LanguageModel:
 
         with ExitStack() as hooks:
             for point in points:
-                hooks.enter_context(self.intercepted(*point, partial(note, point)))
+                hooks.enter_context(self.intercepted(point.layer, point.site, partial(note, point)))
             try:
                 self._forward(token_ids, mask)
             except _Reached:
@@ -112,7 +112,7 @@ class LanguageModel:
         head."""
         with ExitStack() as opened:
             for point, hook in (hooks or {}).items():
-                opened.enter_context(self.intercepted(*point, partial(hook, point)))
+                opened.enter_context(self.intercepted(point.layer, point.site, partial(hook, point)))
             return self._forward(token_ids, mask).logits.float()
 
     def _forward(self, token_ids: Tensor, mask: Tensor) -> Any:
@@ -137,6 +137,23 @@ class LanguageModel:
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
         """`intercepted` at a site of one of its blocks."""
         return intercepted(self.blocks[layer], site, replace)
+
+
+class SideBySide:
+    """Models with one tokenizer that read the same tokens; a hook point's `model` is its model's number among them."""
+
+    def __init__(self, models: Sequence[LanguageModel]) -> None:
+        self.models = models
+        self.source, self.tokenizer, self.device = models[0].source, models[0].tokenizer, models[0].device
+
+    def read(self, token_ids: Tensor, mask: Tensor, points: Sequence[HookPoint],
+             take: Callable[[Tensor], Taken]) -> list[Taken]:
+        """As `LanguageModel.read`."""
+        found: dict[HookPoint, Taken] = {}
+        for number, model in enumerate(self.models):
+            if own := [point for point in points if point.model == number]:
+                found |= zip(own, model.read(token_ids, mask, own, take), strict=True)
+        return [found[point] for point in points]
 
 
 class _Reached(Exception):  # noqa: N818 - not an error

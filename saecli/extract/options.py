@@ -3,7 +3,7 @@
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..base.errors import ConfigError, flag_of
 from ..base.options import Config, option
@@ -21,7 +21,7 @@ MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
 
 
 class HookPoint(NamedTuple):
-    """A site of a block: `layer` from 0, `site` one of `SITES`.
+    """A site of a block: `layer` from 0, `site` one of `SITES`; `model` is the number of its model among several.
 
         resid_pre     the block's input: `hidden_states[layer]`, which the paper's code takes
         resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
@@ -32,6 +32,12 @@ class HookPoint(NamedTuple):
 
     layer: int
     site: str
+    model: int = 0
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Layer and site by name."""
+        return {"layer": self.layer, "site": self.site}
 
 
 @dataclass(frozen=True)

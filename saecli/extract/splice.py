@@ -48,10 +48,10 @@ class Hooked:
     @property
     def origin(self) -> dict[str, Any]:
         """The fields of an SAE's `Origin` that say where it acts."""
-        found: dict[str, Any] = self.read._asdict()
+        found: dict[str, Any] = self.read.place
         if self.reads != self.writes:
-            found |= {f"target_{key}": value for key, value in self.written._asdict().items()}
-        return found | ({"inputs": [one._asdict() for one in self.reads]} if len(self.reads) > 1 else {})
+            found |= {f"target_{key}": value for key, value in self.written.place.items()}
+        return found | ({"inputs": [one.place for one in self.reads]} if len(self.reads) > 1 else {})
 
     @property
     def read(self) -> HookPoint:

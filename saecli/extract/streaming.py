@@ -72,9 +72,9 @@ def open_stream(config: ExtractConfig, *, given: Set[str], at: tuple[int | None,
     if where.type == "cuda":  # what fits in all free memory would leave none for training
         config = replace(config, batch_size=max(1, GPU_TOKENS // config.window))
     layer, site = source.default_layer() if at[0] is None else at[0], at[1]
-    (request,) = store_requests(config, source, text, [layer], [site], None, home.stores)
+    (request,) = store_requests(config, [source], text, [layer], [site], None, home.stores)
     model = LanguageModel(source, where, head=whole, dtype=config.model_dtype, last=None if whole else layer)
-    extraction = Extraction(config, model, text, listener)
+    extraction = Extraction(config, [model], text, listener)
     meta, points = extraction.metas([request])[request.point], [request.point]
     forward = extraction.forward(points)
 

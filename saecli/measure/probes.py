@@ -116,7 +116,7 @@ def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None,
             lines += [_line(one_set, None, place, None, dense_score(x[place].double().numpy(), one_set.labels))
                       for place in places]
     return {"model": source.name, "context": context, "rows": rows, "folds": FOLDS,
-            "runs": [{"run": one.name, **one.read._asdict()} for one in everything],
+            "runs": [{"run": one.name, **one.read.place} for one in everything],
             "probes": _over_sets(lines), "by_set": lines}
 
 
@@ -152,7 +152,7 @@ class Score:
 
 
 def _line(one_set: LabelledSet, run: str | None, place: HookPoint, k: int | None, score: Score) -> dict[str, Any]:
-    line = {"set": one_set.name, "rows": len(one_set.texts), "run": run, **place._asdict(), "k": k}
+    line = {"set": one_set.name, "rows": len(one_set.texts), "run": run, **place.place, "k": k}
     return line | _measures({name: getattr(score, name) for name in MEASURES})
 
 

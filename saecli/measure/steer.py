@@ -145,8 +145,8 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
             with _changed(loaded.model, one, method, chosen, scales, special):
                 found.append({"prompt": prompt, "plain": plain, "steered": texts.joined(continuation(*settings))})
             show(2 * len(found))
-    target = {f"target_{key}": value for key, value in one.written._asdict().items() if one.read != one.written}
-    return {"run": one.name, "model": source.name, **one.read._asdict(), **target, "method": method,
+    target = {f"target_{key}": value for key, value in one.written.place.items() if one.read != one.written}
+    return {"run": one.name, "model": source.name, **one.read.place, **target, "method": method,
             "activation_norm": float(written.norm(dim=1).mean()), "latents": [
                 {"latent": latent, "scale": scale, "decoder_norm": float(one.sae.W_dec[latent].norm()),
                  "prompt_max": float(codes[:, latent].max()) if len(codes) else None}

@@ -69,11 +69,12 @@ HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
 
 def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
     """`store.opening.stored`'s document: a table for each store."""
+    stores = document.get("stores", [document])
     return [table("stored already, by the same request" if store["cached"] else "stored", ["", store["name"]],
-                  _stored(store)) for store in document.get("stores", [document])]
+                  _stored(store, [other["name"] for other in stores if other is not store])) for store in stores]
 
 
-def _stored(store: Mapping[str, Any]) -> list[list[Any]]:
+def _stored(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
     source, norms = store["source"], store["norms"]
     names = ("model", "site", "dataset", "file", "key")
     lines = [[name, source[name]] for name in names if source.get(name) is not None]
@@ -82,10 +83,8 @@ def _stored(store: Mapping[str, Any]) -> list[list[Any]]:
         lines.insert(1, ["layer", f"{source['layer']}{counted_from}"])
     if "context" in source:
         lines.append(["context", counted(source["context"], "token") + ", packed" * bool(source.get("packed"))])
-    if "beside" in source:
-        prefix = store["name"].removesuffix(f"l{source.get('layer')}-{source.get('site')}")
-        common = prefix if prefix != store["name"] else ""  # stores of one reading differ in layer and site alone
-        lines.append(["same tokens as", ", ".join(f"{common}{other}" for other in source["beside"])])
+    if others:
+        lines.append(["same tokens as", ", ".join(others)])
     lines += [[key, store[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
     if norms:
         lines.append(["norm", f"median {number(norms['quantiles'].get('0.5'))}, {_sizes(norms)}"])

@@ -96,8 +96,8 @@ def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, see
 def _streamed(home: Home, acts: Hooked, config: ExtractConfig, given: Set[str], seed: int, device: str,
               listener: Listener) -> tuple[Streamed, Through]:
     """Windows of a text, its documents held out by the same hash as in a store."""
-    stream, extraction = open_stream(config, given=given, at=acts.read, device=device, home=home,
-                                     listener=listener, whole=True)
+    stream, extraction = open_stream(config, given=given, at=(acts.read.layer, acts.read.site), device=device,
+                                     home=home, listener=listener, whole=True)
     found: tuple[list[list[int]], list[list[int]]] = [], []
     left = [config.rows, TEST_TOKENS]
     cutter = extraction.windows()

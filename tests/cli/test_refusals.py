@@ -17,7 +17,7 @@ CASES = [
     ("train --d-sae x", 2, "Invalid value for '--d-sae': expected a valid integer."),
     ("train --model tiny-gemma2 --layer 1 --layer=2", 2, "--layer is given twice"),
     ("extract --site resid-pre", 2, "did you mean resid_pre?"),
-    ("extract --model a --model b", 2, "--model is given twice"),
+    ("extract --dataset a --dataset b", 2, "--dataset is given twice"),
     ("eval nosuch", 1, "there are: run"),
     ("eval run --data nosuch", 1, "there are: rows"),
     ("eval run --device toaster", 2, "--device must be cpu, cuda, cuda:N or auto, got 'toaster'"),

@@ -12,6 +12,7 @@ from storing import assert_same_pass
 from tiny_models import WIDTH, save_model, stored
 from transformers import AutoModel, AutoModelForCausalLM
 
+import saecli
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore
@@ -94,6 +95,40 @@ def test_rows_that_one_store_drops_are_dropped_from_all(sae: CommandLine, overfl
     assert [found["cached"] for found in sae(*both).json["stores"]] == [False, True]
     assert_same_pass(Path(pre["path"]), first)
     assert store(sae.home, mlp["name"]).meta == meta
+
+
+def test_a_row_that_one_model_cannot_store_is_dropped_from_both(sae: CommandLine, model, overflowing, text):
+    def by_token(name: str) -> dict[tuple[int, ...], np.ndarray]:
+        rows, columns = read(sae.home, name)
+        return dict(zip(zip(*columns.values(), strict=True), rows, strict=True))
+
+    words = ("extract", "--dataset", text, "--layer", "1", "--context", "16", "--rows", "300", "--dtype", "float16",
+             "--json")
+    both = ("--model", model, "--model", overflowing, "--name", "s")
+    first, second = sae(*words, *both).json["stores"]
+    assert (first["name"], second["name"]) == ("s-gemma2-l1-resid_post", "s-overflowing-l1-resid_post")
+    assert first["dropped"]["beside"] == second["dropped"]["nonfinite"] > 20
+    columns = read(sae.home, second["name"])[1]
+    assert read(sae.home, first["name"])[1] == columns and LETTER_C not in columns["token_id"]
+    for found, own in ((first, model), (second, overflowing)):
+        alone, together = by_token(sae(*words, "--model", own).json["name"]), by_token(found["name"])
+        keys = [*alone.keys() & together.keys()]
+        assert len(keys) > 200
+        np.testing.assert_allclose([together[key] for key in keys], [alone[key] for key in keys], rtol=2e-3, atol=1e-3)
+    assert all(one["cached"] for one in sae(*words, *both).json["stores"])
+    stores = saecli.extract([str(overflowing), str(model)], layer=1, dataset=str(text), rows=50, home=sae.home)
+    assert [store.meta.source["model"] for store in stores] == [str(overflowing), str(model)]
+
+
+@pytest.mark.parametrize(("second", "sentence"), [
+    ("model", "--model names {} twice; name each model once"),
+    ("plain", "do not read the same tokens: expected one tokenizer, got windows that begin with the special tokens "
+              "[1] and []"),
+    ("tiny-gemma2", "expected one tokenizer, got 64 and 2,048 tokens")])
+def test_models_that_do_not_read_the_same_tokens_are_refused(sae: CommandLine, model, text, tmp_path, second, sentence):
+    other = {"model": model, "plain": save_model(tmp_path / "plain", "llama", bos=False)}.get(second, second)
+    done = sae("extract", "--model", model, "--model", other, "--dataset", text)
+    assert done.status == 2 and sentence.format(other) in done.err
 
 
 def test_rows_that_not_all_can_store_end_the_extraction(sae: CommandLine, overflowing, tmp_path: Path):
