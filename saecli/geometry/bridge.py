@@ -128,8 +128,7 @@ class Bridge:
         counts = [max(1, min(sae.d_sae, N // rows)) for rows in (KMEANS_ROWS, LOCAL_PCA_ROWS * max(1, rank))]
         fitted = _pieces_of_stream(train, stream, counts, seed) if stream else [
             _pieces(train, count, seed) for count in counts]
-        (means, kmeans_pca), (pieces, local_pca) = fitted
-        return cls(sae, train, N, means, kmeans_pca, pieces, local_pca, rank)
+        return cls(sae, train, N, *fitted[0], *fitted[1], rank)
 
     def measure(self, rows: Rows, visited: "Visited", penalty: float | None = None) -> References:
         """Measure the SAE and all references on the same rows, (M, D), M > 0, with one SVD for each cell.
@@ -137,7 +136,6 @@ class Bridge:
         Rows that were fitted on flatter local PCA in small cells.
 
         Args:
-            visited: the SAE's own cells that the training rows and these lie in.
             penalty: lambda of the variable rank, at least 0, in squared units of the rows; None: the one at which the
                 mean rank is the fixed one.
         """

@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,17 +31,13 @@ from .diagram import KthOrderDiagram, PowerDiagram, kth_order_diagram
 class Cells(ABC):
     """The partition that an SAE, in float64, makes of its input space."""
 
+    boundary: ClassVar[str]  # the kind of its boundaries, in one word for tables
     sae: SAE
 
     @property
     @abstractmethod
     def possible_log10(self) -> float:
         """log10 of the number of possible supports."""
-
-    @property
-    @abstractmethod
-    def boundary(self) -> str:
-        """The kind of its boundaries, in one word for tables."""
 
     def pre_activations(self, x: Tensor) -> Tensor:
         """Pre-activations, (B, F), float64, of rows, (B, D)."""
@@ -65,16 +62,13 @@ class Cells(ABC):
 class ThresholdedCells(Cells):
     """Cells of latents that switch independently at thresholds t, (F,), float64: every latent is one hyperplane."""
 
+    boundary: ClassVar[str] = "hyperplanes"
     thresholds: Tensor
 
     @property
     def possible_log10(self) -> float:
         """log10 of 2^F."""
         return self.sae.d_sae * math.log10(2)
-
-    @property
-    def boundary(self) -> str:
-        return "hyperplanes"
 
     @cached_property
     def _norms(self) -> Tensor:
@@ -112,6 +106,7 @@ class LargestCells(Cells):
     `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites.
     """
 
+    boundary: ClassVar[str] = "swaps"
     order: KthOrderDiagram
 
     @property
@@ -119,10 +114,6 @@ class LargestCells(Cells):
         """log10 of C(F, K)."""
         F, K = self.sae.d_sae, self.order.k
         return (math.lgamma(F + 1) - math.lgamma(K + 1) - math.lgamma(F - K + 1)) / math.log(10)
-
-    @property
-    def boundary(self) -> str:
-        return "swaps"
 
     @cached_property
     def _reach(self) -> Tensor:
@@ -235,6 +226,7 @@ class ReluTopKCells(Cells):
         relu: the cells without the limit K.
     """
 
+    boundary: ClassVar[str] = "hyperplanes"
     largest: LargestCells
     relu: ThresholdedCells
 
@@ -245,10 +237,6 @@ class ReluTopKCells(Cells):
         j = torch.arange(self.largest.order.k + 1, dtype=torch.float64)
         logs = math.lgamma(F + 1) - torch.lgamma(j + 1) - torch.lgamma(F - j + 1)
         return float(torch.logsumexp(logs, 0)) / math.log(10)
-
-    @property
-    def boundary(self) -> str:
-        return "hyperplanes"
 
     def _is_full(self, pre: Tensor) -> Tensor:
         """Whether K latents are positive, (B,)."""

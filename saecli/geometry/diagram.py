@@ -14,7 +14,7 @@ Shapes: B rows, D = d_in, F = d_sae, n sites, K = k.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -112,32 +112,15 @@ def kth_order_diagram(sae: SAE) -> KthOrderDiagram | None:
     return KthOrderDiagram(diagram, sae.activation, sae.d_sae)
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Comparison of rows' K nearest power cells with their supports.
-
-    Args:
-        rows: rows compared, ties included.
-        ties: rows too near a boundary for float64 to decide.
-        matching: rows, ties left out, whose K nearest sites are their support.
-    """
-
-    rows: int
-    ties: int
-    matching: int
-
-    @property
-    def fraction(self) -> float | None:
-        """Matching rows over rows without ties, 1 by the theorem; None if all are ties."""
-        return self.matching / (self.rows - self.ties) if self.rows > self.ties else None
-
-
-def agreement(sae: SAE, batches: Iterable[Tensor]) -> Agreement | None:
+def agreement(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any] | None:
     """Compare each row's support with its K nearest power cells, both in float64; batches are (B, D) each.
 
     A row is a tie where a latent inside and one outside its support differ by less than the rounding errors of both
-    computations together, `(D + 8) eps ((||x|| + ||mu_i||)^2 + |alpha_i|)` for each. None for an activation without a
-    power diagram.
+    computations together, `(D + 8) eps ((||x|| + ||mu_i||)^2 + |alpha_i|)` for each.
+
+    Returns:
+        `agreement`, the fraction of `rows` less `ties` whose K nearest sites are their support, 1 by the theorem, None
+        if all are ties; `sites` and `order`, K, of the diagram. None for an activation without one.
 
     Cost: `PowerDiagram.power` of all rows.
     """
@@ -149,7 +132,8 @@ def agreement(sae: SAE, batches: Iterable[Tensor]) -> Agreement | None:
     for x in batches:
         decided, same = _compare(sae, order, x.double())
         rows, ties, matching = rows + len(x), ties + int((~decided).sum()), matching + int((decided & same).sum())
-    return Agreement(rows, ties, matching)
+    return {"agreement": matching / (rows - ties) if rows > ties else None, "ties": ties, "rows": rows,
+            "sites": len(order.diagram.weights), "order": order.k}
 
 
 def _compare(sae: SAE, order: KthOrderDiagram, x: Tensor) -> tuple[Tensor, Tensor]:

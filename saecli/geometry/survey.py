@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 from ..sae.activations import Thresholded
 from ..sae.dictionary import SAE
 from .cells import Cells
-from .diagram import agreement, kth_order_diagram
+from .diagram import agreement
 
 KEY_BYTES = 16  # two of a billion cells share a key with probability 1e-21
 QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
@@ -35,14 +36,6 @@ def support_keys(supports: Tensor) -> list[bytes]:
     return [blake2b(row, digest_size=KEY_BYTES).digest() for row in packed]
 
 
-def _milestones() -> Iterator[int]:
-    """1, 2, 5, 10, 20, 50, ..."""
-    decade = 1
-    while True:
-        yield from (decade, 2 * decade, 5 * decade)
-        decade *= 10
-
-
 @dataclass
 class Census:
     """Counts the rows in each cell; memory grows with the cells visited, not with the rows."""
@@ -51,7 +44,7 @@ class Census:
     active: int = 0
     counts: Counter[bytes] = field(default_factory=Counter)
     _growth: list[tuple[int, int]] = field(default_factory=list)
-    _marks: Iterator[int] = field(default_factory=_milestones)
+    _marks: Iterator[int] = field(default_factory=lambda: (step * 10**power for power in count() for step in (1, 2, 5)))
     _next: int = 0
 
     def add(self, keys: list[bytes], active: int) -> None:
@@ -170,7 +163,7 @@ def _in_groups(rows: Tensor) -> int:
     """Number of rows, (F, any), that equal another."""
     # Adding 0.0 turns -0.0 into 0.0.
     counts = Counter(blake2b(row, digest_size=16).digest() for row in (rows + 0.0).contiguous().numpy())
-    return sum(count for count in counts.values() if count > 1)
+    return sum(equal for equal in counts.values() if equal > 1)
 
 
 COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
@@ -267,14 +260,9 @@ class Survey:
 
     @torch.no_grad()
     def agreement_measures(self, sae: SAE) -> dict[str, Any] | None:
-        """The agreement of nearest power cells and supports on the sample, within `AGREEMENT_WORK`; None for an
-        activation without a power diagram."""
-        some = torch.from_numpy(spread_out(self.sample.rows, max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))))
-        found, order = agreement(sae, some.split(64)), kth_order_diagram(sae)
-        if found is None or order is None:
-            return None
-        return {"agreement": found.fraction, "ties": found.ties, "rows": found.rows,
-                "sites": len(order.diagram.weights), "order": order.k}
+        """`agreement` on the sample, within `AGREEMENT_WORK`."""
+        most = max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))
+        return agreement(sae, torch.from_numpy(spread_out(self.sample.rows, most)).split(64))
 
 
 def gather(cells: Cells, batches: Iterable[Tensor]) -> Survey:

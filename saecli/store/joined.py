@@ -3,7 +3,6 @@
 Legend: B rows of a batch, D = d_in, all inputs' widths together, E the target's width; 0 without.
 """
 
-import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
@@ -21,16 +20,15 @@ from .values import Spread
 COMPARED_ROWS = 1 << 16  # rows of the columns at a time
 
 
-class JoinedRows:
-    """The same rows of several stores, a `RowSource`: one or more inputs, and their targets if not themselves."""
+class JoinedRows(RowSource):
+    """The same rows of several stores: one or more inputs, and their targets if not themselves."""
 
-    passes = math.inf
-    warnings: tuple[str, ...] = ()
+    inputs: tuple[Rows, ...] = ()  # of one or more stores
 
     def __init__(self, inputs: tuple[Rows, ...], target: Rows | None = None) -> None:
         self.inputs, self.target = inputs, target
         self.all = (*inputs, target) if target else inputs
-        self.rows = self.ready = inputs[0].rows
+        self.rows = inputs[0].rows
         self.widths = tuple(rows.d_in for rows in inputs)
         self.d_in, self.d_target = sum(self.widths), target.d_in if target else 0
         self.places = self.widths if len(inputs) > 1 and target is None else ()

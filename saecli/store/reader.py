@@ -4,10 +4,11 @@ Legend: B rows of a batch, R rows, D = d_in.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,14 +20,14 @@ from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
 from .values import CODES, SparseRows, Spread, stacked
 
 WINDOW_BYTES = 256 << 20
-STATISTICS_ROWS = 1024  # rows per batch of a pass that measures rows
+STATISTICS_ROWS, SPREAD_ROWS = 1024, 65_536  # rows per batch of a pass that measures rows of a store, or others
 # Subtracting held-out rows must leave at least this fraction of the scatter in every dimension, which keeps 9 of
 # float64's 15 digits.
 LEAST_LEFT = 1e-6
 UNIT_BYTES = 64 << 10  # random reads of this size reach about half a disk's speed, or more where others are near
 
 
-class RowSource(Protocol):
+class RowSource(ABC):
     """Rows to train and measure on: of a store, of several side by side, of an array, or of a running model.
 
     Attributes:
@@ -39,60 +40,55 @@ class RowSource(Protocol):
         warnings: sentences on rows that were asked for and did not come.
     """
 
-    @property
-    def rows(self) -> int: ...
-    @property
-    def d_in(self) -> int: ...
-    @property
-    def d_target(self) -> int: ...
-    @property
-    def widths(self) -> tuple[int, ...]: ...
-    @property
-    def places(self) -> tuple[int, ...]: ...
-    @property
-    def inputs(self) -> "tuple[Rows, ...]": ...
-    @property
-    def target(self) -> "Rows | None": ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def passes(self) -> float: ...
-    @property
-    def ready(self) -> int: ...
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
+    name: str
+    rows: int
+    d_in: int
+    d_target: int = 0
+    widths: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    target: "Rows | None" = None
+    passes: float = math.inf
 
+    @property
+    def inputs(self) -> "tuple[Rows, ...]":
+        return ()
+
+    @property
+    def ready(self) -> int:
+        return self.rows
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return ()
+
+    @abstractmethod
     def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D + E)."""
 
+    @abstractmethod
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in order, (B, D + E)."""
 
     def spread(self) -> Spread:
-        """Mean and scatter of all D + E dimensions."""
+        """Mean and scatter of all D + E dimensions, of the rows that can be read."""
+        return Spread.measured(self.sequential(SPREAD_ROWS), self.d_in + self.d_target)
 
     def as_stored(self) -> "RowSource":
         """The same rows, in batches of the storage dtype if they have one."""
+        return self
 
 
-class Rows:
-    """Some of a store's rows, a `RowSource`; each iteration runs in one thread.
+class Rows(RowSource):
+    """Some of a store's rows; each iteration runs in one thread.
 
     Args:
         counts: (chunks,) number of the split's rows in each chunk.
         decoded: whether batches are float32, rather than of the storage dtype.
     """
 
-    widths: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
-    target = None
-    d_target = 0
-    passes = math.inf
-    warnings: tuple[str, ...] = ()
-
     def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True) -> None:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
-        self.rows = self.ready = int(counts.sum())
+        self.rows = int(counts.sum())
         self._counts = counts
         self._source = Source(store, counts, self._kept, np.dtype(np.float32) if decoded else store.storage)
 

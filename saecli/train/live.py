@@ -19,10 +19,11 @@ from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..extract.forward import Ahead
 from ..extract.streaming import Streamed
+from ..store.reader import RowSource
 from ..store.split import is_test
 from ..store.stream import WHOLE, Part
-from ..store.values import DTYPES, Spread
-from .rows import CHECKED_ROWS, ArrayRows
+from ..store.values import DTYPES
+from .rows import ArrayRows
 
 WINDOW_BYTES = 512 << 20  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32
 MOST_TEST_ROWS = 16_384
@@ -33,8 +34,8 @@ class _LeftError(Exception):
     """Training is over, or has failed, and no more rows are wanted."""
 
 
-class LiveRows:
-    """Training rows as a model gives them, each once; a `RowSource`.
+class LiveRows(RowSource):
+    """Training rows as a model gives them, each once.
 
     A context manager: within it rows are computed; an error of the model or its text is raised when the next window is
     needed. Documents are held out by the same hash as in a store. The held-out rows of the first window, else the next
@@ -47,11 +48,6 @@ class LiveRows:
         window_bytes: of a window, as stored.
     """
 
-    widths: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
-    inputs = ()
-    target = None
-    d_target = 0
     name = "rows of a model"
     passes = 1
 
@@ -98,9 +94,6 @@ class LiveRows:
         return (f"the text ended after {self.rows:,} of {self._wanted:,} training rows, before the learning rate had "
                 f"fallen; use --rows {self.rows}, or a longer text",) if self.ended_early else ()
 
-    def as_stored(self) -> "LiveRows":
-        return self
-
     def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """Shuffled batches, (B, D) float32, a pure function of the rows, seed, epoch and batch size.
 
@@ -114,10 +107,6 @@ class LiveRows:
         """The rows in memory, (B, D) float32."""
         for begin in range(0, self.ready, batch_size):
             yield self._decoded(self._kept[begin : min(begin + batch_size, self.ready)])
-
-    def spread(self) -> Spread:
-        """Mean and scatter of the rows in memory: before training those of the first window."""
-        return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in)
 
     def _passing(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
         carried = self._window[:0]  # rows that do not fill a batch at a window's end leave with the next window

@@ -100,16 +100,10 @@ def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
     return folded.copy_to(sae.W_enc.dtype)
 
 
-class ArrayRows:
-    """The rows (N, D), and targets (N, E), of arrays of any real dtype, a `RowSource`; float32 ones are not copied."""
+class ArrayRows(RowSource):
+    """The rows (N, D), and targets (N, E), of arrays of any real dtype; float32 ones are not copied."""
 
-    widths: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
-    inputs = ()
-    target = None
     name = "these rows"
-    passes = math.inf
-    warnings: tuple[str, ...] = ()
 
     def __init__(self, rows: ArrayLike, targets: ArrayLike | None = None) -> None:
         self._targets = None if targets is None else ArrayRows(targets)
@@ -123,30 +117,14 @@ class ArrayRows:
         if self._targets is not None and self._targets.rows != len(rows):
             raise ConfigError(f"--target must have as many rows as there are, {len(rows)}, got {self._targets.rows}",
                               option="target")
-        self._rows = rows
+        self._rows, (self.rows, self.d_in) = rows, rows.shape
+        self.d_target = self._targets.d_in if self._targets else 0
         # Narrower dtypes are widened; float64 is kept for training in float64.
         self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
         bad = sum(int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS))
         if bad:
             raise ConfigError(f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those "
                               "out", option="rows")
-
-    def as_stored(self) -> "ArrayRows":
-        return self
-
-    @property
-    def d_target(self) -> int:
-        return 0 if self._targets is None else self._targets.d_in
-
-    @property
-    def rows(self) -> int:
-        return self._rows.shape[0]
-
-    ready = rows
-
-    @property
-    def d_in(self) -> int:
-        return self._rows.shape[1]
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """One epoch of batches (B, D + E), shuffled uniformly; a pure function of seed and epoch."""
@@ -167,9 +145,6 @@ class ArrayRows:
         if self._targets is None:
             return rows
         return np.concatenate([rows, self._targets._with_targets(chosen)], axis=1)
-
-    def spread(self) -> Spread:
-        return Spread.measured(self.sequential(CHECKED_ROWS), self.d_in + self.d_target)
 
 
 class HeldRows:

@@ -103,7 +103,7 @@ class StepWindows:
 
 
 class Sampled(ArrayRows):
-    """Activations of some windows, a `RowSource`: the rows that training is normalised by, or held-out ones."""
+    """Activations of some windows: the rows that training is normalised by, or held-out ones."""
 
     def __init__(self, through: Through, rows: tuple[Tensor, Tensor | None]) -> None:
         super().__init__(*rows)
