@@ -76,7 +76,6 @@ class Console:
         return console
 
     def note(self, text: str) -> None:
-        """Print a message on stderr."""
         self._err.print(printable(shortened(text)), soft_wrap=True)
 
     warn = note

@@ -116,7 +116,6 @@ def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
 
 
 def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigError:
-    """ConfigError for an invalid choice."""
     question = did_you_mean(word, choices)
     return ConfigError(f"{flag_of(option)} must be one of {', '.join(choices)}, got {word!r}"
                        + f"; {question}" * bool(question), option=option)

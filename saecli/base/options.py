@@ -21,8 +21,6 @@ PAPER: dict[str, Any] = {"panel": "The paper's experiments", "advanced": True}  
 
 @dataclass(frozen=True)
 class Option:
-    """One option."""
-
     help: str
     name: str = ""
     kinds: tuple[type, ...] = ()  # of `KINDS`
@@ -105,8 +103,6 @@ def scalar_types(annotation: Any) -> tuple[type, ...]:
 
 @dataclass(frozen=True)
 class Config:
-    """Base of every configuration."""
-
     panel: ClassVar[str] = "Options"
 
     def __post_init__(self) -> None:

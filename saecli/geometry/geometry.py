@@ -148,18 +148,16 @@ def _find(one: Measured, wanted: Wanted, bridges: Bridges, listener: Listener) -
     survey = gather(cells, surveyed(one, wanted.rows, listener))
     census, sample = survey.census, survey.sample.rows
     with listener.progress(f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"):
-        train = training_sample(one, wanted.fit_rows)
+        train = _in_memory(_trained_on(one), sample_capacity(one.sae.d_in, wanted.fit_rows))  # (N, D)
         radius = radius_of(sample, wanted.radius)
         margins, complexity = {split: survey.margins.rows}, {split: local_complexity(cells, sample, radius)}
         train_keys, train_margins = visits(cells, train)
-        held_out = held_out_sample(one) if split == "train" else None
-        other = None
-        if split == "test":
-            other, margins["train"] = "train", train_margins
-            complexity["train"] = local_complexity(cells, train, radius)
-        elif held_out is not None:
-            other, margins["test"] = "test", visits(cells, held_out)[1]
-            complexity["test"] = local_complexity(cells, held_out, radius)
+        other = {"test": "train", "train": "test"}.get(split)
+        if other == "train":
+            margins[other], complexity[other] = train_margins, local_complexity(cells, train, radius)
+        elif other == "test":
+            held_out = _in_memory(one.store.split("test", seed=one.subject.split_seed), HELD_OUT_ROWS)
+            margins[other], complexity[other] = visits(cells, held_out)[1], local_complexity(cells, held_out, radius)
         bridge = bridges.of(one, train, wanted.fit_rows, round(census.l0))
         visited = Visited(cells, train_keys, survey.sample_keys.rows.tolist())
         references = bridge.measure(sample, visited, wanted.penalty)
@@ -201,12 +199,6 @@ def surveyed(one: Measured, most: int, listener: Listener) -> Iterator[Tensor]:
             show(done)
 
 
-def training_sample(one: Measured, most: int) -> NDArray[np.float32]:
-    """Rows that the run was trained on, or a sample of them, (N, D)."""
-    rows = _trained_on(one)
-    return _in_memory(rows, sample_capacity(rows.d_in, most))
-
-
 def training_stream(one: Measured, most: int) -> Stream | None:
     """At most `most` of the rows that the run was trained on; None if a sample in memory suffices.
 
@@ -222,12 +214,6 @@ def training_stream(one: Measured, most: int) -> Stream | None:
 
 def _trained_on(one: Measured) -> Rows:
     return one.store.split("train", fraction=one.subject.fraction, seed=one.subject.split_seed)
-
-
-def held_out_sample(one: Measured) -> NDArray[np.float32] | None:
-    """At most `HELD_OUT_ROWS` rows that the run was not trained on; None if there are none."""
-    rows = one.store.split("test", seed=one.subject.split_seed)
-    return _in_memory(rows, HELD_OUT_ROWS) if rows.rows else None
 
 
 def _in_memory(rows: Rows, most: int) -> NDArray[np.float32]:

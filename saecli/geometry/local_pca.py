@@ -86,11 +86,6 @@ def streamed_kmeans(sample: Rows, stream: Stream, counts: Sequence[int], seed: i
     return fitted
 
 
-def principal_directions(rows: Rows, rank: int) -> Rows:
-    """The first `rank` of `principal_components`, (D, r)."""
-    return principal_components(rows)[0][:, :max(0, rank)]
-
-
 def principal_components(rows: Rows) -> tuple[Rows, Rows]:
     """All principal directions of rows about zero, (N, D), and the variance along each.
 

@@ -22,7 +22,7 @@ from ..base.errors import ConfigError
 from ..sae.dictionary import SAE
 from ..store.reader import Rows
 from .cells import Cells
-from .local_pca import principal_directions
+from .local_pca import principal_components
 from .survey import support_keys
 
 PRINCIPAL_ROWS = 2048  # rows that the principal components are taken of, evenly spaced
@@ -65,7 +65,7 @@ class Plane:
             return cls(torch.zeros(D, dtype=torch.float64), torch.eye(2, D, dtype=torch.float64))
         some = rows[::-(-len(rows) // PRINCIPAL_ROWS)].astype(np.float64)
         mean = some.mean(0)
-        directions = principal_directions(some - mean, 2).T
+        directions = principal_components(some - mean)[0][:, :2].T
         # Axes of the space stand in where the rows span fewer directions.
         basis = directions if len(directions) == 2 else np.eye(2, D)
         return cls(torch.from_numpy(mean), torch.from_numpy(basis.copy()))

@@ -81,8 +81,6 @@ def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterato
 
 @dataclass(frozen=True)
 class Measured:
-    """An SAE, and the rows that it is measured on."""
-
     subject: Subject
     saved: SavedSAE  # on the device that it is measured on
     split: str | None  # of the store; None for rows in memory
@@ -106,7 +104,6 @@ class Measured:
 
     @property
     def store(self) -> ActivationStore:
-        """The store of `of_store`."""
         return self.stores.inputs[0]
 
     @property

@@ -33,8 +33,6 @@ INEXPRESSIBLE = {  # by the function there that converts it
 
 @dataclass(frozen=True)
 class Address:
-    """A place on the hub."""
-
     repo: str  # user/repo
     folder: str = ""
     revision: str | None = None  # branch, tag or commit; None for the newest state

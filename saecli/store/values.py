@@ -3,6 +3,7 @@
 Legend: R rows, D = d_in, n entries, G features.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -214,12 +215,10 @@ class Dropped:
                    {reason: Norms.of(values) for reason, values in norms.items() if np.isfinite(values).any()})
 
     def __add__(self, other: "Dropped") -> "Dropped":
-        counts, norms = dict(self.counts), dict(self.norms)
-        for reason, count in other.counts.items():
-            counts[reason] = counts.get(reason, 0) + count
+        norms = dict(self.norms)
         for reason, more in other.norms.items():
             norms[reason] = norms[reason] + more if reason in norms else more
-        return Dropped(counts, norms)
+        return Dropped(Counter(self.counts) + Counter(other.counts), norms)
 
 
 def row_norms(rows: np.ndarray) -> np.ndarray:
@@ -279,10 +278,7 @@ class Spread:
 
     def __sub__(self, part: "Spread") -> Self:
         """The rows outside `part`; a scatter much smaller than the whole's keeps few digits."""
-        rows, shift = self.rows - part.rows, self.mean - part.mean
-        weight = part.rows / rows
-        return type(self)(rows, self.mean + shift * weight,
-                          self.scatter - part.scatter - shift * shift * (self.rows * weight))
+        return self + Spread(-part.rows, part.mean, -part.scatter)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Several SAEs are trained from one reading of the rows, with the same results as 
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -96,30 +96,30 @@ class Training:
         # Of the penalty, such as the price of excess L0 that training found.
         learned = {name: getattr(after, name) for name in before.activation.training_parameters(1)}
         before = before.changed(None, **learned)
-        communicator, rows = self.rows.communicator, self.plan.test_rows or self.plan.train_rows
         saes = [self._raw(one) for one in (before, after)]
-        both = communicator.broadcast_object(lambda: self.plan.compared(saes))
-        if not both:
-            both = reconstructions(saes, raw_batches(rows, communicator), communicator)
-            for one, measures in zip((before, after), both, strict=True):
-                measures["loss"] = self._loss(one, rows)
+        both = self.rows.communicator.broadcast_object(lambda: self.plan.compared(saes))
+        both = both or self._measured_with_loss(saes, (before, after))
         kept = "after" if both[1]["loss"] <= both[0]["loss"] else "before"
         self.compared.update(before=both[0], after=both[1], kept=kept)
         if kept == "before":
             self.record.keep(self.sae)
 
-    @torch.no_grad()
-    def _loss(self, dictionary: Dictionary, rows: RowSource) -> float:
-        """The mean loss over normalised rows."""
-        training, communicator, normalisation = self.plan.training, self.rows.communicator, self.rows.normalisation
-        mean, weight = normalisation.mean, training.sparsity_weight or 0.0
-        total = torch.zeros(2, dtype=torch.float64, device=mean.device)
-        for raw in raw_batches(rows, communicator):
-            batch = Batch.of(normalisation(moved(raw, mean.device).to(mean.dtype)), dictionary.d_in)
-            loss = dictionary.loss(batch, training.sparsity or "none", weight).value.double()
-            total += batch.size * torch.stack([loss, torch.ones_like(loss)])
-        error, count = communicator.all_reduce(total).tolist()
-        return error / count
+    def _measured_with_loss(self, saes: Sequence[SAE], normalised: Sequence[Dictionary]) -> list[Measures]:
+        """The SAEs' measures, and their mean `loss` as dictionaries of normalised rows, by one pass."""
+        plan, communicator, normalisation = self.plan, self.rows.communicator, self.rows.normalisation
+        mean, penalty = normalisation.mean, (plan.training.sparsity or "none", plan.training.sparsity_weight or 0.0)
+        total = torch.zeros(1 + len(saes), dtype=torch.float64, device=mean.device)
+
+        def batches() -> Iterator[Tensor]:
+            for raw in raw_batches(plan.test_rows or plan.train_rows, communicator):
+                batch = Batch.of(normalisation(moved(raw, mean.device).to(mean.dtype)), saes[0].d_in)
+                losses = [one.loss(batch, *penalty).value.double() for one in normalised]
+                total.add_(batch.size * torch.stack([torch.ones_like(losses[0]), *losses]))
+                yield raw
+
+        found = reconstructions(saes, batches(), communicator)
+        count, *losses = communicator.all_reduce(total).tolist()
+        return [one | {"loss": loss / count} for one, loss in zip(found, losses, strict=True)]
 
     def look(self, reports: Sequence[StepReport], began: float, now: bool = False) -> None:
         """Log reports of steps, `LOG_EVERY` at a time, or all of them now; TrainingError if training has diverged."""

@@ -195,7 +195,11 @@ def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: 
 def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack,
                 communicator: Communicator) -> Job:
     """The run `name`, else the newest unfinished one, to resume; its folder is claimed until `claims` is closed."""
-    job = communicator.main_first(lambda: _begun_before(home, name, listener))
+    def begun_before() -> Job:
+        folder, document = unfinished_run(home, name, listener, "train")
+        return Job(folder, run_again(home, folder, document, listener, "go on with"))
+
+    job = communicator.main_first(begun_before)
     if communicator.is_main:
         claims.enter_context(claimed(job.folder, new=False))
     plan, begun = job.run.plan, job.run.plan.start
@@ -228,11 +232,6 @@ def unfinished_run(home: Home, name: str | None, listener: Listener, command: st
         raise RunError(f"{folder.name} was begun by another command; go on by `sae {began(document)} --resume --name "
                        f"{folder.name}`")
     return folder, document
-
-
-def _begun_before(home: Home, name: str | None, listener: Listener) -> Job:
-    folder, document = unfinished_run(home, name, listener, "train")
-    return Job(folder, run_again(home, folder, document, listener, "go on with"))
 
 
 def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: Listener, purpose: str) -> Run:
@@ -273,7 +272,13 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
     """
     try:
         for job in jobs:
-            _announce(job, listener, communicator)
+            folder, run = job.folder, job.run
+            if job.given is not None and communicator.is_main:
+                run.write_config(folder, job.given)  # before run.json, which marks a run that can be resumed
+                run.write(folder, None)
+            listener.note(f"{folder.name}: {run.summary}")
+            for warning in doubts_at_start(run.plan):
+                listener.note(f"{folder.name}: warning: {warning}")
         documents, errors = _trained(jobs, listener, communicator)
     except (KeyboardInterrupt, PeerError) as stop:
         interrupts.told(stop)
@@ -291,16 +296,6 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
         for note in document["notes"]:
             listener.note(f"{before}{note}")
     return documents, errors
-
-
-def _announce(job: Job, listener: Listener, communicator: Communicator) -> None:
-    folder, run, plan = job.folder, job.run, job.run.plan
-    if job.given is not None and communicator.is_main:
-        run.write_config(folder, job.given)  # before run.json, which marks a run that can be resumed
-        run.write(folder, None)
-    listener.note(f"{folder.name}: {run.summary}")
-    for warning in doubts_at_start(plan):
-        listener.note(f"{folder.name}: warning: {warning}")
 
 
 def _trained(jobs: Sequence[Job], listener: Listener,

@@ -31,7 +31,6 @@ def sparsity_names() -> tuple[str, ...]:
 
 
 def activation_to_json(activation: Activation) -> dict[str, Any]:
-    """The activation's name and settings."""
     return {"name": activation.name, **activation.to_json()}
 
 

@@ -30,8 +30,6 @@ __all__ = ["FORMATS", "WRITABLE", "Format", "SavedSAE", "format_of", "known_file
 
 @dataclass(frozen=True)
 class Format:
-    """A format of SAEs."""
-
     files: tuple[str, ...]  # patterns of one SAE's files, the weights last; `|` between alternatives
     load: Callable[[Path], SavedSAE]  # from a folder, or with `layers` of each, from a file
     save: Callable[[SavedSAE, Path], None] | None = None  # in float32, into an existing folder; None if only read

@@ -37,7 +37,6 @@ SPARSIFY_WRITTEN: tuple[type[Activation], ...] = (ReluTopK, Relu)
 
 
 def load_sparsify(folder: Path) -> SavedSAE:
-    """Read an SAE or a transcoder."""
     path, file = folder / SPARSIFY_CONFIG, folder / SPARSIFY_WEIGHTS
     config = common.read_config(path, dict[str, Any])
     common.refuse_unless(path, config, "activation", "topk")
@@ -82,8 +81,6 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Config:
-    """The contents of `config.json`."""
-
     trainer: Trainer
 
 

@@ -30,7 +30,6 @@ class Header:
 
 
 def save_native(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE atomically."""
     header = {"format_version": FORMAT_VERSION, "activation": activation_to_json(saved.sae.activation),
               "origin": saved.origin}
     header |= {name: value for name in ("prefixes", "widths") if (value := getattr(saved.sae, name))}

@@ -47,7 +47,6 @@ def read_config_of(folder: Path) -> dict[str, Any]:
 
 
 def load_saelens(folder: Path) -> SavedSAE:
-    """Read an SAE or a transcoder."""
     config = read_config_of(folder)
     metadata, activation = config["metadata"], _activation(folder / CONFIG, config)
     transcodes = config["architecture"] not in ARCHITECTURES.values()

@@ -69,7 +69,6 @@ _HOOK = re.compile(r"model\.layers\.(\d{1,9}|\{\d{1,9}(?:, ?\d{1,9})*\})\.(.+)")
 
 
 def load_gemma_scope(folder: Path) -> SavedSAE:
-    """Read an SAE of Gemma Scope."""
     path = folder / GEMMA_ARRAYS
     found = _GEMMA.search(f"{folder.absolute().as_posix()}/")
     sae = common.assemble(path, common.read_npz(path), JumpRelu())
@@ -85,7 +84,6 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
 
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
-    """Write an SAE as Gemma Scope's are published."""
     tensors = saved.sae.tensors() | {"threshold": common.thresholds_of(saved.sae)}
     arrays: dict[str, Any] = {name: tensors[name].cpu().numpy() for name in (*common.PLAIN, "threshold")}
     with appearing_whole(folder / GEMMA_ARRAYS) as temporary, temporary.open("wb") as file:
@@ -233,7 +231,6 @@ class Hyperparameters:
 
 
 def load_llama_scope(folder: Path) -> SavedSAE:
-    """Read an SAE or a transcoder."""
     config = common.read_config(folder / LLAMA_CONFIG, Hyperparameters)
     threshold = config.jump_relu_threshold
     if not 0 <= threshold < math.inf:
@@ -246,7 +243,6 @@ def load_llama_scope(folder: Path) -> SavedSAE:
 
 
 def load_llama_scope_r1(folder: Path) -> SavedSAE:
-    """Read an SAE of the R1 distillations."""
     config, path = common.read_config(folder / LLAMA_R1_CONFIG, Hyperparameters), folder / LLAMA_R1_WEIGHTS
     ends = {end: f"dataset_average_activation_norm.{hook}"
             for end, hook in (("in", config.hook_point_in), ("out", config.hook_point_out))}

@@ -34,8 +34,6 @@ RIDGE = 1e-9  # over A_xx's mean diagonal: dimensions of x that codes explain, o
 
 @dataclass(frozen=True)
 class Plan:
-    """How a decoder step is solved."""
-
     kind: str  # "direct" by sums over the rows, "dual" by the rows themselves, "iterative" by products with codes
     bytes: int  # peak memory, without the codes that an iteration keeps
     budget: float = 0.0  # for those
