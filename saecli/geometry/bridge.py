@@ -41,24 +41,16 @@ def reconstructions(sae: SAE, rows: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class OwnCells:
-    """The SAE against local PCA of its own rank on its own cells, those that hold enough rows.
+    """The SAE against local PCA of its own rank on its own cells, those that hold enough rows; None without cells."""
 
-    Args:
-        cells: those with at least 4 training rows per dimension of the SAE's map, and a row measured.
-        rank: of the SAE's map, mean over the rows measured.
-        sae_fvu, local_pca_fvu: with the spread about the mean of all rows measured; None without cells.
-        price: `sae_fvu - local_pca_fvu`.
-        enough: 100 rows measured in 20 cells, or in fewer that hold nine tenths of all rows measured.
-    """
-
-    cells: int
-    rank: float | None
+    cells: int  # with at least 4 training rows per dimension of the SAE's map, and a row measured
+    rank: float | None  # of the SAE's map, mean over the rows measured
     rows_fitted: int
     rows_measured: int
-    sae_fvu: float | None
+    sae_fvu: float | None  # with the spread about the mean of all rows measured, as the next
     local_pca_fvu: float | None
-    price: float | None
-    enough: bool
+    price: float | None  # `sae_fvu - local_pca_fvu`
+    enough: bool  # 100 rows measured in 20 cells, or in fewer that hold nine tenths of all rows measured
 
 
 @dataclass(frozen=True)
@@ -92,25 +84,16 @@ def fvu(residual: float, total: float) -> float:
 
 @dataclass(frozen=True)
 class Bridge:
-    """The references, fitted.
+    """The references, fitted."""
 
-    Args:
-        sae: the SAE between them.
-        train: training rows in memory, (any number, D).
-        rows_fitted: N, in memory or streamed.
-        means, kmeans: the cells of the k-means autoencoder, and it as local PCA of rank 0.
-        pieces, local_pca: the same of local PCA.
-        rank: principal directions in each piece.
-    """
-
-    sae: SAE
-    train: Rows
-    rows_fitted: int
-    means: Partition
-    kmeans: LocalPCA
+    sae: SAE  # between them
+    train: Rows  # in memory, (any number, D)
+    rows_fitted: int  # N, in memory or streamed
+    means: Partition  # the cells of the k-means autoencoder
+    kmeans: LocalPCA  # it as local PCA of rank 0
     pieces: Partition
     local_pca: LocalPCA
-    rank: int
+    rank: int  # principal directions in each piece
 
     @classmethod
     def fit(cls, sae: SAE, train: Rows, rank: int, seed: int = 0, stream: Stream | None = None) -> "Bridge":

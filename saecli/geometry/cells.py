@@ -220,15 +220,11 @@ class ReluTopKCells(Cells):
 
     A row with K positive latents or more lies in a topk cell cut at `v_i = 0` of the latents kept. With fewer, the
     latents kept are the positive ones, and no swap among the others matters: it lies in a cell of relu.
-
-    Args:
-        largest: the cells without the clipping.
-        relu: the cells without the limit K.
     """
 
     boundary: ClassVar[str] = "hyperplanes"
-    largest: LargestCells
-    relu: ThresholdedCells
+    largest: LargestCells  # the cells without the clipping
+    relu: ThresholdedCells  # the cells without the limit K
 
     @property
     def possible_log10(self) -> float:

@@ -28,15 +28,8 @@ EPSILON = torch.finfo(torch.float64).eps
 
 @dataclass(frozen=True)
 class PowerDiagram:
-    """Sites of a power diagram.
-
-    Args:
-        centroids: mu, (n, D), float64.
-        weights: alpha, in squared units of the rows, (n,), float64; a constant added to all moves no cell.
-    """
-
-    centroids: Tensor
-    weights: Tensor
+    centroids: Tensor  # mu of the sites, (n, D), float64
+    weights: Tensor  # alpha, in squared units of the rows, (n,), float64; a constant added to all moves no cell
 
     def __post_init__(self) -> None:
         if self.centroids.ndim != 2 or self.weights.shape != self.centroids.shape[:1]:

@@ -97,23 +97,14 @@ def geometry(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test
 
 @dataclass(frozen=True)
 class Found:
-    """The measures of one SAE, and what a picture of them needs.
-
-    Args:
-        one: the SAE and its rows.
-        survey: the results of a pass over the rows.
-        bridge: the references.
-        margins: (margin, margin / ||x||), (B, 2), of rows of each split.
-        complexity: (B,) of rows of each split.
-        document: the command's JSON document.
-    """
+    """The measures of one SAE, and what a picture of them needs."""
 
     one: Measured
     survey: Survey
     bridge: Bridge
-    margins: dict[str, NDArray[np.float64]]
-    complexity: dict[str, NDArray[np.int64]]
-    document: dict[str, Any]
+    margins: dict[str, NDArray[np.float64]]  # (margin, margin / ||x||), (B, 2), of rows of each split
+    complexity: dict[str, NDArray[np.int64]]  # (B,) of rows of each split
+    document: dict[str, Any]  # the command's JSON
 
 
 def found_in(everything: Sequence[Measured], wanted: Wanted, listener: Listener) -> Iterator[Found]:

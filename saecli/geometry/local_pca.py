@@ -110,19 +110,12 @@ def _components_of(covariance: Rows, r: int) -> tuple[Rows, Rows]:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The error of local PCA on some rows for every choice of ranks.
+    """The error of local PCA on some rows for every choice of ranks."""
 
-    Args:
-        rows: training rows in each cell, (C,).
-        variances: lambda_1 >= lambda_2 >= ... of each cell, C arrays.
-        explained: squared coordinates of the rows measured along each of these directions, summed, C arrays.
-        total: `sum ||x - m_c||^2` over the rows measured in each cell, (C,).
-    """
-
-    rows: NDArray[np.int64]
-    variances: list[Rows]
-    explained: list[Rows]
-    total: Rows
+    rows: NDArray[np.int64]  # training rows in each cell, (C,)
+    variances: list[Rows]  # lambda_1 >= lambda_2 >= ... of each cell, C arrays
+    explained: list[Rows]  # squared coordinates of the rows measured along each of these directions, summed, C arrays
+    total: Rows  # `sum ||x - m_c||^2` over the rows measured in each cell, (C,)
 
     def ranks(self, penalty: float) -> NDArray[np.int64]:
         """K_c of the theorem, (C,)."""
@@ -150,13 +143,8 @@ class Spectrum:
 
 
 class LocalPCA:
-    """Local PCA fitted on training rows in memory.
-
-    Args:
-        train: training rows, (N, D).
-        cells: the cell of each, (N,).
-        centres: stand in for the mean of a cell without training rows, (C, D).
-    """
+    """Local PCA fitted on training rows in memory, (N, D), with the cell of each, (N,); centres, (C, D), stand in for
+    the mean of a cell without training rows."""
 
     def __init__(self, train: Rows, cells: Labels, centres: Rows) -> None:
         self._train, self._members = train, members(cells, len(centres))
@@ -203,11 +191,8 @@ class LocalPCA:
 class StreamedPCA(LocalPCA):
     """Local PCA fitted on a stream, from exact sums about centres, (C, D), near the cells' means, against rounding.
 
-    scikit-learn's IncrementalPCA takes 4.5 times as long for 64 of 768 directions, and has no others.
-
-    Args:
-        centres: (C, D).
-        directions: whether `components` is wanted, for 8 C D^2 bytes.
+    scikit-learn's IncrementalPCA takes 4.5 times as long for 64 of 768 directions, and has no others. `directions`:
+    whether `components` is wanted, for 8 C D^2 bytes.
     """
 
     def __init__(self, centres: Rows, directions: bool) -> None:

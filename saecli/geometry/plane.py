@@ -34,15 +34,10 @@ Window = tuple[float, float, float, float]  # left, right, bottom and top
 
 @dataclass(frozen=True)
 class Plane:
-    """A plane in the space of the rows.
+    """A plane in the space of the rows."""
 
-    Args:
-        origin: the point with coordinates (0, 0), (D,), float64.
-        basis: two orthonormal directions, (2, D), float64; where D = 1 the second is zero.
-    """
-
-    origin: Tensor
-    basis: Tensor
+    origin: Tensor  # the point with coordinates (0, 0), (D,), float64
+    basis: Tensor  # two orthonormal directions, (2, D), float64; where D = 1 the second is zero
 
     @classmethod
     def through(cls, rows: Tensor) -> Self:
@@ -120,19 +115,12 @@ def window_of(points: Tensor, held: Tensor) -> Window:
 
 @dataclass(frozen=True)
 class PlaneCells:
-    """The cells in a window of a plane.
+    """The cells in a window of a plane."""
 
-    Args:
-        window: left, right, bottom and top, in the plane's coordinates.
-        keys: the key of each cell's support, as of `support_keys`, C of them.
-        kept: number of latents that each cell keeps, (C,).
-        labels: the cell of each pixel's centre, (P, P), the lowest row of pixels first.
-    """
-
-    window: Window
-    keys: Sequence[bytes]
-    kept: NDArray[np.int64]
-    labels: NDArray[np.int64]
+    window: Window  # in the plane's coordinates
+    keys: Sequence[bytes]  # the key of each cell's support, as of `support_keys`, C of them
+    kept: NDArray[np.int64]  # number of latents that each cell keeps, (C,)
+    labels: NDArray[np.int64]  # the cell of each pixel's centre, (P, P), the lowest row of pixels first
 
     def occupancy(self, keys: Iterable[bytes]) -> NDArray[np.int64]:
         """Points of the plane in each cell, (C,), in the window or not, given their keys from `keys_at`."""

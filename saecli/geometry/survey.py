@@ -225,19 +225,13 @@ def visits(cells: Cells, rows: NDArray[np.floating]) -> tuple[list[bytes], NDArr
 
 @dataclass
 class Survey:
-    """The results of a pass over rows so far, in constant memory.
-
-    Args:
-        sample: of the rows, (B, D), float32.
-        sample_keys: the keys of their cells, (B,).
-        margins: of (margin, margin / ||x||), (B, 2).
-    """
+    """The results of a pass over rows so far, in constant memory."""
 
     cells: Cells
-    sample: Reservoir
-    sample_keys: Reservoir
+    sample: Reservoir  # of the rows, (B, D), float32
+    sample_keys: Reservoir  # the keys of their cells, (B,)
     census: Census = field(default_factory=Census)
-    margins: Reservoir = field(default_factory=lambda: Reservoir(MARGINS))
+    margins: Reservoir = field(default_factory=lambda: Reservoir(MARGINS))  # of (margin, margin / ||x||), (B, 2)
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:

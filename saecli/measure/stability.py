@@ -163,17 +163,11 @@ def _means(documents: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Matching:
-    """A one-to-one matching of two SAEs' latents.
+    """A one-to-one matching of two SAEs' latents."""
 
-    Args:
-        first: latents of the first SAE, ascending, (M,), int64.
-        second: their counterparts, latents of the second SAE, (M,), int64.
-        cosine: `|cosine|` of the pair's decoder vectors, (M,), float64, in [0, 1].
-    """
-
-    first: NDArray[np.int64]
-    second: NDArray[np.int64]
-    cosine: NDArray[np.float64]
+    first: NDArray[np.int64]  # latents of the first SAE, ascending, (M,)
+    second: NDArray[np.int64]  # their counterparts, latents of the second SAE, (M,)
+    cosine: NDArray[np.float64]  # `|cosine|` of the pair's decoder vectors, (M,), in [0, 1]
 
 
 @torch.no_grad()

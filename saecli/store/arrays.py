@@ -47,19 +47,13 @@ Index = tuple[int | slice, ...]  # of an array's first dimensions: integers, and
 
 @dataclass(frozen=True)
 class Array:
-    """One array in a file.
-
-    Args:
-        read: index -> the numbers there, in a form that NumPy can convert to float32.
-        held: bytes of memory that reading takes in addition to the numbers requested.
-        flatten: how files of this format are flattened by default; None if either way may be meant.
-    """
+    """One array in a file."""
 
     shape: tuple[int, ...]
     dtype: str
-    read: Callable[[Index], Any]
-    held: int = 0
-    flatten: str | None = None
+    read: Callable[[Index], Any]  # the numbers there, in a form that NumPy can convert to float32
+    held: int = 0  # bytes of memory that reading takes in addition to the numbers requested
+    flatten: str | None = None  # how files of this format are flattened by default; None if either way may be meant
 
 
 Arrays = dict[str, Callable[[], Array]]
@@ -67,19 +61,12 @@ Arrays = dict[str, Callable[[], Array]]
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Rows to import.
+    """Rows to import."""
 
-    Args:
-        shape: (rows, features); or (documents, positions, features), or more dimensions of positions.
-        dtype: the stored type that loses least: the array's own if "float16" or "bfloat16", else "float32".
-        read: index of rows, as in `Array` -> these rows, with the array's own last dimensions.
-        labels, documents: (rows,) int64, or None.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    read: Callable[[Index], Any]
-    labels: np.ndarray | None = None
+    shape: tuple[int, ...]  # (rows, features); or (documents, positions, features), or more dimensions of positions
+    dtype: str  # the stored type that loses least: the array's own if "float16" or "bfloat16", else "float32"
+    read: Callable[[Index], Any]  # rows, by index as in `Array`, with the array's own last dimensions
+    labels: np.ndarray | None = None  # (rows,) int64, as the next
     documents: np.ndarray | None = None
 
     @property

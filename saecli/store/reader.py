@@ -28,37 +28,30 @@ UNIT_BYTES = 64 << 10  # random reads of this size reach about half a disk's spe
 
 
 class RowSource(ABC):
-    """Rows to train and measure on: of a store, of several side by side, of an array, or of a running model.
-
-    Attributes:
-        rows: N; d_in: D; d_target: E, 0 if the targets are the rows.
-        widths: of several inputs side by side; none for one.
-        places: the widths of a crosscoder's hook points: of several inputs that are their own targets.
-        inputs, target: the rows of each store; none if nothing stores them.
-        passes: how often the rows can be read: any number of times, or once.
-        ready: number of rows that can be read at any time; `sequential` gives these.
-        warnings: sentences on rows that were asked for and did not come.
-    """
+    """Rows to train and measure on: of a store, of several side by side, of an array, or of a running model."""
 
     name: str
-    rows: int
-    d_in: int
-    d_target: int = 0
-    widths: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
-    target: "Rows | None" = None
-    passes: float = math.inf
+    rows: int  # N
+    d_in: int  # D
+    d_target: int = 0  # E, 0 if the targets are the rows
+    widths: tuple[int, ...] = ()  # of several inputs side by side; none for one
+    places: tuple[int, ...] = ()  # widths of a crosscoder's hook points: several inputs that are their own targets
+    target: "Rows | None" = None  # as `inputs`
+    passes: float = math.inf  # how often the rows can be read: any number of times, or once
 
     @property
     def inputs(self) -> "tuple[Rows, ...]":
+        """The rows of each store; none if nothing stores them."""
         return ()
 
     @property
     def ready(self) -> int:
+        """Number of rows that can be read at any time; `sequential` gives these."""
         return self.rows
 
     @property
     def warnings(self) -> tuple[str, ...]:
+        """Sentences on rows that were asked for and did not come."""
         return ()
 
     @abstractmethod
@@ -79,12 +72,8 @@ class RowSource(ABC):
 
 
 class Rows(RowSource):
-    """Some of a store's rows; each iteration runs in one thread.
-
-    Args:
-        counts: (chunks,) number of the split's rows in each chunk.
-        decoded: whether batches are float32, rather than of the storage dtype.
-    """
+    """Some of a store's rows, `counts` of them in each chunk, (chunks,); each iteration runs in one thread. Batches are
+    float32, or unless `decoded` of the storage dtype."""
 
     def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True) -> None:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in

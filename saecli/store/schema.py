@@ -53,20 +53,14 @@ def hash_request(request: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a producer resumes after a shard.
+    """Where a producer resumes after a shard."""
 
-    Args:
-        cursor: the producer's record of where the block of the shard's last row begins; entries with a leading
-            underscore may differ between passes.
-        skip: kept rows of that block in this shard and the ones before it.
-    """
-
-    cursor: dict[str, Any]
-    skip: int
+    cursor: dict[str, Any]  # the producer's record of where the block of the shard's last row begins
+    skip: int  # kept rows of that block in this shard and the ones before it
 
     @property
     def position(self) -> tuple[dict[str, Any], int]:
-        """Cursor and skip without the entries that may differ between passes."""
+        """Cursor and skip without entries that may differ between passes, which have a leading underscore."""
         return {name: value for name, value in self.cursor.items() if not name.startswith("_")}, self.skip
 
 
@@ -109,36 +103,25 @@ class WorldRecord:
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """The contents of `store.json`.
+    """The contents of `store.json`."""
 
-    Args:
-        source: where the rows come from (model, layer, site, dataset, ...), free-form.
-        shard_rows: rows in every shard but the last, or the last of each rank.
-        chunk_rows: rows in a chunk; 0 for `rows_per_chunk`.
-        columns: names, out of `COLUMNS`, of the values stored with each row.
-        median_norm: the median norm of the first block's finite rows; None until there is a shard.
-        dropped, dropped_norms: number and norms of the rows dropped, by reason.
-        norm_quantiles: fraction -> quantile of the norms, within 0.87%.
-        ranks: each rank's rows and shards, where several write the store.
-    """
-
-    source: dict[str, Any]
+    source: dict[str, Any]  # where the rows come from (model, layer, site, dataset, ...), free-form
     request_hash: str
     dtype: str
     d_in: int
-    shard_rows: int
-    chunk_rows: int = 0
-    columns: tuple[str, ...] = ()
+    shard_rows: int  # in every shard but the last, or the last of each rank
+    chunk_rows: int = 0  # in a chunk; 0 for `rows_per_chunk`
+    columns: tuple[str, ...] = ()  # names, out of `COLUMNS`, of the values stored with each row
     max_norm_multiple: float | None = None
-    median_norm: float | None = None
+    median_norm: float | None = None  # of the first block's finite rows; None until there is a shard
     created: str = field(default_factory=now)
     complete: bool = False
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)  # number of rows, by reason
     dropped_norms: dict[str, Norms] = field(default_factory=dict)
     norms: Norms | None = None
-    norm_quantiles: dict[str, float] = field(default_factory=dict)
+    norm_quantiles: dict[str, float] = field(default_factory=dict)  # by fraction, within 0.87%
     shards: tuple[ShardRecord, ...] = ()
-    ranks: tuple[RankShards, ...] = ()
+    ranks: tuple[RankShards, ...] = ()  # where several write the store
     world: WorldRecord | None = None
     format_version: int = FORMAT_VERSION
 

@@ -135,23 +135,16 @@ def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """The byte offsets in a shard.
-
-    Args:
-        start: byte offset of the activations, whose chunks are consecutive, the last padded.
-        codes: byte offset, type and length of each dataset of true codes.
-        checked: (chunks,) whether a chunk's checksum has been verified.
-        file: inode, size and `ctime` of the file when this was read.
-    """
+    """The byte offsets in a shard."""
 
     rows: int
     chunk_rows: int
-    start: int
+    start: int  # of the activations, whose chunks are consecutive, the last padded
     columns: dict[str, int]
-    codes: dict[str, tuple[int, np.dtype, int]]
+    codes: dict[str, tuple[int, np.dtype, int]]  # offset, type and length of each dataset of true codes
     checksums: int
-    checked: np.ndarray
-    file: tuple[int, int, int]
+    checked: np.ndarray  # (chunks,) whether a chunk's checksum has been verified
+    file: tuple[int, int, int]  # its inode, size and `ctime` when this was read
 
 
 def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
@@ -215,9 +208,6 @@ class Chunks:
     """A store's chunks, by number within the store; of an unfinished store, those of its whole shards.
 
     Shards are memory-mapped when first read; thread-safe. Errors are StoreErrors that name the shard.
-
-    Attributes:
-        shard_starts: (shards + 1,) number of each shard's first row, then the number of rows in all.
     """
 
     # Each map holds a file descriptor, and many systems allow a process only 1024.
@@ -229,7 +219,7 @@ class Chunks:
         self.storage = DTYPES[meta.dtype].storage
         rows = np.array([shard.rows for shard in meta.shards], np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
-        self.shard_starts = np.concatenate([[0], np.cumsum(rows)])
+        self.shard_starts = np.concatenate([[0], np.cumsum(rows)])  # each one's first row, then their number
         self._files = [path / SHARDS / shard.file for shard in meta.shards]
         self._layouts: dict[int, Layout] = {}
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()

@@ -45,16 +45,11 @@ WHOLE = Part()
 
 @dataclass(frozen=True)
 class Source:
-    """Wanted rows of a store, as batches of float32 or of the storage dtype.
-
-    Args:
-        counts: (chunks,) number of wanted rows in each chunk.
-        kept: chunk number -> ascending indices of its wanted rows; None for all.
-    """
+    """Wanted rows of a store, as batches of float32 or of the storage dtype."""
 
     store: Chunks
-    counts: np.ndarray
-    kept: Callable[[int], np.ndarray | None]
+    counts: np.ndarray  # (chunks,) number of wanted rows in each chunk
+    kept: Callable[[int], np.ndarray | None]  # chunk number -> ascending indices of its wanted rows; None for all
     dtype: np.dtype
 
 

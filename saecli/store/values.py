@@ -18,20 +18,14 @@ PIECE_BYTES = 256 << 10  # converted at a time, in bytes of the source
 
 @dataclass(frozen=True)
 class StoredType:
-    """A number type on disk.
-
-    Args:
-        storage: NumPy dtype of the bytes; bfloat16 is kept as its bits in a uint16.
-        limit: largest float32 that stays finite in this type.
-        encode: (float32 array within the limit, storage array to fill); rounds to nearest even.
-        decode: (finite storage array, float32 array to fill), contiguous.
-    """
+    """A number type on disk."""
 
     name: str
-    storage: np.dtype
-    limit: float
+    storage: np.dtype  # of the bytes; bfloat16 is kept as its bits in a uint16
+    limit: float  # largest float32 that stays finite in this type
+    # (float32 array within the limit, storage array to fill); rounds to nearest even.
     encode: Callable[[np.ndarray, np.ndarray], None]
-    decode: Callable[[np.ndarray, np.ndarray], None]
+    decode: Callable[[np.ndarray, np.ndarray], None]  # (finite storage array, float32 array to fill), contiguous
 
     @property
     def hdf5(self) -> "h5py.h5t.TypeID":
@@ -118,17 +112,11 @@ OFFSET, INDEX, VALUE = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 
 @dataclass(frozen=True, eq=False)
 class SparseRows:
-    """Rows of a sparse matrix in CSR form; sliced and indexed like an array.
+    """Rows of a sparse matrix in CSR form; sliced and indexed like an array."""
 
-    Args:
-        offsets: row pointers, (R + 1,) int64 from 0.
-        indices: the feature of each entry, (n,) int32, ascending within a row.
-        values: (n,) float32, above 0.
-    """
-
-    offsets: np.ndarray
-    indices: np.ndarray
-    values: np.ndarray
+    offsets: np.ndarray  # row pointers, (R + 1,) int64 from 0
+    indices: np.ndarray  # the feature of each entry, (n,) int32, ascending within a row
+    values: np.ndarray  # (n,) float32, above 0
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -54,31 +54,20 @@ class World:
     a lot chose it among siblings that exclude each other. The Gaussians of a row are correlated:
     `factor e + sqrt(1 - |factor|^2) N(0, 1)` with e of R shared ones.
 
-    Args:
-        directions: d, (G, D), float32.
-        bias: (D,), float32.
-        firing_probabilities: of each feature, (G,), float32; in a world that SAELens saved, as recorded.
-        own_probabilities: the same if its parent always fired and no sibling excluded it, (G,), float32.
-        mean, std: of each feature's magnitude before it is cut at 0, (G,), float32.
-        factor: loadings of the shared Gaussians, (G, R), float32.
-        parents: the feature without which each does not fire, (G,), int32; -1 for none.
-        groups: number of the set of siblings that exclude each other, (G,), int32; -1 for none.
-        scaled: whether a feature's magnitude is multiplied by its parent's over its parent's mean, (G,), bool.
-
     Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
     Synthetic Data", 2026, arXiv:2602.14687; details as in SAELens 6.54, `sae_lens.synthetic`.
     """
 
-    directions: np.ndarray
-    bias: np.ndarray
-    firing_probabilities: np.ndarray
-    own_probabilities: np.ndarray
-    mean: np.ndarray
+    directions: np.ndarray  # d, (G, D), float32, as all to `factor`
+    bias: np.ndarray  # (D,)
+    firing_probabilities: np.ndarray  # of each feature, (G,); in a world that SAELens saved, as recorded
+    own_probabilities: np.ndarray  # the same if its parent always fired and no sibling excluded it, (G,)
+    mean: np.ndarray  # of each feature's magnitude before it is cut at 0, (G,)
     std: np.ndarray
-    factor: np.ndarray
-    parents: np.ndarray
-    groups: np.ndarray
-    scaled: np.ndarray
+    factor: np.ndarray  # loadings of the shared Gaussians, (G, R)
+    parents: np.ndarray  # the feature without which each does not fire, (G,), int32; -1 for none
+    groups: np.ndarray  # number of the set of siblings that exclude each other, (G,), int32; -1 for none
+    scaled: np.ndarray  # whether a feature's magnitude is multiplied by its parent's over its parent's mean, (G,), bool
 
     @property
     def features(self) -> int:

@@ -61,21 +61,19 @@ class Record:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """One SAE in training. `progress` is up to the last epoch kept, its rows up to now; `worst` the FVU above which
-    training has diverged; `begun` the SAE that training starts from, on normalised rows, its codes times `factor`;
-    `compared` its measures and the last one's; `pending` the reports since the last line of measures."""
+    """One SAE in training."""
 
     plan: Plan
     record: Record
     show: Step
     rows: TrainingRows
     solver: Solver
-    progress: Progress
-    worst: float
-    begun: SAE | None = None
+    progress: Progress  # up to the last epoch kept, its rows up to now
+    worst: float  # the FVU above which training has diverged
+    begun: SAE | None = None  # what training starts from, on normalised rows, its codes times `factor`
     factor: float = 1.0
-    compared: dict[str, Any] = field(default_factory=dict)
-    pending: list[StepReport] = field(default_factory=list)
+    compared: dict[str, Any] = field(default_factory=dict)  # its measures and the last one's
+    pending: list[StepReport] = field(default_factory=list)  # since the last line of measures
 
     @property
     def sae(self) -> SAE:
