@@ -116,11 +116,8 @@ class Bridge:
     def measure(self, rows: Rows, visited: "Visited", penalty: float | None = None) -> References:
         """Measure the SAE and all references on the same rows, (M, D), M > 0, with one SVD for each cell.
 
-        Rows that were fitted on flatter local PCA in small cells.
-
-        Args:
-            penalty: lambda of the variable rank, at least 0, in squared units of the rows; None: the one at which the
-                mean rank is the fixed one.
+        Rows that were fitted on flatter local PCA in small cells. `penalty`: lambda of the variable rank, at least 0,
+        in squared units of the rows; None: the one at which the mean rank is the fixed one.
         """
         total = spread(rows)
         means = self.kmeans.means_residual(rows, self.means.predict(rows))

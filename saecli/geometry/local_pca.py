@@ -87,13 +87,8 @@ def streamed_kmeans(sample: Rows, stream: Stream, counts: Sequence[int], seed: i
 
 
 def principal_components(rows: Rows) -> tuple[Rows, Rows]:
-    """All principal directions of rows about zero, (N, D), and the variance along each.
-
-    Returns:
-        Orthonormal directions (D, r) and variances (r,), over N, descending, float64, r = min(N - 1, D).
-
-    Cost: O(N D min(N, D)).
-    """
+    """All principal directions of rows about zero, (N, D), orthonormal, (D, r), and the variances along them, (r,),
+    over N, descending; float64, r = min(N - 1, D). Cost: O(N D min(N, D))."""
     r = max(0, min(len(rows) - 1, rows.shape[1]))
     if r == 0:
         return np.zeros((rows.shape[1], 0)), np.zeros(0)

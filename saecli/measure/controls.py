@@ -161,8 +161,10 @@ class _Work:
         else:
             for name, held in FIXED.items():
                 with self._noting(f"{name} is left out"):
-                    plan = replace(self.plan, solver=_solver(self.plan.solver, held), held=held)
-                    found.append(self._trained(name, plan))
+                    solver = self.plan.solver
+                    if held == "W_dec" and not isinstance(solver, Sgd):  # to solve for the decoder is to train it
+                        solver = Sgd(**{field.name: getattr(solver, field.name) for field in fields(SolverConfig)})
+                    found.append(self._trained(name, replace(self.plan, solver=solver, held=held)))
         documents = evaluated([self._measured(each, one.split, one.rows) for each in found], model, tokens,
                               self.listener)
         return [each.line(document) for each, document in zip(found, documents, strict=True)]
@@ -242,13 +244,6 @@ class _Work:
             yield
         except (MachineError, TrainingError) as error:
             self.notes.append(f"{what}: {error}")
-
-
-def _solver(solver: SolverConfig, held: str) -> SolverConfig:
-    """A fixed decoder takes descent: to solve for the decoder is to train it."""
-    if held == "W_enc" or isinstance(solver, Sgd):
-        return solver
-    return Sgd(**{field.name: getattr(solver, field.name) for field in fields(SolverConfig)})
 
 
 def demand_memory(rows: Sequence[RowSource]) -> None:

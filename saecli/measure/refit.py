@@ -74,7 +74,9 @@ def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
     tensors = {"W_dec": W_dec, "b_dec": b_dec}
     if state.skip is not None and sae.W_skip is not None:
         tensors["W_skip"] = sae.W_skip + state.skip.to(sae.W_dec)
-    return Refitted(sae.changed(None, **tensors), state, rows.rows, 1 - observed.fired.double().mean().item())
+    # Row-major, as from its file.
+    return Refitted(sae.changed(None, **tensors).copy_to(sae.W_enc.device), state, rows.rows,
+                    1 - observed.fired.double().mean().item())
 
 
 def _solved(sae: SAE, observed: Observed) -> DecoderState:
@@ -131,7 +133,7 @@ def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str
     listener = listening(progress)
     one = measured(Home.at(home), sae, data, "train", device, listener, target)
     rows = _training_rows(one) if data is None or isinstance(data, ActivationStore | Joined | str) else one.rows
-    return refitted(one.sae, rows, listener).sae.copy_to(one.sae.W_enc.device)  # row-major, as from a file
+    return refitted(one.sae, rows, listener).sae
 
 
 def refitted_run(run: SAELike = None, data: RowsLike = None, *, target: str | None = None, name: str | None = None,
@@ -151,8 +153,7 @@ def refitted_run(run: SAELike = None, data: RowsLike = None, *, target: str | No
     found = refitted(before.sae, rows, listener)
     seconds = time.monotonic() - began
     stores, source = before.stores, before.subject.name
-    sae = found.sae.copy_to(found.sae.W_enc.device)  # row-major, as from its file
-    saved = SavedSAE(sae, before.saved.origin | origin_of(stores, before.subject.split_seed))
+    saved = SavedSAE(found.sae, before.saved.origin | origin_of(stores, before.subject.split_seed))
     after = replace(before, subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
                     saved=saved)
     measures = evaluated([before, after], model, tokens, listener)

@@ -319,19 +319,16 @@ class SAE(Dictionary):
         return {name: getattr(self, name).detach() for name in names}
 
     def changed(self, activation: Activation | None = None, **tensors: Tensor) -> Self:
-        """The same with another activation or other tensors."""
+        """The same with other tensors, or with an activation: it then has the parameters of use, not of training."""
         new = self.tensors() | tensors
-        learned = {name: new.pop(name) for name in self._learned}
+        learned = {name: new[name] for name in (self._learned if activation is None else activation.parameters(1))}
         changed = type(self)(new["W_enc"], new["b_enc"], new["W_dec"], new["b_dec"], activation or self.activation,
                              learned, **self.parts | {"W_skip": new.get("W_skip")})
         changed.metadata = self.metadata
         return changed
 
     def without_training_parameters(self) -> Self:
-        """The same without the activation's `training_parameters`."""
-        kept = {name: getattr(self, name) for name in self.activation.parameters(1)}
-        return type(self)(self.W_enc, self.b_enc, self.W_dec, self.b_dec, self.activation, kept,
-                          **self.parts)
+        return self.changed(self.activation)
 
     def copy_to(self, *where: torch.device | torch.dtype | str) -> Self:
         """A copy on another device or in another dtype, row-major as from a file, for equal last bits."""

@@ -96,10 +96,7 @@ def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *,
         **options: `features` (G), `d_in` (D), `rows`, `seed`, `l0`, `zipf`, `hierarchy`, `correlation`; `dtype` and
             `shard_rows`. A saved world takes `rows`, `seed`, `dtype` and `shard_rows`.
 
-    Raises:
-        ConfigError: an option that is unknown, invalid, or has no effect here.
-        FormatError: the saved world cannot be read.
-        StoreError: the name is another store's, or the disk has no room.
+    Raises ConfigError for an option that is unknown, invalid, or has no effect here, and as `import_array`.
     """
     source, listener = str(source), listening(progress)
     if not is_world(source):

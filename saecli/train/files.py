@@ -107,11 +107,6 @@ class MetricsLog:
         self._file.close()
 
 
-@dataclass(frozen=True)
-class _Step:
-    step: int
-
-
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill."""
     path = folder / METRICS
@@ -124,8 +119,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     lines = []
     for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            parse_json(line, _Step)
-            lines.append(parse_json(line, dict[str, int | float | None]))
+            found = parse_json(line, dict[str, int | float | None])
+            if not isinstance(found.get("step"), int):
+                raise ValueError
+            lines.append(found)
         except ValueError as error:
             raise RunError(f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
                            f"{line[:60].decode(errors='replace')!r}; remove the line to go on without it") from error
@@ -180,8 +177,7 @@ class TrackioRun:
             self._run.finish()
 
 
-LOGS: tuple[Callable[[Logged], Log], ...] = (TrackioRun, WandbRun)
-TRACKERS = dict(zip(TRACKER_NAMES, LOGS, strict=True))
+TRACKERS: dict[str, Callable[[Logged], Log]] = dict(zip(TRACKER_NAMES, (TrackioRun, WandbRun), strict=True))
 
 
 def demand_trackers(names: str | None) -> None:

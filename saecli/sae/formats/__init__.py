@@ -98,8 +98,7 @@ def at_inference(sae: SAE) -> SAE:
     """A `gated` SAE as the `jumprelu` that it is without training; others as they are."""
     if not isinstance(sae.activation, Gated):
         return sae
-    thresholds = {"threshold": sae.activation.thresholds(sae.activation_parameters, sae.d_sae)}
-    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, JumpRelu(), thresholds, **sae.parts)
+    return sae.changed(JumpRelu(), threshold=sae.activation.thresholds(sae.activation_parameters, sae.d_sae))
 
 
 def stand_in(saved: SavedSAE) -> SavedSAE | None:

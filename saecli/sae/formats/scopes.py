@@ -1,8 +1,7 @@
 """Published suites: Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read.
 
 Gemma Scope: `params.npz`, a JumpReLU SAE or transcoder on raw activations; repository and folders alone name model,
-layer and site. SAEs of embeddings act on rows before Gemma scales them by sqrt(D), which is folded in here. The input
-of transcoders is before the norm's weight, which no site here is.
+layer and site. SAEs of embeddings act on rows before Gemma scales them by sqrt(D), which is folded in here.
 
 Gemma Scope 2: `config.json` and `params.safetensors`, SAEs and transcoders of Gemma 3, the skip applied as
 `x @ affine_skip_connection`. The config names hook points as Gemma 3's modules in transformers.
@@ -12,16 +11,14 @@ latents that read layer I alone, w_enc (D, F), and write to all n, w_dec (F, n, 
 tensors stacked in one `params.safetensors`, as the release's own class holds them, are read too. Here it is one SAE of
 n F latents on concatenated rows, whose encoder is zero outside its diagonal blocks.
 
-A `relu` is written with thresholds of zero, and a trained `batchtopk` with equal thresholds. Checked against what
-SAELens 6.54 reads (its loader `gemma_3`, which has no crosscoders).
+A `relu` is written with thresholds of zero, and a trained `batchtopk` with equal thresholds.
 
 Llama Scope has `hyperparams.json` and `checkpoints/final.safetensors`, JumpReLU SAEs and transcoders of Llama 3.1 8B.
 Weights act on rows scaled to a norm of about sqrt(D), `c_in * x` with c = `sqrt(d_model) /
 dataset_average_activation_norm`, and predict `c_out * y`. Both scales are folded into the weights here.
 
 `jump_relu_threshold` is one number, in units of the targets: a code z adds `z * W_dec / c_out` to the raw prediction,
-and fires if the norm of this exceeds the threshold, as in OpenMOSS' own code, which scales latents to unit decoder norm
-(`transform_to_unit_decoder_norm`) after folding the scales in. SAELens 6.54 takes decoder norms for one.
+and fires if the norm of this exceeds the threshold.
 
 The R1 distillations (`config.json`, `sae_weights.safetensors`) have a threshold for each latent and the norms with the
 weights. A latent fires if its code, or with `sparsity_include_decoder_norm` its code times its decoder norm, exceeds
@@ -30,9 +27,9 @@ the threshold in normalised units (`SparseAutoEncoder.encode` there).
 Single files of a ReLU SAE each: Goodfire's and qresearch's (`MODEL-SAE-l19.pth`, `.pt`), and Kissane et al.'s, of
 GPT-2's attention heads (`gpt2-small_L0_Hcat_z_....pt`).
 
-Qwen-Scope has `layerL.sae.pt` for each layer of a Qwen model, a state_dict of a TopK SAE of its residual stream. Its
-model card takes the k largest pre-activations with their signs: `topk` here, where SAELens 6.54 clips at zero. k and
+Qwen-Scope has `layerL.sae.pt` for each layer of a Qwen model, a state_dict of a TopK SAE of its residual stream. k and
 the model are in the repository's name, such as `Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_50`, or in a `config.json`.
+README.md says where other tools differ.
 """
 
 import math

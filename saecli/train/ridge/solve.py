@@ -87,11 +87,9 @@ class DecoderState:
 
 def solve(system: System, terms: Terms, factorisation: Factorisation | None = None,
           z: Tensor | None = None, effects: bool = False) -> DecoderState:
-    """The decoder that minimises the package's objective, jointly with c if there is a direction.
-
-    Args:
-        factorisation: its alpha replaces the terms'.
-        z: codes of some rows, or of all in the system's order, (n, F), for the degrees of freedom.
+    """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
+    `factorisation` replaces the terms'. `z`: codes of some rows, or of all in the system's order, (n, F), for the
+    degrees of freedom.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
     F^3 for the effects.
