@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import filter as matches_of
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -87,6 +90,17 @@ class Shelf:
         if isinstance(error := markers[chosen], SaeError):
             raise error
         return self.path / chosen
+
+    def matching(self, words: Sequence[str]) -> list[str]:
+        """The words, each once, with the names that match instead of a shell-style pattern, layer 2 before layer 10."""
+        names, found = self.names(), list[str]()
+        for word in words:
+            plain = word in names or not {*word} & {*"*?["}
+            if not (matched := [word] if plain else matches_of(names, word)):
+                raise self.error(f"no {self.noun} matches {word!r}; {self.instead_of(word)}")
+            found += sorted(matched, key=lambda name: [int(part) if part.isdecimal() else part
+                                                       for part in re.split(r"(\d+)", name)])
+        return list(dict.fromkeys(found))
 
     def instead_of(self, name: str) -> str:
         """Names similar to one that does not exist, else the newest, in words."""

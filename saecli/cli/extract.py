@@ -1,18 +1,20 @@
 from enum import Enum
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
-from ..base.options import options_of
+from ..base.options import Option, options_of
 from ..base.processes import communicator
 from ..extract.options import SITES, ExtractConfig
-from .options import Device, Given, Json, configured, start
+from .options import Device, Given, Json, configured, start, word_or_number
 
 Models = Annotated[list[str] | None, typer.Option(
     "--model", help=f"{options_of(ExtractConfig)['model'].help} Several with one tokenizer give one store each, of the "
                     "same tokens.", show_default=ExtractConfig.model, rich_help_panel=ExtractConfig.panel)]
-Layers = Annotated[list[int] | None, typer.Option(
-    "--layer", help="Block to read, from 0; can be given several times, for one store each.",
+Layers = Annotated[list[Any] | None, typer.Option(
+    "--layer", help="Block to read, from 0; can be given several times, for one store each; all: every block.",
+    parser=partial(word_or_number, Option("", choices=("all",)), int), metavar="all|INTEGER",
     show_default="the middle one, 12 of Gemma-2-2B's 26", rich_help_panel=ExtractConfig.panel)]
 Site = Enum("Site", [(site, site) for site in SITES], type=str)  # type: ignore[misc]  # Typer takes no list of Literal
 Sites = Annotated[list[Site] | None, typer.Option(
@@ -41,8 +43,9 @@ def command(ctx: typer.Context, options: Given, model: Models = None, layer: Lay
     from ..store.opening import stored
 
     session = start(ctx, json)
-    stores = extract(model, layer=layer or [], site=[one.value for one in site or []] or ["resid_post"], name=name,
-                     home=session.home.path, device=device, progress=session.console,
+    stores = extract(model, layer="all" if "all" in (layer or []) else layer or [],
+                     site=[one.value for one in site or []] or ["resid_post"], name=name, home=session.home.path,
+                     device=device, progress=session.console,
                      **{option: options.values[option] for option in options.given})
     if communicator().is_main:
         document = stored(stores)

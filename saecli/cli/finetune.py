@@ -52,4 +52,4 @@ def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, dat
                 folders = claimed_folders(session.home, names, stem, claims, processes)
                 jobs = [Job(folder, FinetuneRun(opened.stores, plan, now()), one, each.varied)
                         for folder, plan, one, each in zip(folders, plans, given, options, strict=True)]
-        trained(session, jobs, processes)
+        trained(session, [jobs], processes)

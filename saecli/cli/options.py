@@ -108,7 +108,7 @@ def _parameter(option: Option) -> Parameter:
     kind: Any = Literal[option.choices] if option.choices else option.kinds[0]
     if len(option.kinds) > 1:
         kind, numeric = str, next(kind for kind in option.kinds if kind is not str)
-        settings |= {"parser": functools.partial(_word_or_number, option, numeric),
+        settings |= {"parser": functools.partial(word_or_number, option, numeric),
                      "autocompletion": lambda: list(option.choices),
                      "metavar": option.metavar or f"{'|'.join(option.choices)}|{numeric.__name__.upper()}"}
     flag = flag_of(option.name)
@@ -121,7 +121,7 @@ def _parameter(option: Option) -> Parameter:
         annotation=Annotated[kind | None if option.default is None else kind, typer.Option(flag, **settings)])
 
 
-def _word_or_number(option: Option, numeric: type, text: str) -> str | int | float:
+def word_or_number(option: Option, numeric: type, text: str) -> str | int | float:
     if text in option.choices:
         return text
     try:
@@ -143,8 +143,8 @@ def _own_options(parameters: Mapping[str, Parameter]) -> dict[str, Option]:
                 if several := get_origin(kind) is list:
                     (kind,) = get_args(kind)
                 choices = get_args(kind) if get_origin(kind) is Literal else ()
-                found[name] = Option(info.help or "", name, (kind if kind in KINDS else str,), choices=choices,
-                                     several=several)
+                kinds = (int, str) if info.parser else (kind if kind in KINDS else str,)
+                found[name] = Option(info.help or "", name, kinds, choices=choices, several=several)
     return found
 
 
@@ -241,9 +241,14 @@ def home_of(ctx: typer.Context) -> Home:
 _RUN: dict[str, Any] = {"metavar": "RUN", "show_default": "the newest run", "autocompletion": run_names}
 Run = Annotated[str | None, typer.Argument(
     help="Run name, folder that holds an SAE, or user/repo/folder@revision on the Hugging Face hub.", **_RUN)]
+def _runs(ctx: typer.Context, names: list[str] | None) -> list[str]:
+    home = ctx.find_root().obj  # None during completion
+    return home.runs.matching(names or []) if home else names or []
+
+
 Runs = Annotated[list[str] | None, typer.Argument(
-    help="Run names, folders that hold an SAE, or user/repo/folder@revision on the Hugging Face hub.", **_RUN,
-    callback=lambda names: list(dict.fromkeys(names or ())))]
+    help="Run names or patterns such as 'mlp-*', folders that hold an SAE, or user/repo/folder@revision on the Hugging "
+         "Face hub.", **_RUN, callback=_runs)]
 OwnRun = Annotated[str | None, typer.Argument(help="Compare this finished run of sae train.", **_RUN)]
 Data = Annotated[list[str] | None, typer.Option(
     "--data", help="Activation store, by name or folder; for a crosscoder several, in order.",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -40,8 +40,11 @@ FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel
                    for name, one in options_of(ExtractConfig).items()
                    if name not in ("dtype", "batch_size", "shard_rows"))
 Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder.",
+    "--data", help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder; or "
+                   "with --each any, also by patterns such as 'mlp-*'.",
     show_default="the newest", autocompletion=store_names)]
+Each = Annotated[bool, typer.Option("--each", help="Train one SAE for each store of --data, one after the other; the "
+                                                   "same command again goes on.")]
 Target = Annotated[str | None, typer.Option(
     "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
     autocompletion=store_names)]
@@ -63,7 +66,7 @@ Solver = Annotated[SolverName, typer.Option("--solver", help="Training algorithm
 Act = Annotated[ActName, typer.Option(
     "--act", help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
                   "--k, has the least error, in 2 to 3 times the time.")]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the run.",
+Name = Annotated[str | None, typer.Option("--name", help="Name of the run; with --each, before the store's.",
                                           show_default="solver, activation and a number",
                                           autocompletion=lambda ctx: home_of(ctx).runs.unfinished())]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, else the newest unfinished one, from "
@@ -73,7 +76,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, e
 @configured(TrainingConfig, repeated=True, advanced={"init", "layer", "site"},
             more=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
 def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
-            data: Data = None, target: Target = None, init: Init = None, layer: Layer = None,
+            data: Data = None, each: Each = False, target: Target = None, init: Init = None, layer: Layer = None,
             site: Site = "resid_post", name: Name = None, resume: Resume = False, json: Json = False) -> None:
     """Train a sparse autoencoder from a store or a model.
 
@@ -87,11 +90,13 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     Options marked "..." can be given several times (--seed 0 --seed 1): one run per combination of their values,
     trained together from one reading of the rows, each with the same result as alone.
 
+    --data 'mlp-*' --each trains one SAE for each store with such a name, in one table; if one fails, the others go on.
+
     Example: sae train --solver pam-sgd --act topk --k 32
     """
     if not (resume or data or options[0].values["model"]):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
-    from ..train.runs import Job, claimed_folders, resumed_job
+    from ..train.runs import Job, claimed_folders, known_job, resumed_job
     from ..train.runs import run_names as names_of
     from ..train.start import Start
 
@@ -100,21 +105,29 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
         with nothing_begun(session):
             if resume:
                 demand_alone(ctx)
-                jobs = [resumed_job(session.home, name, session.console, claims, processes)]
+                groups = [[resumed_job(session.home, name, session.console, claims, processes)]]
             else:
-                names = names_of(name, [each.varied for each in options])
-                stores, rows_of = _rows(ctx, session, options[0], claims, processes)
+                names, groups = names_of(name, [one.varied for one in options]), []
+                of_rows = {one.name for one in FROM_MODEL}  # not kept with the run
                 begun = None if init is None else processes.broadcast_object(
                     lambda: Start.open(session.home, init, session.console))
                 if begun is not None and not is_given(ctx, "act"):
                     act = begun.activation
-                runs = [_planned(stores, rows_of, each, solver, act, begun) for each in options]
-                folders = claimed_folders(session.home, names, f"{solver}-{act}", claims, processes)
-                of_rows = {one.name for one in FROM_MODEL}  # not kept with the run
-                jobs = [Job(folder, run, {name: value for name, value in each.values.items()
-                                          if name in each.given - of_rows}, each.varied)
-                        for folder, run, each in zip(folders, runs, options, strict=True)]
-        trained(session, jobs, processes)
+                for chosen in _chosen(ctx, session):
+                    stores, rows_of = _rows(ctx, session, options[0], claims, processes, chosen)
+                    if each:
+                        names = names_of(f"{name or f'{solver}-{act}'}-{stores.name}", [one.varied for one in options])
+                    jobs = [Job(session.home.runs.path / str(own), _planned(stores, rows_of, one, solver, act, begun),
+                                {key: value for key, value in one.values.items() if key in one.given - of_rows},
+                                one.varied) for own, one in zip(names, options, strict=True)]
+                    known = [each and known_job(session.home, job, session.console, claims, processes) for job in jobs]
+                    new = [index for index, job in enumerate(known) if not job]
+                    folders = claimed_folders(session.home, [names[index] for index in new], f"{solver}-{act}", claims,
+                                              processes)
+                    groups += [[job] for job in known if job]
+                    groups += [[replace(jobs[index], folder=folder) for index, folder in zip(new, folders, strict=True)
+                                ]] * bool(new)
+        trained(session, groups, processes, each)
 
 
 @contextmanager
@@ -135,32 +148,47 @@ def demand_alone(ctx: typer.Context) -> None:
                           "run; leave it out", option=others[0])
 
 
-def trained(session: Session, jobs: Sequence[Job], processes: Communicator) -> None:
-    """Train runs in claimed folders, and print their results."""
+def trained(session: Session, groups: Sequence[Sequence[Job]], processes: Communicator, each: bool = False) -> None:
+    """Train runs in claimed folders, those of a group together, and print their results; with `each` as of several."""
     from ..show.tables import compared_tables, figures_table, results_table
     from ..train.runs import train_runs
 
-    documents, errors = train_runs(jobs, session.console, processes)
+    first, alone = groups[0][0], not each and sum(map(len, groups)) == 1
+    documents, errors = list[dict[str, Any]](), dict[str, Exception]()
+    for jobs in groups:
+        found, failed = train_runs(jobs, session.console, processes, alone)
+        documents += found
+        errors |= failed
     if processes.is_main:
         from ..show.pictures import loss_curves  # matplotlib takes a second to import
         from ..train.files import read_metrics
 
         for folder in (Path(document["path"]) for document in documents):
             loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-    alone = len(jobs) == 1
     session.console.result(documents[0] if alone else {"runs": documents},
-                           results_table(documents, [*jobs[0].varied]), *compared_tables(documents),
+                           results_table(documents, [*first.varied]), *compared_tables(documents),
                            *([figures_table(documents)] if documents else []),
                            f"saved in {documents[0]['path']}; loss.png there has its curves" if alone else
-                           f"saved in {jobs[0].folder.parent}; loss.png in each has its curves")
+                           f"saved in {first.folder.parent}; loss.png in each has its curves")
     for number, error in enumerate(errors.values(), 1):
         if number == len(errors):
             raise error
         session.console.note(error.sentence if isinstance(error, SaeError) else str(error))
 
 
-def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack,
-          processes: Communicator) -> tuple[Joined | Streamed, RowsOf]:
+def _chosen(ctx: typer.Context, session: Session) -> list[list[str]]:
+    """The names of stores, a list for each training."""
+    data = ctx.params["data"] or []
+    if not ctx.params["each"] or ctx.params["model"]:
+        return [data]
+    if ctx.params["target"] or not data:
+        raise ConfigError("--each trains on one store at a time: expected --data 'mlp-*' or the like and no --target, "
+                          f"got {'--target' if data else 'no --data'}; name the stores by --data", option="each")
+    return [[name] for name in session.home.stores.matching(data)]
+
+
+def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack, processes: Communicator,
+          data: Sequence[str]) -> tuple[Joined | Streamed, RowsOf]:
     """Stores, or a model that gives rows until `claims` is closed, and their training and test rows."""
     from ..extract.streaming import open_stream
     from ..store.opening import open_joined
@@ -172,12 +200,11 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
         if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
             raise ConfigError(f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out",
                               option=idle[0])
-        stores = processes.main_first(lambda: open_joined(session.home, ctx.params["data"] or [], ctx.params["target"],
-                                                          session.console))
+        stores = processes.main_first(lambda: open_joined(session.home, data, ctx.params["target"], session.console))
         for store in stores.all:
             checked_name(store.name, "the name of the store's folder")
         return stores, lambda training: (training.rows_of(stores), training.test_rows_of(stores))
-    if idle := sorted(given & {"data", "target", "fraction"}):
+    if idle := sorted(given & {"data", "each", "target", "fraction"}):
         raise ConfigError(f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave "
                           "one of them out, or store rows by `sae extract`", option=idle[0])
     if processes.world_size > 1:

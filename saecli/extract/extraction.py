@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -48,8 +48,8 @@ def extract(model: str | None = None, *, layer: int | None = None, site: str = "
 
 
 @overload
-def extract(model: str | None = None, *, layer: Sequence[int], site: str | Sequence[str] = "resid_post",
-            **options: Any) -> list[ActivationStore]: ...
+def extract(model: str | None = None, *, layer: Sequence[int] | Literal["all"],
+            site: str | Sequence[str] = "resid_post", **options: Any) -> list[ActivationStore]: ...
 
 
 @overload
@@ -58,11 +58,11 @@ def extract(model: str | None = None, *, layer: int | None = None, site: Sequenc
 
 
 @overload
-def extract(model: list[str], *, layer: int | Sequence[int] | None = None, site: str | Sequence[str] = "resid_post",
-            **options: Any) -> list[ActivationStore]: ...
+def extract(model: list[str], *, layer: int | Sequence[int] | Literal["all"] | None = None,
+            site: str | Sequence[str] = "resid_post", **options: Any) -> list[ActivationStore]: ...
 
 
-def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] | None = None,
+def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] | Literal["all"] | None = None,
             site: str | Sequence[str] = "resid_post", name: str | None = None, home: str | Path | None = None,
             device: str = "auto", progress: bool | Listener = False,
             **options: Any) -> ActivationStore | list[ActivationStore]:
@@ -73,8 +73,9 @@ def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] 
 
     Args:
         model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled.
-        layer: block to read, from 0; None for the middle one. A list of models with one tokenizer, of layers or of
-            sites gives a list of stores, one for each combination, filled in one pass with the same tokens row for row.
+        layer: block to read, from 0, or "all"; None for the middle one. A list of models with one tokenizer, of layers
+            or of sites gives a list of stores, one for each combination, filled in one pass with the same tokens row
+            for row.
         site: resid_post, resid_pre, mlp_in, mlp_out or attn_out.
         name: the store's name, for several stores their prefix; None: from model, layer, site and a hash of the
             options.
@@ -88,6 +89,8 @@ def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] 
     for one in sites:
         if one not in SITES:
             raise unknown_choice("site", one, SITES)
+    if isinstance(layer, str) and layer != "all":
+        raise ConfigError(f"--layer must be a number, a list of numbers, or all, got {layer!r}", option="layer")
     if name is not None:
         checked_name(name)
     names = [model] if isinstance(model, str) else model or []
@@ -100,7 +103,8 @@ def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] 
         config, source, text = settled(ExtractConfig(**options), options.keys(), where, processes)
         sources = [source, *map(find_model, names[1:])]
         demand_same_tokens(sources, config.window)
-        layers = [layer] if isinstance(layer, int) else layer or [source.default_layer()]
+        layers = [layer] if isinstance(layer, int) else (
+            range(source.layers) if isinstance(layer, str) else layer or [source.default_layer()])
         requests = store_requests(config, sources, text, layers, sites, name, Home.at(home).stores)
         folders += [request.folder for request in requests]
         there = processes.broadcast_object(lambda: {request.point for request in requests if finished_store(

@@ -162,10 +162,11 @@ FIGURES = {  # of a run, below its results, what a user can act on first; a solv
 
 
 def results_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()) -> RenderableType:
-    """The results of runs on the same rows, documents of `sae train --json`, with the options that differ."""
-    title = None if not documents else (
-        f"FVU and L0 on {counted(documents[0]['rows_test'], 'held-out row')}, dead latents on "
-        f"{counted(documents[0]['rows_counted'], 'training row')}")
+    """The results of runs, documents of `sae train --json`, with the options that differ."""
+    held_out, trained = ([counted(count, f"{kind} row") for count in {document[key] for document in documents}]
+                         for key, kind in (("rows_test", "held-out"), ("rows_counted", "training")))
+    title = "FVU and L0 on " + (f"{held_out[0]}, dead latents on {trained[0]}" if len(held_out) == len(trained) == 1
+                                else "held-out rows, dead latents on training rows") if documents else None
     options = [name for name in varied if name not in RESULTS]
     rows = []
     for document in documents:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base import interrupts
-from ..base.console import Listener, Step
+from ..base.console import Listener, Silent, Step
 from ..base.documents import RUN_VERSION, read_settings
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.files import appearing_whole, write_json
@@ -151,12 +151,20 @@ class RunRecord(Record):
 @dataclass(frozen=True)
 class Job:
     """A run to train in a claimed folder: `given` are the options of a new run, None for a resumed one; `varied` those
-    in which several runs differ."""
+    in which several runs differ; `result` that of a finished run, which stays as it is."""
 
     folder: Path
     run: Run
     given: Mapping[str, Any] | None = None
     varied: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] | None = None
+
+    def document(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """What `sae train --json` prints."""
+        stores, plan = self.run.stores, self.run.plan
+        return {"run": self.folder.name, "path": str(self.folder), "solver": plan.solver.name,
+                "act": plan.activation.name, "data": stores.name, "d_in": stores.d_in, "d_sae": plan.d_sae, **result,
+                **({"varied": dict(self.varied)} if self.varied else {})}
 
 
 def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
@@ -207,6 +215,23 @@ def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitSt
         return job
     start = communicator.broadcast_object(lambda: begun.again(home, listener))
     return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
+
+
+def known_job(home: Home, new: Job, listener: Listener, claims: ExitStack, communicator: Communicator) -> Job | None:
+    """The run that has the name of a new one, finished or to resume from its checkpoint; None if there is none.
+    RunError if its options are others."""
+    name, path = new.folder.name, new.folder / RUN_MARKER
+    document = communicator.broadcast_object(lambda: read_settings(path) if path.exists() else None)
+    if document is None or not (document["complete"] or communicator.broadcast_object(
+            (new.folder / CHECKPOINT).exists)):
+        return None
+    known = run_again(home, new.folder, document, Silent(), "go on with")
+    if known.options() != new.run.options():
+        raise RunError(f"there is a run named {name!r} already, with other options; give another --name")
+    if document["complete"]:
+        listener.note(f"{name}: finished already")
+        return replace(new, result=document["result"])
+    return replace(resumed_job(home, name, listener, claims, communicator), varied=new.varied)
 
 
 def unfinished_run(home: Home, name: str | None, listener: Listener, command: str) -> tuple[Path, dict[str, Any]]:
@@ -263,13 +288,15 @@ def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: L
     return run
 
 
-def train_runs(jobs: Sequence[Job], listener: Listener,
-               communicator: Communicator) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
+def train_runs(jobs: Sequence[Job], listener: Listener, communicator: Communicator,
+               alone: bool) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
     """Train runs, which differ only in numeric options of the SAE and its solver, to the end.
 
-    Returns the document that `sae train --json` prints for each run that did not fail, and with several runs the errors
-    of the others, by name. The error of a single run is raised.
+    Returns the document that `sae train --json` prints for each run that did not fail, and the errors of the others, by
+    name. The error of a run that is `alone`, or trained by several processes, is raised.
     """
+    if (result := jobs[0].result) is not None:
+        return [jobs[0].document(result)], {}
     try:
         for job in jobs:
             folder, run = job.folder, job.run
@@ -279,7 +306,7 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
             listener.note(f"{folder.name}: {run.summary}")
             for warning in doubts_at_start(run.plan):
                 listener.note(f"{folder.name}: warning: {warning}")
-        documents, errors = _trained(jobs, listener, communicator)
+        documents, errors = _trained(jobs, listener, communicator, alone or communicator.world_size > 1)
     except (KeyboardInterrupt, PeerError) as stop:
         interrupts.told(stop)
         for job in jobs:
@@ -298,12 +325,11 @@ def train_runs(jobs: Sequence[Job], listener: Listener,
     return documents, errors
 
 
-def _trained(jobs: Sequence[Job], listener: Listener,
-             communicator: Communicator) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
-    one = len(jobs) == 1
+def _trained(jobs: Sequence[Job], listener: Listener, communicator: Communicator,
+             alone: bool) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
     trainings: dict[str, Training] = {}
     errors: dict[str, Exception] = {}
-    title, total = ("training", jobs[0].run.plan.steps) if one else (f"training {len(jobs)} SAEs", None)
+    title, total = ("training", jobs[0].run.plan.steps) if len(jobs) == 1 else (f"training {len(jobs)} SAEs", None)
     with listener.progress(title, total, "steps") as show:
         steps: dict[str, float] = {}
 
@@ -319,13 +345,13 @@ def _trained(jobs: Sequence[Job], listener: Listener,
             try:
                 record = RunRecord(job.run, job.folder, listener) if communicator.is_main else Record()
                 shared = next((training.rows for training in trainings.values()), None)
-                trainings[name] = start_training(job.run.plan, record, show if one else step_of(name), len(jobs),
+                trainings[name] = start_training(job.run.plan, record, show if alone else step_of(name), len(jobs),
                                                  communicator, shared)
             except Exception as error:  # reported at the end, when the others have finished
-                if one:
+                if alone:
                     raise
                 errors[name] = error
-        loop = Loop([*trainings.values()], alone=one)
+        loop = Loop([*trainings.values()], alone=alone)
         try:
             saes = loop.train()
         except TrainingError as error:
@@ -342,10 +368,7 @@ def _trained(jobs: Sequence[Job], listener: Listener,
     if communicator.is_main:
         for job, result in zip(finished, results, strict=True):
             job.run.write(job.folder, result)
-    return [{"run": job.folder.name, "path": str(job.folder), "solver": plan.solver.name, "act": plan.activation.name,
-             "data": job.run.stores.name, "d_in": job.run.stores.d_in, "d_sae": plan.training.d_sae, **result,
-             **({} if one else {"varied": dict(job.varied)})}
-            for job, result in zip(finished, results, strict=True) for plan in [job.run.plan]], errors
+    return [job.document(result) for job, result in zip(finished, results, strict=True)], errors
 
 
 def _what_is_kept(training: Training) -> str:

@@ -61,6 +61,8 @@ def test_several_hook_points_hold_the_rows_of_each_alone(sae: CommandLine, model
         assert metas[1].source == {**metas[0].source, "beside": beside}
     again = sae(*words, "--site", "mlp_out", "--site", "resid_post", "--layer", "2", "--layer", "0").json["stores"]
     assert all(found["cached"] for found in again)
+    every = sae(*words, "--layer", "all", "--site", "resid_post", "--name", "all").json["stores"]
+    assert [found["name"] for found in every] == [f"all-l{layer}-resid_post" for layer in range(3)]
     assert {found["name"] for found in again} == {found["name"] for found in together}
     assert "same tokens as" in sae(*words[:-1], *SEVERAL).out
     assert sae(*words, "--layer", "0", "--layer", "0").json["cached"]  # one store, said as one

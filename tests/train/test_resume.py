@@ -100,6 +100,30 @@ def test_a_killed_command_resumed_equals_one_never_stopped(sae: CommandLine):
 
 
 @pytest.mark.slow
+def test_one_run_for_each_store_goes_on_after_a_kill_and_past_a_store_that_fails(sae: CommandLine):
+    for index, name in enumerate(["x-10", "x-2", "y"]):
+        make_store(sae.home, name, some_rows(1000, seed=index))
+    make_store(sae.home, "x-1", some_rows(1000) * np.float32(1e30))  # whose squares overflow
+    words = ["train", "--solver", "sgd", "--normalize", "none", "--epochs", "3", "--batch-size", "64", "--seed", "0",
+             "--seed", "1"]
+    signalled(sae.home, [*words, "--data", "x-*", "--each", "--name", "a"], "checkpoint.safetensors", 8)
+    ended = (sae.home / "runs" / "a-x-2-seed0" / "sae.safetensors").stat()
+    done = sae(*words, "--data", "x-*", "--each", "--name", "a", "--json")
+    names = [f"a-x-{store}-seed{seed}" for store in (2, 10) for seed in (0, 1)]
+    assert [run["run"] for run in done.json["runs"]] == names and done.status == 1
+    assert [run["varied"] for run in done.json["runs"]] == [{"seed": 0}, {"seed": 1}] * 2
+    assert "a-x-2-seed0: finished already" in done.err and "a-x-1-seed1: the loss became" in done.err
+    assert (sae.home / "runs" / "a-x-2-seed0" / "sae.safetensors").stat() == ended
+    for name, store in zip(names[1::2], ("x-2", "x-10"), strict=True):
+        sae(*words[:-4], "--seed", "1", "--data", store, "--name", f"alone-{store}")
+        assert_same_weights(sae.home, name, f"alone-{store}")
+    others = sae(*words, "--data", "x-*", "--each", "--name", "a", "--lr", "0.1")
+    assert others.status == 1 and "a run named 'a-x-2-seed0' already, with other options" in others.err
+    alike = sae("eval", "a-*seed1", "--json").json["runs"]
+    assert {run["run"] for run in alike} == set(names[1::2])
+
+
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_from_the_same_sae(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows(600))
     make_run(sae.home, "old", random_sae(TopK(k=3)))
