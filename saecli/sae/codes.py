@@ -24,7 +24,7 @@ DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
 PAIRS_FRACTION = 0.2  # pairs of entries over the Gram matrix' size up to which products are added pair by pair
 PAIRS, DEVICE_PAIRS = 1 << 19, 1 << 23  # pairs multiplied at a time, on a CPU and on a GPU
 CACHED_CODES = 1 << 18  # 1 MiB in float32
-PANEL, SPARSE_PANEL = 256, 1024  # columns of a Gram matrix at a time; wider panels pay off for sparse codes
+PANEL, SPARSE_PANEL = 256, 128  # columns of a Gram matrix at a time; a sparse block's must stay in a core's cache
 
 Prefixes = tuple[int, ...]  # numbers of leading latents, ascending, the last being F; empty if not nested
 
@@ -231,7 +231,7 @@ class SparseCodes(Codes):
 
     def dense(self) -> Tensor:
         flat = self.values.new_zeros(self.shape[0] * self.width)
-        return flat.scatter(0, self.rows * self.width + self.indices, self.values).view(self.shape)
+        return flat.scatter_(0, self.rows * self.width + self.indices, self.values).view(self.shape)
 
     def dense_rows(self, numbers: Tensor) -> Tensor:
         to = self.rows.new_full((len(self.offsets),), len(numbers))  # one row more, for all that are not wanted
@@ -307,10 +307,11 @@ class SparseCodes(Codes):
         elif gram.device.type != "cpu":
             DenseCodes(self.dense()).add_gram(gram)
         else:
-            z = self.dense()
+            z, (rows, values, offsets) = self.dense(), self._by_latent
             for begin in range(0, len(gram), SPARSE_PANEL):
-                end = begin + SPARSE_PANEL
-                gram[begin:, begin:end] += self.transposed_times(z[:, begin:end].contiguous())[begin:]
+                first, panel = int(offsets[begin]), z[:, begin:begin + SPARSE_PANEL].contiguous()
+                gram[begin:, begin:begin + SPARSE_PANEL] += embedding_bag(
+                    rows[first:], panel, offsets[begin:] - first, mode="sum", per_sample_weights=values[first:])
 
 
 def offsets_of(bags: Tensor, count: int) -> Tensor:
