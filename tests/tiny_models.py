@@ -44,10 +44,10 @@ def save_tokenizer(folder: Path, bos: bool) -> None:
                             unk_token="<unk>").save_pretrained(folder)
 
 
-def save_model(folder: Path, architecture: str, bos: bool = True) -> Path:
-    """A random model with weights large enough for its blocks to matter."""
+def save_model(folder: Path, architecture: Any, bos: bool = True, loader: Any = AutoModelForCausalLM) -> Path:
+    """A random model, by its name above or its configuration, with weights large enough for its blocks to matter."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[architecture]())
+    model = loader.from_config(CONFIGS[architecture]() if isinstance(architecture, str) else architecture)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

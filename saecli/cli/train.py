@@ -107,16 +107,16 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 demand_alone(ctx)
                 groups = [[resumed_job(session.home, name, session.console, claims, processes)]]
             else:
-                names, groups = names_of(name, [one.varied for one in options]), []
+                groups = []
                 of_rows = {one.name for one in FROM_MODEL}  # not kept with the run
                 begun = None if init is None else processes.broadcast_object(
                     lambda: Start.open(session.home, init, session.console))
                 if begun is not None and not is_given(ctx, "act"):
                     act = begun.activation
                 for chosen in _chosen(ctx, session):
+                    prefix = f"{name or f'{solver}-{act}'}-{Path(chosen[0]).name}" if each else name
+                    names = names_of(prefix, [one.varied for one in options])
                     stores, rows_of = _rows(ctx, session, options[0], claims, processes, chosen)
-                    if each:
-                        names = names_of(f"{name or f'{solver}-{act}'}-{stores.name}", [one.varied for one in options])
                     jobs = [Job(session.home.runs.path / str(own), _planned(stores, rows_of, one, solver, act, begun),
                                 {key: value for key, value in one.values.items() if key in one.given - of_rows},
                                 one.varied) for own, one in zip(names, options, strict=True)]

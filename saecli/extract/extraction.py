@@ -48,18 +48,9 @@ def extract(model: str | None = None, *, layer: int | None = None, site: str = "
 
 
 @overload
-def extract(model: str | None = None, *, layer: Sequence[int] | Literal["all"],
-            site: str | Sequence[str] = "resid_post", **options: Any) -> list[ActivationStore]: ...
-
-
-@overload
-def extract(model: str | None = None, *, layer: int | None = None, site: Sequence[str],
-            **options: Any) -> list[ActivationStore]: ...
-
-
-@overload
-def extract(model: list[str], *, layer: int | Sequence[int] | Literal["all"] | None = None,
-            site: str | Sequence[str] = "resid_post", **options: Any) -> list[ActivationStore]: ...
+def extract(  # type: ignore[overload-overlap]  # else a list
+        model: str | list[str] | None = None, *, layer: int | Sequence[int] | Literal["all"] | None = None,
+        site: str | Sequence[str] = "resid_post", **options: Any) -> list[ActivationStore]: ...
 
 
 def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] | Literal["all"] | None = None,

@@ -7,12 +7,14 @@ are loaded; the configuration stays the whole model's, so that they compute the 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from os.path import commonpath
 from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, modeling_utils
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, modeling_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from ..base.devices import moved
@@ -41,7 +43,8 @@ class LanguageModel:
                                     "trust_remote_code": False}
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
-        loader = AutoModelForCausalLM if head else AutoModel
+        loader: Any = AutoModel if not head else (
+            AutoModelForCausalLM if type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText)
         quiet = logging.get_verbosity()
         logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
         logging.disable_progress_bar()
@@ -65,7 +68,8 @@ class LanguageModel:
         if not hasattr(self.model.get_input_embeddings(), "weight"):
             raise ModelError(f"{source.name} reads no tokens: expected a causal language model, got a "
                              f"{type(self.model).__name__}; use another model")
-        self.size, self.blocks = outline.size, cast(nn.ModuleList, self.model.get_submodule(outline.path))
+        self.size, self._every = outline.size, outline.blocks
+        self.blocks = cast(nn.ModuleList, self.model.get_submodule(outline.path))
 
     @property
     def vocabulary(self) -> int:
@@ -136,7 +140,7 @@ class LanguageModel:
 
     def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
         """`intercepted` at a site of one of its blocks."""
-        return intercepted(self.blocks[layer], site, replace)
+        return intercepted(self.blocks[layer], site, replace, self._every)
 
 
 class SideBySide:
@@ -179,7 +183,7 @@ class Outline:
             self._whole = loader.from_config(source.config, **settings)
         self._source, self._settings = source, settings
         self.size = sum(parameter.numel() for parameter in self._whole.parameters())
-        self.path, self._blocks = blocks_of(self._whole, source.layers, source.name)
+        self.path, self.blocks = blocks_of(self._whole, source.layers, source.name)
 
     def load(self, blocks: int) -> Any:
         """The model with its weights, up to a number of blocks if no later block shares weights with the rest."""
@@ -200,7 +204,7 @@ class Outline:
         """Whether a block after the first ones has parameters that are used elsewhere too."""
         shared = {name for name, _ in self._whole.named_parameters(remove_duplicate=False)} - {
             name for name, _ in self._whole.named_parameters()}
-        own = {id(parameter) for parameter in self._blocks[blocks:].parameters()}
+        own = {id(parameter) for parameter in self.blocks[blocks:].parameters()}
         return any(id(self._whole.get_parameter(name)) in own for name in shared)
 
     def _needed(self) -> set[str]:
@@ -213,13 +217,18 @@ class Outline:
         return set(names[: last + 1])
 
 
-def blocks_of(model: nn.Module, layers: int, name: str) -> tuple[str, nn.ModuleList]:
-    """The transformer blocks of a model named `name`, and their path: its outermost module list of length `layers`."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return path, module
-    raise ModelError(f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
-                     f"layers in its configuration")
+def blocks_of(model: Any, layers: int, name: str) -> tuple[str, nn.ModuleList]:
+    """The transformer blocks of a model named `name`, and their path: of its module lists of length `layers` the one
+    nearest to the embedding of tokens, since an image encoder may have as many, and the outermost."""
+    modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
+    home = next((path for path, module in modules.items() if module is embedding), "").replace(".", "/")
+    found = {path: module for path, module in modules.items()
+             if isinstance(module, nn.ModuleList) and len(module) == layers}
+    if not found:
+        raise ModelError(f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
+                         f"layers in its configuration")
+    path = max(found, key=lambda path: len(commonpath([home, path.replace(".", "/")])))
+    return path, found[path]
 
 
 def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:
@@ -248,41 +257,57 @@ def _unmapped() -> Iterator[None]:
         vars(modeling_utils)["safe_open"] = safe_open
 
 
-def _module_at(block: nn.Module, site: str) -> tuple[nn.Module, bool]:
-    """The module whose output (or input, where the flag is set) is the site.
+# The first of these parts that a block has: its input is mlp_in, its output mlp_out or attn_out. Norms before the
+# residual stream come first (Gemma 2, GLM 4), then last layers, where attention or MLP return their sum with the
+# residual stream (BLOOM, MPT); fc1 and fc2 stand in blocks that have no module for the MLP (OPT).
+PARTS = {"mlp_in": ("mlp", "feed_forward", "ffn", "fc1"),
+         "mlp_out": ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.dense_4h_to_h", "ffn.down_proj", "mlp",
+                     "feed_forward", "ffn", "fc2"),
+         "attn_out": ("post_self_attn_layernorm", "self_attention.dense", "self_attn", "attention", "attn",
+                      "self_attention")}
 
-    Gemma-2 and its successors normalise the outputs of attention and MLP before adding them: the norms' are the sites.
-    """
-    is_input = site in ("resid_pre", "mlp_in")
-    if site in ("resid_pre", "resid_post"):
-        return block, is_input
-    mlp = ("mlp", "feed_forward", "ffn")  # in various architectures
-    names = {"mlp_in": mlp, "mlp_out": mlp, "attn_out": ("self_attn", "attention", "attn", "self_attention")}[site]
-    if site != "mlp_in" and hasattr(block, "post_feedforward_layernorm"):
-        names = ("post_feedforward_layernorm" if site == "mlp_out" else "post_attention_layernorm",)
-    for name in names:
-        if hasattr(block, name):
-            return getattr(block, name), is_input
-    raise ConfigError(f"--site {site} is unknown in {type(block).__name__}, which has no part named "
-                      f"{' or '.join(names)}; use resid_post or resid_pre", option="site")
+
+def _module_at(block: nn.Module, site: str) -> nn.Module | None:
+    """The module whose input (resid_pre, mlp_in) or output is the site; None if the block has none."""
+    parts = dict(block.named_modules())
+    normed = site == "attn_out" and "post_feedforward_layernorm" in parts
+    paths = ("post_attention_layernorm",) if normed else PARTS.get(site, ("",))  # "" is the block itself
+    return next((parts[path] for path in paths if path in parts), None)
 
 
 @contextmanager
-def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While open, forward passes replace the activations, (B, T, D), at a site of a block by `replace(activations)`."""
-    module, is_input = _module_at(block, site)
+def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor],
+                blocks: nn.ModuleList) -> Iterator[None]:
+    """While open, forward passes replace the activations, (B, T, D), at a site of a block by `replace(activations)`;
+    ConfigError, which names those of all `blocks` that have the site, if it has not."""
+    if (module := _module_at(block, site)) is None:
+        having = [str(layer) for layer, other in enumerate(blocks) if _module_at(other, site)]
+        raise ConfigError(
+            f"--site {site} is unknown in a {type(block).__name__}: expected "
+            f"{'attention' if site == 'attn_out' else 'an MLP'}, got {', '.join(dict(block.named_children()))}; use "
+            + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre"), option="site")
+    shape: list[int] = []
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shape[:] = (args[0] if args else kwargs["hidden_states"]).shape
+
+    def replaced(activations: Tensor) -> Tensor:
+        if activations.dim() > 3:
+            raise ConfigError(f"--site {site} of a {type(block).__name__} is not defined: expected activations (batch, "
+                              f"tokens, d_in), got {tuple(activations.shape)}; use another site", option="site")
+        rows = activations.reshape(*shape[-3:-1], -1)  # mixtures of experts and OPT flatten them to (B T, D)
+        return replace(rows).reshape(activations.shape)
 
     def on_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
-            return (replace(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": replace(kwargs["hidden_states"])}
+            return (replaced(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": replaced(kwargs["hidden_states"])}
 
     def on_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return (replace(output[0]), *output[1:]) if isinstance(output, tuple) else replace(output)
+        return (replaced(output[0]), *output[1:]) if isinstance(output, tuple) else replaced(output)
 
-    handle = (module.register_forward_pre_hook(on_input, with_kwargs=True) if is_input
-              else module.register_forward_hook(on_output))
-    try:
+    with ExitStack() as hooks:
+        hooks.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        hooks.callback((module.register_forward_pre_hook(on_input, with_kwargs=True)
+                        if site in ("resid_pre", "mlp_in") else module.register_forward_hook(on_output)).remove)
         yield
-    finally:
-        handle.remove()

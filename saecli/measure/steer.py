@@ -109,8 +109,8 @@ def _changed(model: nn.Module, one: Hooked, method: str, latents: list[int], sca
     with ExitStack() as hooks:
         hooks.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
         if one.read != one.written:
-            hooks.enter_context(intercepted(blocks[one.read.layer], one.read.site, read))
-        hooks.enter_context(intercepted(blocks[one.written.layer], one.written.site, write))
+            hooks.enter_context(intercepted(blocks[one.read.layer], one.read.site, read, blocks))
+        hooks.enter_context(intercepted(blocks[one.written.layer], one.written.site, write, blocks))
         yield
 
 
