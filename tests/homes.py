@@ -28,6 +28,10 @@ def some_rows(rows: int = 3000, d_in: int = D, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).normal(size=(rows, d_in)) + 1.5).astype(np.float32)
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def make_store(home: Path, name: str, rows: np.ndarray) -> np.ndarray:
     meta = StoreMeta(source={"kind": "array"}, request_hash=name, dtype="float32", d_in=rows.shape[1],
                      shard_rows=len(rows), chunk_rows=256)

@@ -84,8 +84,6 @@ def fvu(residual: float, total: float) -> float:
 
 @dataclass(frozen=True)
 class Bridge:
-    """The references, fitted."""
-
     sae: SAE  # between them
     train: Rows  # in memory, (any number, D)
     rows_fitted: int  # N, in memory or streamed

@@ -34,8 +34,6 @@ Window = tuple[float, float, float, float]  # left, right, bottom and top
 
 @dataclass(frozen=True)
 class Plane:
-    """A plane in the space of the rows."""
-
     origin: Tensor  # the point with coordinates (0, 0), (D,), float64
     basis: Tensor  # two orthonormal directions, (2, D), float64; where D = 1 the second is zero
 
@@ -115,8 +113,6 @@ def window_of(points: Tensor, held: Tensor) -> Window:
 
 @dataclass(frozen=True)
 class PlaneCells:
-    """The cells in a window of a plane."""
-
     window: Window  # in the plane's coordinates
     keys: Sequence[bytes]  # the key of each cell's support, as of `support_keys`, C of them
     kept: NDArray[np.int64]  # number of latents that each cell keeps, (C,)

@@ -141,8 +141,6 @@ class _Trained:
 
 @dataclass(frozen=True)
 class _Work:
-    """Trains and measures the controls of a run."""
-
     one: Measured  # the run's SAE and held-out rows
     plan: Plan  # of the run, without rows to measure after each epoch
     seeds: Sequence[int]  # of the trainings, the run's first

@@ -43,9 +43,7 @@ WORSE = 1.001  # FVU ratio above which the refit is worse
 
 @dataclass(frozen=True, eq=False)
 class Refitted:
-    """A refitted SAE, acting on raw rows."""
-
-    sae: SAE
+    sae: SAE  # acting on raw rows
     decoder: DecoderState  # relative to the direction T0; alpha is in units of the codes squared, times rows
     rows: int  # N
     dead_fraction: float  # of the latents, which fire on none of these rows

@@ -163,8 +163,6 @@ def _means(documents: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Matching:
-    """A one-to-one matching of two SAEs' latents."""
-
     first: NDArray[np.int64]  # latents of the first SAE, ascending, (M,)
     second: NDArray[np.int64]  # their counterparts, latents of the second SAE, (M,)
     cosine: NDArray[np.float64]  # `|cosine|` of the pair's decoder vectors, (M,), in [0, 1]

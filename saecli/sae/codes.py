@@ -126,7 +126,6 @@ class Codes(ABC):
         return self.map(Tensor.square).sums()
 
     def bytes(self) -> int:
-        """Memory that the codes take, in bytes."""
         return self.values.numel() * self.values.element_size()
 
 

@@ -53,7 +53,6 @@ class Batch:
 
     @classmethod
     def joined(cls, batches: Sequence[Self]) -> Self:
-        """Several batches as one."""
         x = torch.cat([batch.x for batch in batches])
         y = x if all(batch.y is batch.x for batch in batches) else torch.cat([batch.y for batch in batches])
         *before, size = accumulate((batch.size for batch in batches), initial=0)

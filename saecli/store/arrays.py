@@ -47,8 +47,6 @@ Index = tuple[int | slice, ...]  # of an array's first dimensions: integers, and
 
 @dataclass(frozen=True)
 class Array:
-    """One array in a file."""
-
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[Index], Any]  # the numbers there, in a form that NumPy can convert to float32
@@ -61,8 +59,6 @@ Arrays = dict[str, Callable[[], Array]]
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Rows to import."""
-
     shape: tuple[int, ...]  # (rows, features); or (documents, positions, features), or more dimensions of positions
     dtype: str  # the stored type that loses least: the array's own if "float16" or "bfloat16", else "float32"
     read: Callable[[Index], Any]  # rows, by index as in `Array`, with the array's own last dimensions

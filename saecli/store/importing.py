@@ -20,7 +20,6 @@ from .opening import DERIVED, filling, finished_store, told_when_stopped
 from .options import ImportConfig, SyntheticConfig
 from .reader import ActivationStore
 from .schema import COLUMNS, StoreMeta, WorldRecord, hash_request, rows_per_shard
-from .shard import demand_world
 from .shard_writer import Columns
 from .values import CODES, INDEX, OFFSET, VALUE
 from .worlds import SYNTHETIC, folder_of, is_saved_world, read_saelens, world_files, world_of
@@ -117,7 +116,7 @@ def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *,
         request = hash_request({**wanted, "dtype": dtype, "shard_rows": shape.shard_rows})
         folders.append(folder)
         if (there := finished_store(folder, request)) is not None:
-            demand_world(there.path, there.meta)
+            there.demand_world()
             return there
         world = read_saelens(source, config.seed) if saved else world_of(config)
         content = world.to_bytes()

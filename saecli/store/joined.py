@@ -37,15 +37,6 @@ class JoinedRows(RowSource):
     def as_stored(self) -> "JoinedRows":
         return JoinedRows(tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored())
 
-    def whole(self) -> "JoinedRows":
-        return JoinedRows(tuple(rows.whole() for rows in self.inputs), self.target and self.target.whole())
-
-    def order(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
-        return self.inputs[0].order(batch_size, seed=seed, epoch=epoch)
-
-    def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
-        return self.inputs[0].numbers(batch_size)
-
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
                 part: Part = WHOLE) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D + E), in the order of the first input alone; see `Rows.batches`."""

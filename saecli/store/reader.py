@@ -13,8 +13,9 @@ from typing import Any, Self
 import numpy as np
 
 from ..base.errors import ConfigError, StoreError
-from .schema import SHARDS, StoreMeta, read_meta
-from .shard import Chunks, demand_world, find_damage, read_layout, stored_statistics
+from ..base.files import file_sha256
+from .schema import SHARDS, WORLD_FILE, StoreMeta, read_meta
+from .shard import Chunks, find_damage, make_anew, read_layout, stored_statistics
 from .split import TEST_FRACTION, Deal, Split, Which
 from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
 from .values import CODES, SparseRows, Spread, stacked
@@ -100,9 +101,6 @@ class Rows(RowSource):
     def as_stored(self) -> "Rows":
         """The same rows, in batches of the storage dtype: bfloat16 as its bits, in uint16."""
         return Rows(self.store, self.split, self._counts, decoded=False)
-
-    def whole(self) -> "Rows":
-        return Rows.chosen(self.store, Split("all"))
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
                 part: Part = WHOLE, row_bytes: int | None = None) -> Iterator[np.ndarray]:
@@ -249,6 +247,18 @@ class ActivationStore(Chunks):
         """
         return Rows.chosen(self, Split(which, fraction, seed, test_fraction))
 
+    def demand_world(self) -> None:
+        """StoreError if `world.safetensors` is missing or damaged. Cost: reads the file."""
+        if self.meta.world is None:
+            return
+        path, expected = self.path / WORLD_FILE, self.meta.world.sha256
+        try:
+            got = file_sha256(path)
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror or error}; {make_anew(self.path)}") from error
+        if got != expected:
+            raise StoreError(f"{path} is damaged: expected SHA-256 {expected}, got {got}; {make_anew(self.path)}")
+
     def verify(self, show: Callable[[float], None] = lambda read: None) -> list[str]:
         return find_damage(self.path, self.meta, show)
 
@@ -257,7 +267,7 @@ class ActivationStore(Chunks):
         try:
             for shard in self.meta.shards:
                 read_layout(self.path / SHARDS / shard.file, self.meta, shard)
-            demand_world(self.path, self.meta)
+            self.demand_world()
         except StoreError as error:
             return [str(error)]
         return []

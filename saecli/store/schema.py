@@ -103,8 +103,6 @@ class WorldRecord:
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """The contents of `store.json`."""
-
     source: dict[str, Any]  # where the rows come from (model, layer, site, dataset, ...), free-form
     request_hash: str
     dtype: str

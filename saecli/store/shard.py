@@ -26,19 +26,8 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ..base.errors import StoreError
-from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, UNREADABLE
-from .schema import (
-    ACTIVATIONS,
-    CHECKSUM,
-    CHUNK_CHECKSUMS,
-    COLUMNS,
-    SHARDS,
-    STATISTICS,
-    WORLD_FILE,
-    ShardRecord,
-    StoreMeta,
-)
+from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, STATISTICS, ShardRecord, StoreMeta
 from .values import BINS, CODES, DTYPES, Column, Norms, SparseRows, Spread, Statistics
 
 if TYPE_CHECKING:
@@ -95,19 +84,6 @@ def _problem(store: Path, read: Callable[[int], None], record: ShardRecord) -> s
     if digest.hexdigest() == record.sha256:
         return None
     return str(damage(path, "SHA-256", record.sha256, digest.hexdigest()))
-
-
-def demand_world(store: Path, meta: StoreMeta) -> None:
-    """StoreError if `world.safetensors` is missing or damaged. Cost: reads the file."""
-    if meta.world is None:
-        return
-    path = store / WORLD_FILE
-    try:
-        got = file_sha256(path)
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}; {make_anew(store)}") from error
-    if got != meta.world.sha256:
-        raise StoreError(f"{path} is damaged: expected SHA-256 {meta.world.sha256}, got {got}; {make_anew(store)}")
 
 
 def open_shard(path: Path) -> io.FileIO:

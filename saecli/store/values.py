@@ -18,8 +18,6 @@ PIECE_BYTES = 256 << 10  # converted at a time, in bytes of the source
 
 @dataclass(frozen=True)
 class StoredType:
-    """A number type on disk."""
-
     name: str
     storage: np.dtype  # of the bytes; bfloat16 is kept as its bits in a uint16
     limit: float  # largest float32 that stays finite in this type

@@ -25,7 +25,6 @@ from ..base.files import appearing_whole
 from .options import SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE
-from .shard import demand_world
 from .values import SparseRows, offsets_of
 
 BLOCK_NUMBERS = 1 << 21  # Gaussians of a block: 8 MiB in float32
@@ -153,7 +152,7 @@ class World:
     @classmethod
     def of_store(cls, store: ActivationStore) -> Self:
         """The world of a store's rows; StoreError if its file is missing or damaged."""
-        demand_world(store.path, store.meta)
+        store.demand_world()
         return cls(**load_file(store.path / WORLD_FILE))
 
 

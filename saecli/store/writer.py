@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -54,9 +53,14 @@ class ClaimedStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        os.close(self._lock)
+    def __exit__(self, *failure: object) -> None:
+        try:
+            self._tidy_up()
+        finally:
+            os.close(self._lock)
+
+    def _tidy_up(self) -> None:
+        """Remove what is no whole store."""
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -110,15 +114,13 @@ class StoreWriter(ClaimedStore):
             os.close(lock)
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def _tidy_up(self) -> None:
         try:
             if self._shard:
                 self._shard.abandon()
         finally:
             if not self.meta.rows:
                 remove_empty(self.path)
-            super().__exit__(kind, error, trace)
 
     @property
     def cursor(self) -> dict[str, Any] | None:
@@ -329,22 +331,19 @@ class RankedStore(ClaimedStore):
             raise other_number(path, begun, world_size)
         return cls(path, there, lock)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        try:
-            if not self.meta.complete:
-                until = time.monotonic() + WAIT_SECONDS
-                for folder in sorted((self.path / RANKS).glob("*")):
-                    while time.monotonic() < until:
-                        try:
-                            os.close(lock_folder(folder))
-                            break
-                        except BlockingIOError:
-                            time.sleep(POLL_SECONDS)
-                if not saved_rows(self.path):
-                    remove_empty(self.path)
-        finally:
-            super().__exit__(kind, error, trace)
+    def _tidy_up(self) -> None:
+        if self.meta.complete:
+            return
+        until = time.monotonic() + WAIT_SECONDS
+        for folder in sorted((self.path / RANKS).glob("*")):
+            while time.monotonic() < until:
+                try:
+                    os.close(lock_folder(folder))
+                    break
+                except BlockingIOError:
+                    time.sleep(POLL_SECONDS)
+        if not saved_rows(self.path):
+            remove_empty(self.path)
 
     def begin(self, rows: Sequence[int], median_norm: float | None = None) -> None:
         """Record the number of rows that each rank is to store, and the median norm to drop rows by."""

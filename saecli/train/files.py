@@ -43,11 +43,9 @@ PROJECT = "saecli"  # of runs in Weights & Biases and trackio, unless the enviro
 
 @dataclass
 class Progress:
-    """Epochs and optimiser steps done, rows seen, seconds spent."""
-
-    epoch: int = 0
+    epoch: int = 0  # epochs done, as optimiser steps
     step: int = 0
-    rows: int = 0
+    rows: int = 0  # seen
     seconds: float = 0.0
 
 
@@ -90,8 +88,6 @@ class Log(Protocol):
 
 
 class MetricsLog:
-    """Appends to a run's `metrics.jsonl`."""
-
     def __init__(self, run: Logged) -> None:
         path = run.folder / METRICS
         kept = [line for line in read_metrics(run.folder) if line["step"] <= run.step]

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from threading import Event
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -80,8 +79,7 @@ class LiveRows(RowSource):
             self._listener.note(f"rows are normalised as the first {self.ready:,} are")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._opened.close()
 
     @property

@@ -4,7 +4,7 @@ Shapes: N rows, n sampled, B in a batch, D = d_in, E the width of targets next t
 """
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from ..base.devices import carried, moved
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
-from ..store.joined import JoinedRows
+from ..store.joined import Joined
 from ..store.reader import RowSource
 from ..store.stream import WHOLE, Part
 from ..store.values import Spread
@@ -154,16 +154,16 @@ class HeldRows:
     """
 
     def __init__(self, rows: RowSource, device: torch.device) -> None:
-        self._rows, self._device = JoinedRows(rows.inputs, rows.target), device
+        self._rows, self._device = rows, device
         self.rows, self.d_in, self.d_target = rows.rows, rows.d_in, rows.d_target
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[Tensor]:
         assert part == WHOLE, "several processes read their parts from the stores"
-        return self._gathered(self._rows.order(batch_size, seed=seed, epoch=epoch))
+        return self._gathered(self._rows.inputs[0].order(batch_size, seed=seed, epoch=epoch))
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[Tensor]:
         assert part == WHOLE, "several processes read their parts from the stores"
-        return self._gathered(self._rows.numbers(batch_size))
+        return self._gathered(self._rows.inputs[0].numbers(batch_size))
 
     def _gathered(self, numbers: Iterator[np.ndarray]) -> Iterator[Tensor]:
         for batch in numbers:
@@ -172,7 +172,7 @@ class HeldRows:
     @cached_property
     def _held(self) -> Tensor:
         """All rows of the stores, (N, D + E)."""
-        whole = self._rows.whole().as_stored()
+        whole = Joined.of(self._rows).split("all").as_stored()
         size = max(1, READ_BYTES * whole.rows // held_bytes(self._rows))
         held, begin = torch.empty(0), 0
         for batch in carried(whole.sequential(size), self._device):
@@ -210,15 +210,8 @@ class TrainingRows:
     def shuffled(self, epoch: int) -> Generator[Batch, None, None]:
         """Every row once, in an order that is a pure function of seed and epoch."""
         part = part_of(self.communicator)
-        own = self._batches(epoch, part)
-        if part == WHOLE:
-            yield from (Batch.of(rows, self.d_in) for rows in own)
-            return
-        for begin in range(0, self.rows, self.batch_size):
-            size = min(self.batch_size, self.rows - begin)
-            first, stop = part.of(size)
-            rows = next(own) if stop > first else self._empty
-            yield Batch.of(rows, self.d_in, size, torch.arange(first, stop))
+        yield from self._in_all(self._batches(epoch, part), self.batch_size,
+                                lambda number, size: torch.arange(*part.of(size)))
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
         """`count` of the rows once, in larger batches: all in stored order, or the first in shuffled order `number`."""
@@ -267,22 +260,24 @@ class TrainingRows:
     def _sequential(self) -> Iterator[Batch]:
         """Every row once, in stored order; each batch is in one process, and empty in the others."""
         part = part_of(self.communicator)
-        own = self._normalised(self.stored.sequential(SUMMED_ROWS, part))
-        if part == WHOLE:
+        first, stop = part.of(math.ceil(self.rows / SUMMED_ROWS))
+        return self._in_all(self._normalised(self.stored.sequential(SUMMED_ROWS, part)), SUMMED_ROWS,
+                            lambda number, size: None if first <= number < stop else torch.arange(0))
+
+    def _in_all(self, own: Iterator[Tensor], batch_size: int,
+                index: Callable[[int, int], Tensor | None]) -> Iterator[Batch]:
+        """All batches of a pass, given this process' rows of them and, by number and size, their `Batch.index`."""
+        if self.communicator.world_size == 1:
             yield from (Batch.of(rows, self.d_in) for rows in own)
             return
-        first, stop = part.of(math.ceil(self.rows / SUMMED_ROWS))
-        for block, begin in enumerate(range(0, self.rows, SUMMED_ROWS)):
-            size, here = min(SUMMED_ROWS, self.rows - begin), first <= block < stop
-            rows = next(own) if here else self._empty
-            yield Batch.of(rows, self.d_in, size, None if here else torch.arange(0))
+        empty = self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
+        for number, begin in enumerate(range(0, self.rows, batch_size)):
+            size = min(batch_size, self.rows - begin)
+            here = index(number, size)
+            yield Batch.of(next(own) if here is None or len(here) else empty, self.d_in, size, here)
 
     def _batches(self, epoch: int, part: Part = WHOLE) -> Iterator[Tensor]:
         return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, part=part))
-
-    @property
-    def _empty(self) -> Tensor:
-        return self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
         mean = self.normalisation.mean

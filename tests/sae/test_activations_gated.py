@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from homes import normal
 from solver_problems import RowsInMemory, sparse_mixture, started, trained
-from torch import Tensor
 
 from saecli.sae.activations import Gated
 from saecli.sae.codes import Codes, DenseCodes, SparseCodes
@@ -13,10 +13,6 @@ from saecli.sae.dictionary import SAE, Batch, Coupled, Dictionary
 from saecli.train.options import PamSgd, Sgd, SolverConfig
 
 B, F, D, WEIGHT, PRESSURE = 40, 60, 12, 0.7, 1.7
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def gated(shift: float = 0.0, **parts: object) -> SAE:

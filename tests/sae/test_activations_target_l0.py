@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from homes import normal
 from solver_problems import RowsInMemory, sparse_mixture, started, trained
 from torch import Tensor
 
@@ -17,10 +18,6 @@ from saecli.train.start import initial_sae
 B, F, D, L = 40, 60, 12, 5.0
 AIM, MULTIPLIER = 7.0, 0.4
 SOLVERS = [Sgd(), PamSgd(release=0.3)]
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def parameters() -> dict[str, Tensor]:

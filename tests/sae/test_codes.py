@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from homes import normal
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation, JumpRelu
@@ -15,10 +16,6 @@ B, D, F = 30, 7, 50
 BANDWIDTH = 0.5
 KEPT = {"few": 2, "many": 20}  # latents that each row keeps
 DENSITIES = [0.0, 0.02, 0.08, 0.5, 1.0]
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def matrix(density: float) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import PREFIXES, CommandLine, D, F, make_store, nested_rows, nested_sae
+from homes import PREFIXES, CommandLine, D, F, make_store, nested_rows, nested_sae, normal
 
 import saecli
 from saecli.base.errors import FormatError
@@ -16,10 +16,6 @@ from saecli.sae.codes import DenseCodes
 from saecli.sae.dictionary import Batch
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.show.measures import read_measures
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("density", [0.05, 1.0])

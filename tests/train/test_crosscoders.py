@@ -91,15 +91,6 @@ def test_one_place_is_the_sae_to_the_bit(sae, home):
     assert same(one, other)
 
 
-@pytest.mark.slow
-def test_a_place_on_another_scale_is_learned_as_well(sae, home):
-    document = sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *QUICK, "--name", "run").json
-    (found,) = sae("sparsity", "run", "--json").json["runs"]
-    first, second = (place["fvu"] for place in found["places"])
-    assert 1 / 3 < first / second < 3
-    assert document["final"]["test_fvu"] == pytest.approx(second, rel=0.05)  # nearly all of the variance is its
-
-
 def crosscoder(widths: tuple[int, ...] = (5, 3)) -> SAE:
     generator = torch.Generator().manual_seed(0)
     d, F = sum(widths), 12

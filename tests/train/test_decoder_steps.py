@@ -6,16 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from homes import grid
-from solver_problems import (
-    F,
-    RowsInMemory,
-    one_epoch,
-    solve_decoder,
-    sparse_mixture,
-    started,
-    task_of,
-    trained,
-)
+from solver_problems import F, RowsInMemory, one_epoch, solve_decoder, sparse_mixture, started, task_of, trained
 
 from saecli.sae.activations import Relu, SoftTopK, TopK
 from saecli.sae.dictionary import Batch

@@ -84,18 +84,6 @@ def test_decoder_step_at_the_start_only_lowers_the_error(sae: CommandLine):
 
 
 @pytest.mark.slow
-def test_training_goes_on_from_where_an_sae_is(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    words = ("train", "--solver", "sgd", "--act", "topk", "--k", "3", "--d-sae", "20", "--json")
-    first = sae(*words, "--steps", "300", "--name", "first").json["final"]["test_fvu"]
-    briefly = ("--steps", "30", "--lr", "1e-3")
-    anew = sae(*words, *briefly).json["final"]["test_fvu"]
-    for solver in ("sgd", "pam-sgd"):
-        on = sae("train", "--init", "first", "--solver", solver, *briefly, "--json").json["final"]["test_fvu"]
-        assert on < 1.01 * first < 0.8 * anew
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("old", "words", "parameters"), [
     (Relu(), ("--act", "topk", "--k", "3"), {}),
     (TopK(k=3), ("--act", "jumprelu", "--target-l0", "4"), {"threshold"}),
@@ -215,18 +203,6 @@ def test_only_latents_that_fire_on_no_row_are_revived_before_training():
     count = training.solver.revived
     Loop([training]).train()
     assert count == training.solver.revived == dead > 1
-
-
-def test_a_runs_config_repeats_it(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows(600))
-    make_run(sae.home, "old", random_sae(TopK(k=3)))
-    words = ("--data", "rows", "--init", "old", "--epochs", "2", "--batch-size", "64", "--inner-steps", "2")
-    assert sae("train", *words, "--name", "first").status == 0
-    config = sae.home / "runs" / "first" / "config.toml"
-    assert json.loads((sae.home / "runs" / "first" / "run.json").read_text())["init"]["name"] == "old"
-    done = sae("train", "--config", config, "--name", "second")
-    assert done.status == 0
-    assert_same_weights(sae.home, "first", "second")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from homes import normal
 from solver_problems import F, RowsInMemory, one_epoch, solve_decoder, sparse_mixture, started, trained
 from torch import Tensor
 
@@ -18,10 +19,6 @@ from saecli.train.solver import Solver
 from saecli.train.start import HIGHEST_RATE, fitted_learning_rate
 
 DEAD = [2, 5]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def generator(seed: int = 0) -> torch.Generator:
