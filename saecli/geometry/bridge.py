@@ -55,8 +55,7 @@ class OwnCells:
 
 @dataclass(frozen=True)
 class References:
-    """FVU of an SAE and of its references on the same rows; `variable_rank_lambda` is the cost per row of a dimension,
-    in squared units of the rows, `variable_rank_mean` the directions, mean over the training rows."""
+    """FVU of an SAE and of its references on the same rows."""
 
     kmeans_fvu: float
     sae_fvu: float
@@ -65,8 +64,8 @@ class References:
     kmeans_cells: int
     local_pca_cells: int
     local_pca_rank: int
-    variable_rank_lambda: float
-    variable_rank_mean: float
+    variable_rank_lambda: float  # cost per row of a dimension, in squared units of the rows
+    variable_rank_mean: float  # directions, mean over the training rows
     own_cells: OwnCells
     rows_fitted: int
     rows_measured: int

@@ -63,8 +63,7 @@ class PowerDiagram:
 
 @dataclass(frozen=True)
 class KthOrderDiagram:
-    """The K-th order power diagram with the cells of an SAE that keeps the K largest; site s belongs to latent
-    `s % F`."""
+    """The K-th order power diagram with the cells of an SAE that keeps the K largest; site s is of latent `s % F`."""
 
     diagram: PowerDiagram
     activation: Largest

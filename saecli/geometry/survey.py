@@ -244,8 +244,7 @@ class Survey:
 
     @torch.no_grad()
     def rank_measures(self) -> dict[str, Any]:
-        """The distribution of the rank of the SAE's map over the cells of at most 100 rows; `full`: the fraction that
-        has rank min(|S|, D)."""
+        """The rank of the SAE's map over the cells of at most 100 rows; `full`: the fraction of rank min(|S|, D)."""
         some = torch.from_numpy(spread_out(self.sample.rows, RANK_ROWS))
         supports = torch.unique(self.cells.supports(self.cells.pre_activations(some)), dim=0)
         ranks = np.array([rank(self.cells.sae, support.nonzero()[:, 0]) for support in supports])

@@ -60,8 +60,7 @@ class Conversion:
 
 
 def converted(saved: SavedSAE, to: str, held_out: Callable[[], Measured], listener: Listener) -> Conversion:
-    """Convert an SAE to a format; if that takes a stand-in, measure the difference on held-out rows, which `held_out`
-    opens."""
+    """Convert an SAE to a format; if that takes a stand-in, measure the difference on rows that `held_out` opens."""
     lacking, instead = FORMATS[to].lacks(saved), stand_in(saved)
     if lacking is None:
         return Conversion(to, saved)

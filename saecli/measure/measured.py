@@ -208,8 +208,7 @@ def by_rows(everything: Sequence[Measured]) -> list[list[int]]:
 
 
 def _compare_hook_points(name: str, origin: Mapping[str, Any], stores: Joined, listener: Listener) -> None:
-    """Warn if an SAE was trained on other hook points than these stores hold; refuse a crosscoder's stores in another
-    order."""
+    """Warn if an SAE was trained on other hook points than the stores hold; refuse a crosscoder's in another order."""
     (wanted, wanted_target), (got, got_target) = _hook_points(origin), _hook_points(stores.origin)
     models = [Path(one["model"]).name for one in (origin, stores.origin) if one.get("model")]
     if len(wanted) > 1 and wanted != got and sorted(wanted) == sorted(got):

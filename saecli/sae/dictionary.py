@@ -127,8 +127,7 @@ class Parts(TypedDict, total=False):
 
 
 class Dictionary(Module, ABC):
-    """Encoder, activation and decoder bias; subclasses define W_dec. Tensors are parameters, frozen until
-    `requires_grad_`."""
+    """Encoder, activation and decoder bias; subclasses define W_dec. Parameters are frozen until `requires_grad_`."""
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
 
@@ -290,15 +289,14 @@ class Dictionary(Module, ABC):
 
 
 class SAE(Dictionary):
-    """A sparse autoencoder, transcoder or crosscoder on raw activations; `metadata` has the settings of its run and
-    its hook point, as far as known."""
+    """A sparse autoencoder, transcoder or crosscoder on raw activations."""
 
     W_dec: Tensor  # (F, E)
 
     def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
                  activation_parameters: Parameters | None = None, **parts: Unpack[Parts]) -> None:
         super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, **parts)
-        self.metadata: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}  # the settings of its run and its hook point, as far as known
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
     @property

@@ -84,8 +84,7 @@ def registry_hint(text: str, asks: bool = True) -> str:
 
 
 def _release(name: str) -> dict[str, Any]:
-    """A release in the registry; empty without. It is found in the text, as parsing all takes a second, and importing
-    SAELens several."""
+    """A release in the registry, else empty; found in its text, as parsing it or importing SAELens takes seconds."""
     spec = find_spec("sae_lens")
     if spec is None or spec.origin is None or not re.fullmatch(_PART, name):
         return {}

@@ -25,8 +25,7 @@ PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pix
 
 
 def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Draw learning curves: FVU and L0 against the step, for training batches and held-out rows, given for each name
-    the lines of `metrics.jsonl`."""
+    """Draw FVU and L0 of training batches and held-out rows by step, given for each name its `metrics.jsonl`."""
     # Rounded, since the averages of batches may be 15.999999999999998 for 16.
     counts = [{round(value, 1) for key in ("batch_l0", "test_l0") for _, value in curve(rows, key)}
               for rows in runs.values()]

@@ -154,8 +154,7 @@ def _folder(home: str | Path | None, name: str | None, derived: str) -> Path:
 
 
 def _check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
-    """Refuse rows, of `more` bytes besides the activations, that the disk has no room for: a header can claim any
-    number."""
+    """Refuse rows, of `more` bytes besides the activations, for which the disk lacks room: a header may lie."""
     if (folder / STORE_MARKER).exists():
         store = ActivationStore.open(folder)
         rows = 0 if store.complete else rows - store.rows

@@ -205,10 +205,9 @@ def _check_batch_size(batch_size: int) -> None:
 
 
 class ActivationStore(Chunks):
-    """A store open for reading; of an unfinished one, the whole shards. `cached`: the command that would make it found
-    it finished."""
+    """A store open for reading; of an unfinished one, the whole shards."""
 
-    cached = False
+    cached = False  # whether the command that would make it found it finished
 
     def __init__(self, path: Path, meta: StoreMeta, homed: bool = True) -> None:
         super().__init__(path, meta)

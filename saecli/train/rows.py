@@ -36,12 +36,11 @@ EXACT = 1e-13  # fraction of the targets' square up to which an error is roundin
 
 @dataclass(frozen=True)
 class Normalisation:
-    """`(x - mean) / scale`, of rows with their targets next to them; mean and scale are (D + E,). `variance` is the
-    mean squared distance of normalised training targets from their mean."""
+    """`(x - mean) / scale`, of rows with their targets next to them."""
 
-    mean: Tensor
+    mean: Tensor  # (D + E,), as scale
     scale: Tensor
-    variance: Tensor
+    variance: Tensor  # mean squared distance of normalised training targets from their mean
     d_in: int
 
     def tensors(self) -> dict[str, Tensor]:
@@ -190,13 +189,12 @@ def held_bytes(rows: RowSource) -> int:
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Normalised rows in batches, on the device of the normalisation, where `stored` rows may be already; `seed` of
-    their order. The communicator's processes each take a part of each batch."""
+    """Normalised rows in batches, on the device of the normalisation; each process takes a part of each batch."""
 
-    stored: RowSource | HeldRows
+    stored: RowSource | HeldRows  # which may be on that device already
     normalisation: Normalisation
     batch_size: int
-    seed: int
+    seed: int  # of their order
     communicator: Communicator = ALONE
 
     @property

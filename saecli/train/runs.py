@@ -150,14 +150,13 @@ class RunRecord(Record):
 
 @dataclass(frozen=True)
 class Job:
-    """A run to train in a claimed folder: `given` are the options of a new run, None for a resumed one; `varied` those
-    in which several runs differ; `result` that of a finished run, which stays as it is."""
+    """A run to train in a claimed folder."""
 
     folder: Path
     run: Run
-    given: Mapping[str, Any] | None = None
-    varied: Mapping[str, Any] = field(default_factory=dict)
-    result: Mapping[str, Any] | None = None
+    given: Mapping[str, Any] | None = None  # the options of a new run; None for a resumed one
+    varied: Mapping[str, Any] = field(default_factory=dict)  # options in which several runs differ
+    result: Mapping[str, Any] | None = None  # of a finished run, which stays as it is
 
     def document(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """What `sae train --json` prints."""

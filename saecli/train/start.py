@@ -94,12 +94,11 @@ def fitted_learning_rate(batch: Tensor, firings: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """The SAE that a training starts from: its name, path or address, its `fingerprint`, and the SAE, acting on raw
-    rows; None if training resumes from a checkpoint."""
+    """The SAE that a training starts from."""
 
-    name: str
-    hash: str
-    sae: SAE | None
+    name: str  # or path, or address
+    hash: str  # its `fingerprint`
+    sae: SAE | None  # acting on raw rows; None if training resumes from a checkpoint
 
     @classmethod
     def open(cls, home: Home, sae: SAE | str | Path, listener: Listener) -> Self:

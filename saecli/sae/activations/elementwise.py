@@ -1,5 +1,4 @@
-"""Activations whose latents switch independently: relu, jumprelu, gated, batchtopk, swish. Shapes: B rows, F = d_sae.
-"""
+"""Activations whose latents switch independently: relu, jumprelu, gated, batchtopk, swish. Shapes as in `base.py`."""
 
 from __future__ import annotations
 
