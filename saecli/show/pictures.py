@@ -19,7 +19,8 @@ from ..sae.metrics import DENSE_FREQUENCY, Firing
 from .measures import curve, frequency_edges, l0_bins, probe_of
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
 
-BINS = 60
+BINS = 40
+GROUPS = 10  # of latents of like frequency
 NAMED = 40  # characters of a run's name in a picture's: a whole path may be too long for a file name
 PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pixels
 
@@ -189,10 +190,6 @@ def frontier(path: Path | None, points: Mapping[str, tuple[float, float, str, bo
             labels.append("hollow: beaten by another run")
         legend_below(drawn, handles, labels)
     return drawn
-
-
-BINS = 40
-GROUPS = 10  # of latents of like frequency
 
 
 class _Curve(NamedTuple):
