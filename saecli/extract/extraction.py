@@ -26,6 +26,7 @@ from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, hash_request, rows_per_shard
 from ..store.shard_writer import Admission
 from ..store.writer import RankedStore, StoreWriter, joining_began, other_number, rank_folder, rank_meta
+from .chats import Chats
 from .forward import COLUMNS, Forward, batch_tokens, fill
 from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint
 from .texts import Document, TextSource
@@ -125,7 +126,9 @@ def settled(config: ExtractConfig, given: Set[str], where: torch.device,
     config = replace(config, context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),
                      model_dtype=source.dtype_on(where, config.model_dtype))
     source.check_context(config.window)
-    return config, source, processes.broadcast_object(text.pinned)
+    text = processes.broadcast_object(lambda: text.pinned().recognised())
+    config.check_chat(text, given)
+    return config, source, text
 
 
 def demand_same_tokens(sources: Sequence["ModelSource"], window: int) -> None:
@@ -177,6 +180,9 @@ def store_requests(config: ExtractConfig, models: Sequence["ModelSource"], text:
     if len(set(names)) < len(names):
         names = [f"{model_name}-{number}" for number, model_name in enumerate(names)]
     common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
+    if text.chat:
+        template = config.template()
+        common |= {"control_tokens": config.control_tokens, "chat_template": template and hash_request({"": template})}
     if config.max_norm_multiple is not None:  # else hash as before this option existed
         common["max_norm_multiple"] = config.max_norm_multiple
     labels = {point: f"{names[point.model]}-" * several + f"l{point.layer}-{point.site}" for point in sorted(points)}
@@ -235,7 +241,11 @@ class Extraction:
         self.config, self.model, self.all = config, models[0], SideBySide(models)
         self.text, self.listener = text, listener
         self.windows = partial(Windows, self.model.tokenizer, config.window, config.positions, config.packed,
-                               config.min_tokens)
+                               config.min_tokens, config.control_tokens if text.chat else None)
+        if text.chat:
+            self.text = replace(text, read=Chats(self.model.tokenizer, config.template(), config.model).read)
+            listener.note(f"{text.dataset} holds chats in its column {text.column!r}, which go through "
+                          f"{config.chat_template or 'the chat template of ' + config.model}")
         size = sum(one.size for one in models)
         fitting = min(max(WORK_AHEAD // size, LEAST_AHEAD), LOOK_AHEAD)  # a kill loses the current block
         self.block_rows = 1 << (fitting.bit_length() - 1)
@@ -253,7 +263,8 @@ class Extraction:
         return {request.point: StoreMeta(
             source={**request.source, "layers": self.all.models[request.point.model].source.layers,
                     "prepend_bos": bool(prefix)},
-            request_hash=request.hash, dtype=self.config.dtype, d_in=width, columns=COLUMNS,
+            request_hash=request.hash, dtype=self.config.dtype, d_in=width,
+            columns=(*COLUMNS, "role") if self.text.chat else COLUMNS,
             shard_rows=self.config.shard_rows or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
             max_norm_multiple=self.config.max_norm_multiple)
             for request, width in zip(requests, widths, strict=True)}

@@ -225,7 +225,8 @@ def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor
             given = np.empty((0, writer.meta.d_in), np.float32)
             if point in found:
                 given, dropped = found[point].rows, dropped | {"special": found[point].special_norms}
-            writer.append(given, block.columns, block.cursor.to_json(), dropped, verdicts.get(point))
+            columns = {name: block.columns[name] for name in writer.meta.columns}
+            writer.append(given, columns, block.cursor.to_json(), dropped, verdicts.get(point))
             demand_some(writer.rows, writer.meta.dtype, block.offered, len(admissions))
 
     with Ahead(blocks_from(first)) as blocks, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:

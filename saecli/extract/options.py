@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from ..base.errors import ConfigError, flag_of
+from ..base.files import regular
 from ..base.options import Config, option
 from ..store.options import DTYPES, MAX_NORM_HELP
-from .texts import LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
+from .texts import DEFAULT_CONFIGS, LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
 
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
@@ -16,6 +17,7 @@ SITES = ("resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out")
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DATASET = "Salesforce/wikitext"
 DEFAULT_CONTEXT = 128
+CHAT = ("chat", "chat_template", "control_tokens")  # options
 SHARD_ROWS = 32_768  # most rows per shard by default
 MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
 
@@ -55,7 +57,13 @@ class ExtractConfig(Config):
     dataset_split: str = option("train", "Split of a hub dataset.")
     dataset_revision: str | None = option(None, "Commit, branch or tag of a hub dataset; the store records the commit. "
                                                 "Default: the newest.")
-    text_column: str = option("text", "Column that holds the text.")
+    text_column: str = option("text", "Column that holds the text, or messages. Default: text, else messages or "
+                                      "conversations.")
+    chat: str = option("auto", "auto: rows of messages, as role and content or ShareGPT's from and value, go through "
+                               "the tokenizer's chat template; off: they are refused.", choices=("auto", "off"))
+    chat_template: str | None = option(None, "Jinja file of a chat template. Default: the tokenizer's own.")
+    control_tokens: str = option("keep", "In chats, keep or drop tokens such as <start_of_turn>; BOS and padding are "
+                                         "dropped.", choices=("keep", "drop"))
     rows: int = option(100_000, "Rows to store; fewer if the text ends first.", minimum=1, maximum=MOST)
     min_tokens: int = option(1, "Skip and count texts of fewer tokens.", minimum=1, maximum=MOST)
     context: int | None = option(None, f"Most tokens per window, including BOS. Default: {DEFAULT_CONTEXT}, or the "
@@ -63,7 +71,8 @@ class ExtractConfig(Config):
     packed: bool = option(False, "Concatenate documents into full windows, separated by BOS (else EOS); tokens then "
                                  "attend across documents.")
     positions: str = option("all", "all: one row per token that is not special; last: one row per document, the last "
-                                   "token of its first window, as in the paper.", choices=("all", "last"))
+                                   "token of its first window, as in the paper; assistant: of chats, what the "
+                                   "assistant says.", choices=("all", "last", "assistant"))
     max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
     dtype: str = option("bfloat16", "Precision of the stored rows.", choices=DTYPES)
     model_dtype: str = option("auto", "Precision of weights and forward pass. auto: float32 on a CPU, else the "
@@ -88,7 +97,7 @@ class ExtractConfig(Config):
             raise ConfigError(f"--dataset is empty; name a hub dataset id, a .txt, .jsonl or .parquet file, or "
                               f"{STDLIB_DOCS}, or leave it out", option="dataset")
         kind = STDLIB_DOCS if dataset == STDLIB_DOCS else Path(dataset).suffix.lower()
-        unused = {"text_column"} if kind in (STDLIB_DOCS, ".txt") else set()
+        unused = {"text_column", *CHAT} if kind in (STDLIB_DOCS, ".txt") else set()
         if kind in (STDLIB_DOCS, *LOCAL_SUFFIXES):
             unused |= {"dataset_config", "dataset_split", "dataset_revision"}
         if refused := sorted(unused & given):
@@ -97,4 +106,20 @@ class ExtractConfig(Config):
         if self.packed and self.positions == "last":
             raise ConfigError("--packed does nothing with --positions last, which takes one row from each document's "
                               "own window; leave it out", option="packed")
-        return TextSource(dataset, self.dataset_config, self.dataset_split, self.text_column, self.dataset_revision)
+        return TextSource(dataset, self.dataset_config, self.dataset_split, self.text_column, self.dataset_revision,
+                          self.chat == "auto" and kind not in (STDLIB_DOCS, ".txt") and dataset not in DEFAULT_CONFIGS)
+
+    def check_chat(self, text: TextSource, given: Set[str]) -> None:
+        """Raise a ConfigError for options that only chats have, if a text is none."""
+        idle = {*CHAT[1:], "positions"} if self.positions == "assistant" else {*CHAT[1:]}
+        if not text.chat and (refused := sorted(given & idle)):
+            raise ConfigError(f"{flag_of(refused[0])} {getattr(self, refused[0])} needs chats; expected messages in "
+                              f"{text.dataset}, got text; leave it out", option=refused[0])
+
+    def template(self) -> str | None:
+        """The text of the file `chat_template`."""
+        try:
+            return self.chat_template and regular(Path(self.chat_template).expanduser()).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat-template {self.chat_template} cannot be read: {error}; name a jinja file",
+                              option="chat_template") from error

@@ -142,9 +142,10 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
     if missing := [name for name in COLUMNS if name not in rows.store.meta.columns]:
         raise StoreError(f"{expected} a store that `sae extract` made, got one without {', '.join(missing)}; leave "
                          f"--model out, or name another store")
-    if origin.get("positions") == "last":
-        raise StoreError(f"{expected} every position of a window, got only the last; extract a store with "
-                         f"--positions all")
+    if (kept := origin.get("positions", "all")) != "all" or origin.get("control_tokens") == "drop":
+        raise StoreError(f"{expected} every position of a window, got " + (
+            f"only the {kept}; extract a store with --positions all" if kept != "all" else
+            "none of the template's tokens; extract a store with --control-tokens keep"))
     if source.d_model != rows.d_in:
         raise unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
     if origin["layer"] >= source.layers:

@@ -12,7 +12,7 @@ from ..base.devices import device_named
 from ..base.home import Home
 from ..base.processes import ALONE
 from ..store.schema import StoreMeta
-from ..store.shard_writer import Admission
+from ..store.shard_writer import Admission, Columns
 from ..store.values import DTYPES
 from .extraction import Extraction, Quota, StoreRequest, settled, store_requests
 from .forward import Ahead, demand_some
@@ -84,7 +84,8 @@ def open_stream(config: ExtractConfig, *, given: Set[str], at: tuple[int | None,
             for block in found:
                 if not len(block.lengths):  # all its documents were left out
                     continue
-                rows, columns, _ = admission(forward(block, points, show)[0].rows, block.columns, {})
+                columns: Columns = {name: block.columns[name] for name in meta.columns}
+                rows, columns, _ = admission(forward(block, points, show)[0].rows, columns, {})
                 stored += len(rows)
                 demand_some(stored, "float32", block.offered, 1)  # whose range bfloat16 has: another would not help
                 yield (rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
@@ -93,6 +94,8 @@ def open_stream(config: ExtractConfig, *, given: Set[str], at: tuple[int | None,
     chosen = {name: value for name, value in asdict(config).items() if name in given}
     chosen |= {"model": _found_again(config.model), "layer": layer, "site": site, "rows": config.rows,
                "context": config.context, "model_dtype": config.model_dtype, "dataset": _found_again(text.dataset)}
+    if config.chat_template is not None:
+        chosen["chat_template"] = _found_again(config.chat_template)
     if text.revision is not None:
         chosen["dataset_revision"] = text.revision
     return Streamed(request, meta, chosen, blocks, extraction.block_rows), extraction

@@ -11,7 +11,7 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
@@ -24,7 +24,9 @@ from ..base.machine import why_unreachable
 
 STDLIB_DOCS = "stdlib-docs"
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
+CHAT_COLUMNS = ("messages", "conversations")
 DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user names none
+ROWS = 1 << 16  # of a .parquet file at a time
 MARK_EVERY = 256  # rows of a hub dataset between two marks
 COMMIT = re.compile("[0-9a-f]{40}")
 WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"
@@ -34,6 +36,7 @@ _DOCSTRING_MIN_CHARS = 40
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 Texts = Generator[str, None, None]
+Read = Callable[[Any, str, str], str]  # from a row and a column; the words for the row are for errors
 Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` before that document}
 
 
@@ -45,6 +48,26 @@ class Document(NamedTuple):
     mark: Mark | None
 
 
+def value_of(row: Any, column: str, where: str) -> Any:
+    """The value in a column of a row; `where` names the row in errors."""
+    if not isinstance(row, dict):
+        raise ModelError(f"{where} has no columns; expected a JSON object, got {type(row).__name__}; correct it")
+    if column not in row:
+        raise ModelError(f"{where} has no column {column!r}; expected one of its columns, {', '.join(row) or 'none'}; "
+                         "name one with --text-column")
+    return row[column]
+
+
+def text_of(row: Any, column: str, where: str) -> str:
+    """The text in a column of a row."""
+    text = value_of(row, column, where)
+    if text is not None and not isinstance(text, str):
+        columns = ", ".join(name for name in row if isinstance(row[name], str)) or "none"
+        raise ModelError(f"{where} holds no text in column {column!r}; expected a string, got {type(text).__name__}; "
+                         f"name a column that holds text with --text-column ({columns} here)")
+    return text or ""
+
+
 @dataclass(frozen=True)
 class TextSource:
     """Where documents come from; config, split and revision are those of a hub dataset."""
@@ -54,6 +77,8 @@ class TextSource:
     split: str = "train"
     column: str = "text"  # that holds the text
     revision: str | None = None  # commit, branch or tag; None for the newest state
+    chat: bool = False  # whether the column holds messages, or until `recognised` may
+    read: Read = text_of  # a row's text
 
     def pinned(self) -> Self:
         """The source with its revision resolved to a commit, if the hub can be reached."""
@@ -67,6 +92,14 @@ class TextSource:
             return replace(self, revision=found.sha)
         except _hub_errors() as error:
             raise self._unread(error, "check its id and --dataset-revision") from error
+
+    def recognised(self) -> Self:
+        """The source with the column of its messages, if its first row has one."""
+        columns = (self.column, *CHAT_COLUMNS) if self.column == "text" else (self.column,)
+        if not self.chat or (not _is_local(self.dataset) and why_unreachable()):
+            return replace(self, chat=self.chat and self.column in CHAT_COLUMNS)
+        first = next(replace(self, read=lambda row, *_: _of_messages(row, columns)).documents()).text
+        return replace(self, column=first or self.column, chat=bool(first))
 
     def identity(self) -> dict[str, Any]:
         """The part of a request's hash that determines the documents, a JSON object."""
@@ -96,8 +129,8 @@ class TextSource:
             return
         path = Path() if self.dataset == STDLIB_DOCS else _local_file(self.dataset)
         texts = {"": stdlib_docstrings, ".txt": lambda: txt_texts(path),
-                 ".jsonl": lambda: jsonl_texts(path, self.column, note),
-                 ".parquet": lambda: parquet_texts(path, self.column)}[path.suffix.lower()]()
+                 ".jsonl": lambda: jsonl_texts(path, self.column, self.read, note),
+                 ".parquet": lambda: parquet_texts(path, self.column, self.read)}[path.suffix.lower()]()
         with closing(texts):
             for number, text in enumerate(islice(texts, start, None), start):
                 yield Document(number, text, None)
@@ -121,7 +154,7 @@ class TextSource:
             with closing(iter(data)) as rows:  # else the library's readers print errors at interpreter exit
                 for row in rows:
                     if number >= start:
-                        yield Document(number, text_of(row, self.column, f"row {number} of the dataset {self.dataset}"),
+                        yield Document(number, self.read(row, self.column, f"row {number} of the dataset {self.dataset}"),
                                        mark)
                     number += 1
                     if number % MARK_EVERY == 0:
@@ -224,7 +257,7 @@ def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
                          "convert the file to UTF-8") from error
 
 
-def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Texts:
+def jsonl_texts(path: Path, column: str, read: Read, note: Callable[[str], None]) -> Texts:
     """One column of a file with one JSON object per line; up to 1% of the lines, if without text, are skipped."""
     lines, bad, refused = 0, 0, False
     first: ModelError | None = None
@@ -234,7 +267,7 @@ def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Texts:
                 continue
             lines, text = lines + 1, None
             try:
-                text = _text_in(line, column, f"line {number} of {path}")
+                text = _text_in(line, column, read, f"line {number} of {path}")
             except ModelError as error:
                 first, bad = first or error, bad + 1
             if lines >= ENOUGH_LINES and bad > MOST_BAD * lines:
@@ -249,9 +282,9 @@ def jsonl_texts(path: Path, column: str, note: Callable[[str], None]) -> Texts:
             note(f"left out {bad:,} of {lines:,} lines, the first: {first}")
 
 
-def _text_in(line: str, column: str, where: str) -> str:
+def _text_in(line: str, column: str, read: Read, where: str) -> str:
     try:
-        text = text_of(json.loads(line), column, where)
+        text = read(json.loads(line), column, where)
         text.encode()
     except UnicodeEncodeError as error:
         raise ModelError(f"{where} is not UTF-8; correct the line") from error
@@ -261,17 +294,15 @@ def _text_in(line: str, column: str, where: str) -> str:
     return text
 
 
-def parquet_texts(path: Path, column: str) -> Texts:
+def parquet_texts(path: Path, column: str, read: Read) -> Texts:
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if column not in names:
-                text_of(dict.fromkeys(names), column, str(path))  # raises
-            batches = (batch.column(0).to_pylist() for batch in file.iter_batches(columns=[column]))
-            for number, text in enumerate(chain.from_iterable(batches)):
-                yield text_of({column: text}, column, f"row {number} of {path}")
+            there = column in file.schema_arrow.names  # else the first row is refused, or tells the column
+            batches = file.iter_batches(ROWS if there else 1, columns=[column] if there else None)
+            for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
+                yield read(row, column, f"row {number} of {path}")
     except ModelError:
         raise
     except (OSError, ValueError) as error:  # pyarrow's own errors are of both kinds
@@ -279,16 +310,8 @@ def parquet_texts(path: Path, column: str) -> Texts:
                          f"again") from error
 
 
-def text_of(row: Any, column: str, where: str) -> str:
-    """The text in a column of a row; `where` names the row in messages."""
-    if not isinstance(row, dict):
-        raise ModelError(f"{where} has no columns; expected a JSON object, got {type(row).__name__}; correct it")
-    if column not in row:
-        raise ModelError(f"{where} has no column {column!r}; expected one of its columns, {', '.join(row) or 'none'}; "
-                         "name one with --text-column")
-    text = row[column]
-    if text is not None and not isinstance(text, str):
-        columns = ", ".join(name for name in row if isinstance(row[name], str)) or "none"
-        raise ModelError(f"{where} holds no text in column {column!r}; expected a string, got {type(text).__name__}; "
-                         f"name a column that holds text with --text-column ({columns} here)")
-    return text or ""
+def _of_messages(row: Any, columns: Sequence[str]) -> str:
+    """The first of the columns that a row has, if it holds messages; else blank."""
+    column = next((column for column in columns if isinstance(row, dict) and column in row), "")
+    value = row[column] if column else None
+    return column if isinstance(value, list) and all(isinstance(one, dict) for one in value) else ""

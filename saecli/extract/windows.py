@@ -11,6 +11,7 @@ extraction resumes at the beginning of a block, with any batch size.
 Shapes: T tokens of a window, W windows of a block, R their rows, B windows of a batch.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple, Self
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError
+from .chats import ASSISTANT, Conversation
 from .texts import Document, Mark
 
 LOOK_AHEAD = 1 << 15  # tokens per block, about
@@ -57,6 +59,7 @@ class Window(NamedTuple):
 
     token_ids: np.ndarray  # (T,) int64, the prefix's and the documents'
     documents: np.ndarray  # (T,) int64, number of each token's document
+    roles: np.ndarray  # (T,) int64, numbers in `chats.ROLES`; 0 in texts
     kept: np.ndarray  # (T,) bool, which tokens are stored
     special: np.ndarray  # (T,) bool, which tokens are special
     after: Cursor
@@ -65,20 +68,26 @@ class Window(NamedTuple):
 class Windows:
     """Cuts documents into windows of at most `context` tokens, including the `prefix`: special tokens before a text.
 
-    Kept are `all` tokens that are not special, or only the `last` of them in each document's first window. `left_out`
-    counts by reason the documents skipped since the last block.
+    Kept are `all` tokens that are not special, only the `last` of them in each document's first window, or those of the
+    `assistant`. Unless packed, a chat is cut where turns begin, if it can. In chats that keep `control` tokens, only
+    BOS and padding are special. `left_out` counts by reason the documents skipped since the last block.
     """
 
     def __init__(self, tokenizer: Any, context: int, positions: str = "all", packed: bool = False,
-                 min_tokens: int = 1) -> None:
-        self._tokenizer, self._last, self._packed, self._min_tokens = tokenizer, positions == "last", packed, min_tokens
+                 min_tokens: int = 1, control: str | None = None) -> None:
+        self._tokenizer, self._positions, self._packed, self._min_tokens = tokenizer, positions, packed, min_tokens
         with_special = tokenizer("a")["input_ids"]
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         self.prefix: list[int] = with_special[: with_special.index(plain[0])]
         self._separator = self.prefix or [token for token in [tokenizer.eos_token_id] if token is not None]
         self._context, self._room = context, context - len(self.prefix)
-        self.special = torch.tensor(sorted(tokenizer.all_special_ids))
-        self._special = frozenset(tokenizer.all_special_ids)
+        special = {*tokenizer.all_special_ids}
+        if control == "keep":
+            special &= {tokenizer.bos_token_id, *{tokenizer.pad_token_id} - {tokenizer.eos_token_id}}
+        elif control == "drop":  # those too that a tokenizer only adds, as Llama's do
+            special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = frozenset(special)
+        self.special = torch.tensor(sorted(special), dtype=torch.int64)
         self.left_out: Counter[str] = Counter()
         if self._room < 1:
             raise ConfigError(f"--context must be above {len(self.prefix)}, the number of special tokens before a "
@@ -97,51 +106,65 @@ class Windows:
 
     def _part(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
         for document in documents:
-            token_ids = self._tokens(document.text)
-            for start in range(token, len(token_ids), self._room):
-                part = token_ids[start : start + self._room]
-                ended = self._last or start + len(part) == len(token_ids)
-                after = Cursor(document.number + ended, 0 if ended else start + len(part), document.mark)
-                yield self._window([*self.prefix, *part], [document.number] * (len(self.prefix) + len(part)), after)
+            token_ids, roles, turns = self._tokens(document.text)
+            while token < len(token_ids):
+                start, token = token, min(token + self._room, len(token_ids))
+                if token < len(token_ids) and (turn := max(turns[: bisect_right(turns, token)], default=0)) > start:
+                    token = turn
+                ended = self._positions == "last" or token == len(token_ids)
+                owners = [(document.number, role) for role in [0] * len(self.prefix) + roles[start:token]]
+                after = Cursor(document.number + ended, 0 if ended else token, document.mark)
+                yield self._window([*self.prefix, *token_ids[start:token]], owners, after)
                 if ended:
                     break
             token = 0
 
     def _pack(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
-        token_ids, numbers = [*self.prefix], [-1] * len(self.prefix)
+        token_ids, owners = [*self.prefix], [(-1, 0)] * len(self.prefix)
         for document in documents:
-            waiting = self._tokens(document.text)
+            waiting, roles, _ = self._tokens(document.text)
             while token < len(waiting):
                 between = self._separator if token == 0 and len(token_ids) > len(self.prefix) else []
                 part = waiting[token : token + self._context - len(token_ids) - len(between)]
                 token_ids += [*between, *part]
-                numbers += [document.number] * (len(between) + len(part))
+                owners += [(document.number, role) for role in [0] * len(between) + roles[token : token + len(part)]]
                 token += len(part)
                 ended = token == len(waiting)
                 after = Cursor(document.number + ended, 0 if ended else token, document.mark)
                 # Full, or without room for a separator and a token; yielded before another document is read.
                 if self._context - len(token_ids) <= (len(self._separator) if ended else 0):
-                    yield self._window(token_ids, numbers, after)
-                    token_ids, numbers = [*self.prefix], [-1] * len(self.prefix)
+                    yield self._window(token_ids, owners, after)
+                    token_ids, owners = [*self.prefix], [(-1, 0)] * len(self.prefix)
             token, end = 0, Cursor(document.number + 1, 0, document.mark)
         if len(token_ids) > len(self.prefix):
-            yield self._window(token_ids, numbers, end)
+            yield self._window(token_ids, owners, end)
 
-    def _tokens(self, text: str) -> list[int]:
-        token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
+    def _tokens(self, text: str) -> tuple[list[int], list[int], list[int]]:
+        """Tokens, roles and turns, as `Chats.tokens`, without the special tokens before a text."""
+        token_ids: list[int] = []
+        roles: list[int] = []
+        turns: list[int] = []
+        if isinstance(text, Conversation) and text.strip():
+            token_ids, roles, turns = text.origin[0].tokens(text, self._positions == "assistant")
+            skipped = len(self.prefix) if token_ids[: len(self.prefix)] == self.prefix else 0
+            token_ids, roles, turns = token_ids[skipped:], roles[skipped:], [turn - skipped for turn in turns]
+        elif text.strip():
+            token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            roles = [0] * len(token_ids)
         if len(token_ids) >= self._min_tokens:
-            return token_ids
+            return token_ids, roles, turns
         self.left_out["short_texts" if token_ids else "empty_texts"] += 1
-        return []
+        return [], [], []
 
-    def _window(self, token_ids: list[int], documents: list[int], after: Cursor) -> Window:
+    def _window(self, token_ids: list[int], owners: list[tuple[int, int]], after: Cursor) -> Window:
         ids = np.array(token_ids, np.int64)
         special = np.fromiter((token in self._special for token in token_ids), bool, len(ids))  # np.isin is slower
-        kept = ~special
-        if self._last:
+        documents, roles = np.array(owners, np.int64).T
+        kept = ~special & (roles == ASSISTANT) if self._positions == "assistant" else ~special
+        if self._positions == "last":
             kept = np.zeros_like(special)
             kept[np.flatnonzero(~special)[-1:]] = True
-        return Window(ids, np.array(documents, np.int64), kept, special, after)
+        return Window(ids, documents, roles, kept, special, after)
 
 
 class Batch(NamedTuple):
@@ -158,7 +181,8 @@ class Batch(NamedTuple):
 class Block:
     """Windows in document order, from `cursor` to `end`, with `lengths`, tokens per window, (W,), and the number of
     documents skipped since the previous block, by reason. `columns` are `token_id`, `position` (in the window,
-    including the prefix) and `document` of each row, (R,); `specials` is the number of special tokens."""
+    including the prefix), `document` and `role` of each row, (R,), of which a store takes those that it names;
+    `specials` is the number of special tokens."""
 
     def __init__(self, windows: list[Window], cursor: Cursor, left_out: dict[str, int]) -> None:
         self.cursor, self.left_out = cursor, left_out
@@ -168,9 +192,10 @@ class Block:
         self._kept = _joined([window.kept for window in windows], bool)
         self._special = _joined([window.special for window in windows], bool)
         positions = np.arange(len(self._token_ids)) - np.repeat(self._starts, self.lengths)
-        documents = _joined([window.documents for window in windows], np.int64)
+        documents, roles = (_joined(parts, np.int64) for parts in ([window.documents for window in windows],
+                                                                   [window.roles for window in windows]))
         self.columns = {"token_id": self._token_ids[self._kept], "position": positions[self._kept],
-                        "document": documents[self._kept]}
+                        "document": documents[self._kept], "role": roles[self._kept]}
         self.rows, self.specials = int(self._kept.sum()), int(self._special.sum())
         self.end = (windows[-1].after if windows else cursor)._replace(offered=cursor.offered + self.rows)
 

@@ -185,7 +185,7 @@ def splices(everything: Sequence[Measured], name: str, listener: Listener) -> li
     found = []
     for ends, members in zip(all_ends, groups, strict=True):
         rows, origin = ends[0], ends[0].store.meta.source
-        cutter = Windows(model.tokenizer, origin["context"])
+        cutter = Windows(model.tokenizer, origin["context"], control=origin.get("control_tokens"))
         if (last := largest(rows, "token_id")) >= model.vocabulary:
             raise unfit(rows, source, f"a token {last}, got token ids below {model.vocabulary}")
         next(stored_windows(rows, cutter.prefix, 1))  # raises if no window is whole

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..extract.chats import ROLES
 from ..sae.codes import Codes, DenseCodes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing
@@ -245,7 +246,8 @@ class Examples:
             Arrays by name, (C, N) each, highest rank first: `rank`, 0 where there is no example; `number`, the peak's
             row within the store; and `code`, the codes, (C, N, T), with T = 1 without tokens. With tokens also
             `document` and `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), the excerpt's
-            token ids, -1 after its end; `gap`, (C, N, T), whether rows are missing before a token.
+            token ids, -1 after its end; `gap`, (C, N, T), whether rows are missing before a token; of chats `role`,
+            (C, N, T).
         """
         indices = np.searchsorted(self._latents, np.array(latents))
         slots = self._slots[indices]
@@ -255,6 +257,8 @@ class Examples:
     @torch.no_grad()
     def update(self, z: Tensor, block: Block) -> None:
         """Take in the codes of a block, (B, F)."""
+        if block.roles is not None:
+            self._kept.setdefault("role", np.zeros(self._kept["token"].shape, np.uint8))
         if not self._all:
             z = z[:, torch.from_numpy(self._latents).to(z.device)]
         starts = block.starts
@@ -344,8 +348,9 @@ def _read(z: Tensor, block: Block, peaks: _Peaks, width: int) -> dict[str, np.nd
     values = {"number": block.numbers[peaks.rows], "code": codes.float().cpu().numpy() * inside}
     if block.columns is None:
         return values
-    documents, positions, tokens = block.columns
+    documents, positions, tokens = block.columns[:3]
     gaps = np.diff(positions, prepend=positions[:1]) > 1
+    values |= {} if block.roles is None else {"role": block.roles[rows]}
     return values | {"document": documents[peaks.rows], "position": positions[peaks.rows],
                      "peak": peaks.rows - peaks.begins, "gap": gaps[rows] & inside & (np.arange(width) > 0),
                      "token": np.where(inside, tokens[rows], -1)}
@@ -360,6 +365,7 @@ class Survey:
     examples: Examples
     samples: Examples
     cofiring: CoFiring
+    by_role: Tensor  # (ROLES, F) float64, sums of the codes' sizes by role in chats; else 0
 
 
 @torch.no_grad()
@@ -368,7 +374,8 @@ def survey(sae: SAE, blocks: Iterable[Block], rows: int, examples: Examples, sam
 
     Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`; independent of the number of rows.
     """
-    found = Survey(Firing(sae.d_sae), Magnitudes(sae.d_sae), examples, samples, CoFiring(sae.d_sae, rows))
+    found = Survey(Firing(sae.d_sae), Magnitudes(sae.d_sae), examples, samples, CoFiring(sae.d_sae, rows),
+                   torch.zeros(len(ROLES), sae.d_sae, dtype=torch.float64))
     for block in blocks:
         codes = sae.codes(block.x)
         found.firing.update(codes)
@@ -377,4 +384,7 @@ def survey(sae: SAE, blocks: Iterable[Block], rows: int, examples: Examples, sam
         found.examples.update(z, block)
         found.samples.update(z, block)
         found.cofiring.update(z)
+        if block.roles is not None:
+            one_hot = torch.from_numpy(block.roles[:, None] == np.arange(len(ROLES))).to(z)
+            found.by_role.add_((one_hot.T @ z.abs()).cpu())
     return found

@@ -45,6 +45,7 @@ class Block:
     x: Tensor  # (B, D)
     numbers: np.ndarray  # within the store, (B,)
     columns: np.ndarray | None  # values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window
+    roles: np.ndarray | None = None  # numbers in `chats.ROLES`, (B,), of a store of chats
 
     @property
     def starts(self) -> np.ndarray:
@@ -63,7 +64,8 @@ def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterato
         for x, own in zip(batches, numbers, strict=True):
             yield Block(x, own, None)
         return
-    streams = [rows.column(name, batch_rows) for name in COLUMNS]
+    names = (*COLUMNS, "role") if "role" in rows.store.meta.columns else COLUMNS
+    streams = [rows.column(name, batch_rows) for name in names]
     waiting: tuple[Tensor, np.ndarray, np.ndarray] | None = None
     for x, own, *columns in zip(batches, numbers, *streams, strict=True):
         table = np.stack(columns)
@@ -73,10 +75,10 @@ def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterato
         begins = window_starts(table[0], table[1])
         end = int(begins[-1]) if len(begins) else len(x) if len(x) > LONGEST * batch_rows else 0
         if end:
-            yield Block(x[:end], own[:end], table[:, :end])
+            yield Block(x[:end], own[:end], table[:3, :end], *table[3:, :end])
         waiting = x[end:].clone(), own[end:], table[:, end:]  # cloned: the batch's memory is reused
     if waiting is not None and len(waiting[0]):
-        yield Block(*waiting)
+        yield Block(*waiting[:2], waiting[2][:3], *waiting[2][3:])
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, see
     check_rows(train, model.source)
     if (last := largest(train, "token_id")) >= model.vocabulary:
         raise unfit(train, model.source, f"a token {last}, got token ids below {model.vocabulary}")
-    cutter = Windows(model.tokenizer, train.store.meta.source["context"])
+    source = train.store.meta.source
+    cutter = Windows(model.tokenizer, source["context"], control=source.get("control_tokens"))
     return Through(model, acts, cutter.special, [*stored_windows(train, cutter.prefix, tokens)],
                    [*stored_windows(test, cutter.prefix, TEST_TOKENS)])
 

@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from ...base.errors import ConfigError
+from ...extract.chats import ROLES
 from ...measure.latents import Partners, Survey, bin_edges
 from ...sae.hub import Address
 from ...sae.metrics import DENSE_FREQUENCY
@@ -186,6 +187,8 @@ class Details:
         for group, found in self._found.items():
             page[group] = [self._example({name: values[place, which] for name, values in found.items()}, scale, strings)
                            for which in range(int((found["rank"][place] > 0).sum()))]
+        if (sums := self.survey.by_role[:, latent]).any():
+            page["roles"] = list(zip(ROLES, rounded(sums / sums.sum()), strict=True))
         if self.features is not None:
             feature, cosine = (values[place] for values in self.features)
             page["feature"] = [int(feature), float(f"{cosine:.4g}")]
@@ -211,6 +214,8 @@ class Details:
         pieces = self._pieces(own["token"][:length].tolist())
         begins = np.cumsum([0, *(count for _, count in pieces[:-1])])
         peak = int(np.searchsorted(begins, own["peak"], side="right")) - 1
+        roles = own["role"][begins] if "role" in own else np.empty(0, int)
+        changes = [[place, ROLES[roles[place]]] for place in np.flatnonzero(np.diff(roles, prepend=-1)).tolist()]
         shown = codes[:length].tolist()
         if len(pieces) < length:
             shown = [max(part.tolist(), key=abs) for part in np.split(codes[:length], begins[1:])]
@@ -218,7 +223,7 @@ class Details:
                 "position": int(own["position"]), "peak": peak,
                 "fires": [number for place, code in enumerate(shown) if code for number in (place, code)],
                 "tokens": [strings.setdefault(text, len(strings)) for text, _ in pieces],
-                "gaps": np.flatnonzero(own["gap"][begins]).tolist()}
+                "gaps": np.flatnonzero(own["gap"][begins]).tolist(), "roles": changes}
 
     def _pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
         """An excerpt's pieces of text, and the number of tokens in each: one, unless a character spans several."""

@@ -57,6 +57,7 @@ function latentPage(data, latent, content) {
     figures.push([`share at ${name}`, share.toFixed(3)]);
     if (scaling !== null) figures.push([`scaling at ${name}`, scaling.toFixed(3)]);
   }
+  for (const [role, share] of page.roles ?? []) if (share) figures.push([`on ${role}`, percent(share)]);
   if (page.feature) figures.push(["nearest feature", `${page.feature[0]}`], ["its cosine", page.feature[1].toFixed(3)]);
   const histogram = card("Activations", page.counts.length ? bars("histogram of activations", { log: true,
     label: "rows by size of the activation" }, edges.slice(page.low, page.low + page.counts.length + 1), page.counts, "rows",
