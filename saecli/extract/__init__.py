@@ -2,6 +2,7 @@
 
     options.py          ExtractConfig: the options of `sae extract`; names of models and sites
     texts.py            documents: stdlib-docs, .txt, .jsonl, .parquet, datasets of the hub
+    chats.py            messages through a chat template, and who says each token
     windows.py          documents to windows of tokens, windows to blocks
     model_source.py     where a model is: bundled, a folder, the hub
     language_model.py   a loaded model, without blocks not needed; hooks that read or replace activations

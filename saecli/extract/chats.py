@@ -38,8 +38,9 @@ class Chats:
 
     def read(self, row: Any, column: str, where: str) -> str:
         """The conversation in a column of a row, blank without messages; `where` names the row in errors."""
-        messages = messages_of(row, column, where)
-        found = Conversation(self._applied(messages, where) if messages else "")
+        if not (messages := messages_of(row, column, where)):
+            return ""
+        found = Conversation(self._applied(messages, where))
         found.origin = self, messages, where
         return found
 
@@ -53,9 +54,10 @@ class Chats:
             raise ModelError(f"{where} does not fit the chat template: {one_line(error)}; correct it, or name another "
                              "template with --chat-template") from error
 
-    def tokens(self, chat: Conversation, assistant: bool) -> tuple[list[int], list[int], list[int]]:
-        """A conversation's tokens, the role of each, a number in `ROLES`, and the first tokens of turns. If the
-        `assistant`'s are needed and cannot be found, a ModelError."""
+    def tokens(self, chat: Conversation, prefix: list[int],
+               assistant: bool = False) -> tuple[list[int], list[int], list[int]]:
+        """A conversation's tokens after the prefix, the role of each, a number in `ROLES`, and the first tokens of
+        turns. If the `assistant`'s are needed and cannot be found, a ModelError."""
         _, messages, where = chat.origin
         found = self._applied(messages, where, True, return_dict=True, return_assistant_tokens_mask=self._marks,
                               tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False})
@@ -73,7 +75,8 @@ class Chats:
                                  "name a template with {% generation %} with --chat-template")
         if self._marks:
             roles = [ASSISTANT * says or role for says, role in zip(found["assistant_masks"], roles, strict=True)]
-        return found["input_ids"], roles, turns
+        skipped = len(prefix) * (found["input_ids"][: len(prefix)] == prefix)
+        return found["input_ids"][skipped:], roles[skipped:], [turn - skipped for turn in turns]
 
     def _place(self, chat: Conversation, count: int, answers: bool, at: int) -> tuple[int, int, int] | None:
         """Where the last of the first `count` messages begins and ends, and its turn ends, `at` or later; None if the
@@ -105,9 +108,11 @@ def messages_of(row: Any, column: str, where: str) -> list[dict[str, Any]]:
             ("role", "content"), ("from", "value"), strict=True))
         if isinstance(content, list):
             parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-            content = "".join(part for part in parts if isinstance(part, str)) or content or ""
+            texts = [part for part in parts if isinstance(part, str)]
+            content = "".join(texts) if texts or not parts else None
         if not (role and isinstance(role, str) and isinstance(content, str)):
+            got = ", ".join(one) if isinstance(one, dict) else repr(one)
             raise ModelError(f"message {number} of {where} has no {'text' if role else 'role'}; expected role and "
-                             f"content, or from and value, got {', '.join(one) if fields else repr(one):.60}; fix it")
+                             f"content, or from and value, got {got:.60}; correct it")
         found.append({**fields, "role": SHAREGPT.get(role, role), "content": content})
     return found

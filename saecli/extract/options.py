@@ -57,10 +57,9 @@ class ExtractConfig(Config):
     dataset_split: str = option("train", "Split of a hub dataset.")
     dataset_revision: str | None = option(None, "Commit, branch or tag of a hub dataset; the store records the commit. "
                                                 "Default: the newest.")
-    text_column: str = option("text", "Column that holds the text, or messages. Default: text, else messages or "
-                                      "conversations.")
-    chat: str = option("auto", "auto: rows of messages, as role and content or ShareGPT's from and value, go through "
-                               "the tokenizer's chat template; off: they are refused.", choices=("auto", "off"))
+    text_column: str = option("text", "Column of texts or messages. Default: text, else messages or conversations.")
+    chat: str = option("auto", "auto: messages go through the tokenizer's chat template; off: they are refused.",
+                       choices=("auto", "off"))
     chat_template: str | None = option(None, "Jinja file of a chat template. Default: the tokenizer's own.")
     control_tokens: str = option("keep", "In chats, keep or drop tokens such as <start_of_turn>; BOS and padding are "
                                          "dropped.", choices=("keep", "drop"))

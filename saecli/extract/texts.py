@@ -11,7 +11,7 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
@@ -26,7 +26,6 @@ STDLIB_DOCS = "stdlib-docs"
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 CHAT_COLUMNS = ("messages", "conversations")
 DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user names none
-ROWS = 1 << 16  # of a .parquet file at a time
 MARK_EVERY = 256  # rows of a hub dataset between two marks
 COMMIT = re.compile("[0-9a-f]{40}")
 WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"
@@ -95,11 +94,15 @@ class TextSource:
 
     def recognised(self) -> Self:
         """The source with the column of its messages, if its first row has one."""
-        columns = (self.column, *CHAT_COLUMNS) if self.column == "text" else (self.column,)
+        def of_messages(row: Any, column: str, where: str) -> str:
+            columns = (column, *CHAT_COLUMNS) if column == "text" else (column,)
+            there = [name for name in columns if isinstance(row, dict) and name in row][:1]
+            return there[0] if there and isinstance(row[there[0]], list) else ""
+
         if not self.chat or (not _is_local(self.dataset) and why_unreachable()):
             return replace(self, chat=self.chat and self.column in CHAT_COLUMNS)
-        first = next(replace(self, read=lambda row, *_: _of_messages(row, columns)).documents()).text
-        return replace(self, column=first or self.column, chat=bool(first))
+        found = next(replace(self, read=of_messages).documents()).text
+        return replace(self, column=found or self.column, chat=bool(found))
 
     def identity(self) -> dict[str, Any]:
         """The part of a request's hash that determines the documents, a JSON object."""
@@ -154,8 +157,8 @@ class TextSource:
             with closing(iter(data)) as rows:  # else the library's readers print errors at interpreter exit
                 for row in rows:
                     if number >= start:
-                        yield Document(number, self.read(row, self.column, f"row {number} of the dataset {self.dataset}"),
-                                       mark)
+                        where = f"row {number} of the dataset {self.dataset}"
+                        yield Document(number, self.read(row, self.column, where), mark)
                     number += 1
                     if number % MARK_EVERY == 0:
                         mark = {"document": number, "state": data.state_dict()}
@@ -299,8 +302,8 @@ def parquet_texts(path: Path, column: str, read: Read) -> Texts:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            there = column in file.schema_arrow.names  # else the first row is refused, or tells the column
-            batches = file.iter_batches(ROWS if there else 1, columns=[column] if there else None)
+            there = column in file.schema_arrow.names  # else the first row is refused, or shows the column of messages
+            batches = file.iter_batches(1 << 16 if there else 1, columns=[column] if there else None)
             for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
                 yield read(row, column, f"row {number} of {path}")
     except ModelError:
@@ -308,10 +311,3 @@ def parquet_texts(path: Path, column: str, read: Read) -> Texts:
     except (OSError, ValueError) as error:  # pyarrow's own errors are of both kinds
         raise ModelError(f"the text file {path} cannot be read: {one_line(error)}; write it as Parquet "
                          f"again") from error
-
-
-def _of_messages(row: Any, columns: Sequence[str]) -> str:
-    """The first of the columns that a row has, if it holds messages; else blank."""
-    column = next((column for column in columns if isinstance(row, dict) and column in row), "")
-    value = row[column] if column else None
-    return column if isinstance(value, list) and all(isinstance(one, dict) for one in value) else ""

@@ -81,11 +81,11 @@ class Windows:
         self.prefix: list[int] = with_special[: with_special.index(plain[0])]
         self._separator = self.prefix or [token for token in [tokenizer.eos_token_id] if token is not None]
         self._context, self._room = context, context - len(self.prefix)
-        special = {*tokenizer.all_special_ids}
         if control == "keep":
-            special &= {tokenizer.bos_token_id, *{tokenizer.pad_token_id} - {tokenizer.eos_token_id}}
-        elif control == "drop":  # those too that a tokenizer only adds, as Llama's do
-            special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+            special = {tokenizer.bos_token_id, *{tokenizer.pad_token_id} - {tokenizer.eos_token_id}} - {None}
+        else:  # Llama's control tokens are only added ones
+            added = tokenizer.added_tokens_decoder.items() if control else ()
+            special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
         self._special = frozenset(special)
         self.special = torch.tensor(sorted(special), dtype=torch.int64)
         self.left_out: Counter[str] = Counter()
@@ -141,19 +141,14 @@ class Windows:
 
     def _tokens(self, text: str) -> tuple[list[int], list[int], list[int]]:
         """Tokens, roles and turns, as `Chats.tokens`, without the special tokens before a text."""
-        token_ids: list[int] = []
-        roles: list[int] = []
-        turns: list[int] = []
-        if isinstance(text, Conversation) and text.strip():
-            token_ids, roles, turns = text.origin[0].tokens(text, self._positions == "assistant")
-            skipped = len(self.prefix) if token_ids[: len(self.prefix)] == self.prefix else 0
-            token_ids, roles, turns = token_ids[skipped:], roles[skipped:], [turn - skipped for turn in turns]
-        elif text.strip():
-            token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            roles = [0] * len(token_ids)
-        if len(token_ids) >= self._min_tokens:
-            return token_ids, roles, turns
-        self.left_out["short_texts" if token_ids else "empty_texts"] += 1
+        if isinstance(text, Conversation):
+            found = text.origin[0].tokens(text, self.prefix, self._positions == "assistant")
+        else:
+            ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
+            found = ids, [0] * len(ids), []
+        if len(found[0]) >= self._min_tokens:
+            return found
+        self.left_out["short_texts" if found[0] else "empty_texts"] += 1
         return [], [], []
 
     def _window(self, token_ids: list[int], owners: list[tuple[int, int]], after: Cursor) -> Window:

@@ -277,8 +277,9 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     from ..extract.windows import Windows
 
     ends = [rows.inputs[0], *([rows.target] if rows.target else [])]
-    context = ends[0].store.meta.source["context"]
-    cutter = Windows(model.tokenizer, context, control=ends[0].store.meta.source.get("control_tokens"))
+    origin = ends[0].store.meta.source
+    context = origin["context"]
+    cutter = Windows(model.tokenizer, context, control=origin.get("control_tokens"))
     places = [HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends]
     found, done = [np.empty((end.rows, end.d_in), np.float32) for end in ends], 0
     windows, most = stored_windows(ends[0], cutter.prefix, ends[0].rows), batch_tokens(model, "auto", context, places)

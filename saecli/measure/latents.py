@@ -348,7 +348,7 @@ def _read(z: Tensor, block: Block, peaks: _Peaks, width: int) -> dict[str, np.nd
     values = {"number": block.numbers[peaks.rows], "code": codes.float().cpu().numpy() * inside}
     if block.columns is None:
         return values
-    documents, positions, tokens = block.columns[:3]
+    documents, positions, tokens = block.columns
     gaps = np.diff(positions, prepend=positions[:1]) > 1
     values |= {} if block.roles is None else {"role": block.roles[rows]}
     return values | {"document": documents[peaks.rows], "position": positions[peaks.rows],

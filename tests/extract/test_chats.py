@@ -1,7 +1,8 @@
-"""Chats: who says a token, where windows begin, and stores of them, by the formats of four model families."""
+"""Chats: who says a token, by the formats of four model families; where windows begin; and stores of them."""
 
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import saecli
-from saecli.base.errors import ModelError
+from saecli.base.errors import ConfigError, ModelError
 from saecli.extract.chats import Chats
 from saecli.extract.splice import stored_windows
 from saecli.extract.texts import Document, TextSource
 from saecli.extract.windows import Windows
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
-FAMILIES = {"gemma": ("<bos>", "<eos>", "<start_of_turn> <end_of_turn>"), "qwen": (None, "<|im_end|>", "<|im_start|>"),
-            "llama3": ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|> <|end_header_id|>"),
-            "mistral": ("<s>", "</s>", "[INST] [/INST]")}
-WORDS = st.sampled_from(["user", "im", "end_of_turn", " spaced  ", "你好 🙂", "model\nassistant\n\nb", "a b c d e f g h"])
+TEMPLATES, CONTEXT, BOS = Path(__file__).parents[1] / "templates", 40, 1
+CONTROL = ["<pad>", "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<|im_start|>", "<|im_end|>", "<|eot_id|>",
+           "<|start_header_id|>", "<|end_header_id|>", "[INST]", "[/INST]"]
+WORDS = st.sampled_from(["user", "im", "end_of_turn", " spaced  ", "\u4f60\u597d \U0001f642", "model\nassistant\n\nb"])
 
 
-def save_model(folder: Path, family: str) -> Path:
-    """A random Llama with a tokenizer of bytes and the control tokens of a family, without a template."""
-    bos, eos, control = FAMILIES[family]
-    tokenizer = Tokenizer(models.BPE())
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama without a template, with a tokenizer of bytes, a few words, and all families' control tokens."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokens = [token for token in ("<pad>", bos, eos, *control.split()) if token]
     tokenizer.train_from_iterator(["a user and a model or assistant say hello\n"] * 3, trainers.BpeTrainer(
-        vocab_size=320, special_tokens=tokens, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos,
+        vocab_size=320, special_tokens=CONTROL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
                             pad_token="<pad>").save_pretrained(folder)
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=320, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -51,51 +48,108 @@ def save_model(folder: Path, family: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
-
-
 @cache
-def chats(folder: Path, template: str) -> Chats:
-    return Chats(AutoTokenizer.from_pretrained(folder), (TEMPLATES / f"{template}.jinja").read_text(), "it")
+def opened(folder: Path, template: str) -> tuple[Any, Chats]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer, Chats(tokenizer, (TEMPLATES / f"{template}.jinja").read_text(), "it")
 
 
-def messages(contents: list[str], system: str | None = None) -> list[dict[str, Any]]:
-    told = [{"role": "system", "content": system}] if system else []
-    return told + [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(contents)]
+def chat(contents: list[str], system: str | None = None) -> dict[str, Any]:
+    said = [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(contents)]
+    return {"messages": [{"role": "system", "content": system}, *said] if system else said}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma", "llama3", "qwen", "mistral"])
 @given(contents=st.lists(WORDS, min_size=1, max_size=6), system=st.sampled_from([None, "Be brief.", "user"]))
-def test_roles_found_turn_by_turn_are_those_of_generation_tags(folders, family, contents, system):
-    row = {"messages": messages(contents, None if family == "gemma" else system)}
-    plain, tagged = (chats(folders[family], template) for template in (family, f"{family}_generation"))
+def test_roles_found_turn_by_turn_are_those_of_generation_tags(folder, family, contents, system):
+    row = chat(contents, None if family == "gemma" else system)
+    (tokenizer, plain), (_, tagged) = (opened(folder, template) for template in (family, f"{family}_generation"))
     texts = [one.read(row, "messages", "it") for one in (plain, tagged)]
-    assert texts[0] == texts[1]
-    (ids, roles, turns), other = plain.tokens(texts[0], True), tagged.tokens(texts[1], True)
-    assert (ids, roles) == other[:2]
-    tokenizer = plain._tokenizer
+    ids, roles, turns = plain.tokens(texts[0], [], True)
+    assert (texts[0], ids, roles, turns) == (texts[1], *tagged.tokens(texts[1], [], True))
     assert ids == tokenizer(str(texts[0]), add_special_tokens=False)["input_ids"]
-    for role, parity in ((2, 0), (3, 1)):
-        said = tokenizer.decode([token for token, one in zip(ids, roles, strict=True) if one == role])
-        at = 0
-        for content in contents[parity::2]:
-            assert (at := said.find(content.strip(), at) + len(content.strip())) >= len(content.strip())
-        assert len(said) <= sum(len(one) + 14 for one in contents[parity::2])
-    assert [bool(roles[turn - 1] or tokenizer.decode(ids[turn - 1]).strip() != "model") for turn in turns]
-    assert len(turns) == len(contents) + (row["messages"][0]["role"] == "system" and family != "mistral")
+    for role, own in ((2, contents[::2]), (3, contents[1::2])):
+        said = [token for token, one in zip(ids, roles, strict=True) if one == role and token >= len(CONTROL)]
+        assert "".join(tokenizer.decode(said).split()) == "".join("".join(own).split())
 
 
-def test_windows_begin_with_turns_and_go_on_from_where_one_ended(folders):
-    renderer = chats(folders["gemma"], "gemma")
-    documents = [Document(number, renderer.read({"m": messages(["a b c"] * 7 + ["x" * 40])}, "m", "it"), None)
-                 for number in range(3)]
-    cutter = Windows(renderer._tokenizer, 40, control="keep")
-    windows, (begin,) = list(cutter.cut(documents)), renderer._tokenizer.convert_tokens_to_ids(["<start_of_turn>"])
-    ids, _, turns = renderer.tokens(documents[0].text, True)
-    assert [token for window in windows for token in window.token_ids[1:]] == ids[1:] * 3
-    assert all(window.token_ids[1] == begin and len(window.token_ids) <= 40 for window in windows[:-1:4])
-    for index, window in enumerate(windows):
-        rest = Windows(renderer._tokenizer, 40, control="keep").cut(documents[window.after.document:], window.after.token)
-        assert [one.token_ids.tolist() for one in rest] == [one.token_ids.tolist() for one in windows[index + 1:]]
+def test_windows_begin_with_turns_and_go_on_from_where_one_ended(folder):
+    tokenizer, gemma = opened(folder, "gemma")
+    text = gemma.read(chat(["a b c"] * 7 + ["x" * 90] + ["hello"] * 4), "messages", "it")
+    (ids, _, turns), ends, room = gemma.tokens(text, [BOS]), [0], CONTEXT - 1
+    while ends[-1] < len(ids):
+        most = min(len(ids), ends[-1] + room)
+        ends.append(max([turn for turn in turns if ends[-1] < turn <= most], default=most) if most < len(ids) else most)
+    expected = [[BOS, *ids[begin:end]] for begin, end in pairwise(ends)] * 2
+    cut, documents = Windows(tokenizer, CONTEXT, control="keep").cut, [Document(n, text, None) for n in (0, 1)]
+    found = list(cut(documents))
+    assert [window.token_ids.tolist() for window in found] == expected
+    for number, window in enumerate(found, 1):
+        rest = cut(documents[window.after.document:], window.after.token)
+        assert [one.token_ids.tolist() for one in rest] == expected[number:]
+
+
+ROWS = [chat([f"ask {n}", f"say {n} well", "and so?", "x" * (n % 30)]) for n in range(40)]
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def extract(folder: Path, path: Path, **options: Any) -> dict[str, np.ndarray]:
+    template = {} if options.get("chat") == "off" else {"chat_template": str(TEMPLATES / "gemma.jinja")}
+    store = saecli.extract(str(folder), layer=0, dataset=str(path), context=CONTEXT, dtype="float32", home=path.parent,
+                           **template | options)
+    columns = {name: np.concatenate(list(store.split("all").column(name, 512))) for name in store.meta.columns}
+    return columns | {"x": np.concatenate([batch.copy() for batch in store.split("all").sequential(512)])}
+
+
+def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path):
+    bad = {"messages": [{"role": "system", "content": "Gemma's template refuses it."}]}
+    path = written(tmp_path / "a.jsonl", [*ROWS, *ROWS, {"messages": []}, *ROWS, bad])
+    whole = extract(folder, path, name="s")
+    store = saecli.open_store("s", home=tmp_path)
+    assert whole["role"].dtype.itemsize == 1 and {*whole["role"].tolist()} == {0, 2, 3}
+    assert store.meta.dropped["empty_texts"] == 1 and whole["document"].max() == 120
+    for options, kept in (({"positions": "assistant"}, whole["role"] == 3),
+                          ({"control_tokens": "drop"}, whole["token_id"] >= len(CONTROL))):
+        some = extract(folder, path, **options)
+        assert all((some[name] == whole[name][kept]).all() for name in whole if name != "x") and not kept.all()
+        np.testing.assert_allclose(some["x"], whole["x"][kept], rtol=1e-4, atol=1e-5)
+    tokenizer, gemma = opened(folder, "gemma")
+    documents = TextSource(str(path), column="messages", read=gemma.read).documents()
+    assert list(stored_windows(store.split("all"), [BOS], 10**9)) == [
+        window.token_ids.tolist() for window in Windows(tokenizer, CONTEXT, control="keep").cut(documents)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    names = {"user": "human", "assistant": "gpt"}
+    gpt = [{"chat": [{"from": names[one["role"]], "value": [{"type": "text", "text": one["content"]}]}
+                     for one in row["messages"]]} for row in ROWS]
+    for path, options in ((tmp_path / "a.parquet", {}), (written(tmp_path / "b.jsonl", gpt), {"text_column": "chat"})):
+        found = extract(folder, path, **options)
+        assert all((found[name] == whole[name][: len(found[name])]).all() for name in whole if name != "x")
+
+
+@pytest.mark.slow
+def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, tmp_path):
+    words = ["extract", "--model", folder, "--layer", "0", "--dataset", written(tmp_path / "a.jsonl", ROWS * 40),
+             "--chat-template", TEMPLATES / "gemma.jinja", "--positions", "assistant", "--shard-rows", "2000", "--name"]
+    assert sae(*words, "w").status == 0
+    signalled(sae.home, [*words, "k"], ".h5", 3)
+    assert sae(*words, "k").status == 0
+    assert_same_pass(sae.home / "activations" / "k", sae.home / "activations" / "w")
+
+
+@pytest.mark.parametrize(("row", "options", "sentence"), [
+    (ROWS[0], {"chat": "off", "text_column": "messages"}, "holds no text in column 'messages'; expected a string"),
+    (ROWS[0], {"chat_template": None}, "has no chat template; .* name a jinja file with chat_template"),
+    (ROWS[0], {"chat_template": "nowhere.jinja"}, "chat_template nowhere.jinja cannot be read"),
+    ({"text": "a"}, {}, "chat_template .* needs chats; expected messages in .*, got text"),
+    ({"messages": [{"content": "a"}]}, {}, "message 1 of line 1 of .* has no role; .* got content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "message 1 of line 1 of .* has no text"),
+    ({"messages": ["a"]}, {}, "message 1 of line 1 of .* has no role; .* got 'a'"),
+    (chat(["a"], "b"), {}, "line 1 of .* does not fit the chat template: System role not supported")])
+def test_what_is_no_chat_gives_one_sentence(folder, tmp_path, row, options, sentence):
+    with pytest.raises((ConfigError, ModelError), match=sentence) as caught:
+        extract(folder, written(tmp_path / "a.jsonl", [row] * 3), **options)
+    assert "\n" not in str(caught.value)
