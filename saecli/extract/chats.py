@@ -61,7 +61,7 @@ class Chats:
         _, messages, where = chat.origin
         found = self._applied(messages, where, True, return_dict=True, return_assistant_tokens_mask=self._marks,
                               tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False})
-        begins, ends = zip(*found["offset_mapping"], strict=True)
+        begins, ends = ([place[side] for place in found["offset_mapping"]] for side in (0, 1))
         roles, turns, at = [0] * len(begins), [], 0
         for count, message in enumerate(messages, 1):
             role = NUMBERS.get(message["role"], 0)

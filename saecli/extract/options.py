@@ -113,7 +113,8 @@ class ExtractConfig(Config):
         idle = {*CHAT[1:], "positions"} if self.positions == "assistant" else {*CHAT[1:]}
         if not text.chat and (refused := sorted(given & idle)):
             raise ConfigError(f"{flag_of(refused[0])} {getattr(self, refused[0])} needs chats; expected messages in "
-                              f"{text.dataset}, got text; leave it out", option=refused[0])
+                              f"{text.dataset}, got text; leave it out, or name their column with --text-column",
+                              option=refused[0])
 
     def template(self) -> str | None:
         """The text of the file `chat_template`."""

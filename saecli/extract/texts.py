@@ -96,8 +96,9 @@ class TextSource:
         """The source with the column of its messages, if its first row has one."""
         def of_messages(row: Any, column: str, where: str) -> str:
             columns = (column, *CHAT_COLUMNS) if column == "text" else (column,)
-            there = [name for name in columns if isinstance(row, dict) and name in row][:1]
-            return there[0] if there and isinstance(row[there[0]], list) else ""
+            there = next((name for name in columns if isinstance(row, dict) and name in row), "")
+            value = row[there] if there else None
+            return there if isinstance(value, list) and all(isinstance(one, dict) for one in value) else ""
 
         if not self.chat or (not _is_local(self.dataset) and why_unreachable()):
             return replace(self, chat=self.chat and self.column in CHAT_COLUMNS)

@@ -11,17 +11,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from homes import CommandLine
+from homes import CommandLine, random_sae
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import signalled
+from reports import pages_of
 from storing import assert_same_pass
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError
-from saecli.extract.chats import Chats
+from saecli.extract.chats import ROLES, Chats
 from saecli.extract.splice import stored_windows
 from saecli.extract.texts import Document, TextSource
 from saecli.extract.windows import Windows
@@ -106,10 +107,9 @@ def extract(folder: Path, path: Path, **options: Any) -> dict[str, np.ndarray]:
 
 
 def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path):
-    bad = {"messages": [{"role": "system", "content": "Gemma's template refuses it."}]}
-    path = written(tmp_path / "a.jsonl", [*ROWS, *ROWS, {"messages": []}, *ROWS, bad])
-    whole = extract(folder, path, name="s")
-    store = saecli.open_store("s", home=tmp_path)
+    refused = chat(["a"], "Gemma's template refuses it.")
+    path = written(tmp_path / "a.jsonl", [*ROWS, *ROWS, {"messages": []}, *ROWS, refused])
+    whole, store = extract(folder, path, name="s"), saecli.open_store("s", home=tmp_path)
     assert whole["role"].dtype.itemsize == 1 and {*whole["role"].tolist()} == {0, 2, 3}
     assert store.meta.dropped["empty_texts"] == 1 and whole["document"].max() == 120
     for options, kept in (({"positions": "assistant"}, whole["role"] == 3),
@@ -118,25 +118,36 @@ def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path
         assert all((some[name] == whole[name][kept]).all() for name in whole if name != "x") and not kept.all()
         np.testing.assert_allclose(some["x"], whole["x"][kept], rtol=1e-4, atol=1e-5)
     tokenizer, gemma = opened(folder, "gemma")
-    documents = TextSource(str(path), column="messages", read=gemma.read).documents()
-    assert list(stored_windows(store.split("all"), [BOS], 10**9)) == [
-        window.token_ids.tolist() for window in Windows(tokenizer, CONTEXT, control="keep").cut(documents)]
+    windows = Windows(tokenizer, CONTEXT, control="keep").cut(TextSource(str(path), column="messages",
+                                                                         read=gemma.read).documents())
+    assert list(stored_windows(store.split("all"), [BOS], 10**9)) == [one.token_ids.tolist() for one in windows]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    names = {"user": "human", "assistant": "gpt"}
-    gpt = [{"chat": [{"from": names[one["role"]], "value": [{"type": "text", "text": one["content"]}]}
+    gpt = [{"chat": [{"from": {"user": "human"}.get(one["role"], "gpt"), "value": [{"text": one["content"]}]}
                      for one in row["messages"]]} for row in ROWS]
     for path, options in ((tmp_path / "a.parquet", {}), (written(tmp_path / "b.jsonl", gpt), {"text_column": "chat"})):
         found = extract(folder, path, **options)
         assert all((found[name] == whole[name][: len(found[name])]).all() for name in whole if name != "x")
 
 
+def test_a_report_says_on_whose_tokens_a_latent_acts_and_who_speaks(folder, tmp_path):
+    columns, one = extract(folder, written(tmp_path / "a.jsonl", ROWS), name="s"), random_sae(d_in=16)
+    saecli.report(one, tmp_path / "report", "s", home=tmp_path)
+    sizes = one.encode(torch.from_numpy(columns["x"])).double().numpy()
+    expected = np.stack([sizes[columns["role"] == role].sum(0) for role in range(len(ROLES))])
+    for latent, page in pages_of(tmp_path / "report").items():
+        shares = [share for _, share in page.get("roles", [("", 0)] * len(ROLES))]
+        np.testing.assert_allclose(shares, expected[:, latent] / (expected[:, latent].sum() or 1), atol=1e-3)
+        for one in page["examples"]:
+            assert [role for place, role in one["roles"] if place <= one["peak"]][-1] == ROLES[
+                columns["role"][one["row"]]]
+
+
 @pytest.mark.slow
 def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, tmp_path):
     words = ["extract", "--model", folder, "--layer", "0", "--dataset", written(tmp_path / "a.jsonl", ROWS * 40),
              "--chat-template", TEMPLATES / "gemma.jinja", "--positions", "assistant", "--shard-rows", "2000", "--name"]
-    assert sae(*words, "w").status == 0
     signalled(sae.home, [*words, "k"], ".h5", 3)
-    assert sae(*words, "k").status == 0
+    assert [sae(*words, name).status for name in "kw"] == [0, 0]
     assert_same_pass(sae.home / "activations" / "k", sae.home / "activations" / "w")
 
 
@@ -146,8 +157,7 @@ def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, 
     (ROWS[0], {"chat_template": "nowhere.jinja"}, "chat_template nowhere.jinja cannot be read"),
     ({"text": "a"}, {}, "chat_template .* needs chats; expected messages in .*, got text"),
     ({"messages": [{"content": "a"}]}, {}, "message 1 of line 1 of .* has no role; .* got content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "message 1 of line 1 of .* has no text"),
-    ({"messages": ["a"]}, {}, "message 1 of line 1 of .* has no role; .* got 'a'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "message 1 of .* has no text"),
     (chat(["a"], "b"), {}, "line 1 of .* does not fit the chat template: System role not supported")])
 def test_what_is_no_chat_gives_one_sentence(folder, tmp_path, row, options, sentence):
     with pytest.raises((ConfigError, ModelError), match=sentence) as caught:
