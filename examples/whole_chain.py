@@ -2,7 +2,8 @@
 
     python examples/whole_chain.py [FOLDER [ROWS]]
 
-In a notebook, the values of `draw` and the names of the store and the SAE show themselves.
+In a notebook, the values of `draw` (after `%matplotlib inline`) and the names of the store and the SAE show themselves:
+`first_hour.ipynb`.
 """
 
 import sys

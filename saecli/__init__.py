@@ -6,7 +6,7 @@
     x_hat = sae.decode(z)
     saecli.save_sae(sae, "folder")        # saecli.load_sae("folder") reads it again
     saecli.evaluate(sae, store)           # {"fvu": ..., "l0": ...}, on the held-out rows
-    saecli.draw("sparsity", sae, data=store)  # figures, which a notebook shows
+    saecli.draw("sparsity", sae, data=store)  # figures, for a notebook with %matplotlib inline
 
 Names are imported on first use, so that `import saecli` is fast.
 """

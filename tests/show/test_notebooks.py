@@ -1,4 +1,4 @@
-"""Figures in a notebook, and the example that goes the whole way in Python."""
+"""Figures in a notebook, and the examples that go the whole way in Python."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import saecli
 from saecli.sae.activations import TopK
 from saecli.show.pictures import loss_curves
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "whole_chain.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
 
 
@@ -60,7 +60,20 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, words: tuple[str, ...])
 
 @pytest.mark.slow
 def test_the_example_goes_from_a_model_to_pages(tmp_path: Path):
-    done = subprocess.run([sys.executable, EXAMPLE, tmp_path, "3000"], capture_output=True, text=True, check=True)
+    words = [sys.executable, EXAMPLES / "whole_chain.py", tmp_path, "3000"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.count("CE recovered") == 2
     assert {"geometry-0.png", "sparsity-0.png", "sparsity-1.png"} <= {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / "pages" / "index.html").exists()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom_and_shows_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    notebook = nbformat.read(EXAMPLES / "first_hour.ipynb", as_version=4)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    assert "CE recovered" in str(outputs) and "steered:" in str(outputs)
