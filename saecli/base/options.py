@@ -36,7 +36,7 @@ class Option:
     panel: str | None = None  # of the help page; None for its configuration's
     advanced: bool = False  # shown by `--help-all` only
     once: bool = False  # not repeatable, where other numbers may be repeated for one result per value
-    several: bool = False  # may be given several times, in a file as a list
+    several: bool = False  # may be given several times, in a file as a list; if `once`, the values make one tuple
 
     @property
     def repeatable(self) -> bool:
@@ -62,6 +62,9 @@ class Option:
         """The value, converted to the option's type; ConfigError if it is not allowed."""
         if value is None and self.optional:
             return None
+        if self.several:
+            one = replace(self, several=False, optional=False)
+            return tuple(map(one.checked, value if isinstance(value, list | tuple) else [value]))
         if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
             raise ConfigError(f"{flag_of(self.name)} must be a number of ordinary size, got {value!s:.40}",
                               option=self.name)
@@ -91,7 +94,8 @@ def option(default: Any, help: str, **rules: Any) -> Any:
 def words_of(values: Mapping[str, Any]) -> list[str]:
     """Values as words of a command line."""
     return [word for name, value in values.items() if value not in (None, False)
-            for word in (flag_of(name), *([] if value is True else [str(value)]))]
+            for one in (value if isinstance(value, list) else [value])
+            for word in (flag_of(name), *([] if one is True else [str(one)]))]
 
 
 def scalar_types(annotation: Any) -> tuple[type, ...]:
@@ -131,10 +135,11 @@ def _options_of(config: Any) -> dict[str, Option]:
     hints = typing.get_type_hints(config)
     found = {}
     for one in dataclasses.fields(config):
-        kinds = scalar_types(hints[one.name])
-        found[one.name] = replace(one.metadata["option"], name=one.name, default=one.default,
-                                  kinds=tuple(kind for kind in kinds if kind is not types.NoneType),
-                                  optional=types.NoneType in kinds)
+        kinds, made = scalar_types(hints[one.name]), one.metadata["option"]
+        items = tuple(typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple)
+        found[one.name] = replace(made, name=one.name, default=one.default, several=bool(items),
+                                  kinds=items or tuple(kind for kind in kinds if kind is not types.NoneType),
+                                  optional=types.NoneType in kinds, once=made.once or bool(items))
     return found
 
 

@@ -54,7 +54,8 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
                 for one in options_of(config).values()]
     for selector, table in tables.items():
         declared += [replace(one, panel=one.panel or f"Options of --{selector}") for one in _merged(table)]
-    options = {one.name: replace(one, several=repeated and one.repeatable) for one in [*declared, *more]}
+    options = {one.name: replace(one, several=one.several or (repeated and one.repeatable))
+               for one in [*declared, *more]}
 
     def decorate(function: Callable) -> Callable:
         signature = inspect.signature(function, eval_str=True)
@@ -69,7 +70,8 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
             ctx, file = arguments["ctx"], arguments.pop("config")
             given = frozenset(name for name in values if is_given(ctx, name))
             with _naming(ctx, file):
-                return function(options=_combinations(values, given) if repeated else Given(values, given), **arguments)
+                chosen = _combinations(values, given, options) if repeated else Given(values, given)
+                return function(options=chosen, **arguments)
 
         everything = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in
                       [*own.values(), _config_parameter(options | _own_options(own)), *map(_parameter, shown)]]
@@ -90,8 +92,8 @@ def _merged(table: Mapping[str, type[Config]]) -> list[Option]:
             for name, one in found.items()]
 
 
-def _combinations(values: Mapping[str, Any], given: frozenset[str]) -> tuple[Given, ...]:
-    several = {name: value for name, value in values.items() if isinstance(value, list)}
+def _combinations(values: Mapping[str, Any], given: frozenset[str], options: Mapping[str, Option]) -> tuple[Given, ...]:
+    several = {name: value for name, value in values.items() if isinstance(value, list) and not options[name].once}
     for name, words in several.items():
         if twice := [word for index, word in enumerate(words) if word in words[:index]]:
             raise ConfigError(f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per "

@@ -33,5 +33,5 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
         from ..show.pictures import sparsity  # matplotlib takes a second to import
 
         session.console.note(f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, found))}")
-    session.console.result({"runs": found}, comparison(found, SPARSITY), *(extremes(run) for run in found),
+    session.console.result({"runs": found}, comparison(found, SPARSITY), *map(extremes, found),
                            *(places_table(run) for run in found if "places" in run))

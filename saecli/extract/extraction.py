@@ -29,7 +29,7 @@ from ..store.writer import RankedStore, StoreWriter, joining_began, other_number
 from .chats import Chats
 from .forward import COLUMNS, Forward, batch_tokens, fill
 from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint
-from .texts import Document, TextSource
+from .texts import Document, Mixture
 from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] 
 
 
 def settled(config: ExtractConfig, given: Set[str], where: torch.device,
-            processes: Communicator) -> tuple[ExtractConfig, "ModelSource", TextSource]:
+            processes: Communicator) -> tuple[ExtractConfig, "ModelSource", Mixture]:
     """The options without `auto` and None, where the model is, and the text, pinned."""
     from .model_source import find_model
 
@@ -126,7 +126,7 @@ def settled(config: ExtractConfig, given: Set[str], where: torch.device,
     config = replace(config, context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),
                      model_dtype=source.dtype_on(where, config.model_dtype))
     source.check_context(config.window)
-    text = processes.broadcast_object(lambda: text.pinned().recognised())
+    text = processes.broadcast_object(text.pinned)
     config.check_chat(text, given)
     return config, source, text
 
@@ -166,7 +166,7 @@ class StoreRequest:
         return hash_request(self.source)
 
 
-def store_requests(config: ExtractConfig, models: Sequence["ModelSource"], text: TextSource, layers: Sequence[int],
+def store_requests(config: ExtractConfig, models: Sequence["ModelSource"], text: Mixture, layers: Sequence[int],
                    sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
     """The requested stores: every site of every layer of every model, all of the same tokens. Since a row that one
     store drops is dropped from all, each `source` lists the other hook points, as `beside`, and of several models the
@@ -234,18 +234,22 @@ def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, pro
 class Extraction:
     """A text run through a language model, or several, in blocks of at most about `block_rows` rows."""
 
-    def __init__(self, config: ExtractConfig, models: "Sequence[LanguageModel]", text: TextSource,
+    def __init__(self, config: ExtractConfig, models: "Sequence[LanguageModel]", text: Mixture,
                  listener: Listener) -> None:
         from .language_model import SideBySide
 
         self.config, self.model, self.all = config, models[0], SideBySide(models)
-        self.text, self.listener = text, listener
         self.windows = partial(Windows, self.model.tokenizer, config.window, config.positions, config.packed,
                                config.min_tokens, config.control_tokens if text.chat else None)
+        self.text, self.listener = replace(text, rows=self.windows().rows), listener
         if text.chat:
-            self.text = replace(text, read=Chats(self.model.tokenizer, config.template(), config.model).read)
-            listener.note(f"{text.dataset} holds chats in its column {text.column!r}, which go through "
-                          f"{config.chat_template or 'the chat template of ' + config.model}")
+            read = Chats(self.model.tokenizer, config.template(), config.model).read
+            self.text = replace(self.text, sources=tuple(
+                replace(one, read=read) if one.chat else one for one in text.sources))
+        for one in text.sources:
+            if one.chat:
+                listener.note(f"{one.dataset} holds chats in its column {one.column!r}, which go through "
+                              f"{config.chat_template or 'the chat template of ' + config.model}")
         size = sum(one.size for one in models)
         fitting = min(max(WORK_AHEAD // size, LEAST_AHEAD), LOOK_AHEAD)  # a kill loses the current block
         self.block_rows = 1 << (fitting.bit_length() - 1)
@@ -264,7 +268,8 @@ class Extraction:
             source={**request.source, "layers": self.all.models[request.point.model].source.layers,
                     "prepend_bos": bool(prefix)},
             request_hash=request.hash, dtype=self.config.dtype, d_in=width,
-            columns=(*COLUMNS, "role") if self.text.chat else COLUMNS,
+            columns=(*COLUMNS, *["role"] * self.text.chat, *["source"] * bool(self.text.names)),
+            sources=dict.fromkeys(self.text.names, 0),
             shard_rows=self.config.shard_rows or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
             max_norm_multiple=self.config.max_norm_multiple)
             for request, width in zip(requests, widths, strict=True)}

@@ -1,21 +1,22 @@
 """The options of an extraction; names of models and of sites. Imports neither NumPy nor torch: help pages are fast."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from ..base.errors import ConfigError, flag_of
+from ..base.errors import ConfigError, counted, flag_of
 from ..base.files import regular
-from ..base.options import Config, option
+from ..base.options import Config, option, options_of
 from ..store.options import DTYPES, MAX_NORM_HELP
-from .texts import DEFAULT_CONFIGS, LOCAL_SUFFIXES, STDLIB_DOCS, TextSource
+from .texts import DEFAULT_CONFIGS, LOCAL_SUFFIXES, STDLIB_DOCS, Mixture, TextSource
 
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
 SITES = ("resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out")
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DATASET = "Salesforce/wikitext"
+OF_SOURCE = ("dataset_config", "dataset_split", "text_column", "dataset_revision")  # in `TextSource`'s order
 DEFAULT_CONTEXT = 128
 CHAT = ("chat", "chat_template", "control_tokens")  # options
 SHARD_ROWS = 32_768  # most rows per shard by default
@@ -49,15 +50,21 @@ class ExtractConfig(Config):
     panel: ClassVar[str] = "Rows"
 
     model: str = option("google/gemma-2-2b", f"Hub id or folder of a causal language model; {TINY_GEMMA2} is bundled.")
-    dataset: str | None = option(None, "Text: a hub dataset id, streamed; a .txt file (documents separated by blank "
-                                       f"lines), .jsonl or .parquet file; {STDLIB_DOCS}, Python's own docstrings. "
-                                       f"Default: {DEFAULT_DATASET}, for {TINY_GEMMA2} {STDLIB_DOCS}.")
-    dataset_config: str | None = option(None, "Configuration of a hub dataset. Default: the dataset's own; for "
-                                              "wikitext wikitext-103-raw-v1.")
-    dataset_split: str = option("train", "Split of a hub dataset.")
-    dataset_revision: str | None = option(None, "Commit, branch or tag of a hub dataset; the store records the commit. "
-                                                "Default: the newest.")
-    text_column: str = option("text", "Column of texts or messages. Default: text, else messages or conversations.")
+    dataset: tuple[str, ...] | None = option(
+        None, "Text: a hub dataset id, streamed; a .txt file (documents separated by blank lines), .jsonl or .parquet "
+              f"file; {STDLIB_DOCS}, Python's own docstrings; several times for a mixture. "
+              f"Default: {DEFAULT_DATASET}, for {TINY_GEMMA2} {STDLIB_DOCS}.")
+    mix: tuple[float, ...] | None = option(None, "Weight of each --dataset, in order: rows come in these proportions. "
+                                                 "Default: equal.", above=0)
+    dataset_config: tuple[str, ...] | None = option(
+        None, "Configuration of a hub dataset. It and the next three hold for all datasets that have one; or give one "
+              'per --dataset, in order, "" for the default. Default: the dataset\'s own; for wikitext '
+              "wikitext-103-raw-v1.")
+    dataset_split: tuple[str, ...] = option("train", "Split of a hub dataset.")
+    dataset_revision: tuple[str, ...] | None = option(None, "Commit, branch or tag of a hub dataset; the store records "
+                                                            "the commit. Default: the newest.")
+    text_column: tuple[str, ...] = option("text", "Column of texts or messages. Default: text, else messages or "
+                                                  "conversations.")
     chat: str = option("auto", "auto: messages go through the tokenizer's chat template; off: they are refused.",
                        choices=("auto", "off"))
     chat_template: str | None = option(None, "Jinja file of a chat template. Default: the tokenizer's own.")
@@ -87,33 +94,47 @@ class ExtractConfig(Config):
         """`context`, or its default."""
         return self.context or DEFAULT_CONTEXT
 
-    def text(self, given: Set[str]) -> TextSource:
+    def text(self, given: Set[str]) -> Mixture:
         """Where the documents come from; ConfigError if one of the options that the user gave does nothing with it."""
-        dataset = self.dataset
-        if dataset is None:
-            dataset = STDLIB_DOCS if self.model == TINY_GEMMA2 else DEFAULT_DATASET
-        if not dataset.strip():
+        datasets = self.dataset or (STDLIB_DOCS if self.model == TINY_GEMMA2 else DEFAULT_DATASET,)
+        if not all(dataset.strip() for dataset in datasets):
             raise ConfigError(f"--dataset is empty; name a hub dataset id, a .txt, .jsonl or .parquet file, or "
                               f"{STDLIB_DOCS}, or leave it out", option="dataset")
-        kind = STDLIB_DOCS if dataset == STDLIB_DOCS else Path(dataset).suffix.lower()
-        unused = {"text_column", *CHAT} if kind in (STDLIB_DOCS, ".txt") else set()
-        if kind in (STDLIB_DOCS, *LOCAL_SUFFIXES):
-            unused |= {"dataset_config", "dataset_split", "dataset_revision"}
-        if refused := sorted(unused & given):
-            raise ConfigError(f"{flag_of(refused[0])} does nothing with the dataset {dataset}; leave it out",
-                              option=refused[0])
+        for name in sorted(given & {*OF_SOURCE, *CHAT, "mix"}):
+            if not any(_takes(dataset, name) for dataset in datasets) or (name == "mix" and len(datasets) == 1):
+                raise ConfigError(f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out",
+                                  option=name)
+        weights = [weight or 1.0 for weight in self._of_each("mix", datasets)]
+        chats = [self.chat == "auto" and _takes(one, "chat") and one not in DEFAULT_CONFIGS for one in datasets]
+        sources = tuple(map(TextSource, datasets, *(self._of_each(name, datasets) for name in OF_SOURCE), chats))
+        names = tuple(" ".join(filter(None, [one.dataset, one.config, one.split.removeprefix("train"),
+                                             one.column.removeprefix("text")])) for one in sources)
+        if len({*names}) < len(names):
+            raise ConfigError("--dataset must name different texts, got one twice; use --mix to weight them",
+                              option="dataset")
         if self.packed and self.positions == "last":
             raise ConfigError("--packed does nothing with --positions last, which takes one row from each document's "
                               "own window; leave it out", option="packed")
-        return TextSource(dataset, self.dataset_config, self.dataset_split, self.text_column, self.dataset_revision,
-                          self.chat == "auto" and kind not in (STDLIB_DOCS, ".txt") and dataset not in DEFAULT_CONFIGS)
+        return Mixture(sources, names if names[1:] else (), tuple(weight / sum(weights) for weight in weights))
 
-    def check_chat(self, text: TextSource, given: Set[str]) -> None:
+    def _of_each(self, name: str, datasets: Sequence[str]) -> list[Any]:
+        """The value of `mix`, or of one of `OF_SOURCE`, for each dataset, or the default."""
+        values, default = getattr(self, name) or ("",), options_of(type(self))[name].default
+        if len(values) != len(datasets) and (len(values) > 1 or (name == "mix" and self.mix)):
+            raise ConfigError(f"{flag_of(name)} must be given once per --dataset{', or once' * (name != 'mix')}, got "
+                              f"{len(values)} for {counted(len(datasets), 'dataset')}; correct it", option=name)
+        each = values * (len(datasets) // len(values))
+        return [value if value and _takes(one, name) else default for value, one in zip(each, datasets, strict=True)]
+
+    def check_chat(self, text: Mixture, given: Set[str]) -> None:
         """Raise a ConfigError for options that only chats have, if a text is none."""
-        idle = {*CHAT[1:], "positions"} if self.positions == "assistant" else {*CHAT[1:]}
-        if not text.chat and (refused := sorted(given & idle)):
+        texts = [one.dataset for one in text.sources if not one.chat]
+        idle = {*CHAT[1:]} if not text.chat else set()
+        if self.positions == "assistant" and texts:
+            idle |= {"positions"}
+        if refused := sorted(given & idle):
             raise ConfigError(f"{flag_of(refused[0])} {getattr(self, refused[0])} needs chats; expected messages in "
-                              f"{text.dataset}, got text; leave it out, or name their column with --text-column",
+                              f"{texts[0]}, got text; leave it out, or name their column with --text-column",
                               option=refused[0])
 
     def template(self) -> str | None:
@@ -123,3 +144,9 @@ class ExtractConfig(Config):
         except (OSError, ValueError) as error:
             raise ConfigError(f"--chat-template {self.chat_template} cannot be read: {error}; name a jinja file",
                               option="chat_template") from error
+
+
+def _takes(dataset: str, option: str) -> bool:
+    """Whether an option does something with a dataset."""
+    without = LOCAL_SUFFIXES if option.startswith("dataset_") else (".txt",)
+    return option == "mix" or (dataset != STDLIB_DOCS and Path(dataset).suffix.lower() not in without)

@@ -92,12 +92,13 @@ def open_stream(config: ExtractConfig, *, given: Set[str], at: tuple[int | None,
                        np.asarray(columns["document"]))
 
     chosen = {name: value for name, value in asdict(config).items() if name in given}
+    revisions = [one.revision or "" for one in text.sources]
     chosen |= {"model": _found_again(config.model), "layer": layer, "site": site, "rows": config.rows,
-               "context": config.context, "model_dtype": config.model_dtype, "dataset": _found_again(text.dataset)}
+               "context": config.context, "model_dtype": config.model_dtype,
+               "dataset": [_found_again(one.dataset) for one in text.sources],
+               **({"dataset_revision": revisions} if any(revisions) else {})}
     if config.chat_template is not None:
         chosen["chat_template"] = _found_again(config.chat_template)
-    if text.revision is not None:
-        chosen["dataset_revision"] = text.revision
     return Streamed(request, meta, chosen, blocks, extraction.block_rows), extraction
 
 

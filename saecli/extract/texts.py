@@ -40,11 +40,12 @@ Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` b
 
 
 class Document(NamedTuple):
-    """A text, its number in the source, and the mark from which to read it again; None for the beginning."""
+    """A text, its number, the mark from which to read it again, None for the beginning, and its source's number."""
 
     number: int
     text: str
     mark: Mark | None
+    source: int = 0
 
 
 def value_of(row: Any, column: str, where: str) -> Any:
@@ -189,6 +190,54 @@ class TextSource:
     def _unreachable(self, reason: str) -> ModelError:
         return ModelError(f"the dataset {self.dataset} cannot be fetched; expected a network connection to the Hugging "
                           f"Face Hub, got: {reason}; connect, or {WITHOUT_NETWORK}")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One source, or several whose documents are interleaved: each comes from the source with the fewest rows over its
+    share, the first of equals. When a source ends, the others go on in their proportions."""
+
+    sources: tuple[TextSource, ...]
+    names: tuple[str, ...] = ()  # of several
+    shares: tuple[float, ...] = ()  # of the rows; they sum to 1
+    rows: Callable[[Document], int] | None = None  # of a document; None counts documents
+
+    def pinned(self) -> Self:
+        return replace(self, sources=tuple(source.pinned().recognised() for source in self.sources))
+
+    @property
+    def chat(self) -> bool:
+        return any(source.chat for source in self.sources)
+
+    def identity(self) -> dict[str, Any]:
+        parts = [source.identity() for source in self.sources]
+        return parts[0] if not self.names else {
+            "dataset": " + ".join(part["dataset"] for part in parts),
+            "mixture": [{"share": share, **part} for share, part in zip(self.shares, parts, strict=True)]}
+
+    def documents(self, start: int = 0, mark: Mark | None = None,
+                  note: Callable[[str], None] = lambda _: None) -> Iterator[Document]:
+        """A mixture's marks have the number and mark of each source's next document, and the rows of those before."""
+        if not self.names:
+            yield from self.sources[0].documents(start, mark, note)
+            return
+        number, begun = (mark["document"], mark["sources"]) if mark else (0, [(0, None, 0)] * len(self.sources))
+        following, marks, counts = map(list, zip(*begun, strict=True))
+        waiting = {index: source.documents(following[index], marks[index], note)
+                   for index, source in enumerate(self.sources)}
+        while waiting:
+            index = min(waiting, key=lambda one: counts[one] / self.shares[one])
+            if (document := next(waiting[index], None)) is None:
+                del waiting[index]
+                note(f"{self.names[index]} ends after {counts[index]:,} rows" + "; others go on" * bool(waiting))
+                continue
+            marks[index] = document.mark
+            before = {"document": number, "sources": [*zip(following, marks, counts, strict=True)]}
+            following[index] = document.number + 1
+            counts[index] += self.rows(document) if self.rows else 1
+            if number >= start:
+                yield Document(number, document.text, before, index)
+            number += 1
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:

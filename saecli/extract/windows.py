@@ -59,6 +59,7 @@ class Window(NamedTuple):
 
     token_ids: np.ndarray  # (T,) int64, the prefix's and the documents'
     documents: np.ndarray  # (T,) int64, number of each token's document
+    sources: np.ndarray  # (T,) int64, number of its source in a mixture
     roles: np.ndarray  # (T,) int64, numbers in `chats.ROLES`; 0 in texts
     kept: np.ndarray  # (T,) bool, which tokens are stored
     special: np.ndarray  # (T,) bool, which tokens are special
@@ -112,7 +113,8 @@ class Windows:
                 if token < len(token_ids) and (turn := max(turns[: bisect_right(turns, token)], default=0)) > start:
                     token = turn
                 ended = self._positions == "last" or token == len(token_ids)
-                owners = [(document.number, role) for role in [0] * len(self.prefix) + roles[start:token]]
+                owners = [(document.number, document.source, role)
+                          for role in [0] * len(self.prefix) + roles[start:token]]
                 after = Cursor(document.number + ended, 0 if ended else token, document.mark)
                 yield self._window([*self.prefix, *token_ids[start:token]], owners, after)
                 if ended:
@@ -120,21 +122,22 @@ class Windows:
             token = 0
 
     def _pack(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
-        token_ids, owners = [*self.prefix], [(-1, 0)] * len(self.prefix)
+        token_ids, owners = [*self.prefix], [(-1, 0, 0)] * len(self.prefix)
         for document in documents:
             waiting, roles, _ = self._tokens(document.text)
             while token < len(waiting):
                 between = self._separator if token == 0 and len(token_ids) > len(self.prefix) else []
                 part = waiting[token : token + self._context - len(token_ids) - len(between)]
                 token_ids += [*between, *part]
-                owners += [(document.number, role) for role in [0] * len(between) + roles[token : token + len(part)]]
+                owners += [(document.number, document.source, role)
+                           for role in [0] * len(between) + roles[token : token + len(part)]]
                 token += len(part)
                 ended = token == len(waiting)
                 after = Cursor(document.number + ended, 0 if ended else token, document.mark)
                 # Full, or without room for a separator and a token; yielded before another document is read.
                 if self._context - len(token_ids) <= (len(self._separator) if ended else 0):
                     yield self._window(token_ids, owners, after)
-                    token_ids, owners = [*self.prefix], [(-1, 0)] * len(self.prefix)
+                    token_ids, owners = [*self.prefix], [(-1, 0, 0)] * len(self.prefix)
             token, end = 0, Cursor(document.number + 1, 0, document.mark)
         if len(token_ids) > len(self.prefix):
             yield self._window(token_ids, owners, end)
@@ -151,15 +154,15 @@ class Windows:
         self.left_out["short_texts" if found[0] else "empty_texts"] += 1
         return [], [], []
 
-    def _window(self, token_ids: list[int], owners: list[tuple[int, int]], after: Cursor) -> Window:
+    def _window(self, token_ids: list[int], owners: list[tuple[int, int, int]], after: Cursor) -> Window:
         ids = np.array(token_ids, np.int64)
         special = np.fromiter((token in self._special for token in token_ids), bool, len(ids))  # np.isin is slower
-        documents, roles = np.array(owners, np.int64).T
+        documents, sources, roles = np.array(owners, np.int64).T
         kept = ~special & (roles == ASSISTANT) if self._positions == "assistant" else ~special
         if self._positions == "last":
             kept = np.zeros_like(special)
             kept[np.flatnonzero(~special)[-1:]] = True
-        return Window(ids, documents, roles, kept, special, after)
+        return Window(ids, documents, sources, roles, kept, special, after)
 
 
 class Batch(NamedTuple):
@@ -176,7 +179,7 @@ class Batch(NamedTuple):
 class Block:
     """Windows in document order, from `cursor` to `end`, with `lengths`, tokens per window, (W,), and the number of
     documents skipped since the previous block, by reason. `columns` are `token_id`, `position` (in the window,
-    including the prefix), `document` and `role` of each row, (R,), of which a store takes those that it names;
+    including the prefix), `document`, `source` and `role` of each row, (R,), of which a store takes those it names;
     `specials` is the number of special tokens."""
 
     def __init__(self, windows: list[Window], cursor: Cursor, left_out: dict[str, int]) -> None:
@@ -187,10 +190,11 @@ class Block:
         self._kept = _joined([window.kept for window in windows], bool)
         self._special = _joined([window.special for window in windows], bool)
         positions = np.arange(len(self._token_ids)) - np.repeat(self._starts, self.lengths)
-        documents, roles = (_joined(parts, np.int64) for parts in ([window.documents for window in windows],
-                                                                   [window.roles for window in windows]))
+        documents, sources, roles = (_joined([getattr(window, name) for window in windows], np.int64)
+                                     for name in ("documents", "sources", "roles"))
         self.columns = {"token_id": self._token_ids[self._kept], "position": positions[self._kept],
-                        "document": documents[self._kept], "role": roles[self._kept]}
+                        "document": documents[self._kept], "source": sources[self._kept],
+                        "role": roles[self._kept]}
         self.rows, self.specials = int(self._kept.sum()), int(self._special.sum())
         self.end = (windows[-1].after if windows else cursor)._replace(offered=cursor.offered + self.rows)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
 ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}  # compared at similar L0; times its sign, less is better
+MAINLY, LEAST_ROWS = 0.9, 10  # see `sparsity`
 TOKENS = 16_384  # default number of tokens for CE and KL
 
 
@@ -37,7 +38,10 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test
 
     Returns:
         `run`, `data`, `split`, the measures of `Firing.result`, among them `frequency`, the fraction of the rows on
-        which each latent fires, `dead_fraction`, and for a crosscoder `places_document`.
+        which each latent fires, `dead_fraction`, for a crosscoder `places_document`, for a mixture of texts
+        `sources`: `Firing.result` on the rows of each, `firings`, the fraction of each latent's firings there, and
+        `mainly`, the latents with `MAINLY` of them there if sources had equally many rows; without those for which
+        equal rates give fewer than `LEAST_ROWS` firings elsewhere.
     """
     listener = listening(progress)
     one = measured(Home.at(home), sae, data, split, device, listener)
@@ -46,6 +50,13 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test
 
 def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
     found = one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
+    if parts := one.by_source():
+        tallies = [firing(part.sae, part.inputs(listener)) for part in parts.values()]
+        total = sum(own.frequency for own in tallies)
+        found["sources"] = [{"source": name, **own.result(), "mainly": int((
+            (own.frequency >= MAINLY * total) & (counts.frequency * (counts.rows - own.rows) >= LEAST_ROWS)).sum()),
+            "firings": (own.frequency * own.rows / (counts.frequency * counts.rows)).nan_to_num().tolist()}
+            for name, own in zip(parts, tallies, strict=True)]
     return found | places_document(one, listener)
 
 
@@ -72,7 +83,8 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
     Returns:
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
-        `extract.splice.effects`, and `unbeaten`, None for a single SAE.
+        `extract.splice.effects`, and `unbeaten`, None for a single SAE; for a mixture
+        of texts `sources`, the same measures without a model on the rows of each.
     """
     return compare([sae], data, target=target, split=split, model=model, tokens=tokens, device=device, home=home,
                    progress=progress)[0]
@@ -199,7 +211,9 @@ def splices(everything: Sequence[Measured], name: str, listener: Listener) -> li
 
 
 def _reconstructed(one: Measured, listener: Listener) -> dict[str, Any]:
-    dead = {"dead_fraction": one.subject.dead_fraction}
+    dead: dict[str, Any] = {"dead_fraction": one.subject.dead_fraction}
+    if sources := [{"source": name} | _reconstructed(part, listener) for name, part in one.by_source().items()]:
+        dead["sources"] = sources
     alignment = one.alignment()
     if alignment is None:
         return reconstruction(one.sae, one.batches(listener)) | dead

@@ -6,6 +6,7 @@ Shapes: N rows, B rows of a batch, W windows of tokens, D = d_in, E the width of
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class Measured:
     saved: SavedSAE  # on the device that it is measured on
     split: str | None  # of the store; None for rows in memory
     rows: RowSource
+    source: int | None = None  # of a mixture, number of the only source whose rows `batches` gives
 
     @property
     def sae(self) -> SAE:
@@ -125,6 +127,13 @@ class Measured:
             return None
         return Alignment.of(self.sae.W_dec, torch.from_numpy(World.of_store(self.store).directions))
 
+    def by_source(self) -> "dict[str, Measured]":
+        """Of a mixture, the same on the rows of each source that has some, by name."""
+        if not self.rows.inputs or self.source is not None or not (names := self.store.meta.sources):
+            return {}
+        there = {*chain.from_iterable(map(np.unique, self.of_store.column("source", self.batch_rows)))}
+        return {name: replace(self, source=number) for number, name in enumerate(names) if number in there}
+
     @property
     def heading(self) -> dict[str, str | None]:
         """The first entries of every document: run, store and split; None for rows in memory."""
@@ -148,8 +157,11 @@ class Measured:
         done = 0
         with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
             W_enc = self.sae.W_enc
-            for batch in carried(self.rows.sequential(self.batch_rows), W_enc.device):
-                yield batch.to(W_enc.dtype)
+            sources = repeat(None) if self.source is None else self.of_store.column("source", self.batch_rows)
+            for batch, own in zip(carried(self.rows.sequential(self.batch_rows), W_enc.device), sources, strict=False):
+                taken = batch if own is None else batch[torch.from_numpy(own == self.source).to(batch.device)]
+                if len(taken):
+                    yield taken.to(W_enc.dtype)
                 done += len(batch)
                 show(done)
 

@@ -74,8 +74,11 @@ def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> li
 
 
 def comparison(runs: Sequence[dict[str, Any]], columns: Sequence[str], title: str | None = None) -> RenderableType:
-    """A table with some of the runs' measures as columns, one line per run; unbeaten ones are marked."""
-    rows = [[run["run"] + " *" * bool(run.get("unbeaten")), *(run[column] for column in columns)] for run in runs]
+    """A table with some of the runs' measures as columns, one line per run, and after it one per source of a mixture of
+    texts; unbeaten ones are marked."""
+    lines = [{**run, **one, "run": f"{run['run']}, {one['source']}" if one else run["run"] + " *" * bool(
+        run.get("unbeaten"))} for run in runs for one in ({}, *run.get("sources", ())) if not one or columns[0] in one]
+    rows = [[line["run"], *(line[column] for column in columns)] for line in lines]
     return table(title, ["run", *(column.replace("_", " ") for column in columns)], rows)
 
 
@@ -87,8 +90,10 @@ def meaning(run: Mapping[str, Any]) -> str:
 
 
 def flat(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's measures as a line of a table: prefixes of latents as `l0_first_N` and `fvu_first_N`."""
+    """A run's measures as a line of a table: `l0_first_N` and `fvu_first_N` of prefixes, `l0_on_NAME` of sources."""
     line = dict(run)
+    for one in line.pop("sources", ()):
+        line |= {f"{name}_on_{one['source']}": one[name] for name in ("rows", "l0", "fvu")}
     for prefix in line.pop("prefixes", ()):
         line |= {f"{name}_first_{prefix['latents']}": prefix[name] for name in ("l0", "fvu")}
     return line
@@ -103,12 +108,14 @@ def read_measures(path: Path) -> list[dict[str, Any]]:
 
 
 def extremes(run: dict[str, Any]) -> str:
-    """Two lines that list a run's dense latents, the most frequent first, and its silent ones."""
+    """Lines that list a run's dense latents, the most frequent first, its silent ones, and numbers by source."""
     frequency, rows = run["frequency"], f"on these {counted(run['rows'], 'row')}"
     dense = sorted((i for i, f in enumerate(frequency) if f > DENSE_FREQUENCY), key=lambda i: -frequency[i])
     silent = [i for i, f in enumerate(frequency) if f == 0]
+    mainly = [f"{one['mainly']:,} on {one['source']}" for one in run.get("sources", ())]
     return (f"{run['run']}: dense {rows}: {_listed([f'{i} ({frequency[i]:.0%})' for i in dense])}\n"
-            f"{run['run']}: silent {rows}: {_listed([str(i) for i in silent])}")
+            f"{run['run']}: silent {rows}: {_listed([str(i) for i in silent])}"
+            + f"\n{run['run']}: latents that fire mainly on one source: {', '.join(mainly)}" * bool(mainly))
 
 
 def _listed(words: list[str]) -> str:

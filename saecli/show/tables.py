@@ -86,6 +86,8 @@ def _stored(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
     if others:
         lines.append(["same tokens as", ", ".join(others)])
     lines += [[key, store[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
+    lines += [[f"rows: {name}", f"{rows:,} ({rows / store['rows']:.1%})"]
+              for name, rows in store.get("sources", {}).items()]
     if norms:
         lines.append(["norm", f"median {number(norms['quantiles'].get('0.5'))}, {_sizes(norms)}"])
     for reason, count in store["dropped"].items():

@@ -95,10 +95,10 @@ def filling(writers: Sequence[StoreWriter], label: str, rows: int, listener: Lis
 
 
 def kept_and_dropped(store: ActivationStore) -> dict[str, Any]:
-    """The entries of a store's JSON on rows dropped, and the norms of dropped and stored rows."""
+    """The entries of a store's JSON on rows dropped, the norms of dropped and stored rows, and a mixture's sources."""
     meta = store.meta
     norms = None if meta.norms is None else {**asdict(meta.norms), "quantiles": meta.norm_quantiles}
-    return {"dropped": meta.dropped, "norms": norms,
+    return {"dropped": meta.dropped, "norms": norms, **({"sources": meta.sources} if meta.sources else {}),
             "dropped_norms": {name: asdict(found) for name, found in meta.dropped_norms.items()}}
 
 

@@ -29,7 +29,7 @@ CHECKSUM = np.dtype("<u8")
 
 COLUMNS: dict[str, np.dtype] = {
     "token_id": np.dtype("<i4"), "position": np.dtype("<i4"), "document": np.dtype("<i8"),
-    "label": np.dtype("<i8"), "role": np.dtype("u1")}
+    "label": np.dtype("<i8"), "role": np.dtype("u1"), "source": np.dtype("<i2")}
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 64 << 20
@@ -119,6 +119,7 @@ class StoreMeta:
     norms: Norms | None = None
     norm_quantiles: dict[str, float] = field(default_factory=dict)  # by fraction, within 0.87%
     shards: tuple[ShardRecord, ...] = ()
+    sources: dict[str, int] = field(default_factory=dict)  # of a mixture, rows by name, in the order of `source`
     ranks: tuple[RankShards, ...] = ()  # where several write the store
     world: WorldRecord | None = None
     format_version: int = FORMAT_VERSION
@@ -165,7 +166,7 @@ class StoreMeta:
 
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)
-        for name in ("ranks", "world"):
+        for name in ("sources", "ranks", "world"):
             if not document[name]:
                 del document[name]
         return {name: document[name] for name in ("format_version", "created", "complete", *document)}

@@ -133,6 +133,10 @@ class ShardWriter:
         self._file_path = partial_path(path)
         self._file = os.open(self._file_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
+    def count(self, column: str, value: int) -> int:
+        """Rows with a value so far."""
+        return sum(int(np.sum(part == value)) for part in self._columns[column])
+
     def append(self, rows: np.ndarray, columns: Mapping[str, Column]) -> None:
         for name, parts in self._columns.items():
             column = columns[name]

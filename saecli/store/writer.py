@@ -23,22 +23,12 @@ import numpy as np
 from ..base.errors import StoreError
 from ..base.files import LOCK, flush_to_disk, lock_folder, make_folder
 from ..base.home import STORE_MARKER
-from .schema import (
-    RANKS,
-    SHARDS,
-    WORLD_FILE,
-    RankShards,
-    Resume,
-    ShardRecord,
-    StoreMeta,
-    read_meta,
-    shard_name,
-    write_meta,
-)
+from .schema import SHARDS, WORLD_FILE, RankShards, Resume, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
 from .shard import stored_statistics
 from .shard_writer import Admission, Columns, ShardWriter
 from .values import DTYPES, Dropped, norm_fields
 
+RANKS = "ranks"  # folder of the stores of each rank
 WAIT_SECONDS = 10.0  # how long an interrupted rank 0 waits for the others to end
 POLL_SECONDS = 0.05
 
@@ -198,9 +188,11 @@ class StoreWriter(ClaimedStore):
     def _record(self, complete: bool = False) -> None:
         """Commit the shard, if any, and record it in `store.json`, the last together with the store's completion: else
         resuming after a short shard would count its dropped rows twice."""
-        shards = self.meta.shards
+        shards, sources = self.meta.shards, dict(self.meta.sources)
         if self._shard:
             assert self._last is not None
+            for number, name in enumerate(sources):
+                sources[name] += self._shard.count("source", number)
             digest, frame = self._shard.commit()
             found = self._shard.statistics
             assert found is not None
@@ -210,7 +202,8 @@ class StoreWriter(ClaimedStore):
         dropped = Dropped(self.meta.dropped, self.meta.dropped_norms) + self._ended
         meta = replace(
             self.meta, complete=complete, shards=shards, dropped=dict(dropped.counts),
-            dropped_norms=dict(dropped.norms), median_norm=self.admission.median, **norm_fields(self._statistics))
+            dropped_norms=dict(dropped.norms), median_norm=self.admission.median, sources=sources,
+            **norm_fields(self._statistics))
         write_meta(self.path, meta)
         self.meta, self._shard, self._ended = meta, None, Dropped()
 
@@ -372,7 +365,8 @@ class RankedStore(ClaimedStore):
             ranks = tuple(RankShards(noted.rows, len(part.shards) if part else 0)
                           for noted, part in zip(self.meta.ranks, parts, strict=True))
             meta = replace(self.meta, complete=True, shards=tuple(shards), ranks=ranks, dropped=dict(dropped.counts),
-                           dropped_norms=dict(dropped.norms))
+                           dropped_norms=dict(dropped.norms), sources={
+                               name: sum(part.sources[name] for part in parts if part) for name in self.meta.sources})
             self._write(replace(meta, **norm_fields(stored_statistics(self.path, meta))))
             shutil.rmtree(self.path / RANKS)
 

@@ -33,7 +33,7 @@ DECAY = 0.5  # last fraction of all steps, over which it falls to zero
 TRAIN_ON = 0.25  # learning rate of a training that starts from an SAE, over one from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
-TEXT = ("dataset", "dataset_config", "dataset_split", "dataset_revision", "text_column", "chat", "chat_template",
+TEXT = ("dataset", "mix", "dataset_config", "dataset_split", "dataset_revision", "text_column", "chat", "chat_template",
         "control_tokens", "min_tokens", "context", "packed", "model_dtype")
 NORMALISATIONS = ("scale", "standardize", "none")
 SMALLEST = 2**18  # encoder weights from which auto picks bf16

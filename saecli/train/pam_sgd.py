@@ -28,17 +28,7 @@ from torch import Tensor
 from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch, Coupled
-from .decoder_step import (
-    DecoderPass,
-    Observed,
-    Pass,
-    balance,
-    broadcast,
-    penalty_places,
-    silence,
-    solved,
-    useful,
-)
+from .decoder_step import DecoderPass, Observed, Pass, balance, broadcast, penalty_places, silence, solved, useful
 from .options import DECODER_STEPS, RELEASE, RELEASE_STEPS, RELEASED_BELOW, PamSgd
 from .ridge import TOLERANCE, DecoderState, Terms, plan
 from .solver import DECODER_STEP, Solver, Task

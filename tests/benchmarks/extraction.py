@@ -52,7 +52,7 @@ def large_model(folder: Path) -> Path:
 
 def write_text(path: Path) -> None:
     """The standard library's docstrings as a .jsonl file."""
-    texts = [text for _, text, _ in TextSource(STDLIB_DOCS).documents()]
+    texts = [text for _, text, *_ in TextSource(STDLIB_DOCS).documents()]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 

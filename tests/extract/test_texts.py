@@ -40,7 +40,7 @@ def write_table(path: Path) -> str:
 
 
 def documents(dataset: str, start: int = 0, **options: str) -> list[tuple[int, str]]:
-    return [(number, text) for number, text, _ in TextSource(dataset, **options).documents(start)]
+    return [(number, text) for number, text, *_ in TextSource(dataset, **options).documents(start)]
 
 
 @pytest.mark.long
@@ -55,7 +55,7 @@ def test_stdlib_docs_are_the_docstrings_in_a_fixed_order():
     assert all(text == text.strip("\n") and len(text) >= 40 for text in texts)
     assert documents(STDLIB_DOCS, 1000) == found[1000:]
     program = ("from hashlib import sha256; from saecli.extract.texts import TextSource; "
-               "texts = [(number, text) for number, text, _ in TextSource('stdlib-docs').documents()]; "
+               "texts = [(number, text) for number, text, *_ in TextSource('stdlib-docs').documents()]; "
                "print(sha256(repr(texts).encode()).hexdigest())")
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
                              env={**os.environ, "PYTHONHASHSEED": "77"})

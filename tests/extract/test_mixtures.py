@@ -1,0 +1,78 @@
+"""Mixtures of texts: proportions of rows, marks, kills, and measures by source against those of its rows alone."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from homes import CommandLine
+from hypothesis import given
+from hypothesis import strategies as st
+from launching import signalled
+from storing import assert_same_pass
+
+import saecli
+from saecli.extract.texts import Mixture, TextSource
+
+
+def write(path: Path, counts: list[int]) -> str:
+    """A file of documents with these numbers of words."""
+    path.write_text("".join(json.dumps({"text": " ".join(["word"] * count)}) + "\n" for count in counts))
+    return str(path)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), min_size=2, max_size=4),
+       st.lists(st.floats(0.05, 1), min_size=4, max_size=4))
+def test_rows_keep_their_proportions_and_any_mark_gives_the_rest(tmp_path_factory, counts, weights):
+    folder = tmp_path_factory.mktemp("mixture")
+    names = [write(folder / f"{index}.jsonl", some) for index, some in enumerate(counts)]
+    shares = np.array(weights[:len(counts)]) / sum(weights[:len(counts)])
+    sources, told = tuple(map(TextSource, names)), []
+    text = Mixture(sources, tuple(names), tuple(shares.tolist()), lambda one: one.text.count("w"))
+    whole = list(text.documents(note=told.append))
+    assert [document.number for document in whole] == list(range(sum(map(len, counts))))
+    assert sorted(line.split(" ends after ")[0] for line in told) == names
+    assert [line.endswith("; others go on") for line in told] == [True] * (len(names) - 1) + [False]
+    rows, left = np.zeros(len(counts)), np.array([*map(len, counts)])
+    for document in whole:
+        rows[document.source] += document.text.count("w")
+        left[document.source] -= 1
+        if left.all():  # none is ahead of another by more than a document
+            assert np.ptp(rows / shares) <= max(np.array([*map(max, counts)]) / shares) * (1 + 1e-9)
+        for start in (document.number, document.number + 1):
+            assert [one[:2] + one[3:] for one in text.documents(start, json.loads(json.dumps(document.mark)))] == [
+                one[:2] + one[3:] for one in whole[start:]]
+    assert [[one.text.count("w") for one in whole if one.source == index] for index in range(len(counts))] == counts
+
+
+@pytest.mark.slow
+def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(sae: CommandLine, tmp_path: Path):
+    counts = np.random.default_rng(0).integers(3, 40, 900).tolist()
+    files = [write(tmp_path / name, counts) for name in ("a.jsonl", "b.jsonl")]
+    mixed = ["extract", "--model", "tiny-gemma2", "--rows", "14000", "--shard-rows", "1000", "--name"]
+    mixed[1:1] = [word for pair in zip(["stdlib-docs", *files], "532", strict=True)
+                  for word in ("--dataset", pair[0], "--mix", pair[1])]
+    made = sae(*mixed, "whole", "--json").json
+    assert np.array([*made["sources"].values()]) / 14_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
+    for nth in (3, 12):
+        signalled(sae.home, [*mixed, "killed"], ".h5", nth)
+    assert sae(*mixed, "killed").status == 0
+    assert_same_pass(sae.home / "activations" / "killed", sae.home / "activations" / "whole")
+    rows = saecli.open_store("whole", home=sae.home).split("all")
+    source = np.concatenate(list(rows.column("source", 512)))
+    assert np.bincount(source).tolist() == [*made["sources"].values()]
+    assert sae("train", "--act", "topk", "--k", "4", "--d-sae", "64", "--steps", "50", "--name", "run", "--data",
+               "whole").status == 0
+    x, run = np.concatenate([batch.copy() for batch in rows.sequential(512)]), saecli.load_sae("run", home=sae.home)
+    found = sae("eval", "run", "--split", "all", "--json").json["runs"][0]["sources"]
+    fired = sae("sparsity", "run", "--split", "all", "--json").json["runs"][0]
+    for number, (one, other) in enumerate(zip(found, fired["sources"], strict=True)):
+        alone = saecli.evaluate(run, x[source == number])
+        assert [one[name] for name in ("rows", "fvu", "l0")] == pytest.approx([alone[n] for n in ("rows", "fvu", "l0")])
+        assert other["frequency"] == pytest.approx(saecli.sparsity(run, x[source == number])["frequency"], abs=1e-3)
+        assert np.multiply(other["firings"], fired["frequency"]) * 14_000 == pytest.approx(
+            np.array(other["frequency"]) * other["rows"])
+    rates = np.array([one["frequency"] for one in fired["sources"]])
+    enough = np.array([[14_000 - one["rows"]] for one in fired["sources"]]) * np.array(fired["frequency"]) >= 10
+    own = ((rates >= 0.9 * rates.sum(0)) & enough).sum(1).tolist()
+    assert [one["mainly"] for one in fired["sources"]] == own != [0, 0, 0]
