@@ -268,8 +268,7 @@ Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the spli
 TOKENS = 16_384  # default of --tokens; see `measure.evaluate`
 Model = Annotated[str | None, typer.Option("--model", help="Hub id or folder of the language model.",
                                            show_default="the one that the run's store came from")]
-Layer = Annotated[int | None, typer.Option(
-    "--layer", help="Read this block, from 0, if the SAE's file has none.")]
+Layer = Annotated[int | None, typer.Option("--layer", help="Read this block, from 0, if the SAE's file has none.")]
 if TYPE_CHECKING:  # a type checker cannot read a table
     SiteName = str
 else:

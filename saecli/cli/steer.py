@@ -14,8 +14,7 @@ Scales = Annotated[list[float] | None, typer.Option(
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Generate at most this number of tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0,
                                             help="Sample at this temperature; 0: the likeliest token.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed the sampling of both texts.",
-                                          show_default="0")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed the sampling of both texts.", show_default="0")]
 
 
 def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = None, method: Method = "add",

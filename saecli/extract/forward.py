@@ -129,8 +129,7 @@ def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEA
     return (1 << max(0, fitting.bit_length() - 1)) * context
 
 
-def _peak_bytes(model: "LanguageModel | SideBySide", windows: int, context: int,
-                points: Sequence[HookPoint]) -> int:
+def _peak_bytes(model: "LanguageModel | SideBySide", windows: int, context: int, points: Sequence[HookPoint]) -> int:
     """Peak memory of a forward pass, without the weights."""
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)

@@ -143,8 +143,7 @@ def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, LocalPCA]:
     return partition, LocalPCA(train, partition.predict(train), partition.cluster_centers_)
 
 
-def _pieces_of_stream(sample: Rows, stream: Stream, counts: list[int],
-                      seed: int) -> list[tuple[Partition, LocalPCA]]:
+def _pieces_of_stream(sample: Rows, stream: Stream, counts: list[int], seed: int) -> list[tuple[Partition, LocalPCA]]:
     means, pieces = (affordable(sample, min(count, len(sample))) for count in counts)
     pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
     partitions = streamed_kmeans(sample, stream, [means, pieces], seed)

@@ -81,8 +81,7 @@ def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
         index = (own >= 0).nonzero()[:, 0]
         rows = moved(own[index], whole.x.device)
         x = whole.x[rows]
-        yield Batch(x, x if whole.y is whole.x else whole.y[rows], len(numbers),
-                    None if whole.index is None else index)
+        yield Batch(x, x if whole.y is whole.x else whole.y[rows], len(numbers), None if whole.index is None else index)
 
 
 @dataclass(frozen=True)

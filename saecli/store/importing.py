@@ -182,8 +182,7 @@ def _hash(numbers: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
 
 
-def open_array(file: str, key: str | None = None, labels: str | None = None,
-               flatten: str | None = None) -> ArraySource:
+def open_array(file: str, key: str | None = None, labels: str | None = None, flatten: str | None = None) -> ArraySource:
     """Open an array to import: of a file in one of `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`."""
     if file in SAMPLES and not Path(file).exists():
         if key or labels or flatten:

@@ -155,8 +155,7 @@ def resumed(home: Home, name: str | None, listener: Listener, claims: ExitStack,
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
                        f"writes ({error}); begin it anew") from error
-    opened = Opened.open(home, begun["name"], config, data=data, text=text, device=training.device,
-                         listener=listener)
+    opened = Opened.open(home, begun["name"], config, data=data, text=text, device=training.device, listener=listener)
     if opened.start.hash != begun["hash"] or opened.stores.hash != document["data_hash"]:
         what = begun["name"] if opened.start.hash != begun["hash"] else opened.stores.name
         raise RunError(f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew")

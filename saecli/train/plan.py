@@ -184,8 +184,7 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tu
             raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it", option="batch_size")
         raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}", option="solver")
     held = held_bytes(rows) // trainings
-    holds = (device.type != "cpu" and communicator.world_size == 1 and held > 0
-             and needed + held <= MOST_TAKEN * free)
+    holds = (device.type != "cpu" and communicator.world_size == 1 and held > 0 and needed + held <= MOST_TAKEN * free)
     return free - batch - holds * held, holds
 
 

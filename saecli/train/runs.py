@@ -199,8 +199,7 @@ def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: 
     return communicator.broadcast_object(lambda: [new_folder(name) for name in names])
 
 
-def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack,
-                communicator: Communicator) -> Job:
+def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack, communicator: Communicator) -> Job:
     """The run `name`, else the newest unfinished one, to resume; its folder is claimed until `claims` is closed."""
     def begun_before() -> Job:
         folder, document = unfinished_run(home, name, listener, "train")

@@ -129,8 +129,6 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
     (("--mix", "1"), "--mix does nothing with the dataset"),
     (("--dataset", "a.txt", "--dataset", "b.txt", "--mix", "1"), "once per --dataset, got 1 for 2 datasets"),
     (("--dataset", "a.txt", "--dataset", "a.txt"), "must name different texts, got one twice"),
-    (("--dataset", "a.jsonl", "--dataset", "b.txt", *["--text-column", "x"] * 3), "or once, got 3 for 2 datasets"),
-    (("--dataset", "a.txt", "--dataset", "b.txt", "--text-column", "x"), "--text-column does nothing with the dataset"),
     (("--dataset", "nowhere.txt"), UNAVAILABLE[0]), (("--model", "google/gemma-2-2b"), UNAVAILABLE[1]),
     (("--context", "1"), "--context must be above 1"), (("--rows", "0"), "--rows must be at least 1"),
     (("--name", "a/b"), "--name must be a plain folder name"),
