@@ -23,7 +23,7 @@ CASES = [
     ("eval n*", 1, "no run matches 'n*'; there are: run"),
     ("extract --layer al", 2, "'al' is neither a number nor all"),
     ("extract --site resid-pre", 2, "did you mean resid_pre?"),
-    ("extract --dataset a --dataset b", 2, "--dataset is given twice"),
+    ("extract --rows 1 --rows 2", 2, "--rows is given twice"),
     ("eval nosuch", 1, "there are: run"),
     ("eval run --data nosuch", 1, "there are: rows"),
     ("eval run --device toaster", 2, "--device must be cpu, cuda, cuda:N or auto, got 'toaster'"),
