@@ -246,10 +246,9 @@ class Extraction:
             read = Chats(self.model.tokenizer, config.template(), config.model).read
             self.text = replace(self.text, sources=tuple(
                 replace(one, read=read) if one.chat else one for one in text.sources))
-        for one in text.sources:
-            if one.chat:
-                listener.note(f"{one.dataset} holds chats in its column {one.column!r}, which go through "
-                              f"{config.chat_template or 'the chat template of ' + config.model}")
+        for one in (source for source in text.sources if source.chat):
+            listener.note(f"{one.dataset} holds chats in its column {one.column!r}, which go through "
+                          f"{config.chat_template or 'the chat template of ' + config.model}")
         size = sum(one.size for one in models)
         fitting = min(max(WORK_AHEAD // size, LEAST_AHEAD), LOOK_AHEAD)  # a kill loses the current block
         self.block_rows = 1 << (fitting.bit_length() - 1)

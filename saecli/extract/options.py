@@ -100,10 +100,9 @@ class ExtractConfig(Config):
         if not all(dataset.strip() for dataset in datasets):
             raise ConfigError(f"--dataset is empty; name a hub dataset id, a .txt, .jsonl or .parquet file, or "
                               f"{STDLIB_DOCS}, or leave it out", option="dataset")
-        for name in sorted(given & {*OF_SOURCE, *CHAT, "mix"}):
-            if not any(_takes(dataset, name) for dataset in datasets) or (name == "mix" and len(datasets) == 1):
-                raise ConfigError(f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out",
-                                  option=name)
+        for name in sorted(name for name in given & {*OF_SOURCE, *CHAT, "mix"}
+                           if not any(_takes(one, name) for one in (datasets[1:] if name == "mix" else datasets))):
+            raise ConfigError(f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out", option=name)
         weights = [weight or 1.0 for weight in self._of_each("mix", datasets)]
         chats = [self.chat == "auto" and _takes(one, "chat") and one not in DEFAULT_CONFIGS for one in datasets]
         sources = tuple(map(TextSource, datasets, *(self._of_each(name, datasets) for name in OF_SOURCE), chats))
@@ -130,8 +129,7 @@ class ExtractConfig(Config):
         """Raise a ConfigError for options that only chats have, if a text is none."""
         texts = [one.dataset for one in text.sources if not one.chat]
         idle = {*CHAT[1:]} if not text.chat else set()
-        if self.positions == "assistant" and texts:
-            idle |= {"positions"}
+        idle |= {"positions"} if self.positions == "assistant" and texts else set()
         if refused := sorted(given & idle):
             raise ConfigError(f"{flag_of(refused[0])} {getattr(self, refused[0])} needs chats; expected messages in "
                               f"{texts[0]}, got text; leave it out, or name their column with --text-column",

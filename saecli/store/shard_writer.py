@@ -134,7 +134,6 @@ class ShardWriter:
         self._file = os.open(self._file_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def count(self, column: str, value: int) -> int:
-        """Rows with a value so far."""
         return sum(int(np.sum(part == value)) for part in self._columns[column])
 
     def append(self, rows: np.ndarray, columns: Mapping[str, Column]) -> None:

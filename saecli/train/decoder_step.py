@@ -16,19 +16,8 @@ from ..base.devices import moved
 from ..base.processes import Communicator
 from ..sae.codes import Codes
 from ..sae.dictionary import Batch, Coupled, Dictionary
-from .ridge import (
-    DecoderState,
-    HeldRows,
-    Place,
-    SkipSums,
-    StreamedCodes,
-    Sums,
-    System,
-    Terms,
-    by_place,
-    choose_alpha,
-    solve,
-)
+from .ridge import DecoderState, HeldRows, Place, SkipSums, StreamedCodes, Sums, System, Terms, solve
+from .ridge.choice import by_place, choose_alpha
 
 SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen on them
 DOF_ROWS = 512  # of these, for the effective degrees of freedom
