@@ -29,7 +29,7 @@ CHECKSUM = np.dtype("<u8")
 
 COLUMNS: dict[str, np.dtype] = {
     "token_id": np.dtype("<i4"), "position": np.dtype("<i4"), "document": np.dtype("<i8"),
-    "label": np.dtype("<i8"), "role": np.dtype("u1"), "source": np.dtype("<i2")}
+    "label": np.dtype("<i8"), "source": np.dtype("<i2"), "role": np.dtype("u1")}
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 64 << 20
