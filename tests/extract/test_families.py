@@ -44,9 +44,9 @@ TOKENS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1)
 MASK = (torch.arange(9) < torch.tensor([9, 6, 9])[:, None]).long()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "paths"), [(family, paths) for paths, families in FAMILIES.items()
-                                               for family in families.split()])
+@pytest.mark.parametrize(("family", "paths"), [
+    pytest.param(family, paths, marks=() if family in ("gpt2", "gpt_neox", "llama", "gemma2") else pytest.mark.slow)
+    for paths, families in FAMILIES.items() for family in families.split()])
 def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(family: str, paths: str, tmp_path: Path):
     if family not in CONFIG_MAPPING:
         pytest.skip("a newer transformers has it")
@@ -76,6 +76,8 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(family: str, pat
                 torch.testing.assert_close(read(layer, site), plain[layer, site][MASK == 1], rtol=0, atol=0)
                 with model.intercepted(layer, site, torch.clone):
                     torch.testing.assert_close(model.logits(TOKENS, MASK), clean, rtol=0, atol=0)
+                with model.intercepted(layer, site, torch.zeros_like):
+                    assert not torch.allclose(model.logits(TOKENS, MASK), clean, atol=1e-3)
             else:
                 with pytest.raises(ConfigError, match="use layer 1$" if (1, site) in plain else "use resid_post"):
                     read(layer, site)

@@ -1,5 +1,5 @@
-"""Reading and splicing real architectures, against plain hooks, hidden_states and layers computed by hand; tokens that
-a latent's decoder vector raises and lowers, against float64 numpy."""
+"""Reading and splicing real architectures, against plain hooks and layers computed by hand (see also test_families.py);
+tokens that a latent's decoder vector raises and lowers, against float64 numpy."""
 
 from pathlib import Path
 
@@ -48,26 +48,6 @@ def kept(activations: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_resid_sites_match_a_plain_hook_and_hidden_states(model, tokens, layer):
-    post, pre = (read(model, tokens, layer, site) for site in ("resid_post", "resid_pre"))
-    assert post.shape == (3, 9, WIDTH)
-    torch.testing.assert_close(post, by_plain_hook(model, model.blocks[layer], tokens), rtol=0, atol=0)
-    with torch.no_grad():
-        states = model.model(input_ids=tokens[0], attention_mask=tokens[1], output_hidden_states=True).hidden_states
-    torch.testing.assert_close(kept(pre, tokens[1]), kept(states[layer], tokens[1]), rtol=0, atol=0)
-    if layer == LAYERS - 1:  # whose hidden state is normalised
-        assert not torch.allclose(post, states[-1], atol=1e-3)
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_residual_stream_is_the_sum_of_its_parts(model, tokens, layer):
-    parts = {site: kept(read(model, tokens, layer, site), tokens[1]) for site in SITES}
-    torch.testing.assert_close(parts["resid_pre"] + parts["attn_out"] + parts["mlp_out"], parts["resid_post"],
-                               rtol=1e-4, atol=1e-4)
-    assert min(parts[site].abs().max() for site in ("attn_out", "mlp_out")) > 1e-3
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
 def test_mlp_in_is_the_output_of_the_norm_before_the_mlp(model, tokens, layer):
     block = model.blocks[layer]
     norm = {"gemma2": "pre_feedforward_layernorm", "gpt2": "ln_2"}.get(model.source.config.model_type,
@@ -108,16 +88,6 @@ def test_hook_points_read_together_equal_those_read_alone(model, tokens):
     together = model.read(*tokens, points, torch.clone)
     for point, activations in zip(points, together, strict=True):
         torch.testing.assert_close(activations, read(model, tokens, *point[:2]), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("site", SITES)
-def test_splicing_in_the_same_activations_changes_no_logit(model, tokens, site):
-    clean = model.logits(*tokens)
-    with model.intercepted(1, site, lambda activations: activations.clone()):
-        torch.testing.assert_close(model.logits(*tokens), clean, rtol=0, atol=0)
-    with model.intercepted(1, site, torch.zeros_like):
-        assert not torch.allclose(model.logits(*tokens), clean, atol=1e-3)
-    torch.testing.assert_close(model.logits(*tokens), clean, rtol=0, atol=0)
 
 
 def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():
