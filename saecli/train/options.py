@@ -279,8 +279,8 @@ class PamSgd(SolverConfig):
                                 "must be a number.", choices=("joint", "after"), **PAPER)
     mu_dec: float = option(0.0, "Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", minimum=0, **PAPER)
     nu_dec: float = option(0.0, "Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", minimum=0, **PAPER)
-    decoder_every: int | str = option("auto", "Extra decoder steps: one every N batches, besides one after each epoch. "
-                                              f"auto: about {DECODER_STEPS} in all. epoch: none.",
+    decoder_every: int | str = option("auto", f"When to solve for the decoder. auto: some {DECODER_STEPS} to 60 times. "
+                                              "epoch: after each epoch. N: also every N batches.",
                                       choices=("auto", "epoch"), minimum=1, metavar="auto|epoch|N", advanced=True)
     release: float | str = option("auto", "Fraction of steps after which W_dec is also trained by gradient. auto: "
                                           f"{RELEASE}, less below {RELEASE_STEPS:,} steps, with --decoder residual if "

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..base.processes import ALONE, Communicator
-from ..sae.codes import Codes
+from ..sae.codes import Codes, in_cache, joined
 from ..sae.dictionary import SAE, Batch, Coupled
 from .decoder_step import DecoderPass, Observed, Pass, balance, broadcast, penalty_places, silence, solved, useful
 from .options import DECODER_STEPS, RELEASE, RELEASE_STEPS, RELEASED_BELOW, PamSgd
@@ -38,7 +38,6 @@ from .solver import DECODER_STEP, Solver, Task
 PASS_ROWS = 32
 MOST_ROWS = 256  # of the step that decides on the release, and of the last
 PASS_FRACTION = 1 / 3
-CHOICE_GROWTH = 1.25  # ratio of the decoder steps at which alpha is chosen anew, once there are several
 # A given alpha is warned about if rows and latents are within this ratio, and degrees of freedom above this fraction
 # of the rows.
 THRESHOLD_RATIO, THRESHOLD_FRACTION = 2, 0.8
@@ -46,11 +45,12 @@ NUMBERS = ("c", "alpha", "relative_alpha", "ridge", "condition", "residual", "do
 
 
 def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
-    """All decoder steps: after each epoch (before it with `decoder_first`) and every `batches_between` batches within.
+    """All decoder steps: after each epoch (before it with `decoder_first`), or if these are many every few, and every
+    `batches_between` batches within.
 
     Each takes `PASS_ROWS` rows per latent; the last, and the one that decides on the release, `MOST_ROWS`; with the
-    paper's decoder all. Alpha is chosen less and less often, since it settles. The last keeps the alpha of smoothed
-    rows: rows fitted exactly would choose one too small.
+    paper's decoder all. Alpha is chosen at the first, at the release, and 1, 2, 4, ... later, since it settles. The
+    last keeps the alpha of smoothed rows: rows fitted exactly would choose one too small.
     """
     batches, free, first = task.batches, config.decoder == "free", config.decoder_first
     every, smooths = batches_between(task, config, d_sae), float(task.training.smoothing) > 0 and len(task.sample.x) > 1
@@ -61,18 +61,17 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
     given = 1.0 if config.release == "auto" else float(config.release)
     release_from = 0.0 if at_once else RELEASE * min(1, task.steps / RELEASE_STEPS) if asks else given
     passes: list[Pass] = []
-    held, choice = True, 0
-    for epoch in range(math.ceil(task.steps / (batches * config.rounds))):
+    held, chosen, epochs = True, 0, math.ceil(task.steps / (batches * config.rounds))
+    apart = 1 if config.decoder_every != "auto" or config.takes_all_rows else max(1, epochs // (2 * DECODER_STEPS))
+    for epoch in range((epochs - 1) % apart, epochs, apart):
         for batch in [0] if first else [*range(every, batches, every), batches]:
             steps, number = (epoch * batches + batch) * config.rounds, len(passes)
             over = steps >= task.steps
             if over and batch < batches:
                 continue  # the epoch is cut short
             last, turns = over and not first, held and not over and steps >= release_from * task.steps
-            held = held and not turns
-            chooses = number == choice or (turns and asks) or last
-            if number == choice:
-                choice = max(choice + 1, math.floor(CHOICE_GROWTH * choice))
+            held, chosen = held and not turns, number if turns else chosen
+            chooses = last or not (number - chosen) & (number - chosen - 1)  # after 0, 1, 2, 4, ...
             rows = (task.rows if config.takes_all_rows
                     else min(task.rows, (MOST_ROWS if last or (turns and asks) else PASS_ROWS) * d_sae))
             passes.append(Pass(
@@ -149,7 +148,7 @@ class PamSgdSolver(Solver):
 
     def _encoded(self, batch: Batch, drawn: torch.Generator) -> tuple[Codes, Batch]:
         batch = batch if self._now.last else self.smoothing(batch, drawn)
-        return self.dictionary.codes(batch.x), batch
+        return joined([self.dictionary.codes(rows) for rows in in_cache(batch.x)]), batch
 
     @torch.no_grad()
     def end_pass(self) -> bool:

@@ -26,12 +26,12 @@ def data() -> RowsInMemory:
     # Each line: epoch.batch, rows per latent, and c(hooses), d(ecides), r(eleases), l(ast).
     ({}, {}, "0.10:32c 1.10:32c 2.10:40cd 3.10:32c 4.10:40cl"),
     ({}, {"smoothing": 0.3}, "0.10:32c 1.10:32c 2.10:40cd 3.10:32c 4.10:40l"),
-    ({}, {"B": torch.eye(2)}, "0.10:32cr 1.10:32c 2.10:32c 3.10:32c 4.10:40cl"),
+    ({}, {"B": torch.eye(2)}, "0.10:32cr 1.10:32c 2.10:32c 3.10:32 4.10:40cl"),
     ({"alpha": 1.0}, {}, "0.10:32 1.10:32 2.10:40d 3.10:32 4.10:40l"),
     ({"release": 0.4}, {}, "0.10:32c 1.10:32cr 2.10:32c 3.10:32c 4.10:40cl"),
-    ({"release": 1.0}, {}, "0.10:32c 1.10:32c 2.10:32c 3.10:32c 4.10:40cl"),
-    ({"decoder": "free"}, {}, "0.10:40c 1.10:40c 2.10:40c 3.10:40c 4.10:40cl"),
-    ({"decoder_first": True}, {}, "0.0:40c 1.0:40c 2.0:40c 3.0:40c 4.0:40c"),
+    ({"release": 1.0}, {}, "0.10:32c 1.10:32c 2.10:32c 3.10:32 4.10:40cl"),
+    ({"decoder": "free"}, {}, "0.10:40c 1.10:40c 2.10:40c 3.10:40 4.10:40cl"),
+    ({"decoder_first": True}, {}, "0.0:40c 1.0:40c 2.0:40c 3.0:40 4.0:40c"),
     ({"decoder_every": 4}, {"steps": 20}, "0.4:32c 0.8:32c 0.10:40cd 1.4:32c 1.8:32c 1.10:40cl"),
     ({"decoder_every": 4}, {"steps": 16}, "0.4:32c 0.8:40cd 0.10:32c 1.4:32c 1.10:40cl"),
     ({"decoder_every": 4, "inner_steps": 2}, {"steps": 15}, "0.4:40cd 0.10:40cl"),
@@ -52,8 +52,15 @@ def test_the_schedule_of_decoder_steps(options, more, expected, monkeypatch):
 def test_alpha_is_chosen_less_and_less_often():
     config = PamSgd(decoder_every=1, release=1.0).resolved(None)
     passes = decoder_steps(task_of(ROWS.rows, 40, batches=10), config, F)
-    assert [one.number for one in passes if one.chooses] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27, 33, 39]
+    assert [one.number for one in passes if one.chooses] == [0, 1, 2, 4, 8, 16, 32, 39]
     assert (passes[0].rows, passes[-1].rows) == (PASS_ROWS * F, min(ROWS.rows, MOST_ROWS * F))
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, range(1, 70, 2)), ({"decoder_every": "epoch"}, range(70)), ({"decoder": "free"}, range(70))])
+def test_of_many_epochs_some_end_with_a_decoder_step_and_the_last_always(options, expected):
+    config = PamSgd(**options).resolved(None)
+    assert [one.epoch for one in decoder_steps(task_of(ROWS.rows, 700, batches=10), config, F)] == [*expected]
 
 
 @pytest.mark.parametrize(("options", "rows", "epochs", "d_sae", "expected"), [

@@ -78,10 +78,11 @@ def test_gradients_are_rounded_and_weights_are_float32(config, activation, spars
 @needs_bf16
 def test_decoder_steps_are_bit_for_bit_those_of_float32():
     x = torch.randn(256, 48, generator=torch.Generator().manual_seed(1))
-    exact, rounded = (solver_in(name, PamSgd(), Relu(), "l1") for name in ("float32", "bf16"))
+    config = PamSgd(decoder_every="epoch")
+    exact, rounded = (solver_in(name, config, Relu(), "l1") for name in ("float32", "bf16"))
     rounded.descend(Batch.of(x))  # after which nothing of it is left
     for solver in (exact, rounded):
-        solver.dictionary.load_state_dict(solver_in("float32", PamSgd(), Relu(), "l1").dictionary.state_dict())
+        solver.dictionary.load_state_dict(solver_in("float32", config, Relu(), "l1").dictionary.state_dict())
         solver.steps = 1
         solver.begin_pass(solver.passes[0, 1], lambda: [Batch.of(x)])
         solver.observe(Batch.of(x))
