@@ -45,7 +45,8 @@ class Origin:
     prepend_bos: bool | None = None  # whether windows begin with special tokens
     target_layer: int | None = None  # of a transcoder
     target_site: str | None = None
-    inputs: tuple[dict[str, Any], ...] | None = None  # of a crosscoder, layer and site of each input, in order
+    # Of a crosscoder, layer and site of each input, in order, and its model where these differ.
+    inputs: tuple[dict[str, Any], ...] | None = None
     data: str | None = None  # reference of the (first) store
     data_hash: str | None = None  # `Joined.hash` of the stores
     beside: tuple[str, ...] | None = None  # references of further stores

@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
-from .options import TOKENS, Csv, Data, Device, Json, Plot, Runs, SplicedModel, SplitName, Target, Tokens, given, start
+from .options import TOKENS, Csv, Data, Device, Json, Plot, Runs, SplicedModels, SplitName, Target, Tokens, given, start
 
 Stability = Annotated[bool, typer.Option(
     "--stability", help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.")]
@@ -12,7 +12,7 @@ MatchThreshold = Annotated[float, typer.Option(
 
 
 def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None,
-            split: SplitName = "test", model: SplicedModel = None, tokens: Tokens = TOKENS, stable: Stability = False,
+            split: SplitName = "test", model: SplicedModels = None, tokens: Tokens = TOKENS, stable: Stability = False,
             match_threshold: MatchThreshold = 0.7, device: Device = "auto", plot: Plot = None,
             csv: Csv = None, json: Json = False) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
@@ -50,7 +50,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     found = compare(saes=everything, model=model, tokens=tokens_given, progress=console)
     ranked = sparsest_first(found)
     document: dict[str, Any] = {"runs": found, "unbeaten_means": meaning(found[0])}
-    tables = evaluation_tables(ranked, model)
+    tables = evaluation_tables(ranked, model or [])
     if stable:
         document["stability"] = stability(saes=everything, match_threshold=match_threshold, progress=console)
         tables.append(stability_table(document["stability"]))

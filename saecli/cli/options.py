@@ -264,6 +264,9 @@ SplitName = Annotated[Literal["test", "train", "all"], typer.Option(
 SplicedModel = Annotated[str | None, typer.Option(
     "--model", help="Splice the SAE into this language model, which the store's rows came from: hub id or folder.",
     show_default="none")]
+SplicedModels = Annotated[list[str] | None, typer.Option(
+    "--model", help="Splice the SAE into this language model, which the store's rows came from: hub id or folder; once "
+                    "for each model of a crosscoder.", show_default="none")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the split to run --model on.")]
 TOKENS = 16_384  # default of --tokens; see `measure.evaluate`
 Model = Annotated[str | None, typer.Option("--model", help="Hub id or folder of the language model.",

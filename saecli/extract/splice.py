@@ -3,7 +3,8 @@
 The windows of tokens are rebuilt from the token ids that a store keeps with its rows, so that neither the text nor the
 network is needed. Special tokens (BOS) keep their own activations, and predictions from them are excluded from every
 mean; but zero ablation applies to all tokens. SAELens' current evaluation does the same. A crosscoder is encoded from
-the clean activations at all its hook points, and replaces all of them at once.
+the clean activations at all its hook points, of all its models, and replaces all of a model's at once, or one alone:
+after the last of several residual streams replaced, the model does not see the earlier ones.
 
 Shapes: B windows, T tokens, n of them plain, D = d_in, E = d_out, V vocabulary.
 """
@@ -41,9 +42,13 @@ class Hooked:
 
     name: str
     sae: SAE
-    model: str | None  # that its file names
+    models: tuple[str | None, ...]  # that its file names, several of a crosscoder of several
     reads: tuple[HookPoint, ...]
     writes: tuple[HookPoint, ...]
+
+    @property
+    def model(self) -> str | None:
+        return self.models[0]
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -75,12 +80,13 @@ class Hooked:
 
 def hooked(opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None, what: str = "") -> Hooked:
     """An SAE, from `open_sae`, with its hook points; `layer` and `site` if its file does not say. With `what` a
-    crosscoder is refused: "WHAT with NAME is not defined"."""
+    crosscoder of several models is refused: "WHAT NAME is not defined"."""
     subject, saved = opened
     name, origin, inputs = subject.name, saved.origin, saved.origin.get("inputs") or []
-    if saved.sae.widths and what:
-        raise ConfigError(f"{what} with {name} is not defined: expected an SAE or a transcoder, which read one hook "
-                          f"point, got a crosscoder of {len(saved.sae.widths)}; name another run")
+    models = tuple(dict.fromkeys(one.get("model", origin.get("model")) for one in inputs)) or (origin.get("model"),)
+    if len(models) > 1 and what:
+        raise ConfigError(f"{what} {name} is not defined: expected an SAE of one model, got a crosscoder whose codes "
+                          f"need the activations of {' and '.join(map(str, models))}; name another run")
     if site is not None and site not in SITES:
         raise unknown_choice("site", site, SITES)
     for option, given in (("layer", layer), ("site", site)):
@@ -89,7 +95,8 @@ def hooked(opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None
             raise ConfigError(f"--{option} must be {known}, as {name} says, got {given}; leave --{option} out",
                               option=option)
     layer, site = origin.get("layer", layer), origin.get("site", site)
-    several = tuple(HookPoint(one["layer"], one["site"]) for one in inputs if {"layer", "site"} <= one.keys())
+    several = tuple(HookPoint(one["layer"], one["site"], models.index(one.get("model", origin.get("model"))))
+                    for one in inputs if {"layer", "site"} <= one.keys())
     if len(several) != len(saved.sae.widths):
         raise ConfigError(f"{name} is a crosscoder that does not say where it reads: expected "
                           f"{len(saved.sae.widths)} hook points in its file, got {len(several)}; name a run of `sae "
@@ -108,7 +115,7 @@ def hooked(opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None
             raise ConfigError(f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
                               "in its file, got none; name a run of `sae train`")
         writes = (HookPoint(target_layer, target_site),)
-    return Hooked(name, saved.sae, origin.get("model"), reads, writes)
+    return Hooked(name, saved.sae, models, reads, writes)
 
 
 def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener) -> "ModelSource":
@@ -228,19 +235,21 @@ class CleanPass:
         return cls(model, writes, token_ids, mask, plain, plain[:, :-1] & mask[:, 1:].bool().to(model.device),
                    logits.log_softmax(-1), x, x if reads == writes else y)
 
-    def spliced(self, y_hat: Tensor) -> Tensor:
-        """The log-probabilities, (B, T, V), with y_hat, (n, E), at the plain tokens; differentiable in it."""
-        parts = dict(zip(self.writes, y_hat.chunk(len(self.writes), 1), strict=True))
+    def spliced(self, y_hat: Tensor, writes: tuple[HookPoint, ...] = ()) -> Tensor:
+        """The log-probabilities, (B, T, V), with y_hat, (n, E), at the plain tokens of the hook points written, or of
+        these alone; differentiable in it."""
+        writes = writes or self.writes
+        parts = dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True))
 
         def replace(point: HookPoint, activations: Tensor) -> Tensor:
             return activations.clone().index_put((self.plain,), parts[point].to(activations))
 
-        return self.model.logits(self.token_ids, self.mask, dict.fromkeys(self.writes, replace)).log_softmax(-1)
+        return self.model.logits(self.token_ids, self.mask, dict.fromkeys(writes, replace)).log_softmax(-1)
 
-    def zeroed(self) -> Tensor:
-        """The log-probabilities with zeros at the hook points written."""
+    def zeroed(self, writes: tuple[HookPoint, ...]) -> Tensor:
+        """The log-probabilities with zeros at these hook points."""
         return self.model.logits(self.token_ids, self.mask, dict.fromkeys(
-            self.writes, lambda _, activations: torch.zeros_like(activations))).log_softmax(-1)
+            writes, lambda _, activations: torch.zeros_like(activations))).log_softmax(-1)
 
     def cross_entropy(self, log_probabilities: Tensor) -> Tensor:
         """Of the next token, summed over the scored tokens, float64."""
@@ -254,40 +263,57 @@ class CleanPass:
 
 
 @torch.no_grad()
-def effects(model: "LanguageModel", windows: Iterable[list[int]], special: Tensor, reads: tuple[HookPoint, ...],
-            writes: tuple[HookPoint, ...], saes: Sequence[SAE], show: Callable[[int], None]) -> list[dict[str, Any]]:
-    """Splice SAEs, transcoders or crosscoders into a model, one at a time.
+def effects(models: "Sequence[LanguageModel]", windows: Iterable[list[int]], special: Tensor,
+            reads: tuple[HookPoint, ...], parts: Sequence[tuple[HookPoint, ...]], saes: Sequence[SAE],
+            show: Callable[[int], None]) -> list[list[dict[str, Any]]]:
+    """Splice SAEs, transcoders or crosscoders into a model, or crosscoders into each of several, one at a time.
 
     Args:
+        models: with one tokenizer; a hook point's `model` is a number among them.
         special: token ids whose activations are not replaced, and whose predictions do not count.
         reads: the hook points whose activations are encoded.
-        writes: the hook points whose activations are replaced; for an SAE the same.
+        parts: hook points of one model that are replaced at once: those that are read, some of them, or a transcoder's.
         show: called after each batch with the number of tokens done.
 
     Returns:
-        For each SAE: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's mean
-        cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
+        For each SAE and each part: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's
+        mean cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
         written; ce_recovered, `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl, the mean KL(clean || spliced) in
         nats.
 
-    Cost: 2 forward passes, and one more per SAE.
+    Cost: a forward pass, and for each part one more, and one more per SAE.
     """
-    sums = torch.zeros(len(saes), 2, dtype=torch.float64)  # cross-entropy, KL
-    shared = torch.zeros(2, dtype=torch.float64)  # cross-entropy clean, with zeros
+    sums = torch.zeros(len(parts), len(saes), 2, dtype=torch.float64)  # cross-entropy, KL
+    cleans, zeros = torch.zeros(len(models), dtype=torch.float64), torch.zeros(len(parts), dtype=torch.float64)
+    written = reads if len(parts) > 1 or parts[0] == reads else parts[0]
     tokens = predictions = 0
-    for batch in in_batches(windows, BATCH_LOGITS // model.vocabulary):
-        clean = CleanPass.of(model, batch, special, reads, writes)
-        shared += torch.stack([clean.cross_entropy(one) for one in (clean.log_probabilities, clean.zeroed())]).cpu()
-        for index, sae in enumerate(saes):
-            spliced = clean.spliced(sae(clean.x.to(sae.W_enc)))
-            sums[index] += torch.stack([clean.cross_entropy(spliced), clean.kl(spliced)]).cpu()
-        tokens += int(clean.plain.sum())
-        predictions += int(clean.scored.sum())
+    for batch in in_batches(windows, BATCH_LOGITS // sum(model.vocabulary for model in models)):
+        passes, found = [], dict[HookPoint, Tensor]()
+        for number, model in enumerate(models):
+            own = tuple(point for point in reads if point.model == number)
+            passes.append(CleanPass.of(model, batch, special, own, own))
+            found |= zip(own, passes[-1].x.chunk(len(own), 1), strict=True)
+            cleans[number] += passes[-1].cross_entropy(passes[-1].log_probabilities).cpu()
+        x = torch.cat([found[point] for point in reads], 1)
+        predicted = [dict(zip(written, (y_hat[:, place] for place in sae.places), strict=True)) for sae in saes
+                     for y_hat in [sae(x.to(sae.W_enc))]]
+        for place, (own_sums, part) in enumerate(zip(sums, parts, strict=True)):
+            clean = passes[part[0].model]
+            zeros[place] += clean.cross_entropy(clean.zeroed(part)).cpu()
+            for both, y_hat in zip(own_sums, predicted, strict=True):
+                spliced = clean.spliced(torch.cat([y_hat[point] for point in part], 1), part)
+                both += torch.stack([clean.cross_entropy(spliced), clean.kl(spliced)]).cpu()
+        tokens += int(passes[0].plain.sum())
+        predictions += int(passes[0].scored.sum())
         show(tokens)
-    ce_clean, zero = (shared / predictions).tolist()
-    return [{"ce_clean": ce_clean, "ce_spliced": float(own[0] / predictions), "ce_zero": zero,
-             "ce_recovered": float((shared[1] - own[0]) / (shared[1] - shared[0])), "kl": float(own[1] / tokens),
-             "tokens": tokens} for own in sums]
+
+    def measures(clean: Tensor, zero: Tensor, spliced: Tensor, kl: Tensor) -> dict[str, Any]:
+        return {"ce_clean": float(clean / predictions), "ce_spliced": float(spliced / predictions),
+                "ce_zero": float(zero / predictions), "ce_recovered": float((zero - spliced) / (zero - clean)),
+                "kl": float(kl / tokens), "tokens": tokens}
+
+    return [[measures(cleans[part[0].model], zero, *both) for part, zero, both in
+             zip(parts, zeros, sums[:, index], strict=True)] for index in range(len(saes))]
 
 
 def plain_activations(model: "LanguageModel", windows: Iterable[list[int]], special: Tensor,

@@ -24,6 +24,7 @@ from .worlds import FeatureScores
 
 if TYPE_CHECKING:
     from ..extract.language_model import LanguageModel
+    from ..extract.model_source import ModelSource
     from ..extract.windows import Windows
 
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
@@ -61,8 +62,9 @@ def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict
 
 
 def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str | None = None,
-             split: Which = "test", model: str | None = None, tokens: int | None = None, device: str = "auto",
-             home: str | Path | Home | None = None, progress: bool | Listener = False) -> dict[str, Any]:
+             split: Which = "test", model: str | Sequence[str] | None = None, tokens: int | None = None,
+             device: str = "auto", home: str | Path | Home | None = None,
+             progress: bool | Listener = False) -> dict[str, Any]:
     """Measure an SAE on rows; CLI equivalent: `sae eval`.
 
         fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
@@ -74,7 +76,8 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
         target: the targets of a transcoder: a store's name next to another's, or for rows in memory an array (N, E);
             None for the store that the run was trained on.
         split: test, the rows held out; train, those trained on; or all.
-        model: hub id or folder of the language model that the store's rows came from, to splice the SAE into it.
+        model: hub id or folder of the language model that the store's rows came from, to splice the SAE into it; of a
+            crosscoder of several models all of them.
         tokens: number of the split's tokens that the model is run over; 16,384 by default.
         device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
@@ -83,16 +86,18 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
     Returns:
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
-        `extract.splice.effects`, and `unbeaten`, None for a single SAE; for a mixture
-        of texts `sources`, the same measures without a model on the rows of each.
+        `extract.splice.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several models
+        only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures without a
+        model on the rows of each.
     """
     return compare([sae], data, target=target, split=split, model=model, tokens=tokens, device=device, home=home,
                    progress=progress)[0]
 
 
 def compare(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, target: ArrayLike | str | None = None,
-            split: Which = "test", model: str | None = None, tokens: int | None = None, device: str = "auto",
-            home: str | Path | Home | None = None, progress: bool | Listener = False) -> list[dict[str, Any]]:
+            split: Which = "test", model: str | Sequence[str] | None = None, tokens: int | None = None,
+            device: str = "auto", home: str | Path | Home | None = None,
+            progress: bool | Listener = False) -> list[dict[str, Any]]:
     """`evaluate` several SAEs, and mark those that no other on the same rows beats; see `unbeaten`.
 
     Returns:
@@ -129,7 +134,7 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
     return [finite[run] and not any(beats(other, run) for other in range(len(runs))) for run in range(len(runs))]
 
 
-def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
+def check_tokens_of_model(tokens: int | None, model: str | Sequence[str] | None) -> None:
     if tokens is not None and model is None:
         raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model",
                           option="tokens")
@@ -137,14 +142,30 @@ def check_tokens_of_model(tokens: int | None, model: str | None) -> None:
         raise ConfigError(f"--tokens must be at least 1, got {tokens}", option="tokens")
 
 
-def check_model(one: Measured, model: str) -> None:
-    """Refuse, before other work, a model that cannot be run over an SAE's rows; loads no weights."""
+def check_model(one: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, ModelSource]]":
+    """The stores of an SAE's rows, inputs first, and the model of each; refuses models that cannot be run over them,
+    before other work: loads no weights."""
     from ..extract.model_source import find_model  # transformers takes seconds to import
 
-    check_rows(one.of_store, find_model(model))
+    names = [model] if isinstance(model, str) else model
+    given = {source.identity()["model"]: source for source in map(find_model, names)}
+    ends = [one.of_store, *one.rows.inputs[1:], *([one.rows.target] if one.rows.target else [])]
+    of_rows = [end.store.meta.source.get("model") for end in ends]
+    wanted = list(dict.fromkeys(of_rows))
+    if len(wanted) > 1 and one.rows.target:
+        one.demand_reconstruction("the effect on a model")
+    if len(names) != len(wanted) or len(given) < len(names):
+        raise ConfigError(f"--model must be given once for each model that {one.rows.name} came from, "
+                          f"{' and '.join(map(str, wanted))}, got {' and '.join(names)}", option="model")
+    others = iter([source for name, source in given.items() if name not in wanted])
+    found = {name: given.get(str(name)) or next(others) for name in wanted}
+    pairs = [(end, found[name]) for end, name in zip(ends, of_rows, strict=True)]
+    for pair in pairs:
+        check_rows(*pair)
+    return pairs
 
 
-def evaluated(everything: Sequence[Measured], model: str | None, tokens: int | None,
+def evaluated(everything: Sequence[Measured], model: str | Sequence[str] | None, tokens: int | None,
               listener: Listener) -> list[dict[str, Any]]:
     """The results of `evaluate`, without `unbeaten`, for SAEs with their rows."""
     if model is None:
@@ -162,50 +183,53 @@ def evaluated(everything: Sequence[Measured], model: str | None, tokens: int | N
 
 @dataclass(frozen=True)
 class Splice:
-    """One pass through a model."""
+    """One pass through a model, or several side by side."""
 
     members: list[int]  # indices of the SAEs on these rows
-    model: "LanguageModel"  # with its head
+    models: "list[LanguageModel]"  # with their heads
     rows: Rows
     cutter: "Windows"
     reads: tuple[HookPoint, ...]  # where activations are encoded
     writes: tuple[HookPoint, ...]  # where they are replaced; the same unless a transcoder's
 
     def effects(self, saes: Sequence[SAE], tokens: int, listener: Listener) -> list[dict[str, Any]]:
-        windows = stored_windows(self.rows, self.cutter.prefix, tokens)
-        with listener.progress(f"splicing into {self.model.source.name}", min(tokens, self.rows.rows),
-                               "tokens") as show:
-            return effects(self.model, windows, self.cutter.special, self.reads, self.writes, saes, show)
+        windows, alone = stored_windows(self.rows, self.cutter.prefix, tokens), len(self.models) == 1
+        names = " and ".join(model.source.name for model in self.models)
+        each: list[tuple[HookPoint, ...]] = [(point,) for point in self.writes if len(self.writes) > 1]
+        with listener.progress(f"splicing into {names}", min(tokens, self.rows.rows), "tokens") as show:
+            found = effects(self.models, windows, self.cutter.special, self.reads, [self.writes] * alone + each, saes,
+                            show)
+        at = [{"model": self.models[point.model].source.name, **point.place} for (point,) in each]
+        return [(own[0] if alone else {}) | ({"hook_points": [
+            place | one for place, one in zip(at, own[alone:], strict=True)]} if at else {}) for own in found]
 
 
-def splices(everything: Sequence[Measured], name: str, listener: Listener) -> list[Splice]:
-    """The passes to make through a model for SAEs with their rows; all that cannot work is refused here."""
+def splices(everything: Sequence[Measured], name: str | Sequence[str], listener: Listener) -> list[Splice]:
+    """The passes to make through models for SAEs with their rows; all that cannot work is refused here."""
     from ..extract.language_model import LanguageModel  # transformers takes seconds to import
-    from ..extract.model_source import find_model
     from ..extract.windows import Windows
 
-    source, groups = find_model(name), by_rows(everything)
-    all_ends: list[list[Rows]] = []
-    for one in (everything[members[0]] for members in groups):
-        ends = [one.of_store, *one.rows.inputs[1:], *([one.rows.target] if one.rows.target else [])]
-        for rows in ends:
-            check_rows(rows, source)
-        if len({rows.store.meta.source["model"] for rows in ends}) > 1:
-            one.demand_reconstruction("the effect on a model")
-        all_ends.append(ends)
-    model = LanguageModel(source, everything[0].sae.W_enc.device, head=True)
+    groups = by_rows(everything)
+    all_ends = [check_model(everything[members[0]], name) for members in groups]
+    device = everything[0].sae.W_enc.device
+    models = {source.name: LanguageModel(source, device, head=True) for source in
+              {source.name: source for ends in all_ends for _, source in ends}.values()}
     found = []
     for ends, members in zip(all_ends, groups, strict=True):
-        rows, origin = ends[0], ends[0].store.meta.source
-        cutter = Windows(model.tokenizer, origin["context"], control=origin.get("control_tokens"))
-        if (last := largest(rows, "token_id")) >= model.vocabulary:
-            raise unfit(rows, source, f"a token {last}, got token ids below {model.vocabulary}")
+        rows, own = ends[0][0], list(dict.fromkeys(source.name for _, source in ends))
+        origin = rows.store.meta.source
+        cutter = Windows(models[own[0]].tokenizer, origin["context"], control=origin.get("control_tokens"))
+        for end, source in ends:
+            if (last := largest(end, "token_id")) >= models[source.name].vocabulary:
+                raise unfit(end, source, f"a token {last}, got token ids below {models[source.name].vocabulary}")
+            if end.store.meta.source["model"] != source.identity()["model"]:
+                listener.note(f"{end.name} came from {end.store.meta.source['model']}, and is run through "
+                              f"{source.name}")
         next(stored_windows(rows, cutter.prefix, 1))  # raises if no window is whole
-        if origin["model"] != source.identity()["model"]:
-            listener.note(f"{rows.name} came from {origin['model']}, and is run through {name}")
-        places = tuple(HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends)
+        places = tuple(HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"], own.index(source.name))
+                       for end, source in ends)
         transcoder = everything[members[0]].rows.target is not None
-        found.append(Splice(members, model, rows, cutter, places[:-1] if transcoder else places,
+        found.append(Splice(members, [models[one] for one in own], rows, cutter, places[:-1] if transcoder else places,
                             places[-1:] if transcoder else places))
     return found
 

@@ -237,8 +237,9 @@ def _compare_hook_points(name: str, origin: Mapping[str, Any], stores: Joined, l
 
 def _hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
     """Those of the inputs and of the target, if known."""
-    found = [f"layer {one['layer']} {one['site']}" for one in origin.get("inputs") or [origin]
-             if {"layer", "site"} <= one.keys()]
+    inputs = origin.get("inputs")
+    found = [f"layer {one['layer']} {one['site']}" + (f" of {one['model']}" if "model" in one and inputs else "")
+             for one in inputs or [origin] if {"layer", "site"} <= one.keys()]
     known = {"target_layer", "target_site"} <= origin.keys()
     return found, f"layer {origin['target_layer']} {origin['target_site']}" if known else None
 

@@ -57,7 +57,7 @@ def sparsest_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(runs, key=lambda run: (run["l0"], math.isnan(run["fvu"]), run["fvu"]))
 
 
-def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> list[RenderableType]:
+def evaluation_tables(ranked: Sequence[dict[str, Any]], models: Sequence[str]) -> list[RenderableType]:
     """The tables of `sae eval`: reconstruction, known features found, and the effect on the language model, if any."""
     order = "sparsest first" if len(ranked) > 1 else None
     compared = any(run["unbeaten"] is not None for run in ranked)
@@ -68,8 +68,12 @@ def evaluation_tables(ranked: Sequence[dict[str, Any]], model: str | None) -> li
     if of_worlds := [run for run in ranked if "mcc" in run]:
         shown.append(comparison(of_worlds, FEATURES, "known features: f1, precision and recall of latents as detectors "
                                                      "of the feature nearest to each"))
-    if model is not None:
-        shown.append(comparison(ranked, EFFECT, f"with the SAE's reconstructions in {model}; in nats a token"))
+    if spliced := [run for run in ranked if "kl" in run]:
+        shown.append(comparison(spliced, EFFECT, f"with the SAE's reconstructions in {models[0]}; in nats a token"))
+    if each := [[run["run"], f"{one['model']}, layer {one['layer']}, {one['site']}", *(one[name] for name in EFFECT)]
+                for run in ranked for one in run.get("hook_points", ())]:
+        shown.append(table("with the crosscoder's reconstruction at one hook point alone; in nats a token",
+                           ["run", "hook point", *(name.replace("_", " ") for name in EFFECT)], each))
     return shown
 
 
@@ -96,6 +100,8 @@ def flat(run: Mapping[str, Any]) -> dict[str, Any]:
         line |= {f"{name}_on_{one['source']}": one[name] for name in ("rows", "l0", "fvu")}
     for prefix in line.pop("prefixes", ()):
         line |= {f"{name}_first_{prefix['latents']}": prefix[name] for name in ("l0", "fvu")}
+    for place, one in enumerate(line.pop("hook_points", ())):
+        line |= {f"{name}_at_{place}": one[name] for name in EFFECT[:-1]}
     return line
 
 

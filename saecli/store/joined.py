@@ -92,10 +92,12 @@ class Joined:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The first input's source, with layer and site of the target and of several inputs."""
+        """The first input's source, with layer and site of the target and of several inputs, and their models if they
+        differ."""
         first, *others = (store.meta.source for store in self.inputs)
         target = self.target.meta.source if self.target else {}
-        inputs = [{key: source[key] for key in ("layer", "site") if key in source} for source in (first, *others)]
+        keys = ("layer", "site", *["model"] * (len({source.get("model") for source in (first, *others)}) > 1))
+        inputs = [{key: source[key] for key in keys if key in source} for source in (first, *others)]
         return (first | {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
                 | ({"inputs": inputs} if others and all(inputs) else {}))
 

@@ -52,7 +52,7 @@ class Opened:
         """Open what `sae finetune` names; `text` are options of `sae extract`, without `dataset` those of the model."""
         processes = communicator()
         opened = subject, saved = open_sae(home, sae, listener)
-        acts = hooked(opened, config.layer, config.site)
+        acts = hooked(opened, config.layer, config.site, "fine-tuning")
         source = model_of([acts], config.model, listener)
         stores: Joined | Streamed
         if "dataset" in text:

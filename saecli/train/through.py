@@ -276,8 +276,8 @@ class FinetunePlan(Plan):
         """On held-out windows FVU, L0, CE and KL, and as `loss` the objective."""
         assert self.test_rows is not None and isinstance(self.solver, Finetune)
         through, solver = self.through, self.solver
-        found = effects(through.model, through.test, through.special, through.hooked.reads, through.hooked.writes, saes,
-                        lambda tokens: None)
+        found = [one for (one,) in effects([through.model], through.test, through.special, through.hooked.reads,
+                                           [through.hooked.writes], saes, lambda tokens: None)]
         measured = [reconstruction(one, raw_batches(self.test_rows)) | effect for one, effect in
                     zip(saes, found, strict=True)]
         name = "kl" if solver.objective == "kl" else "ce_spliced"

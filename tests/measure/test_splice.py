@@ -1,6 +1,7 @@
 """Splicing an SAE into a language model, against plain torch on a small real model."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from saecli.extract.options import HookPoint
 from saecli.extract.splice import stored_windows
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows, in_blocks
-from saecli.sae.activations import TopK
+from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
@@ -121,6 +122,45 @@ def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: Lan
     assert found["ce_recovered"] == pytest.approx(1, abs=1e-5)
     assert found["kl"] == pytest.approx(0, abs=1e-6)
     assert list(found)[-7:] == ["ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens", "unbeaten"]
+
+
+def test_a_crosscoder_of_two_models_is_spliced_into_each(sae: CommandLine, folder: Path, tmp_path: Path):
+    llamas = [LlamaForCausalLM.from_pretrained(folder) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in llamas[1].parameters():
+            parameter *= 1 + 0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    shutil.copytree(folder, tmp_path / "other")
+    llamas[1].save_pretrained(tmp_path / "other")
+    (tmp_path / "text.txt").write_text("\n\n".join(document.text for document in documents()))
+    names = [str(folder), str(tmp_path / "other")]
+    stores = saecli.extract(names, layer=LAYER, dataset=str(tmp_path / "text.txt"), context=CONTEXT, dtype="float32",
+                            home=sae.home)
+    draw = torch.Generator().manual_seed(0)
+    W_enc, W_dec = torch.randn(2 * WIDTH, 9, generator=draw), torch.randn(9, 2 * WIDTH, generator=draw)
+    cross = SAE(W_enc, torch.zeros(9), W_dec, torch.zeros(2 * WIDTH), Relu(), widths=(WIDTH, WIDTH))
+    found = saecli.evaluate(cross, saecli.join(*stores), split="all", model=names[::-1], tokens=10**6, home=sae.home)
+    assert "kl" not in found and [one["model"] for one in found["hook_points"]] == names
+    windows = list(stored_windows(stores[0].split("all"), [BOS], 10**9))
+    llamas, cross = [one.double() for one in llamas], cross.copy_to(torch.float64)
+
+    def predicted(place: slice) -> Iterator[Tensor]:
+        for window in windows:
+            states = [llama(torch.tensor([window]), output_hidden_states=True).hidden_states[LAYER + 1][0, 1:]
+                      for llama in llamas]
+            yield cross(torch.cat(states, 1))[:, place]
+
+    for llama, place, measured in zip(llamas, cross.places, found["hook_points"], strict=True):
+        with torch.no_grad():
+            y_hat = iter([*predicted(place)])
+        expected = oracle_of(llama, llama.model.layers[LAYER], iter(windows),
+                             lambda x, y_hat=y_hat: torch.cat([x[:, :1], next(y_hat)[None]], dim=1))
+        assert {name: measured[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    for wrong in (names[:1], [*names[:1], *names[:1]]):
+        with pytest.raises(saecli.SaeError, match="model must be given once for each model that"):
+            saecli.evaluate(cross, saecli.join(*stores), model=wrong, home=sae.home)
+    saecli.save_sae(cross, tmp_path / "saved", store=saecli.join(*stores))
+    with pytest.raises(saecli.SaeError, match="in another order than it was trained on; name"):
+        saecli.evaluate(tmp_path / "saved", saecli.join(*stores[::-1]), home=sae.home)
 
 
 @pytest.mark.parametrize("limit", [None, 300])
