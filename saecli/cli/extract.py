@@ -1,3 +1,4 @@
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Annotated, Any
@@ -9,9 +10,9 @@ from ..base.processes import communicator
 from ..extract.options import SITES, ExtractConfig
 from .options import Device, Given, Json, configured, start, word_or_number
 
-Models = Annotated[list[str] | None, typer.Option(
-    "--model", help=f"{options_of(ExtractConfig)['model'].help} Several with one tokenizer give one store each, of the "
-                    "same tokens.", show_default=ExtractConfig.model, rich_help_panel=ExtractConfig.panel)]
+_MODEL = options_of(ExtractConfig)["model"]
+MODELS = replace(_MODEL, several=True, panel=ExtractConfig.panel,
+                 help=f"{_MODEL.help} Several with one tokenizer give one store each, of the same tokens.")
 Layers = Annotated[list[Any] | None, typer.Option(
     "--layer", help="Block to read, from 0; can be given several times, for one store each; all: every block.",
     parser=partial(word_or_number, Option("", choices=("all",)), int), metavar="all|INTEGER",
@@ -27,9 +28,9 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the store; of 
                                           show_default="from model, layer, site and a hash of the options")]
 
 
-@configured(ExtractConfig)
-def command(ctx: typer.Context, options: Given, model: Models = None, layer: Layers = None, site: Sites = None,
-            name: Name = None, device: Device = "auto", json: Json = False) -> None:
+@configured(ExtractConfig, more=(MODELS,))
+def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Sites = None, name: Name = None,
+            device: Device = "auto", json: Json = False) -> None:
     """Run a language model over text and store its activations.
 
     The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. A row dropped at
@@ -43,7 +44,7 @@ def command(ctx: typer.Context, options: Given, model: Models = None, layer: Lay
     from ..store.opening import stored
 
     session = start(ctx, json)
-    stores = extract(model, layer="all" if "all" in (layer or []) else layer or [],
+    stores = extract(layer="all" if "all" in (layer or []) else layer or [],
                      site=[one.value for one in site or []] or ["resid_post"], name=name, home=session.home.path,
                      device=device, progress=session.console,
                      **{option: options.values[option] for option in options.given})

@@ -60,8 +60,6 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
     def decorate(function: Callable) -> Callable:
         signature = inspect.signature(function, eval_str=True)
         own = {name: parameter for name, parameter in signature.parameters.items() if name != "options"}
-        for name in own:  # a command may declare an option of a configuration in another form
-            options.pop(name, None)
         shown = sorted(options.values(), key=lambda one: one.panel == PAPER["panel"])
 
         @functools.wraps(function)
