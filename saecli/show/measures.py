@@ -2,14 +2,13 @@
 
 import csv
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from ..base.errors import counted, number, printable
 from ..measure.controls import MEASURES as CONTROLLED
@@ -130,24 +129,22 @@ def _listed(words: list[str]) -> str:
 
 
 def places_table(run: Mapping[str, Any]) -> RenderableType:
-    """The table of a crosscoder's hook points, with the median of latent scaling over the latents exclusive to each."""
-    places, share = run["places"], run["share"]
-    rows = []
-    for at, place in enumerate(places):
-        others = [[value for index, value in enumerate(row) if index != at and value is not None]
-                  for row, own in zip(run["scaling"], share, strict=True) if own[at] > EXCLUSIVE]
-        found = [max(values, key=abs) for values in others if values]
-        rows.append([place["name"], place["width"], place["fvu"], place["exclusive"],
-                     statistics.median_low(found) if found else None])
+    """The table of a crosscoder's hook points, and a line that lists the latents of each class but shared ones."""
+    places, of_class = run["places"], run["class"]
+    kinds = ("only {}", "only {} by latent scaling", "looks only {}: complete shrinkage",
+             "looks only {}: latent decoupling")
+    rows = [[place["name"], place["width"], place["fvu"], place["exclusive"],
+             *(of_class.count(kind.format(place["name"])) for kind in kinds)] for place in places]
     exclusive = sum(place["exclusive"] for place in places)
-    title = (f"{run['run']}: of {len(share):,} latents {run['shared']:,} are shared by all hook points, {exclusive:,} "
-             f"exclusive to one ({EXCLUSIVE:g} of the decoder norm there), "
-             f"{len(share) - run['shared'] - exclusive:,} in between")
-    columns = ["hook point", "width", "fvu", "exclusive"]
-    if all(row[-1] is None for row in rows):
-        return table(title, columns, [row[:-1] for row in rows])
-    return table(f"{title}; scaling: the multiple of an exclusive latent that serves the other hook points best",
-                 [*columns, "scaling elsewhere"], rows)
+    title = (f"{run['run']}: of {len(of_class):,} latents {run['shared']:,} are shared by all hook points, "
+             f"{exclusive:,} exclusive to one ({EXCLUSIVE:g} of the decoder norm there), "
+             f"{len(of_class) - run['shared'] - exclusive:,} in between; latent scaling may find an exclusive one "
+             "elsewhere too, in the error (complete shrinkage) or in other latents (latent decoupling), and one in "
+             "between or shared only there")
+    lines = [f"{run['run']}: {kind}: {_listed([str(i) for i, own in enumerate(of_class) if own == kind])}"
+             for kind in sorted({*of_class} - {"shared", "in between"})]
+    return Group(table(title, ["hook point", "width", "fvu", "exclusive", "only there", "only by scaling",
+                               "complete shrinkage", "latent decoupling"], rows), *lines)
 
 
 def stability_table(document: Mapping[str, Any]) -> RenderableType:

@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import ArrayLike, NDArray
 
 from ..base.errors import counted
+from ..measure.hook_points import DECOUPLED, EXCLUSIVE, SHRUNK
 from ..sae.metrics import DENSE_FREQUENCY, Firing
 from .measures import curve, frequency_edges, l0_bins, probe_of
 from .style import COLOURS, GREY, MARKERS, figure, legend_below, line_style, log_scale, say_empty, short
@@ -145,9 +146,8 @@ def sparsity(path: Path | None, tallies: Sequence[Firing],
         own = another("patterns", name)
         drawn.append((own, patterns(own, one.patterns, name)))
         if "places" in run:
-            scaling = [[math.nan if value is None else value for value in row] for row in run["scaling"]]
             own = another("places", name)
-            drawn.append((own, places(own, name, [place["name"] for place in run["places"]], run["share"], scaling)))
+            drawn.append((own, places(own, run)))
     return drawn
 
 
@@ -292,28 +292,34 @@ def _groups(frequency: NDArray[np.float64]) -> list[NDArray[np.int64]]:
     return [fires[group == number] for number in np.unique(group)]
 
 
-def places(path: Path | None, title: str, names: Sequence[str], share: ArrayLike, scaling: ArrayLike) -> Figure:
-    """Draw a crosscoder's latents: the fraction of decoder norm at each hook point, (F, P), and against it the multiple
-    that serves the other hook points best, (F, P), NaN where unknown."""
-    share, scaling = np.asarray(share, float), np.asarray(scaling, float)
+def places(path: Path | None, run: Mapping[str, Any]) -> Figure:
+    """Draw a crosscoder's latents: the fraction of decoder norm at each hook point, and at the one where a latent is
+    largest its nu^epsilon elsewhere; hollow where other latents carry it (nu^r)."""
+    share = np.array(run["share"], float)
     largest = share.argmax(1)
-    scaling[np.arange(len(share)), largest] = np.nan  # 1, or nearly
+    nu, carried = (np.array(run[name], float) for name in ("nu_error", "nu_reconstruction"))
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
-        for place, name in enumerate(names):
+        for place, one in enumerate(run["places"]):
             colour = COLOURS[place % len(COLOURS)]
-            left.stairs(*np.histogram(share[:, place], BINS, (0, 1)), color=colour, linewidth=1.6, label=short(name))
-            rows, others = np.nonzero(np.isfinite(scaling) & (largest == place)[:, None])
-            right.scatter(share[rows, place], scaling[rows, others], s=8, color=colour, linewidths=0)
+            left.stairs(*np.histogram(share[:, place], BINS, (0, 1)), color=colour, linewidth=1.6,
+                        label=short(one["name"]))
+            own = (largest == place) & np.isfinite(nu)
+            for faces, some in ((colour, own & (carried <= DECOUPLED)), ("none", own & (carried > DECOUPLED))):
+                right.scatter(share[some, largest[some]], nu[some], s=14, facecolors=faces, edgecolors=colour,
+                              linewidths=0.8)
         left.set(xlabel="fraction of a latent's decoder norm", ylabel="latents", xlim=(0, 1))
         left.legend(fontsize=8)
-        if np.isfinite(scaling).any():
-            for level in (0, 1):
-                right.axhline(level, color=GREY, linewidth=0.8)
-            low, high = np.nanquantile(scaling, [0.005, 0.995])
-            right.set(ylim=(min(low, -0.1) - 0.1, max(high, 1.0) + 0.1))
+        if np.isfinite(nu).any():
+            right.axhline(SHRUNK, color=GREY, linewidth=0.8)
+            right.axvline(EXCLUSIVE, color=GREY, linewidth=0.8)
+            low, high = np.nanquantile(nu, [0.005, 0.995])
+            right.set(ylim=(min(low, -0.1) - 0.1, max(high, 1.0) + 0.1), xlim=(0.98 / len(run["places"]), 1.02))
+            for y, words in ((SHRUNK, "complete\nshrinkage"), (0, "only there")):
+                right.text(EXCLUSIVE + 0.005, y, words, color=GREY, fontsize=8, va="bottom")
         else:
             say_empty(right)
-        right.set(xlabel="fraction at the hook point where it is largest", ylabel="latent scaling at another one")
-        drawn.suptitle(short(title), fontsize=10)
+        right.set(xlabel="fraction where it is largest; hollow: latent decoupling",
+                  ylabel=r"latent scaling elsewhere, $\nu^\varepsilon$")
+        drawn.suptitle(short(run["run"]), fontsize=10)
     return drawn

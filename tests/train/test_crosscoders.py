@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_store, same
-from reports import pages_of
+from reports import index_of, pages_of
 from ridge_problems import least_squares, problem, solved, system_of, terms_of
 
 import saecli
-from saecli.measure.hook_points import PlaceSums
+from saecli.measure.hook_points import PlaceSums, classes, elsewhere
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE, Batch
 from saecli.store.joined import Joined
@@ -63,7 +63,10 @@ def test_features_of_one_place_and_of_both_are_told_apart(sae, home, solver, opt
     own = scaling[alone, share[alone].argmax(1)]
     assert np.median(own) == pytest.approx(1, abs=0.15)  # l1 shrinks codes
     out = sae("sparsity", "run").out
-    assert "exclusive to one" in " ".join(out.split()) and "scaling elsewhere" in out
+    assert "exclusive to one" in " ".join(out.split()) and "latent decoupling" in out
+    exclusive = [f"only {name}" for name in "ab"]
+    assert sum(found["class"].count(name) for name in exclusive) > 0.8 * alone.sum()
+    assert f"run: only a: {found['class'].index('only a')}, " in out
     (measured,) = sae("eval", "run", "--json").json["runs"]
     assert measured["fvu"] == pytest.approx(done.json["final"]["test_fvu"], rel=1e-4)
     assert saecli.load_sae("run", home).widths == (D, D)
@@ -76,8 +79,10 @@ def test_a_report_has_each_latents_places(sae, home, tmp_path):
     (found,) = sae("sparsity", "run", "--split", "all", "--json").json["runs"]
     pages = {page["latent"]: page for page in pages_of(tmp_path / "pages").values()}
     assert len(pages) == 40
+    columns = index_of(tmp_path / "pages")["latents"]
     for latent, page in pages.items():
         assert [place[0] for place in page["places"]] == ["a", "b"]
+        assert columns["classes"][columns["class"][latent]] == found["class"][latent]
         assert [place[1] for place in page["places"]] == pytest.approx(found["share"][latent])
         assert page["places"][0][2] == (None if found["scaling"][latent][0] is None else
                                         pytest.approx(found["scaling"][latent][0]))
@@ -178,7 +183,7 @@ def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
     sums = PlaceSums(sae)
     for batch in x.split(37):
         sums.update(batch)
-    fvu, share, beta = sums.result(Spread.of(x.numpy().copy()))
+    fvu, share, beta, carried = sums.result(Spread.of(x.numpy().copy()))
     z, error, spread = sae.encode(x), x - sae(x), [x[:, p].var(0, correction=0).mean().sqrt() for p in sae.places]
     for place, scale in zip(range(2), spread, strict=True):
         at = sae.places[place]
@@ -190,8 +195,24 @@ def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
             best = int(torch.stack(sizes).argmax())
             part = z[:, latent, None] * sae.W_dec[latent, sae.places[best]] / spread[best]
             aim = (error[:, at] + z[:, latent, None] * sae.W_dec[latent, at]) / scale
-            expected = torch.linalg.lstsq(part.reshape(-1, 1), aim.reshape(-1, 1)).solution.item()
-            assert beta[latent, place].item() == pytest.approx(expected)
+            others = (sae(x) - sae.b_dec)[:, at] / scale
+            for found, wanted in ((beta, aim), (carried, others)):
+                expected = torch.linalg.lstsq(part.reshape(-1, 1), wanted.reshape(-1, 1)).solution.item()
+                assert found[latent, place].item() == pytest.approx(expected)
+
+
+def test_classes_are_told_by_norms_and_then_by_both_scalings():
+    own = torch.tensor([0.95, 0.05])
+    cases = {"only a": (own, 0.1, 0.4), "looks only a: complete shrinkage": (own, 0.3, 0.9),
+             "looks only a: latent decoupling": (own, 0.1, 0.6), "only b": (own.flip(0), 0.1, 0.4),
+             "only a by decoder norm": (own, torch.nan, torch.nan), "shared": (torch.tensor([0.6, 0.4]), 0.9, 0.9),
+             "in between": (torch.tensor([0.8, 0.2]), 0.9, 0.9),
+             "only b by latent scaling": (torch.tensor([0.4, 0.6]), 0.1, 0.4)}
+    share, nu_error, nu_reconstruction = zip(*cases.values(), strict=True)
+    assert classes(["a", "b"], torch.stack(share), torch.tensor(nu_error), torch.tensor(nu_reconstruction)) == [*cases]
+    beta = torch.tensor([[0.5, 2.0, 0.1], [torch.nan] * 3])
+    nu = elsewhere(torch.tensor([[0.2, 0.5, 0.3]] * 2), beta)
+    assert nu[0] == 0.25 and nu[1].isnan()
 
 
 def test_a_copy_keeps_the_places():

@@ -167,6 +167,10 @@ class Details:
         figures = (values[chosen].tolist() for values in (firing.frequency, sizes.means, sizes.largest))
         columns["interest"] = [round(interest(frequency, firing.rows, mean, largest, own), 3)
                                for frequency, mean, largest, own in zip(*figures, alike, strict=True)]
+        if self.places:
+            names = list(dict.fromkeys(self.places["class"]))
+            columns |= {"classes": names, "class": [names.index(own) for own in self.places["class"]],
+                        "nu": self.places["nu_error"]}
         if (outputs := self.outputs) is not None:
             columns["promoted"] = [[_short(self.texts[token]) for token in tokens[:LISTED_TOKENS]]
                                    for tokens in outputs.promoted.tolist()]

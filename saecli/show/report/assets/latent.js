@@ -53,6 +53,7 @@ function latentPage(data, latent, content) {
   const share = latents.frequency[latent], largest = latents.largest[latent];
   const figures = [["fires on", percent(share)], ["rows", number(Math.round(share * data.firing.rows))],
     ["mean", number(latents.mean[latent])], ["largest", number(largest)]];
+  if (latents.classes) figures.push(["class", latents.classes[latents.class[latent]]]);
   for (const [name, share, scaling] of page.places ?? []) {
     figures.push([`share at ${name}`, share.toFixed(3)]);
     if (scaling !== null) figures.push([`scaling at ${name}`, scaling.toFixed(3)]);

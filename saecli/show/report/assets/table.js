@@ -33,6 +33,12 @@ function latentTable(data) {
     { name: "interest", key: (latent) => of("interest")(latent) ?? null, first: -1,
       show: (latent) => of("interest")(latent)?.toFixed(2) ?? "–" },
   ];
+  const classOfLatent = (latent) => latents.classes[latents.class[latent]];
+  if (latents.classes) {
+    columns.push({ name: "class", key: classOfLatent, show: classOfLatent, first: 1, text: true },
+      { name: "nu elsewhere", key: (latent) => latents.nu[latent], show: (latent) => latents.nu[latent]?.toFixed(2) ?? "–",
+        first: 1, wide: true });
+  }
   const words = (column) => (latent) => (of(column)(latent) ?? []).join("\u0000").trim().toLowerCase() || null;
   if (latents.tokens) columns.push({ name: "strongest at", key: words("tokens"), show: textCell, first: 1, text: true });
   if (latents.promoted) {
@@ -46,6 +52,7 @@ function latentTable(data) {
     "all latents": () => true, "those that fire": (latent) => latents.frequency[latent] > 0,
     "dense ones": (latent) => latents.frequency[latent] > dense, "silent ones": (latent) => !latents.frequency[latent],
   };
+  for (const name of [...latents.classes ?? []].sort()) kinds[name] = (latent) => classOfLatent(latent) === name;
   if (latents.chosen.length < total) kinds["those with a page"] = (latent) => place.has(latent);
   const state = { query: "", kind: "all latents", column: columns[4], direction: -1, page: 0, order: [] };
 
@@ -116,6 +123,7 @@ function latentTable(data) {
     h("p", { class: "muted explained" }, `Interest, 0 to 1: contrast × (1 + agreement) / 2. Contrast is 1 − mean / largest `
       + `activation; agreement is the fraction of pairs of strongest texts that peak at the same token. It is 0 for a latent `
       + `that fires on more than ${percent(dense)} of the rows or on fewer than ${data.fewest} rows; one without a page has `
-      + "none."));
+      + "none.", latents.classes ? " Class: by decoder norms and latent scaling; nu elsewhere is about 1 if the other "
+      + "hook points have the latent too, and about 0 if they do not." : null));
   return { element, search, order: () => state.order.filter((latent) => place.has(latent)), place };
 }
