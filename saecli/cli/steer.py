@@ -24,7 +24,8 @@ def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = Non
     """Generate text with SAE latents steered, next to unsteered text.
 
     Adds the change of each code times its decoder vector to the activations at every token, special ones (BOS)
-    excepted; the reconstruction error stays. A transcoder changes the activations that it predicts.
+    excepted; the reconstruction error stays. A transcoder changes the activations that it predicts, a crosscoder those
+    at one hook point, chosen by --model, --layer and --site.
 
     To choose --scale, see the table: norms of activations and decoder vectors, and each latent's largest code on the
     prompts. In a notebook, `with saecli.steering(model, "first", 12, scale=8):` steers model.generate.

@@ -133,22 +133,17 @@ def settled(config: ExtractConfig, given: Set[str], where: torch.device,
 
 def demand_same_tokens(sources: Sequence["ModelSource"], window: int) -> None:
     """Refuse several models that do not read the same token ids; loads their tokenizers, and no weights."""
-    if len(sources) == 1:
-        return
     from .language_model import load_tokenizer
 
-    identities = [(found["model"], found["revision"]) for found in (source.identity() for source in sources)]
-    first, *others = [load_tokenizer(source) for source in sources]
-    for number, (source, other) in enumerate(zip(sources[1:], others, strict=True), 1):
+    for number, source in enumerate(sources[1:], 1):
         source.check_context(window)
-        if identities[number] in identities[:number]:
+        if source.identity() in [other.identity() for other in sources[:number]]:
             raise ConfigError(f"--model names {source.name} twice; name each model once", option="model")
-        found = [(one.get_vocab(), Windows(one, window).prefix) for one in (first, other)]
-        if found[0] != found[1]:
-            (vocabulary, prefix), (other_vocabulary, other_prefix) = found
-            differ = len(vocabulary.items() ^ other_vocabulary.items())
-            got = (f"{len(vocabulary):,} and {len(other_vocabulary):,} tokens, {differ:,} of one alone" if differ else
-                   f"windows that begin with the special tokens {prefix} and {other_prefix}")
+        both = [load_tokenizer(one) for one in (sources[0], source)]
+        (ours, theirs), prefixes = (one.get_vocab() for one in both), [Windows(one, window).prefix for one in both]
+        if ours != theirs or prefixes[0] != prefixes[1]:
+            got = (f"windows that begin with the special tokens {prefixes[0]} and {prefixes[1]}" if ours == theirs else
+                   f"{len(ours):,} and {len(theirs):,} tokens, {len(ours.items() ^ theirs.items()):,} of one alone")
             raise ConfigError(f"{sources[0].name} and {source.name} do not read the same tokens: expected one "
                               f"tokenizer, got {got}; name models that share one", option="model")
 

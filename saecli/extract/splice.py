@@ -47,10 +47,6 @@ class Hooked:
     writes: tuple[HookPoint, ...]
 
     @property
-    def model(self) -> str | None:
-        return self.models[0]
-
-    @property
     def origin(self) -> dict[str, Any]:
         """The fields of an SAE's `Origin` that say where it acts."""
         found: dict[str, Any] = self.read.place
@@ -123,7 +119,7 @@ def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener)
     loads no weights."""
     from .model_source import find_model
 
-    found = {one.model for one in everything}
+    found = {one.models[0] for one in everything}
     if name is None and len(found) == 1:
         (name,) = found
     if name is None:
@@ -134,8 +130,8 @@ def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener)
     source = find_model(name)
     for one in everything:
         one.check(source.d_model, source.layers, source.name)
-        if one.model not in (None, name, source.identity()["model"]):
-            listener.note(f"{one.name} was trained on activations of {one.model}, and is used in {name}")
+        if one.models[0] not in (None, name, source.identity()["model"]):
+            listener.note(f"{one.name} was trained on activations of {one.models[0]}, and is used in {name}")
     return source
 
 

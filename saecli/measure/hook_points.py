@@ -51,8 +51,8 @@ class PlaceSums:
 
         self._sae = sae
         self._error = zeros(sae.d_out)
-        self._z_square, self._z_error = zeros(sae.d_sae), zeros(sae.d_sae, sae.d_out)
-        self._z_predicted = zeros(sae.d_sae, sae.d_out)
+        self._z_square = zeros(sae.d_sae)
+        self._z_error, self._z_predicted = (zeros(sae.d_sae, sae.d_out) for _ in range(2))
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
@@ -73,21 +73,19 @@ class PlaceSums:
         fvu = torch.stack([self._error[place].sum() / scatter[place].sum() for place in places])
         spreads = [(scatter[place].mean() / spread.rows).sqrt() for place in places]
         W = [W_dec[:, place] / deviation for place, deviation in zip(places, spreads, strict=True)]
-        along, carried = ([sums[:, place] / deviation for place, deviation in zip(places, spreads, strict=True)]
-                          for sums in (self._z_error, self._z_predicted))
         norms = torch.stack([part.norm(dim=1) for part in W], 1)
         share = norms / norms.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
         largest = norms.argmax(1)
-        beta, carried_beta = torch.full_like(norms, torch.nan), torch.full_like(norms, torch.nan)
+        beta = torch.full((2, *norms.shape), torch.nan, dtype=norms.dtype, device=norms.device)
         for best, direction in enumerate(W):
             own = (largest == best) & (self._z_square > 0)
             d = direction[own]
-            for place, (part, error, predicted) in enumerate(zip(W, along, carried, strict=True)):
+            for number, (place, part, deviation) in enumerate(zip(places, W, spreads, strict=True)):
                 if part.shape[1] == d.shape[1]:
-                    found = (d * part[own]).sum(1) + (d * error[own]).sum(1) / self._z_square[own]
-                    beta[own, place] = found / d.square().sum(1)
-                    carried_beta[own, place] = (d * predicted[own]).sum(1) / self._z_square[own] / d.square().sum(1)
-        return fvu.cpu(), share.cpu(), beta.cpu(), carried_beta.cpu()
+                    error, carried = ((d * sums[own, place]).sum(1) / deviation / self._z_square[own]
+                                      for sums in (self._z_error, self._z_predicted))
+                    beta[:, own, number] = torch.stack([(d * part[own]).sum(1) + error, carried]) / d.square().sum(1)
+        return fvu.cpu(), share.cpu(), *beta.cpu()
 
 
 def elsewhere(share: Tensor, beta: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None,
     if context is not None and context < 1:
         raise ConfigError(f"--context must be at least 1, got {context}", option="context")
     several: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
-    everything = [hooked(open_sae(Home.at(home), sae, listener), layer, site, "probing") for sae in several or [None]]
+    everything = [hooked(open_sae(Home.at(home), sae, listener), layer, site) for sae in several or [None]]
     _check(everything, k)
     source, labelled = model_of(everything, model, listener), Sets()
     names = labelled.chosen(sets)
@@ -129,6 +129,10 @@ def _check(everything: Sequence[Hooked], k: Sequence[int]) -> None:
         raise ConfigError(f"--k must be different numbers of at least 1, got {', '.join(map(str, k)) or 'none'}",
                           option="k")
     for one in everything:
+        if one.sae.widths:
+            raise ConfigError(f"probing with {one.name} is not defined: expected an SAE or a transcoder, got a "
+                              "crosscoder, whose codes have no single hook point to compare by a dense probe; name "
+                              "another run")
         if max(k) > one.sae.d_sae:
             raise ConfigError(f"--k must be at most the number of latents, {one.sae.d_sae} of {one.name}, got {max(k)}",
                               option="k")

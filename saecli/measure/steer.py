@@ -5,7 +5,8 @@
     ablate    x' = x - z_i W_dec[i]              the code set to 0
 
 summed over the chosen latents i, with z the codes of x: the reconstruction error stays. A transcoder's codes are of the
-activations that it reads, and those that it predicts are changed. Special tokens (BOS) keep their activations.
+activations that it reads, and those that it predicts are changed. A crosscoder's need all its hook points, perhaps of
+several models, at once: its latents can be added at one of them. Special tokens (BOS) keep their activations.
 
 Sources: Turner et al., "Steering Language Models With Activation Engineering" (2023), for adding; Templeton et al.,
 "Scaling Monosemanticity" (2024), for clamping. Shapes: T tokens, N of them not special, S chosen latents, E = d_out.
@@ -27,6 +28,7 @@ from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of, intercepted
 from ..extract.splice import Hooked, hooked, model_of
 from ..extract.tokens import TokenTexts, continuation
+from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
 
 METHODS, NEW_TOKENS = ("add", "clamp", "ablate"), 40
@@ -53,6 +55,32 @@ def _chosen(one: Hooked, method: str, latents: int | Sequence[int],
     return given.tolist(), np.broadcast_to(scales or 0.0, given.shape).tolist()
 
 
+def _opened(home: Home, sae: SAELike, listener: Listener, method: str, model: str | None, layer: int | None,
+            site: str | None) -> tuple[Hooked, bool]:
+    """An SAE where it acts, and whether it can encode; of a crosscoder the decoder of one of its hook points."""
+    opened = open_sae(home, sae, listener)
+    if not opened[1].sae.widths:
+        return hooked(opened, layer, site), True
+    one = hooked(opened, None, None)
+    _refuse("method", method != "add", f"must be add with {one.name}: a crosscoder's codes need the activations at all "
+                                       f"its hook points at once, got {method}")
+    if len(one.models) == 1 or model is None:
+        model = None
+    elif Path(model).is_dir():  # as stores name it
+        model = str(Path(model).resolve())
+    found = [(place, point) for place, point in zip(one.sae.places, one.writes, strict=True)
+             if model in (None, one.models[point.model]) and layer in (None, point.layer)
+             and site in (None, point.site)]
+    if len(found) != 1:
+        named = ", ".join(f"layer {at.layer} {at.site} of {one.models[at.model]}" for at in one.writes)
+        raise ConfigError(f"--model, --layer and --site must choose one hook point of {one.name}, {named}, got "
+                          f"{len(found)}", option="model")
+    ((place, point),), sae = found, one.sae
+    part = SAE(sae.W_enc[place], sae.b_enc, sae.W_dec[:, place], sae.b_dec[place], sae.activation,
+               sae.activation_parameters)
+    return Hooked(one.name, part, one.models[point.model:][:1], (point,), (point,)), False
+
+
 @contextmanager
 def steering(model: nn.Module, sae: SAELike, latents: int | Sequence[int], *, method: str = "add",
              scale: float | Sequence[float] | None = None, layer: int | None = None, site: str | None = None,
@@ -67,7 +95,8 @@ def steering(model: nn.Module, sae: SAELike, latents: int | Sequence[int], *, me
         method: add, clamp or ablate, as above; `scale` is in units of the latent's code, one for all latents or each.
         special: token ids whose activations stay; by default the model's BOS, EOS and padding.
     """
-    one = hooked(open_sae(Home.at(home), sae, Silent()), layer, site, "steering")
+    name = getattr(model.config, "name_or_path", None)
+    one, _ = _opened(Home.at(home), sae, Silent(), method, name, layer, site)
     with _changed(model, one, method, *_chosen(one, method, latents, scale), special):
         yield
 
@@ -129,7 +158,7 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
     prompts, listener = [prompts] if isinstance(prompts, str) else prompts, listening(progress)
     _refuse("temperature", not 0 <= temperature < np.inf, f"must be at least 0, and finite, got {temperature}")
     _refuse("seed", seed is not None and not temperature, "does nothing without --temperature, such as 1; leave it out")
-    one = hooked(open_sae(Home.at(home), sae, listener), layer, site, "steering")
+    one, encodes = _opened(Home.at(home), sae, listener, method, model, layer, site)
     chosen, scales = _chosen(one, method, latents, scale)
     source = model_of([one], model, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
@@ -149,7 +178,7 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
     return {"run": one.name, "model": source.name, **one.read.place, **target, "method": method,
             "activation_norm": float(written.norm(dim=1).mean()), "latents": [
                 {"latent": latent, "scale": scale, "decoder_norm": float(one.sae.W_dec[latent].norm()),
-                 "prompt_max": float(codes[:, latent].max()) if len(codes) else None}
+                 "prompt_max": float(codes[:, latent].max()) if len(codes) and encodes else None}
                 for latent, scale in zip(chosen, scales, strict=True)],
             "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": (seed or 0) if temperature else None,
             "continuations": found}

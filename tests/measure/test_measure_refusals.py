@@ -22,6 +22,7 @@ from saecli.sae.formats import SavedSAE, save_native
 TRAINED = ("train --data rows --keep-every 1 --name run", "train --data rows --init run --name from",
            "train --data rows --data others --name both", "refit run")
 READS = {"model": TINY_GEMMA2, "layer": 1, "site": "resid_post"}
+TWO = [{"layer": layer, "site": "resid_post"} for layer in (1, 2)]
 COLUMNS = ("document", "position", "token_id")
 
 
@@ -39,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(home, "thin", random_sae(d_in=5), data="narrow")
     make_run(home, "half", random_sae(), complete=False)
     for name, sae, more in (("first", steerable(d_in=128), {}), ("wide", steerable(), {}),
-                            ("deep", steerable(d_in=128), {"layer": 9}), ("two", steerable(d_in=128), {}),
+                            ("deep", steerable(d_in=128), {"layer": 9}), ("two", steerable(d_in=128), {"inputs": TWO}),
                             ("backwards", steerable(d_in=128), {"target_layer": 0, "target_site": "resid_post"})):
         widths = (64, 64) if name == "two" else ()
         save_native(SavedSAE(SAE(**sae.tensors(), activation=sae.activation, widths=widths), READS | more),
@@ -110,7 +111,8 @@ COMMANDS = [
     (f"steer first {ONE} --temperature inf", 2, "--temperature must be at least 0, and finite"),
     (f"steer wide {ONE}", 2, "expected an SAE of the model's width, 128, got 16"),
     (f"steer deep {ONE}", 2, "--layer must be from 0 to 3, the last of tiny-gemma2, got 9"),
-    (f"steer two {ONE}", 2, "steering with two is not defined: expected an SAE or a transcoder, which"),
+    (f"steer two {ONE}", 2, "must choose one hook point of two, layer 1 resid_post of tiny-gemma2, layer 2"),
+    (f"steer two {ONE} --method clamp", 2, "--method must be add with two: a crosscoder's codes need the activations"),
     (f"steer backwards {ONE}", 2, "reads layer 1, resid_post after layer 0, resid_post"),
     (f"steer {{home}}/saved {ONE}", 2, "expected a block and a site, got neither; give --layer and"),
     (f"steer {{home}}/saved {ONE} {AT}", 2, "--model is needed: "),

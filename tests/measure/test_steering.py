@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from homes import CommandLine, make_run, steerable
-from tiny_models import CONFIGS, save_model
+from tiny_models import CONFIGS, WIDTH, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,6 +58,22 @@ def hooked(model: nn.Module, block: nn.Module, change: Any, token_ids: Tensor) -
     logits = model(token_ids, use_cache=False).logits
     handle.remove()
     return logits
+
+
+def test_a_latent_of_a_crosscoder_is_added_at_the_hook_point_of_the_named_model(tmp_path: Path):
+    folders = [save_model(tmp_path / name, "llama") for name in ("base", "chat")]
+    cross = steerable(Relu(), d_in=2 * WIDTH)
+    inputs = [{"layer": layer, "site": "resid_post", "model": str(folder.resolve())}
+              for layer, folder in ((1, folders[0]), (0, folders[1]))]
+    cross = SAE(**cross.tensors(), activation=cross.activation, widths=(WIDTH, WIDTH))
+    cross.metadata = {"model": inputs[0]["model"], "layer": 1, "site": "resid_post", "inputs": inputs}
+    for folder, layer, place in zip(folders, (1, 0), cross.places, strict=True):
+        model, step = AutoModelForCausalLM.from_pretrained(folder).eval(), 3 * cross.W_dec[7, place]
+        with torch.no_grad(), saecli.steering(model, cross, 7, scale=3):
+            found = model(prompt()).logits
+        torch.testing.assert_close(found, hooked(model, blocks(model)[layer], lambda x, step=step: x + step, prompt()))
+    with pytest.raises(saecli.SaeError, match="must choose one hook point of"):
+        saecli.steer(cross, 7, "ab", scale=3)
 
 
 @pytest.mark.slow
