@@ -313,7 +313,7 @@ def places(path: Path | None, run: Mapping[str, Any]) -> Figure:
         if np.isfinite(nu).any():
             right.axhline(SHRUNK, color=GREY, linewidth=0.8)
             right.axvline(EXCLUSIVE, color=GREY, linewidth=0.8)
-            low, high = np.nanquantile(nu, [0.005, 0.995])
+            low, high = np.clip([np.nanmin(nu), np.nanmax(nu)], -1, 2)  # the lowest are the ones looked for
             right.set(ylim=(min(low, -0.1) - 0.1, max(high, 1.0) + 0.1), xlim=(0.98 / len(run["places"]), 1.02))
             for y, words in ((SHRUNK, "complete\nshrinkage"), (0, "only there")):
                 right.text(EXCLUSIVE + 0.005, y, words, color=GREY, fontsize=8, va="bottom")
