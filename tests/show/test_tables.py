@@ -70,16 +70,15 @@ def test_eval_of_nasty_names_prints_within_the_terminal(sae: CommandLine, monkey
     assert all(name in done.out and f"measuring {name}" in done.err for name in NASTY[:5])
 
 
-def test_places_without_an_exclusive_latent_have_no_column_of_dashes():
+def test_latents_of_a_crosscoder_are_listed_by_class_but_for_shared_ones():
     places = [{"name": name, "width": 4, "fvu": 0.1, "exclusive": 0} for name in ("first", "second")]
+    run = {"run": "x", "places": places, "shared": 2, "class": ["shared", "only first by latent scaling", "in between"]}
     console = Console(width=250)
     with console.capture() as printed:
-        console.print(places_table({"run": "x", "places": places, "shared": 2, "share": [[0.5, 0.5], [0.5, 0.5],
-                                                                                         [0.8, 0.2]],
-                                    "scaling": [[1.0, 1.0]] * 3}))
+        console.print(places_table(run))
     assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in printed.get()
-    assert "1 in between" in printed.get()
-    assert "scaling" not in printed.get()
+    assert "1 in between" in printed.get() and "x: only first by latent scaling: 1\n" in printed.get()
+    assert "x: shared" not in printed.get()
 
 
 def shown(table: RenderableType) -> list[list[str]]:
