@@ -64,16 +64,19 @@ per() {
     awk 'BEGIN { product = 1; for (i = 1; i < ARGC; i++) product *= ARGV[i]; printf "%.9g", product }' "$@"
 }
 
-# settled OPTION...: the same, of an option that is given twice only the last.
+# settled OPTION...: the same, of an option that is given twice only the last, but of --data all.
 settled() {
     awk 'BEGIN {
         for (i = 1; i < ARGC; i++) {
             if (ARGV[i] !~ /^--/) { values[name] = values[name] " " ARGV[i]; continue }
-            name = ARGV[i]
+            name = ARGV[i] (ARGV[i] == "--data" ? SUBSEP i : "")
             if (!(name in values)) names[++count] = name
             values[name] = ""
         }
-        for (i = 1; i <= count; i++) printf "%s%s%s", (i > 1 ? " " : ""), names[i], values[names[i]]
+        for (i = 1; i <= count; i++) {
+            split(names[i], word, SUBSEP)
+            printf "%s%s%s", (i > 1 ? " " : ""), word[1], values[names[i]]
+        }
         print ""
     }' "$@"
 }
