@@ -58,8 +58,8 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
         from ..show.pictures import frontier
         from ..show.pictures import stability as draw_stability  # matplotlib takes a second to import
 
-        kinds = {one.subject.name: one.sae.activation.name for one in everything}
-        frontier(plot, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"]) for run in ranked})
+        families = {one.subject.name: one.family for one in everything}
+        frontier(plot, {run["run"]: (run["l0"], run["fvu"], families[run["run"]], run["unbeaten"]) for run in ranked})
         console.note(f"drew {plot}")
         if stable:
             second = plot.with_stem(f"{plot.stem}-stability")

@@ -95,6 +95,11 @@ class Measured:
         return self.saved.sae
 
     @property
+    def family(self) -> str:
+        """Its solver, if known, and activation, for legends."""
+        return " ".join(filter(None, (self.sae.metadata.get("solver"), self.sae.activation.name)))
+
+    @property
     def _stored(self) -> RowSource:
         if not self.rows.inputs:
             raise ConfigError("--data must be a store or rows of one here, got rows in memory; put them into a store "

@@ -57,8 +57,8 @@ def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: Which = "te
     everything = all_measured(at, saes, data, split, device, listener, **options)
     if picture == "frontier":
         ranked = sparsest_first(compare(everything, progress=progress))
-        kinds = {one.subject.name: one.sae.activation.name for one in everything}
-        return [pictures.frontier(None, {run["run"]: (run["l0"], run["fvu"], kinds[run["run"]], run["unbeaten"])
+        families = {one.subject.name: one.family for one in everything}
+        return [pictures.frontier(None, {run["run"]: (run["l0"], run["fvu"], families[run["run"]], run["unbeaten"])
                                      for run in ranked})]
     tallies = [firing(one.sae, one.inputs(listener), PICTURED_ROWS) for one in everything]
     documents = [sparsity_document(one, counts, listener) for one, counts in zip(everything, tallies, strict=True)]
