@@ -40,6 +40,8 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, 
         assert done.status == 0, done.err
     assert Path("sparsity.png").exists()
     assert Path("geometry.png").exists()
+    assert here("sparsity", "crosscoder", "--plot", "crosscoder.png").status == 0
+    assert Path("crosscoder-places.png").exists()
     assert Path("pages/index.html").exists()
     for block in blocks("python"):
         found: dict = {}
