@@ -70,6 +70,10 @@ def rounded(values: np.ndarray | Tensor) -> list[float]:
 def _word(value: Any) -> str:
     if value is None:
         return "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_word, value))
+    if isinstance(value, dict):  # a model, a source of text, a hook point
+        return " ".join(_word(part) for part in value.values() if isinstance(part, str | float | int))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
