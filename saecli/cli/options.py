@@ -238,14 +238,14 @@ def home_of(ctx: typer.Context) -> Home:
     return Home(Path(ctx.find_root().params["home"]))  # there is no session during completion
 
 
-_RUN: dict[str, Any] = {"metavar": "RUN", "show_default": "the newest run", "autocompletion": run_names}
-Run = Annotated[str | None, typer.Argument(
-    help="Run name, folder that holds an SAE, or user/repo/folder@revision on the Hugging Face hub.", **_RUN)]
 def _runs(ctx: typer.Context, names: list[str] | None) -> list[str]:
     home = ctx.find_root().obj  # None during completion
     return home.runs.matching(names or []) if home else names or []
 
 
+_RUN: dict[str, Any] = {"metavar": "RUN", "show_default": "the newest run", "autocompletion": run_names}
+Run = Annotated[str | None, typer.Argument(
+    help="Run name, folder that holds an SAE, or user/repo/folder@revision on the Hugging Face hub.", **_RUN)]
 Runs = Annotated[list[str] | None, typer.Argument(
     help="Run names or patterns such as 'mlp-*', folders that hold an SAE, or user/repo/folder@revision on the Hugging "
          "Face hub.", **_RUN, callback=_runs)]

@@ -14,6 +14,7 @@ Shapes: T tokens of a window, W windows of a block, R their rows, B windows of a
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -113,8 +114,7 @@ class Windows:
                 if token < len(token_ids) and (turn := max(turns[: bisect_right(turns, token)], default=0)) > start:
                     token = turn
                 ended = self._positions == "last" or token == len(token_ids)
-                owners = [(document.number, document.source, role)
-                          for role in [0] * len(self.prefix) + roles[start:token]]
+                owners = [(document.number, document.source, [0] * len(self.prefix) + roles[start:token])]
                 after = Cursor(document.number + ended, 0 if ended else token, document.mark)
                 yield self._window([*self.prefix, *token_ids[start:token]], owners, after)
                 if ended:
@@ -122,22 +122,21 @@ class Windows:
             token = 0
 
     def _pack(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
-        token_ids, owners = [*self.prefix], [(-1, 0, 0)] * len(self.prefix)
+        token_ids, owners = [*self.prefix], [(-1, 0, [0] * len(self.prefix))]
         for document in documents:
             waiting, roles, _ = self._tokens(document.text)
             while token < len(waiting):
                 between = self._separator if token == 0 and len(token_ids) > len(self.prefix) else []
                 part = waiting[token : token + self._context - len(token_ids) - len(between)]
                 token_ids += [*between, *part]
-                owners += [(document.number, document.source, role)
-                           for role in [0] * len(between) + roles[token : token + len(part)]]
+                owners.append((document.number, document.source, [0] * len(between) + roles[token : token + len(part)]))
                 token += len(part)
                 ended = token == len(waiting)
                 after = Cursor(document.number + ended, 0 if ended else token, document.mark)
                 # Full, or without room for a separator and a token; yielded before another document is read.
                 if self._context - len(token_ids) <= (len(self._separator) if ended else 0):
                     yield self._window(token_ids, owners, after)
-                    token_ids, owners = [*self.prefix], [(-1, 0, 0)] * len(self.prefix)
+                    token_ids, owners = [*self.prefix], [(-1, 0, [0] * len(self.prefix))]
             token, end = 0, Cursor(document.number + 1, 0, document.mark)
         if len(token_ids) > len(self.prefix):
             yield self._window(token_ids, owners, end)
@@ -154,10 +153,13 @@ class Windows:
         self.left_out["short_texts" if found[0] else "empty_texts"] += 1
         return [], [], []
 
-    def _window(self, token_ids: list[int], owners: list[tuple[int, int, int]], after: Cursor) -> Window:
+    def _window(self, token_ids: list[int], owners: list[tuple[int, int, list[int]]], after: Cursor) -> Window:
+        """A window of parts of documents, `owners`: number and source of each, and its tokens' roles."""
         ids = np.array(token_ids, np.int64)
         special = np.fromiter((token in self._special for token in token_ids), bool, len(ids))  # np.isin is slower
-        documents, sources, roles = np.array(owners, np.int64).T
+        numbers, of, parts = zip(*owners, strict=True)
+        documents, sources = (np.repeat(np.array(each, np.int64), [*map(len, parts)]) for each in (numbers, of))
+        roles = np.array([*chain.from_iterable(parts)], np.int64)
         kept = ~special & (roles == ASSISTANT) if self._positions == "assistant" else ~special
         if self._positions == "last":
             kept = np.zeros_like(special)
