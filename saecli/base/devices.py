@@ -28,16 +28,15 @@ def device_named(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda:") and world() > 1 and local_world() > 1:
         raise ConfigError(f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
-                          "one each; use --device cuda, which does, or cpu", option="device")
+                          "one each; use --device cuda, which does, or cpu")
     try:
         device = torch.device(name)
     except RuntimeError:  # its message lists every kind of device that torch has had
-        raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}", option="device") from None
+        raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}") from None
     try:
         torch.zeros(1, dtype=torch.float64, device=device).item()  # sums are float64, which not every device has
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto",
-                          option="device") from error
+        raise ConfigError(f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto") from error
     return device
 
 
@@ -126,10 +125,10 @@ def demand_precision(precision: str, device: torch.device) -> None:
     """ConfigError for a precision in which a device does not multiply."""
     if precision == "bf16" and not multiplies_bf16(device):
         raise ConfigError(f"--precision {precision} is slower than float32 here: --device {device.type} has no "
-                          "bfloat16 products; use --precision float32", option="precision")
+                          "bfloat16 products; use --precision float32")
     if precision == "tf32" and not _rounds_tf32(device):
         raise ConfigError(f"--precision {precision} does nothing here: --device {device.type} multiplies float32 "
-                          "matrices in float32 all the same; use --precision float32", option="precision")
+                          "matrices in float32 all the same; use --precision float32")
 
 
 def multiplies_bf16(device: torch.device) -> bool:

@@ -21,24 +21,23 @@ LONGEST_WORD = 1000  # characters of a sentence's longest word; paths are shorte
 class SaeError(Exception):
     """Base of every error that the command line reports as one sentence and exit status 1, a `ConfigError` 2.
 
-        ConfigError(f"--k must be at most --d-sae, {most}, got {k}; lower --k or raise --d-sae", option="k")
+        ConfigError(f"--k must be at most --d-sae, {most}, got {k}; lower --k or raise --d-sae")
 
     `str` of the error spells the options of the sentence as arguments, `d_sae`.
     """
 
-    def __init__(self, sentence: str, option: str | None = None) -> None:
+    def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
-        self.sentence, self.option = sentence, option
+        self.sentence = sentence
 
     @property
     def options(self) -> list[str]:
-        """The options that the sentence names, its own first."""
-        named = map(_as_argument, FLAG.findall(self.sentence))
-        return list(dict.fromkeys(named if self.option is None else [self.option, *named]))
+        """The options that the sentence names."""
+        return list(dict.fromkeys(map(_as_argument, FLAG.findall(self.sentence))))
 
     def within(self, before: str = "", after: str = "") -> Self:
         """The same error, with words before its sentence or after it."""
-        return type(self)(f"{before}: " * bool(before) + self.sentence + f"; {after}" * bool(after), self.option)
+        return type(self)(f"{before}: " * bool(before) + self.sentence + f"; {after}" * bool(after))
 
     def __str__(self) -> str:
         parts = self.sentence.split("`")  # commands stand in backticks, and stay as they are
@@ -118,7 +117,7 @@ def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
 def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigError:
     question = did_you_mean(word, choices)
     return ConfigError(f"{flag_of(option)} must be one of {', '.join(choices)}, got {word!r}"
-                       + f"; {question}" * bool(question), option=option)
+                       + f"; {question}" * bool(question))
 
 
 def number(value: float | int | None) -> str:

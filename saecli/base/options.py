@@ -66,23 +66,21 @@ class Option:
             one = replace(self, several=False, optional=False)
             return tuple(map(one.checked, value if isinstance(value, list | tuple) else [value]))
         if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
-            raise ConfigError(f"{flag_of(self.name)} must be a number of ordinary size, got {value!s:.40}",
-                              option=self.name)
+            raise ConfigError(f"{flag_of(self.name)} must be a number of ordinary size, got {value!s:.40}")
         if type(value) is str and str in self.kinds and not self.admits(value) and self.choices:
             raise unknown_choice(self.name, value, self.choices)
         if not self.admits(value):
-            raise ConfigError(f"{flag_of(self.name)} must be {self.expected}, got {value!r}", option=self.name)
+            raise ConfigError(f"{flag_of(self.name)} must be {self.expected}, got {value!r}")
         try:
             if isinstance(value, str) and self.check is not None:
                 self.check(value)
         except ValueError as error:
-            raise ConfigError(f"{flag_of(self.name)} must be {error}, got {value!r}", option=self.name) from None
+            raise ConfigError(f"{flag_of(self.name)} must be {error}, got {value!r}") from None
         if isinstance(value, int | float) and not isinstance(value, bool):
             for words, bound, holds in (("at least", self.minimum, operator.ge), ("above", self.above, operator.gt),
                                         ("at most", self.maximum, operator.le), ("below", self.below, operator.lt)):
                 if bound is not None and not holds(value, bound):
-                    raise ConfigError(f"{flag_of(self.name)} must be {words} {bound:g}, got {value:g}",
-                                      option=self.name)
+                    raise ConfigError(f"{flag_of(self.name)} must be {words} {bound:g}, got {value:g}")
         return float(value) if type(value) is int and int not in self.kinds else value
 
 
@@ -161,7 +159,7 @@ def choose(table: Mapping[str, type[ConfigT]], selector: str, name: str,
     for foreign in sorted(given & set().union(*names.values()) - names[name]):
         takers = " or ".join(key for key in table if foreign in names[key])
         raise ConfigError(f"{flag_of(foreign)} does nothing with {flag_of(selector)} {name}; leave it out, or use "
-                          f"{flag_of(selector)} {takers}", option=foreign)
+                          f"{flag_of(selector)} {takers}")
     return table[name](**{key: values[key] for key in names[name] & given})
 
 

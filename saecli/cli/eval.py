@@ -42,8 +42,7 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     if stable:
         check_stability(len(names), match_threshold)
     elif given(ctx, "match_threshold") is not None:
-        raise ConfigError("--match-threshold does nothing without --stability; leave it out, or ask for --stability",
-                          option="match_threshold")
+        raise ConfigError("--match-threshold does nothing without --stability; leave it out, or ask for --stability")
     everything = all_measured(session.home, names, data, split, device, console, target)
     if stable:
         check_comparable([(one.subject, one.sae) for one in everything])

@@ -46,11 +46,10 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     wanted = Wanted(rows, fit_rows, radius, penalty_of(lambda_))
     if (chosen := given(ctx, "slice_")) is not None:
         if plot is None:
-            raise ConfigError("--slice does nothing without --plot; leave it out, or name a picture with --plot",
-                              option="slice")
+            raise ConfigError("--slice does nothing without --plot; leave it out, or name a picture with --plot")
         if len(runs or ()) > 1:
             raise ConfigError(f"--slice is for the picture of one SAE, got {len(runs or ())} runs; leave it out, or "
-                              "name one", option="slice")
+                              "name one")
     everything = all_measured(session.home, runs or [], data, split, "cpu", session.console)
     marked = rows_of_slice(everything[0].of_store, chosen or "pca")
     documents = []

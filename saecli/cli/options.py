@@ -94,8 +94,7 @@ def _combinations(values: Mapping[str, Any], given: frozenset[str], options: Map
     several = {name: value for name, value in values.items() if isinstance(value, list) and not options[name].once}
     for name, words in several.items():
         if twice := [word for index, word in enumerate(words) if word in words[:index]]:
-            raise ConfigError(f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per "
-                              "value", option=name)
+            raise ConfigError(f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per value")
     chosen = [dict(zip(several, combination, strict=True)) for combination in product(*several.values())]
     return tuple(Given({**values, **one}, given, {name: one[name] for name in one if len(several[name]) > 1})
                  for one in chosen)

@@ -30,7 +30,7 @@ def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes 
     if not yes:  # asked on stderr, so that stdout holds the result alone
         print(f"remove {counted(len(found), 'folder')}? [y/N] ", end="", file=sys.stderr, flush=True)
         if not (answer := sys.stdin.readline()):
-            raise ConfigError("--yes is needed where nobody can be asked; give it to remove them", option="yes")
+            raise ConfigError("--yes is needed where nobody can be asked; give it to remove them")
         if not answer.strip().lower().startswith("y"):
             session.console.note("nothing was removed")
             found = []

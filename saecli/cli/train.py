@@ -145,7 +145,7 @@ def demand_alone(ctx: typer.Context) -> None:
     """Refuse options that do nothing with `--resume`."""
     if others := sorted({name for name in ctx.params if is_given(ctx, name)} - {"name", "resume", "json"}):
         raise ConfigError(f"{flag_of(others[0])} does nothing with --resume, which goes on with the settings of the "
-                          "run; leave it out", option=others[0])
+                          "run; leave it out")
 
 
 def trained(session: Session, groups: Sequence[Sequence[Job]], processes: Communicator, each: bool = False) -> None:
@@ -183,7 +183,7 @@ def _chosen(ctx: typer.Context, session: Session) -> list[list[str]]:
         return [data]
     if ctx.params["target"] or not data:
         raise ConfigError("--each trains on one store at a time: expected --data 'mlp-*' or the like and no --target, "
-                          f"got {'--target' if data else 'no --data'}; name the stores by --data", option="each")
+                          f"got {'--target' if data else 'no --data'}; name the stores by --data")
     return [[name] for name in session.home.stores.matching(data)]
 
 
@@ -198,18 +198,17 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     given = {name for name in ctx.params if is_given(ctx, name)}
     if (model := options.values["model"]) is None:
         if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
-            raise ConfigError(f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out",
-                              option=idle[0])
+            raise ConfigError(f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out")
         stores = processes.main_first(lambda: open_joined(session.home, data, ctx.params["target"], session.console))
         for store in stores.all:
             checked_name(store.name, "the name of the store's folder")
         return stores, lambda training: (training.rows_of(stores), training.test_rows_of(stores))
     if idle := sorted(given & {"data", "each", "target", "fraction"}):
-        raise ConfigError(f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave "
-                          "one of them out, or store rows by `sae extract`", option=idle[0])
+        raise ConfigError(f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave one "
+                          "of them out, or store rows by `sae extract`")
     if processes.world_size > 1:
         raise ConfigError(f"--model goes with one process, got {processes.world_size}; run it without torchrun, or "
-                          "make a store by `sae extract`, and train on that", option="model")
+                          "make a store by `sae extract`, and train on that")
     training = options.config(TrainingConfig)
     extraction = ExtractConfig(**{one.name: options.values[one.name] for one in FROM_MODEL
                                   if one.name in options.given})

@@ -82,7 +82,7 @@ def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] 
         if one not in SITES:
             raise unknown_choice("site", one, SITES)
     if isinstance(layer, str) and layer != "all":
-        raise ConfigError(f"--layer must be a number, a list of numbers, or all, got {layer!r}", option="layer")
+        raise ConfigError(f"--layer must be a number, a list of numbers, or all, got {layer!r}")
     if name is not None:
         checked_name(name)
     names = [model] if isinstance(model, str) else model or []
@@ -138,14 +138,14 @@ def demand_same_tokens(sources: Sequence["ModelSource"], window: int) -> None:
     for number, source in enumerate(sources[1:], 1):
         source.check_context(window)
         if source.identity() in [other.identity() for other in sources[:number]]:
-            raise ConfigError(f"--model names {source.name} twice; name each model once", option="model")
+            raise ConfigError(f"--model names {source.name} twice; name each model once")
         both = [load_tokenizer(one) for one in (sources[0], source)]
         (ours, theirs), prefixes = (one.get_vocab() for one in both), [Windows(one, window).prefix for one in both]
         if ours != theirs or prefixes[0] != prefixes[1]:
             got = (f"windows that begin with the special tokens {prefixes[0]} and {prefixes[1]}" if ours == theirs else
                    f"{len(ours):,} and {len(theirs):,} tokens, {len(ours.items() ^ theirs.items()):,} of one alone")
             raise ConfigError(f"{sources[0].name} and {source.name} do not read the same tokens: expected one "
-                              f"tokenizer, got {got}; name models that share one", option="model")
+                              f"tokenizer, got {got}; name models that share one by --model")
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]
         raise ConfigError(
             f"--site {site} is unknown in a {type(block).__name__}: expected "
             f"{'attention' if site == 'attn_out' else 'an MLP'}, got {', '.join(dict(block.named_children()))}; use "
-            + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre"), option="site")
+            + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre"))
     shape: list[int] = []
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]
     def replaced(activations: Tensor) -> Tensor:
         if activations.dim() > 3:
             raise ConfigError(f"--site {site} of a {type(block).__name__} is not defined: expected activations (batch, "
-                              f"tokens, d_in), got {tuple(activations.shape)}; use another site", option="site")
+                              f"tokens, d_in), got {tuple(activations.shape)}; use another site")
         rows = activations.reshape(*shape[-3:-1], -1)  # mixtures of experts and OPT flatten them to (B T, D)
         return replace(rows).reshape(activations.shape)
 

@@ -84,8 +84,7 @@ def find_model(name: str) -> ModelSource:
     """The model of a bundled model's name, a folder, or a hub id; ModelError if it is missing or gated, or the hub
     cannot be reached."""
     if not name.strip():  # the path of an empty name is the working directory
-        raise ConfigError(f"--model is empty; give a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}",
-                          option="model")
+        raise ConfigError(f"--model is empty; give a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}")
     if name.rstrip("/") in BUNDLED:  # as a shell completes the name of a folder
         name = name.rstrip("/")
     local = name in BUNDLED or Path(name).is_dir()

@@ -98,22 +98,21 @@ class ExtractConfig(Config):
         """Where the documents come from; ConfigError if one of the options that the user gave does nothing with it."""
         datasets = self.dataset or (STDLIB_DOCS if self.model == TINY_GEMMA2 else DEFAULT_DATASET,)
         if not all(dataset.strip() for dataset in datasets):
-            raise ConfigError(f"--dataset is empty; name a hub dataset id, a .txt, .jsonl or .parquet file, or "
-                              f"{STDLIB_DOCS}, or leave it out", option="dataset")
+            raise ConfigError("--dataset is empty; name a hub dataset id, a .txt, .jsonl or .parquet file, or "
+                              f"{STDLIB_DOCS}, or leave it out")
         for name in sorted(name for name in given & {*OF_SOURCE, *CHAT, "mix"}
                            if not any(_takes(one, name) for one in (datasets[1:] if name == "mix" else datasets))):
-            raise ConfigError(f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out", option=name)
+            raise ConfigError(f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out")
         weights = [weight or 1.0 for weight in self._of_each("mix", datasets)]
         chats = [self.chat == "auto" and _takes(one, "chat") and one not in DEFAULT_CONFIGS for one in datasets]
         sources = tuple(map(TextSource, datasets, *(self._of_each(name, datasets) for name in OF_SOURCE), chats))
         names = tuple(" ".join(filter(None, [one.dataset, one.config, one.split.removeprefix("train"),
                                              one.column.removeprefix("text")])) for one in sources)
         if len({*names}) < len(names):
-            raise ConfigError("--dataset must name different texts, got one twice; use --mix to weight them",
-                              option="dataset")
+            raise ConfigError("--dataset must name different texts, got one twice; use --mix to weight them")
         if self.packed and self.positions == "last":
             raise ConfigError("--packed does nothing with --positions last, which takes one row from each document's "
-                              "own window; leave it out", option="packed")
+                              "own window; leave it out")
         return Mixture(sources, names if names[1:] else (), tuple(weight / sum(weights) for weight in weights))
 
     def _of_each(self, name: str, datasets: Sequence[str]) -> list[Any]:
@@ -121,7 +120,7 @@ class ExtractConfig(Config):
         values, default = getattr(self, name) or ("",), options_of(type(self))[name].default
         if len(values) != len(datasets) and (len(values) > 1 or (name == "mix" and self.mix)):
             raise ConfigError(f"{flag_of(name)} must be given once per --dataset{', or once' * (name != 'mix')}, got "
-                              f"{len(values)} for {counted(len(datasets), 'dataset')}; correct it", option=name)
+                              f"{len(values)} for {counted(len(datasets), 'dataset')}; correct it")
         each = values * (len(datasets) // len(values))
         return [value if value and _takes(one, name) else default for value, one in zip(each, datasets, strict=True)]
 
@@ -132,16 +131,15 @@ class ExtractConfig(Config):
         idle |= {"positions"} if self.positions == "assistant" and texts else set()
         if refused := sorted(given & idle):
             raise ConfigError(f"{flag_of(refused[0])} {getattr(self, refused[0])} needs chats; expected messages in "
-                              f"{texts[0]}, got text; leave it out, or name their column with --text-column",
-                              option=refused[0])
+                              f"{texts[0]}, got text; leave it out, or name their column with --text-column")
 
     def template(self) -> str | None:
         """The text of the file `chat_template`."""
         try:
             return self.chat_template and regular(Path(self.chat_template).expanduser()).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--chat-template {self.chat_template} cannot be read: {error}; name a jinja file",
-                              option="chat_template") from error
+            raise ConfigError(f"--chat-template {self.chat_template} cannot be read: {error}; name a jinja "
+                              "file") from error
 
 
 def _takes(dataset: str, option: str) -> bool:

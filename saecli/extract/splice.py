@@ -70,8 +70,7 @@ class Hooked:
                                   f"got {got}; name the model that its rows came from")
         for place in (*self.reads, *self.writes):
             if not 0 <= place.layer < layers:
-                raise ConfigError(f"--layer must be from 0 to {layers - 1}, the last of {model}, got {place.layer}",
-                                  option="layer")
+                raise ConfigError(f"--layer must be from 0 to {layers - 1}, the last of {model}, got {place.layer}")
 
 
 def hooked(opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None, what: str = "") -> Hooked:
@@ -88,8 +87,7 @@ def hooked(opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None
     for option, given in (("layer", layer), ("site", site)):
         known = origin.get(option)
         if given is not None and known is not None and given != known:
-            raise ConfigError(f"--{option} must be {known}, as {name} says, got {given}; leave --{option} out",
-                              option=option)
+            raise ConfigError(f"--{option} must be {known}, as {name} says, got {given}; leave --{option} out")
     layer, site = origin.get("layer", layer), origin.get("site", site)
     several = tuple(HookPoint(one["layer"], one["site"], models.index(one.get("model", origin.get("model"))))
                     for one in inputs if {"layer", "site"} <= one.keys())
@@ -123,10 +121,9 @@ def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener)
     if name is None and len(found) == 1:
         (name,) = found
     if name is None:
-        raise ConfigError(f"--model is needed: expected one model in the files of "
+        raise ConfigError("--model is needed: expected one model in the files of "
                           f"{' and '.join(one.name for one in everything)}, got "
-                          f"{' and '.join(sorted(one or 'none' for one in found))}; name it with --model",
-                          option="model")
+                          f"{' and '.join(sorted(one or 'none' for one in found))}; name it with --model")
     source = find_model(name)
     for one in everything:
         one.check(source.d_model, source.layers, source.name)

@@ -93,10 +93,10 @@ class Windows:
         self.left_out: Counter[str] = Counter()
         if self._room < 1:
             raise ConfigError(f"--context must be above {len(self.prefix)}, the number of special tokens before a "
-                              f"text, got {context}", option="context")
+                              f"text, got {context}")
         if packed and not self._separator:
             raise ConfigError("--packed needs a token to separate documents, and this tokenizer has neither BOS nor "
-                              "EOS; leave it out", option="packed")
+                              "EOS; leave it out")
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
         """The windows from a token of the first document on."""

@@ -56,9 +56,9 @@ class Wanted:
     def __post_init__(self) -> None:
         for name in ("rows", "fit_rows"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}", option=name)
+                raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.radius < math.inf:
-            raise ConfigError(f"--radius must be a number above 0, got {self.radius:g}", option="radius")
+            raise ConfigError(f"--radius must be a number above 0, got {self.radius:g}")
 
 
 def penalty_of(value: str | float) -> float | None:
@@ -70,7 +70,7 @@ def penalty_of(value: str | float) -> float | None:
     except ValueError:
         penalty = -1.0
     if not 0 <= penalty < math.inf:
-        raise ConfigError(f"--lambda must be auto or a number that is at least 0, got {value!r}", option="lambda")
+        raise ConfigError(f"--lambda must be auto or a number that is at least 0, got {value!r}")
     return penalty
 
 

@@ -46,7 +46,7 @@ class Plane:
         axes, sizes = torch.linalg.qr(sides.T)
         if sides.shape[1] < 2 or sizes.diagonal().abs().min() <= 1e-9 * sides.norm(dim=1).max():
             raise ConfigError("the rows of --slice span no plane: expected three rows that lie on no line, got three "
-                              "that do; choose others", option="slice")
+                              "that do; choose others")
         return cls(rows[0], (axes * sizes.diagonal().sign()).T)
 
     @classmethod
@@ -85,11 +85,11 @@ def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
         return {}
     words = chosen.split(",") if isinstance(chosen, str) else [str(number) for number in chosen]
     if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(f"--slice must be pca or three row numbers like 0,5,9, got {chosen!r}", option="slice")
+        raise ConfigError(f"--slice must be pca or three row numbers like 0,5,9, got {chosen!r}")
     numbers = [int(word) for word in words]
     if max(numbers) >= rows.rows:
         raise ConfigError(f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
-                          "choose lower numbers", option="slice")
+                          "choose lower numbers")
     found: dict[int, Tensor] = {}
     begin = 0
     for batch in rows.sequential(1024):

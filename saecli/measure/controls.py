@@ -88,7 +88,7 @@ def controls(run: str | Path | None = None, *, model: str | None = None, tokens:
     listener = listening(progress)
     check_tokens_of_model(tokens, model)
     if seeds < 1:
-        raise ConfigError(f"--seeds must be at least 1, got {seeds}", option="seeds")
+        raise ConfigError(f"--seeds must be at least 1, got {seeds}")
     one, plan = _original(Home.at(home), run, device, listener)
     if model is not None:
         check_model(one, model)

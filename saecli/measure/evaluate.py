@@ -136,10 +136,9 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
 
 def check_tokens_of_model(tokens: int | None, model: str | Sequence[str] | None) -> None:
     if tokens is not None and model is None:
-        raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model",
-                          option="tokens")
+        raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model")
     if tokens is not None and tokens < 1:
-        raise ConfigError(f"--tokens must be at least 1, got {tokens}", option="tokens")
+        raise ConfigError(f"--tokens must be at least 1, got {tokens}")
 
 
 def check_model(one: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, ModelSource]]":
@@ -156,7 +155,7 @@ def check_model(one: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, 
         one.demand_reconstruction("the effect on a model")
     if len(names) != len(wanted) or len(given) < len(names):
         raise ConfigError(f"--model must be given once for each model that {one.rows.name} came from, "
-                          f"{' and '.join(map(str, wanted))}, got {' and '.join(names)}", option="model")
+                          f"{' and '.join(map(str, wanted))}, got {' and '.join(names)}")
     others = iter([source for name, source in given.items() if name not in wanted])
     found = {name: given.get(str(name)) or next(others) for name in wanted}
     pairs = [(end, found[name]) for end, name in zip(ends, of_rows, strict=True)]

@@ -122,8 +122,7 @@ def export(sae: SAELike, to: str, out: str | Path, data: RowsLike = None, *, hom
     subject, saved = open_sae(home, sae, listener)
     found = converted(saved, to, lambda: measured(home, sae, data, "test", "auto", listener), listener)
     if found.deviation is None and data is not None:
-        raise ConfigError(f"--data does nothing here: {to} expresses {saved.sae.activation.name} exactly; leave it "
-                          "out", option="data")
+        raise ConfigError(f"--data does nothing here: {to} expresses {saved.sae.activation.name} exactly; leave it out")
     formats.save(found.written, to, out)
     if found.remark is not None:
         advice = f"; train with --act {found.written.sae.activation.name} to have the same SAE in both"
@@ -148,13 +147,13 @@ def push(sae: SAELike, repo: str, data: RowsLike = None, *, private: bool = Fals
     """
     form, listener, home = formats.named(format), listening(progress), Home.at(home)
     if form not in ("auto", *WRITABLE):
-        raise ConfigError(f"--format must be one of {', '.join(('auto', *WRITABLE))}, got {form!r}", option="format")
+        raise ConfigError(f"--format must be one of {', '.join(('auto', *WRITABLE))}, got {form!r}")
     check_tokens_of_model(tokens, model)
     name = "sae" if sae is None or isinstance(sae, SAE) else Path(sae).resolve().name
     address = Address.parse(repo)
     if address is None or address.revision is not None or Address.parse(f"{address.repo}/{name}") is None:
         raise ConfigError(f"cannot push to {repo!r}: expected USER/REPO or USER/REPO/FOLDER, without a revision, such "
-                          "as someone/my-saes", option="repo")
+                          "as someone/my-saes")
     address = address if address.folder else address.at(name)
     one = measured(home, sae, data, "test", device, listener)
     present = writable(address, private)

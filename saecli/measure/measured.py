@@ -103,7 +103,7 @@ class Measured:
     def _stored(self) -> RowSource:
         if not self.rows.inputs:
             raise ConfigError("--data must be a store or rows of one here, got rows in memory; put them into a store "
-                              "with `sae import`", option="data")
+                              "with `sae import`")
         return self.rows
 
     @property
@@ -232,7 +232,7 @@ def _compare_hook_points(name: str, origin: Mapping[str, Any], stores: Joined, l
     models = [Path(one["model"]).name for one in (origin, stores.origin) if one.get("model")]
     if len(wanted) > 1 and wanted != got and sorted(wanted) == sorted(got):
         raise ConfigError(f"--data names the inputs of {name} in another order than it was trained on; name them in "
-                          f"this order: {', '.join(wanted)}", option="data")
+                          f"this order: {', '.join(wanted)}")
     if wanted and got and (wanted, wanted_target) != (got, got_target):
         listener.warn(f"{name} was trained on {in_words(wanted, wanted_target)}; {stores.name} holds "
                       f"{in_words(got, got_target)}")
@@ -258,7 +258,7 @@ def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str 
         return ArrayRows(data, target)
     if target is not None and not (names and isinstance(target, str)):
         raise ConfigError("--target does nothing without the name of a store as --data, or rows in memory; leave it "
-                          "out, or give stores as one, by `saecli.join`", option="target")
+                          "out, or give stores as one, by `saecli.join`")
     if isinstance(data, Rows | JoinedRows):
         return data
     if isinstance(data, ActivationStore | Joined):
@@ -267,7 +267,7 @@ def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str 
         if not names and subject.streamed and subject.data not in home.stores.names():
             raise ConfigError(f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
                               "store, or make one of its text by `sae extract "
-                              f"{shlex.join(words_of(subject.streamed))}`", option="data")
+                              f"{shlex.join(words_of(subject.streamed))}`")
         found = names or [name for name in (subject.data, *subject.beside) if name]
         named = (target if isinstance(target, str) else None) if names else subject.target
         if not found:

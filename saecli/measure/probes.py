@@ -88,9 +88,9 @@ def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None,
     """
     listener = listening(progress)
     if rows < LEAST_ROWS:
-        raise ConfigError(f"--rows must be at least {LEAST_ROWS}, got {rows}", option="rows")
+        raise ConfigError(f"--rows must be at least {LEAST_ROWS}, got {rows}")
     if context is not None and context < 1:
-        raise ConfigError(f"--context must be at least 1, got {context}", option="context")
+        raise ConfigError(f"--context must be at least 1, got {context}")
     several: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
     everything = [hooked(open_sae(Home.at(home), sae, listener), layer, site) for sae in several or [None]]
     _check(everything, k)
@@ -126,16 +126,14 @@ def _check(everything: Sequence[Hooked], k: Sequence[int]) -> None:
         raise ConfigError(f"cannot probe {twice} twice: expected SAEs of different names; leave one out, or save "
                           "them as runs")
     if not k or min(k) < 1 or len(set(k)) < len(k):
-        raise ConfigError(f"--k must be different numbers of at least 1, got {', '.join(map(str, k)) or 'none'}",
-                          option="k")
+        raise ConfigError(f"--k must be different numbers of at least 1, got {', '.join(map(str, k)) or 'none'}")
     for one in everything:
         if one.sae.widths:
             raise ConfigError(f"probing with {one.name} is not defined: expected an SAE or a transcoder, got a "
                               "crosscoder, whose codes have no single hook point to compare by a dense probe; name "
                               "another run")
         if max(k) > one.sae.d_sae:
-            raise ConfigError(f"--k must be at most the number of latents, {one.sae.d_sae} of {one.name}, got {max(k)}",
-                              option="k")
+            raise ConfigError(f"--k must be at most the number of latents, {one.sae.d_sae} of {one.name}, got {max(k)}")
 
 
 @dataclass(frozen=True)
@@ -312,7 +310,7 @@ class Sets:
             if not matching:
                 advice = did_you_mean(word, [*self.names, *map(_alone, self.names)]) or (
                     f"there are {', '.join(self.names[:3])} and more; '*glue*' chooses all with glue in their names")
-                raise ConfigError(f"--sets must name sets of sae-probes, got {word!r}; {advice}", option="sets")
+                raise ConfigError(f"--sets must name sets of sae-probes, got {word!r}; {advice}")
             found |= matching
         return [name for name in self.names if name in found]
 

@@ -80,10 +80,10 @@ def stability(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, matc
 
 def check_stability(saes: int, match_threshold: float) -> None:
     if not 0 <= match_threshold < 1:
-        raise ConfigError(f"--match-threshold must be in [0, 1), got {match_threshold}", option="match_threshold")
+        raise ConfigError(f"--match-threshold must be in [0, 1), got {match_threshold}")
     if saes < 2:
-        raise ConfigError("--stability compares runs that differ in seed: expected two or more, got "
-                          f"{saes or 'none'}; name them; `sae train --seed 1` trains another", option="stability")
+        raise ConfigError(f"--stability compares runs that differ in seed: expected two or more, got {saes or 'none'}; "
+                          "name them; `sae train --seed 1` trains another")
 
 
 def check_comparable(everything: Sequence[tuple[Subject, SAE]]) -> list[str]:
@@ -92,27 +92,24 @@ def check_comparable(everything: Sequence[tuple[Subject, SAE]]) -> list[str]:
     names = [subject.name for subject, _ in everything]
     names = [f"{name} {place}" if names.count(name) > 1 else name for place, name in enumerate(names, 1)]
 
-    def refused(sentence: str) -> ConfigError:
-        return ConfigError(f"--stability {sentence}", option="stability")
-
     for name, (_, sae) in zip(names, everything, strict=True):
         for width in ("d_in", "d_out"):
             expected, got = getattr(everything[0][1], width), getattr(sae, width)
             if got != expected:
-                raise refused(f"compares runs of one {width}: expected {name} to have {expected} as {names[0]}, got "
-                              f"{got}; name runs trained on the same rows")
+                raise ConfigError(f"--stability compares runs of one {width}: expected {name} to have {expected} as "
+                                  f"{names[0]}, got {got}; name runs trained on the same rows")
         if not (sae.W_enc.isfinite().all() and sae.W_dec.isfinite().all()):
-            raise refused(f"cannot match the latents of {name}: expected finite weights, got a NaN or infinity; leave "
-                          "it out, or train it again")
+            raise ConfigError(f"--stability cannot match the latents of {name}: expected finite weights, got a NaN or "
+                              "infinity; leave it out, or train it again")
     known = [(name, subject) for name, (subject, _) in zip(names, everything, strict=True) if subject.data is not None]
     for name, subject in known:
         first, expected = known[0]
         if subject.data != expected.data:
-            raise refused(f"compares runs of the same data: expected {name} to be trained on {expected.data} as "
-                          f"{first}, got {subject.data}; name runs trained on one store")
+            raise ConfigError(f"--stability compares runs of the same data: expected {name} to be trained on "
+                              f"{expected.data} as {first}, got {subject.data}; name runs trained on one store")
         if None not in (subject.data_hash, expected.data_hash) and subject.data_hash != expected.data_hash:
-            raise refused(f"compares runs of the same data: expected {name} and {first} to be trained on one store, "
-                          f"got two named {subject.data}; train one of them again")
+            raise ConfigError(f"--stability compares runs of the same data: expected {name} and {first} to be trained "
+                              f"on one store, got two named {subject.data}; train one of them again")
     return names
 
 

@@ -36,7 +36,7 @@ METHODS, NEW_TOKENS = ("add", "clamp", "ablate"), 40
 
 def _refuse(option: str, wrong: object, sentence: str) -> None:
     if wrong:
-        raise ConfigError(f"--{option} {sentence}", option=option.replace("-", "_"))
+        raise ConfigError(f"--{option} {sentence}")
 
 
 def _chosen(one: Hooked, method: str, latents: int | Sequence[int],
@@ -74,7 +74,7 @@ def _opened(home: Home, sae: SAELike, listener: Listener, method: str, model: st
     if len(found) != 1:
         named = ", ".join(f"layer {at.layer} {at.site} of {one.models[at.model]}" for at in one.writes)
         raise ConfigError(f"--model, --layer and --site must choose one hook point of {one.name}, {named}, got "
-                          f"{len(found)}", option="model")
+                          f"{len(found)}")
     ((place, point),), sae = found, one.sae
     part = SAE(sae.W_enc[place], sae.b_enc, sae.W_dec[:, place], sae.b_dec[place], sae.activation,
                sae.activation_parameters)

@@ -174,7 +174,7 @@ def writable(address: Address, private: bool) -> "ModelCard | None":
             raise HubError(f"the token may only read: expected one that may write to {address.repo}, {LOG_IN}")
         if private and api.repo_exists(address.repo) and not api.model_info(address.repo).private:
             raise ConfigError(f"{address.repo} exists and is public; leave --private out, push to another, or make it "
-                              "private in its settings on the hub", option="private")
+                              "private in its settings on the hub")
         return ModelCard.load(address.repo) if api.file_exists(address.repo, "README.md") else None
 
 

@@ -39,8 +39,7 @@ NAME_WIDTH = 40  # letters of a run's name in a legend
 def check_suffix(path: Path) -> None:
     """Refuse a picture's path whose ending is not in `FORMATS`, before the work is done."""
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot draw {path}: a picture's name ends in {', '.join(FORMATS)}; choose another",
-                          option="plot")
+        raise ConfigError(f"cannot draw --plot {path}: a picture's name ends in {', '.join(FORMATS)}; choose another")
 
 
 @contextmanager

@@ -99,11 +99,10 @@ def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *,
     """
     source, listener = str(source), listening(progress)
     if not is_world(source):
-        raise ConfigError(f"--source must be synthetic or a folder in which SAELens saved a world, got {source!r}",
-                          option="source")
+        raise ConfigError(f"--source must be synthetic or a folder in which SAELens saved a world, got {source!r}")
     saved = is_saved_world(source)
     if found := sorted((OF_ARRAYS | OF_WORLDS if saved else OF_ARRAYS) & options.keys()):
-        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out", option=found[0])
+        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out")
     demand_known("import_synthetic", options, [*OF_WORLDS, *OF_ROWS], "import synthetic")
     shape = ImportConfig(dtype=options.pop("dtype", None), shard_rows=options.pop("shard_rows", None))
     config, dtype = SyntheticConfig(**options), shape.dtype or "float32"
@@ -145,8 +144,7 @@ def is_world(source: str) -> bool:
 
 def refuse_options_of_worlds(source: str, given: Set[str]) -> None:
     if found := sorted((options_of(SyntheticConfig).keys() - options_of(ImportConfig).keys()) & given):
-        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out, or import synthetic",
-                          option=found[0])
+        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out, or import synthetic")
 
 
 def _folder(home: str | Path | None, name: str | None, derived: str) -> Path:

@@ -47,7 +47,7 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
     inputs = tuple(open_store(home, name, listener) for name in data) or (open_store(home, None, listener),)
     places = [store.path.resolve() for store in inputs]
     if twice := [store.name for index, store in enumerate(inputs) if places[index] in places[:index]]:
-        raise ConfigError(f"--data names {twice[0]} twice; name each store once", option="data")
+        raise ConfigError(f"--data names {twice[0]} twice; name each store once")
     joined = Joined(inputs, None if target is None else open_store(home, target, listener))
     joined.demand_alike()
     return joined

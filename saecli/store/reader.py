@@ -201,7 +201,7 @@ class Rows(RowSource):
 
 def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {batch_size}", option="batch_size")
+        raise ConfigError(f"--batch-size must be at least 1, got {batch_size}")
 
 
 class ActivationStore(Chunks):

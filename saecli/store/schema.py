@@ -126,18 +126,16 @@ class StoreMeta:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}", option="dtype")
+            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if unknown := [name for name in self.columns if name not in COLUMNS]:
-            raise ConfigError(f"--columns must be some of {', '.join(COLUMNS)}, got {unknown[0]!r}", option="columns")
+            raise ConfigError(f"--columns must be some of {', '.join(COLUMNS)}, got {unknown[0]!r}")
         if len(set(self.columns)) < len(self.columns):
-            raise ConfigError(f"--columns must differ from each other, got {', '.join(self.columns)}", option="columns")
+            raise ConfigError(f"--columns must differ from each other, got {', '.join(self.columns)}")
         if self.max_norm_multiple is not None and not 1 <= self.max_norm_multiple < math.inf:
-            raise ConfigError(f"--max-norm-multiple must be at least 1 and finite, got {self.max_norm_multiple}",
-                              option="max_norm_multiple")
+            raise ConfigError(f"--max-norm-multiple must be at least 1 and finite, got {self.max_norm_multiple}")
         for name, least in (("d_in", 1), ("shard_rows", 1), ("chunk_rows", 0)):
             if not least <= getattr(self, name) <= MOST:
-                raise ConfigError(f"{flag_of(name)} must be from {least} to {MOST}, got {getattr(self, name)}",
-                                  option=name)
+                raise ConfigError(f"{flag_of(name)} must be from {least} to {MOST}, got {getattr(self, name)}")
         if not self.chunk_rows:
             object.__setattr__(self, "chunk_rows", rows_per_chunk(self.d_in, self.dtype))
 

@@ -84,10 +84,9 @@ class Split:
         if self.which not in get_args(Which):
             raise unknown_choice('split', str(self.which), get_args(Which))
         if not 0 < self.fraction <= 1:
-            raise ConfigError(f"--fraction must be above 0 and at most 1, got {self.fraction:g}", option="fraction")
+            raise ConfigError(f"--fraction must be above 0 and at most 1, got {self.fraction:g}")
         if not 0 <= self.test_fraction < 1:
-            raise ConfigError(f"--test-fraction must be at least 0 and below 1, got {self.test_fraction:g}",
-                              option="test_fraction")
+            raise ConfigError(f"--test-fraction must be at least 0 and below 1, got {self.test_fraction:g}")
 
     def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
         """This split of a store with these row ids. A store's only document is not held out.

@@ -145,7 +145,7 @@ class WandbRun:
             self._run = begun(f"{run.identity}-offline", "offline")  # its process still holds the other
         except wandb.errors.UsageError as error:
             raise ConfigError(f"--log-to cannot begin a run in wandb: {one_line(error)}; log in by `wandb login`, or "
-                              "set WANDB_MODE=offline", option="log_to") from error
+                              "set WANDB_MODE=offline") from error
 
     def write(self, line: dict[str, Any]) -> None:
         if line["step"] >= self._run.step:  # those logged before a resumption are not again
@@ -180,8 +180,7 @@ def demand_trackers(names: str | None) -> None:
     for name in names.split(",") if names else ():
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--log-to needs the package {name}, which is not installed; install it with `pip "
-                              f"install 'saecli[{name}]'`, or leave --log-to out: metrics.jsonl holds the same "
-                              "figures", option="log_to")
+                              f"install 'saecli[{name}]'`, or leave --log-to out: metrics.jsonl holds the same figures")
 
 
 def logs_of(run: Logged, names: str | None) -> Iterator[Log]:

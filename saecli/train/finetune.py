@@ -110,8 +110,8 @@ def _streamed(home: Home, acts: Hooked, config: ExtractConfig, given: Set[str], 
         if max(left) <= 0:
             break
     if not all(found):
-        raise ConfigError(f"--dataset has too few documents: expected training windows and held-out ones, got "
-                          f"{len(found[0])} and {len(found[1])}; name a text of more documents", option="dataset")
+        raise ConfigError("--dataset has too few documents: expected training windows and held-out ones, got "
+                          f"{len(found[0])} and {len(found[1])}; name a text of more documents")
     return stream, Through(extraction.model, acts, cutter.special, *found)
 
 

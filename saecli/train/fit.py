@@ -116,7 +116,7 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
     """The plan of `fit` with these arguments; ConfigError for an option that is unknown, invalid or does nothing."""
     if target is not None and isinstance(rows, Stored):
         raise ConfigError("--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
-                          "target=other)`", option="target")
+                          "target=other)`")
     configs: list[type[Config]] = [TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values()]
     known = {name for config in configs for name in options_of(config)}
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
@@ -125,7 +125,7 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
     demand_known("fit", options, {*known, "solver", "act"}, "train")
     for name in options:
         if name in idle:
-            raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out", option=name)
+            raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out")
     settings = {**(start.settings(act, options) if start else {}), **options}
     training = TrainingConfig(**{name: settings[name] for name in options_of(TrainingConfig) if name in settings})
     source: RowSource

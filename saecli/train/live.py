@@ -169,7 +169,7 @@ class LiveRows(RowSource):
         if not len(rows) or not self.rows:
             raise ConfigError("--dataset has too few documents: expected training rows and held-out ones, got "
                               f"{self.rows:,} and {len(rows):,}; name a text of more documents, raise --rows, or use "
-                              "another --split-seed", option="dataset")
+                              "another --split-seed")
         return ArrayRows(self._decoded(rows))
 
     def _go_on(self, tokens: int, rows: int) -> None:

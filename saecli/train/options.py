@@ -298,13 +298,13 @@ class PamSgd(SolverConfig):
         if rows.ready < rows.rows and self.takes_all_rows:
             name = "decoder_first" if self.decoder_first else "decoder"
             raise ConfigError(f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
-                              f"{rows.rows:,}; lower --rows, or make a store by `sae extract`", option=name)
+                              f"{rows.rows:,}; lower --rows, or make a store by `sae extract`")
         if self.bias == "after" and self.alpha == "auto":
-            raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is "
-                              "joint with W_dec; give a number, such as --alpha 1, or use --bias joint", option="bias")
+            raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is joint "
+                              "with W_dec; give a number, such as --alpha 1, or use --bias joint")
         if self.decoder_first and not isinstance(self.decoder_every, str):
             raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
-                              "encoder steps; use one of them", option="decoder_first")
+                              "encoder steps; use one of them")
 
     @property
     def takes_all_rows(self) -> bool:

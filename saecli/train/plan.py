@@ -49,11 +49,11 @@ class Plan:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
         if training.skip and not train_rows.d_target:
-            raise ConfigError("--skip does nothing without --target: from rows to themselves it would be all; leave "
-                              "it out, or name the store that is predicted", option="skip")
+            raise ConfigError("--skip does nothing without --target: from rows to themselves it would be all; leave it "
+                              "out, or name the store that is predicted")
         if train_rows.places and training.sparsity == "kl":
             raise ConfigError(f"--sparsity kl is defined for one hook point, got {len(train_rows.places)}; use "
-                              "another, such as l1", option="sparsity")
+                              "another, such as l1")
         if start is not None:
             training, activation = start.settled(training, activation, train_rows)
         if train_rows.passes == 1 and training.epochs is training.steps is None:
@@ -61,7 +61,7 @@ class Plan:
         training = settled(training, activation, train_rows.rows, train_rows.d_in)
         if activation.one_scale and (train_rows.places or training.normalize == "standardize"):
             raise ConfigError(f"--act {activation.name} compares directions, so all dimensions need one scale: use it "
-                              "with one hook point and --normalize scale, or another --act", option="act")
+                              "with one hook point and --normalize scale, or another --act")
         solver.check(training, train_rows)
         epochs = None if start else training.epochs
         solver = solver.resolved(epochs and epochs * training.epoch_batches(train_rows.rows))
@@ -70,15 +70,14 @@ class Plan:
         if train_rows.passes > 1:
             return plan
         if (training.epochs or 1) > 1:
-            raise ConfigError(f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}",
-                              option="epochs")
+            raise ConfigError(f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}")
         most = plan.batches * solver.rounds
         if (training.steps or 0) > most:
             raise ConfigError(f"--steps must be at most {most} with --model, whose rows come once, got "
-                              f"{training.steps}; raise --rows or --inner-steps, or {STORE}", option="steps")
+                              f"{training.steps}; raise --rows or --inner-steps, or {STORE}")
         if training.precision == "tf32":
-            raise ConfigError("--precision tf32 holds for the whole process, also for --model while it gives the "
-                              f"rows; use --precision float32, or {STORE}", option="precision")
+            raise ConfigError("--precision tf32 holds for the whole process, also for --model while it gives the rows; "
+                              f"use --precision float32, or {STORE}")
         return plan
 
     @cached_property  # as rows of a model are fewer once the text has ended
@@ -124,18 +123,16 @@ def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: i
     activation.check_sparsity(sparsity)
     if sparsity == "none" and training.sparsity_weight:
         raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
-                          f"({', '.join(name for name in activation.sparsities if name != 'none')})",
-                          option="sparsity_weight")
+                          f"({', '.join(name for name in activation.sparsities if name != 'none')})")
     if sparsity == "none" and training.sparsity_warm_up not in (None, PENALTY_WARM_UP):
-        raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty",
-                          option="sparsity_warm_up")
+        raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty")
     d_sae = training.d_sae or 4 * d_in
     prefixes = None
     if training.prefixes is not None:
         numbers = ([math.ceil(d_sae / latents) for latents in AUTO_PREFIXES] if training.prefixes == "auto" else
                    [int(word) for word in training.prefixes.split(",")])
         if max(numbers) > d_sae:
-            raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}", option="prefixes")
+            raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}")
         prefixes = ",".join(str(number) for number in sorted({*numbers, d_sae}))
     activation.check(d_sae)
     epochs = training.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / training.epoch_batches(rows)))
@@ -155,7 +152,7 @@ def _precision(training: TrainingConfig, weights: int) -> str:
         return "bf16" if rounded else "float32"
     if exact and training.precision != "float32":
         raise ConfigError(f"--precision {training.precision} cannot be used with --dtype float64, which asks for more; "
-                          "leave it out", option="precision")
+                          "leave it out")
     return training.precision
 
 
@@ -181,8 +178,8 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tu
         sizes = (f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
                  f"free{each}")
         if training.batch_size > SUMMED_ROWS and with_batches(SUMMED_ROWS)[1] <= free:
-            raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it", option="batch_size")
-        raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}", option="solver")
+            raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it")
+        raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}")
     held = held_bytes(rows) // trainings
     holds = (device.type != "cpu" and communicator.world_size == 1 and held > 0 and needed + held <= MOST_TAKEN * free)
     return free - batch - holds * held, holds
@@ -194,11 +191,10 @@ def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
                           f"{world_size}; run it without torchrun, or give each value to a command of its own")
     if plan.training.batch_size < world_size:
         raise ConfigError(f"--batch-size must be at least the number of processes, {world_size}, which share every "
-                          f"batch, got {plan.training.batch_size}", option="batch_size")
+                          f"batch, got {plan.training.batch_size}")
     if plan.training.sparsity == "kl":
-        raise ConfigError("--sparsity kl needs one process, since firing rates are measured on a whole batch: "
-                          f"got {world_size}; run it without torchrun, or use another penalty",
-                          option="sparsity")
+        raise ConfigError("--sparsity kl needs one process, since firing rates are measured on a whole batch: got "
+                          f"{world_size}; run it without torchrun, or use another penalty")
 
 
 def doubts_at_start(plan: Plan) -> list[str]:

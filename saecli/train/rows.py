@@ -112,10 +112,9 @@ class ArrayRows(RowSource):
         rows = np.asarray(rows)
         if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "fiu":
             raise ConfigError(f"--rows must be numbers in an array (rows, d_in), got one of {rows.dtype} and shape "
-                              f"{tuple(rows.shape)}", option="rows")
+                              f"{tuple(rows.shape)}")
         if self._targets is not None and self._targets.rows != len(rows):
-            raise ConfigError(f"--target must have as many rows as there are, {len(rows)}, got {self._targets.rows}",
-                              option="target")
+            raise ConfigError(f"--target must have as many rows as there are, {len(rows)}, got {self._targets.rows}")
         self._rows, (self.rows, self.d_in) = rows, rows.shape
         self.d_target = self._targets.d_in if self._targets else 0
         # Narrower dtypes are widened; float64 is kept for training in float64.
@@ -123,7 +122,7 @@ class ArrayRows(RowSource):
         bad = sum(int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS))
         if bad:
             raise ConfigError(f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those "
-                              "out", option="rows")
+                              "out")
 
     def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """One epoch of batches (B, D + E), shuffled uniformly; a pure function of seed and epoch."""

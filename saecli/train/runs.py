@@ -174,7 +174,7 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
                                       f"{key}{value}") for key, value in values.items())]) for values in varied]
     if len(set(names)) < len(names):
         raise ConfigError(f"--name {name} makes one name of several runs: their values differ in characters that a "
-                          "name cannot hold; leave --name out", option="name")
+                          "name cannot hold; leave --name out")
     return [checked_name(one) for one in names]
 
 

@@ -144,16 +144,16 @@ class Start:
         for what, wanted, got in (("rows", sae.d_in, rows.d_in), ("targets", sae.d_out, rows.d_target or rows.d_in)):
             if wanted != got:
                 raise ConfigError(f"--init {self.name} cannot be trained on these rows: expected {what} of {wanted} "
-                                  f"dimensions, got {got}; use other rows, or another SAE", option="init")
+                                  f"dimensions, got {got}; use other rows, or another SAE")
         if sae.W_skip is not None and not rows.d_target:
-            raise ConfigError(f"--init {self.name} is a transcoder: expected the store of what it predicts, got "
-                              "none; name it with --target", option="init")
+            raise ConfigError(f"--init {self.name} is a transcoder: expected the store of what it predicts, got none; "
+                              "name it with --target")
         if training.d_sae not in (None, sae.d_sae):
             raise ConfigError(f"--d-sae must be {sae.d_sae}, as in --init {self.name}, got {training.d_sae}; leave it "
-                              "out", option="d_sae")
+                              "out")
         if isinstance(activation, JumpRelu) and activation.threshold is not None and self._has_parameters(activation):
             raise ConfigError(f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "
-                              "leave it out", option="threshold")
+                              "leave it out")
         prefixes = training.prefixes or ",".join(map(str, sae.prefixes)) or None
         rise, smoothing, sparsity = (training.sparsity_warm_up, training.smoothing,
                                      training.sparsity or activation.default_sparsity)
@@ -191,8 +191,7 @@ class Start:
             target = activation.target_l0 if isinstance(activation, TargetsL0) else None
             if target is not None and positive < target:
                 raise ConfigError(f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row "
-                                  f"of --init {self.name}, got {target:g}; lower it, or use another --act",
-                                  option="target_l0")
+                                  f"of --init {self.name}, got {target:g}; lower it, or use another --act")
             parameters = activation.fitted(pre, parameters)
         return SAE(own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters,
                    W_skip=own.W_skip).copy_to(sample.dtype)

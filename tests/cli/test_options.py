@@ -77,7 +77,7 @@ def test_an_option_of_several_configurations_is_declared_alike():
 
 
 def test_an_error_names_its_options_and_each_caller_spells_them():
-    error = ConfigError("--k must be at most --d-sae, 64, got a--k; raise --d-sae, see `sae train --help`", option="k")
+    error = ConfigError("--k must be at most --d-sae, 64, got a--k; raise --d-sae, see `sae train --help`")
     assert error.options[:2] == ["k", "d_sae"]
     assert str(error) == "k must be at most d_sae, 64, got a--k; raise d_sae, see `sae train --help`"
     assert error.sentence == "--k must be at most --d-sae, 64, got a--k; raise --d-sae, see `sae train --help`"
@@ -85,7 +85,7 @@ def test_an_error_names_its_options_and_each_caller_spells_them():
 
 @pytest.mark.parametrize("kind", [ConfigError, TrainingError])
 def test_words_of_the_caller_leave_an_error_its_options(kind: type):
-    error = kind("--k must be 3; lower --k", option="k").within("run {0}").within("file", "stopped").within("again")
+    error = kind("--k must be 3; lower --k").within("run {0}").within("file", "stopped").within("again")
     assert isinstance(error, kind) and error.options == ["k"]
     assert error.sentence == "again: file: run {0}: --k must be 3; lower --k; stopped"
 

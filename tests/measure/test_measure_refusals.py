@@ -95,7 +95,7 @@ COMMANDS = [
     ("probe first wide", 2, "wide does not fit tiny-gemma2"),
     ("probe first --layer 2", 2, "--layer must be 1, as first says, got 2"),
     ("probe nowhere", 1, "there is no run and no folder named 'nowhere'"),
-    ("probe first --plot x.docx", 2, "cannot draw x.docx"),
+    ("probe first --plot x.docx", 2, "cannot draw --plot x.docx"),
     ("steer first --prompt a --latent 20 --scale 1", 2, "--latent must be from 0 to 19, the last of first, got 20"),
     ("steer first --prompt a --latent -1 --scale 1", 2, "--latent must be from 0 to 19, the last of first, got -1"),
     (f"steer first {ONE} --latent 1", 2, "--latent names a latent twice"),

@@ -48,11 +48,11 @@ class Activation(Config):
         """Raise a ConfigError for a penalty that is not offered, or settings without effect on it."""
         if sparsity not in self.sparsities:
             raise ConfigError(f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of "
-                              f"{', '.join(self.sparsities)}", option="sparsity")
+                              f"{', '.join(self.sparsities)}")
         for name, penalty in PENALTY_OPTIONS.items():
             if getattr(self, name, None) is not None and sparsity != penalty:
                 raise ConfigError(f"{flag_of(name)} does nothing with --sparsity {sparsity}; leave it out, or use "
-                                  f"--sparsity {penalty}", option=name)
+                                  f"--sparsity {penalty}")
 
     @property
     def estimates(self) -> tuple[str, ...]:
@@ -263,8 +263,7 @@ class KeepsK(Activation):
 
     def check(self, d_sae: int) -> None:
         if self.k > d_sae:
-            raise ConfigError(f"--k must be at most --d-sae, {d_sae}, got {self.k}; lower --k or raise --d-sae",
-                              option="k")
+            raise ConfigError(f"--k must be at most --d-sae, {d_sae}, got {self.k}; lower --k or raise --d-sae")
 
 
 @dataclass(frozen=True)
@@ -303,7 +302,7 @@ class TargetsL0(Thresholded):
     def check(self, d_sae: int) -> None:
         if self.target_l0 is not None and self.target_l0 > d_sae:
             raise ConfigError(f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
-                              "--target-l0 or raise --d-sae", option="target_l0")
+                              "--target-l0 or raise --d-sae")
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         settled = super().resolved(sparsity, d_sae)

@@ -161,11 +161,11 @@ class JumpRelu(TargetsL0, TargetsRate):
         if self.fixed_threshold and sparsity in ("l0", "target-l0"):
             others = ", ".join(name for name in self.sparsities if name not in ("l0", "target-l0"))
             raise ConfigError(f"--sparsity {sparsity} trains thresholds, which --fixed-threshold holds; leave one of "
-                              f"the two out, or use --sparsity {others}", option="sparsity")
+                              f"the two out, or use --sparsity {others}")
         super().check_sparsity(sparsity)
         if self.threshold is not None and sparsity == "target-l0":
-            raise ConfigError("--threshold does nothing with --sparsity target-l0, which fits thresholds to the "
-                              "rows; leave it out, or use another --sparsity", option="threshold")
+            raise ConfigError("--threshold does nothing with --sparsity target-l0, which fits thresholds to the rows; "
+                              "leave it out, or use another --sparsity")
 
     def parameters(self, d_sae: int) -> Parameters:
         import torch

@@ -128,9 +128,9 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
     if latents is not None and top is not None:
         raise ConfigError("cannot use both --latents and --top; leave one of them out")
     if top is not None and top < 1:
-        raise ConfigError(f"--top must be at least 1, got {top}", option="top")
+        raise ConfigError(f"--top must be at least 1, got {top}")
     if not 1 <= examples <= MOST_EXAMPLES:
-        raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}", option="examples")
+        raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
     one = measured(Home.at(home), sae, data, split, device, listener, target)
     chosen = None if latents is None else _numbers(latents, one)
     d_sae, has_tokens = one.sae.d_sae, set(COLUMNS) <= set(one.store.meta.columns)
@@ -169,11 +169,10 @@ def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
     for word in text.split(","):
         ends = [end.strip() for end in word.split("-")]
         if len(ends) > 2 or not all(end.isdecimal() for end in ends) or int(ends[0]) > int(ends[-1]):
-            raise ConfigError(f"--latents must be all, or numbers and ranges such as 0,5,10-19, got {text!r}",
-                              option="latents")
+            raise ConfigError(f"--latents must be all, or numbers and ranges such as 0,5,10-19, got {text!r}")
         if int(ends[-1]) >= d_sae:
-            raise ConfigError(f"--latents names latent {ends[-1]}, but {one.subject.name} has {d_sae:,}, counted "
-                              "from 0; choose lower numbers", option="latents")
+            raise ConfigError(f"--latents names latent {ends[-1]}, but {one.subject.name} has {d_sae:,}, counted from "
+                              "0; choose lower numbers")
         found.update(range(int(ends[0]), int(ends[-1]) + 1))
     return sorted(found)
 

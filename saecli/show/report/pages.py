@@ -93,7 +93,7 @@ def neuronpedia_url(name: str, source: str | None = None) -> str | None:
         source = _known(name)
     elif not _SOURCE.fullmatch(source):
         raise ConfigError("--neuronpedia must be MODEL/SOURCE such as gemma-2-2b/20-gemmascope-res-16k, got "
-                          f"{source!r}", option="neuronpedia")
+                          f"{source!r}")
     return None if source is None else f"{SITE}{source}"
 
 
