@@ -16,7 +16,7 @@ from ..base.files import file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known, options_of
 from .arrays import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, Link, check_memory, list_arrays, naming
-from .opening import DERIVED, filling, finished_store, told_when_stopped
+from .opening import DERIVED, finished_store, told_when_stopped
 from .options import ImportConfig, SyntheticConfig
 from .reader import ActivationStore
 from .schema import COLUMNS, StoreMeta, WorldRecord, hash_request, rows_per_shard
@@ -167,8 +167,10 @@ def _check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
 def _filled(folder: Path, meta: StoreMeta, rows: int, label: str, listener: Listener,
             blocks: Callable[[StoreWriter, int], Iterator[tuple[int, np.ndarray, Columns]]]) -> ActivationStore:
     """Fill a store with blocks, from a given row on: the first one's number, the rows and their columns."""
-    with StoreWriter.open(folder, meta) as writer, filling([writer], label, rows, listener) as show:
+    with StoreWriter.open(folder, meta) as writer, listener.progress(label, rows, "rows") as show:
         start = writer.cursor["row"] if writer.cursor else 0
+        if writer.rows:
+            listener.note(f"{folder.name}: going on after {writer.rows:,} rows")
         for begin, block, columns in () if writer.complete else blocks(writer, start):
             writer.append(block, columns, {"row": begin})
             show(writer.rows)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..base import interrupts
-from ..base.console import Listener, Step, listening
+from ..base.console import Listener, listening
 from ..base.documents import read_run
 from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted, did_you_mean
 from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from .joined import Joined, in_words
 from .reader import ActivationStore
-from .writer import StoreWriter, saved_rows
+from .writer import saved_rows
 
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
 
@@ -82,16 +82,6 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
         else:
             listener.note("stopped before it began; nothing was changed")
         raise
-
-
-@contextmanager
-def filling(writers: Sequence[StoreWriter], label: str, rows: int, listener: Listener) -> Iterator[Step]:
-    """Show progress up to `rows` while stores are filled, with notes on where they resume."""
-    for writer in writers:
-        if writer.rows:
-            listener.note(f"{writer.path.name}: going on after {writer.rows:,} rows")
-    with listener.progress(label, rows, "rows") as show:
-        yield show
 
 
 def kept_and_dropped(store: ActivationStore) -> dict[str, Any]:
