@@ -21,6 +21,7 @@ from ..extract.chats import ROLES
 from ..sae.codes import Codes, DenseCodes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing
+from ..store.split import splitmix64
 from .measured import Block
 
 OCTAVE = 4  # bins per power of two: the exponent of a size's fourth power is its bin's number
@@ -195,11 +196,8 @@ def at_random(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
 
 
 def _uniform(numbers: np.ndarray) -> Tensor:
-    """A number in [0, 1) for each integer, float32: the upper bits of a hash (the finaliser of SplitMix64)."""
-    x = numbers.astype(np.uint64) * np.uint64(FACTOR)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    return torch.from_numpy((x >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24))
+    """A number in [0, 1) for each integer, float32: the upper bits of a hash."""
+    return torch.from_numpy((splitmix64(numbers.astype(np.uint64)) >> np.uint64(40)).astype(np.float32) / 2**24)
 
 
 class _Peaks(NamedTuple):

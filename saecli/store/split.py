@@ -30,7 +30,8 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _TEST_STREAM, _TRAIN_STREAM = 1, 2
 
 
-def _splitmix64(values: np.ndarray) -> np.ndarray:
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """A hash of each number, uint64."""
     values = values + _STEP
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
@@ -39,12 +40,12 @@ def _splitmix64(values: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def _key(seed: int, stream: int) -> np.ndarray:
-    return _splitmix64(_splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(stream))
+    return splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(stream))
 
 
 def _hashes(ids: np.ndarray, seed: int, stream: int) -> np.ndarray:
     """Each id's hash, in the 53 bits of a float64's mantissa."""
-    return _splitmix64(_splitmix64(ids.astype(np.uint64)) ^ _key(seed, stream)) >> np.uint64(11)
+    return splitmix64(splitmix64(ids.astype(np.uint64)) ^ _key(seed, stream)) >> np.uint64(11)
 
 
 def _limit(fraction: float) -> int:
