@@ -7,7 +7,7 @@ import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -111,6 +111,11 @@ class Config:
         for name, one in options_of(type(self)).items():
             object.__setattr__(self, name, one.checked(getattr(self, name)))
 
+    @classmethod
+    def among(cls, options: Mapping[str, Any]) -> Self:
+        """The configuration of those of some options that it has."""
+        return cls(**{name: options[name] for name in options_of(cls) if name in options})
+
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
@@ -149,18 +154,17 @@ def toml_lines(values: Mapping[str, Any]) -> list[str]:
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def choose(table: Mapping[str, type[ConfigT]], selector: str, name: str,
-           values: Mapping[str, Any], given: Set[str]) -> ConfigT:
+def choose(table: Mapping[str, type[ConfigT]], selector: str, name: str, given: Mapping[str, Any]) -> ConfigT:
     """Build `table[name]`, which the option `selector` names, from the options `given` by the user; refuses those
     that only other entries have."""
     if name not in table:
         raise unknown_choice(selector, name, table)
     names = {key: options_of(config).keys() for key, config in table.items()}
-    for foreign in sorted(given & set().union(*names.values()) - names[name]):
+    for foreign in sorted(given.keys() & set().union(*names.values()) - names[name]):
         takers = " or ".join(key for key in table if foreign in names[key])
         raise ConfigError(f"{flag_of(foreign)} does nothing with {flag_of(selector)} {name}; leave it out, or use "
                           f"{flag_of(selector)} {takers}")
-    return table[name](**{key: values[key] for key in names[name] & given})
+    return table[name].among(given)
 
 
 # Names of other tools, ours, and how its value differs.

@@ -8,7 +8,7 @@ import typer
 from ..base.options import Option, options_of
 from ..base.processes import communicator
 from ..extract.options import SITES, ExtractConfig
-from .options import Device, Given, Json, configured, start, word_or_number
+from .options import Device, Json, configured, start, word_or_number
 
 _MODEL = options_of(ExtractConfig)["model"]
 MODELS = replace(_MODEL, several=True, panel=ExtractConfig.panel,
@@ -29,7 +29,7 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the store; of 
 
 
 @configured(ExtractConfig, more=(MODELS,))
-def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Sites = None, name: Name = None,
+def command(ctx: typer.Context, options: dict[str, Any], layer: Layers = None, site: Sites = None, name: Name = None,
             device: Device = "auto", json: Json = False) -> None:
     """Run a language model over text and store its activations.
 
@@ -46,8 +46,7 @@ def command(ctx: typer.Context, options: Given, layer: Layers = None, site: Site
     session = start(ctx, json)
     stores = extract(layer="all" if "all" in (layer or []) else layer or [],
                      site=[one.value for one in site or []] or ["resid_post"], name=name, home=session.home.path,
-                     device=device, progress=session.console,
-                     **{option: options.values[option] for option in options.given})
+                     device=device, progress=session.console, **options)
     if communicator().is_main:
         document = stored(stores)
         session.console.result(document, *stored_tables(document))

@@ -42,14 +42,13 @@ def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, dat
                 jobs = [resumed(session.home, name, session.console, claims, processes)]
             else:
                 names = run_names(name, [each.varied for each in options])
-                given = [{key: value for key, value in each.values.items() if key in each.given} for each in options]
-                settings = [chosen(one) for one in given]
+                settings = [chosen(each.values) for each in options]
                 config, training, text = settings[0]
                 opened = Opened.open(session.home, run, config, data=data or [], text=text,
                                      device=training.device, listener=session.console)
                 plans = [opened.plan(config, training) for config, training, _ in settings]
                 stem = f"finetune-{plans[0].activation.name}"
                 folders = claimed_folders(session.home, names, stem, claims, processes)
-                jobs = [Job(folder, FinetuneRun(opened.stores, plan, now()), one, each.varied)
-                        for folder, plan, one, each in zip(folders, plans, given, options, strict=True)]
+                jobs = [Job(folder, FinetuneRun(opened.stores, plan, now()), each.values, each.varied)
+                        for folder, plan, each in zip(folders, plans, options, strict=True)]
         trained(session, [jobs], processes)

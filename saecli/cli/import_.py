@@ -3,7 +3,7 @@ from typing import Annotated, Any
 import typer
 
 from ..store.options import ImportConfig, SyntheticConfig
-from .options import Given, Json, configured, start
+from .options import Json, configured, start
 
 File = Annotated[str, typer.Argument(
     metavar="FILE",
@@ -14,7 +14,7 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the store.", s
 
 
 @configured(ImportConfig, SyntheticConfig)
-def command(ctx: typer.Context, file: File, options: Given, name: Name = None, json: Json = False) -> None:
+def command(ctx: typer.Context, file: File, options: dict[str, Any], name: Name = None, json: Json = False) -> None:
     """Store an array, or synthetic rows made of known features.
 
     An array of more than two dimensions needs --flatten. Nothing in the file is executed, and no other file that it
@@ -30,12 +30,11 @@ def command(ctx: typer.Context, file: File, options: Given, name: Name = None, j
     from ..store.opening import stored
 
     session = start(ctx, json)
-    given = {option: options.values[option] for option in options.given}
-    asked: dict[str, Any] = {"home": session.home.path, "progress": session.console, **given}
+    asked: dict[str, Any] = {"home": session.home.path, "progress": session.console, **options}
     if is_world(file):
         store = import_synthetic(source=file, name=name, **asked)
     else:
-        refuse_options_of_worlds(file, options.given)
+        refuse_options_of_worlds(file, options.keys())
         store = import_array(file=file, name=name, **asked)
     document = stored([store])
     session.console.result(document, *stored_tables(document))

@@ -6,11 +6,11 @@ import json
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import Parameter
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -19,36 +19,22 @@ from ..base.console import Console
 from ..base.errors import ConfigError, did_you_mean, flag_of, one_line
 from ..base.files import check_place, is_free, regular, write_csv
 from ..base.home import Home
-from ..base.options import KINDS, PAPER, Config, Option, choose, in_place_of, options_of, scalar_types, toml_lines
+from ..base.options import KINDS, PAPER, Config, Option, in_place_of, options_of, scalar_types, toml_lines
 from ..extract.options import SITES
-
-ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 @dataclass(frozen=True)
 class Given:
-    """The values of the options of configurations, and those that the user set."""
+    """The options of configurations that the user set: one of the combinations of their values."""
 
     values: Mapping[str, Any]
-    given: frozenset[str]
-    varied: Mapping[str, Any] = field(default_factory=dict)  # this combination's values of options set to several
-
-    def config(self, kind: type[ConfigT]) -> ConfigT:
-        return kind(**{name: self.values[name] for name in options_of(kind).keys() & self.given})
-
-    def choose(self, table: Mapping[str, type[ConfigT]], selector: str, name: str) -> ConfigT:
-        return choose(table, selector, name, self.values, self.given)
-
-    def else_given(self, values: Mapping[str, Any]) -> "Given":
-        """The same with these values for options that the user did not set."""
-        new = {name: value for name, value in values.items() if name not in self.given}
-        return replace(self, values={**self.values, **new}, given=self.given | values.keys())
+    varied: Mapping[str, Any]  # of options set to several values
 
 
 def configured(*configs: type[Config], repeated: bool = False, advanced: Collection[str] = (),
                more: Collection[Option] = (), **tables: Mapping[str, type[Config]]) -> Callable:
     """Decorate a command with options of configurations, of tables of them by the option that selects an entry, and
-    `--config`. The parameter `options` receives a `Given`; if options can be repeated, one per combination of values.
+    `--config`. The parameter `options` receives those that the user set; if they can be `repeated`, `Given` ones.
     `advanced` names those of its own options that `--help-all` alone shows."""
     declared = [replace(one, panel=one.panel or config.panel) for config in configs
                 for one in options_of(config).values()]
@@ -66,10 +52,9 @@ def configured(*configs: type[Config], repeated: bool = False, advanced: Collect
         def command(**arguments: Any) -> Any:
             values = {name: arguments.pop(name) for name in options}
             ctx, file = arguments["ctx"], arguments.pop("config")
-            given = frozenset(name for name in values if is_given(ctx, name))
+            given = {name: value for name, value in values.items() if is_given(ctx, name)}
             with _naming(ctx, file):
-                chosen = _combinations(values, given, options) if repeated else Given(values, given)
-                return function(options=chosen, **arguments)
+                return function(options=_combinations(given, options) if repeated else given, **arguments)
 
         everything = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in
                       [*own.values(), _config_parameter(options | _own_options(own)), *map(_parameter, shown)]]
@@ -90,14 +75,13 @@ def _merged(table: Mapping[str, type[Config]]) -> list[Option]:
             for name, one in found.items()]
 
 
-def _combinations(values: Mapping[str, Any], given: frozenset[str], options: Mapping[str, Option]) -> tuple[Given, ...]:
-    several = {name: value for name, value in values.items() if isinstance(value, list) and not options[name].once}
+def _combinations(given: Mapping[str, Any], options: Mapping[str, Option]) -> tuple[Given, ...]:
+    several = {name: value for name, value in given.items() if isinstance(value, list) and not options[name].once}
     for name, words in several.items():
         if twice := [word for index, word in enumerate(words) if word in words[:index]]:
             raise ConfigError(f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per value")
     chosen = [dict(zip(several, combination, strict=True)) for combination in product(*several.values())]
-    return tuple(Given({**values, **one}, given, {name: one[name] for name in one if len(several[name]) > 1})
-                 for one in chosen)
+    return tuple(Given({**given, **one}, {name: one[name] for name in one if len(several[name]) > 1}) for one in chosen)
 
 
 def _parameter(option: Option) -> Parameter:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,8 @@ from .options import Given, Json, Session, SiteName, configured, home_of, is_giv
 if TYPE_CHECKING:
     from ..extract.streaming import Streamed
     from ..store.joined import Joined
-    from ..store.reader import RowSource
-    from ..train.runs import Job, Run
-    from ..train.start import Start
-
-    RowsOf = Callable[[TrainingConfig], tuple[RowSource, RowSource | None]]  # training rows and test rows
+    from ..train.fit import RowsOf
+    from ..train.runs import Job
 
 PANEL = "Rows of --model"
 _HELP = {
@@ -94,9 +91,10 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 
     Example: sae train --solver pam-sgd --act topk --k 32
     """
-    if not (resume or data or options[0].values["model"]):
+    if not (resume or data or "model" in options[0].values):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
-    from ..train.runs import Job, claimed_folders, known_job, resumed_job
+    from ..train.fit import plan_of
+    from ..train.runs import Job, Run, claimed_folders, known_job, resumed_job
     from ..train.runs import run_names as names_of
     from ..train.start import Start
 
@@ -116,10 +114,11 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                 for chosen in _chosen(ctx, session):
                     prefix = f"{name or f'{solver}-{act}'}-{Path(chosen[0]).name}" if each else name
                     names = names_of(prefix, [one.varied for one in options])
-                    stores, rows_of = _rows(ctx, session, options[0], claims, processes, chosen)
-                    jobs = [Job(session.home.runs.path / str(own), _planned(stores, rows_of, one, solver, act, begun),
-                                {key: value for key, value in one.values.items() if key in one.given - of_rows},
-                                one.varied) for own, one in zip(names, options, strict=True)]
+                    stores, rows_of = _rows(ctx, session, options[0].values, claims, processes, chosen)
+                    plans = [plan_of(rows_of, solver, act, one.values, begun) for one in options]
+                    jobs = [Job(session.home.runs.path / str(own), Run(stores, plan, now()),
+                                {key: value for key, value in one.values.items() if key not in of_rows}, one.varied)
+                            for own, plan, one in zip(names, plans, options, strict=True)]
                     known = [each and known_job(session.home, job, session.console, claims, processes) for job in jobs]
                     new = [index for index, job in enumerate(known) if not job]
                     folders = claimed_folders(session.home, [names[index] for index in new], f"{solver}-{act}", claims,
@@ -187,7 +186,7 @@ def _chosen(ctx: typer.Context, session: Session) -> list[list[str]]:
     return [[name] for name in session.home.stores.matching(data)]
 
 
-def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStack, processes: Communicator,
+def _rows(ctx: typer.Context, session: Session, options: Mapping[str, Any], claims: ExitStack, processes: Communicator,
           data: Sequence[str]) -> tuple[Joined | Streamed, RowsOf]:
     """Stores, or a model that gives rows until `claims` is closed, and their training and test rows."""
     from ..extract.streaming import open_stream
@@ -196,7 +195,7 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     from ..train.rows import SAMPLED_ROWS
 
     given = {name for name in ctx.params if is_given(ctx, name)}
-    if (model := options.values["model"]) is None:
+    if (model := options.get("model")) is None:
         if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
             raise ConfigError(f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out")
         stores = processes.main_first(lambda: open_joined(session.home, data, ctx.params["target"], session.console))
@@ -209,24 +208,10 @@ def _rows(ctx: typer.Context, session: Session, options: Given, claims: ExitStac
     if processes.world_size > 1:
         raise ConfigError(f"--model goes with one process, got {processes.world_size}; run it without torchrun, or "
                           "make a store by `sae extract`, and train on that")
-    training = options.config(TrainingConfig)
-    extraction = ExtractConfig(**{one.name: options.values[one.name] for one in FROM_MODEL
-                                  if one.name in options.given})
-    stream, _ = open_stream(extraction, given=options.given, at=(ctx.params["layer"], ctx.params["site"]),
+    training = TrainingConfig.among(options)
+    extraction = ExtractConfig(**{one.name: options[one.name] for one in FROM_MODEL if one.name in options})
+    stream, _ = open_stream(extraction, given=options.keys(), at=(ctx.params["layer"], ctx.params["site"]),
                             device=training.device, home=session.home, listener=session.console)
     rows = claims.enter_context(LiveRows(stream, extraction.rows, training.split_seed,
                                          SAMPLED_ROWS + training.batch_size, session.console))
     return stream, lambda _: (rows, rows.test_rows)
-
-
-def _planned(stores: Joined | Streamed, rows_of: RowsOf, options: Given, solver: str, act: str,
-             begun: Start | None) -> Run:
-    """A new run, with every default resolved."""
-    from ..train.plan import Plan
-    from ..train.runs import Run
-
-    if begun is not None:
-        options = options.else_given(begun.settings(act, options.given))
-    training = options.config(TrainingConfig)
-    settings = options.choose(SOLVERS, "solver", solver), options.choose(ACTIVATIONS, "act", act)
-    return Run(stores, Plan.resolved(*rows_of(training), training, *settings, begun), now())

@@ -12,7 +12,7 @@ from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError, RunError
 from ..base.home import Home
-from ..base.options import Config, demand_known, options_of
+from ..base.options import demand_known
 from ..base.processes import Communicator, communicator
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
@@ -194,8 +194,5 @@ def finetune(sae: SAELike, model: str | None = None, *, data: str | Sequence[str
 
 def chosen(options: Mapping[str, Any]) -> tuple[Finetune, TrainingConfig, dict[str, Any]]:
     """The options given, by their configurations, and those of the text."""
-    def of(config: type[Config]) -> dict[str, Any]:
-        return {name: options[name] for name in options_of(config) if name in options}
-
-    return Finetune(**of(Finetune)), TrainingConfig(**of(TrainingConfig)), {
+    return Finetune.among(options), TrainingConfig.among(options), {
         name: options[name] for name in TEXT if options.get(name) is not None}

@@ -5,7 +5,7 @@ Options have the names, meanings and checks of the command line's; see `sae trai
 Shapes: N rows, D = d_in, E the width of targets, F = d_sae.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from .start import Start
 OF_FOLDERS, OF_SPLITS = ("keep_every", "log_to"), ("fraction", "split_seed")
 Stored = ActivationStore | Joined | Rows | JoinedRows
 Fitted = Stored | ArrayLike
+RowsOf = Callable[[TrainingConfig], tuple[RowSource, RowSource | None]]  # training rows and test rows
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
@@ -126,13 +127,18 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
     for name in options:
         if name in idle:
             raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out")
+
+    def rows_of(training: TrainingConfig) -> tuple[RowSource, RowSource | None]:
+        if isinstance(rows, ActivationStore | Joined):
+            return training.rows_of(rows), training.test_rows_of(rows) if start else None
+        return rows if isinstance(rows, Rows | JoinedRows) else ArrayRows(rows, target), None
+
+    return plan_of(rows_of, solver, act, options, start)
+
+
+def plan_of(rows_of: RowsOf, solver: str, act: str, options: Mapping[str, Any], start: Start | None) -> Plan:
+    """The plan of a training with these options; what they leave open is inherited from `start`, or by default."""
     settings = {**(start.settings(act, options) if start else {}), **options}
-    training = TrainingConfig(**{name: settings[name] for name in options_of(TrainingConfig) if name in settings})
-    source: RowSource
-    held_out: RowSource | None = None
-    if isinstance(rows, ActivationStore | Joined):
-        source, held_out = training.rows_of(rows), training.test_rows_of(rows) if start else None
-    else:
-        source = rows if isinstance(rows, Rows | JoinedRows) else ArrayRows(rows, target)
-    return Plan.resolved(source, held_out, training, choose(SOLVERS, "solver", solver, options, options.keys()),
-                         choose(ACTIVATIONS, "act", act, settings, settings.keys()), start)
+    training = TrainingConfig.among(settings)
+    return Plan.resolved(*rows_of(training), training, choose(SOLVERS, "solver", solver, settings),
+                         choose(ACTIVATIONS, "act", act, settings), start)

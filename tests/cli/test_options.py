@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from saecli.base.errors import ConfigError, TrainingError
 from saecli.base.options import PAPER, Config, option, options_of
-from saecli.cli.options import Given, configured
+from saecli.cli.options import configured
 from saecli.sae.activations import ACTIVATIONS
 from saecli.train import SOLVERS
 
@@ -52,8 +52,8 @@ def test_a_file_admits_lists_for_options_given_several_times():
 
 def test_the_command_line_takes_what_python_takes():
     @configured(Sample)
-    def command(ctx: typer.Context, options: Given):
-        print(options.config(Sample))
+    def command(ctx: typer.Context, options: dict):
+        print(Sample.among(options))
 
     app = typer.Typer()
     app.command()(command)
