@@ -67,7 +67,8 @@ def test_pages_show_strongest_and_random_texts_and_partners(sae: CommandLine, tm
         assert len(documents) == len(set(documents)) == min(SAMPLES, len(set(np.flatnonzero(codes[:, latent]) // 30)))
         chosen.add(tuple(sorted(documents)))
         for example in page["samples"]:
-            assert example["code"] == pytest.approx(codes[example["row"], latent], rel=1e-4) and example["code"] != 0
+            code = codes[example["row"], latent]  # the difference of larger numbers in float32
+            assert example["code"] == pytest.approx(code, rel=1e-4, abs=1e-6) and example["code"] != 0
             rows = slice(30 * example["document"], 30 * example["document"] + 30)
             assert example["codes"] == pytest.approx(codes[rows, latent], abs=0.51 * page["scale"])
             assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
