@@ -120,6 +120,12 @@ def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigEr
                        + f"; {question}" * bool(question))
 
 
+def demand_at_least(option: str, value: float | None, least: int = 1) -> None:
+    """ConfigError if a value is given and below the least."""
+    if value is not None and value < least:
+        raise ConfigError(f"{flag_of(option)} must be at least {least}, got {value}")
+
+
 def number(value: float | int | None) -> str:
     """A figure in a table: counts in full, measures to four significant digits, None as a dash."""
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

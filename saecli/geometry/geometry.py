@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, flag_of
+from ..base.errors import ConfigError, demand_at_least
 from ..base.home import Home
 from ..measure.measured import Measured, RowsLike, measured
 from ..sae.library import SAELike
@@ -54,9 +54,8 @@ class Wanted:
     penalty: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rows", "fit_rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
+        demand_at_least("rows", self.rows)
+        demand_at_least("fit_rows", self.fit_rows)
         if not 0 < self.radius < math.inf:
             raise ConfigError(f"--radius must be a number above 0, got {self.radius:g}")
 

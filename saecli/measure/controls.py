@@ -32,7 +32,7 @@ import torch
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.documents import read_settings
-from ..base.errors import ConfigError, MachineError, RunError, TrainingError, counted, size_words
+from ..base.errors import MachineError, RunError, TrainingError, counted, demand_at_least, size_words
 from ..base.home import KEPT, Home
 from ..base.machine import available_memory
 from ..extract.splice import plain_activations, stored_windows
@@ -87,8 +87,7 @@ def controls(run: str | Path | None = None, *, model: str | None = None, tokens:
     """
     listener = listening(progress)
     check_tokens_of_model(tokens, model)
-    if seeds < 1:
-        raise ConfigError(f"--seeds must be at least 1, got {seeds}")
+    demand_at_least("seeds", seeds)
     one, plan = _original(Home.at(home), run, device, listener)
     if model is not None:
         check_model(one, model)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, counted
+from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
 from ..extract.options import HookPoint
 from ..extract.splice import check_rows, effects, largest, stored_windows, unfit
@@ -137,8 +137,7 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
 def check_tokens_of_model(tokens: int | None, model: str | Sequence[str] | None) -> None:
     if tokens is not None and model is None:
         raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model")
-    if tokens is not None and tokens < 1:
-        raise ConfigError(f"--tokens must be at least 1, got {tokens}")
+    demand_at_least("tokens", tokens)
 
 
 def check_model(one: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, ModelSource]]":

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, ModelError, did_you_mean, one_line
+from ..base.errors import ConfigError, ModelError, demand_at_least, did_you_mean, one_line
 from ..base.files import NotAFile, regular
 from ..base.home import Home
 from ..extract.forward import batch_tokens
@@ -87,10 +87,8 @@ def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None,
             `latents`, with the largest mean difference over all rows.
     """
     listener = listening(progress)
-    if rows < LEAST_ROWS:
-        raise ConfigError(f"--rows must be at least {LEAST_ROWS}, got {rows}")
-    if context is not None and context < 1:
-        raise ConfigError(f"--context must be at least 1, got {context}")
+    demand_at_least("rows", rows, LEAST_ROWS)
+    demand_at_least("context", context)
     several: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
     everything = [hooked(open_sae(Home.at(home), sae, listener), layer, site) for sae in several or [None]]
     _check(everything, k)
@@ -145,20 +143,15 @@ class LabelledSet:
     labels: NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class Score:
-    """The accuracy and the area under the ROC curve on each fold, (folds,), of a probe not fitted to it."""
-
-    accuracy: NDArray[np.float64]
-    auc: NDArray[np.float64]
+Score = dict[str, NDArray[np.float64]]  # of `MEASURES`: on each fold, (folds,), of a probe not fitted to it
 
 
 def _line(one_set: LabelledSet, run: str | None, place: HookPoint, k: int | None, score: Score) -> dict[str, Any]:
     line = {"set": one_set.name, "rows": len(one_set.texts), "run": run, **place.place, "k": k}
-    return line | _measures({name: getattr(score, name) for name in MEASURES})
+    return line | _measures(score)
 
 
-def _measures(values: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+def _measures(values: Mapping[str, Sequence[float] | NDArray[np.float64]]) -> dict[str, float | None]:
     """The mean of each measure's values, and the ends of its interval."""
     found: dict[str, float | None] = {}
     for name, each in values.items():
@@ -220,7 +213,7 @@ def _score(features: Sequence[NDArray[np.float64]], labels: NDArray[np.bool_]) -
                          for kept, held in inner]) for C in CS]
         values = _fitted(x, labels, train, test, CS[int(np.argmax(aucs))])  # of equal ones the strongest penalty
         found.append((((values > 0) == labels[test]).mean(), roc_auc_score(labels[test], values)))
-    return Score(*np.array(found).T)
+    return dict(zip(MEASURES, np.array(found).T, strict=True))
 
 
 def _folds(labels: NDArray[np.bool_], count: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:

@@ -26,7 +26,7 @@ from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of, intercepted
-from ..extract.splice import Hooked, hooked, model_of
+from ..extract.splice import Hooked, hooked, model_of, plain_activations
 from ..extract.tokens import TokenTexts, continuation
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
@@ -164,7 +164,9 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
     loaded = LanguageModel(source, device_named(device), head=True)
     inputs = [_token_ids(loaded, prompt, max_new_tokens) for prompt in prompts]
     special, texts, found = loaded.tokenizer.all_special_ids, TokenTexts(loaded.tokenizer), list[dict[str, str]]()
-    read, written = _at_prompts(loaded, one, inputs, torch.tensor(special))
+    windows, places = [token_ids[0].tolist() for token_ids in inputs], list(dict.fromkeys([one.read, one.written]))
+    rows = [*zip(*plain_activations(loaded, windows, torch.tensor(special), places, 1), strict=True)]
+    read, written = torch.cat(rows[0]), torch.cat(rows[-1])  # (N, D), (N, E)
     codes = one.sae.copy_to(loaded.device).encode(read)  # (N, F)
     with listener.progress(f"continuing with {source.name}", 2 * len(prompts), "texts") as show:
         for prompt, token_ids in zip(prompts, inputs, strict=True):
@@ -176,7 +178,7 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
             show(2 * len(found))
     target = {f"target_{key}": value for key, value in one.written.place.items() if one.read != one.written}
     return {"run": one.name, "model": source.name, **one.read.place, **target, "method": method,
-            "activation_norm": float(written.norm(dim=1).mean()), "latents": [
+            "activation_norm": float(written.float().norm(dim=1).mean()), "latents": [
                 {"latent": latent, "scale": scale, "decoder_norm": float(one.sae.W_dec[latent].norm()),
                  "prompt_max": float(codes[:, latent].max()) if len(codes) and encodes else None}
                 for latent, scale in zip(chosen, scales, strict=True)],
@@ -193,13 +195,3 @@ def _token_ids(model: LanguageModel, prompt: str, most: int) -> Tensor:
     _refuse("max-new-tokens", most > room, f"must be at most {max(0, room)}, the positions of {model.source.name} that "
                                            f"--prompt leaves, got {most}; lower it, or shorten the text")
     return token_ids
-
-
-@torch.no_grad()
-def _at_prompts(model: LanguageModel, one: Hooked, inputs: Sequence[Tensor], special: Tensor) -> tuple[Tensor, Tensor]:
-    """The activations that the SAE reads and predicts at tokens that are not special, (N, D) and (N, E)."""
-    rows, places = [], list(dict.fromkeys([one.read, one.written]))
-    for token_ids in inputs:
-        found = model.read(token_ids, torch.ones_like(token_ids), places, torch.clone)
-        rows.append([x[~torch.isin(token_ids, special).to(x.device)].to(one.sae.W_enc.dtype) for x in found])
-    return torch.cat([part[0] for part in rows]), torch.cat([part[-1] for part in rows])

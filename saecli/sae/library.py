@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..base.console import Listener
+from ..base.console import Listener, Silent
 from ..base.documents import Origin, read_run, read_settings
 from ..base.errors import HubError, RunError, unknown_choice
 from ..base.home import KEPT, RUN_MARKER, Home
@@ -64,9 +64,7 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
             of the installed SAELens; None for the newest run.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
     """
-    subject = find_subject(Home.at(home), None if run is None else str(run))
-    saved = formats.load(subject.path, subject.row_scale)
-    return _with_settings(subject, saved).sae
+    return open_sae(Home.at(home), run, Silent())[1].sae
 
 
 def save_sae(sae: SAE, folder: str | Path, format: str = "native",
@@ -101,11 +99,6 @@ def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> di
     return source
 
 
-def _with_settings(subject: Subject, saved: SavedSAE) -> SavedSAE:
-    saved.sae.metadata = saved.origin | (_settings(subject.path) if (subject.path / RUN_MARKER).exists() else {})
-    return saved
-
-
 def _settings(folder: Path) -> dict[str, Any]:
     """All options of the run in a folder, by name, and its stores."""
     document = read_settings(folder / RUN_MARKER)
@@ -129,7 +122,7 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
     saved = formats.load(subject.path, subject.row_scale)
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
-    saved = _with_settings(subject, saved)
+    saved.sae.metadata = saved.origin | (_settings(subject.path) if (subject.path / RUN_MARKER).exists() else {})
     return subject, saved if subject.target is None else replace(saved, transcodes=True)
 
 

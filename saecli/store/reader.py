@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..base.errors import ConfigError, StoreError
+from ..base.errors import StoreError, demand_at_least
 from ..base.files import file_sha256
 from .schema import SHARDS, WORLD_FILE, StoreMeta, read_meta
 from .shard import Chunks, find_damage, make_anew, read_layout, stored_statistics
@@ -115,7 +115,7 @@ class Rows(RowSource):
             part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
             row_bytes: bytes per row of the store whose order to take; by default of this store.
         """
-        _check_batch_size(batch_size)
+        demand_at_least("batch_size", batch_size)
         row_bytes = row_bytes or self.store.meta.row_bytes
         return shuffled(self._source, self._deal(batch_size, seed, epoch, window_bytes, row_bytes), batch_size, part,
                         row_bytes)
@@ -131,7 +131,7 @@ class Rows(RowSource):
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, read ahead by threads; `part` of the sequence of batches."""
-        _check_batch_size(batch_size)
+        demand_at_least("batch_size", batch_size)
         return in_order(self._source, batch_size, part)
 
     def spread(self) -> Spread:
@@ -175,7 +175,7 @@ class Rows(RowSource):
 
     def _values(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
         """Values of these rows in batches, from `of_chunk`'s of all rows of a chunk."""
-        _check_batch_size(batch_size)
+        demand_at_least("batch_size", batch_size)
         waiting = None
         for chunk in np.flatnonzero(self._counts):
             kept = self._kept(int(chunk))
@@ -197,11 +197,6 @@ class Rows(RowSource):
     def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
         """Whether each row of the store is one of these; None for all."""
         return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {batch_size}")
 
 
 class ActivationStore(Chunks):

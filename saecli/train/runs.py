@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base import interrupts
-from ..base.console import Listener, Silent, Step
+from ..base.console import Listener, Silent
 from ..base.documents import RUN_VERSION, read_settings
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.files import appearing_whole, write_json
@@ -331,20 +332,17 @@ def _trained(jobs: Sequence[Job], listener: Listener, communicator: Communicator
     with listener.progress(title, total, "steps") as show:
         steps: dict[str, float] = {}
 
-        def step_of(name: str) -> Step:
-            def step(done: float, words: str = "") -> None:
-                steps[name] = done
-                show(sum(steps.values()), f"{name}: {words}")
-
-            return step
+        def step(name: str, done: float, words: str = "") -> None:
+            steps[name] = done
+            show(sum(steps.values()), f"{name}: {words}")
 
         for job in jobs:
             name = job.folder.name
             try:
                 record = RunRecord(job.run, job.folder, listener) if communicator.is_main else Record()
                 shared = next((training.rows for training in trainings.values()), None)
-                trainings[name] = start_training(job.run.plan, record, show if alone else step_of(name), len(jobs),
-                                                 communicator, shared)
+                trainings[name] = start_training(job.run.plan, record, show if alone else partial(step, name),
+                                                 len(jobs), communicator, shared)
             except Exception as error:  # reported at the end, when the others have finished
                 if alone:
                     raise

@@ -121,6 +121,15 @@ def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE
     return sae.on_raw_rows(*(sae.W_dec.new_full((width,), value) for width, value in ends))
 
 
+def with_unit_rows(sae: SAE) -> SAE:
+    """The SAE with unit decoder rows, and their norms in the encoder; a latent with a zero row becomes one that never
+    fires."""
+    norms = sae.W_dec.norm(dim=1)
+    W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]
+    W_dec[norms == 0, 0] = 1
+    return sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
+
+
 def ours(path: Path, found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """A file's tensors by this tool's names. `names` has exactly the file's names, and for each this tool's, with `.T`
     after it if the file stores the transpose."""

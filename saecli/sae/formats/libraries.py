@@ -140,14 +140,6 @@ def _whole(path: Path, name: str, numbers: Tensor, count: int | None = None) -> 
     return numbers.flatten().tolist()
 
 
-def _with_unit_rows(sae: SAE) -> SAE:
-    """The same reconstructions with unit decoder rows; a latent with a zero row becomes one that never fires."""
-    norms = sae.W_dec.norm(dim=1)
-    W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]
-    W_dec[norms == 0, 0] = 1
-    return sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
-
-
 def _extra(sae: SAE, name: str) -> Tensor:
     """An entry of `Layout.extras`."""
     if name == "k":
@@ -169,7 +161,7 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
         "dict_class": name, "trainer_class": layout.trainer, "activation_dim": sae.d_in, "dict_size": sae.d_sae,
         "lm_name": origin.get("model"), "layer": origin.get("layer"), "submodule_name": origin.get("site"),
         **({"k": sae.k} if sae.k else {})}})
-    sae = _with_unit_rows(sae) if isinstance(sae.activation, Relu) else sae
+    sae = common.with_unit_rows(sae) if isinstance(sae.activation, Relu) else sae
     tensors = sae.tensors()
     if layout.subtracts:
         tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)

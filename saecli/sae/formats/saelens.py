@@ -60,10 +60,7 @@ def load_saelens(folder: Path) -> SavedSAE:
     subtracts = not transcodes and config.get("apply_b_dec_to_input", True)
     sae = common.assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
     if config.get("rescale_acts_by_decoder_norm", False):
-        # Equivalent to an SAE with unit decoder rows and their norms in the encoder.
-        norms = sae.W_dec.norm(dim=1)
-        W_dec = sae.W_dec / norms.masked_fill(norms == 0, 1)[:, None]  # a latent of norm 0 has codes of 0 either way
-        sae = sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
+        sae = common.with_unit_rows(sae)
     return SavedSAE.of(sae, common.origin_from({
         "model": metadata.get("model_name"), **common.origin_of_hook(metadata.get("hook_name")),
         **(common.origin_of_hook(metadata.get("hook_name_out"), "target_") if transcodes else {}),

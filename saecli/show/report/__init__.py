@@ -17,7 +17,7 @@ import torch
 
 from ...base.console import Listener, listening
 from ...base.documents import read_settings
-from ...base.errors import ConfigError, ModelError
+from ...base.errors import ConfigError, ModelError, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
 from ...extract.splice import COLUMNS
@@ -127,8 +127,7 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
     neuronpedia_url("", neuronpedia)
     if latents is not None and top is not None:
         raise ConfigError("cannot use both --latents and --top; leave one of them out")
-    if top is not None and top < 1:
-        raise ConfigError(f"--top must be at least 1, got {top}")
+    demand_at_least("top", top)
     if not 1 <= examples <= MOST_EXAMPLES:
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
     one = measured(Home.at(home), sae, data, split, device, listener, target)
