@@ -11,7 +11,6 @@ import numpy as np
 
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.values import SparseRows, offsets_of
 from saecli.store.writer import StoreWriter
 
 
@@ -92,20 +91,6 @@ def _numbers(document: Any, name: str = "") -> dict[str, Any]:
         return {} if document is None else {name: document}
     parts = (_numbers(value, f"{name}.{key}") for key, value in document.items())
     return {path: number for part in parts for path, number in part.items()}
-
-
-def dense(codes: SparseRows, features: int) -> np.ndarray:
-    """True codes as a matrix, float64."""
-    matrix = np.zeros((len(codes), features))
-    matrix[codes.rows, codes.indices] = codes.values
-    return matrix
-
-
-def sparse(matrix: np.ndarray) -> SparseRows:
-    """The non-zero numbers of a matrix."""
-    rows, features = matrix.nonzero()
-    return SparseRows(offsets_of(np.bincount(rows, minlength=len(matrix))), features.astype(np.int32),
-                      matrix[rows, features].astype(np.float32))
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:

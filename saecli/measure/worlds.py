@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor
 
 from ..sae.codes import Codes, SparseCodes
-from ..store.values import SparseRows
 
 LEAST_NORM = 1e-8  # a vector no longer than this has cosines of 0, or nearly so
 
@@ -72,9 +72,9 @@ class FeatureScores:
         self._true = torch.zeros(features, dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def update(self, z: Codes, truth: SparseRows) -> None:
+    def update(self, z: Codes, truth: csr_array) -> None:
         """Count a batch of codes, (B, F), and the true codes of the same rows, (B, G)."""
-        active = torch.from_numpy(truth.active(len(self._true))).to(self._nearest.device)  # (B, G)
+        active = torch.from_numpy(truth.toarray() != 0).to(self._nearest.device)  # (B, G)
         if isinstance(z, SparseCodes):
             right = active[z.rows, self._nearest[z.indices]] & (z.values != 0)  # (n,)
             self._both.index_add_(0, z.indices, right.long())
@@ -82,7 +82,7 @@ class FeatureScores:
             self._both += ((z.dense() != 0) & active[:, self._nearest]).sum(0)
         self._fired += z.latent_counts()
         self._true += active.sum(0)
-        self.rows += len(truth)
+        self.rows += truth.shape[0]
 
     def result(self) -> dict[str, Any]:
         """`mcc`, `f1`, `precision`, `recall` (means over the latents), `uniqueness`, and `true_l0`, the mean number of

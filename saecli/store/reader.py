@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -18,7 +18,10 @@ from .schema import SHARDS, WORLD_FILE, StoreMeta, read_meta
 from .shard import Chunks, find_damage, make_anew, read_layout, stored_statistics
 from .split import TEST_FRACTION, Deal, Split, Which
 from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
-from .values import CODES, SparseRows, Spread, stacked
+from .values import CODES, Spread, stacked
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 WINDOW_BYTES = 256 << 20
 STATISTICS_ROWS, SPREAD_ROWS = 1024, 65_536  # rows per batch of a pass that measures rows of a store, or others
@@ -167,8 +170,8 @@ class Rows(RowSource):
         starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
         return self._values(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
 
-    def codes(self, batch_size: int) -> Iterator[SparseRows]:
-        """The true codes of these rows, in stored order, B rows at a time; StoreError if there are none."""
+    def codes(self, batch_size: int) -> "Iterator[csr_array]":
+        """The true codes of these rows, (B, G), in stored order; StoreError if there are none."""
         if self.store.meta.world is None:
             raise StoreError(f"{self.store.path} has no true codes; expected a store of rows made of known features")
         return self._values(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
@@ -182,10 +185,10 @@ class Rows(RowSource):
             values = of_chunk(int(chunk))
             values = values if kept is None else values[kept]
             waiting = values if waiting is None else stacked([waiting, values])
-            whole = len(waiting) - len(waiting) % batch_size
+            whole = waiting.shape[0] // batch_size * batch_size  # sparse ones have no length
             yield from (waiting[begin : begin + batch_size] for begin in range(0, whole, batch_size))
             waiting = waiting[whole:]
-        if waiting is not None and len(waiting):
+        if waiting is not None and waiting.shape[0]:
             yield waiting
 
     def _kept(self, chunk: int) -> np.ndarray | None:

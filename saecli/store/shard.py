@@ -28,7 +28,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from ..base.errors import StoreError
 from ..base.home import STORE_MARKER, UNREADABLE
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, STATISTICS, ShardRecord, StoreMeta
-from .values import BINS, CODES, DTYPES, Column, Norms, SparseRows, Spread, Statistics
+from .values import BINS, CODES, DTYPES, Column, Norms, Spread, Statistics
 
 if TYPE_CHECKING:
     import h5py
@@ -309,8 +309,12 @@ class Chunks:
         """A column of a shard, (rows,), or its true codes; read-only."""
         layout, mapped = self._open(shard)
         if name == CODES:
-            return SparseRows(*(np.ndarray((length,), kind, mapped, offset) for offset, kind, length in (
-                layout.codes[part] for part in ("offset", "index", "value"))))
+            from scipy.sparse import csr_array  # `sae list` need not wait for it
+
+            assert self.meta.world is not None
+            offsets, indices, values = (np.ndarray((length,), kind, mapped, offset) for offset, kind, length in (
+                layout.codes[part] for part in ("offset", "index", "value")))
+            return csr_array((values, indices, offsets), shape=(layout.rows, self.meta.world.features))
         return np.ndarray((layout.rows,), COLUMNS[name], mapped, layout.columns[name])
 
     def _within_shard(self, chunk: int) -> tuple[int, int]:

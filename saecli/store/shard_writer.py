@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from ..base.files import file_sha256, make_folder, partial_path, settle
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, STATISTICS, Frame, StoreMeta
 from .shard import frame_checksum
-from .values import CODES, DTYPES, INDEX, OFFSET, VALUE, Column, Dropped, SparseRows, Statistics, row_norms, stacked
+from .values import CODES, DTYPES, INDEX, OFFSET, VALUE, Column, Dropped, Statistics, row_norms, stacked
 
 if TYPE_CHECKING:
     import h5py
@@ -68,7 +68,7 @@ class Admission:
             raise ValueError(f"a block does not fit {self._path}: expected columns {list(self._meta.row_values)}, "
                              f"got {list(columns)}")
         for name, column in columns.items():
-            if not isinstance(column, SparseRows) and (column.shape != (len(rows),) or column.dtype.kind not in "iu"):
+            if isinstance(column, np.ndarray) and (column.shape != (len(rows),) or column.dtype.kind not in "iu"):
                 raise ValueError(f"column {name} does not fit {self._path}: expected {len(rows)} integers, "
                                  f"got {column.dtype} of shape {column.shape}")
         verdict = self._judged(rows) if verdict is None else verdict
@@ -139,7 +139,7 @@ class ShardWriter:
     def append(self, rows: np.ndarray, columns: Mapping[str, Column]) -> None:
         for name, parts in self._columns.items():
             column = columns[name]
-            parts.append(column.copy() if isinstance(column, SparseRows) else column.astype(COLUMNS[name]))
+            parts.append(column.astype(COLUMNS[name]) if isinstance(column, np.ndarray) else column.copy())
         self.rows += len(rows)
         while len(rows):
             room = len(self._chunk) - self._filled
@@ -249,11 +249,11 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, Column] | None = 
         _create(file, CHUNK_CHECKSUMS, h5py.h5t.py_create(CHECKSUM), (-(-rows // chunk[0]),))
         activations = _create(file, ACTIVATIONS, DTYPES[meta.dtype].hdf5, (rows, meta.d_in), chunk)
         for name, column in (columns or {}).items():
-            if isinstance(column, SparseRows):
-                _put(file, CODES, {"offset": column.offsets.astype(OFFSET), "index": column.indices.astype(INDEX),
-                                   "value": column.values.astype(VALUE)})
-            else:
+            if isinstance(column, np.ndarray):
                 file[name][...] = column
+            else:
+                _put(file, CODES, {"offset": column.indptr.astype(OFFSET), "index": column.indices.astype(INDEX),
+                                   "value": column.data.astype(VALUE)})
         if statistics is not None:
             bins = np.flatnonzero(statistics.norm_counts)
             group = _put(file, STATISTICS, {"mean": statistics.spread.mean, "scatter": statistics.spread.scatter,

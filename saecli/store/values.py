@@ -6,12 +6,13 @@ Legend: R rows, D = d_in, n entries, G features.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
     import h5py
+    from scipy.sparse import csr_array
 
 PIECE_BYTES = 256 << 10  # converted at a time, in bytes of the source
 
@@ -104,70 +105,19 @@ DTYPES: dict[str, StoredType] = {
                            _encode_bfloat16, _decode_bfloat16),
 }
 
-CODES = "codes"  # the group of a shard that holds true codes
+CODES = "codes"  # the group of a shard that holds true codes, of the non-zeros in CSR form
 OFFSET, INDEX, VALUE = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 
 
-@dataclass(frozen=True, eq=False)
-class SparseRows:
-    """Rows of a sparse matrix in CSR form; sliced and indexed like an array."""
-
-    offsets: np.ndarray  # row pointers, (R + 1,) int64 from 0
-    indices: np.ndarray  # the feature of each entry, (n,) int32, ascending within a row
-    values: np.ndarray  # (n,) float32, above 0
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def counts(self) -> np.ndarray:
-        return np.diff(self.offsets)
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The row of each entry, (n,)."""
-        return np.repeat(np.arange(len(self)), self.counts)
-
-    @property
-    def nbytes(self) -> int:
-        return self.offsets.nbytes + self.indices.nbytes + self.values.nbytes
-
-    def __getitem__(self, which: slice | np.ndarray) -> "SparseRows":
-        """The rows of a slice of step 1, of a mask, (R,), or of ascending numbers."""
-        if isinstance(which, slice):
-            begin, end, _ = which.indices(len(self))
-            offsets = self.offsets[begin : max(begin, end) + 1]
-            entries = slice(int(offsets[0]), int(offsets[-1]))
-            return SparseRows(offsets - offsets[0], self.indices[entries], self.values[entries])
-        kept = np.zeros(len(self), bool)
-        kept[which] = True
-        of_kept = kept[self.rows]
-        return SparseRows(offsets_of(self.counts[kept]), self.indices[of_kept], self.values[of_kept])
-
-    def copy(self) -> "SparseRows":
-        return SparseRows(self.offsets.copy(), self.indices.copy(), self.values.copy())
-
-    def active(self, features: int) -> np.ndarray:
-        """Active features as a boolean mask, (R, G)."""
-        mask = np.zeros((len(self), features), bool)
-        mask[self.rows, self.indices] = True
-        return mask
+Column: TypeAlias = "np.ndarray | csr_array"  # (R,) integers, or true codes of R rows, (R, G)
 
 
-Column = np.ndarray | SparseRows  # (R,) integers, or true codes of R rows
-
-
-def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """CSR row pointers, (R + 1,) int64, from entry counts, (R,)."""
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-
-
-def stacked(parts: Sequence[Any]) -> Any:
-    if not isinstance(parts[0], SparseRows):
+def stacked(parts: Sequence[Column]) -> Any:
+    if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
-    return SparseRows(offsets_of(np.concatenate([part.counts for part in parts])),
-                      np.concatenate([part.indices for part in parts]),
-                      np.concatenate([part.values for part in parts]))
+    from scipy.sparse import vstack  # `sae list` need not wait for it
+
+    return vstack(parts, format="csr")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from ..base.files import appearing_whole
 from .options import SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE
-from .values import SparseRows, offsets_of
 
 BLOCK_NUMBERS = 1 << 21  # Gaussians of a block: 8 MiB in float32
 MOST_BLOCK_ROWS = 4096
@@ -91,8 +90,11 @@ class World:
         first = 0 if (self.groups[depth == 0] >= 0).any() else 1
         return [depth == level for level in range(first, int(depth.max(initial=0)) + 1)]
 
-    def codes(self, seed: int, block: int) -> SparseRows:
-        """The true codes of a block, a pure function of the world, seed and block number. Cost: B G Gaussians."""
+    def codes(self, seed: int, block: int) -> csr_array:
+        """The true codes of a block, (B, G), a pure function of the world, seed and block number.
+
+        Cost: B G Gaussians.
+        """
         random = np.random.default_rng((seed, block))
         gaussians = random.standard_normal((self.block_rows, self.features), np.float32)
         if self.factor.shape[1]:
@@ -113,13 +115,11 @@ class World:
             self._gate(values, rows[at], features[at], random)
         values = values[rows, features]
         kept = values > 0
-        counts = np.bincount(rows[kept], minlength=self.block_rows)
-        return SparseRows(offsets_of(counts), features[kept].astype(np.int32), values[kept])
+        return csr_array((values[kept], (rows[kept], features[kept])), shape=(self.block_rows, self.features))
 
-    def rows(self, codes: SparseRows) -> np.ndarray:
+    def rows(self, codes: csr_array) -> np.ndarray:
         """`codes directions + bias`, (R, D) float32."""
-        matrix = csr_array((codes.values, codes.indices, codes.offsets), shape=(len(codes), self.features))
-        return matrix @ self.directions + self.bias
+        return codes @ self.directions + self.bias
 
     def _gate(self, values: np.ndarray, rows: np.ndarray, features: np.ndarray, random: np.random.Generator) -> None:
         """Silence those of a level's entries, (n,), whose parent is silent or that lost to a sibling."""

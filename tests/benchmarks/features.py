@@ -198,7 +198,7 @@ def ceiling(cell: Cell, home: Path) -> dict[str, Any]:
     train, directions = store.split("train"), torch.from_numpy(World.of_store(store).directions)
     normalisation = fit_normalisation("scale", train.spread(), torch.float32)
     x = normalisation(every_row(train))
-    true = torch.cat([torch.from_numpy(codes.active(len(directions))) for codes in train.codes(2048)])  # (N, G)
+    true = torch.cat([torch.from_numpy(codes.toarray() > 0) for codes in train.codes(2048)])  # (N, G)
     linear = torch.nn.Linear(x.shape[1], len(directions))
     count = CEILING_EPOCHS * len(x) // 512
     optimizer = torch.optim.Adam(linear.parameters(), lr=CEILING_RATE)

@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from storing import sparse
+from scipy.sparse import csr_array
 
 from saecli.measure.worlds import Alignment, FeatureScores
 from saecli.sae.codes import DenseCodes, SparseCodes, located
@@ -37,7 +37,7 @@ def test_scores_over_batches_equal_those_of_each_latent_counted_row_by_row(kind)
     alignment = Alignment.of(torch.from_numpy(W_dec), torch.from_numpy(directions))
     scores = FeatureScores(alignment)
     for rows in (slice(0, 20), slice(20, 50)):
-        scores.update(as_codes(torch.from_numpy(z[rows]), kind), sparse(truth[rows]))
+        scores.update(as_codes(torch.from_numpy(z[rows]), kind), csr_array(truth[rows]))
     nearest = np.abs(W_dec @ (directions / np.linalg.norm(directions, axis=1, keepdims=True)).T).argmax(1)
     of_latents = []
     for latent, feature in enumerate(nearest):

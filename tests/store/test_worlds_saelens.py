@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from homes import CommandLine
 from launching import python_with
-from storing import collect, dense
+from storing import collect
 
 from saecli.store.reader import ActivationStore
 from saecli.store.worlds import World
@@ -25,8 +25,8 @@ def saelens(*words: str | Path) -> str:
     return done.stdout
 
 
-def codes_of(store: ActivationStore, which: str, features: int) -> np.ndarray:
-    return np.concatenate([dense(codes, features) for codes in store.split(which).codes(1000)])
+def codes_of(store: ActivationStore, which: str) -> np.ndarray:
+    return np.concatenate([codes.toarray().astype(float) for codes in store.split(which).codes(1000)])
 
 
 def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path):
@@ -40,7 +40,7 @@ def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path
     store = ActivationStore.open(sae.home / "activations" / "world")
     world = World.of_store(store)
     np.savez(tmp_path / "truth.npz", directions=world.directions, bias=world.bias,
-             codes=codes_of(store, "test", G).astype(np.float32))
+             codes=codes_of(store, "test").astype(np.float32))
     ours = sae("eval", *RUNS, "--json").json["runs"]
     lines = saelens("score", tmp_path / "truth.npz", *(tmp_path / act for act in RUNS)).splitlines()[-len(RUNS):]
     for found, line in zip(ours, lines, strict=True):
@@ -62,7 +62,7 @@ def test_a_world_of_saelens_gives_rows_of_the_same_distribution(sae: CommandLine
     store = ActivationStore.open(sae.home / "activations" / kind)
     with np.load(tmp_path / kind / "codes.npz") as file:
         theirs = dict(file)
-    ours, expected = codes_of(store, "all", 60), theirs["codes"].astype(np.float64)
+    ours, expected = codes_of(store, "all"), theirs["codes"].astype(np.float64)
 
     def agree(found: np.ndarray, wanted: np.ndarray) -> None:
         """Means over rows of two samples differ by no more than chance makes them in one of a billion features."""
