@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from storing import make_meta
 from saecli.base.errors import StoreError
 from saecli.cli import main as cli
 from saecli.cli.main import loaded
-from saecli.store.writer import RankedStore, StoreWriter, joining_began, rank_folder, rank_meta
+from saecli.store.writer import RankedStore, StoreWriter, joining_began, rank_folder
 
 BLOCKS = 60
 D_IN = 24
@@ -72,7 +73,7 @@ def write_ranks(path: Path, stop: int | None = None) -> None:
             store.begin(RANK_ROWS)
         for rank, limit in enumerate(RANK_ROWS if not joining_began(path) else []):
             if limit:
-                with StoreWriter.open(rank_folder(path, rank), rank_meta(store.meta), limit=limit) as writer:
+                with StoreWriter.open(rank_folder(path, rank), replace(store.meta, ranks=()), limit=limit) as writer:
                     number = writer.cursor["block"] if writer.cursor else 0
                     while not writer.full and (stop is None or number < stop):
                         documents = rank + len(RANK_ROWS) * (5 * number + np.arange(5))

@@ -3,7 +3,7 @@
 Fields that the dataclass does not have are ignored.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -95,6 +95,7 @@ class RunDocument(Marker):
     beside: tuple[str, ...] = ()  # names of further stores
     target: str | None = None  # name of the targets' store, if they are not the rows
     result: Result | None = None  # None until it is finished
+    settings: dict[str, Any] = field(default_factory=dict)  # all entries
 
 
 @dataclass(frozen=True)
@@ -111,19 +112,10 @@ def demand_version(text: str | bytes, newest: int) -> None:
 
 def read_run(path: Path) -> RunDocument:
     """Read a `run.json`; RunError if it is not as `sae train` writes it, or of a newer version."""
-    return _read_run(path)[0]
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """All entries of a `run.json`; RunError as in `read_run`."""
-    return _read_run(path)[1]
-
-
-def _read_run(path: Path) -> tuple[RunDocument, dict[str, Any]]:
     try:
         text = regular(path).read_bytes()
         demand_version(text, RUN_VERSION)
-        return parse_json(text, RunDocument), parse_json(text, dict[str, Any])
+        return replace(parse_json(text, RunDocument), settings=parse_json(text, dict[str, Any]))
     except (OSError, ValueError) as error:
         raise RunError(f"cannot read {path}: {error}; restore it, or remove the folder to go on without it") from error
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..base.documents import read_settings
+from ..base.documents import read_run
 from ..base.home import RUN_MARKER
 from ..extract.options import TINY_GEMMA2
 from .options import Json, is_given, start
@@ -45,7 +45,7 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
         for step, (purpose, words) in enumerate(chain(store, runs, pictures, measures), 1):
             print(f"\n{step}. {purpose}\n$ sae {shlex.join([*shown_home, *words])}", flush=True)
             root.command.main([*home, *words], standalone_mode=False)
-    results = {name: read_settings(runs_folder / name / RUN_MARKER)["result"] for name in runs}
+    results = {name: read_run(runs_folder / name / RUN_MARKER).settings["result"] for name in runs}
     measured = read_measures(measures)
     lines = [run | {"steps": results[run["run"]]["steps"], "seconds": round(results[run["run"]]["seconds"], 1)}
              for run in measured]

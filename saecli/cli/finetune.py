@@ -9,7 +9,7 @@ from ..base.home import now
 from ..base.processes import communicator
 from ..train.options import FINETUNED
 from .options import Data, Given, Json, Run, configured, home_of, start
-from .train import Resume, demand_alone, nothing_begun, trained
+from .train import Resume, demand_alone, trained
 
 Name = Annotated[str | None, typer.Option("--name", help="Name of the new run.",
                                           show_default="finetune, activation and a number",
@@ -31,12 +31,13 @@ def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, dat
 
     Example: sae finetune first --model google/gemma-2-2b
     """
+    from ..store.opening import told_when_stopped
     from ..train.finetune import FinetuneRun, Opened, chosen, resumed
     from ..train.runs import Job, claimed_folders, run_names
 
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
-        with nothing_begun(session):
+        with told_when_stopped(session.console):
             if resume:
                 demand_alone(ctx)
                 jobs = [resumed(session.home, name, session.console, claims, processes)]

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..base import interrupts
 from ..base.errors import ConfigError, SaeError, flag_of
 from ..base.home import checked_name, now
 from ..base.options import options_of
@@ -93,6 +92,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
     """
     if not (resume or data or "model" in options[0].values):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
+    from ..store.opening import told_when_stopped
     from ..train.fit import plan_of
     from ..train.runs import Job, Run, claimed_folders, known_job, resumed_job
     from ..train.runs import run_names as names_of
@@ -100,7 +100,7 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
 
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
-        with nothing_begun(session):
+        with told_when_stopped(session.console):
             if resume:
                 demand_alone(ctx)
                 groups = [[resumed_job(session.home, name, session.console, claims, processes)]]
@@ -127,17 +127,6 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
                     groups += [[replace(jobs[index], folder=folder) for index, folder in zip(new, folders, strict=True)
                                 ]] * bool(new)
         trained(session, groups, processes, each)
-
-
-@contextmanager
-def nothing_begun(session: Session) -> Iterator[None]:
-    """While open, Ctrl-C says that training has not begun."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        interrupts.told(stop)
-        session.console.note("stopped before training began; nothing was changed")
-        raise
 
 
 def demand_alone(ctx: typer.Context) -> None:

@@ -25,7 +25,7 @@ from ..store.opening import DERIVED, finished_store, told_when_stopped
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, hash_request, rows_per_shard
 from ..store.shard_writer import Admission
-from ..store.writer import RankedStore, StoreWriter, joining_began, other_number, rank_folder, rank_meta
+from ..store.writer import RankedStore, StoreWriter, joining_began, other_number, rank_folder
 from .chats import Chats
 from .forward import COLUMNS, Forward, batch_tokens, fill
 from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint
@@ -167,7 +167,8 @@ def store_requests(config: ExtractConfig, models: Sequence["ModelSource"], text:
     store drops is dropped from all, each `source` lists the other hook points, as `beside`, and of several models the
     other ones, as `models`; derived names end in one hash."""
     for model, layer in product(models, layers):
-        model.check_layer(layer)
+        if not 0 <= layer < model.layers:
+            raise ConfigError(f"{model.name} has layers 0 to {model.layers - 1}, got --layer {layer}")
     points = [HookPoint(layer, site, number) for number, layer, site in
               product(range(len(models)), dict.fromkeys(layers), dict.fromkeys(sites))]
     several, identities = len(models) > 1, [model.identity() for model in models]
@@ -327,7 +328,7 @@ def _own_parts(extraction: Extraction, missing: Sequence[StoreRequest], metas: d
             raise StoreError(f"cannot write to {request.folder} by several processes: they differ in model, text or "
                              f"options; give all of them the same files")
         quota, metas[request.point] = Quota(processes.rank, processes.world_size,
-                                            meta.ranks[processes.rank].rows), rank_meta(meta)
+                                            meta.ranks[processes.rank].rows), replace(meta, ranks=())
     return quota, {request.point: rank_folder(request.folder, processes.rank)
                    for request, meta in zip(missing, there, strict=True)
                    if quota.rows and not meta.complete and not joining_began(request.folder)}

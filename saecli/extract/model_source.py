@@ -62,10 +62,6 @@ class ModelSource:
                       if (found := getattr(config, DTYPE_WORD, None)) is not None), None)
         return named if device.type != "cpu" and named in MODEL_DTYPES else "float32"
 
-    def check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise ConfigError(f"{self.name} has layers 0 to {self.layers - 1}, got --layer {layer}")
-
     def check_context(self, context: int) -> None:
         if self.positions is not None and context > self.positions:
             raise ConfigError(f"{self.name} takes windows of at most {self.positions:,} tokens, got --context "

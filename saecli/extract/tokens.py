@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ..base.errors import ModelError
-from .language_model import LanguageModel, load_tokenizer
-from .model_source import find_model
+from .language_model import LanguageModel
 
 
 class TokenTexts:
@@ -23,11 +22,6 @@ class TokenTexts:
         self._known: dict[int, str] = {}
         # Some tokenizers drop the space before the first token of a text.
         self._before: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-
-    @classmethod
-    def of_model(cls, name: str) -> "TokenTexts":
-        """Loads no weights."""
-        return cls(load_tokenizer(find_model(name)))
 
     def __len__(self) -> int:
         return len(self._tokenizer)

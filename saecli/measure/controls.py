@@ -31,7 +31,7 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.documents import read_settings
+from ..base.documents import read_run
 from ..base.errors import MachineError, RunError, TrainingError, counted, demand_at_least, size_words
 from ..base.home import KEPT, Home
 from ..base.machine import available_memory
@@ -110,7 +110,7 @@ def _original(home: Home, name: str | Path | None, device: str, listener: Listen
         raise RunError(f"{expected} an epoch of one; name the run itself")
     if not subject.complete:
         raise RunError(f"{expected} an unfinished one; finish it by `sae train --resume --name {subject.name}`")
-    document = read_settings(marker)
+    document = read_run(marker).settings
     if (solver := document["solver"].get("name")) not in SOLVERS:
         raise RunError(f"{expected} one of `sae {solver}`; name the run that it was made from")
     if "init" in document:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ..base.console import Listener, Silent
-from ..base.documents import Origin, read_run, read_settings
+from ..base.documents import Origin, read_run
 from ..base.errors import HubError, RunError, unknown_choice
 from ..base.home import KEPT, RUN_MARKER, Home
 from ..store.joined import Joined
@@ -101,7 +101,7 @@ def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> di
 
 def _settings(folder: Path) -> dict[str, Any]:
     """All options of the run in a folder, by name, and its stores."""
-    document = read_settings(folder / RUN_MARKER)
+    document = read_run(folder / RUN_MARKER).settings
     solver, activation = dict(document["solver"]), dict(document["activation"])
     named = {name: document[name] for name in ("data", "beside", "target") if name in document}
     return {"solver": solver.pop("name"), "act": activation.pop("name"), **named, **document["training"], **solver,

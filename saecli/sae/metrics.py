@@ -98,17 +98,16 @@ class Reconstruction:
             tensor.to(device) for tensor in (self._mean, self._sums, self._fired, self._nested))
 
 
-def reconstruction(sae: Dictionary, batches: Iterable[Tensor], communicator: Communicator = ALONE,
-                   watch: Watch | None = None) -> dict[str, Any]:
-    """`Reconstruction.result` over batches of rows, (B, D), for a transcoder with targets, (B, D + E), and over all
-    processes; `watch` receives the codes of each batch."""
-    return reconstructions([sae], batches, communicator, watch)[0]
+def reconstruction(sae: Dictionary, batches: Iterable[Tensor], watch: Watch | None = None) -> dict[str, Any]:
+    """`Reconstruction.result` over batches of rows, (B, D), for a transcoder with targets, (B, D + E); `watch` receives
+    the codes of each batch."""
+    return reconstructions([sae], batches, watch=watch)[0]
 
 
 @torch.no_grad()
 def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
                     communicator: Communicator = ALONE, watch: Watch | None = None) -> list[dict[str, Any]]:
-    """`reconstruction` of several SAEs in one pass."""
+    """`reconstruction` of several SAEs in one pass, over all processes."""
     found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes) for sae in saes]
     for batch in batches:
         for sae, own in zip(saes, found, strict=True):

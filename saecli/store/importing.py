@@ -12,14 +12,14 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, FormatError, StoreError, counted, did_you_mean, flag_of, size_words
-from ..base.files import file_sha256
+from ..base.files import appearing_whole, file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known, options_of
 from .arrays import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, Link, check_memory, list_arrays, naming
 from .opening import DERIVED, finished_store, told_when_stopped
 from .options import ImportConfig, SyntheticConfig
 from .reader import ActivationStore
-from .schema import COLUMNS, StoreMeta, WorldRecord, hash_request, rows_per_shard
+from .schema import COLUMNS, WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
 from .shard_writer import Columns
 from .values import CODES, INDEX, OFFSET, VALUE
 from .worlds import SYNTHETIC, folder_of, is_saved_world, read_saelens, world_files, world_of
@@ -129,7 +129,10 @@ def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *,
             if writer.meta.world != record:
                 raise StoreError(f"cannot go on with {folder}: expected a world of SHA-256 {writer.meta.world}, got "
                                  f"{record}, as another machine may round differently; remove that store")
-            world.save(folder, content)
+            path = folder / WORLD_FILE
+            if not (path.is_file() and path.read_bytes() == content):
+                with appearing_whole(path) as temporary:
+                    temporary.write_bytes(content)
             for begin in range(start, config.rows, world.block_rows):
                 codes = world.codes(config.seed, begin // world.block_rows)[: config.rows - begin]
                 yield begin, world.rows(codes), {CODES: codes}

@@ -68,7 +68,8 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
 
 @contextmanager
 def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
-    """If Ctrl-C ends a command that fills stores, say how many rows are saved; yields a list for their folders."""
+    """If Ctrl-C ends a command before it begins its work, say so; of one that fills stores, whose folders go into the
+    list, how many rows are saved."""
     folders: list[Path] = []
     try:
         yield folders
@@ -84,19 +85,19 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
         raise
 
 
-def kept_and_dropped(store: ActivationStore) -> dict[str, Any]:
-    """The entries of a store's JSON on rows dropped, the norms of dropped and stored rows, and a mixture's sources."""
+def described(store: ActivationStore) -> dict[str, Any]:
+    """The entries of a store's JSON: with rows dropped, the norms of dropped and stored rows, a mixture's sources."""
     meta = store.meta
     norms = None if meta.norms is None else {**asdict(meta.norms), "quantiles": meta.norm_quantiles}
-    return {"dropped": meta.dropped, "norms": norms, **({"sources": meta.sources} if meta.sources else {}),
-            "dropped_norms": {name: asdict(found) for name, found in meta.dropped_norms.items()}}
+    return {"rows": saved_rows(store.path), "d_in": store.d_in, "dtype": store.dtype, "shards": len(meta.shards),
+            "dropped": meta.dropped, "norms": norms, **({"sources": meta.sources} if meta.sources else {}),
+            "dropped_norms": {name: asdict(found) for name, found in meta.dropped_norms.items()}, "source": meta.source}
 
 
 def stored(stores: Sequence[ActivationStore]) -> dict[str, Any]:
     """The JSON document of a command that made stores: of one store, or of all below `stores`."""
-    documents = [{"name": store.name, "path": str(store.path), "rows": store.rows, "d_in": store.d_in,
-                  "dtype": store.dtype, "shards": len(store.meta.shards), "cached": store.cached,
-                  **kept_and_dropped(store), "source": store.meta.source} for store in stores]
+    documents = [{"name": store.name, "path": str(store.path), **described(store), "cached": store.cached}
+                 for store in stores]
     return documents[0] if len(documents) == 1 else {"stores": documents}
 
 
@@ -139,9 +140,7 @@ def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> 
 
 def _store(shelf: Shelf, name: str) -> dict[str, Any]:
     store = ActivationStore.open(shelf.path / name)
-    return {"state": "complete" if store.complete else "unfinished", "created": store.meta.created,
-            "rows": saved_rows(store.path), "d_in": store.d_in, "dtype": store.dtype, "shards": len(store.meta.shards),
-            **kept_and_dropped(store), "source": store.meta.source}
+    return {"state": "complete" if store.complete else "unfinished", "created": store.meta.created, **described(store)}
 
 
 def _run(shelf: Shelf, name: str) -> dict[str, Any]:

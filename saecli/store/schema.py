@@ -20,7 +20,6 @@ from .values import CODES, DTYPES, Norms
 
 FORMAT_VERSION = 1
 SHARDS = "shards"
-RANKS = "ranks"
 WORLD_FILE = "world.safetensors"
 ACTIVATIONS = "activations"
 STATISTICS = "statistics"

@@ -21,7 +21,6 @@ from scipy.special import ndtri
 
 from ..base.documents import read_json
 from ..base.errors import ConfigError, FormatError
-from ..base.files import appearing_whole
 from .options import SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE
@@ -139,15 +138,6 @@ class World:
     def to_bytes(self) -> bytes:
         """The contents of `world.safetensors`, equal for equal worlds."""
         return save({one.name: np.ascontiguousarray(getattr(self, one.name)) for one in dataclasses.fields(self)})
-
-    @staticmethod
-    def save(folder: Path, content: bytes) -> None:
-        """Write `to_bytes` into a store's folder, if it is not there already."""
-        path = folder / WORLD_FILE
-        if path.is_file() and path.read_bytes() == content:
-            return
-        with appearing_whole(path) as temporary:
-            temporary.write_bytes(content)
 
     @classmethod
     def of_store(cls, store: ActivationStore) -> Self:

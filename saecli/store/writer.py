@@ -292,11 +292,6 @@ def rank_folder(store: Path, rank: int) -> Path:
     return store / RANKS / f"{rank:05d}"
 
 
-def rank_meta(meta: StoreMeta) -> StoreMeta:
-    """The `store.json` of each rank's own store, from the joint one's."""
-    return replace(meta, ranks=())
-
-
 def joining_began(store: Path) -> bool:
     """Whether a join has moved shards already, all ranks being complete; then only `RankedStore.join` may resume."""
     return (store / RANKS).exists() and any((store / SHARDS).glob("*.h5"))

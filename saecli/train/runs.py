@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base import interrupts
 from ..base.console import Listener, Silent
-from ..base.documents import RUN_VERSION, read_settings
+from ..base.documents import RUN_VERSION, read_run
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.files import appearing_whole, write_json
 from ..base.home import KEPT, RUN_MARKER, Home, checked_name
@@ -220,7 +220,7 @@ def known_job(home: Home, new: Job, listener: Listener, claims: ExitStack, commu
     """The run that has the name of a new one, finished or to resume from its checkpoint; None if there is none.
     RunError if its options are others."""
     name, path = new.folder.name, new.folder / RUN_MARKER
-    document = communicator.broadcast_object(lambda: read_settings(path) if path.exists() else None)
+    document = communicator.broadcast_object(lambda: read_run(path).settings if path.exists() else None)
     if document is None or not (document["complete"] or communicator.broadcast_object(
             (new.folder / CHECKPOINT).exists)):
         return None
@@ -242,13 +242,13 @@ def unfinished_run(home: Home, name: str | None, listener: Listener, command: st
 
     if name is None:
         unfinished = [one for one in runs.unfinished()
-                      if began(read_settings(runs.path / one / runs.marker)) == command]
+                      if began(read_run(runs.path / one / runs.marker).settings) == command]
         if not unfinished:
             raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae {command}`")
         name = unfinished[0]
         listener.note(f"going on with {name}")
     folder = runs.find(name)
-    document = read_settings(folder / runs.marker)
+    document = read_run(folder / runs.marker).settings
     if document["complete"]:
         raise RunError(f"{folder.name} is finished; there is nothing to resume, start from its SAE by `sae train "
                        f"--init {folder.name}`")

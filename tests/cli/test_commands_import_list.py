@@ -28,7 +28,7 @@ def stored(sae: CommandLine, name: str) -> tuple[np.ndarray, ActivationStore]:
 
 def test_import_of_the_digits(sae):
     document = sae("import", "digits", "--json").json
-    assert list(document) == [*KEYS, "dropped", "norms", "dropped_norms", "source"]
+    assert document.keys() == {*KEYS, "dropped", "norms", "dropped_norms", "source"}
     assert [document[key] for key in KEYS if key != "path"] == ["digits", 1797, 64, "float32", 1, False]
     images, labels = load_digits(return_X_y=True)
     lengths = np.linalg.norm(images, axis=1)

@@ -1,6 +1,7 @@
 """A store that several ranks write holds what each of them stored; shards of uneven sizes are read as others are."""
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from storing import collect, make_meta, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
-from saecli.store.writer import RankedStore, StoreWriter, rank_folder, rank_meta, saved_rows
+from saecli.store.writer import RankedStore, StoreWriter, rank_folder, saved_rows
 
 
 def test_a_joined_store_says_and_holds_what_the_ranks_stored(tmp_path: Path):
@@ -75,7 +76,7 @@ def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
             for rank, count in enumerate(counts):
                 begin = sum(counts[:rank])
                 if count:
-                    with StoreWriter.open(rank_folder(folder / "s", rank), rank_meta(joined.meta)) as writer:
+                    with StoreWriter.open(rank_folder(folder / "s", rank), replace(joined.meta, ranks=())) as writer:
                         numbers = np.arange(begin, begin + count)
                         writer.append(numbers[:, None] * np.ones(2, np.float32), dict.fromkeys(columns, numbers),
                                       {"row": 0})

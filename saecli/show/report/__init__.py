@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...base.console import Listener, listening
-from ...base.documents import read_settings
+from ...base.documents import read_run
 from ...base.errors import ConfigError, ModelError, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
@@ -70,33 +70,29 @@ def _words(one: Measured, model: str | None, has_tokens: bool) -> "tuple[Tokens,
     notes = [] if has_tokens else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
     if has_tokens and store.meta.source.get("positions") == "last":
         notes.append(f"{store.name} keeps only the last token of each document, so examples are single tokens")
-    if model is not None:
-        from ...extract.language_model import LanguageModel
-        from ...extract.model_source import find_model
-        from ...extract.tokens import TokenTexts, Unembedding
-
-        place = find_model(model)
-        width = one.sae.W_dec[:1, one.sae.places[-1]].shape[1]
-        if place.d_model != width:
-            raise ConfigError(f"{one.subject.name} cannot be read through {model}: expected a model of width "
-                              f"{width}, got {place.d_model}; name the model that the rows came from")
-        if named is not None and named != place.identity()["model"]:
-            notes.append(f"{store.name} came from {named}, and is read through {model}")
-        loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
-        return TokenTexts(loaded.tokenizer), Unembedding(loaded), notes
-    if not has_tokens:
+    if model is None and not (has_tokens and named):
+        if has_tokens:
+            notes.append(f"{store.name} does not say which model its tokens are of, so they are shown as numbers; "
+                         "--model names it")
         return TokenNumbers(), None, notes
-    if named is None:
-        notes.append(f"{store.name} does not say which model its tokens are of, so they are shown as numbers; --model "
-                     f"names it")
-    else:
-        from ...extract.tokens import TokenTexts
+    from ...extract.language_model import LanguageModel, load_tokenizer  # transformers takes seconds to import
+    from ...extract.model_source import find_model
+    from ...extract.tokens import TokenTexts, Unembedding
 
+    if model is None:
         try:
-            return TokenTexts.of_model(named), None, notes
+            return TokenTexts(load_tokenizer(find_model(str(named)))), None, notes
         except ModelError as error:
-            notes.append(f"no tokenizer ({error}): showing token ids")
-    return TokenNumbers(), None, notes
+            return TokenNumbers(), None, [*notes, f"no tokenizer ({error}): showing token ids"]
+    place = find_model(model)
+    width = one.sae.W_dec[:1, one.sae.places[-1]].shape[1]
+    if place.d_model != width:
+        raise ConfigError(f"{one.subject.name} cannot be read through {model}: expected a model of width {width}, got "
+                          f"{place.d_model}; name the model that the rows came from")
+    if named is not None and named != place.identity()["model"]:
+        notes.append(f"{store.name} came from {named}, and is read through {model}")
+    loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
+    return TokenTexts(loaded.tokenizer), Unembedding(loaded), notes
 
 
 MOST_PAGES = 4096  # written by default
@@ -205,7 +201,7 @@ def _facts(one: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, A
     store, folder, activation = one.store, one.subject.folder, one.sae.activation
     found: dict[str, Mapping[str, Any]] = {"activation": {"name": activation.name, **activation.to_json()}}
     if folder is not None and (folder / RUN_MARKER).is_file():
-        run = read_settings(folder / RUN_MARKER)
+        run = read_run(folder / RUN_MARKER).settings
         found |= {"training": run["training"], "solver": run["solver"],
                   "at the end of training": (run.get("result") or {}).get("final", {})}
     shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
