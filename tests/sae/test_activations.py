@@ -40,6 +40,8 @@ def test_batchtopk_keeps_the_largest_of_a_training_batch() -> None:
     assert (codes != 0).sum() == B * K
     assert len((codes != 0).sum(1).unique()) > 1
     assert torch.equal(BatchTopK(k=F).training_codes(pre, {}).dense(), pre.relu())
+    for same in (pre[:1].expand(B, F), pre.bfloat16()):  # many are equal
+        assert (BatchTopK(k=K).training_codes(same, {}).dense() != 0).sum() == B * K
     parameters = {"threshold": torch.tensor(0.7, dtype=torch.float64)}
     assert torch.equal(BatchTopK(k=K)(pre, parameters).dense(), pre * (pre > 0.7))  # at inference
 

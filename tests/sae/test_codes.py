@@ -8,7 +8,7 @@ from homes import normal
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation, JumpRelu
-from saecli.sae.activations.selection import at, at_entries, where
+from saecli.sae.activations.selection import at, largest, where
 from saecli.sae.codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, joined
 from saecli.sae.dictionary import SAE, Batch, PreActivations
 
@@ -128,10 +128,12 @@ def test_non_zeros_are_searched_for_where_they_are_few() -> None:
 def test_selected_pre_activations_and_gradients_equal_autograd(density: float) -> None:
     leaves = [normal(B, D, seed=3), normal(D, F, seed=4), normal(F, seed=5)]
     mask, upstream = matrix(density) != 0, normal(B, F, seed=6)
-    order = torch.randperm(int(mask.sum()), generator=torch.Generator().manual_seed(0))
+    pre = leaves[0] @ leaves[1] + leaves[2]
+    count = int(mask.sum())
+    top = torch.zeros(B * F).scatter(0, pre.flatten().argsort(descending=True)[:count], 1.0).view(B, F) > 0
     latents = torch.stack([torch.randperm(F, generator=torch.Generator().manual_seed(row))[:4] for row in range(B)])
     ways = {"where": (mask, lambda pre: where(pre, mask)),
-            "at_entries": (mask, lambda pre: at_entries(pre, mask.flatten().nonzero()[:, 0][order])),
+            "largest": (top, lambda pre: largest(pre, count)),
             "at": (torch.zeros(B, F).scatter(1, latents, 1.0) > 0, lambda pre: at(pre, latents)),
             "all": (mask | True, DenseCodes)}
     for kept, way in ways.values():

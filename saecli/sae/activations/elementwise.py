@@ -66,10 +66,9 @@ class BatchTopK(Thresholded, KeepsK):
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)` at the `k B` largest entries of this process' rows."""
-        from .selection import at_entries
+        from .selection import largest
 
-        kept = pre.detach().flatten().topk(self.k * len(pre), sorted=False).indices
-        return at_entries(pre, kept).map(lambda values: values.relu())
+        return largest(pre, self.k * len(pre)).map(lambda values: values.relu())
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
         values, threshold = codes.values, parameters["threshold"]

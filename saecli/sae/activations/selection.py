@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -53,12 +54,23 @@ def at(pre: Tensor, indices: Tensor, function: Callable[[Tensor], Tensor] = lamb
     return SparseCodes(rows * count, indices.flatten(), values.flatten(), pre.shape[1], each=count)
 
 
-def at_entries(pre: Tensor, entries: Tensor) -> Codes:
-    """Codes of some entries, by distinct flat indices, (n,)."""
-    if len(entries) > DENSITY * pre.numel():
-        flat = pre.flatten()
+def largest(pre: Tensor, count: int) -> Codes:
+    """Codes of the `count` largest entries of the whole batch."""
+    flat = pre.flatten()
+    entries = _largest(flat.detach(), count)
+    if count > DENSITY * len(flat):
         return DenseCodes(torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries)).view_as(pre))
-    return _at_ascending(pre, entries.sort().values)
+    return _at_ascending(pre, entries)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Ascending places of the `count` largest of some numbers, (n,)."""
+    if values.device.type == "cpu":  # NumPy's partition takes a fifth of the time of torch's topk
+        numbers = values.to(torch.promote_types(values.dtype, torch.float32)).numpy()
+        found = np.flatnonzero(numbers >= np.partition(numbers, -count)[-count])
+        if len(found) == count:  # else some are equal, or NaN
+            return torch.from_numpy(found)
+    return values.topk(count, sorted=False).indices.sort().values
 
 
 def where(pre: Tensor, active: Tensor) -> Codes:
