@@ -29,15 +29,15 @@ from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes, in_cache, joined
 from ..sae.dictionary import SAE, Batch, Coupled
 from .decoder_step import DecoderPass, Observed, Pass, balance, broadcast, penalty_places, silence, solved, useful
-from .options import DECODER_STEPS, RELEASE, RELEASE_STEPS, RELEASED_BELOW, PamSgd
+from .options import DECODER_STEPS, MOST_STEPS, RELEASE, RELEASE_STEPS, RELEASED_BELOW, PamSgd
 from .ridge import TOLERANCE, DecoderState, Terms, plan
 from .solver import DECODER_STEP, Solver, Task
 
 # Rows per latent of a decoder step, resampled for each. Using all 117 took 1.4 times as long on tiny-gemma2, and was no
 # better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.
 PASS_ROWS = 32
-MOST_ROWS = 256  # of the step that decides on the release, and of the last
-PASS_FRACTION = 1 / 3
+MOST_ROWS = 256  # of the last
+PASS_FRACTION = 1 / 2  # rows of all decoder steps within epochs, over those of all encoder steps, at most
 # A given alpha is warned about if rows and latents are within this ratio, and degrees of freedom above this fraction
 # of the rows.
 THRESHOLD_RATIO, THRESHOLD_FRACTION = 2, 0.8
@@ -48,9 +48,9 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
     """All decoder steps: after each epoch (before it with `decoder_first`), or if these are many every few, and every
     `batches_between` batches within.
 
-    Each takes `PASS_ROWS` rows per latent; the last, and the one that decides on the release, `MOST_ROWS`; with the
-    paper's decoder all. Alpha is chosen at the first, at the release, and 1, 2, 4, ... later, since it settles. The
-    last keeps the alpha of smoothed rows: rows fitted exactly would choose one too small.
+    Each takes `PASS_ROWS` rows per latent, the last `MOST_ROWS`; with the paper's decoder all. Alpha is chosen at the
+    first, at the release, and 1, 2, 4, ... later, since it settles. The last keeps the alpha of smoothed rows: rows
+    fitted exactly would choose one too small.
     """
     batches, free, first = task.batches, config.decoder == "free", config.decoder_first
     every, smooths = batches_between(task, config, d_sae), float(task.training.smoothing) > 0 and len(task.sample.x) > 1
@@ -62,7 +62,7 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
     release_from = 0.0 if at_once else RELEASE * min(1, task.steps / RELEASE_STEPS) if asks else given
     passes: list[Pass] = []
     held, chosen, epochs = True, 0, math.ceil(task.steps / (batches * config.rounds))
-    apart = 1 if config.decoder_every != "auto" or config.takes_all_rows else max(1, epochs // (2 * DECODER_STEPS))
+    apart = 1 if config.decoder_every != "auto" or config.takes_all_rows else max(1, epochs // MOST_STEPS)
     for epoch in range((epochs - 1) % apart, epochs, apart):
         for batch in [0] if first else [*range(every, batches, every), batches]:
             steps, number = (epoch * batches + batch) * config.rounds, len(passes)
@@ -73,7 +73,7 @@ def decoder_steps(task: Task, config: PamSgd, d_sae: int) -> list[Pass]:
             held, chosen = held and not turns, number if turns else chosen
             chooses = last or not (number - chosen) & (number - chosen - 1)  # after 0, 1, 2, 4, ...
             rows = (task.rows if config.takes_all_rows
-                    else min(task.rows, (MOST_ROWS if last or (turns and asks) else PASS_ROWS) * d_sae))
+                    else min(task.rows, (MOST_ROWS if last else PASS_ROWS) * d_sae))
             passes.append(Pass(
                 number, epoch, batch, rows, last=last, decides=turns and asks, releases=turns and not asks,
                 chooses=config.alpha == "auto" and chooses and not (last and smooths and number > 0)))
@@ -87,7 +87,7 @@ def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
         return task.batches
     epochs = task.steps / (task.batches * config.rounds)
     affordable = PASS_FRACTION * task.steps * task.rows / task.batches / (PASS_ROWS * d_sae)
-    parts = int(min(DECODER_STEPS, affordable) / epochs)  # of an epoch
+    parts = round(min(DECODER_STEPS, affordable) / epochs)  # of an epoch
     return math.ceil(task.batches / parts) if parts > 1 else task.batches
 
 

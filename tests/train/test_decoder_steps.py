@@ -24,19 +24,19 @@ def data() -> RowsInMemory:
 
 @pytest.mark.parametrize(("options", "more", "expected"), [
     # Each line: epoch.batch, rows per latent, and c(hooses), d(ecides), r(eleases), l(ast).
-    ({}, {}, "0.10:32c 1.10:32c 2.10:40cd 3.10:32c 4.10:40cl"),
-    ({}, {"smoothing": 0.3}, "0.10:32c 1.10:32c 2.10:40cd 3.10:32c 4.10:40l"),
+    ({}, {}, "0.10:32c 1.10:32c 2.10:32cd 3.10:32c 4.10:40cl"),
+    ({}, {"smoothing": 0.3}, "0.10:32c 1.10:32c 2.10:32cd 3.10:32c 4.10:40l"),
     ({}, {"B": torch.eye(2)}, "0.10:32cr 1.10:32c 2.10:32c 3.10:32 4.10:40cl"),
-    ({"alpha": 1.0}, {}, "0.10:32 1.10:32 2.10:40d 3.10:32 4.10:40l"),
+    ({"alpha": 1.0}, {}, "0.10:32 1.10:32 2.10:32d 3.10:32 4.10:40l"),
     ({"release": 0.4}, {}, "0.10:32c 1.10:32cr 2.10:32c 3.10:32c 4.10:40cl"),
     ({"release": 1.0}, {}, "0.10:32c 1.10:32c 2.10:32c 3.10:32 4.10:40cl"),
     ({"decoder": "free"}, {}, "0.10:40c 1.10:40c 2.10:40c 3.10:40 4.10:40cl"),
     ({"decoder_first": True}, {}, "0.0:40c 1.0:40c 2.0:40c 3.0:40 4.0:40c"),
-    ({"decoder_every": 4}, {"steps": 20}, "0.4:32c 0.8:32c 0.10:40cd 1.4:32c 1.8:32c 1.10:40cl"),
-    ({"decoder_every": 4}, {"steps": 16}, "0.4:32c 0.8:40cd 0.10:32c 1.4:32c 1.10:40cl"),
-    ({"decoder_every": 4, "inner_steps": 2}, {"steps": 15}, "0.4:40cd 0.10:40cl"),
+    ({"decoder_every": 4}, {"steps": 20}, "0.4:32c 0.8:32c 0.10:32cd 1.4:32c 1.8:32c 1.10:40cl"),
+    ({"decoder_every": 4}, {"steps": 16}, "0.4:32c 0.8:32cd 0.10:32c 1.4:32c 1.10:40cl"),
+    ({"decoder_every": 4, "inner_steps": 2}, {"steps": 15}, "0.4:32cd 0.10:40cl"),
     ({}, {"steps": 1}, "0.10:40cl"),
-    ({}, {"few": 100}, "0.10:32c 1.10:40cd 2.10:32c 3.10:32c 4.10:40cl"),  # half of the steps of a release half way
+    ({}, {"few": 100}, "0.10:32c 1.10:32cd 2.10:32c 3.10:32c 4.10:40cl"),  # half of the steps of a release half way
 ])
 def test_the_schedule_of_decoder_steps(options, more, expected, monkeypatch):
     monkeypatch.setattr("saecli.train.pam_sgd.RELEASE_STEPS", more.get("few", 1))
@@ -65,9 +65,10 @@ def test_of_many_epochs_some_end_with_a_decoder_step_and_the_last_always(options
 
 @pytest.mark.parametrize(("options", "rows", "epochs", "d_sae", "expected"), [
     ({}, 60_000, 17, 512, None),  # often enough after epochs
-    ({}, 1_000_000, 2, 512, 489),  # 8 times in each of two epochs
-    ({}, 1_000_000, 1, 512, 245),
-    ({}, 1_000_000, 1, 4096, 1954),  # twice, since a pass takes an eighth of the rows
+    ({}, 100_000, 11, 1024, 196),  # twice in each of 11
+    ({}, 1_000_000, 2, 512, 391),
+    ({}, 1_000_000, 1, 512, 196),
+    ({}, 1_000_000, 1, 4096, 977),  # four times, since a pass takes an eighth of the rows
     ({}, 1_000_000, 1, 16_384, None),
     ({"decoder_every": "epoch"}, 1_000_000, 2, 512, None), ({"decoder_every": 7}, 1_000_000, 2, 512, 7),
     ({"decoder": "free"}, 1_000_000, 2, 512, None), ({"decoder_first": True}, 1_000_000, 2, 512, None)])
