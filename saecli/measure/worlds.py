@@ -35,11 +35,6 @@ class Alignment:
         """The feature that each latent is taken to detect, by the largest |cosine|, (F,), int64."""
         return self.cosines.abs().argmax(1)
 
-    @property
-    def nearest_cosines(self) -> Tensor:
-        """The cosine of each latent with its nearest feature, (F,)."""
-        return self.cosines.gather(1, self.nearest[:, None])[:, 0]
-
     def mcc(self) -> float:
         """Mean |cosine| under the best one-to-one matching of latents and features, in [0, 1].
 

@@ -184,8 +184,10 @@ def _details(one: Measured, found: Survey, chosen: list[int], texts: "Tokens", u
         with listener.progress("reading off output tokens", len(chosen), "latents") as show:
             last = W_dec[:, one.sae.places[-1]]  # of a crosscoder, at its last hook point
             outputs = unembedding.output_tokens(last[numbers], OUTPUT_TOKENS, show)
-    alignment = one.alignment()
-    features = None if alignment is None else (alignment.nearest[chosen], alignment.nearest_cosines[chosen])
+    features = None
+    if (alignment := one.alignment()) is not None:
+        nearest = alignment.nearest[chosen]
+        features = nearest, alignment.cosines[chosen, nearest]
     return Details(found, chosen, near, partners, texts, outputs, features, places)
 
 
