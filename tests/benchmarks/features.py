@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import product
@@ -251,6 +251,17 @@ def fill(jobs: Sequence[Job], log: Path, processes: int, home: Path, saelens: Pa
                 file.write(json.dumps({"words": job, "result": results[job]}) + "\n")
             print(f"{number} of {len(missing)}", file=sys.stderr, flush=True)
     return {job: results[job] for job in jobs}
+
+
+def shown(run: Callable[..., Any], jobs: Sequence[Any], processes: int, *given: Any) -> dict[Any, Any]:
+    """The result of `run(job, *given)` for each job, in a process of one thread; printed as a line of JSON each."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # spawned processes read it when they load torch
+    results = {}
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for job, found in zip(jobs, pool.map(run, jobs, *([one] * len(jobs) for one in given)), strict=True):
+            results[job] = found
+            print(json.dumps([job, found]), flush=True)
+    return results
 
 
 def stores(cells: Sequence[str], out: Path) -> Path:

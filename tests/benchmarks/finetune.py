@@ -16,19 +16,16 @@ peak of the memory.
 import argparse
 import json
 import math
-import multiprocessing
-import os
 import resource
 import shutil
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from features import CELLS, MODEL, SOLVERS, STORES, stores
+from features import CELLS, MODEL, SOLVERS, STORES, shown, stores
 from scipy.stats import t
 
 ACTS: dict[str, dict[str, Any]] = {"topk": {"k": 16}, "batchtopk": {"k": 16}, "jumprelu": {"target_l0": 16},
@@ -185,13 +182,7 @@ def compare(chosen: argparse.Namespace) -> None:
         stores_of(text, act, home)
     cells = [[Job(*cell, int(seed)) for seed in chosen.seeds.split(",")]
              for cell in product(texts, chosen.acts.split(","), chosen.solvers.split(","))]
-    jobs = [job for cell in cells for job in cell]
-    os.environ["OMP_NUM_THREADS"] = "1"  # spawned processes read it when they load torch
-    results = {}
-    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
-        for job, found in zip(jobs, pool.map(run, jobs, [home] * len(jobs), [chosen.tokens] * len(jobs)), strict=True):
-            results[job] = found
-            print(json.dumps([job, found]), flush=True)
+    results = shown(run, [job for cell in cells for job in cell], chosen.jobs, home, chosen.tokens)
     heads = ["before, after", "FVU", "L0", "KL", "CE gap"]
     print(f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line(cell, results) for cell in cells), sep="\n")
     if chosen.features:

@@ -9,16 +9,12 @@ difference in the last two.
 """
 
 import argparse
-import json
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from features import CELLS, SOLVERS, stores
+from features import CELLS, SOLVERS, shown, stores
 from scipy.stats import t
 
 ACTS = {"topk": {"k": 16}, "batchtopk": {"k": 16}, "jumprelu": {"target_l0": 16}, "relu": {}}
@@ -75,13 +71,7 @@ def main() -> None:
     home = stores([first, second], chosen.out)
     cells = [[Job(CELLS[first].store, CELLS[second].store, act, solver, int(seed)) for seed in chosen.seeds.split(",")]
              for act, solver in product(chosen.acts.split(","), SOLVERS)]
-    jobs = [job for cell in cells for job in cell]
-    os.environ["OMP_NUM_THREADS"] = "1"  # spawned processes read it when they load torch
-    results = {}
-    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn")) as pool:
-        for job, found in zip(jobs, pool.map(run, jobs, [home] * len(jobs)), strict=True):
-            results[job] = found
-            print(json.dumps([job, found]), flush=True)
+    results = shown(run, [job for cell in cells for job in cell], chosen.jobs, home)
     heads = ["FVU", *WAYS, "L0 of each", "trained on less refit", "less from the start"]
     print(f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line(cell, results) for cell in cells), sep="\n")
 
