@@ -73,6 +73,14 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return kept
 
 
+@pytest.fixture
+def text(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file of the module's `TEXT`."""
+    path = tmp_path / "text.txt"
+    path.write_text(request.module.TEXT)
+    return path
+
+
 @pytest.fixture(scope="module")
 def produce() -> Iterator[Producer]:
     """Writes the store of `store_producer` in processes of their own."""

@@ -16,14 +16,14 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from store_speed import timed
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill
@@ -87,13 +87,6 @@ def bare(plain: torch.nn.Module, batches: list[dict[str, Any]]) -> None:
     """Run the forward passes alone."""
     for batch in batches:
         plain(**batch)
-
-
-def timed(action: Callable[[], None]) -> np.ndarray:
-    """Seconds, and processor seconds."""
-    started = np.array([time.perf_counter(), time.process_time()])
-    action()
-    return np.array([time.perf_counter(), time.process_time()]) - started
 
 
 def cut_off(model: LanguageModel, layer: int) -> torch.nn.Module:

@@ -29,13 +29,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_model(folder / name, name) for name in CONFIGS}
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("site", ["resid_post", "resid_pre"])
