@@ -260,16 +260,21 @@ def _unmapped() -> Iterator[None]:
 # The first of these parts that a block has: its input is mlp_in, its output mlp_out or attn_out. Norms before the
 # residual stream come first (Gemma 2, GLM 4), then last layers, where attention or MLP return their sum with the
 # residual stream (BLOOM, MPT); fc1 and fc2 stand in blocks that have no module for the MLP (OPT).
-PARTS = {"mlp_in": ("mlp", "feed_forward", "ffn", "fc1"),
+PARTS = {"mlp_in": ("mlp", "feed_forward", "ffn", "fc1", "block_sparse_moe", "shared_mlp"),
          "mlp_out": ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.dense_4h_to_h", "ffn.down_proj", "mlp",
-                     "feed_forward", "ffn", "fc2"),
+                     "feed_forward", "ffn", "fc2", "block_sparse_moe", "shared_mlp"),
          "attn_out": ("post_self_attn_layernorm", "self_attention.dense", "self_attn", "attention", "attn",
                       "self_attention")}
+# Both add to the residual stream at once (Falcon-H1, Granite with shared experts): neither alone is the site.
+PAIRS = {"attn_out": {"mamba", "self_attn"}, "mlp_in": {"block_sparse_moe", "shared_mlp"},
+         "mlp_out": {"block_sparse_moe", "shared_mlp"}}
 
 
 def _module_at(block: nn.Module, site: str) -> nn.Module | None:
     """The module whose input (resid_pre, mlp_in) or output is the site; None if the block has none."""
     parts = dict(block.named_modules())
+    if site in PAIRS and parts.keys() >= PAIRS[site]:
+        return None
     normed = site == "attn_out" and "post_feedforward_layernorm" in parts
     paths = ("post_attention_layernorm",) if normed else PARTS.get(site, ("",))  # "" is the block itself
     return next((parts[path] for path in paths if path in parts), None)
@@ -284,8 +289,8 @@ def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]
         having = [str(layer) for layer, other in enumerate(blocks) if _module_at(other, site)]
         raise ConfigError(
             f"--site {site} is unknown in a {type(block).__name__}: expected "
-            f"{'attention' if site == 'attn_out' else 'an MLP'}, got {', '.join(dict(block.named_children()))}; use "
-            + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre"))
+            f"{'attention' if site == 'attn_out' else 'an MLP'} alone, got {', '.join(dict(block.named_children()))}; "
+            "use " + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre"))
     shape: list[int] = []
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -89,8 +89,8 @@ def controls(run: str | Path | None = None, *, model: str | None = None, tokens:
     check_tokens_of_model(tokens, model)
     demand_at_least("seeds", seeds)
     one, plan = _original(Home.at(home), run, device, listener)
-    if model is not None:
-        check_model(one, model)
+    if model is not None and len({source.name for _, source in check_model(one, model)}) > 1:
+        pass
     first = plan.training.seed
     work = _Work(one, plan, range(first, first + seeds), listener, [])
     lines = work.on_own_rows(model, tokens) + work.on_shuffled_rows()
@@ -116,8 +116,6 @@ def _original(home: Home, name: str | Path | None, device: str, listener: Listen
     if "init" in document:
         raise RunError(f"{expected} one that began from {document['init']['name']}; name one without --init, which "
                        "began from random directions")
-    if document.get("beside"):
-        raise RunError(f"{expected} a crosscoder; name a run on one store, or on one and its target")
     plan = run_again(home, folder, document, listener, "make controls of").plan
     if plan.test_rows is None:
         raise RunError(f"{expected} one without held-out rows; train it anew")
