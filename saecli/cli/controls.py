@@ -14,7 +14,8 @@ def command(ctx: typer.Context, run: OwnRun = None, model: SplicedModel = None, 
 
     A control repeats the training of RUN with one ingredient removed: the encoder stays random; the decoder stays
     random; each dimension of the rows is shuffled by itself; or, with --model, the rows are activations of that model
-    with random weights, on the same tokens. RUN is an SAE or a transcoder trained without --init.
+    with random weights, on the same tokens. RUN is trained without --init; of a crosscoder of several models, without
+    --model.
 
     The table compares the controls with RUN on held-out rows: FVU, L0, dead latents; for known features MCC and F1;
     with --model CE recovered and KL; and stability, the PW-MCC between seeds. A score that a control reaches too is no

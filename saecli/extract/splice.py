@@ -163,7 +163,7 @@ def largest(rows: Rows, column: str) -> int:
     return max(int(part.max()) for part in rows.column(column, READ))
 
 
-def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[list[int]]:
+def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int, source: int | None = None) -> Iterator[list[int]]:
     """The token ids of the first windows, in stored order, of a store that keeps every position of its windows.
 
     A window from which the store dropped a token outside the prefix is skipped, since it cannot be rebuilt.
@@ -171,6 +171,7 @@ def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int) -> Iterator[l
     Args:
         prefix: the special tokens before each window, which the store drops.
         tokens: number of tokens to stop at, not counting the prefix; the last window is whole.
+        source: of a mixture, number of the only source whose windows are given, which may be none.
     """
     found = 0
     for positions, token_ids in _spans(rows):

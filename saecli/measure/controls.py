@@ -67,9 +67,9 @@ def controls(run: str | Path | None = None, *, model: str | None = None, tokens:
     """Train and measure the baselines of a run; CLI equivalent: `sae controls`. No files are written.
 
     Args:
-        run: name of a finished run of `sae train`, an SAE or a transcoder; None for the newest run.
+        run: name of a finished run of `sae train`; None for the newest run.
         model: hub id or folder of the language model that the rows came from, for the control with random weights, and
-            for CE and KL of what acts on the run's own rows.
+            for CE and KL of what acts on the run's own rows; not for a crosscoder of several models.
         tokens: held-out tokens that the model is run over, as in `evaluate`.
         seeds: trainings of each control, and of the run, at least 1. The first has the run's seed and is measured; the
             others are for `stability`.
@@ -89,8 +89,11 @@ def controls(run: str | Path | None = None, *, model: str | None = None, tokens:
     check_tokens_of_model(tokens, model)
     demand_at_least("seeds", seeds)
     one, plan = _original(Home.at(home), run, device, listener)
-    if model is not None and len({source.name for _, source in check_model(one, model)}) > 1:
-        pass
+    if model is not None:
+        if len(models := {str(end.store.meta.source.get("model")) for end in one.rows.inputs}) > 1:
+            raise ConfigError(f"--model does nothing for {one.subject.name}, a crosscoder of {' and '.join(models)}: "
+                              "random weights are drawn for one model; leave it out")
+        check_model(one, model)
     first = plan.training.seed
     work = _Work(one, plan, range(first, first + seeds), listener, [])
     lines = work.on_own_rows(model, tokens) + work.on_shuffled_rows()
@@ -258,11 +261,17 @@ def shuffled(rows: RowSource, seed: int) -> ArrayRows:
         found[at : at + len(batch)] = batch
         at += len(batch)
     random = np.random.default_rng(seed)
-    return ArrayRows(random.permuted(found, axis=0, out=found))
+    return _like(rows, random.permuted(found, axis=0, out=found))
+
+
+def _like(rows: RowSource, *arrays: np.ndarray) -> ArrayRows:
+    found = ArrayRows(*arrays)
+    found.widths, found.places = rows.widths, rows.places
+    return found
 
 
 def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], None]) -> ArrayRows:
-    """A model's activations at the hook points and tokens of a store's rows, and of its target's, in stored order.
+    """A model's activations at the hook points and tokens of stores' rows, and of their target's, in stored order.
 
     Rows of a window from which the store dropped a token are missing, since it cannot be rebuilt; see
     `extract.splice.stored_windows`.
@@ -273,16 +282,15 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     from ..extract.options import HookPoint
     from ..extract.windows import Windows
 
-    ends = [rows.inputs[0], *([rows.target] if rows.target else [])]
+    ends = [*rows.inputs, *([rows.target] if rows.target else [])]
     origin = ends[0].store.meta.source
     context = origin["context"]
     cutter = Windows(model.tokenizer, context, control=origin.get("control_tokens"))
     places = [HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends]
-    found, done = [np.empty((end.rows, end.d_in), np.float32) for end in ends], 0
+    found, done = np.empty((rows.rows, rows.d_in + rows.d_target), np.float32), 0
     windows, most = stored_windows(ends[0], cutter.prefix, ends[0].rows), batch_tokens(model, "auto", context, places)
     for parts in plain_activations(model, windows, cutter.special, places, most):
-        for all_rows, part in zip(found, parts, strict=True):
-            all_rows[done : done + len(part)] = part.to("cpu", torch.float32).numpy()
+        found[done : done + len(parts[0])] = torch.cat(parts, 1).to("cpu", torch.float32).numpy()
         done += len(parts[0])
         show(done)
-    return ArrayRows(*(all_rows[:done] for all_rows in found))
+    return _like(rows, *filter(np.size, np.split(found[:done], [rows.d_in], axis=1)))

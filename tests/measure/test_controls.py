@@ -97,7 +97,7 @@ def notes(sae: CommandLine) -> Iterator[CommandLine]:
 @pytest.mark.parametrize("which", ["train", "test"])
 def test_rows_of_random_weights_are_of_the_same_tokens_and_other_numbers(notes: CommandLine, which):
     x, y = (saecli.open_store(f"notes-l1-{site}", notes.home) for site in ("mlp_in", "mlp_out"))
-    rows = saecli.join(x, target=y).split(which)
+    rows = (saecli.join(x, target=y) if which == "train" else saecli.join(x, y)).split(which)
     source, cpu, shown = find_model("tiny-gemma2"), torch.device("cpu"), []
     stored = np.concatenate([batch.copy() for batch in rows.sequential(500)])
     own, one, again, other = (
@@ -127,9 +127,11 @@ def test_windows_without_all_tokens_are_left_out_of_a_models_rows(sae: CommandLi
 
 
 @pytest.mark.slow
-def test_with_a_model_every_control_is_measured_and_the_table_says_so(notes: CommandLine):
-    words = ("--steps", "30", "--d-sae", "64", "--act", "topk", "--k", "8", "--name", "run")
-    assert notes("train", "--data", "notes-l1-mlp_out", *words).status == 0
+@pytest.mark.parametrize("sites", [["mlp_out"], ["mlp_in", "mlp_out"]], ids=["SAE", "crosscoder"])
+def test_with_a_model_every_control_is_measured_and_the_table_says_so(notes: CommandLine, sites):
+    words = ["--steps", "30", "--d-sae", "64", "--act", "topk", "--k", "8", "--name", "run"]
+    words += [word for site in sites for word in ("--data", f"notes-l1-{site}")]
+    assert notes("train", *words).status == 0
     done = notes("controls", "run", "--model", "tiny-gemma2", "--tokens", "200", "--seeds", "1", "--json")
     assert done.status == 0, done.err
     lines = {line["control"]: line for line in done.json["controls"]}

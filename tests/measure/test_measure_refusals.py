@@ -73,7 +73,6 @@ COMMANDS = [
     ("controls refit-run", 1, "expected a finished run of `sae train`, got one of `sae refit`; name the run that it"),
     ("controls half", 1, "got an unfinished one; finish it by `sae train --resume --name half`"),
     ("controls from", 1, "got one that began from run; name one without --init"),
-    ("controls both", 1, "got a crosscoder"),
     ("controls old", 1, "cannot make controls of old: "),
     ("controls {home}/saved", 1, "got a folder with an SAE of unknown training; name a run"),
     ("controls {home}/runs/run/kept/epoch-1", 1, "got an epoch of one; name the run itself"),
