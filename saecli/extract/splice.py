@@ -174,28 +174,28 @@ def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int, source: int |
         source: of a mixture, number of the only source whose windows are given, which may be none.
     """
     found = 0
-    for positions, token_ids in _spans(rows):
-        if positions[0] != len(prefix) or positions[-1] - positions[0] + 1 != len(positions):
+    for _, positions, token_ids, *own in _spans(rows, (*COLUMNS, *["source"] * (source is not None))):
+        if positions[0] != len(prefix) or positions[-1] - positions[0] + 1 != len(positions) or (
+                own and own[0][0] != source):
             continue
-        yield [*prefix, *token_ids]
+        yield [*prefix, *token_ids.tolist()]
         found += len(token_ids)
         if found >= tokens:
             return
-    if not found:
+    if not found and source is None:
         raise StoreError(f"{rows.name} cannot be run through a model: expected windows with every token stored, got "
                          "none; name another store")
 
 
-def _spans(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
-    """The positions and token ids of each run of rows of one window."""
-    waiting = np.empty((3, 0), np.int64)
-    for columns in zip(*(rows.column(name, READ) for name in COLUMNS), strict=True):
+def _spans(rows: Rows, names: Sequence[str]) -> Iterator[np.ndarray]:
+    """The values of columns, documents and positions first, at each run of rows of one window."""
+    waiting = np.empty((len(names), 0), np.int64)
+    for columns in zip(*(rows.column(name, READ) for name in names), strict=True):
         waiting = np.concatenate([waiting, np.stack(columns)], axis=1)
         *whole, waiting = np.split(waiting, window_starts(waiting[0], waiting[1]), axis=1)
-        for span in whole:
-            yield span[1].tolist(), span[2].tolist()
+        yield from whole
     if waiting.shape[1]:
-        yield waiting[1].tolist(), waiting[2].tolist()
+        yield waiting
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ import torch
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.documents import read_run
-from ..base.errors import MachineError, RunError, TrainingError, counted, demand_at_least, size_words
+from ..base.errors import ConfigError, MachineError, RunError, TrainingError, counted, demand_at_least, size_words
 from ..base.home import KEPT, Home
 from ..base.machine import available_memory
 from ..extract.splice import plain_activations, stored_windows
@@ -90,7 +90,7 @@ def controls(run: str | Path | None = None, *, model: str | None = None, tokens:
     demand_at_least("seeds", seeds)
     one, plan = _original(Home.at(home), run, device, listener)
     if model is not None:
-        if len(models := {str(end.store.meta.source.get("model")) for end in one.rows.inputs}) > 1:
+        if len(models := dict.fromkeys(str(end.store.meta.source.get("model")) for end in one.rows.inputs)) > 1:
             raise ConfigError(f"--model does nothing for {one.subject.name}, a crosscoder of {' and '.join(models)}: "
                               "random weights are drawn for one model; leave it out")
         check_model(one, model)

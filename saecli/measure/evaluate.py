@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +88,8 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
         `extract.splice.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several models
-        only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures without a
-        model on the rows of each.
+        only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures on the rows
+        of each, with a model over as many tokens again.
     """
     return compare([sae], data, target=target, split=split, model=model, tokens=tokens, device=device, home=home,
                    progress=progress)[0]
@@ -171,9 +172,12 @@ def evaluated(everything: Sequence[Measured], model: str | Sequence[str] | None,
     passes = splices(everything, model, listener)  # raises before the rows are measured
     found = [one.heading | _reconstructed(one, listener) for one in everything]
     for splice in passes:
-        every = splice.effects([everything[index].sae for index in splice.members], tokens or TOKENS, listener)
-        for index, effect in zip(splice.members, every, strict=True):
-            found[index] |= effect
+        saes = [everything[index].sae for index in splice.members]
+        sources = [part.source for part in everything[splice.members[0]].by_source().values()]
+        for place, source in enumerate([None, *sources], -1):
+            every = splice.effects(saes, tokens or TOKENS, listener, source)
+            for index, effect in zip(splice.members, every, strict=True):
+                (found[index] if source is None else found[index]["sources"][place]).update(effect)
     listener.note("special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
                   "out of the means")
     return found
@@ -190,13 +194,17 @@ class Splice:
     reads: tuple[HookPoint, ...]  # where activations are encoded
     writes: tuple[HookPoint, ...]  # where they are replaced; the same unless a transcoder's
 
-    def effects(self, saes: Sequence[SAE], tokens: int, listener: Listener) -> list[dict[str, Any]]:
-        windows, alone = stored_windows(self.rows, self.cutter.prefix, tokens), len(self.models) == 1
+    def effects(self, saes: Sequence[SAE], tokens: int, listener: Listener,
+                source: int | None = None) -> list[dict[str, Any]]:
+        """The effects on the rows, or on those of one source of a mixture: nothing if it has no whole window."""
+        windows, alone = stored_windows(self.rows, self.cutter.prefix, tokens, source), len(self.models) == 1
+        if (first := next(windows, None)) is None:
+            return [{}] * len(saes)
         names = " and ".join(model.source.name for model in self.models)
         each: list[tuple[HookPoint, ...]] = [(point,) for point in self.writes if len(self.writes) > 1]
         with listener.progress(f"splicing into {names}", min(tokens, self.rows.rows), "tokens") as show:
-            found = effects(self.models, windows, self.cutter.special, self.reads, [self.writes] * alone + each, saes,
-                            show)
+            found = effects(self.models, chain([first], windows), self.cutter.special, self.reads,
+                            [self.writes] * alone + each, saes, show)
         at = [{"model": self.models[point.model].source.name, **point.place} for (point,) in each]
         return [(own[0] if alone else {}) | ({"hook_points": [
             place | one for place, one in zip(at, own[alone:], strict=True)]} if at else {}) for own in found]

@@ -69,8 +69,9 @@ def evaluation_tables(ranked: Sequence[dict[str, Any]], models: Sequence[str]) -
                                                      "of the feature nearest to each"))
     if spliced := [run for run in ranked if "kl" in run]:
         shown.append(comparison(spliced, EFFECT, f"with the SAE's reconstructions in {models[0]}; in nats a token"))
-    if each := [[run["run"], f"{one['model']}, layer {one['layer']}, {one['site']}", *(one[name] for name in EFFECT)]
-                for run in ranked for one in run.get("hook_points", ())]:
+    if each := [[run["run"] + (f", {part['source']}" if "source" in part else ""),
+                 f"{one['model']}, layer {one['layer']}, {one['site']}", *(one[name] for name in EFFECT)]
+                for run in ranked for part in (run, *run.get("sources", ())) for one in part.get("hook_points", ())]:
         shown.append(table("with the crosscoder's reconstruction at one hook point alone; in nats a token",
                            ["run", "hook point", *(name.replace("_", " ") for name in EFFECT)], each))
     return shown
@@ -96,7 +97,8 @@ def flat(run: Mapping[str, Any]) -> dict[str, Any]:
     """A run's measures as a line of a table: `l0_first_N` and `fvu_first_N` of prefixes, `l0_on_NAME` of sources."""
     line = dict(run)
     for one in line.pop("sources", ()):
-        line |= {f"{name}_on_{one['source']}": one[name] for name in ("rows", "l0", "fvu")}
+        line |= {f"{name}_on_{one['source']}": one[name] for name in ("rows", "l0", "fvu", "ce_recovered", "kl")
+                 if name in one}
     for prefix in line.pop("prefixes", ()):
         line |= {f"{name}_first_{prefix['latents']}": prefix[name] for name in ("l0", "fvu")}
     for place, one in enumerate(line.pop("hook_points", ())):

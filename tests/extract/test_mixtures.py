@@ -75,3 +75,29 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(sae: Comm
     enough = np.array([[14_000 - one["rows"]] for one in fired["sources"]]) * np.array(fired["frequency"]) >= 10
     own = ((rates >= 0.9 * rates.sum(0)) & enough).sum(1).tolist()
     assert [one["mainly"] for one in fired["sources"]] == own != [0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sites", [["mlp_out"], ["mlp_in", "mlp_out"]], ids=["SAE", "crosscoder"])
+def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alone(sae: CommandLine, tmp_path, sites):
+    files = [write(tmp_path / f"{name}.jsonl", [*range(3, 30)] * 4) for name in "ab"]
+    Path(files[1]).write_text(Path(files[1]).read_text().replace("word", "return the value"))
+    words = ["extract", "--model", "tiny-gemma2", "--layer", "1", *(word for site in sites for word in (
+        "--site", site)), "--rows", "100000", "--name"]
+    mixed = [word for file in files for word in ("--dataset", file, "--mix", "1")]
+    for name, texts in (("mixed", mixed), ("a", mixed[:2]), ("b", mixed[4:6])):
+        assert sae(*words, name, *texts).status == 0
+    stores = [[f"{name}-l1-{site}" if sites[1:] else name for site in sites] for name in ("mixed", "a", "b")]
+    data = [[word for name in names for word in ("--data", name)] for names in stores]
+    assert sae("train", *data[0], "--act", "topk", "--k", "4", "--d-sae", "64", "--steps", "50", "--name",
+               "run").status == 0
+    run, *alone = (sae("eval", "run", *some, "--split", "all", "--model", "tiny-gemma2", "--tokens", "1000000",
+                       "--json").json["runs"][0] for some in data)
+    for found, expected in zip(run["sources"], alone, strict=True):
+        for one, other in zip([found, *found.get("hook_points", [])], [expected, *expected.get("hook_points", [])],
+                              strict=True):
+            names = ("ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens")
+            assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-4)
+    assert alone[0]["kl"] != pytest.approx(alone[1]["kl"], rel=0.1)
+    done = sae("eval", "run", "--model", "tiny-gemma2", "--csv", tmp_path / "c")
+    assert done.out.count("a.jsonl") >= 2 and "kl_on_" in (tmp_path / "c").read_text()
