@@ -265,6 +265,7 @@ class Extraction:
             request_hash=request.hash, dtype=self.config.dtype, d_in=width,
             columns=(*COLUMNS, *["role"] * self.text.chat, *["source"] * bool(self.text.names)),
             sources=dict.fromkeys(self.text.names, 0),
+            control_tokens=dict.fromkeys(map(str, self.windows().control), 0),
             shard_rows=self.config.shard_rows or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
             max_norm_multiple=self.config.max_norm_multiple)
             for request, width in zip(requests, widths, strict=True)}

@@ -83,12 +83,11 @@ class Windows:
         self.prefix: list[int] = with_special[: with_special.index(plain[0])]
         self._separator = self.prefix or [token for token in [tokenizer.eos_token_id] if token is not None]
         self._context, self._room = context, context - len(self.prefix)
+        added = tokenizer.added_tokens_decoder.items() if control else ()  # Llama's control tokens are only added ones
+        special = every = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
         if control == "keep":
             special = {tokenizer.bos_token_id, *{tokenizer.pad_token_id} - {tokenizer.eos_token_id}} - {None}
-        else:  # Llama's control tokens are only added ones
-            added = tokenizer.added_tokens_decoder.items() if control else ()
-            special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
-        self._special = frozenset(special)
+        self._special, self.control = frozenset(special), sorted(every - special)
         self.special = torch.tensor(sorted(special), dtype=torch.int64)
         self.left_out: Counter[str] = Counter()
         if self._room < 1:

@@ -87,7 +87,8 @@ def _stored(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
         lines.append(["same tokens as", ", ".join(others)])
     lines += [[key, store[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
     lines += [[f"rows: {name}", f"{rows:,} ({rows / store['rows']:.1%})"]
-              for name, rows in store.get("sources", {}).items()]
+              for name, rows in [*store.get("sources", {}).items(), *[
+                  ("control tokens", sum(found.values())) for found in [store.get("control_tokens")] if found]]]
     if norms:
         lines.append(["norm", f"median {number(norms['quantiles'].get('0.5'))}, {_sizes(norms)}"])
     for reason, count in store["dropped"].items():

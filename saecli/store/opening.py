@@ -86,11 +86,13 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
 
 
 def described(store: ActivationStore) -> dict[str, Any]:
-    """The entries of a store's JSON: with rows dropped, the norms of dropped and stored rows, a mixture's sources."""
+    """The entries of a store's JSON: with rows dropped, the norms of dropped and stored rows, a mixture's sources and
+    the control tokens of chats."""
     meta = store.meta
     norms = None if meta.norms is None else {**asdict(meta.norms), "quantiles": meta.norm_quantiles}
     return {"rows": saved_rows(store.path), "d_in": store.d_in, "dtype": store.dtype, "shards": len(meta.shards),
-            "dropped": meta.dropped, "norms": norms, **({"sources": meta.sources} if meta.sources else {}),
+            "dropped": meta.dropped, "norms": norms, **{name: rows for name in ("sources", "control_tokens") if (
+                rows := getattr(meta, name))},
             "dropped_norms": {name: asdict(found) for name, found in meta.dropped_norms.items()}, "source": meta.source}
 
 

@@ -119,6 +119,7 @@ class StoreMeta:
     norm_quantiles: dict[str, float] = field(default_factory=dict)  # by fraction, within 0.87%
     shards: tuple[ShardRecord, ...] = ()
     sources: dict[str, int] = field(default_factory=dict)  # of a mixture, rows by name, in the order of `source`
+    control_tokens: dict[str, int] = field(default_factory=dict)  # of chats, rows by id of a template's token
     ranks: tuple[RankShards, ...] = ()  # where several write the store
     world: WorldRecord | None = None
     format_version: int = FORMAT_VERSION
@@ -163,7 +164,7 @@ class StoreMeta:
 
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)
-        for name in ("sources", "ranks", "world"):
+        for name in ("sources", "control_tokens", "ranks", "world"):
             if not document[name]:
                 del document[name]
         return {name: document[name] for name in ("format_version", "created", "complete", *document)}

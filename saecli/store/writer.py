@@ -188,11 +188,13 @@ class StoreWriter(ClaimedStore):
     def _record(self, complete: bool = False) -> None:
         """Commit the shard, if any, and record it in `store.json`, the last together with the store's completion: else
         resuming after a short shard would count its dropped rows twice."""
-        shards, sources = self.meta.shards, dict(self.meta.sources)
+        shards, sources, control = self.meta.shards, dict(self.meta.sources), dict(self.meta.control_tokens)
         if self._shard:
             assert self._last is not None
             for number, name in enumerate(sources):
                 sources[name] += self._shard.count("source", number)
+            for token_id in control:
+                control[token_id] += self._shard.count("token_id", int(token_id))
             digest, frame = self._shard.commit()
             found = self._shard.statistics
             assert found is not None
@@ -203,6 +205,7 @@ class StoreWriter(ClaimedStore):
         meta = replace(
             self.meta, complete=complete, shards=shards, dropped=dict(dropped.counts),
             dropped_norms=dict(dropped.norms), median_norm=self.admission.median, sources=sources,
+            control_tokens={name: rows for name, rows in control.items() if rows or not complete},
             **norm_fields(self._statistics))
         write_meta(self.path, meta)
         self.meta, self._shard, self._ended = meta, None, Dropped()
@@ -361,7 +364,9 @@ class RankedStore(ClaimedStore):
                           for noted, part in zip(self.meta.ranks, parts, strict=True))
             meta = replace(self.meta, complete=True, shards=tuple(shards), ranks=ranks, dropped=dict(dropped.counts),
                            dropped_norms=dict(dropped.norms), sources={
-                               name: sum(part.sources[name] for part in parts if part) for name in self.meta.sources})
+                               name: sum(part.sources[name] for part in parts if part) for name in self.meta.sources},
+                           control_tokens={name: rows for name in self.meta.control_tokens if (rows := sum(
+                               part.control_tokens.get(name, 0) for part in parts if part))})
             self._write(replace(meta, **norm_fields(stored_statistics(self.path, meta))))
             shutil.rmtree(self.path / RANKS)
 

@@ -111,6 +111,8 @@ def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path
     path = written(tmp_path / "a.jsonl", [*ROWS, *ROWS, {"messages": []}, *ROWS, refused])
     whole, store = extract(folder, path, name="s"), saecli.open_store("s", home=tmp_path)
     assert whole["role"].dtype.itemsize == 1 and {*whole["role"].tolist()} == {0, 2, 3}
+    ids, counts = np.unique(whole["token_id"][whole["token_id"] < len(CONTROL)], return_counts=True)
+    assert store.meta.control_tokens == dict(zip(map(str, ids), counts, strict=True)) and len(ids) > 1
     assert store.meta.dropped["empty_texts"] == 1 and whole["document"].max() == 120
     for options, kept in (({"positions": "assistant"}, whole["role"] == 3),
                           ({"control_tokens": "drop"}, whole["token_id"] >= len(CONTROL))):
@@ -149,6 +151,8 @@ def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, 
     signalled(sae.home, [*words, "k"], ".h5", 3)
     assert [sae(*words, name).status for name in "kw"] == [0, 0]
     assert_same_pass(sae.home / "activations" / "k", sae.home / "activations" / "w")
+    killed, whole = (saecli.open_store(name, home=sae.home).meta.control_tokens for name in "kw")
+    assert killed == whole != {}
 
 
 @pytest.mark.parametrize(("row", "options", "sentence"), [
