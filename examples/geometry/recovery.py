@@ -84,7 +84,7 @@ def recover(diagram: PowerDiagram, k: int, supports: Sequence[Sequence[int]] | N
         named = sorted(tuple(sorted(support)) for support in supports)
         if named != every:
             raise ConfigError(f"--supports must name each of the {C} subsets of {k} out of {d} sites once, got "
-                              f"{len(set(named) & set(every))} of them; list each once", option="supports")
+                              f"{len(set(named) & set(every))} of them; list each once")
     elif 1 < k < d - 1 and C > SEARCHED:
         raise ConfigError(f"of {C} cells not every labelling can be tried; expected at most {SEARCHED} cells, or the "
                           "--supports that they are called by")
