@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from homes import D, make_run
-from reports import make_text_run, save_model
+from reports import make_text_run, make_text_store, save_model
 
-from saecli.sae.activations import TopK
+import saecli
+from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -81,7 +82,7 @@ def interesting(latents: dict[str, Any]) -> list[int]:
 
 
 def write_reports(folder: Path) -> dict[str, Path]:
-    """Write reports: of nasty texts and signed codes, and of many latents."""
+    """Write reports: of nasty texts and signed codes, of many latents, and of a crosscoder."""
     home, model = folder / "home", str(save_model(folder / "model"))
     make_text_run(home, model, TopK(k=14))
     report(home, "run", "--out", str(folder / "texts"), "--model", model, "--neuronpedia", SOURCE)
@@ -89,7 +90,13 @@ def write_reports(folder: Path) -> dict[str, Path]:
     W_enc = torch.randn(D, MANY, generator=generator)
     make_run(home, "many", SAE(W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D), TopK(k=32)), data="texts")
     report(home, "many", "--out", str(folder / "many"))
-    return {name: folder / name for name in ("texts", "many")}
+    W = torch.randn(20, 2 * D, generator=generator)
+    W[:9, :D] = 0
+    for name in "ab":
+        make_text_store(home, name, model if name == "a" else "other", layer=3)
+    cross = SAE(W.T.clone(), torch.zeros(20), W, torch.zeros(2 * D), Relu(), widths=(D, D))
+    saecli.report(cross, folder / "two", ["a", "b"], home=home)
+    return {name: folder / name for name in ("texts", "many", "two")}
 
 
 @contextmanager

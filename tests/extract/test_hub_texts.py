@@ -16,12 +16,12 @@ from storing import assert_same_pass
 from saecli.extract.texts import TextSource
 from saecli.store.reader import ActivationStore
 
-DATASET, FILES, ROWS = "some/texts", 5, 300
+DATASET, OTHER, FILES, ROWS = "some/texts", "other/texts", 5, 300
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelHub]:
-    """A hub with a dataset of several Parquet files of several row groups."""
+    """A hub with datasets of several Parquet files of several row groups."""
     path, files = tmp_path_factory.mktemp("dataset") / "one.parquet", {}
     for file in range(FILES):
         texts = [f"File {file}, row {row}: {'so it goes. ' * (row % 19)}" for row in range(ROWS)]
@@ -29,6 +29,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelHub]:
         files[f"train-{file:05d}-of-{FILES:05d}.parquet"] = path.read_bytes()
     with serving() as hub:
         hub.add(DATASET, files)
+        hub.add(OTHER, dict(list(files.items())[::2]))
         yield hub
 
 
@@ -78,6 +79,23 @@ def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: 
     assert_same_pass(killed, whole)
     # `datasets` looks at the first file for the columns, and not at others before the cursor.
     assert hub.sent["train-00001-of-00005.parquet"] == 0 < hub.sent["train-00004-of-00005.parquet"]
+
+
+@pytest.mark.slow
+def test_a_killed_mixture_of_datasets_equals_a_whole_one_of_their_commits(hub: ModelHub, tmp_path: Path, monkeypatch):
+    words = ["extract", "--model", "tiny-gemma2", "--rows", "9000", "--shard-rows", "500", "--dataset", DATASET,
+             "--mix", "3", "--dataset", OTHER, "--mix", "1"]
+    assert run(hub, tmp_path, "-m", "saecli", *words, "--name", "whole").returncode == 0
+    for name, value in hub.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    signalled(tmp_path, [*words, "--name", "killed"], "00008.h5")
+    assert run(hub, tmp_path, "-m", "saecli", *words, "--name", "killed").returncode == 0
+    whole, killed = (tmp_path / "activations" / name for name in ("whole", "killed"))
+    assert_same_pass(killed, whole)
+    meta = ActivationStore.open(whole).meta
+    assert [one["dataset_revision"] for one in meta.source["mixture"]] == [
+        hub.repos[name].head for name in (DATASET, OTHER)]
+    assert meta.sources[DATASET] / 9000 == pytest.approx(0.75, abs=0.02)
 
 
 @pytest.mark.slow

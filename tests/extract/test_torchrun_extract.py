@@ -11,7 +11,9 @@ import pytest
 from homes import CommandLine
 from launching import launched, own_words, together, torchrun
 from storing import assert_same_pass
+from transformers import AutoModelForCausalLM
 
+from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.store.reader import ActivationStore
 from saecli.store.writer import saved_rows
 
@@ -108,6 +110,19 @@ def test_two_processes_pack_the_documents_of_one(sae: CommandLine):
     assert together(2, "--home", sae.home, *words, "--name", "two").status == 0
     (_, columns, _), (_, wanted, _) = by_document(sae.home, "two"), by_document(sae.home, "one")
     np.testing.assert_array_equal(columns[[0, 2]], wanted[[0, 2]])  # windows, and so positions, are others
+
+
+@pytest.mark.slow
+def test_two_processes_store_the_rows_of_two_models_as_one_does(sae: CommandLine, tmp_path: Path):
+    other = shutil.copytree(BUNDLED[TINY_GEMMA2], tmp_path / "other")
+    model = AutoModelForCausalLM.from_pretrained(other)
+    model.model.embed_tokens.weight.data *= 1.5
+    model.save_pretrained(other)
+    words = (*WORDS, "--model", other, "--rows", "5000")
+    assert sae(*words, "--name", "one").status == 0
+    assert together(2, "--home", sae.home, *words, "--name", "two").status == 0
+    for name in ("tiny-gemma2", "other"):
+        assert_same_documents(sae.home, f"two-{name}-l1-resid_post", f"one-{name}-l1-resid_post")
 
 
 @pytest.fixture(scope="module")

@@ -101,12 +101,26 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Any):
     assert one.page.inner_text("h1:visible") == f"Latent {fourth}"
     assert one.page.evaluate("document.activeElement.textContent") == f"Latent {fourth}"
     one.page.keyboard.press("ArrowRight")
-    assert one.page.inner_text("h1:visible") == f"Latent {fifth}"
+    one.page.wait_for_selector(f"h1:visible >> text='Latent {fifth}'")
     one.page.keyboard.press("ArrowLeft")
-    assert one.page.inner_text("h1:visible") == f"Latent {fourth}"
+    one.page.wait_for_selector(f"h1:visible >> text='Latent {fourth}'")
     one.page.keyboard.press("g")
     one.page.keyboard.type("17")
     one.page.keyboard.press("Enter")
-    assert one.page.inner_text("h1:visible") == "Latent 17"
+    one.page.wait_for_selector("h1:visible >> text='Latent 17'")
     one.page.keyboard.press("Escape")
-    assert one.page.locator(".latents").is_visible()
+    one.page.wait_for_selector(".latents")
+
+
+def test_latents_of_a_crosscoder_are_filtered_by_class(open_page: Any):
+    one = open_page("two")
+    index = index_of(one.folder)["latents"]
+    assert "resid_post of layer 3 of model + resid_post of layer 3 of other" in one.page.inner_text("header:visible")
+    assert len(index["classes"]) > 1
+    for number, name in enumerate(index["classes"]):
+        one.page.select_option("#kind", name)
+        expected = [latent for latent in interesting(index) if index["class"][latent] == number]
+        assert [(int(row[0]), row[5]) for row in one.rows()] == [(latent, name) for latent in expected]
+    one.page.locator("tbody a").first.click()
+    one.page.wait_for_selector(f".class >> text='{name}'")
+    assert one.said == []

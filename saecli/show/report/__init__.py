@@ -193,6 +193,9 @@ def _details(one: Measured, found: Survey, chosen: list[int], texts: "Tokens", u
 
 def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
     sae, source = one.sae, one.saved.origin | one.store.meta.source
+    if inputs := one.stores.origin.get("inputs"):  # of a crosscoder, in the place of the first's
+        source = {"model": " + ".join(f"{each['site']} of layer {each['layer']} of " + Path(
+            each.get("model", source.get("model"))).name for each in inputs)}
     return {**one.heading, "neuronpedia": neuronpedia_url(one.subject.name, neuronpedia),
             "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
             **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}

@@ -66,8 +66,8 @@ function latentPage(data, latent, content) {
   const outputs = page.promoted ? [...page.promoted, ...page.suppressed].map(([, value]) => Math.abs(value)) : [];
   const scale = Math.max(...outputs, 1e-12);
   return h("div", { class: "two" },
-    h("div", { class: "side" }, h("dl", { class: "tiles" }, figures.map(([name, value]) => h("div", {}, h("dt", {}, name),
-      h("dd", {}, value)))), histogram,
+    h("div", { class: "side" }, h("dl", { class: "tiles" }, figures.map(([name, value]) => h("div", {
+      class: name === "class" ? "class" : null }, h("dt", {}, name), h("dd", {}, value)))), histogram,
     page.promoted ? [logitHistogram(page), h("div", { class: "pair" }, tokenList("Promotes", page.promoted, scale, "up"),
       tokenList("Suppresses", page.suppressed, scale, "down"))] : null),
     textsOf(page, content.strings, largest),

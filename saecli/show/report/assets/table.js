@@ -35,7 +35,7 @@ function latentTable(data) {
   ];
   const classOfLatent = (latent) => latents.classes[latents.class[latent]];
   if (latents.classes) {
-    columns.push({ name: "class", key: classOfLatent, show: classOfLatent, first: 1, text: true },
+    columns.push({ name: "class", key: classOfLatent, show: classOfLatent, first: 1, text: true, wide: true },
       { name: "nu elsewhere", key: (latent) => latents.nu[latent], show: (latent) => latents.nu[latent]?.toFixed(2) ?? "–",
         first: 1, wide: true });
   }
