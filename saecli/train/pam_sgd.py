@@ -29,7 +29,7 @@ from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes, in_cache, joined
 from ..sae.dictionary import SAE, Batch, Coupled
 from .decoder_step import DecoderPass, Observed, Pass, balance, broadcast, penalty_places, silence, solved, useful
-from .options import DECODER_STEPS, MOST_STEPS, RELEASE, RELEASE_STEPS, RELEASED_BELOW, PamSgd
+from .options import DECODER_STEPS, MOST_STEPS, PENALISED_STEPS, RELEASE, RELEASE_STEPS, RELEASED_BELOW, PamSgd
 from .ridge import TOLERANCE, DecoderState, Terms, plan
 from .solver import DECODER_STEP, Solver, Task
 
@@ -87,7 +87,8 @@ def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
         return task.batches
     epochs = task.steps / (task.batches * config.rounds)
     affordable = PASS_FRACTION * task.steps * task.rows / task.batches / (PASS_ROWS * d_sae)
-    parts = round(min(DECODER_STEPS, affordable) / epochs)  # of an epoch
+    penalised = task.training.sparsity not in (None, "none", "target-l0")
+    parts = round(min(PENALISED_STEPS if penalised else DECODER_STEPS, affordable) / epochs)  # of an epoch
     return math.ceil(task.batches / parts) if parts > 1 else task.batches
 
 

@@ -78,6 +78,12 @@ def test_decoder_steps_come_within_epochs_where_those_are_few(options, rows, epo
     assert batches_between(task, config, d_sae) == (expected or batches)
 
 
+@pytest.mark.parametrize(("sparsity", "expected"), [("none", 196), ("target-l0", 196), ("l1", 391), ("lp", 391)])
+def test_under_a_penalty_decoder_steps_are_fewer(sparsity, expected):
+    task = task_of(100_000, 11 * 391, batches=391, sparsity=sparsity)
+    assert batches_between(task, PamSgd(inner_steps=1).resolved(None), 1024) == expected
+
+
 @pytest.mark.parametrize("options", [{}, {"decoder_every": 3}, {"decoder_every": 2, "inner_steps": 4}], ids=str)
 @pytest.mark.parametrize("steps", [1, 23, 41])
 def test_training_makes_every_scheduled_step_and_ends_on_the_last(options, steps, monkeypatch):
