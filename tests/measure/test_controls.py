@@ -164,7 +164,7 @@ def test_a_run_finds_known_features_and_its_controls_do_not(sae: CommandLine, so
         assert line["l0"] == pytest.approx(4, rel=0.15)
         assert (line["f1"] is None) == (name == "shuffled rows")
         # Independent dimensions are themselves features, so that shuffled rows give every seed the axes.
-        assert line["stability"] > 0.9 if name == "shuffled rows" else run["stability"] > line["stability"] + 0.1
+        assert line["stability"] > 0.8 if name == "shuffled rows" else run["stability"] > line["stability"] + 0.1
     read = list(csv.DictReader((tmp_path / "controls.csv").read_text().splitlines()))
     assert [line["control"] for line in read] == NAMES[:4]
     assert float(read[1]["mcc"]) == lines["fixed encoder"]["mcc"]

@@ -221,4 +221,4 @@ def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(sae: CommandLin
     expected = oracle_of(llama, llama.model.layers[LAYER].mlp, iter(windows),
                          lambda y: torch.cat([y[:, :1], transcoder(seen[-1][0, 1:])[None]], dim=1))
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert abs(1 - found["ce_recovered"]) > 0.001
+    assert abs(1 - found["ce_recovered"]) > 0.0005
