@@ -287,8 +287,8 @@ class PamSgd(SolverConfig):
                                       choices=("auto", "epoch"), minimum=1, metavar="auto|epoch|N", advanced=True)
     release: float | str = option("auto", "Fraction of steps after which W_dec is also trained by gradient. auto: "
                                           f"{RELEASE}, less below {RELEASE_STEPS:,} steps, with --decoder residual if "
-                                          f"alpha is then below {RELEASED_BELOW} of the mean Gram diagonal, else "
-                                          "never; 0 for transcoders. 1: never.",
+                                          f"alpha is then below {RELEASED_BELOW} of the mean Gram diagonal, else and "
+                                          "for matching-pursuit never; 0 for transcoders. 1: never.",
                                   choices=("auto",), minimum=0, maximum=1, advanced=True)
     decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after them, "
                                         "as in the paper's code for language models.", **PAPER)

@@ -8,7 +8,7 @@ import torch
 from homes import grid
 from solver_problems import F, RowsInMemory, one_epoch, solve_decoder, sparse_mixture, started, task_of, trained
 
-from saecli.sae.activations import Relu, SoftTopK, TopK
+from saecli.sae.activations import MatchingPursuit, Relu, SoftTopK, TopK
 from saecli.sae.dictionary import Batch
 from saecli.train.options import RELEASED_BELOW, PamSgd
 from saecli.train.pam_sgd import MOST_ROWS, PASS_ROWS, batches_between, decoder_steps
@@ -110,6 +110,11 @@ def test_auto_releases_half_way_if_alpha_is_small(data, decoder, relative, monke
         one_epoch(solver, data, epoch)
         released.append(solver.released)
     assert released == [relative < 1 and decoder == "residual" and epoch >= 2 for epoch in range(6)]
+
+
+def test_auto_holds_the_decoder_of_matching_pursuit(data):
+    solver = started(PamSgd(), data, MatchingPursuit(k=3), 6)
+    assert not any(one.decides or (one.releases and not one.last) for one in solver.passes.values())
 
 
 def test_a_release_changes_nothing_of_what_the_dictionary_computes(data):
