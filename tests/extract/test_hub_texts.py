@@ -81,7 +81,7 @@ def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: 
     assert hub.sent["train-00001-of-00005.parquet"] == 0 < hub.sent["train-00004-of-00005.parquet"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_mixture_of_datasets_equals_a_whole_one_of_their_commits(hub: ModelHub, tmp_path: Path, monkeypatch):
     words = ["extract", "--model", "tiny-gemma2", "--rows", "9000", "--shard-rows", "500", "--dataset", DATASET,
              "--mix", "3", "--dataset", OTHER, "--mix", "1"]

@@ -78,7 +78,8 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(sae: Comm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sites", [["mlp_out"], ["mlp_in", "mlp_out"]], ids=["SAE", "crosscoder"])
+@pytest.mark.parametrize("sites", [["mlp_out"], pytest.param(["mlp_in", "mlp_out"], marks=pytest.mark.long)],
+                         ids=["SAE", "crosscoder"])
 def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alone(sae: CommandLine, tmp_path, sites):
     files = [write(tmp_path / f"{name}.jsonl", [*range(3, 30)] * 4) for name in "ab"]
     Path(files[1]).write_text(Path(files[1]).read_text().replace("word", "return the value"))

@@ -112,7 +112,7 @@ def test_two_processes_pack_the_documents_of_one(sae: CommandLine):
     np.testing.assert_array_equal(columns[[0, 2]], wanted[[0, 2]])  # windows, and so positions, are others
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_store_the_rows_of_two_models_as_one_does(sae: CommandLine, tmp_path: Path):
     other = shutil.copytree(BUNDLED[TINY_GEMMA2], tmp_path / "other")
     model = AutoModelForCausalLM.from_pretrained(other)

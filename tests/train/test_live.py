@@ -219,7 +219,7 @@ def test_decoder_steps_over_all_rows_need_them_in_memory():
                 Plan.resolved(live, live.test_rows, TrainingConfig(), solver, ACTIVATIONS["relu"]())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_training_without_a_store_leaves_nothing(sae: CommandLine, tmp_path: Path):
     text = tmp_path / "long.txt"
     text.write_text("".join(f"Some text, number {number}, of a few words more.\n\n" for number in range(100_000)))

@@ -54,7 +54,7 @@ def test_trackio_has_the_curves_and_settings_of_several_runs(sae: CommandLine, t
         [(0, 24, "pam-sgd", "rows"), (1, 24, "pam-sgd", "rows")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows(1000))
     own = {"HOME": str(tmp_path), "WANDB_API_KEY": ""}
