@@ -144,7 +144,7 @@ def test_a_report_says_on_whose_tokens_a_latent_acts_and_who_speaks(folder, tmp_
                 columns["role"][one["row"]]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, tmp_path):
     words = ["extract", "--model", folder, "--layer", "0", "--dataset", written(tmp_path / "a.jsonl", ROWS * 40),
              "--chat-template", TEMPLATES / "gemma.jinja", "--positions", "assistant", "--shard-rows", "2000", "--name"]

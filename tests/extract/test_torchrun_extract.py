@@ -62,7 +62,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_drop_rows_from_both_sites(both: Path, monkeypatch, capsys):
     alone = CommandLine(both, monkeypatch, capsys)
     assert alone(*BOTH, "--name", "one").status == 0

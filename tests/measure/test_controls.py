@@ -145,8 +145,8 @@ def test_with_a_model_every_control_is_measured_and_the_table_says_so(notes: Com
         assert line["stability"] is line["mcc"] is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("solver", ["pam-sgd", pytest.param("sgd", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("solver", ["pam-sgd", "sgd"])
 def test_a_run_finds_known_features_and_its_controls_do_not(sae: CommandLine, solver, tmp_path: Path):
     assert sae("import", "synthetic", "--features", "64", "--d-in", "32", "--l0", "4", "--rows", "6000").status == 0
     words = ("--d-sae", "64", "--act", "batchtopk", "--k", "4", "--solver", solver, "--steps", "800")

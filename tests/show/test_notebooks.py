@@ -58,7 +58,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, words: tuple[str, ...])
         saecli.draw(*words, home=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_example_goes_from_a_model_to_pages(tmp_path: Path):
     words = [sys.executable, EXAMPLES / "whole_chain.py", tmp_path, "3000"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -36,7 +36,7 @@ def run_with(library: str, home: Path, *words: str, **environment: str) -> subpr
                           capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trackio_has_the_curves_and_settings_of_several_runs(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows(1000))
     done = run_with("trackio", sae.home, "--seed", "0", "--seed", "1", "--json", TRACKIO_DIR=str(tmp_path))
