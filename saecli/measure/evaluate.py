@@ -52,7 +52,7 @@ def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test
 
 def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
     found = one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
-    if parts := one.by_source():
+    if parts := one.by_source:
         tallies = [firing(part.sae, part.inputs(listener)) for part in parts.values()]
         total = sum(own.frequency for own in tallies)
         found["sources"] = [{"source": name, **own.result(), "mainly": int((
@@ -173,7 +173,7 @@ def evaluated(everything: Sequence[Measured], model: str | Sequence[str] | None,
     found = [one.heading | _reconstructed(one, listener) for one in everything]
     for splice in passes:
         saes = [everything[index].sae for index in splice.members]
-        sources = [part.source for part in everything[splice.members[0]].by_source().values()]
+        sources = [part.source for part in everything[splice.members[0]].by_source.values()]
         for place, source in enumerate([None, *sources], -1):
             every = splice.effects(saes, tokens or TOKENS, listener, source)
             for index, effect in zip(splice.members, every, strict=True):
@@ -242,7 +242,7 @@ def splices(everything: Sequence[Measured], name: str | Sequence[str], listener:
 
 def _reconstructed(one: Measured, listener: Listener) -> dict[str, Any]:
     dead: dict[str, Any] = {"dead_fraction": one.subject.dead_fraction}
-    if sources := [{"source": name} | _reconstructed(part, listener) for name, part in one.by_source().items()]:
+    if sources := [{"source": name} | _reconstructed(part, listener) for name, part in one.by_source.items()]:
         dead["sources"] = sources
     alignment = one.alignment()
     if alignment is None:

@@ -6,6 +6,7 @@ Shapes: N rows, B rows of a batch, W windows of tokens, D = d_in, E the width of
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ class Measured:
             return None
         return Alignment.of(self.sae.W_dec, torch.from_numpy(World.of_store(self.store).directions))
 
+    @cached_property  # it reads the column `source`
     def by_source(self) -> "dict[str, Measured]":
         """Of a mixture, the same on the rows of each source that has some, by name."""
         if not self.rows.inputs or self.source is not None or not (names := self.store.meta.sources):
