@@ -92,7 +92,7 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
     degrees of freedom.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
-    F^3 for the effects.
+    F^3 / 3 for the effects.
     """
     factorisation = factorisation or system.factorise(terms)
     rows, y_bar, E, alpha = system.rows, system.y_bar, terms.d_out, factorisation.alpha
@@ -148,9 +148,9 @@ def _solved(factorisation: Factorisation, terms: Terms, effects: bool) -> _Solut
     if terms.mu:
         W[:, :terms.d_out] += factorisation.solve(terms.mu * terms.W_t.double())
     along = None if terms.direction is None else factorisation.solve(terms.direction.double())
-    inverse = factorisation.inverse_diagonal()[:, None] if effects else None
-    # The figures last: an iteration estimates them from its steps.
-    return _Solution(W, along, factorisation.condition(), factorisation.residual(), inverse)
+    # The figures after the solutions: an iteration estimates them from its steps.
+    condition, residual = factorisation.condition(), factorisation.residual()
+    return _Solution(W, along, condition, residual, factorisation.inverse_diagonal()[:, None] if effects else None)
 
 
 def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Solution:

@@ -141,6 +141,9 @@ class Direct(Factorisation):
         """F^2 operations per row."""
         return self._factor.squared_norms(psi.T)
 
+    def inverse_diagonal(self) -> Tensor:
+        return self._factor.inverse_diagonal() if self._factor.on_cpu else super().inverse_diagonal()
+
     def condition(self) -> float:
         return self._factor.condition()
 
@@ -243,6 +246,8 @@ class Dual(Direct):
         solved = self._factor.solve(units)
         return OwnRows(self.ridge * (solved * units).sum(0), lambda: self._lift(solved),
                        lambda centre: self.ridge * (solved.T @ self._apart(centre)))
+
+    inverse_diagonal = Factorisation.inverse_diagonal  # the factor's has N entries
 
     def _lift(self, columns: Tensor) -> Tensor:
         """`r E^-1 Z_h'` times columns, (N, C)."""

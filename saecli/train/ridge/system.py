@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from scipy.linalg.lapack import dtrtri
 from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -197,7 +198,8 @@ class Factorisation(ABC):
         return (psi.T * self.solve(psi.T)).sum(0)
 
     def inverse_diagonal(self) -> Tensor:
-        """The diagonal of M, (F,), at F times the cost of `quadratic`."""
+        """The diagonal of M, (F,), at F times the cost of `quadratic` at most; called last, as it may overwrite the
+        factor."""
         u = self.system.u
         units = (one_hot(some, len(u)).to(u) for some in torch.arange(len(u), device=u.device).split(PIECE))
         return torch.cat([self.quadratic(unit) for unit in units])
@@ -225,7 +227,7 @@ class Cholesky:
     """A symmetric positive definite matrix, (F, F), as `R' R`; `raised` if a ridge smaller than `ridge` failed."""
 
     def __init__(self, R: Tensor, ridge: float, raised: bool) -> None:
-        self._R, self.ridge, self.raised = R, ridge, raised
+        self._R, self.ridge, self.raised, self.on_cpu = R, ridge, raised, R.device.type == "cpu"
 
     @classmethod
     def of(cls, build: Callable[[float], Tensor], ridge: float) -> Self:
@@ -252,6 +254,12 @@ class Cholesky:
     def squared_norms(self, right: Tensor) -> Tensor:
         """`g' (R' R)^-1 g` of each column g, (C,); half the operations of a solution."""
         return torch.linalg.solve_triangular(self._R.mT, right, upper=False).square().sum(0)
+
+    def inverse_diagonal(self) -> Tensor:
+        """The diagonal of `(R' R)^-1`, (F,), on a CPU, from `R^-1`, which replaces R; F^3 / 3 operations."""
+        inverse, _ = dtrtri(self._R.numpy(), overwrite_c=1)
+        del self._R
+        return torch.linalg.vector_norm(torch.from_numpy(inverse), dim=1).square()
 
     def condition(self) -> float:
         """The 1-norm's (Higham and Tisseur, "A Block Algorithm for Matrix 1-Norm Estimation", 2000)."""
