@@ -4,10 +4,9 @@ known features.
     PYTHONPATH=. python tests/benchmarks/features.py [--data docs,world] [--seeds 5] [--out FOLDER]
                                                      [--saelens-python PYTHON]
 
-Needs no network. Every run is a training on one thread, with equal passes
-and steps for both solvers, and is written to FOLDER/runs.jsonl when it ends; the same command resumes. The table has
-means over seeds, and the mean difference of PAM-SGD and SGD with the half width of its 95% interval over seeds;
-processor time is PAM-SGD's over the other's.
+Every run is a training on one thread, with equal passes and steps for both solvers, and is written to FOLDER/runs.jsonl
+when it ends; the same command resumes. The table has means over seeds, and the mean difference of PAM-SGD and SGD with
+the half width of its 95% interval; processor time is PAM-SGD's over the other's.
 
 --saelens-python, of an environment that has sae-lens 6.54.12, also trains `SAELENS_CASES` of SAELens at
 `SAELENS_RATES` on the same rows, normalised alike, with the same batches and steps; see `saelens_training.py`. Its SAEs
@@ -76,6 +75,9 @@ class Cell:
 
     store: str
     options: dict[str, Any]
+    weights: tuple[float, ...] = ()  # of a penalty: measures are interpolated in log L0 to `l0`, and L0 to `fvu`
+    l0: float = 0.0
+    fvu: float = 0.0
 
     @property
     def model(self) -> str | None:
@@ -87,6 +89,8 @@ TOPK, BATCHTOPK = {"act": "topk", "k": 16, "d_sae": 512}, {"act": "batchtopk", "
 WORLD = {"act": "batchtopk", "k": 10, "d_sae": 1024}
 CELLS = {
     "docs": Cell("docs", TOPK), "docs-batchtopk": Cell("docs", BATCHTOPK),
+    "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
+    "docs-relu": Cell("docs", {"act": "relu", "d_sae": 512}, (0.8, 1.2, 1.8), 16, 0.15),
     "docs-6000": Cell("docs-6000", TOPK), "docs-6000-batchtopk": Cell("docs-6000", BATCHTOPK),
     "code": Cell("code", TOPK), "code-batchtopk": Cell("code", BATCHTOPK),
     "digits": Cell("digits", {"act": "topk", "k": 15, "d_sae": 256}),
@@ -101,16 +105,12 @@ CELLS |= {
     "world-10k": Cell("world-10k", WORLD), "world-1m": Cell("world-1m", WORLD),
     "world-half": Cell("world", WORLD | {"d_sae": 512}), "world-twice": Cell("world", WORLD | {"d_sae": 2048}),
     **{f"world-{act}": Cell("world", WORLD | {"act": act}) for act in ("topk", "relu-topk", "abs-topk", "soft-topk")},
-    "world-relu": Cell("world", {"act": "relu", "d_sae": 1024}),
-    "world-swish": Cell("world", {"act": "swish", "d_sae": 1024}),
     "code-6000": Cell("code-6000", TOPK), "reference": Cell("reference", TOPK),
-    "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
     "docs-gated": Cell("docs", {"act": "gated", "target_l0": 16, "d_sae": 512}),
     "docs-pursuit": Cell("docs", TOPK | {"act": "matching-pursuit"}),
-    "docs-relu": Cell("docs", {"act": "relu", "sparsity_weight": 1.2, "d_sae": 512}),
     "world-gated": Cell("world", {"act": "gated", "target_l0": 10, "d_sae": 1024}),
     "world-pursuit": Cell("world", WORLD | {"act": "matching-pursuit"}),
-    "world-relu-4": Cell("world", {"act": "relu", "sparsity_weight": 4.0, "d_sae": 1024}),
+    "world-relu": Cell("world", {"act": "relu", "d_sae": 1024}, (1.5, 2.5, 4.0), 10, 0.2),
     "code-jumprelu": Cell("code", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
 }
 CELLS |= {f"{name}-{steps}": Cell(CELLS[name].store, CELLS[name].options | {"steps": steps})
@@ -135,13 +135,27 @@ def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
     cell, seed = CELLS[job.cell], int(job.seed)
     store = saecli.open_store(cell.store, home)
     if job.solver in SAELENS_CASES:
-        sae, known = by_saelens(job, store, saelens)
+        *saes, known = by_saelens(job, store, saelens)
     else:
         began = time.process_time()
-        sae = saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options)
+        sweep = [{"sparsity_weight": weight} for weight in cell.weights] or [{}]
+        saes = [saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options, **one)
+                for one in sweep]
         known = {"seconds": time.process_time() - began}
-    found = saecli.evaluate(sae, store, model=cell.model)
-    return known | {name: found[name] for name in MEASURES if name in found}
+    found = [saecli.evaluate(sae, store, model=cell.model) for sae in saes]
+    if cell.weights:
+        found = [interpolated(found, cell)]
+    return known | {name: found[0][name] for name in MEASURES if name in found[0]}
+
+
+def interpolated(sweep: Sequence[Mapping[str, Any]], cell: Cell) -> dict[str, float]:
+    """The measures of a sweep of weights, largest L0 first, at the cell's L0, and the L0 at its FVU."""
+    logs, fvu = [-np.log(one["l0"]) for one in sweep], [one["fvu"] for one in sweep]
+    if not (logs[0] < -np.log(cell.l0) < logs[-1] and fvu[0] < cell.fvu < fvu[-1]):
+        raise RuntimeError(f"expected L0 around {cell.l0} and FVU around {cell.fvu}, got {logs} and {fvu}")
+    at = {name: float(np.interp(-np.log(cell.l0), logs, [one[name] for one in sweep]))
+          for name in MEASURES if name in sweep[0]}
+    return at | {"l0": float(np.exp(-np.interp(cell.fvu, fvu, logs)))}
 
 
 def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE", dict[str, float]]:
@@ -234,16 +248,17 @@ def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     return plan.steps
 
 
-def fill(jobs: Sequence[Job], log: Path, processes: int, home: Path, saelens: Path | None) -> dict[Job, dict[str, Any]]:
-    """The result of each job: read from the log, a line of JSON each, or run in a process of one thread and added."""
+def fill(run: Callable[..., Any], jobs: Sequence[Any], log: Path, processes: int, *given: Any) -> dict[Any, Any]:
+    """`run(job, *given)` of each job, a tuple: read from the log, a line of JSON each, or run in a process of one
+    thread and added."""
     lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
     entries = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill cuts the last one short
     log.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries), encoding="utf-8")
-    results = {Job(*entry["words"]): entry["result"] for entry in entries}
+    results = {tuple(entry["words"]): entry["result"] for entry in entries}
     missing = [job for job in jobs if job not in results]
     os.environ["OMP_NUM_THREADS"] = "1"  # spawned processes read it when they load torch
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(run, job, home, saelens): job for job in missing}
+        running = {pool.submit(run, job, *given): job for job in missing}
         for number, future in enumerate(as_completed(running), 1):
             job = running[future]
             results[job] = future.result()
@@ -251,17 +266,6 @@ def fill(jobs: Sequence[Job], log: Path, processes: int, home: Path, saelens: Pa
                 file.write(json.dumps({"words": job, "result": results[job]}) + "\n")
             print(f"{number} of {len(missing)}", file=sys.stderr, flush=True)
     return {job: results[job] for job in jobs}
-
-
-def shown(run: Callable[..., Any], jobs: Sequence[Any], processes: int, *given: Any) -> dict[Any, Any]:
-    """The result of `run(job, *given)` for each job, in a process of one thread; printed as a line of JSON each."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # spawned processes read it when they load torch
-    results = {}
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        for job, found in zip(jobs, pool.map(run, jobs, *([one] * len(jobs) for one in given)), strict=True):
-            results[job] = found
-            print(json.dumps([job, found]), flush=True)
-    return results
 
 
 def stores(cells: Sequence[str], out: Path) -> Path:
@@ -362,7 +366,7 @@ def main() -> None:
     jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways
             if way[0] not in SAELENS_CASES or "k" in CELLS[cell].options]
 
-    print(table(fill(jobs, chosen.out / "runs.jsonl", chosen.jobs, home, chosen.saelens_python)))
+    print(table(fill(run, jobs, chosen.out / "runs.jsonl", chosen.jobs, home, chosen.saelens_python)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ peak of the memory.
 """
 
 import argparse
-import json
 import math
 import resource
 import shutil
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from features import CELLS, MODEL, SOLVERS, STORES, shown, stores
+from features import CELLS, MODEL, SOLVERS, STORES, fill, stores
 from scipy.stats import t
 
 ACTS: dict[str, dict[str, Any]] = {"topk": {"k": 16}, "batchtopk": {"k": 16}, "jumprelu": {"target_l0": 16},
@@ -75,20 +74,15 @@ def run(job: Job, home: Path, tokens: int) -> dict[str, dict[str, float]]:
     """`MEASURES` before and after; of the fine-tuned SAE even where the other is kept."""
     import saecli
 
-    record = kept(job, home, "measures.json")
-    if not record.exists():
-        given = rows(job, home)
-        options = {"act": job.act} | ACTS[job.act]
-        sae = saecli.fit(given, solver=job.solver, d_sae=512, seed=job.seed, shuffle_seed=job.seed, **options)
-        saecli.save_sae(sae, kept(job, home, "before"), store=given)
-        data = None if job.act in HOOK_POINTS else CELLS[job.text].store
-        tuned = saecli.finetune(str(kept(job, home, "before")), MODEL, data=data, home=home, tokens=tokens,
-                                seed=job.seed)
-        saecli.save_sae(tuned, kept(job, home, "after"))
-        found = {when: {name: one[name] for name in MEASURES[:3]} | {"gap": one["ce_spliced"] - one["ce_clean"]}
-                 for when, one in ((when, tuned.metadata[when]) for when in ("before", "after"))}
-        record.write_text(json.dumps(found))
-    return json.loads(record.read_text())
+    given = rows(job, home)
+    options = {"act": job.act} | ACTS[job.act]
+    sae = saecli.fit(given, solver=job.solver, d_sae=512, seed=job.seed, shuffle_seed=job.seed, **options)
+    saecli.save_sae(sae, kept(job, home, "before"), store=given)
+    data = None if job.act in HOOK_POINTS else CELLS[job.text].store
+    tuned = saecli.finetune(str(kept(job, home, "before")), MODEL, data=data, home=home, tokens=tokens, seed=job.seed)
+    saecli.save_sae(tuned, kept(job, home, "after"))
+    return {when: {name: one[name] for name in MEASURES[:3]} | {"gap": one["ce_spliced"] - one["ce_clean"]}
+            for when, one in ((when, tuned.metadata[when]) for when in ("before", "after"))}
 
 
 def features(jobs: list[Job], home: Path) -> str:
@@ -182,7 +176,8 @@ def compare(chosen: argparse.Namespace) -> None:
         stores_of(text, act, home)
     cells = [[Job(*cell, int(seed)) for seed in chosen.seeds.split(",")]
              for cell in product(texts, chosen.acts.split(","), chosen.solvers.split(","))]
-    results = shown(run, [job for cell in cells for job in cell], chosen.jobs, home, chosen.tokens)
+    log = chosen.out / f"finetuned-{chosen.tokens}.jsonl"
+    results = fill(run, [job for cell in cells for job in cell], log, chosen.jobs, home, chosen.tokens)
     heads = ["before, after", "FVU", "L0", "KL", "CE gap"]
     print(f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line(cell, results) for cell in cells), sep="\n")
     if chosen.features:

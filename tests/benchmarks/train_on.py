@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from features import CELLS, SOLVERS, shown, stores
+from features import CELLS, SOLVERS, fill, stores
 from scipy.stats import t
 
 ACTS = {"topk": {"k": 16}, "batchtopk": {"k": 16}, "jumprelu": {"target_l0": 16}, "relu": {}}
@@ -71,7 +71,7 @@ def main() -> None:
     home = stores([first, second], chosen.out)
     cells = [[Job(CELLS[first].store, CELLS[second].store, act, solver, int(seed)) for seed in chosen.seeds.split(",")]
              for act, solver in product(chosen.acts.split(","), SOLVERS)]
-    results = shown(run, [job for cell in cells for job in cell], chosen.jobs, home)
+    results = fill(run, [job for cell in cells for job in cell], chosen.out / "train-on.jsonl", chosen.jobs, home)
     heads = ["FVU", *WAYS, "L0 of each", "trained on less refit", "less from the start"]
     print(f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line(cell, results) for cell in cells), sep="\n")
 
