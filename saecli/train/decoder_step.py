@@ -192,11 +192,14 @@ def useful(effect: Tensor, fired: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor | None = None) -> None:
+def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor | None,
+           biased: bool) -> None:
     """Re-aim dead latents, a mask (F,), at unit vectors d, (m, E), with the mean norms and parameters of the others.
 
     The encoder is aimed along `B d`, B being the targets' regression, (D, E). A decoder that descends is aimed at d;
-    one that is solved for stays tied, or zero if free, until the next decoder step.
+    one that is solved for stays tied, or zero if free, until the next decoder step. b_enc is 0, which finds most
+    features, or if `biased` the mean of the others: under a penalty latents that start dense can stay so, with small
+    codes.
     """
     def mean_of_others(values: Tensor) -> Tensor:
         return values.masked_fill(dead, 0).sum() / (~dead).sum()
@@ -207,7 +210,7 @@ def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor |
         norms = along.norm(dim=0)
         along = along / norms.masked_fill(norms == 0, 1)
     W_enc[:, dead] = mean_of_others(W_enc.norm(dim=0)) * along
-    dictionary.b_enc.masked_fill_(dead, 0)
+    dictionary.b_enc.masked_fill_(dead, mean_of_others(dictionary.b_enc) if biased else 0.0)
     for name, parameter in dictionary.activation_parameters.items():
         if dictionary.latent_dimension(name) is not None:
             parameter.masked_fill_(dead, mean_of_others(parameter))

@@ -138,6 +138,11 @@ class TrainingConfig(Config):
         """The prefixes of a resolved configuration; empty if not nested."""
         return tuple(map(int, self.prefixes.split(","))) if self.prefixes else ()
 
+    @property
+    def penalised(self) -> bool:
+        """Whether a penalty of fixed weight decides L0."""
+        return self.sparsity not in (None, "none", "target-l0")
+
     def rows_of(self, store: ActivationStore | Joined) -> StoredRows | JoinedRows:
         """The training rows of a store, or of several joined."""
         return store.split("train", fraction=self.fraction, seed=self.split_seed)

@@ -87,8 +87,8 @@ def batches_between(task: Task, config: PamSgd, d_sae: int) -> int:
         return task.batches
     epochs = task.steps / (task.batches * config.rounds)
     affordable = PASS_FRACTION * task.steps * task.rows / task.batches / (PASS_ROWS * d_sae)
-    penalised = task.training.sparsity not in (None, "none", "target-l0")
-    parts = round(min(PENALISED_STEPS if penalised else DECODER_STEPS, affordable) / epochs)  # of an epoch
+    wanted = PENALISED_STEPS if task.training.penalised else DECODER_STEPS
+    parts = round(min(wanted, affordable) / epochs)  # of an epoch
     return math.ceil(task.batches / parts) if parts > 1 else task.batches
 
 

@@ -211,7 +211,8 @@ class Solver:
             if not residuals.isfinite().all():  # training has diverged, and the check of the loss will say so
                 return
             directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
-            revive(self.dictionary, dead, self.communicator.broadcast(directions), self.task.B)
+            directions = self.communicator.broadcast(directions)
+            revive(self.dictionary, dead, directions, self.task.B, self.task.training.penalised)
         self.optimizer.forget(dead, self.dictionary.latent_dimension)
         self.revived += count
 

@@ -109,9 +109,10 @@ def test_smoothing_moves_targets_along_with_their_rows():
 
 def test_a_revived_latent_is_aimed_along_the_regression():
     B = torch.from_numpy(linear_map(5))
-    sae = SAE(torch.ones(8, 4), torch.ones(4), torch.ones(4, 5), torch.zeros(5), Relu()).requires_grad_(True)
+    sae = SAE(torch.ones(8, 4), torch.arange(4.0), torch.ones(4, 5), torch.zeros(5), Relu()).requires_grad_(True)
     directions = torch.nn.functional.normalize(torch.randn(1, 5, generator=torch.Generator().manual_seed(1)), dim=1)
-    revive(sae, torch.tensor([False, True, False, False]), directions, B)
+    revive(sae, torch.tensor([False, True, False, False]), directions, B, biased=True)
+    assert sae.b_enc[1].item() == pytest.approx(5 / 3)
     aimed, expected = sae.W_enc[:, 1].detach(), B @ directions[0]
     torch.testing.assert_close(aimed / aimed.norm(), expected / expected.norm())
     assert aimed.norm().item() == pytest.approx(8**0.5, rel=1e-6)
