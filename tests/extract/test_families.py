@@ -65,7 +65,7 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(family: str, pat
         for site, path in zip(("mlp_in", "mlp_out", "attn_out", "resid_post"), (*paths.split(), ""), strict=True):
             if path in (modules := dict(block.named_modules())):
                 modules[path].register_forward_hook(partial(hook, layer=layer, site=site), with_kwargs=True)
-    states = model.model(input_ids=TOKENS, attention_mask=MASK, output_hidden_states=True).hidden_states
+    states = model.model(TOKENS, attention_mask=MASK, use_cache=False, output_hidden_states=True).hidden_states
     if family == "mamba":  # whose states are those after a block
         states = (model.model.get_input_embeddings()(TOKENS), *states)
     torch.testing.assert_close(states[1], seen[0, "resid_post"], rtol=0, atol=0)
@@ -102,7 +102,7 @@ def test_a_multimodal_model_is_read_and_spliced_in_its_language_model(sae: Comma
     config = AutoConfig.for_model(family, text_config=TINY | {"rope_parameters": ROPE}, vision_config=VISION)
     folder = save_model(tmp_path / family, config, loader=AutoModelForImageTextToText)
     model = loaded(folder, head=True)
-    states = model.model(input_ids=TOKENS, attention_mask=MASK, output_hidden_states=True).hidden_states
+    states = model.model(TOKENS, attention_mask=MASK, use_cache=False, output_hidden_states=True).hidden_states
     (found,) = model.read(TOKENS, MASK, [HookPoint(1, "resid_pre")], torch.clone)
     torch.testing.assert_close(found, states[1], rtol=0, atol=0)
     (tmp_path / "text.txt").write_text("\n\n".join("abcdefghij"[n % 7:] for n in range(200)))
