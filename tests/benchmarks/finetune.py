@@ -5,12 +5,12 @@
 Each SAE (d_sae 512, L0 about 16) is trained on a text's rows, and fine-tuned on the same text, both at their defaults;
 docs are the standard library's docstrings, which tiny-gemma2 was trained on, code its sources, reference the sections
 of Python's reference. Transcoders read `mlp_in` and predict `mlp_out` of layer 2, crosscoders `resid_post` of layers 1
-and 3, with topk. Prints a line of JSON per SAE, then a table in Markdown: means over seeds of the measures before and
-after, and of the relative changes, ± half of their 95% interval; those are kept in `--out`, and are not run again.
+and 3, with topk. Adds a line of JSON per SAE to a log in `--out`, from which the same command resumes, then prints a
+table in Markdown: means over seeds of the measures before and after, and of the relative changes, ± half of their 95%
+interval.
 `--features` adds what latents became: their stability over the seeds, and the AUC of probes on 16 latents less that of
 dense ones, over a fifth of the sets of sae-probes (first seed). `--gemma` times instead a window of 128 tokens, a 24th
-of a step, through Gemma-2-2B at random weights: layer 12, d_sae 16,384, topk 32, on a CPU in float32; and prints the
-peak of the memory.
+of a step, through Gemma-2-2B at random weights (layer 12, d_sae 16,384, topk 32, float32 on a CPU), with its memory.
 """
 
 import argparse

@@ -142,7 +142,8 @@ class Direct(Factorisation):
         return self._factor.squared_norms(psi.T)
 
     def inverse_diagonal(self) -> Tensor:
-        return self._factor.inverse_diagonal() if self._factor.on_cpu else super().inverse_diagonal()
+        on_cpu = self.system.y_bar.device.type == "cpu"
+        return self._factor.inverse_diagonal() if on_cpu else super().inverse_diagonal()
 
     def condition(self) -> float:
         return self._factor.condition()

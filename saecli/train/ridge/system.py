@@ -227,7 +227,7 @@ class Cholesky:
     """A symmetric positive definite matrix, (F, F), as `R' R`; `raised` if a ridge smaller than `ridge` failed."""
 
     def __init__(self, R: Tensor, ridge: float, raised: bool) -> None:
-        self._R, self.ridge, self.raised, self.on_cpu = R, ridge, raised, R.device.type == "cpu"
+        self._R, self.ridge, self.raised = R, ridge, raised
 
     @classmethod
     def of(cls, build: Callable[[float], Tensor], ridge: float) -> Self:
