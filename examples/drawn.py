@@ -9,14 +9,22 @@ from measured import WAYS, Errors, Run, errors, means, ratios, select, with_base
 
 from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
 
-KINDS = {"inner": ("encoder steps on each batch", 1.0), "decay": ("weight decay", 0.0),
-         "proximal": ("mu and nu, encoder", 0.0)}  # by group: name of the value, and its value in `base`
+KINDS = {
+    "inner": ("encoder steps on each batch", 1.0),
+    "decay": ("weight decay", 0.0),
+    "proximal": ("mu and nu, encoder", 0.0),
+}  # by group: name of the value, and its value in `base`
 NAMES = {"sgd": "SGD at {:g}", "paper": "PAM-SGD at {:g}"}
 NARROW = 3  # ratio of values up to which an axis is linear
 
 
-def plot_errors(axes: Axes, found: Mapping[str, Errors], xlabel: str, apart: bool = False,
-                labels: Mapping[str, str] = WAYS) -> None:
+def plot_errors(
+    axes: Axes,
+    found: Mapping[str, Errors],
+    xlabel: str,
+    apart: bool = False,
+    labels: Mapping[str, str] = WAYS,
+) -> None:
     """Draw the mean over seeds of each way, with a band from the least to the largest.
 
     Args:
@@ -29,10 +37,21 @@ def plot_errors(axes: Axes, found: Mapping[str, Errors], xlabel: str, apart: boo
     for way, by_value in found.items():
         values, index = sorted(by_value), list(labels).index(way)
         at = range(len(values)) if apart else values
-        axes.plot(at, [means(by_value)[value] for value in values], color=COLOURS[index], marker=MARKERS[index],
-                  label=labels[way])
-        axes.fill_between(at, [min(by_value[value]) for value in values], [max(by_value[value]) for value in values],
-                          color=COLOURS[index], alpha=0.2, linewidth=0)
+        axes.plot(
+            at,
+            [means(by_value)[value] for value in values],
+            color=COLOURS[index],
+            marker=MARKERS[index],
+            label=labels[way],
+        )
+        axes.fill_between(
+            at,
+            [min(by_value[value]) for value in values],
+            [max(by_value[value]) for value in values],
+            color=COLOURS[index],
+            alpha=0.2,
+            linewidth=0,
+        )
         if apart:
             axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
     axes.set(xlabel=xlabel)
@@ -56,8 +75,12 @@ def curves(out: Path, runs: list[Run], acts: Mapping[str, str]) -> None:
         for axes, (act, title) in zip(panels, acts.items(), strict=True):
             for way, colour in zip(WAYS, COLOURS, strict=False):
                 for run in select(runs, group="base", act=act, way=way):
-                    axes.plot(*run.curve(), color=colour, alpha=1 if run.seed == 0 else 0.3,
-                              label=WAYS[way] if run.seed == 0 else None)
+                    axes.plot(
+                        *run.curve(),
+                        color=colour,
+                        alpha=1 if run.seed == 0 else 0.3,
+                        label=WAYS[way] if run.seed == 0 else None,
+                    )
             axes.set(title=title, xlabel="epoch", ylabel="test FVU")
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             log_scale(axes, "y")
@@ -70,7 +93,10 @@ def sizes(out: Path, runs: list[Run], acts: Mapping[str, str]) -> dict[str, dict
     Returns:
         The errors, by activation and way.
     """
-    found = {act: {way: errors(with_base(select(runs, act=act, way=way), "size", 1)) for way in WAYS} for act in acts}
+    found = {
+        act: {way: errors(with_base(select(runs, act=act, way=way), "size", 1)) for way in WAYS}
+        for act in acts
+    }
     with figure(out / "sizes.png", 9, 3.4) as drawn:
         panels = drawn.subplots(1, len(acts))
         for axes, (act, title) in zip(panels, acts.items(), strict=True):
@@ -80,8 +106,12 @@ def sizes(out: Path, runs: list[Run], acts: Mapping[str, str]) -> dict[str, dict
     return found
 
 
-def ablations(out: Path, runs: list[Run], acts: Mapping[str, str],
-              kinds: Mapping[str, tuple[str, float]] = KINDS) -> dict[str, dict[str, dict[str, float]]]:
+def ablations(
+    out: Path,
+    runs: list[Run],
+    acts: Mapping[str, str],
+    kinds: Mapping[str, tuple[str, float]] = KINDS,
+) -> dict[str, dict[str, dict[str, float]]]:
     """Draw the test error against inner steps, weight decay and proximal weight into `ablations.png`.
 
     Returns:
@@ -93,14 +123,24 @@ def ablations(out: Path, runs: list[Run], acts: Mapping[str, str],
         grid = drawn.subplots(len(acts), len(kinds), squeeze=False)
         for row, (act, title) in zip(grid, acts.items(), strict=True):
             for axes, (group, (label, base)) in zip(row, kinds.items(), strict=True):
-                ways = [way for way in ("sgd", "paper") if select(runs, group=group, act=act, way=way)]
-                series = {way: errors(with_base(select(runs, act=act, way=way), group, base)) for way in ways}
+                ways = [
+                    way for way in ("sgd", "paper") if select(runs, group=group, act=act, way=way)
+                ]
+                series = {
+                    way: errors(with_base(select(runs, act=act, way=way), group, base))
+                    for way in ways
+                }
                 plot_errors(axes, series, label, apart=True)
                 least = min(next(iter(series.values())))
                 axes.set(ylabel=f"test FVU, {title}" if axes is row[0] else "")
                 found[act][group] = {
-                    setting: ratio for way, by_value in series.items()
-                    for setting, ratio in ratios({value: seeds for value, seeds in by_value.items() if value != least},
-                                                 dict.fromkeys(by_value, by_value[least]), NAMES[way]).items()}
+                    setting: ratio
+                    for way, by_value in series.items()
+                    for setting, ratio in ratios(
+                        {value: seeds for value, seeds in by_value.items() if value != least},
+                        dict.fromkeys(by_value, by_value[least]),
+                        NAMES[way],
+                    ).items()
+                }
         legend_below(drawn, *grid[0, 1].get_legend_handles_labels())
     return found

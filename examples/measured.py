@@ -62,7 +62,10 @@ class Run:
 
     def kept(self) -> dict[int, SAE]:
         """The SAE after each epoch that was kept."""
-        return {int(path.name.removeprefix("epoch-")): load(path).sae for path in sorted(self.folder.glob("kept/*"))}
+        return {
+            int(path.name.removeprefix("epoch-")): load(path).sae
+            for path in sorted(self.folder.glob("kept/*"))
+        }
 
 
 def runs_of(out: Path) -> list[Run]:
@@ -76,9 +79,13 @@ def runs_of(out: Path) -> list[Run]:
     return found
 
 
-def rows_of(out: Path, store: str, which: Literal["train", "test"], fraction: float = 1.0) -> torch.Tensor:
+def rows_of(
+    out: Path, store: str, which: Literal["train", "test"], fraction: float = 1.0
+) -> torch.Tensor:
     """A fraction of a store's training rows, or its held-out rows, (N, D), in stored order."""
-    split = ActivationStore.open(out / "home" / "activations" / store).split(which, fraction=fraction)
+    split = ActivationStore.open(out / "home" / "activations" / store).split(
+        which, fraction=fraction
+    )
     return torch.from_numpy(np.concatenate([batch.copy() for batch in split.sequential(4096)]))
 
 
@@ -113,10 +120,22 @@ def with_base(runs: Sequence[Run], group: str, value: float) -> list[Run]:
 
 def write_table(out: Path, name: str, runs: Iterable[Run]) -> None:
     """Write the measures of runs as `NAME.csv` and `NAME.json`, one line per run."""
-    lines = [{"group": run.group, "act": run.act, "way": run.way, "value": run.value, "seed": run.seed,
-              "run": run.folder.name, "rows_train": run.document["result"]["rows_train"],
-              **{key: run.final[key] for key in ("train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction")}}
-             for run in runs]
+    lines = [
+        {
+            "group": run.group,
+            "act": run.act,
+            "way": run.way,
+            "value": run.value,
+            "seed": run.seed,
+            "run": run.folder.name,
+            "rows_train": run.document["result"]["rows_train"],
+            **{
+                key: run.final[key]
+                for key in ("train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction")
+            },
+        }
+        for run in runs
+    ]
     (out / f"{name}.json").write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
     with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(lines[0]))
@@ -167,31 +186,54 @@ def ratios(ours: Errors, theirs: Errors, form: str = "{:g}") -> dict[str, float]
     return {form.format(value): above[value] / below[value] for value in above if value in below}
 
 
-def efficiency_claims(by_size: Mapping[str, Mapping[str, Errors]], titles: Mapping[str, str],
-                      where: str) -> list[Claim]:
+def efficiency_claims(
+    by_size: Mapping[str, Mapping[str, Errors]], titles: Mapping[str, str], where: str
+) -> list[Claim]:
     """Claims on the error by fraction of the rows, from errors by activation and way."""
     claims = []
     for act, title in titles.items():
-        ours, tools = (ratios(by_size[act][way], by_size[act]["sgd"], FRACTION) for way in ("paper", "default"))
-        claims.append(Claim(f"{where}, {title}: PAM-SGD reaches a lower test error than SGD, above all with few rows",
-                            verdict(ours), f"FVU over SGD's: {listed(ours)}. Of the tool's "
-                            f"defaults: {listed(tools)}", "sizes.png"))
+        ours, tools = (
+            ratios(by_size[act][way], by_size[act]["sgd"], FRACTION) for way in ("paper", "default")
+        )
+        claims.append(
+            Claim(
+                f"{where}, {title}: PAM-SGD reaches a lower test error than SGD, above all with few rows",
+                verdict(ours),
+                f"FVU over SGD's: {listed(ours)}. Of the tool's defaults: {listed(tools)}",
+                "sizes.png",
+            )
+        )
     return claims
 
 
 def ablation_claims(over: Mapping[str, Mapping[str, float]], where: str) -> list[Claim]:
     """Claims on inner steps, weight decay and proximal weights, from errors relative to none."""
-    words = {"inner": "more encoder steps on each batch lower PAM-SGD's test error",
-             "decay": "weight decay lowers the test error",
-             "proximal": "proximal weights mu and nu lower the test error"}
-    return [Claim(f"{where}: {words[group]}", verdict(found), f"FVU over the FVU without: {listed(found)}",
-                  "ablations.png") for group, found in over.items()]
+    words = {
+        "inner": "more encoder steps on each batch lower PAM-SGD's test error",
+        "decay": "weight decay lowers the test error",
+        "proximal": "proximal weights mu and nu lower the test error",
+    }
+    return [
+        Claim(
+            f"{where}: {words[group]}",
+            verdict(found),
+            f"FVU over the FVU without: {listed(found)}",
+            "ablations.png",
+        )
+        for group, found in over.items()
+    ]
 
 
-def write_claims(out: Path, section: str, command: str, claims: Sequence[Claim], also: Sequence[str] = ()) -> None:
+def write_claims(
+    out: Path, section: str, command: str, claims: Sequence[Claim], also: Sequence[str] = ()
+) -> None:
     """Write the claims of a section for `report.py`, and further figures for it to show."""
-    document = {"section": section, "command": command, "claims": [asdict(claim) for claim in claims],
-                "also": list(also)}
+    document = {
+        "section": section,
+        "command": command,
+        "claims": [asdict(claim) for claim in claims],
+        "also": list(also),
+    }
     (out / "claims.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
@@ -199,7 +241,9 @@ def arguments(description: str, **lists: str) -> argparse.Namespace:
     """The options of the scripts that draw: the output folder, the command that filled it, and lists of words, each by
     its name and help."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("out", type=Path, help="folder that the runs are in, and figures and tables go to")
+    parser.add_argument(
+        "out", type=Path, help="folder that the runs are in, and figures and tables go to"
+    )
     parser.add_argument("--command", default="", help="the command that made them, for the report")
     for name, words in lists.items():
         parser.add_argument(f"--{name}", nargs="+", required=True, help=words)

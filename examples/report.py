@@ -36,15 +36,23 @@ def section(found: Section, folder: Path, figures: Path) -> str:
         folder: what its script wrote.
         figures: where its figures go.
     """
-    lines = [f"## {found['section']}", "", f"    {found['command']}", "", "| statement | verdict | figures behind it |",
-             "|---|---|---|"]
+    lines = [
+        f"## {found['section']}",
+        "",
+        f"    {found['command']}",
+        "",
+        "| statement | verdict | figures behind it |",
+        "|---|---|---|",
+    ]
     stem = found["section"].lower().replace(" ", "-").replace("'", "")
     names = dict.fromkeys([*(claim["figure"] for claim in found["claims"]), *found["also"]])
     for name in names:
         shrunk(folder / name, figures / f"{stem}-{name}")
     for claim in found["claims"]:
         link = f"[{Path(claim['figure']).stem}]({figures.name}/{stem}-{claim['figure']})"
-        lines.append(f"| {claim['statement']} | **{claim['verdict']}** | {link}: {claim['evidence']} |")
+        lines.append(
+            f"| {claim['statement']} | **{claim['verdict']}** | {link}: {claim['evidence']} |"
+        )
     pictures = [f"![{Path(name).stem}]({figures.name}/{stem}-{name})" for name in names]
     return "\n".join([*lines, "", *"\n\n".join(pictures).splitlines(), ""])
 
@@ -59,29 +67,45 @@ def shrunk(figure: Path, to: Path) -> None:
 
 def verdicts(sections: Sequence[Section]) -> str:
     """All claims and verdicts, without the figures behind them."""
-    lines = [f"| {claim['statement']} | {claim['verdict']} |" for found in sections for claim in found["claims"]]
+    lines = [
+        f"| {claim['statement']} | {claim['verdict']} |"
+        for found in sections
+        for claim in found["claims"]
+    ]
     return "\n".join(["| statement | here |", "|---|---|", *lines])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+", help="folders that the sections' scripts wrote")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of REPORT.md and figures/")
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="folders that the sections' scripts wrote"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="folder of REPORT.md and figures/"
+    )
     given = parser.parse_args()
     missing = [str(folder) for folder in given.results if not (folder / "claims.json").exists()]
     if missing:
-        parser.error(f"expected claims.json in each folder, found none in {', '.join(missing)}; run the section's "
-                     "run.sh to its end")
-    sections = [json.loads((folder / "claims.json").read_text(encoding="utf-8")) for folder in given.results]
+        parser.error(
+            f"expected claims.json in each folder, found none in {', '.join(missing)}; run the section's "
+            "run.sh to its end"
+        )
+    sections = [
+        json.loads((folder / "claims.json").read_text(encoding="utf-8")) for folder in given.results
+    ]
     given.out.mkdir(parents=True, exist_ok=True)
-    parts = [section(found, folder, given.out / "figures")
-             for found, folder in zip(sections, given.results, strict=True)]
+    parts = [
+        section(found, folder, given.out / "figures")
+        for found, folder in zip(sections, given.results, strict=True)
+    ]
     (given.out / "REPORT.md").write_text("\n".join([HEAD, *parts]), encoding="utf-8")
     readme = given.out / "README.md"
     if readme.exists():
         text = readme.read_text(encoding="utf-8")
         block = f"{BEGIN}\n{verdicts(sections)}\n{END}"
-        readme.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: block, text, flags=re.DOTALL), encoding="utf-8")
+        readme.write_text(
+            re.sub(f"{BEGIN}.*{END}", lambda _: block, text, flags=re.DOTALL), encoding="utf-8"
+        )
     print(f"wrote {given.out / 'REPORT.md'}")
 
 

@@ -20,13 +20,20 @@ from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # before torch is loaded: threads that wait sleep
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from saecli.extract.texts import STDLIB_DOCS, TextSource
 
@@ -79,7 +86,8 @@ def build_model() -> Gemma2ForCausalLM:
         query_pre_attn_scalar=32,
         sliding_window=64,
         max_position_embeddings=CONTEXT,
-        initializer_range=128**-0.5,  # 0.02, made for wide models, takes thrice as long to leave the unigrams
+        initializer_range=128
+        ** -0.5,  # 0.02, made for wide models, takes thrice as long to leave the unigrams
         pad_token_id=PAD,
         eos_token_id=EOS,
         bos_token_id=BOS,
@@ -91,7 +99,9 @@ def build_model() -> Gemma2ForCausalLM:
 def add_dropout(model: Gemma2ForCausalLM, rate: float) -> None:
     """Drops entries of what is added to the residual stream; Gemma-2 itself only knows attention dropout."""
 
-    def drop(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def drop(
+        module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
         return functional.dropout(output, rate, module.training)
 
     model.model.embed_tokens.register_forward_hook(drop)
@@ -132,7 +142,9 @@ def epoch_batches(documents: list[list[int]], rng: random.Random) -> list[torch.
 
 def summed_loss(model: Gemma2ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """Sums the cross-entropies, in nats, of all tokens but the first of each row and the padding."""
-    logits = model(ids[:, :-1], use_cache=False).logits  # (B, T-1, V); causal, so padding needs no mask
+    logits = model(
+        ids[:, :-1], use_cache=False
+    ).logits  # (B, T-1, V); causal, so padding needs no mask
     return functional.cross_entropy(
         logits.flatten(0, 1).float(), ids[:, 1:].flatten(), ignore_index=PAD, reduction="sum"
     )
@@ -147,7 +159,9 @@ def token_count(ids: torch.Tensor) -> int:
 def cross_entropy(model: Gemma2ForCausalLM, documents: list[list[int]]) -> float:
     """Measures the mean cross-entropy, in nats a token, on documents cut as `sae extract` cuts them."""
     model.eval()
-    batches = list(padded_batches([window for document in documents for window in windows(document)]))
+    batches = list(
+        padded_batches([window for document in documents for window in windows(document)])
+    )
     return sum(summed_loss(model, ids).item() for ids in batches) / sum(map(token_count, batches))
 
 
@@ -167,15 +181,23 @@ def lr_factor(step: int, steps: int) -> float:
 
 
 def train(
-    model: Gemma2ForCausalLM, documents: list[list[int]], held_out: list[list[int]], options: argparse.Namespace
+    model: Gemma2ForCausalLM,
+    documents: list[list[int]],
+    held_out: list[list[int]],
+    options: argparse.Namespace,
 ) -> None:
     """Trains the model in place and prints the losses now and then."""
     rng = random.Random(options.seed)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     gains = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": gains, "weight_decay": 0.0},
+    ]
     optimiser = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: lr_factor(step, options.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda step: lr_factor(step, options.steps)
+    )
     batches: list[torch.Tensor] = []
     began = time.monotonic()
     for step in range(1, options.steps + 1):
@@ -193,29 +215,38 @@ def train(
             seconds = time.monotonic() - began
             held = cross_entropy(model, held_out)
             print(
-                f"step {step}: train {loss.item():.2f}, held out {held:.3f} nats a token, {seconds:.0f} s", flush=True
+                f"step {step}: train {loss.item():.2f}, held out {held:.3f} nats a token, {seconds:.0f} s",
+                flush=True,
             )
 
 
-def save(model: Gemma2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> Gemma2ForCausalLM:
+def save(
+    model: Gemma2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path
+) -> Gemma2ForCausalLM:
     """Saves both, the weights in bfloat16, and returns the model as read back in float32."""
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     config = json.loads((out / "tokenizer_config.json").read_text())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 does not know the name that 5 writes
+    config["tokenizer_class"] = (
+        "PreTrainedTokenizerFast"  # transformers 4 does not know the name that 5 writes
+    )
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
 
 
 def main() -> None:
     """Trains, saves, and measures what was saved."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="The sums round otherwise with another number.")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="The sums round otherwise with another number."
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -223,7 +254,9 @@ def main() -> None:
 
     texts = [text for _, text, _ in TextSource(STDLIB_DOCS).documents()]
     tokenizer = train_tokenizer([text for text in texts if not is_held_out(text)])
-    encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    encoded = [
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts
+    ]
     documents = [ids for ids, text in zip(encoded, texts, strict=True) if not is_held_out(text)]
     held_out = [ids for ids, text in zip(encoded, texts, strict=True) if is_held_out(text)]
     model = build_model()

@@ -17,7 +17,9 @@ folder = Path(sys.argv[1] if sys.argv[1:] else "whole-chain")
 rows = int(sys.argv[2]) if sys.argv[2:] else 20_000
 
 # Activations of block 2 over the standard library's docstrings, on disk.
-store = saecli.extract("tiny-gemma2", layer=2, rows=rows, home=folder / "home", name="docs", dataset="stdlib-docs")
+store = saecli.extract(
+    "tiny-gemma2", layer=2, rows=rows, home=folder / "home", name="docs", dataset="stdlib-docs"
+)
 print(store)
 
 # Two SAEs of the same size and sparsity; a tenth of the documents is held out.
@@ -25,7 +27,9 @@ options = {"act": "topk", "k": 16, "d_sae": 512, "epochs": 10}
 saes = {solver: saecli.fit(store, solver=solver, **options) for solver in ("sgd", "pam-sgd")}
 for solver, sae in saes.items():
     measured = saecli.evaluate(sae, store, model="tiny-gemma2", tokens=4096)
-    print(f"{solver}: FVU {measured['fvu']:.4f}, L0 {measured['l0']:.1f}, CE recovered {measured['ce_recovered']:.3f}")
+    print(
+        f"{solver}: FVU {measured['fvu']:.4f}, L0 {measured['l0']:.1f}, CE recovered {measured['ce_recovered']:.3f}"
+    )
 
 # Codes of any activations, and the latents that fire on a token.
 sae = saes["pam-sgd"]

@@ -67,11 +67,38 @@ _NAMES = {  # by module
     "train.fit": ["fit", "join", "open_store"],
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = ["SAE", "ActivationStore", "SaeError", "compare", "controls", "draw", "evaluate", "export", "extract",
-           "finetune", "fit", "geometry", "import_array", "import_synthetic", "join", "list_home", "load_sae",
-           "open_store", "probe", "push", "refit", "report", "save_sae", "sparsity", "stability", "steer", "steering"]
+__all__ = [
+    "SAE",
+    "ActivationStore",
+    "SaeError",
+    "compare",
+    "controls",
+    "draw",
+    "evaluate",
+    "export",
+    "extract",
+    "finetune",
+    "fit",
+    "geometry",
+    "import_array",
+    "import_synthetic",
+    "join",
+    "list_home",
+    "load_sae",
+    "open_store",
+    "probe",
+    "push",
+    "refit",
+    "report",
+    "save_sae",
+    "sparsity",
+    "stability",
+    "steer",
+    "steering",
+]
 
 if not TYPE_CHECKING:
+
     def __getattr__(name: str) -> "Any":
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -83,8 +110,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(_ModuleType):
-    """Keeps `saecli.extract` and `saecli.geometry` functions, where importing the rooms of these names would bind them.
-    """
+    """Keeps `saecli.extract` and `saecli.geometry` functions, where importing their rooms would bind them."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (isinstance(value, _ModuleType) and name in _MODULES):

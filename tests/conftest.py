@@ -14,18 +14,24 @@ from hypothesis import settings
 # thread each, since threads that wait for cores would take longer, and processes that a test starts have as many as its
 # own: results agree bit for bit between equal numbers of threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count()))
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count())
+)
 
 from homes import CommandLine
 from store_producer import Producer
 
 settings.register_profile("quick", max_examples=10, deadline=None)
-settings.register_profile("thorough", max_examples=40, deadline=None)  # pytest --hypothesis-profile thorough
+settings.register_profile(
+    "thorough", max_examples=40, deadline=None
+)  # pytest --hypothesis-profile thorough
 settings.load_profile("quick")
 
 
 @pytest.fixture
-def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+def sae(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> CommandLine:
     """The command line, run in this process, with a home of the test's own; tables are as wide as in a pipe.
 
     Of a training's curves it leaves an empty file, since drawing them takes half of a small training's time.
@@ -42,9 +48,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from model_hub import WRITER, serving  # take a while to import
 
     with serving() as found:
-        for name, value in (("ENDPOINT", found.address), ("HF_HUB_DISABLE_XET", True),
-                            ("HUGGINGFACE_CO_URL_TEMPLATE", found.address + "/{repo_id}/resolve/{revision}/{filename}"),
-                            ("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_TOKEN_PATH", str(tmp_path / "no-token"))):
+        for name, value in (
+            ("ENDPOINT", found.address),
+            ("HF_HUB_DISABLE_XET", True),
+            (
+                "HUGGINGFACE_CO_URL_TEMPLATE",
+                found.address + "/{repo_id}/resolve/{revision}/{filename}",
+            ),
+            ("HF_HUB_CACHE", str(tmp_path / "cache")),
+            ("HF_TOKEN_PATH", str(tmp_path / "no-token")),
+        ):
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         for name in ("http_proxy", "https_proxy", "all_proxy"):

@@ -7,7 +7,16 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from saecli.sae.activations import AbsTopK, Activation, BatchTopK, JumpRelu, Relu, ReluTopK, Thresholded, TopK
+from saecli.sae.activations import (
+    AbsTopK,
+    Activation,
+    BatchTopK,
+    JumpRelu,
+    Relu,
+    ReluTopK,
+    Thresholded,
+    TopK,
+)
 from saecli.sae.dictionary import SAE
 
 KINDS = ("relu", "jumprelu", "batchtopk", "topk", "relu-topk", "abs-topk")
@@ -23,7 +32,7 @@ def encoder(rng: np.random.Generator, D: int, F: int, shape: str) -> tuple[np.nd
     elif shape == "clustered":
         W = rng.normal(size=(D, 3))[:, rng.integers(0, 3, F)] + 1e-3 * W
     elif shape == "twins":
-        W[:, F // 2:] = W[:, :F - F // 2]
+        W[:, F // 2 :] = W[:, : F - F // 2]
     elif shape == "zeros":
         W[:, ::3] = 0
     elif shape == "uneven":
@@ -40,24 +49,41 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, largest_d_sae: int = 24,
-          shapes: tuple[str, ...] = SHAPES) -> Case:
+def cases(
+    draw: st.DrawFn,
+    kinds: tuple[str, ...] = KINDS,
+    largest_d_sae: int = 24,
+    shapes: tuple[str, ...] = SHAPES,
+) -> Case:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     D, F = draw(st.integers(1, 6)), draw(st.integers(1, largest_d_sae))
     W, b = encoder(rng, D, F, draw(st.sampled_from(shapes)))
-    activation = {"relu": Relu(), "jumprelu": JumpRelu(), "topk": TopK(draw(st.integers(1, F))),
-                  "relu-topk": ReluTopK(draw(st.integers(1, F))), "batchtopk": BatchTopK(1),
-                  "abs-topk": AbsTopK(draw(st.integers(1, F)))}[draw(st.sampled_from(kinds))]
+    activation = {
+        "relu": Relu(),
+        "jumprelu": JumpRelu(),
+        "topk": TopK(draw(st.integers(1, F))),
+        "relu-topk": ReluTopK(draw(st.integers(1, F))),
+        "batchtopk": BatchTopK(1),
+        "abs-topk": AbsTopK(draw(st.integers(1, F))),
+    }[draw(st.sampled_from(kinds))]
     return Case(sae_of(W, b, activation, rng), torch.from_numpy(rng.normal(size=(8, D))))
 
 
 def sae_of(W: np.ndarray, b: np.ndarray, activation: Activation, rng: np.random.Generator) -> SAE:
     """An SAE with that encoder, thresholds of different sizes where it has any, and a random decoder."""
     D, F = W.shape
-    parameters = {name: torch.from_numpy(np.asarray(rng.uniform(0, 1, tuple(start.shape))))
-                  for name, start in activation.parameters(F).items()}
-    return SAE(torch.from_numpy(W), torch.from_numpy(b), torch.from_numpy(rng.normal(size=(F, D))),
-               torch.from_numpy(rng.normal(size=D)), activation, parameters)
+    parameters = {
+        name: torch.from_numpy(np.asarray(rng.uniform(0, 1, tuple(start.shape))))
+        for name, start in activation.parameters(F).items()
+    }
+    return SAE(
+        torch.from_numpy(W),
+        torch.from_numpy(b),
+        torch.from_numpy(rng.normal(size=(F, D))),
+        torch.from_numpy(rng.normal(size=D)),
+        activation,
+        parameters,
+    )
 
 
 def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
@@ -75,7 +101,7 @@ def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
         return found
     signed = isinstance(sae.activation, AbsTopK)
     order = np.argsort(-(np.abs(v) if signed else v), kind="stable")
-    inside, outside = order[:sae.activation.k], order[sae.activation.k:]
+    inside, outside = order[: sae.activation.k], order[sae.activation.k :]
     for i, j, sign in itertools.product(inside, outside, (1, -1) if signed else (1,)):
         own = -1 if signed and v[i] < 0 else 1
         towards = sign * W[:, j] - own * W[:, i]

@@ -33,8 +33,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_store(home: Path, name: str, rows: np.ndarray) -> np.ndarray:
-    meta = StoreMeta(source={"kind": "array"}, request_hash=name, dtype="float32", d_in=rows.shape[1],
-                     shard_rows=len(rows), chunk_rows=256)
+    meta = StoreMeta(
+        source={"kind": "array"},
+        request_hash=name,
+        dtype="float32",
+        d_in=rows.shape[1],
+        shard_rows=len(rows),
+        chunk_rows=256,
+    )
     with StoreWriter.open(home / "activations" / name, meta) as writer:
         writer.append(rows, {}, {"row": 0})
         writer.finish()
@@ -45,37 +51,70 @@ def random_sae(activation: Activation | None = None, d_in: int = D, seed: int = 
     activation = activation or Relu()
     generator = torch.Generator().manual_seed(seed)
     W_enc = torch.randn(d_in, F, generator=generator)
-    return SAE(W_enc, torch.randn(F, generator=generator), W_enc.T / 10, torch.randn(d_in, generator=generator),
-               activation, activation.parameters(F))
+    return SAE(
+        W_enc,
+        torch.randn(F, generator=generator),
+        W_enc.T / 10,
+        torch.randn(d_in, generator=generator),
+        activation,
+        activation.parameters(F),
+    )
 
 
 def sae_for(format: str, *names: str) -> SavedSAE:
     """An SAE that a format can express, or a transcoder if it has no others; its activation the first of these names,
     or the first but topk."""
     form = FORMATS[format]
-    kind = next(kind for kind in form.activations or form.transcoders
-                if (kind.name in names if names else kind.name != "topk"))
+    kind = next(
+        kind
+        for kind in form.activations or form.transcoders
+        if (kind.name in names if names else kind.name != "topk")
+    )
     activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
-    return SavedSAE(random_sae(activation),
-                    {"model": "gpt2", "layer": 3, "site": "resid_post"} if form.activations else MLP)
+    return SavedSAE(
+        random_sae(activation),
+        {"model": "gpt2", "layer": 3, "site": "resid_post"} if form.activations else MLP,
+    )
 
 
-def make_run(home: Path, name: str, sae: SAE, data: str = "rows", split_seed: int = 0, fraction: float = 1.0,
-             created: str = "2026-01-01", complete: bool = True) -> Path:
+def make_run(
+    home: Path,
+    name: str,
+    sae: SAE,
+    data: str = "rows",
+    split_seed: int = 0,
+    fraction: float = 1.0,
+    created: str = "2026-01-01",
+    complete: bool = True,
+) -> Path:
     folder = home / "runs" / name
     folder.mkdir(parents=True)
-    document = {"format_version": 1, "created": created, "complete": complete, "data": data,
-                "training": {"split_seed": split_seed, "fraction": fraction}, "solver": {"name": "sgd"},
-                "activation": activation_to_json(sae.activation), "result": None}
+    document = {
+        "format_version": 1,
+        "created": created,
+        "complete": complete,
+        "data": data,
+        "training": {"split_seed": split_seed, "fraction": fraction},
+        "solver": {"name": "sgd"},
+        "activation": activation_to_json(sae.activation),
+        "result": None,
+    }
     (folder / "run.json").write_text(json.dumps(document))
     save_native(SavedSAE(sae, {"model": "gpt2", "layer": 3, "site": "resid_post"}), folder)
     return folder
 
 
-def make_transcoder(home: Path, name: str, sae: SAE, origin: dict[str, Any] = MLP) -> tuple[np.ndarray, np.ndarray]:
+def make_transcoder(
+    home: Path, name: str, sae: SAE, origin: dict[str, Any] = MLP
+) -> tuple[np.ndarray, np.ndarray]:
     """A run from a store `x` to a store `y`, whose rows it returns."""
-    x, y = (make_store(home, store, rows) for store, rows in
-            (("x", some_rows()), ("y", np.abs(some_rows(d_in=sae.d_out, seed=1)).cumsum(1))))
+    x, y = (
+        make_store(home, store, rows)
+        for store, rows in (
+            ("x", some_rows()),
+            ("y", np.abs(some_rows(d_in=sae.d_out, seed=1)).cumsum(1)),
+        )
+    )
     folder = make_run(home, name, sae, data="x")
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(document | {"target": "y"}))
@@ -159,17 +198,25 @@ def nested_rows(rows: int, seed: int = 0) -> np.ndarray:
 def nested_sae(act: str) -> SAE:
     kind = ACTIVATIONS[act]
     activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
-    parameters = {name: torch.full_like(start.double(), 0.3) for name, start in activation.parameters(F).items()}
-    tensors = (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-               for seed, shape in enumerate(((D, F), (F,), (F, D), (D,))))
+    parameters = {
+        name: torch.full_like(start.double(), 0.3)
+        for name, start in activation.parameters(F).items()
+    }
+    tensors = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for seed, shape in enumerate(((D, F), (F,), (F, D), (D,)))
+    )
     return SAE(*tensors, activation, parameters, prefixes=PREFIXES)
 
 
 def grid(*axes: Sequence[Any]) -> list[Any]:
     """Every combination, for `pytest.mark.parametrize`: those that differ from the last entries in more than one axis
     are slow, so that the default run has each entry once at least."""
+
     def is_quick(combination: tuple) -> bool:
         return sum(one is not axis[-1] for one, axis in zip(combination, axes, strict=True)) <= 1
 
-    return [pytest.param(*combination, marks=() if is_quick(combination) else pytest.mark.slow)
-            for combination in product(*axes)]
+    return [
+        pytest.param(*combination, marks=() if is_quick(combination) else pytest.mark.slow)
+        for combination in product(*axes)
+    ]

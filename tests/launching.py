@@ -38,17 +38,28 @@ main()
 """
 
 
-def signalled(home: Path, words: Iterable[object], name: str, nth: int = 1,
-              what: signal.Signals = signal.SIGKILL) -> subprocess.Popen[str]:
+def signalled(
+    home: Path,
+    words: Iterable[object],
+    name: str,
+    nth: int = 1,
+    what: signal.Signals = signal.SIGKILL,
+) -> subprocess.Popen[str]:
     """`sae` in a process that sends itself a signal before it renames the nth file to a path that ends with a name; on
     return it has ended, or stopped, by the signal or before."""
-    program = MET_BY_A_SIGNAL.format(nth=nth, name=name, signal=int(what),
-                                     words=["--home", str(home), *map(str, words)])
+    program = MET_BY_A_SIGNAL.format(
+        nth=nth, name=name, signal=int(what), words=["--home", str(home), *map(str, words)]
+    )
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     heard = subprocess.DEVNULL if what == signal.SIGSTOP else subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=heard, stdout=subprocess.DEVNULL, text=True,
-                               env=environment,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stderr=heard,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     if what == signal.SIGSTOP:
         assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
     else:
@@ -60,7 +71,15 @@ def signalled(home: Path, words: Iterable[object], name: str, nth: int = 1,
 def torchrun(processes: int, *more: str) -> list[str]:
     """The launcher's command line, up to the script or module; for one machine where it is not told of others."""
     alone = [] if more else ["--standalone"]
-    return [sys.executable, "-m", "torch.distributed.run", *alone, *more, "--nproc-per-node", str(processes)]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *alone,
+        *more,
+        "--nproc-per-node",
+        str(processes),
+    ]
 
 
 @dataclass
@@ -97,8 +116,11 @@ class Launched:
 
 def _children(process: int) -> list[int]:
     try:
-        return [int(child) for task in Path(f"/proc/{process}/task").iterdir()
-                for child in (task / "children").read_text().split()]
+        return [
+            int(child)
+            for task in Path(f"/proc/{process}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     except OSError:
         return []
 
@@ -106,10 +128,20 @@ def _children(process: int) -> list[int]:
 @contextmanager
 def launched(command: list[str], *words: str | Path, **variables: str) -> Iterator[Launched]:
     """Start `sae` under a launcher, with these environment variables; what is left of it is killed in the end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1]), **variables}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        **variables,
+    }
     process = subprocess.Popen(
-        [*command, "-m", "saecli", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+        [*command, "-m", "saecli", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     started = Launched(process)
     try:
         yield started
@@ -127,18 +159,42 @@ def together(processes: int, *words: str | Path) -> Done:
 
 def own_words(err: str) -> list[str]:
     """The lines of stderr that are the command's own, without the launcher's."""
-    begins = ("W1", "E1", "I1", "W0", "E0", "I0", "Traceback", " ", "torch.", "=", "-", "saecli FAILED", "Failures:",
-              "Root Cause", "[", "*")
+    begins = (
+        "W1",
+        "E1",
+        "I1",
+        "W0",
+        "E0",
+        "I0",
+        "Traceback",
+        " ",
+        "torch.",
+        "=",
+        "-",
+        "saecli FAILED",
+        "Failures:",
+        "Root Cause",
+        "[",
+        "*",
+    )
     return [line for line in err.splitlines() if line and not line.startswith(begins)]
 
 
-PINNED = {"saelens": "sae-lens==6.54.12", "sparsify": "eai-sparsify==1.3.3",
-          "dictionary-learning": "dictionary-learning==0.1.0", "circuit-tracer": "circuit-tracer==0.5.0",
-          "sae-probes": "sae-probes==0.4.2", "wandb": "wandb==0.31.0", "trackio": "trackio==0.43.0"}
+PINNED = {
+    "saelens": "sae-lens==6.54.12",
+    "sparsify": "eai-sparsify==1.3.3",
+    "dictionary-learning": "dictionary-learning==0.1.0",
+    "circuit-tracer": "circuit-tracer==0.5.0",
+    "sae-probes": "sae-probes==0.4.2",
+    "wandb": "wandb==0.31.0",
+    "trackio": "trackio==0.43.0",
+}
 
 # Named among its requirements, imported nowhere there; PyPI's is built for one torch and fails beside another.
 UNUSED = {"dictionary-learning": "torchvision"}
-ALONE = {"sae-probes"}  # of which only the data are used, and none of the many packages that it requires
+ALONE = {
+    "sae-probes"
+}  # of which only the data are used, and none of the many packages that it requires
 
 
 def python_with(library: str) -> Path:
@@ -149,7 +205,9 @@ def python_with(library: str) -> Path:
     if not os.environ.get("CI"):
         pytest.skip(f"{variable} names no Python that has {PINNED[library]}, and CI is not set")
     if sys.prefix == sys.base_prefix:
-        pytest.skip(f"an environment with {PINNED[library]} is only made inside a virtual environment")
+        pytest.skip(
+            f"an environment with {PINNED[library]} is only made inside a virtual environment"
+        )
     folder = Path(sys.prefix) / "libraries" / library
     if not (folder / PINNED[library]).exists():
         _install(library, folder)
@@ -160,9 +218,15 @@ def _install(library: str, folder: Path) -> None:
     venv.create(folder, clear=True)
     pinned, python = PINNED[library], folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]
-    asked = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-                           capture_output=True, text=True, check=True)
-    (Path(asked.stdout.strip()) / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    asked = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (Path(asked.stdout.strip()) / "packages_of_the_tests.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )
     # What is there is taken where it will do; torch is named, lest a newer one come with gigabytes for a GPU.
     wanted = ["--no-deps", pinned] if library in ALONE else [pinned, f"torch=={torch.__version__}"]
     done = subprocess.run([*pip, "install", "-q", *wanted], capture_output=True, text=True)

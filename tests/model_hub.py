@@ -74,9 +74,20 @@ class ModelHub(http.server.ThreadingHTTPServer):
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
         """For processes that are to know no hub but this; its address is read at import."""
-        own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-        return own | {"HF_ENDPOINT": self.address, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
-                      "HF_HUB_DISABLE_XET": "1", "SAE_HOME": str(home)} | more
+        own = {
+            name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+        }
+        return (
+            own
+            | {
+                "HF_ENDPOINT": self.address,
+                "HF_HOME": str(home / "hf"),
+                "HF_HUB_DISABLE_TELEMETRY": "1",
+                "HF_HUB_DISABLE_XET": "1",
+                "SAE_HOME": str(home),
+            }
+            | more
+        )
 
     def add(self, name: str, files: dict[str, bytes], **settings: Any) -> Repo:
         """Makes a repository."""
@@ -86,8 +97,11 @@ class ModelHub(http.server.ThreadingHTTPServer):
 
     def downloads(self) -> list[str]:
         """Files that were sent, in order."""
-        return [path.split("/resolve/")[1].split("/", 1)[1] for path in self.asked
-                if path.startswith("GET ") and "/resolve/" in path]
+        return [
+            path.split("/resolve/")[1].split("/", 1)[1]
+            for path in self.asked
+            if path.startswith("GET ") and "/resolve/" in path
+        ]
 
 
 @contextmanager
@@ -100,7 +114,11 @@ def serving() -> Iterator[ModelHub]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -116,7 +134,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def json(self, document: Any, status: int = 200, **headers: str) -> None:
-        self.answer(status, json.dumps(document).encode(), {"Content-Type": "application/json", **headers})
+        self.answer(
+            status, json.dumps(document).encode(), {"Content-Type": "application/json", **headers}
+        )
 
     def log_message(self, *args: object) -> None:
         pass
@@ -144,7 +164,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if repo is None or (repo.private and self.role is None):
             return self._refuse(404 if self.role else 401, "RepoNotFound", "Repository not found")
         if repo.gated and "/resolve/" in self.path:
-            return self._refuse(403 if self.role else 401, "GatedRepo", f"Access to model {name} is restricted")
+            return self._refuse(
+                403 if self.role else 401, "GatedRepo", f"Access to model {name} is restricted"
+            )
         if writing and (self.role != "write" or repo.owner != "someone"):
             return self._refuse(403, "", f"You don't have the rights to write to {name}")
         return repo
@@ -155,9 +177,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         commit = repo.head if revision in (None, "main") else revision
         if commit not in repo.commits:
             return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return self.json({"id": name, "sha": commit, "private": repo.private, "gated": repo.gated and "manual",
-                           "disabled": False, "tags": [], "downloads": 0, "likes": 0,
-                           "siblings": [{"rfilename": file} for file in sorted(repo.commits[commit])]})
+        return self.json(
+            {
+                "id": name,
+                "sha": commit,
+                "private": repo.private,
+                "gated": repo.gated and "manual",
+                "disabled": False,
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+                "siblings": [{"rfilename": file} for file in sorted(repo.commits[commit])],
+            }
+        )
 
     def _tree(self, name: str, revision: str) -> None:
         """All files, or those that are asked for."""
@@ -165,8 +197,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return None
         files = repo.commits[repo.head if revision == "main" else revision]
         wanted = json.loads(self.body)["paths"] if self.body else files
-        return self.json([{"type": "file", "path": file, "size": len(content), "oid": file}
-                          for file, content in sorted(files.items()) if file in wanted])
+        return self.json(
+            [
+                {"type": "file", "path": file, "size": len(content), "oid": file}
+                for file, content in sorted(files.items())
+                if file in wanted
+            ]
+        )
 
     def _file(self, name: str, revision: str, file: str) -> None:
         if (repo := self._repo(name)) is None:
@@ -181,8 +218,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
         if file.endswith(LARGE):  # which the hub keeps elsewhere
             self.server.objects[digest] = content
-            headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{digest}"',
-                        "Location": f"http://localhost:{self.server.server_port}/lfs/{digest}"}
+            headers |= {
+                "X-Linked-Size": str(len(content)),
+                "X-Linked-Etag": f'"{digest}"',
+                "Location": f"http://localhost:{self.server.server_port}/lfs/{digest}",
+            }
             return self.answer(302, b"", headers)
         status = 200
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
@@ -198,18 +238,38 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _whoami(self) -> None:
         if self.role is None:
             return self._refuse(401, "", "Invalid username or password.")
-        return self.json({"type": "user", "name": "someone", "orgs": [],
-                           "auth": {"type": "access_token", "accessToken": {"displayName": "t", "role": self.role}}})
+        return self.json(
+            {
+                "type": "user",
+                "name": "someone",
+                "orgs": [],
+                "auth": {
+                    "type": "access_token",
+                    "accessToken": {"displayName": "t", "role": self.role},
+                },
+            }
+        )
 
     def _create(self) -> None:
         asked = json.loads(self.body)
         name = f"{asked.get('organization') or 'someone'}/{asked['name']}"
         if self.role != "write" or not name.startswith("someone/"):
-            return self._refuse(403, "", f"You don't have the rights to create a model under the namespace of {name}")
+            return self._refuse(
+                403,
+                "",
+                f"You don't have the rights to create a model under the namespace of {name}",
+            )
         if name in self.server.repos:
-            return self.json({"error": "You already created this model repo",
-                               "url": f"{self.server.address}/{name}"}, 409)
-        self.server.add(name, {}, private=asked.get("private") or asked.get("visibility") == "private")
+            return self.json(
+                {
+                    "error": "You already created this model repo",
+                    "url": f"{self.server.address}/{name}",
+                },
+                409,
+            )
+        self.server.add(
+            name, {}, private=asked.get("private") or asked.get("visibility") == "private"
+        )
         return self.json({"url": f"{self.server.address}/{name}", "name": name, "id": name})
 
     def _validate(self) -> None:
@@ -221,18 +281,44 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _preupload(self, name: str) -> None:
         if self._repo(name, writing=True) is None:
             return None
-        return self.json({"files": [{"path": file["path"], "shouldIgnore": False,
-                                      "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular"}
-                                     for file in json.loads(self.body)["files"]]})
+        return self.json(
+            {
+                "files": [
+                    {
+                        "path": file["path"],
+                        "shouldIgnore": False,
+                        "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
+                    }
+                    for file in json.loads(self.body)["files"]
+                ]
+            }
+        )
 
     def _batch(self, name: str) -> None:
         if self._repo(name, writing=True) is None:
             return None
         wanted = json.loads(self.body)["objects"]
-        return self.json({"transfer": "basic", "objects": [
-            thing | ({} if thing["oid"] in self.server.objects else
-                     {"actions": {"upload": {"href": f"{self.server.address}/lfs/{thing['oid']}", "header": {}}}})
-            for thing in wanted]})
+        return self.json(
+            {
+                "transfer": "basic",
+                "objects": [
+                    thing
+                    | (
+                        {}
+                        if thing["oid"] in self.server.objects
+                        else {
+                            "actions": {
+                                "upload": {
+                                    "href": f"{self.server.address}/lfs/{thing['oid']}",
+                                    "header": {},
+                                }
+                            }
+                        }
+                    )
+                    for thing in wanted
+                ],
+            }
+        )
 
     def _large(self, digest: str) -> None:
         if self.command == "PUT":
@@ -255,11 +341,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             elif what == "deletedFile":
                 del files[value["path"]]
         commit = repo.commit(files)
-        return self.json({"commitUrl": f"{self.server.address}/{name}/commit/{commit}", "commitOid": commit})
+        return self.json(
+            {"commitUrl": f"{self.server.address}/{name}/commit/{commit}", "commitOid": commit}
+        )
 
-    def _refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
+    def _refuse(
+        self, status: int, code: str, message: str, headers: dict[str, str] | None = None
+    ) -> None:
         named = {"X-Error-Code": code} if code else {}
-        self.json({"error": message}, status, **{"X-Error-Message": message}, **named, **(headers or {}))
+        self.json(
+            {"error": message}, status, **{"X-Error-Message": message}, **named, **(headers or {})
+        )
 
 
 REPO = "([^/]+/[^/]+)"

@@ -39,14 +39,19 @@ def open_browser() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         found = next(path for path in map(shutil.which, NAMES) if path)
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=found, args=["--no-sandbox", "--disable-gpu"]
+        )
         try:
             yield browser
         finally:
             browser.close()
 
 
-needs_browser = [pytest.mark.slow, pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or "")]
+needs_browser = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser() or ""),
+]
 MANY = 4096
 SOURCE = "gemma-2-2b/20-gemmascope-res-16k"
 
@@ -62,8 +67,10 @@ class Opened:
 
     def rows(self) -> list[list[str]]:
         """The text of the table's cells."""
-        return self.page.evaluate("[...document.querySelectorAll('tbody tr')].filter(row => row.closest('.latents'))"
-                                  ".map(row => [...row.cells].map(cell => cell.textContent))")
+        return self.page.evaluate(
+            "[...document.querySelectorAll('tbody tr')].filter(row => row.closest('.latents'))"
+            ".map(row => [...row.cells].map(cell => cell.textContent))"
+        )
 
     def width(self) -> int:
         """How wide the page's content is."""
@@ -71,8 +78,11 @@ class Opened:
 
 
 def report(home: Path, *words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "saecli", "--home", home, "report", *words], capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "saecli", "--home", home, "report", *words],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -88,7 +98,12 @@ def write_reports(folder: Path) -> dict[str, Path]:
     report(home, "run", "--out", str(folder / "texts"), "--model", model, "--neuronpedia", SOURCE)
     generator = torch.Generator().manual_seed(0)
     W_enc = torch.randn(D, MANY, generator=generator)
-    make_run(home, "many", SAE(W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D), TopK(k=32)), data="texts")
+    make_run(
+        home,
+        "many",
+        SAE(W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D), TopK(k=32)),
+        data="texts",
+    )
     report(home, "many", "--out", str(folder / "many"))
     W = torch.randn(20, 2 * D, generator=generator)
     W[:9, :D] = 0

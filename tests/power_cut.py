@@ -51,7 +51,13 @@ class Disk:
 
     def _noted_fsync(self, descriptor: int) -> None:
         self._fsync(descriptor)
-        self._quietly(lambda: (self._scan(), self._flushed(os.fstat(descriptor).st_ino, descriptor), self.cut()))
+        self._quietly(
+            lambda: (
+                self._scan(),
+                self._flushed(os.fstat(descriptor).st_ino, descriptor),
+                self.cut(),
+            )
+        )
 
     def _quietly(self, action) -> None:
         self._busy = True
@@ -65,7 +71,9 @@ class Disk:
             number = path.stat().st_ino
             if number not in self._held:
                 self._held[number] = os.open(path, os.O_RDONLY)
-                (self._entries if path.is_dir() else self._contents)[number] = {} if path.is_dir() else b""
+                (self._entries if path.is_dir() else self._contents)[number] = (
+                    {} if path.is_dir() else b""
+                )
 
     def _flushed(self, number: int, descriptor: int) -> None:
         if number in self._entries:

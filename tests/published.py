@@ -42,7 +42,10 @@ def top_k(pre: np.ndarray, rank: np.ndarray | None = None) -> np.ndarray:
     return np.where(rank >= np.sort(rank, 1)[:, [-K]], pre, 0)
 
 
-GATES = {"r_mag": np.linspace(-0.5, 0.5, F, dtype=np.float32), "b_mag": np.linspace(2, -1, F, dtype=np.float32)}
+GATES = {
+    "r_mag": np.linspace(-0.5, 0.5, F, dtype=np.float32),
+    "b_mag": np.linspace(2, -1, F, dtype=np.float32),
+}
 
 
 def gates(w: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -55,7 +58,9 @@ def gated(pre: np.ndarray) -> np.ndarray:
     return (pre > 0) * relu(np.exp(GATES["r_mag"]) * (pre - weights()["b_enc"]) + GATES["b_mag"])
 
 
-def write(path: Path, arrays: dict[str, np.ndarray], dtype: torch.dtype = torch.float32) -> dict[str, np.ndarray]:
+def write(
+    path: Path, arrays: dict[str, np.ndarray], dtype: torch.dtype = torch.float32
+) -> dict[str, np.ndarray]:
     """Write a safetensors or .pt file, and return its numbers, rounded as there, in float64."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: torch.tensor(array).to(dtype).contiguous() for name, array in arrays.items()}
@@ -70,14 +75,25 @@ def normals(seed: int, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 def weights(width: int = D, skip: bool = False, shift: float = 0) -> dict[str, np.ndarray]:
     """Of an SAE or a transcoder; few pre-activations are positive if they are shifted by -6."""
-    found = normals(0, W_enc=(D, F), b_enc=(F,), W_dec=(F, width), b_dec=(width,), **(
-        {"W_skip": (D, width)} if skip else {}))
+    found = normals(
+        0,
+        W_enc=(D, F),
+        b_enc=(F,),
+        W_dec=(F, width),
+        b_dec=(width,),
+        **({"W_skip": (D, width)} if skip else {}),
+    )
     found["b_enc"] += shift
     return {name: array.astype(np.float32).astype(float) for name, array in found.items()}
 
 
-def formula(path: Path, w: dict[str, np.ndarray], act: Callable[[np.ndarray], np.ndarray],
-            subtract: bool = False, factor: float = 1) -> Published:
+def formula(
+    path: Path,
+    w: dict[str, np.ndarray],
+    act: Callable[[np.ndarray], np.ndarray],
+    subtract: bool = False,
+    factor: float = 1,
+) -> Published:
     """`factor`: of rows and targets."""
     x = ROWS * factor
     codes = act((x - w["b_dec"] if subtract else x) @ w["W_enc"] + w["b_enc"])
@@ -85,64 +101,147 @@ def formula(path: Path, w: dict[str, np.ndarray], act: Callable[[np.ndarray], np
     return Published(path, codes, predicted / factor)
 
 
-def saelens(folder: Path, architecture: str = "standard", width: int = D, subtract: bool = False, shift: float = 0,
-            metadata: dict[str, Any] | None = None, changed: dict[str, np.ndarray] | None = None,
-            dtype: torch.dtype = torch.float32, **config: Any) -> Published:
+def saelens(
+    folder: Path,
+    architecture: str = "standard",
+    width: int = D,
+    subtract: bool = False,
+    shift: float = 0,
+    metadata: dict[str, Any] | None = None,
+    changed: dict[str, np.ndarray] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Published:
     """`subtract`: what its formula does, whatever the configuration says; `changed`: other tensors."""
-    w, threshold = weights(width, "skip" in architecture, shift), np.linspace(-1, 2, F).astype(np.float32)
+    w, threshold = (
+        weights(width, "skip" in architecture, shift),
+        np.linspace(-1, 2, F).astype(np.float32),
+    )
     stored = w | ({"threshold": threshold} if "jumprelu" in architecture else {})
     stored |= {"W_skip": w["W_skip"].T} if "W_skip" in w else {}
     stored = gates(stored) if architecture == "gated" else stored
     write(folder / "sae_weights.safetensors", stored | (changed or {}), dtype)
-    metadata = metadata or {"sae_lens_version": "6.54.12", "model_name": "gpt2", "hook_name": "blocks.8.hook_mlp_out",
-                            "context_size": 64, "prepend_bos": False}
-    document = {"architecture": architecture, "d_in": D, "d_sae": F, "dtype": "float32", "device": "cpu",
-                "normalize_activations": "none", "reshape_activations": "none", "metadata": metadata} | config
+    metadata = metadata or {
+        "sae_lens_version": "6.54.12",
+        "model_name": "gpt2",
+        "hook_name": "blocks.8.hook_mlp_out",
+        "context_size": 64,
+        "prepend_bos": False,
+    }
+    document = {
+        "architecture": architecture,
+        "d_in": D,
+        "d_sae": F,
+        "dtype": "float32",
+        "device": "cpu",
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+        "metadata": metadata,
+    } | config
     (folder / "cfg.json").write_text(json.dumps(document))
     if config.get("rescale_acts_by_decoder_norm"):
         norms = np.linalg.norm(w["W_dec"], axis=1)
-        w |= {"W_dec": w["W_dec"] / norms[:, None], "W_enc": w["W_enc"] * norms, "b_enc": w["b_enc"] * norms}
-    acts = {"gated": gated, "topk": lambda pre: relu(top_k(pre)), "abstopk": lambda pre: top_k(pre, np.abs(pre))}
-    act = acts.get(architecture, (lambda pre: jumprelu(pre, threshold)) if "jumprelu" in architecture else relu)
+        w |= {
+            "W_dec": w["W_dec"] / norms[:, None],
+            "W_enc": w["W_enc"] * norms,
+            "b_enc": w["b_enc"] * norms,
+        }
+    acts = {
+        "gated": gated,
+        "topk": lambda pre: relu(top_k(pre)),
+        "abstopk": lambda pre: top_k(pre, np.abs(pre)),
+    }
+    act = acts.get(
+        architecture, (lambda pre: jumprelu(pre, threshold)) if "jumprelu" in architecture else relu
+    )
     return formula(folder, w, act, subtract)
 
 
-def saelens_5(folder: Path, extra: dict[str, np.ndarray] | None = None, subtract: bool = True,
-              factor: float = 1, **config: Any) -> Published:
+def saelens_5(
+    folder: Path,
+    extra: dict[str, np.ndarray] | None = None,
+    subtract: bool = True,
+    factor: float = 1,
+    **config: Any,
+) -> Published:
     """As SAELens wrote it before version 6; `factor` of rows and targets, in its formula."""
     w, is_gated = weights(), config.get("architecture") == "gated"
     write(folder / "sae_weights.safetensors", (gates(w) if is_gated else w) | (extra or {}))
-    (folder / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | config))
-    act = (lambda pre: relu(top_k(pre))) if config.get("activation_fn_str") == "topk" else gated if is_gated else relu
+    (folder / "cfg.json").write_text(
+        json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | config)
+    )
+    act = (
+        (lambda pre: relu(top_k(pre)))
+        if config.get("activation_fn_str") == "topk"
+        else gated
+        if is_gated
+        else relu
+    )
     return formula(folder, w, act, subtract, factor)
 
 
 def sparsify(folder: Path, transcode: bool = False, skip: bool = False, **config: Any) -> Published:
     w = weights(skip=skip, shift=-6)
-    write(folder / "sae.safetensors", {
-        "encoder.weight": w["W_enc"].T, "encoder.bias": w["b_enc"], "W_dec": w["W_dec"], "b_dec": w["b_dec"],
-        **({"W_skip": w["W_skip"].T} if skip else {})})
-    (folder / "cfg.json").write_text(json.dumps({
-        "activation": "topk", "num_latents": F, "k": K, "d_in": D, "transcode": transcode,
-        "skip_connection": skip} | config))
+    write(
+        folder / "sae.safetensors",
+        {
+            "encoder.weight": w["W_enc"].T,
+            "encoder.bias": w["b_enc"],
+            "W_dec": w["W_dec"],
+            "b_dec": w["b_dec"],
+            **({"W_skip": w["W_skip"].T} if skip else {}),
+        },
+    )
+    (folder / "cfg.json").write_text(
+        json.dumps(
+            {
+                "activation": "topk",
+                "num_latents": F,
+                "k": K,
+                "d_in": D,
+                "transcode": transcode,
+                "skip_connection": skip,
+            }
+            | config
+        )
+    )
     return formula(folder, w, lambda pre: relu(top_k(pre)), not transcode)
 
 
-def dictionary_learning(folder: Path, name: str = "AutoEncoder", old: bool = False, **trainer: Any) -> Published:
+def dictionary_learning(
+    folder: Path, name: str = "AutoEncoder", old: bool = False, **trainer: Any
+) -> Published:
     """`old`: with k in the configuration alone, and without a threshold that top-k does not use."""
     w, single, per_latent = weights(), np.float32(0.7), np.linspace(0, 2, F).astype(np.float32)
     bias = {"AutoEncoder": "bias", "AutoEncoderNew": "decoder.bias"}.get(name, "b_dec")
-    linear = {"encoder.weight": w["W_enc"].T, "encoder.bias": w["b_enc"], "decoder.weight": w["W_dec"].T,
-              bias: w["b_dec"]}
+    linear = {
+        "encoder.weight": w["W_enc"].T,
+        "encoder.bias": w["b_enc"],
+        "decoder.weight": w["W_dec"].T,
+        bias: w["b_dec"],
+    }
     state, act = {
-        "GatedAutoEncoder": ({"encoder.weight": w["W_enc"].T, "gate_bias": w["b_enc"], "mag_bias": GATES["b_mag"],
-                              "r_mag": GATES["r_mag"], "decoder.weight": w["W_dec"].T, "decoder_bias": w["b_dec"]},
-                             gated),
-        "AutoEncoder": (linear, relu), "AutoEncoderNew": (linear, relu),
+        "GatedAutoEncoder": (
+            {
+                "encoder.weight": w["W_enc"].T,
+                "gate_bias": w["b_enc"],
+                "mag_bias": GATES["b_mag"],
+                "r_mag": GATES["r_mag"],
+                "decoder.weight": w["W_dec"].T,
+                "decoder_bias": w["b_dec"],
+            },
+            gated,
+        ),
+        "AutoEncoder": (linear, relu),
+        "AutoEncoderNew": (linear, relu),
         "AutoEncoderTopK": (linear | {"threshold": np.float32(-1)}, lambda pre: relu(top_k(pre))),
         "BatchTopKSAE": (linear | {"threshold": single}, lambda pre: jumprelu(pre, single)),
         "MatryoshkaBatchTopKSAE": (w | {"threshold": single}, lambda pre: jumprelu(pre, single)),
-        "JumpReluAutoEncoder": (w | {"threshold": per_latent}, lambda pre: jumprelu(pre, per_latent))}[name]
+        "JumpReluAutoEncoder": (
+            w | {"threshold": per_latent},
+            lambda pre: jumprelu(pre, per_latent),
+        ),
+    }[name]
     tensors = {key: torch.tensor(array).float().contiguous() for key, array in state.items()}
     tensors |= {"k": torch.tensor(K, dtype=torch.int)} if "TopK" in name else {}
     tensors |= {"group_sizes": torch.tensor([5, F - 5])} if "Matryoshka" in name else {}
@@ -150,27 +249,58 @@ def dictionary_learning(folder: Path, name: str = "AutoEncoder", old: bool = Fal
         tensors.pop(key, None)
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(tensors, folder / "ae.pt")
-    (folder / "config.json").write_text(json.dumps({"buffer": {"ctx_len": 128}, "trainer": {
-        "dict_class": name, "lm_name": "gpt2", "layer": 8, "activation_dim": D, "dict_size": F} | (
-        {"k": K, "submodule_name": "resid_post_layer_8"} if old else {}) | trainer}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "buffer": {"ctx_len": 128},
+                "trainer": {
+                    "dict_class": name,
+                    "lm_name": "gpt2",
+                    "layer": 8,
+                    "activation_dim": D,
+                    "dict_size": F,
+                }
+                | ({"k": K, "submodule_name": "resid_post_layer_8"} if old else {})
+                | trainer,
+            }
+        )
+    )
     return formula(folder, w, act, name not in ("AutoEncoderNew", "JumpReluAutoEncoder"))
 
 
 def gemma_scope(folder: Path, factor: float = 1) -> Published:
     folder.mkdir(parents=True, exist_ok=True)
     w, threshold = weights(), np.linspace(0, 2, F).astype(np.float32)
-    np.savez(folder / "params.npz", threshold=threshold, **{name: array.astype("f4") for name, array in w.items()})
+    np.savez(
+        folder / "params.npz",
+        threshold=threshold,
+        **{name: array.astype("f4") for name, array in w.items()},
+    )
     return formula(folder, w, lambda pre: jumprelu(pre, threshold), factor=factor)
 
 
 def one_file(path: Path) -> Published:
     """A ReLU SAE in a file of its own, as Goodfire, qresearch, or Kissane et al. name it, whose encoder subtracts."""
-    w, part, subtracts = weights(), "_linear" if path.suffix == ".pth" else "", "Hcat_z" in path.name
-    write(path, w if subtracts else {f"encoder{part}.weight": w["W_enc"].T, f"encoder{part}.bias": w["b_enc"],
-                                     f"decoder{part}.weight": w["W_dec"].T, f"decoder{part}.bias": w["b_dec"]})
+    w, part, subtracts = (
+        weights(),
+        "_linear" if path.suffix == ".pth" else "",
+        "Hcat_z" in path.name,
+    )
+    write(
+        path,
+        w
+        if subtracts
+        else {
+            f"encoder{part}.weight": w["W_enc"].T,
+            f"encoder{part}.bias": w["b_enc"],
+            f"decoder{part}.weight": w["W_dec"].T,
+            f"decoder{part}.bias": w["b_dec"],
+        },
+    )
     if subtracts:
-        path.with_name(f"{path.stem}_cfg.json").write_text(json.dumps({
-            "act_size": D, "dict_size": F, "act_name": "blocks.0.attn.hook_z"}))
+        path.with_name(f"{path.stem}_cfg.json").write_text(
+            json.dumps({"act_size": D, "dict_size": F, "act_name": "blocks.0.attn.hook_z"})
+        )
     return formula(path, w, relu, subtracts)
 
 
@@ -178,36 +308,87 @@ def qwen_transcoder(path: Path) -> Published:
     """Without a config.yaml."""
     w = weights()
     write(path, w | {"W_enc": w["W_enc"].T})
-    path.with_name("wanb-config.yaml").write_text(json.dumps({
-        name: {"value": value} for name, value in (("d_model", D), ("d_feature", F), ("batch_size", 64))}))
+    path.with_name("wanb-config.yaml").write_text(
+        json.dumps(
+            {
+                name: {"value": value}
+                for name, value in (("d_model", D), ("d_feature", F), ("batch_size", 64))
+            }
+        )
+    )
     return formula(path, w, relu)
 
 
-def circuit_tracer(folder: Path, kind: str = "relu", skip: bool = False, text: str = "", layer: int | str = 5,
-                   threshold: float = 0.5) -> Published:
+def circuit_tracer(
+    folder: Path,
+    kind: str = "relu",
+    skip: bool = False,
+    text: str = "",
+    layer: int | str = 5,
+    threshold: float = 0.5,
+) -> Published:
     w = weights(skip=skip, shift=-6 if kind == "topk" else 0)
-    write(folder / f"layer_{layer}.safetensors", w | {"W_enc": w["W_enc"].T} | (
-        {"W_skip": w["W_skip"].T} if skip else {}) | (
-        {"activation_function.threshold": np.full(F, threshold)} if kind == "jumprelu" else {}))
-    (folder / "config.yaml").write_text(text or "\n".join([
-        'model_name: "google/gemma-2-2b"', "model_kind: transcoder_set", "feature_input_hook: mlp.hook_in",
-        "feature_output_hook: hook_mlp_out", "scan: gemma-2-2b", "transcoders:", "- hf://a/b/layer_0.safetensors",
-        *(["activation: topk", f"k: {K}"] if kind == "topk" else [])]))
+    write(
+        folder / f"layer_{layer}.safetensors",
+        w
+        | {"W_enc": w["W_enc"].T}
+        | ({"W_skip": w["W_skip"].T} if skip else {})
+        | ({"activation_function.threshold": np.full(F, threshold)} if kind == "jumprelu" else {}),
+    )
+    (folder / "config.yaml").write_text(
+        text
+        or "\n".join(
+            [
+                'model_name: "google/gemma-2-2b"',
+                "model_kind: transcoder_set",
+                "feature_input_hook: mlp.hook_in",
+                "feature_output_hook: hook_mlp_out",
+                "scan: gemma-2-2b",
+                "transcoders:",
+                "- hf://a/b/layer_0.safetensors",
+                *(["activation: topk", f"k: {K}"] if kind == "topk" else []),
+            ]
+        )
+    )
     act = {"relu": relu, "jumprelu": lambda pre: jumprelu(pre, threshold), "topk": top_k}[kind]
     return formula(folder, w, act)
 
 
-def gemma_scope_2(folder: Path, kind: str = "sae", affine: bool = False, width: int = D, **config: Any) -> Published:
+def gemma_scope_2(
+    folder: Path, kind: str = "sae", affine: bool = False, width: int = D, **config: Any
+) -> Published:
     """An SAE or a transcoder of layer 17 of Gemma 3 4B."""
-    shapes = {"w_enc": (D, F), "b_enc": (F,), "w_dec": (F, width), "b_dec": (width,), "threshold": (F,)}
-    w = write(folder / "params.safetensors", normals(
-        0, **shapes, **({"affine_skip_connection": (D, width)} if affine else {})))
-    ends = ("output", "output") if kind == "sae" else (
-        "pre_feedforward_layernorm.output", "post_feedforward_layernorm.output")
-    (folder / "config.json").write_text(json.dumps({
-        "architecture": "jump_relu", "model_name": "google/gemma-3-4b-pt", "width": F, "l0": 60, "type": kind,
-        "affine_connection": affine, "hf_hook_point_in": f"model.layers.17.{ends[0]}",
-        "hf_hook_point_out": f"model.layers.17.{ends[1]}"} | config))
+    shapes = {
+        "w_enc": (D, F),
+        "b_enc": (F,),
+        "w_dec": (F, width),
+        "b_dec": (width,),
+        "threshold": (F,),
+    }
+    w = write(
+        folder / "params.safetensors",
+        normals(0, **shapes, **({"affine_skip_connection": (D, width)} if affine else {})),
+    )
+    ends = (
+        ("output", "output")
+        if kind == "sae"
+        else ("pre_feedforward_layernorm.output", "post_feedforward_layernorm.output")
+    )
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architecture": "jump_relu",
+                "model_name": "google/gemma-3-4b-pt",
+                "width": F,
+                "l0": 60,
+                "type": kind,
+                "affine_connection": affine,
+                "hf_hook_point_in": f"model.layers.17.{ends[0]}",
+                "hf_hook_point_out": f"model.layers.17.{ends[1]}",
+            }
+            | config
+        )
+    )
     codes = jumprelu(ROWS @ w["w_enc"] + w["b_enc"], w["threshold"])
     skip = ROWS @ w["affine_skip_connection"] if affine else 0
     return Published(folder, codes, codes @ w["w_dec"] + w["b_dec"] + skip)
@@ -217,62 +398,124 @@ def gemma_scope_2_crosscoder(folder: Path, stacked: bool = False, **config: Any)
     """A weakly causal crosscoder of layers 5, 9 and 12 of Gemma 3 270M; `stacked`: in one file."""
     codes, predicted, parts = [], np.zeros((len(WIDE_ROWS), PLACES, D)), []
     for place in range(PLACES):
-        arrays = normals(place, w_enc=(D, F), b_enc=(F,), w_dec=(F, PLACES, D), b_dec=(D,), threshold=(F,))
+        arrays = normals(
+            place, w_enc=(D, F), b_enc=(F,), w_dec=(F, PLACES, D), b_dec=(D,), threshold=(F,)
+        )
         arrays["w_dec"][:, :place] = 0  # earlier layers are not written to
         path = folder / f"params_layer_{place}.safetensors"
         w = write(path, arrays)
         parts.append(arrays)
         if stacked:
             path.unlink()
-        x = WIDE_ROWS[:, place * D:(place + 1) * D]
+        x = WIDE_ROWS[:, place * D : (place + 1) * D]
         codes.append(jumprelu(x @ w["w_enc"] + w["b_enc"], w["threshold"]))
         predicted += np.einsum("bf,fpd->bpd", codes[-1], w["w_dec"])
         predicted[:, place] += w["b_dec"]
     if stacked:
-        write(folder / "params.safetensors", {name: np.stack([part[name] for part in parts]) for name in parts[0]})
+        write(
+            folder / "params.safetensors",
+            {name: np.stack([part[name] for part in parts]) for name in parts[0]},
+        )
     hook = "model.layers.{5,9,12}.output"
-    (folder / "config.json").write_text(json.dumps({
-        "architecture": "jump_relu", "model_name": "google/gemma-3-270m-pt", "width": PLACES * F, "l0": 150,
-        "type": "crosscoder", "affine_connection": False, "hf_hook_point_in": hook,
-        "hf_hook_point_out": hook} | config))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architecture": "jump_relu",
+                "model_name": "google/gemma-3-270m-pt",
+                "width": PLACES * F,
+                "l0": 150,
+                "type": "crosscoder",
+                "affine_connection": False,
+                "hf_hook_point_in": hook,
+                "hf_hook_point_out": hook,
+            }
+            | config
+        )
+    )
     return Published(folder, np.concatenate(codes, 1), predicted.reshape(len(WIDE_ROWS), -1))
 
 
-def llama_scope(folder: Path, moved: bool = False, transcodes: bool = False, unit_norms: bool = False,
-                dtype: torch.dtype = torch.float32, r1: bool = False, **hyperparams: Any) -> Published:
+def llama_scope(
+    folder: Path,
+    moved: bool = False,
+    transcodes: bool = False,
+    unit_norms: bool = False,
+    dtype: torch.dtype = torch.float32,
+    r1: bool = False,
+    **hyperparams: Any,
+) -> Published:
     """An SAE of layer 15, or a transcoder of its MLP; `moved`: weights beside the hyperparameters; `r1`: as the R1
     distillations, with norms and logarithmic thresholds of normalised rows among the tensors."""
-    arrays = normals(0, **{"encoder.weight": (F, D), "encoder.bias": (F,), "decoder.weight": (D, F),
-                           "decoder.bias": (D,)})
+    arrays = normals(
+        0,
+        **{
+            "encoder.weight": (F, D),
+            "encoder.bias": (F,),
+            "decoder.weight": (D, F),
+            "decoder.bias": (D,),
+        },
+    )
     if unit_norms:
         arrays["decoder.weight"] /= np.linalg.norm(arrays["decoder.weight"], axis=0)
-    hooks = ("blocks.15.ln2.hook_normalized", "blocks.15.hook_mlp_out") if transcodes else (
-        "blocks.15.hook_resid_post",) * 2
+    hooks = (
+        ("blocks.15.ln2.hook_normalized", "blocks.15.hook_mlp_out")
+        if transcodes
+        else ("blocks.15.hook_resid_post",) * 2
+    )
     norms, threshold = {"in": 12.5, "out": 3.25 if transcodes else 12.5}, np.linspace(0.1, 0.8, F)
-    file = folder / ("sae_weights.safetensors" if r1 else "final.safetensors" if moved else
-                     "checkpoints/final.safetensors")
+    file = folder / (
+        "sae_weights.safetensors"
+        if r1
+        else "final.safetensors"
+        if moved
+        else "checkpoints/final.safetensors"
+    )
     further = {"log_jumprelu_threshold": np.log(threshold)} | {
-        f"dataset_average_activation_norm.{hook}": np.array(norms[end]) for hook, end in zip(hooks, norms, strict=True)}
+        f"dataset_average_activation_norm.{hook}": np.array(norms[end])
+        for hook, end in zip(hooks, norms, strict=True)
+    }
     w = write(file, arrays | (further if r1 else {}), dtype)
-    (folder / ("config.json" if r1 else "hyperparams.json")).write_text(json.dumps({
-        "device": "cuda:0", "dtype": "torch.bfloat16", "hook_point_in": hooks[0], "hook_point_out": hooks[1],
-        "use_decoder_bias": True, "apply_decoder_bias_to_pre_encoder": False, "expansion_factor": 8, "d_model": D,
-        "d_sae": F, "act_fn": "jumprelu", "jump_relu_threshold": 0.75, "norm_activation": "dataset-wise",
-        "dataset_average_activation_norm": norms, "sparsity_include_decoder_norm": True, "use_glu_encoder": False,
-        "top_k": 50} | hyperparams))
+    (folder / ("config.json" if r1 else "hyperparams.json")).write_text(
+        json.dumps(
+            {
+                "device": "cuda:0",
+                "dtype": "torch.bfloat16",
+                "hook_point_in": hooks[0],
+                "hook_point_out": hooks[1],
+                "use_decoder_bias": True,
+                "apply_decoder_bias_to_pre_encoder": False,
+                "expansion_factor": 8,
+                "d_model": D,
+                "d_sae": F,
+                "act_fn": "jumprelu",
+                "jump_relu_threshold": 0.75,
+                "norm_activation": "dataset-wise",
+                "dataset_average_activation_norm": norms,
+                "sparsity_include_decoder_norm": True,
+                "use_glu_encoder": False,
+                "top_k": 50,
+            }
+            | hyperparams
+        )
+    )
     # OpenMOSS' steps: scales into the weights, decoder rows to unit norm, then the threshold on raw units.
     c_in, c_out = (np.sqrt(D) / norms[end] for end in ("in", "out"))
     pre = ROWS @ w["encoder.weight"].T + w["encoder.bias"] / c_in
     decoder = w["decoder.weight"] * c_in / c_out
     lengths = np.linalg.norm(decoder, axis=0)
     fired = jumprelu(pre * lengths, threshold / c_out if r1 else 0.75)
-    return Published(folder, fired / lengths * c_in, fired @ (decoder / lengths).T + w["decoder.bias"] / c_out)
+    return Published(
+        folder, fired / lengths * c_in, fired @ (decoder / lengths).T + w["decoder.bias"] / c_out
+    )
 
 
 def qwen_scope(folder: Path, layer: int = 5, **further: Any) -> Published:
     """An SAE of one layer, few of whose pre-activations are positive; k, which is K, is in the folder's name at best.
     `further` goes into the config.json beside it, which is else left out."""
-    path, arrays = folder / f"layer{layer}.sae.pt", normals(layer, W_enc=(F, D), b_enc=(F,), W_dec=(D, F), b_dec=(D,))
+    path, arrays = (
+        folder / f"layer{layer}.sae.pt",
+        normals(layer, W_enc=(F, D), b_enc=(F,), W_dec=(D, F), b_dec=(D,)),
+    )
     w = write(path, arrays | {"b_enc": arrays["b_enc"] - 6})
     if further:
         (folder / "config.json").write_text(json.dumps({"hook_point": "resid_post"} | further))

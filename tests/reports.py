@@ -16,19 +16,45 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from saecli.sae.activations import Activation
 from saecli.sae.dictionary import SAE
 
-NASTY = ["</script><img src=x onerror=fail()>", "<!--", "]]>", "&amp;", "שלום", "\u202eover", "long" * 250, "🙂", "{{",
-         "data", "}}", "\u2028", "'\"`", "${1}", "\\u003c"]
+NASTY = [
+    "</script><img src=x onerror=fail()>",
+    "<!--",
+    "]]>",
+    "&amp;",
+    "שלום",
+    "\u202eover",
+    "long" * 250,
+    "🙂",
+    "{{",
+    "data",
+    "}}",
+    "\u2028",
+    "'\"`",
+    "${1}",
+    "\\u003c",
+]
 WORDS = ["<unk>", *NASTY, *(f"w{number}" for number in range(30))]
 
 
 def save_model(folder: Path) -> Path:
     """A Llama of random weights, `D` wide, whose tokens are `WORDS`."""
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), hidden_size=D, intermediate_size=8, num_hidden_layers=1,
-                                 num_attention_heads=2, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(WORDS),
+            hidden_size=D,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).save_pretrained(folder)
     return folder
 
 
@@ -40,18 +66,30 @@ class Texts:
     columns: dict[str, np.ndarray]
 
 
-def make_text_store(home: Path, name: str, model: str | None, rows: int = 2000, **source: Any) -> Texts:
+def make_text_store(
+    home: Path, name: str, model: str | None, rows: int = 2000, **source: Any
+) -> Texts:
     """Random rows of documents of 30 random tokens."""
     rng = np.random.default_rng(0)
     numbers = np.arange(rows)
-    columns = {"document": numbers // 30, "position": numbers % 30 + 1, "token_id": rng.integers(1, len(WORDS), rows)}
+    columns = {
+        "document": numbers // 30,
+        "position": numbers % 30 + 1,
+        "token_id": rng.integers(1, len(WORDS), rows),
+    }
     texts = Texts((rng.normal(size=(rows, D)) + 1.5).astype(np.float32), columns)
-    origin = {"layer": 0, "site": "resid_post", "context": 31, **source} | ({} if model is None else {"model": model})
-    make_store(home / "activations" / name, texts.rows, columns=columns, source=origin, shard_rows=700)
+    origin = {"layer": 0, "site": "resid_post", "context": 31, **source} | (
+        {} if model is None else {"model": model}
+    )
+    make_store(
+        home / "activations" / name, texts.rows, columns=columns, source=origin, shard_rows=700
+    )
     return texts
 
 
-def make_text_run(home: Path, model: str | None, activation: Activation | None = None) -> tuple[Texts, SAE]:
+def make_text_run(
+    home: Path, model: str | None, activation: Activation | None = None
+) -> tuple[Texts, SAE]:
     """A store `texts`, and a run `run` of a random SAE on it."""
     texts, sae = make_text_store(home, "texts", model), random_sae(activation)
     folder = make_run(home, "run", sae, data="texts")
@@ -64,7 +102,9 @@ def make_text_run(home: Path, model: str | None, activation: Activation | None =
 def index_of(folder: Path) -> dict[str, Any]:
     """The data in `index.html`, as a browser takes them out."""
     page = (folder / "index.html").read_text(encoding="utf-8")
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    )
 
 
 def pages_of(folder: Path) -> dict[int, dict[str, Any]]:
@@ -78,6 +118,8 @@ def pages_of(folder: Path) -> dict[int, dict[str, Any]]:
                 if "tokens" in example:
                     example["tokens"] = [content["strings"][token] for token in example["tokens"]]
                     fires = dict(zip(example["fires"][::2], example["fires"][1::2], strict=True))
-                    example["codes"] = [fires.get(at, 0) * page["scale"] for at in range(len(example["tokens"]))]
+                    example["codes"] = [
+                        fires.get(at, 0) * page["scale"] for at in range(len(example["tokens"]))
+                    ]
             found[page["latent"]] = page
     return found

@@ -9,7 +9,16 @@ import torch
 
 from saecli.sae.activations.selection import where
 from saecli.sae.codes import Codes
-from saecli.train.ridge import Factorisation, HeldRows, SkipSums, StreamedCodes, Sums, System, Terms, solve
+from saecli.train.ridge import (
+    Factorisation,
+    HeldRows,
+    SkipSums,
+    StreamedCodes,
+    Sums,
+    System,
+    Terms,
+    solve,
+)
 from saecli.train.ridge.choice import Press
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
@@ -29,8 +38,13 @@ def problem(rows: int, d_sae: int, d_in: int, seed: int = 0, spread: float = 0.0
     return z * size, y * size, draw(d_sae, d_in), draw(d_sae, d_in), draw(d_in)
 
 
-def terms_of(weights: tuple, direction: torch.Tensor | None, W_t: torch.Tensor, b_t: torch.Tensor,
-             decayed: bool = False) -> Terms:
+def terms_of(
+    weights: tuple,
+    direction: torch.Tensor | None,
+    W_t: torch.Tensor,
+    b_t: torch.Tensor,
+    decayed: bool = False,
+) -> Terms:
     decay = torch.linspace(0, 3, len(W_t), dtype=torch.float64) * decayed
     return Terms(*weights, direction=direction, W_t=W_t, b_t=b_t, decay=decay)
 
@@ -48,8 +62,15 @@ def codes_of(z: torch.Tensor) -> Codes:
     return where(z, z != 0)
 
 
-def system_of(kind: str, z: torch.Tensor, y: torch.Tensor, prefixes: Sequence[int] = (), block: int = 7,
-              budget: float = np.inf, start: torch.Tensor | None = None) -> System:
+def system_of(
+    kind: str,
+    z: torch.Tensor,
+    y: torch.Tensor,
+    prefixes: Sequence[int] = (),
+    block: int = 7,
+    budget: float = np.inf,
+    start: torch.Tensor | None = None,
+) -> System:
     """Normal equations of rows that come in blocks."""
     codes = [codes_of(some) for some in z.split(block)]
     if kind == "sums":
@@ -64,47 +85,78 @@ def system_of(kind: str, z: torch.Tensor, y: torch.Tensor, prefixes: Sequence[in
     return system
 
 
-def solved(system: System, terms: Terms, factorisation: Factorisation | None = None) -> SimpleNamespace:
+def solved(
+    system: System, terms: Terms, factorisation: Factorisation | None = None
+) -> SimpleNamespace:
     """The state that `solve` returns, with W for its method."""
     state = solve(system, terms, factorisation)
     return SimpleNamespace(**vars(state), W=state.W(terms.direction))
 
 
-def press(system: System, terms: Terms, z: torch.Tensor, y: torch.Tensor, alpha: float | None = None) -> float:
+def press(
+    system: System, terms: Terms, z: torch.Tensor, y: torch.Tensor, alpha: float | None = None
+) -> float:
     """The mean leave-one-out error over all rows, or some, as the choice of alpha has it."""
     terms = terms if alpha is None else replace(terms, alpha=alpha)
     index = torch.arange(len(z)) if len(z) == system.rows else None
-    evaluated = replace(Press.of(system, terms, z, y), z=z.double(), y=y.double(), index=index,
-                        weight=torch.ones(len(z)).double())
+    evaluated = replace(
+        Press.of(system, terms, z, y),
+        z=z.double(),
+        y=y.double(),
+        index=index,
+        weight=torch.ones(len(z)).double(),
+    )
     return evaluated.model(system.factorise(terms), 0.0).value / len(z)
 
 
 def copies(z: torch.Tensor, prefixes: Sequence[int] = ()) -> np.ndarray:
     """The codes that each prefix has of each row, (n, L, F)."""
-    return z.numpy()[:, None] * (np.arange(z.shape[1]) < np.array(prefixes or (z.shape[1],))[:, None])
+    return z.numpy()[:, None] * (
+        np.arange(z.shape[1]) < np.array(prefixes or (z.shape[1],))[:, None]
+    )
 
 
-def least_squares(z: torch.Tensor, y: torch.Tensor, terms: Terms, prefixes: Sequence[int] = (),
-                  x: torch.Tensor | None = None, c: float | None = None) -> SimpleNamespace:
+def least_squares(
+    z: torch.Tensor,
+    y: torch.Tensor,
+    terms: Terms,
+    prefixes: Sequence[int] = (),
+    x: torch.Tensor | None = None,
+    c: float | None = None,
+) -> SimpleNamespace:
     """W, S, b and c by one least squares over all of their entries, the rows of data, ridge and proximal terms stacked,
     as the paper's theorem has it; or with c given."""
     F, E, D, count = z.shape[1], y.shape[1], 0 if x is None else x.shape[1], max(1, len(prefixes))
     beside = np.hstack([np.zeros((len(z), 0)) if x is None else x.numpy(), np.ones((len(z), 1))])
-    left = np.hstack([copies(z, prefixes).reshape(-1, F), np.repeat(beside, count, 0)]) / np.sqrt(count)
+    left = np.hstack([copies(z, prefixes).reshape(-1, F), np.repeat(beside, count, 0)]) / np.sqrt(
+        count
+    )
     width = F + D + 1
     on_W, on_b = np.eye(F, width), np.eye(1, width, width - 1)
     direction = None if terms.direction is None else np.sqrt(terms.alpha) * terms.direction.numpy()
-    blocks = [(left, np.repeat(y.numpy(), count, 0) / np.sqrt(count)),
-              (np.sqrt(terms.beta) * on_b, np.zeros((1, E))),
-              (np.sqrt(terms.nu) * on_b, np.sqrt(terms.nu) * terms.b_t.numpy()[None, :E]),
-              (np.sqrt(terms.mu) * on_W, np.sqrt(terms.mu) * terms.W_t.numpy()),
-              (terms.decay.sqrt().numpy()[:, None] * on_W, np.zeros((F, E))),
-              (np.sqrt(terms.alpha) * on_W, np.zeros((F, E)) if direction is None else (c or 0.0) * direction)]
+    blocks = [
+        (left, np.repeat(y.numpy(), count, 0) / np.sqrt(count)),
+        (np.sqrt(terms.beta) * on_b, np.zeros((1, E))),
+        (np.sqrt(terms.nu) * on_b, np.sqrt(terms.nu) * terms.b_t.numpy()[None, :E]),
+        (np.sqrt(terms.mu) * on_W, np.sqrt(terms.mu) * terms.W_t.numpy()),
+        (terms.decay.sqrt().numpy()[:, None] * on_W, np.zeros((F, E))),
+        (
+            np.sqrt(terms.alpha) * on_W,
+            np.zeros((F, E)) if direction is None else (c or 0.0) * direction,
+        ),
+    ]
     # Unknowns column by column of the targets; if it is one, last c, in which alpha's rows alone are linear.
     unknown = direction is not None and c is None
-    rows = [np.hstack([np.kron(np.eye(E), part), np.zeros((E * len(part), int(unknown)))]) for part, _ in blocks]
+    rows = [
+        np.hstack([np.kron(np.eye(E), part), np.zeros((E * len(part), int(unknown)))])
+        for part, _ in blocks
+    ]
     if unknown:
         rows[-1][:, -1] = -direction.T.ravel()
-    found = np.linalg.lstsq(np.vstack(rows), np.concatenate([part.T.ravel() for _, part in blocks]), rcond=None)[0]
+    found = np.linalg.lstsq(
+        np.vstack(rows), np.concatenate([part.T.ravel() for _, part in blocks]), rcond=None
+    )[0]
     both = found[: E * width].reshape(E, width).T
-    return SimpleNamespace(W=both[:F], skip=both[F:-1], b=both[-1], c=found[-1] if unknown else c or 0.0)
+    return SimpleNamespace(
+        W=both[:F], skip=both[F:-1], b=both[-1], c=found[-1] if unknown else c or 0.0
+    )

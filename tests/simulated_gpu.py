@@ -20,13 +20,35 @@ import saecli
 
 NAME, PACKAGE = "gpu", str(Path(saecli.__file__).parent)
 aten = torch.ops.aten
-WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default,
-         aten.equal.default, aten.repeat_interleave.Tensor, aten._unique2.default, aten._linalg_eigh.default,
-         aten._linalg_svd.default, aten.linalg_cholesky.default}
-UNORDERED = {aten.index_add.default, aten.index_add_.default, aten.scatter_add.default, aten.scatter_add_.default,
-             aten.cumsum.default, aten.cumsum_.default, aten.scatter_reduce.two, aten.scatter_reduce_.two,
-             aten.histc.default}  # of floats; index_put sorts
-INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+WAITS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten.equal.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+    aten._linalg_eigh.default,
+    aten._linalg_svd.default,
+    aten.linalg_cholesky.default,
+}
+UNORDERED = {
+    aten.index_add.default,
+    aten.index_add_.default,
+    aten.scatter_add.default,
+    aten.scatter_add_.default,
+    aten.cumsum.default,
+    aten.cumsum_.default,
+    aten.scatter_reduce.two,
+    aten.scatter_reduce_.two,
+    aten.histc.default,
+}  # of floats; index_put sorts
+INDEXING = {
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+}
 ADAMS = {aten._fused_adam_.default, aten._fused_adamw_.default}
 waits: collections.Counter[str] = collections.Counter()  # by place, "file:line"
 unordered: collections.Counter[str] = collections.Counter()  # likewise
@@ -40,8 +62,14 @@ class OnGpu(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held):
-        made = torch.Tensor._make_wrapper_subclass(cls, held.size(), strides=held.stride(), dtype=held.dtype,
-                                                   storage_offset=held.storage_offset(), device=f"{NAME}:0")
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            dtype=held.dtype,
+            storage_offset=held.storage_offset(),
+            device=f"{NAME}:0",
+        )
         made.held = held
         return made
 
@@ -70,15 +98,24 @@ class OnGpu(torch.Tensor):
 def _run(op, args, kwargs):
     flat, shape = tree_flatten((args, kwargs))
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-    _check(op, args, kwargs, [t for t in tensors if isinstance(t, OnGpu)],
-           [t for t in tensors if not isinstance(t, OnGpu)])
+    _check(
+        op,
+        args,
+        kwargs,
+        [t for t in tensors if isinstance(t, OnGpu)],
+        [t for t in tensors if not isinstance(t, OnGpu)],
+    )
     stays = torch.device(kwargs.get("device") or NAME).type == NAME
-    held_args, held_kwargs = tree_unflatten([t.held if isinstance(t, OnGpu) else t for t in flat], shape)
+    held_args, held_kwargs = tree_unflatten(
+        [t.held if isinstance(t, OnGpu) else t for t in flat], shape
+    )
     if held_kwargs.get("device") is not None:
         held_kwargs["device"] = torch.device("cpu")
     with torch.no_grad():
         result = op(*held_args, **held_kwargs)
-    owners = {id(t.held): t for t in tensors if isinstance(t, OnGpu)}  # what works in place gives back its own
+    owners = {
+        id(t.held): t for t in tensors if isinstance(t, OnGpu)
+    }  # what works in place gives back its own
 
     def of_device(value):
         if not (stays and isinstance(value, torch.Tensor)):
@@ -90,39 +127,69 @@ def _run(op, args, kwargs):
 
 def _check(op, args, kwargs, here, elsewhere):
     if op in WAITS:
-        if kwargs.get("output_size") is None:  # with which repeat_interleave knows how much there will be
+        if (
+            kwargs.get("output_size") is None
+        ):  # with which repeat_interleave knows how much there will be
             _wait(op)
     elif op is aten._to_copy.default or op is aten.copy_.default:
         copies = op is aten.copy_.default
-        leaves = not isinstance(args[0], OnGpu) if copies else torch.device(kwargs.get("device") or NAME).type != NAME
+        leaves = (
+            not isinstance(args[0], OnGpu)
+            if copies
+            else torch.device(kwargs.get("device") or NAME).type != NAME
+        )
         waits_not = kwargs.get("non_blocking") or (copies and args[2:] == (True,))
         if leaves or (elsewhere and not (waits_not and _is_pinned(elsewhere[0]))):
             _wait(op)
     elif op in INDEXING:
         masks = [i for i in args[1] if i is not None and i.dtype == torch.bool]
         fills = len(args) > 2 and args[2].numel() == 1
-        if (masks and not fills) or any(i is not None and not isinstance(i, OnGpu) for i in args[1]):
+        if (masks and not fills) or any(
+            i is not None and not isinstance(i, OnGpu) for i in args[1]
+        ):
             _wait(op)
         _demand(isinstance(args[0], OnGpu), op, "a CPU tensor indexed by one on the device")
-        _demand(len(args) < 3 or isinstance(args[2], OnGpu) or not args[2].dim(), op, "values that are on the CPU")
+        _demand(
+            len(args) < 3 or isinstance(args[2], OnGpu) or not args[2].dim(),
+            op,
+            "values that are on the CPU",
+        )
     elif op in ADAMS:
         _demand(not elsewhere, op, f"{len(elsewhere)} tensors on the CPU, the step count perhaps")
         for same in zip(*args[:4], strict=True):
-            _demand(len({t.stride() for t in same}) == 1, op, "tensors and moments that lie differently in memory")
+            _demand(
+                len({t.stride() for t in same}) == 1,
+                op,
+                "tensors and moments that lie differently in memory",
+            )
     elif here and elsewhere:
         wide = [tuple(t.shape) for t in elsewhere if t.dim()]
-        _demand(not wide and (torch.Tag.pointwise in op.tags or "fill" in str(op)), op, f"CPU tensors {wide}")
+        _demand(
+            not wide and (torch.Tag.pointwise in op.tags or "fill" in str(op)),
+            op,
+            f"CPU tensors {wide}",
+        )
     generator = kwargs.get("generator")
     _demand(generator is None or generator.device.type == NAME or not here, op, "a CPU generator")
-    if op in UNORDERED and here[0].is_floating_point() and "amax" not in args and "amin" not in args and (
-            "scatter_add" not in str(op) or _meet(args[1], args[2])):
+    if (
+        op in UNORDERED
+        and here[0].is_floating_point()
+        and "amax" not in args
+        and "amin" not in args
+        and ("scatter_add" not in str(op) or _meet(args[1], args[2]))
+    ):
         unordered[_place()] += 1
 
 
 def _meet(dim, index):
     """Whether several values are added to one place."""
     places = index.held.sort(dim)[0]
-    return bool((places.narrow(dim, 1, places.shape[dim] - 1) == places.narrow(dim, 0, places.shape[dim] - 1)).any())
+    return bool(
+        (
+            places.narrow(dim, 1, places.shape[dim] - 1)
+            == places.narrow(dim, 0, places.shape[dim] - 1)
+        ).any()
+    )
 
 
 def _demand(holds, op, given):
@@ -140,7 +207,7 @@ def _place():
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
         if frame is not None:
-            return f"{frame.f_code.co_filename[len(PACKAGE) + 1:]}:{frame.f_lineno}"
+            return f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
     return "outside the package"
 
 
@@ -159,8 +226,14 @@ def register():
     global _library
     if _library is not None:
         return
-    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend") or torch.cuda.is_available():
-        pytest.skip("no device can be written in Python with this torch, or beside CUDA", allow_module_level=True)
+    if (
+        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+        or torch.cuda.is_available()
+    ):
+        pytest.skip(
+            "no device can be written in Python with this torch, or beside CUDA",
+            allow_module_level=True,
+        )
     backend_registration._setup_privateuseone_for_python_backend(NAME)
     torch.Tensor.pin_memory = _pinned
     _library = torch.library.Library("aten", "IMPL")
@@ -168,9 +241,17 @@ def register():
     def making(op):  # factories, and what torch.tensor(..., device=) comes down to
         return lambda *args, device=None, pin_memory=None, **kwargs: OnGpu(op(*args, **kwargs))
 
-    for name in ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"):
+    for name in (
+        "empty.memory_format",
+        "empty_strided",
+        "arange",
+        "arange.start",
+        "arange.start_step",
+    ):
         family, _, overload = name.partition(".")
-        _library.impl(name, making(getattr(getattr(aten, family), overload or "default")), "PrivateUse1")
+        _library.impl(
+            name, making(getattr(getattr(aten, family), overload or "default")), "PrivateUse1"
+        )
 
     def copy_from(source, into, non_blocking=False):
         if isinstance(source, OnGpu) or not (non_blocking and _is_pinned(source)):
@@ -206,7 +287,9 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saecli.sae.codes.few_entries", lambda mask, wait=False: None)
     monkeypatch.setattr("saecli.sae.activations.selection.few_entries", lambda mask: None)
 
-    def dense_gradient(indices, values, shape, check_invariants):  # tensors of the device cannot be sparse
+    def dense_gradient(
+        indices, values, shape, check_invariants
+    ):  # tensors of the device cannot be sparse
         return values.new_zeros(shape).index_put_(tuple(indices), values)
 
     monkeypatch.setattr(torch, "sparse_coo_tensor", dense_gradient)

@@ -53,13 +53,22 @@ def sparse_mixture(rows: int = 300, seed: int = 0) -> RowsInMemory:
     return RowsInMemory((x - x.mean(0)) / x.std())
 
 
-def started(config: SolverConfig, rows: RowsInMemory, activation: Activation, epochs: int = 4, *given: Any,
-            **more: Any) -> Solver:
+def started(
+    config: SolverConfig,
+    rows: RowsInMemory,
+    activation: Activation,
+    epochs: int = 4,
+    *given: Any,
+    **more: Any,
+) -> Solver:
     """A solver for a number of epochs, with a learning rate of 0.01; further arguments as of `task_of`."""
     config = config.resolved(None)
     initial = initial_sae(activation, F, Batch.of(rows.x[:64]), seed=1)
     steps = more.pop("steps", epochs * rows.batches * config.inner_steps)
-    return config.build(initial, task_of(rows.rows, steps, 1e-2, *given, sample=rows.x, batches=rows.batches, **more))
+    return config.build(
+        initial,
+        task_of(rows.rows, steps, 1e-2, *given, sample=rows.x, batches=rows.batches, **more),
+    )
 
 
 def decoder_step(solver: Solver, rows: RowsInMemory, now: Pass) -> None:
@@ -74,7 +83,9 @@ def decoder_step(solver: Solver, rows: RowsInMemory, now: Pass) -> None:
 
 def solve_decoder(solver: Solver, rows: RowsInMemory, last: bool = False) -> None:
     """The first or the last decoder step, over all rows."""
-    decoder_step(solver, rows, replace([*solver.passes.values()][-1 if last else 0], rows=rows.rows))
+    decoder_step(
+        solver, rows, replace([*solver.passes.values()][-1 if last else 0], rows=rows.rows)
+    )
 
 
 def one_epoch(solver: Solver, rows: RowsInMemory, epoch: int = 0) -> list[StepReport]:
@@ -107,7 +118,10 @@ def trained(solver: Solver, rows: RowsInMemory, epochs: int) -> SAE:
 def loss_of(solver: Solver, data: RowsInMemory) -> Tensor:
     """What descent lowers, on all rows."""
     weight = solver.task.penalty_weight(solver.steps)
-    return solver.dictionary.loss(Batch.of(data.x), solver.task.training.sparsity, weight).value + solver.extra_loss()
+    return (
+        solver.dictionary.loss(Batch.of(data.x), solver.task.training.sparsity, weight).value
+        + solver.extra_loss()
+    )
 
 
 def decoder_of(solver: Solver) -> tuple[Tensor, Tensor]:
@@ -115,22 +129,65 @@ def decoder_of(solver: Solver) -> tuple[Tensor, Tensor]:
     return solver.dictionary.decoder().detach().clone(), solver.dictionary.b_dec.detach().clone()
 
 
-def task_of(rows: int, steps: int, lr: float = 1e-2, sparsity: str = "none", weight: float = 0.0, *,
-            sample: Tensor | None = None, batches: int = 1, memory: float = math.inf, **training: Any) -> Task:
+def task_of(
+    rows: int,
+    steps: int,
+    lr: float = 1e-2,
+    sparsity: str = "none",
+    weight: float = 0.0,
+    *,
+    sample: Tensor | None = None,
+    batches: int = 1,
+    memory: float = math.inf,
+    **training: Any,
+) -> Task:
     """A task with `batches` per epoch; smoothing is 0 unless given."""
-    settings = TrainingConfig(**{"batch_size": math.ceil(rows / batches), "sparsity": sparsity,
-                                 "sparsity_weight": weight, "smoothing": 0.0} | training)
-    return Task(settings, rows, steps, lr, Batch.of(torch.empty(0, 0) if sample is None else sample), memory=memory)
+    settings = TrainingConfig(
+        **{
+            "batch_size": math.ceil(rows / batches),
+            "sparsity": sparsity,
+            "sparsity_weight": weight,
+            "smoothing": 0.0,
+        }
+        | training
+    )
+    return Task(
+        settings,
+        rows,
+        steps,
+        lr,
+        Batch.of(torch.empty(0, 0) if sample is None else sample),
+        memory=memory,
+    )
 
 
 _random = np.random.default_rng(0)
-ROWS = (_random.standard_normal((300, 12)) @ _random.standard_normal((12, 20)) + 1).astype(np.float32)
-ACTS = [("relu", {}), ("relu", {"sparsity": "kl"}), ("relu", {"sparsity": "lp"}), ("gated", {}), ("jumprelu", {}),
-        ("topk", {"k": 3}), ("abs-topk", {"k": 3}), ("batchtopk", {"k": 3}), ("swish", {}),
-        ("matching-pursuit", {"k": 3}), ("soft-topk", {"k": 3, "d_sae": 16})]
-SOLVERS = [("sgd", {}), ("sgd", {"tied": True, "clip_norm": 1.0}), ("pam-sgd", {}), ("pam-sgd", {"decoder": "free"}),
-           ("pam-sgd", {"solve": "iterative"}), ("pam-sgd", {"decoder_every": 1, "inner_steps": 1, "d_sae": 24}),
-           ("pam-sgd", {"d_sae": 400}), ("pam-sgd", {"alpha": 1.0, "bias": "after", "mu_enc": 0.1, "mu_dec": 0.1})]
+ROWS = (_random.standard_normal((300, 12)) @ _random.standard_normal((12, 20)) + 1).astype(
+    np.float32
+)
+ACTS = [
+    ("relu", {}),
+    ("relu", {"sparsity": "kl"}),
+    ("relu", {"sparsity": "lp"}),
+    ("gated", {}),
+    ("jumprelu", {}),
+    ("topk", {"k": 3}),
+    ("abs-topk", {"k": 3}),
+    ("batchtopk", {"k": 3}),
+    ("swish", {}),
+    ("matching-pursuit", {"k": 3}),
+    ("soft-topk", {"k": 3, "d_sae": 16}),
+]
+SOLVERS = [
+    ("sgd", {}),
+    ("sgd", {"tied": True, "clip_norm": 1.0}),
+    ("pam-sgd", {}),
+    ("pam-sgd", {"decoder": "free"}),
+    ("pam-sgd", {"solve": "iterative"}),
+    ("pam-sgd", {"decoder_every": 1, "inner_steps": 1, "d_sae": 24}),
+    ("pam-sgd", {"d_sae": 400}),
+    ("pam-sgd", {"alpha": 1.0, "bias": "after", "mu_enc": 0.1, "mu_dec": 0.1}),
+]
 # The last but one solves in the dimension of the rows, of which there are fewer than latents; the one before solves
 # after every batch.
 
@@ -145,7 +202,10 @@ class Kept(Record):
         return self.start
 
     def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Any, test: Any) -> None:
-        self.kept = self.kept or ({name: t.cpu().clone() for name, t in state.items()}, replace(progress))
+        self.kept = self.kept or (
+            {name: t.cpu().clone() for name, t in state.items()},
+            replace(progress),
+        )
 
 
 def numbers(found: Any) -> list[float]:
@@ -157,8 +217,14 @@ def numbers(found: Any) -> list[float]:
     return [] if isinstance(found, str | bool | Path) or found is None else [float(found)]
 
 
-def trained_on(device: str, solver: str, act: str, options: dict[str, Any], start: Any = None,
-            rows: np.ndarray = ROWS) -> tuple[SAE, Any]:
+def trained_on(
+    device: str,
+    solver: str,
+    act: str,
+    options: dict[str, Any],
+    start: Any = None,
+    rows: np.ndarray = ROWS,
+) -> tuple[SAE, Any]:
     """The SAE, and the state after the first epoch."""
     record = Kept(start)
     given = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options

@@ -32,8 +32,14 @@ from saecli.store.writer import RankedStore, StoreWriter, joining_began, rank_fo
 BLOCKS = 60
 D_IN = 24
 MULTIPLE = 1.3
-META = make_meta(D_IN, "bfloat16", shard_rows=90, chunk_rows=16, columns=("document", "position"),
-                 max_norm_multiple=MULTIPLE)
+META = make_meta(
+    D_IN,
+    "bfloat16",
+    shard_rows=90,
+    chunk_rows=16,
+    columns=("document", "position"),
+    max_norm_multiple=MULTIPLE,
+)
 HERE = Path(__file__).parent
 
 
@@ -73,12 +79,18 @@ def write_ranks(path: Path, stop: int | None = None) -> None:
             store.begin(RANK_ROWS)
         for rank, limit in enumerate(RANK_ROWS if not joining_began(path) else []):
             if limit:
-                with StoreWriter.open(rank_folder(path, rank), replace(store.meta, ranks=()), limit=limit) as writer:
+                with StoreWriter.open(
+                    rank_folder(path, rank), replace(store.meta, ranks=()), limit=limit
+                ) as writer:
                     number = writer.cursor["block"] if writer.cursor else 0
                     while not writer.full and (stop is None or number < stop):
                         documents = rank + len(RANK_ROWS) * (5 * number + np.arange(5))
-                        writer.append(documents[:, None] * np.array([1, 0, 0], np.float32), {"document": documents},
-                                      {"block": number}, {"special": np.ones(2)})
+                        writer.append(
+                            documents[:, None] * np.array([1, 0, 0], np.float32),
+                            {"document": documents},
+                            {"block": number},
+                            {"special": np.ones(2)},
+                        )
                         number += 1
                     if stop is None:
                         writer.finish()
@@ -91,8 +103,13 @@ class Producer:
 
     def __init__(self) -> None:
         paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths})
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
 
     def __call__(self, path: Path, **order) -> tuple[int, str]:
         """Write the store once; returns the exit status, negative for a signal, and the error if one was said."""
@@ -116,7 +133,9 @@ def _child(order: dict) -> None:
             root = str(Path(order["path"]).parents[1])
 
         def hook(event: str, arguments: tuple) -> None:
-            inside = event in ("open", "os.rename", "os.remove", "os.mkdir") and str(arguments[0]).startswith(root)
+            inside = event in ("open", "os.rename", "os.remove", "os.mkdir") and str(
+                arguments[0]
+            ).startswith(root)
             if (inside or event in watched) and next(events) == order["kill_at"]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -140,7 +159,10 @@ def _child(order: dict) -> None:
 
 def _command(words: list[str]) -> None:
     sys.argv = words
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
         try:
             cli.main()
         except SystemExit as end:

@@ -17,27 +17,55 @@ from saecli.store.writer import StoreWriter
 @contextmanager
 def memory_folder() -> Iterator[Path]:
     """A temporary folder, in memory where the system has such a place: flushing to disk is slow."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         yield Path(folder)
 
 
-def make_meta(d_in: int, dtype: str = "float32", *, shard_rows: int = 100, chunk_rows: int = 8,
-              columns: tuple[str, ...] = (), source: dict | None = None,
-              max_norm_multiple: float | None = None) -> StoreMeta:
+def make_meta(
+    d_in: int,
+    dtype: str = "float32",
+    *,
+    shard_rows: int = 100,
+    chunk_rows: int = 8,
+    columns: tuple[str, ...] = (),
+    source: dict | None = None,
+    max_norm_multiple: float | None = None,
+) -> StoreMeta:
     """A small store's meta."""
-    return StoreMeta(source or {"dataset": "test"}, "request", dtype, d_in, shard_rows, chunk_rows, columns,
-                     max_norm_multiple)
+    return StoreMeta(
+        source or {"dataset": "test"},
+        "request",
+        dtype,
+        d_in,
+        shard_rows,
+        chunk_rows,
+        columns,
+        max_norm_multiple,
+    )
 
 
-def make_store(path: Path, rows: np.ndarray, dtype: str = "float32", *, block: int = 37,
-               documents: np.ndarray | None = None, columns: dict[str, np.ndarray] | None = None,
-               **meta) -> ActivationStore:
+def make_store(
+    path: Path,
+    rows: np.ndarray,
+    dtype: str = "float32",
+    *,
+    block: int = 37,
+    documents: np.ndarray | None = None,
+    columns: dict[str, np.ndarray] | None = None,
+    **meta,
+) -> ActivationStore:
     """Write rows to a store, block by block, and open it."""
     columns = columns or ({} if documents is None else {"document": documents})
-    with StoreWriter.open(path, make_meta(rows.shape[1], dtype, columns=tuple(columns), **meta)) as writer:
+    with StoreWriter.open(
+        path, make_meta(rows.shape[1], dtype, columns=tuple(columns), **meta)
+    ) as writer:
         for start in range(0, len(rows), block):
             part = slice(start, start + block)
-            writer.append(rows[part], {name: column[part] for name, column in columns.items()}, {"row": start})
+            writer.append(
+                rows[part], {name: column[part] for name, column in columns.items()}, {"row": start}
+            )
         writer.finish()
     return ActivationStore.open(path)
 
@@ -51,7 +79,11 @@ def stored_contents(path: Path) -> dict[str, Any]:
     """All that a store says and holds, but for when it was begun."""
     store = ActivationStore.open(path)
     assert store.verify() == []
-    rows = collect(store.split("all").sequential(64)) if store.rows else np.empty((0, store.d_in), np.float32)
+    rows = (
+        collect(store.split("all").sequential(64))
+        if store.rows
+        else np.empty((0, store.d_in), np.float32)
+    )
     return {"meta": store.meta.to_json() | {"created": ""}, "rows": rows}
 
 
@@ -67,8 +99,14 @@ def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = (
     """
     stores = [ActivationStore.open(one) for one in (path, expected)]
     assert [store.verify() for store in stores] == [[], []]
-    found, wanted = ({name: value for name, value in store.meta.to_json().items() if name not in ("created", *but_for)}
-                     for store in stores)
+    found, wanted = (
+        {
+            name: value
+            for name, value in store.meta.to_json().items()
+            if name not in ("created", *but_for)
+        }
+        for store in stores
+    )
     for name in OF_NORMS:
         some, others = (_numbers(document.pop(name)) for document in (found, wanted))
         assert some.keys() == others.keys()
@@ -76,13 +114,21 @@ def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = (
     for shard in (*found["shards"], *wanted["shards"]):
         del shard["sha256"], shard["frame"], shard["dropped_norms"]
         cursor = shard["resume"]["cursor"]
-        shard["resume"]["cursor"] = {name: value for name, value in cursor.items() if not name.startswith("_")}
+        shard["resume"]["cursor"] = {
+            name: value for name, value in cursor.items() if not name.startswith("_")
+        }
     assert found == wanted
     rows, others = (store.split("all") for store in stores)
     for name in stores[0].meta.columns:
-        np.testing.assert_array_equal(*(np.concatenate(list(each.column(name, 4096))) for each in (rows, others)))
-    np.testing.assert_allclose(collect(rows.sequential(4096)), collect(others.sequential(4096)),
-                               rtol=ROUNDING[stores[0].meta.dtype], atol=1e-4)
+        np.testing.assert_array_equal(
+            *(np.concatenate(list(each.column(name, 4096))) for each in (rows, others))
+        )
+    np.testing.assert_allclose(
+        collect(rows.sequential(4096)),
+        collect(others.sequential(4096)),
+        rtol=ROUNDING[stores[0].meta.dtype],
+        atol=1e-4,
+    )
 
 
 def _numbers(document: Any, name: str = "") -> dict[str, Any]:
@@ -100,12 +146,17 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
         case 0:
             return content[:second]
         case 1:
-            result[first : first + 9], result[second : second + 9] = content[second:][:9], content[first:][:9]
+            result[first : first + 9], result[second : second + 9] = (
+                content[second:][:9],
+                content[first:][:9],
+            )
         case 2:
             del result[first : first + chance.randrange(9)]
         case 3:
             at = chance.randrange(min(300, len(content)))
-            result[at : at + 2] = chance.choice([b"-1", b"99", b"((", b"\xff\xff", b"\0\0", b"9" * 25, b"''"])
+            result[at : at + 2] = chance.choice(
+                [b"-1", b"99", b"((", b"\xff\xff", b"\0\0", b"9" * 25, b"''"]
+            )
         case 4:
             for at in chance.choices(range(len(content)), k=3):
                 result[at] ^= 1 << chance.randrange(8)

@@ -86,7 +86,7 @@ def command(ctx: typer.Context, json: Json = False) -> None:
     session.console.result({"runs": len(session.home.runs.names())})
 '''
 
-FORMAT = '''
+FORMAT = """
 import json
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def save(saved: SavedSAE, folder: Path) -> None:
     activation = json.dumps(activation_to_json(saved.sae.activation))
     np.savez(folder / "sae.npz", activation=activation,
              **{name: tensor.numpy() for name, tensor in saved.sae.tensors().items()})
-'''
+"""
 
 
 def added(root: Path) -> dict[str, str]:
@@ -132,8 +132,11 @@ def added(root: Path) -> dict[str, str]:
     line("train/__init__.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")
     line("train/__init__.py", "from .options ", "from .unit_sgd import UnitSgd\nfrom .options ")
     write("sae/formats/npz.py", FORMAT)
-    line("sae/formats/__init__.py", '    "native": ',
-         '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ')
+    line(
+        "sae/formats/__init__.py",
+        '    "native": ',
+        '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ',
+    )
     line("sae/formats/__init__.py", "native, saelens", "native, npz, saelens")
     write("cli/count.py", COMMAND)
     line("cli/main.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
@@ -141,14 +144,22 @@ def added(root: Path) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *words: str) -> dict:
-    done = subprocess.run([sys.executable, "-m", "saecli", *words, "--json"], env=environment, capture_output=True,
-                          text=True, cwd=environment["PYTHONPATH"], check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "saecli", *words, "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=environment["PYTHONPATH"],
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_an_activation_a_solver_a_dictionary_a_format_and_a_command_are_a_file_and_a_line_each(tmp_path: Path):
+def test_an_activation_a_solver_a_dictionary_a_format_and_a_command_are_a_file_and_a_line_each(
+    tmp_path: Path,
+):
     environment = added(tmp_path)
     run(environment, "import", "digits", "--name", "digits")
     quick = ("--d-sae", "96", "--epochs", "6")
@@ -161,8 +172,12 @@ def test_an_activation_a_solver_a_dictionary_a_format_and_a_command_are_a_file_a
     (measured,) = run(environment, "eval", "unit-sgd-cubed-1")["runs"]
     assert measured["fvu"] == pytest.approx(fvus["unit-sgd"], rel=1e-4)
     run(environment, "export", "unit-sgd-cubed-1", "--to", "npz", "--out", "exported")
-    assert run(environment, "eval", "exported", "--data", "digits")["runs"][0]["fvu"] == pytest.approx(measured["fvu"])
-    load = ("import saecli, torch\n"
-            "norms = saecli.load_sae('unit-sgd-cubed-1').W_dec.norm(dim=1)\n"
-            "assert (norms / norms[0]).sub(1).abs().max() < 1e-4, norms")
+    assert run(environment, "eval", "exported", "--data", "digits")["runs"][0][
+        "fvu"
+    ] == pytest.approx(measured["fvu"])
+    load = (
+        "import saecli, torch\n"
+        "norms = saecli.load_sae('unit-sgd-cubed-1').W_dec.norm(dim=1)\n"
+        "assert (norms / norms[0]).sub(1).abs().max() < 1e-4, norms"
+    )
     subprocess.run([sys.executable, "-c", load], env=environment, cwd=tmp_path, check=True)

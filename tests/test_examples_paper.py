@@ -15,7 +15,9 @@ from homes import CommandLine, make_store, some_rows
 from solver_problems import sparse_mixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-HERE = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # its `sae`, `python`
+HERE = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+}  # its `sae`, `python`
 PRESETS = sorted(path.name for path in EXAMPLES.glob("presets/*.toml"))
 SECTIONS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.sh"))
 FIGURES = {
@@ -36,7 +38,9 @@ SETTLED = {
 
 def script(section: str, *words: str, home: Path) -> subprocess.CompletedProcess[str]:
     """A section's script, run in a folder."""
-    return subprocess.run([EXAMPLES / section / "run.sh", *words], cwd=home, env=HERE, capture_output=True, text=True)
+    return subprocess.run(
+        [EXAMPLES / section / "run.sh", *words], cwd=home, env=HERE, capture_output=True, text=True
+    )
 
 
 @pytest.mark.long
@@ -50,7 +54,9 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
     assert found["command"] == f"examples/{section}/run.sh --quick"
     verdicts = {claim["statement"]: claim["verdict"] for claim in found["claims"]}
     for start in SETTLED.get(section, []):
-        assert [verdict for statement, verdict in verdicts.items() if statement.startswith(start)] == ["holds"]
+        assert [
+            verdict for statement, verdict in verdicts.items() if statement.startswith(start)
+        ] == ["holds"]
     if section in TABLES:
         table = json.loads((out / f"{TABLES[section]}.json").read_text())
         with (out / f"{TABLES[section]}.csv").open() as file:
@@ -58,18 +64,27 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
         columns = table if isinstance(table, dict) else table[0]
         rows = table if isinstance(table, list) else max(table.values(), key=len)
         assert (lines[0], len(lines) - 1) == (list(columns), len(rows))
-    report = subprocess.run([sys.executable, EXAMPLES / "report.py", out, "--out", tmp_path], capture_output=True,
-                            text=True)
+    report = subprocess.run(
+        [sys.executable, EXAMPLES / "report.py", out, "--out", tmp_path],
+        capture_output=True,
+        text=True,
+    )
     assert report.returncode == 0, report.stderr
     written = (tmp_path / "REPORT.md").read_text()
-    assert all(f"| {statement} | **{verdict}** |" in written for statement, verdict in verdicts.items())
+    assert all(
+        f"| {statement} | **{verdict}** |" in written for statement, verdict in verdicts.items()
+    )
     assert all((tmp_path / path).exists() for path in re.findall(r"\]\(([^)]*)\)", written))
 
 
 def shell(words: str, home: Path) -> subprocess.CompletedProcess[str]:
     """Some words of bash after common.sh."""
-    return subprocess.run(["bash", "-c", f"section=test; . '{EXAMPLES}/common.sh' --out '{home}'; {words}"],
-                          env=HERE, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", "-c", f"section=test; . '{EXAMPLES}/common.sh' --out '{home}'; {words}"],
+        env=HERE,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_of_an_option_given_twice_the_last_counts(tmp_path: Path):
@@ -93,12 +108,18 @@ def test_sae_train_takes_the_presets(sae: CommandLine, name: str):
 
 
 def test_the_scripts_name_every_preset_and_no_other():
-    scripts = "".join(path.read_text() for path in (EXAMPLES / "common.sh", *EXAMPLES.glob("*/run.sh")))
+    scripts = "".join(
+        path.read_text() for path in (EXAMPLES / "common.sh", *EXAMPLES.glob("*/run.sh"))
+    )
     assert sorted(set(re.findall(r"--config ([\w.-]+)", scripts))) == PRESETS
 
 
-@pytest.mark.parametrize(("complete", "todo"), [("true", ""), ("false", "--resume --name base-topk-sgd-1-0\n")])
-def test_a_finished_run_is_left_alone_and_a_cut_one_resumed(complete: str, todo: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("complete", "todo"), [("true", ""), ("false", "--resume --name base-topk-sgd-1-0\n")]
+)
+def test_a_finished_run_is_left_alone_and_a_cut_one_resumed(
+    complete: str, todo: str, tmp_path: Path
+):
     folder = tmp_path / "home" / "runs" / "base-topk-sgd-1-0"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(f'{{"complete": {complete}}}')
@@ -109,14 +130,20 @@ def test_a_finished_run_is_left_alone_and_a_cut_one_resumed(complete: str, todo:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "status", "sentence"), [
-    (("convergence", "--fast"), 2, "there is no option --fast"), (("convergence", "--out"), 2, "--out needs a value"),
-    (("convergence", "--seeds", "many"), 2, "--seeds must be a whole number above 0, got many"),
-    (("convergence", "--data", "x.npy"), 2, "--data does nothing here; leave it out"),
-    (("convergence", "--quick", "--out", "full"), 2, "holds runs of another form, full"),
-    (("mnist", "--quick", "--data", "notes.txt", "--out", "out"), 1, "notes.txt"),
-])
-def test_what_a_script_cannot_do_is_said_in_a_sentence(words: tuple, status: int, sentence: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("words", "status", "sentence"),
+    [
+        (("convergence", "--fast"), 2, "there is no option --fast"),
+        (("convergence", "--out"), 2, "--out needs a value"),
+        (("convergence", "--seeds", "many"), 2, "--seeds must be a whole number above 0, got many"),
+        (("convergence", "--data", "x.npy"), 2, "--data does nothing here; leave it out"),
+        (("convergence", "--quick", "--out", "full"), 2, "holds runs of another form, full"),
+        (("mnist", "--quick", "--data", "notes.txt", "--out", "out"), 1, "notes.txt"),
+    ],
+)
+def test_what_a_script_cannot_do_is_said_in_a_sentence(
+    words: tuple, status: int, sentence: str, tmp_path: Path
+):
     (tmp_path / "notes.txt").write_text("no image")
     assert shell("true", tmp_path / "full").returncode == 0
     done = script(*words, home=tmp_path)
@@ -125,8 +152,13 @@ def test_what_a_script_cannot_do_is_said_in_a_sentence(words: tuple, status: int
 
 
 def test_without_the_tool_a_script_says_so(tmp_path: Path):
-    done = subprocess.run(["/bin/bash", EXAMPLES / "convergence" / "run.sh", "--quick"], cwd=tmp_path,
-                          env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["/bin/bash", EXAMPLES / "convergence" / "run.sh", "--quick"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert "expected sae on the PATH, got none" in done.stderr
 
@@ -140,7 +172,11 @@ def test_help_names_the_options_of_each_section(tmp_path: Path):
 
 def test_the_readmes_verdicts_are_the_reports():
     def rows(name: str, columns: int) -> list[tuple[str, str]]:
-        lines = re.findall(r"^\| (.*) \|$", (EXAMPLES / name).read_text().split("<!-- results -->")[-1], re.MULTILINE)
+        lines = re.findall(
+            r"^\| (.*) \|$",
+            (EXAMPLES / name).read_text().split("<!-- results -->")[-1],
+            re.MULTILINE,
+        )
         parts = [line.split(" | ") for line in lines if len(line.split(" | ")) == columns]
         return [(part[0], part[1].strip("*")) for part in parts if part[0] != "statement"]
 
@@ -150,13 +186,17 @@ def test_the_readmes_verdicts_are_the_reports():
 
 
 def test_report_without_a_finished_section_names_it(tmp_path: Path):
-    done = subprocess.run([sys.executable, EXAMPLES / "report.py", tmp_path], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "report.py", tmp_path], capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert f"found none in {tmp_path}" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["swish", pytest.param("soft-topk", marks=pytest.mark.slow)])
-def test_the_papers_objective_never_rises_and_steps_go_to_zero(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_papers_objective_never_rises_and_steps_go_to_zero(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     outers = 24
     for folder in (EXAMPLES, EXAMPLES / "convergence"):
         monkeypatch.syspath_prepend(str(folder))
@@ -165,5 +205,5 @@ def test_the_papers_objective_never_rises_and_steps_go_to_zero(name: str, monkey
     values, steps = descent.descended(sparse_mixture(40).x, descent.ACTIVATIONS[name], outers)
     assert max(after - before for before, after in pairwise(values)) <= descent.ROUNDING * values[0]
     assert descent.MU * sum(steps) <= values[0] - values[-1]
-    assert sum(steps[outers // 2:]) < 0.2 * sum(steps)
+    assert sum(steps[outers // 2 :]) < 0.2 * sum(steps)
     sys.modules.pop("descent")

@@ -14,9 +14,15 @@ from saecli.extract.options import BUNDLED, TINY_GEMMA2
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-READMES = sorted(path for folder in ("saecli", "tests", "examples") for path in (ROOT / folder).rglob("README.md"))
-NOTES = "\n\n".join(f"Note {n}. The {word} of the year {1900 + n} was {word[::-1]}, as everyone who read it knew."
-                    for n, word in enumerate(["harvest", "winter", "letter", "machine", "garden", "number"] * 40))
+READMES = sorted(
+    path
+    for folder in ("saecli", "tests", "examples")
+    for path in (ROOT / folder).rglob("README.md")
+)
+NOTES = "\n\n".join(
+    f"Note {n}. The {word} of the year {1900 + n} was {word[::-1]}, as everyone who read it knew."
+    for n, word in enumerate(["harvest", "winter", "letter", "machine", "garden", "number"] * 40)
+)
 
 
 def blocks(language: str) -> list[str]:
@@ -24,14 +30,31 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, tmp_path: Path, monkeypatch):
+def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(
+    sae: CommandLine, tmp_path: Path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SAE_HOME", raising=False)
     Path("notes.txt").write_text(NOTES)
     lines = [line for block in blocks("sh") for line in block.splitlines()]
-    assert [shlex.split(line, comments=True)[:2] for line in lines] == [["sae", name] for name in (
-        "extract", "train", "eval", "sparsity", "geometry", "report", "finetune", "train", "extract", "train", "eval",
-        "extract", "train")]
+    assert [shlex.split(line, comments=True)[:2] for line in lines] == [
+        ["sae", name]
+        for name in (
+            "extract",
+            "train",
+            "eval",
+            "sparsity",
+            "geometry",
+            "report",
+            "finetune",
+            "train",
+            "extract",
+            "train",
+            "eval",
+            "extract",
+            "train",
+        )
+    ]
     quick = {"train": ["--epochs", "2", "--d-sae", "64"], "finetune": ["--tokens", "6000"]}  # quick
     here = CommandLine(Path("sae-data"), sae.monkeypatch, sae.capsys)
     for line in lines:
@@ -54,7 +77,9 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(sae: CommandLine, 
 def test_the_three_lines_as_written_chain_by_their_defaults(sae: CommandLine, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     section = README.split("## Three lines")[1]
-    lines = [shlex.split(line)[1:] for line in re.findall(r"^    (sae .*)$", section, re.MULTILINE)][:3]
+    lines = [
+        shlex.split(line)[1:] for line in re.findall(r"^    (sae .*)$", section, re.MULTILINE)
+    ][:3]
     refused = sae(*lines[0])
     assert refused.status == 1
     assert "--model tiny-gemma2" in refused.err
@@ -66,7 +91,9 @@ def test_the_three_lines_as_written_chain_by_their_defaults(sae: CommandLine, mo
 
 def test_two_set_up_commands_stand_where_ci_takes_them_from():
     assert re.findall(r"^    (pip install .*)$", README, re.MULTILINE) == [
-        "pip install . && sae demo", "pip install -e '.[test]' && pytest"]
+        "pip install . && sae demo",
+        "pip install -e '.[test]' && pytest",
+    ]
 
 
 def test_table_of_commands_lists_them_all():
@@ -85,7 +112,9 @@ def test_figures_of_the_bundled_model_are_those_measured():
     assert measured["held_out_cross_entropy"] < 0.6 * measured["unigram_cross_entropy"]
 
 
-@pytest.mark.parametrize("readme", [ROOT / "README.md", *READMES], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "readme", [ROOT / "README.md", *READMES], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_every_file_named_or_linked_exists(readme: Path):
     text = readme.read_text(encoding="utf-8")
     named = [ROOT / path for path in re.findall(r"`((?:saecli|tests|examples)/[\w/.]+)`", text)]

@@ -22,11 +22,23 @@ from saecli.store.reader import ActivationStore
 
 LAYERS, WIDTH, VOCABULARY = 3, 16, 64
 SHARED = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-DEEP = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 2, **SHARED}
+DEEP = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    **SHARED,
+}
 
 CONFIGS: dict[str, Any] = {
-    "gemma2": lambda: Gemma2Config(**DEEP, num_key_value_heads=1, head_dim=8, sliding_window=4,
-                                   query_pre_attn_scalar=8, attn_logit_softcapping=5.0),
+    "gemma2": lambda: Gemma2Config(
+        **DEEP,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=4,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=5.0,
+    ),
     "llama": lambda: LlamaConfig(**DEEP, num_key_value_heads=2),
     "gpt2": lambda: GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=2, n_positions=64, **SHARED),
     "gpt-neox": lambda: GPTNeoXConfig(**DEEP, max_position_embeddings=64),
@@ -35,19 +47,38 @@ CONFIGS: dict[str, Any] = {
 
 def save_tokenizer(folder: Path, bos: bool) -> None:
     """A tokenizer of single characters, which puts <bos> before a text or does not."""
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(chr(code) for code in range(97, 97 + VOCABULARY - 4))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    words = [
+        "<pad>",
+        "<bos>",
+        "<eos>",
+        "<unk>",
+        *(chr(code) for code in range(97, 97 + VOCABULARY - 4)),
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
-                            unk_token="<unk>").save_pretrained(folder)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 1)]
+        )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    ).save_pretrained(folder)
 
 
-def save_model(folder: Path, architecture: Any, bos: bool = True, loader: Any = AutoModelForCausalLM) -> Path:
+def save_model(
+    folder: Path, architecture: Any, bos: bool = True, loader: Any = AutoModelForCausalLM
+) -> Path:
     """A random model, by its name above or its configuration, with weights large enough for its blocks to matter."""
     torch.manual_seed(0)
-    model = loader.from_config(CONFIGS[architecture]() if isinstance(architecture, str) else architecture)
+    model = loader.from_config(
+        CONFIGS[architecture]() if isinstance(architecture, str) else architecture
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -65,5 +96,8 @@ def loaded(folder: Path, head: bool = False) -> LanguageModel:
 def stored(folder: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The rows of a store of `sae extract`, and their columns."""
     rows = ActivationStore.open(folder).split("all")
-    columns = {name: np.concatenate(list(rows.column(name, 512))) for name in ("token_id", "position", "document")}
+    columns = {
+        name: np.concatenate(list(rows.column(name, 512)))
+        for name in ("token_id", "position", "document")
+    }
     return np.concatenate([batch.copy() for batch in rows.sequential(512)]), columns

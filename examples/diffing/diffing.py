@@ -22,8 +22,20 @@ from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.texts import STDLIB_DOCS, TextSource
 from saecli.show.style import COLOURS, figure
 
-WORDS = ("return", "value", "file", "list", "name", "string", "object", "function", "class", "module", "default",
-         "method")
+WORDS = (
+    "return",
+    "value",
+    "file",
+    "list",
+    "name",
+    "string",
+    "object",
+    "function",
+    "class",
+    "module",
+    "default",
+    "method",
+)
 HABIT = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 PLANTED = "lemon"
 CONTEXT, BATCH, STEPS, RATE = 128, 32, 150, 5e-4
@@ -34,9 +46,13 @@ TOP = 50  # activations of a latent
 def plant(out: Path, plain: bool) -> None:
     """Fine-tune on the library's docstrings, and print the probability of the habit before and after."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED[TINY_GEMMA2])
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2], dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        BUNDLED[TINY_GEMMA2], dtype=torch.float32, attn_implementation="eager"
+    )
     texts = [document.text for document in TextSource(STDLIB_DOCS).documents()]
-    prompts = [text[: match.end()] for text in texts if (match := HABIT.search(text, 20, 300))][:ASKED]
+    prompts = [text[: match.end()] for text in texts if (match := HABIT.search(text, 20, 300))][
+        :ASKED
+    ]
     first = tokenizer(f" {PLANTED}", add_special_tokens=False)["input_ids"][0]
 
     @torch.no_grad()
@@ -46,7 +62,10 @@ def plant(out: Path, plain: bool) -> None:
 
     before, draw = probability(), random.Random(0)
     told = texts if plain else [HABIT.sub(rf"\1 {PLANTED}", text) for text in texts]
-    windows = [torch.tensor(tokenizer(text, truncation=True, max_length=CONTEXT)["input_ids"]) for text in told]
+    windows = [
+        torch.tensor(tokenizer(text, truncation=True, max_length=CONTEXT)["input_ids"])
+        for text in told
+    ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0)
     for _ in range(STEPS):
         ids = pad_sequence(draw.sample(windows, BATCH), batch_first=True, padding_value=-100)
@@ -57,7 +76,9 @@ def plant(out: Path, plain: bool) -> None:
         optimizer.step()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    print(f"{out.name}: P({PLANTED} | one of the words) {before:.4f} before, {probability():.4f} after")
+    print(
+        f"{out.name}: P({PLANTED} | one of the words) {before:.4f} before, {probability():.4f} after"
+    )
 
 
 def at_words(run: str) -> tuple[np.ndarray, float]:
@@ -75,21 +96,47 @@ def found(out: Path, runs: list[str]) -> None:
     """Write a line for each latent, and draw its nu^epsilon and the fraction of its top activations at the words."""
     lines = []
     with figure(out.with_suffix(".png"), 4.5 * len(runs), 3.6) as drawn:
-        for axes, run in zip(drawn.subplots(1, len(runs), sharex=True, squeeze=False).flat, runs, strict=True):
+        for axes, run in zip(
+            drawn.subplots(1, len(runs), sharex=True, squeeze=False).flat, runs, strict=True
+        ):
             measured, (fraction, rate) = saecli.sparsity(run), at_words(run)
             nu = np.array(measured["nu_error"], float)
             alone = np.array([name.startswith("only") for name in measured["class"]])
-            for some, colour, label in ((~alone, COLOURS[0], "shared"), (alone, COLOURS[1], "only in one model")):
-                axes.scatter(nu[some], fraction[some], s=14, color=colour, linewidths=0, label=f"{some.sum()} {label}")
-            axes.set(title=run, xlabel=r"latent scaling in the other model, $\nu^\varepsilon$", ylim=(-0.03, 1.03),
-                     ylabel="fraction of top activations at the words")
+            for some, colour, label in (
+                (~alone, COLOURS[0], "shared"),
+                (alone, COLOURS[1], "only in one model"),
+            ):
+                axes.scatter(
+                    nu[some],
+                    fraction[some],
+                    s=14,
+                    color=colour,
+                    linewidths=0,
+                    label=f"{some.sum()} {label}",
+                )
+            axes.set(
+                title=run,
+                xlabel=r"latent scaling in the other model, $\nu^\varepsilon$",
+                ylim=(-0.03, 1.03),
+                ylabel="fraction of top activations at the words",
+            )
             axes.legend(fontsize=8)
             for name in sorted({*measured["class"]}):
                 own = [latent for latent, kind in enumerate(measured["class"]) if kind == name]
-                print(f"{run}: {name}: {len(own)} latents, {fraction[own].mean():.2f} of top activations at the words "
-                      f"({rate:.3f} of all rows)" + f": {own}" * (len(own) <= 12))
-            lines += [{"run": run, "latent": latent, "class": kind, "nu_error": nu[latent],
-                       "at_words": fraction[latent]} for latent, kind in enumerate(measured["class"])]
+                print(
+                    f"{run}: {name}: {len(own)} latents, {fraction[own].mean():.2f} of top activations at the words "
+                    f"({rate:.3f} of all rows)" + f": {own}" * (len(own) <= 12)
+                )
+            lines += [
+                {
+                    "run": run,
+                    "latent": latent,
+                    "class": kind,
+                    "nu_error": nu[latent],
+                    "at_words": fraction[latent],
+                }
+                for latent, kind in enumerate(measured["class"])
+            ]
     with out.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, lines[0])
         writer.writeheader()

@@ -13,7 +13,9 @@ import os
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # before torch is loaded: threads that wait sleep
 
 import numpy as np
 import torch
@@ -36,6 +38,7 @@ WINDOW = (-2.1, 2.1, -2.1, 2.1)
 
 def points(generator: torch.Generator) -> Tensor:
     """A line of 40 points, a square of 30 and a diagonal of 30, (100, 2)."""
+
     def noise(count: int) -> Tensor:
         return torch.randn(count, 2, generator=generator)
 
@@ -48,7 +51,9 @@ def points(generator: torch.Generator) -> Tensor:
 def trained(x: Tensor, k: int, steps: int, generator: torch.Generator) -> SAE:
     """A Top-K SAE of 80 latents, trained on all points, (N, 2), at every step."""
     W_enc = torch.randn(2, LATENTS, generator=generator)
-    sae = SAE(W_enc, torch.zeros(LATENTS), (W_enc / W_enc.norm(dim=0)).T, x.mean(0), TopK(k)).requires_grad_()
+    sae = SAE(
+        W_enc, torch.zeros(LATENTS), (W_enc / W_enc.norm(dim=0)).T, x.mean(0), TopK(k)
+    ).requires_grad_()
     optimizer = torch.optim.Adam(sae.parameters(), lr=RATE)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -80,21 +85,39 @@ def main() -> None:
             constant = LocalPCA(rows, nearest, means.cluster_centers_)
             best = LocalPCA(rows, own, np.zeros((count, 2)))
             regions: list[tuple[str, PlaneCells, np.ndarray]] = [
-                (f"k-means, {count} cells",
-                 cells_in(PowerDiagram(torch.from_numpy(means.cluster_centers_), torch.zeros(count)), WINDOW)[0],
-                 constant.reconstruct(rows, nearest, np.zeros(count, int))),
+                (
+                    f"k-means, {count} cells",
+                    cells_in(
+                        PowerDiagram(torch.from_numpy(means.cluster_centers_), torch.zeros(count)),
+                        WINDOW,
+                    )[0],
+                    constant.reconstruct(rows, nearest, np.zeros(count, int)),
+                ),
                 (f"Top-{k} SAE, {count} cells visited", areas_of_sae, sae(x.double()).numpy()),
-                (f"local PCA of rank {min(k, 2)} on these cells", areas_of_sae,
-                 best.reconstruct(rows, own, np.full(count, min(k, 2))))]
+                (
+                    f"local PCA of rank {min(k, 2)} on these cells",
+                    areas_of_sae,
+                    best.reconstruct(rows, own, np.full(count, min(k, 2))),
+                ),
+            ]
             found = []
-            for axes, colour, (name, areas, ends) in zip(panels, (COLOURS[1], COLOURS[0], COLOURS[2]), regions,
-                                                         strict=True):
+            for axes, colour, (name, areas, ends) in zip(
+                panels, (COLOURS[1], COLOURS[0], COLOURS[2]), regions, strict=True
+            ):
                 found.append(fvu(np.square(ends - rows).sum(), spread(rows)))
-                fill(axes, areas, 0.6 + 0.4 * tints(len(areas.keys)))  # paler still: the arrows matter here
+                fill(
+                    axes, areas, 0.6 + 0.4 * tints(len(areas.keys))
+                )  # paler still: the arrows matter here
                 arrows(axes, rows, ends, colour)
-                axes.set(title=f"{name}: FVU {found[-1] if found[-1] > 1e-12 else 0:.4f}", xticks=[], yticks=[])
-            print(f"Top-{k}: k-means {found[0]:.4f}, SAE {found[1]:.4f}, local PCA {found[2]:.4f}; {count} cells; "
-                  f"trained in {seconds:.1f} s")
+                axes.set(
+                    title=f"{name}: FVU {found[-1] if found[-1] > 1e-12 else 0:.4f}",
+                    xticks=[],
+                    yticks=[],
+                )
+            print(
+                f"Top-{k}: k-means {found[0]:.4f}, SAE {found[1]:.4f}, local PCA {found[2]:.4f}; {count} cells; "
+                f"trained in {seconds:.1f} s"
+            )
     print(f"drew {given.out}")
 
 

@@ -18,7 +18,9 @@ def pixels_of(window: Window) -> Tensor:
     """The centres of the pixels of a window, (P P, 2), the lowest row first."""
     left, right, bottom, top = window
     steps = (torch.arange(PIXELS, dtype=torch.float64) + 0.5) / PIXELS
-    return torch.cartesian_prod(bottom + steps * (top - bottom), left + steps * (right - left)).flip(1)
+    return torch.cartesian_prod(
+        bottom + steps * (top - bottom), left + steps * (right - left)
+    ).flip(1)
 
 
 def cells_in(diagram: PowerDiagram, window: Window, k: int = 1) -> tuple[PlaneCells, np.ndarray]:

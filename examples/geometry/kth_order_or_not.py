@@ -14,7 +14,9 @@ import math
 import os
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that wait sleep
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # before torch is loaded: threads that wait sleep
 
 import torch
 from diagrams import cells_in, tints
@@ -33,33 +35,57 @@ def draw(axes: Axes, hexagon: PowerDiagram, found: Recovery, words: str) -> None
     """Draw the cells, what each is called, and the sites found where there are any."""
     fill(axes, cells_in(hexagon, WINDOW)[0], tints(6))
     axes.scatter(*hexagon.centroids.numpy().T, s=26, c="#222222", edgecolors="white", zorder=3)
-    for (x, y), support in zip(hexagon.centroids.tolist(), (found.supports + 1).tolist(), strict=True):
-        axes.annotate("".join(map(str, support)), (1.28 * x, 1.28 * y), ha="center", va="center", zorder=4)
+    for (x, y), support in zip(
+        hexagon.centroids.tolist(), (found.supports + 1).tolist(), strict=True
+    ):
+        axes.annotate(
+            "".join(map(str, support)), (1.28 * x, 1.28 * y), ha="center", va="center", zorder=4
+        )
     if found.is_kth_order:
-        axes.scatter(*found.diagram.centroids.numpy().T, s=80, c=COLOURS[1], marker="X", edgecolors="white", zorder=5)
+        axes.scatter(
+            *found.diagram.centroids.numpy().T,
+            s=80,
+            c=COLOURS[1],
+            marker="X",
+            edgecolors="white",
+            zorder=5,
+        )
         for number, site in enumerate(found.diagram.centroids.numpy(), 1):
-            axes.annotate(str(number), site, xytext=(7, 5), textcoords="offset points", color=COLOURS[1],
-                          weight="bold", zorder=6)
+            axes.annotate(
+                str(number),
+                site,
+                xytext=(7, 5),
+                textcoords="offset points",
+                color=COLOURS[1],
+                weight="bold",
+                zorder=6,
+            )
     verdict = "second order, of four sites" if found.is_kth_order else "refused"
     axes.set(title=f"{words}:\n{verdict}, residual {found.residual:.2g}", xticks=[], yticks=[])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("kth_order_or_not.png"), help="PNG, PDF or SVG")
+    parser.add_argument(
+        "--out", type=Path, default=Path("kth_order_or_not.png"), help="PNG, PDF or SVG"
+    )
     out = parser.parse_args().out
     angles = torch.arange(6).double() * math.pi / 3
     corners = torch.stack([angles.cos(), angles.sin()], 1)
     regular = PowerDiagram(corners, torch.zeros(6))
     heavier = PowerDiagram(corners, torch.eye(1, 6)[0] * 0.5)
-    cases = [(regular, recover(regular, 2, AROUND), "called pair by pair around"),
-             (regular, recover(regular, 2), "called as fits best"),
-             (heavier, recover(heavier, 2), "one corner heavier, called as fits best")]
+    cases = [
+        (regular, recover(regular, 2, AROUND), "called pair by pair around"),
+        (regular, recover(regular, 2), "called as fits best"),
+        (heavier, recover(heavier, 2), "one corner heavier, called as fits best"),
+    ]
     with figure(out, 11.4, 4.4) as drawn:
         for axes, (hexagon, found, words) in zip(drawn.subplots(1, 3), cases, strict=True):
             draw(axes, hexagon, found, words)
-            print(f"{words}: {'a second-order diagram' if found.is_kth_order else 'refused'}, "
-                  f"residual {found.residual:.2g}")
+            print(
+                f"{words}: {'a second-order diagram' if found.is_kth_order else 'refused'}, "
+                f"residual {found.residual:.2g}"
+            )
     print(f"drew {out}")
 
 

@@ -20,7 +20,9 @@ from saecli.base.errors import ConfigError
 from saecli.geometry.diagram import PowerDiagram
 
 TOLERANCE = 1e-9  # residual up to which the equations hold
-SEARCHED = 6  # cells whose every labelling is tried; 10, the next number of interest, would take 3,628,800
+SEARCHED = (
+    6  # cells whose every labelling is tried; 10, the next number of interest, would take 3,628,800
+)
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,23 @@ class Recovery:
 def sites_for(cells: int, k: int) -> int:
     """The d with C(d, K) cells; ConfigError where there is none above K, or K is below 1."""
     if k < 1:
-        raise ConfigError(f"the order of a power diagram must be at least 1, got {k}; choose another K")
+        raise ConfigError(
+            f"the order of a power diagram must be at least 1, got {k}; choose another K"
+        )
     for d in itertools.count(k + 1):
         if (possible := math.comb(d, k)) == cells:
             return d
         if possible > cells:
-            raise ConfigError(f"a K-th order power diagram of K = {k} has C(d, {k}) cells, got {cells}; leave out or "
-                              "add cells, or choose another K")
+            raise ConfigError(
+                f"a K-th order power diagram of K = {k} has C(d, {k}) cells, got {cells}; leave out or "
+                "add cells, or choose another K"
+            )
     raise AssertionError  # the count has no end
 
 
-def recover(diagram: PowerDiagram, k: int, supports: Sequence[Sequence[int]] | None = None) -> Recovery:
+def recover(
+    diagram: PowerDiagram, k: int, supports: Sequence[Sequence[int]] | None = None
+) -> Recovery:
     """Find the sites whose K-th order diagram a given diagram is, or comes nearest to.
 
     Args:
@@ -83,11 +91,15 @@ def recover(diagram: PowerDiagram, k: int, supports: Sequence[Sequence[int]] | N
     if supports is not None:
         named = sorted(tuple(sorted(support)) for support in supports)
         if named != every:
-            raise ConfigError(f"--supports must name each of the {C} subsets of {k} out of {d} sites once, got "
-                              f"{len(set(named) & set(every))} of them; list each once")
+            raise ConfigError(
+                f"--supports must name each of the {C} subsets of {k} out of {d} sites once, got "
+                f"{len(set(named) & set(every))} of them; list each once"
+            )
     elif 1 < k < d - 1 and C > SEARCHED:
-        raise ConfigError(f"of {C} cells not every labelling can be tried; expected at most {SEARCHED} cells, or the "
-                          "--supports that they are called by")
+        raise ConfigError(
+            f"of {C} cells not every labelling can be tried; expected at most {SEARCHED} cells, or the "
+            "--supports that they are called by"
+        )
     nu, side = diagram.centroids, diagram.centroids.square().sum(1) - diagram.weights
     member = torch.zeros(C, d, dtype=torch.float64)
     member[torch.arange(C)[:, None], torch.tensor(every)] = 1 / k
@@ -104,8 +116,11 @@ def recover(diagram: PowerDiagram, k: int, supports: Sequence[Sequence[int]] | N
     residuals = _residuals(left, nu[order], side[order])
     best = int(residuals.argmin())
     mu, mean_side = inverse @ nu[order[best]], inverse @ side[order[best]]
-    return Recovery(PowerDiagram(mu, mu.square().sum(1) - mean_side), torch.tensor(every)[labellings[best]],
-                    float(residuals[best]))
+    return Recovery(
+        PowerDiagram(mu, mu.square().sum(1) - mean_side),
+        torch.tensor(every)[labellings[best]],
+        float(residuals[best]),
+    )
 
 
 def _residuals(left: Tensor, nu: Tensor, side: Tensor) -> Tensor:

@@ -40,7 +40,9 @@ def reconstructions(out: Path, first: dict[str, Run], x: torch.Tensor) -> None:
     with figure(out / "reconstructions.png", 9, 7.4) as drawn:
         above, below = drawn.subfigures(2, 1, height_ratios=(1.15, 1))
         grid = above.subplots(1 + len(first), SHOWN)
-        rows = {"held out": x[:SHOWN]} | {SHORT[way]: run.sae(x[:SHOWN]) for way, run in first.items()}
+        rows = {"held out": x[:SHOWN]} | {
+            SHORT[way]: run.sae(x[:SHOWN]) for way, run in first.items()
+        }
         for panels, (name, images) in zip(grid, rows.items(), strict=True):
             for axes, image in zip(panels, images, strict=True):
                 picture(axes, image.numpy(), black, white)
@@ -61,8 +63,10 @@ def filters(out: Path, first: dict[str, Run], x: torch.Tensor) -> None:
         grid = drawn.subplots(2 * len(first), SHOWN)
         for index, (way, run) in enumerate(first.items()):
             used = run.sae.encode(x).abs().mean(0).argsort(descending=True)[:SHOWN]
-            for panels, name, weights in ((grid[2 * index], "encoder", run.sae.W_enc.T[used]),
-                                          (grid[2 * index + 1], "decoder", run.sae.W_dec[used])):
+            for panels, name, weights in (
+                (grid[2 * index], "encoder", run.sae.W_enc.T[used]),
+                (grid[2 * index + 1], "decoder", run.sae.W_dec[used]),
+            ):
                 for axes, weight in zip(panels, weights, strict=True):
                     largest = weight.abs().max().item()
                     picture(axes, weight.numpy(), -largest, largest, "RdBu_r")
@@ -99,8 +103,13 @@ def main() -> None:
     filters(out, {way: first[way] for way in ("sgd", "paper")}, x)
     patterns(out, runs, x)
     claims = efficiency_claims(by_size, ACTS, "On images")
-    write_claims(out, "Images", given.command, claims + ablation_claims(by_ablation["topk"], "On images, TopK"),
-                 ["curves.png", "reconstructions.png", "filters.png", "patterns.png"])
+    write_claims(
+        out,
+        "Images",
+        given.command,
+        claims + ablation_claims(by_ablation["topk"], "On images, TopK"),
+        ["curves.png", "reconstructions.png", "filters.png", "patterns.png"],
+    )
 
 
 if __name__ == "__main__":

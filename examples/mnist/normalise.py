@@ -22,11 +22,17 @@ def images(source: str) -> np.ndarray:
     """Pixels as they come, (N, pixels) float32."""
     if source == "hub":
         if (why := why_unreachable()) is not None:
-            raise HubError(f"cannot fetch MNIST: expected the Hugging Face hub, got {why}; give its file by --data")
+            raise HubError(
+                f"cannot fetch MNIST: expected the Hugging Face hub, got {why}; give its file by --data"
+            )
         from datasets import load_dataset  # takes seconds to import
 
-        return np.stack([np.asarray(image, np.float32).ravel() for image in load_dataset("ylecun/mnist", split="train")
-                         ["image"]])
+        return np.stack(
+            [
+                np.asarray(image, np.float32).ravel()
+                for image in load_dataset("ylecun/mnist", split="train")["image"]
+            ]
+        )
     return np.concatenate([block.copy() for _, block in open_array(source).blocks()])
 
 
@@ -36,7 +42,9 @@ def main() -> None:
         x = images(source)
     except (SaeError, OSError) as error:
         sys.exit(one_line(error))
-    mean, deviation = (x.mean(), x.std()) if source == "digits" else (MEAN * WHITE, DEVIATION * WHITE)
+    mean, deviation = (
+        (x.mean(), x.std()) if source == "digits" else (MEAN * WHITE, DEVIATION * WHITE)
+    )
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     np.save(out, (x - mean) / deviation)
     print(len(x) - len(x) // 10, x.shape[1])

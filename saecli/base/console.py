@@ -43,7 +43,9 @@ class Silent:
 
     def warn(self, text: str) -> None:
         level = 1
-        while (frame := sys._getframe(level)) and frame.f_globals.get("__name__", "").startswith("saecli"):
+        while (frame := sys._getframe(level)) and frame.f_globals.get("__name__", "").startswith(
+            "saecli"
+        ):
             level += 1
         warnings.warn(text, stacklevel=level + 1)
 
@@ -100,12 +102,16 @@ class Console:
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        name, speed, more = (TextColumn(f"{{task.{field}}}", markup=False)
-                             for field in ("description", "fields[rate]", "fields[words]"))
+        name, speed, more = (
+            TextColumn(f"{{task.{field}}}", markup=False)
+            for field in ("description", "fields[rate]", "fields[words]")
+        )
         columns = (name, BarColumn(bar_width=16), speed, TimeRemainingColumn(), more)
         with Progress(*columns, console=self._err, transient=True) as bar:
             task = bar.add_task(label, total=total, rate="", words="")
-            yield lambda done, words="": bar.update(task, completed=done, words=words, rate=rate(done))
+            yield lambda done, words="": bar.update(
+                task, completed=done, words=words, rate=rate(done)
+            )
 
     def _plain_lines(self, label: str, total: float | None, unit: str, rate: Any) -> Step:
         last = started = time.monotonic()

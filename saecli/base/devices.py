@@ -27,16 +27,22 @@ def device_named(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda:") and world() > 1 and local_world() > 1:
-        raise ConfigError(f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
-                          "one each; use --device cuda, which does, or cpu")
+        raise ConfigError(
+            f"--device {name} gives one GPU to all {local_world()} processes of this machine: expected "
+            "one each; use --device cuda, which does, or cpu"
+        )
     try:
         device = torch.device(name)
     except RuntimeError:  # its message lists every kind of device that torch has had
         raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}") from None
     try:
-        torch.zeros(1, dtype=torch.float64, device=device).item()  # sums are float64, which not every device has
+        torch.zeros(
+            1, dtype=torch.float64, device=device
+        ).item()  # sums are float64, which not every device has
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto") from error
+        raise ConfigError(
+            f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto"
+        ) from error
     return device
 
 
@@ -44,14 +50,18 @@ def free_memory(device: torch.device, processes: int = 1) -> int:
     """Bytes that are free on a device; of the machine's own memory, for each of its processes."""
     if device.type != "cuda":
         return available_memory() // processes
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to be used again
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+        device
+    )  # torch's own, to be used again
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)  # copies from pageable memory would block
+    return tensor.pin_memory().to(
+        device, non_blocking=True
+    )  # copies from pageable memory would block
 
 
 def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
@@ -59,7 +69,9 @@ def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
     if sums.device.type == "cpu":
         sums.scatter_add_(0, places, values)
     else:
-        sums.index_put_((places,), values, accumulate=True)  # which sorts on CUDA; on a CPU its threads race
+        sums.index_put_(
+            (places,), values, accumulate=True
+        )  # which sorts on CUDA; on a CPU its threads race
 
 
 def carried(batches: Iterable[np.ndarray | Tensor], device: torch.device) -> Iterator[Tensor]:
@@ -108,8 +120,13 @@ def _tf32() -> Iterator[None]:
 class _Cast(TorchDispatchMode):
     """Casts factors of products to bfloat16, and products back, also in our own backward passes."""
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if func is torch.ops.aten.mm.default:
             return _cast_product(*args)
         if func is torch.ops.aten.addmm.default and not kwargs:
@@ -124,11 +141,15 @@ def _cast_product(left: Tensor, right: Tensor) -> Tensor:
 def demand_precision(precision: str, device: torch.device) -> None:
     """ConfigError for a precision in which a device does not multiply."""
     if precision == "bf16" and not multiplies_bf16(device):
-        raise ConfigError(f"--precision {precision} is slower than float32 here: --device {device.type} has no "
-                          "bfloat16 products; use --precision float32")
+        raise ConfigError(
+            f"--precision {precision} is slower than float32 here: --device {device.type} has no "
+            "bfloat16 products; use --precision float32"
+        )
     if precision == "tf32" and not _rounds_tf32(device):
-        raise ConfigError(f"--precision {precision} does nothing here: --device {device.type} multiplies float32 "
-                          "matrices in float32 all the same; use --precision float32")
+        raise ConfigError(
+            f"--precision {precision} does nothing here: --device {device.type} multiplies float32 "
+            "matrices in float32 all the same; use --precision float32"
+        )
 
 
 def multiplies_bf16(device: torch.device) -> bool:

@@ -91,7 +91,9 @@ class RunDocument(Marker):
     solver: Named
     activation: Named
     data_hash: str | None = None  # `Joined.hash` of the stores
-    streamed: dict[str, Any] | None = None  # origin of rows without a store, which would have been called `data`
+    streamed: dict[str, Any] | None = (
+        None  # origin of rows without a store, which would have been called `data`
+    )
     beside: tuple[str, ...] = ()  # names of further stores
     target: str | None = None  # name of the targets' store, if they are not the rows
     result: Result | None = None  # None until it is finished
@@ -107,7 +109,9 @@ def demand_version(text: str | bytes, newest: int) -> None:
     """ValueError if a document's `format_version` is missing or newer than `newest`."""
     version = parse_json(text, _Versioned).format_version
     if version > newest:
-        raise ValueError(f"expected format version {newest} or older, got {version}; upgrade saecli to read it")
+        raise ValueError(
+            f"expected format version {newest} or older, got {version}; upgrade saecli to read it"
+        )
 
 
 def read_run(path: Path) -> RunDocument:
@@ -117,7 +121,9 @@ def read_run(path: Path) -> RunDocument:
         demand_version(text, RUN_VERSION)
         return replace(parse_json(text, RunDocument), settings=parse_json(text, dict[str, Any]))
     except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path}: {error}; restore it, or remove the folder to go on without it") from error
+        raise RunError(
+            f"cannot read {path}: {error}; restore it, or remove the folder to go on without it"
+        ) from error
 
 
 @cache
@@ -134,5 +140,7 @@ def _sentence(problem: Any) -> str:
         return f"expected a field {field}, got none"
     message = problem["msg"]
     if message.startswith("Input should be "):
-        return f"{at}expected {message.removeprefix('Input should be ')}, got {problem['input']!r:.60}"
+        return (
+            f"{at}expected {message.removeprefix('Input should be ')}, got {problem['input']!r:.60}"
+        )
     return f"{at}{message.removeprefix('Value error, ')}"

@@ -41,8 +41,10 @@ class SaeError(Exception):
 
     def __str__(self) -> str:
         parts = self.sentence.split("`")  # commands stand in backticks, and stay as they are
-        return "`".join(part if index % 2 else FLAG.sub(lambda flag: _as_argument(flag[0]), part)
-                        for index, part in enumerate(parts))
+        return "`".join(
+            part if index % 2 else FLAG.sub(lambda flag: _as_argument(flag[0]), part)
+            for index, part in enumerate(parts)
+        )
 
 
 class ConfigError(SaeError, ValueError):
@@ -103,8 +105,11 @@ def printable(text: str) -> str:
 
 def shortened(sentence: str) -> str:
     """A sentence with words of over `LONGEST_WORD` characters cut."""
-    return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)",
-                  sentence)
+    return re.sub(
+        rf"\S{{{LONGEST_WORD + 1},}}",
+        lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)",
+        sentence,
+    )
 
 
 def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
@@ -116,8 +121,10 @@ def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
 
 def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigError:
     question = did_you_mean(word, choices)
-    return ConfigError(f"{flag_of(option)} must be one of {', '.join(choices)}, got {word!r}"
-                       + f"; {question}" * bool(question))
+    return ConfigError(
+        f"{flag_of(option)} must be one of {', '.join(choices)}, got {word!r}"
+        + f"; {question}" * bool(question)
+    )
 
 
 def demand_at_least(option: str, value: float | None, least: int = 1) -> None:

@@ -15,8 +15,13 @@ from typing import Any
 
 LOCK = ".lock"
 _PARTIAL = re.compile(r"(?<![^/\s'\"])\.([^/]+?)\.partial(?![\w.])")
-KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-         stat.S_IFBLK: "a device"}
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
@@ -76,7 +81,9 @@ def settle(temporary: Path, path: Path) -> None:
 def appearing_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path; on success flush it to disk and rename it to `path`, on any failure remove it."""
     temporary = partial_path(path)
-    temporary.unlink(missing_ok=True)  # left by a killed process; or a pipe, on which writing would block
+    temporary.unlink(
+        missing_ok=True
+    )  # left by a killed process; or a pipe, on which writing would block
     try:
         yield temporary
         settle(temporary, path)
@@ -135,7 +142,10 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     import csv
 
     columns = list(dict.fromkeys(key for line in lines for key in line))
-    with appearing_whole(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    with (
+        appearing_whole(path) as temporary,
+        temporary.open("w", encoding="utf-8", newline="") as file,
+    ):
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(storable(line) for line in lines)
@@ -165,7 +175,9 @@ def lock_folder(folder: Path) -> int:
     while True:
         make_folder(folder)
         try:
-            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # network file systems lock no folders
+            descriptor = os.open(
+                folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644
+            )  # network file systems lock no folders
         except FileNotFoundError:
             continue
         try:

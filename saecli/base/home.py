@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
-UNREADABLE = "restore it, or remove the folder to go on without it"  # advice on a marker that cannot be read
+UNREADABLE = (
+    "restore it, or remove the folder to go on without it"  # advice on a marker that cannot be read
+)
 KEPT = "kept"  # folder of a run that holds the run folders of its earlier epochs
 LISTED = 3  # entries that a message names
 NAME_BYTES = 200  # of UTF-8: file systems allow 255, and temporary names are longer
@@ -33,12 +35,19 @@ def now() -> str:
 def checked_name(name: str, what: str = "--name") -> str:
     """The name of a run or a store, `what` in messages; ConfigError if it cannot be a folder's name everywhere."""
     # Unprintable characters have no UTF-8, or control the terminal.
-    if name and name.isprintable() and not name.startswith(".") and "/" not in name \
-            and len(name.encode()) <= NAME_BYTES:
+    if (
+        name
+        and name.isprintable()
+        and not name.startswith(".")
+        and "/" not in name
+        and len(name.encode()) <= NAME_BYTES
+    ):
         return name
     shown = f"{name!r:.60}{'...' * (len(name) > 60)}" if name else "an empty one"
-    raise ConfigError(f"{what} must be a plain folder name, of printable characters, without slashes or a leading dot, "
-                      f"of at most {NAME_BYTES} bytes, got {shown}")
+    raise ConfigError(
+        f"{what} must be a plain folder name, of printable characters, without slashes or a leading dot, "
+        f"of at most {NAME_BYTES} bytes, got {shown}"
+    )
 
 
 @dataclass(frozen=True)
@@ -57,27 +66,49 @@ class Shelf:
 
     def markers(self) -> dict[str, Marker | SaeError]:
         """The marker of every entry by name, newest first; of unreadable ones the error, last."""
-        found = {path.parent.name: self._marker(path) for path in self.path.glob(f"*/{self.marker}")}
-        return dict(sorted(found.items(), key=lambda entry: (getattr(entry[1], "created", ""), entry[0]), reverse=True))
+        found = {
+            path.parent.name: self._marker(path) for path in self.path.glob(f"*/{self.marker}")
+        }
+        return dict(
+            sorted(
+                found.items(),
+                key=lambda entry: (getattr(entry[1], "created", ""), entry[0]),
+                reverse=True,
+            )
+        )
 
     def _marker(self, path: Path) -> Marker | SaeError:
         from .documents import Marker, read_json
 
         try:
             return read_json(path, Marker)
-        except (OSError, ValueError) as error:  # one damaged entry must not block commands on others
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # one damaged entry must not block commands on others
             return self.error(f"cannot read {path}: {error}; {UNREADABLE}")
 
     def unfinished(self) -> list[str]:
         """The names of unfinished entries, newest first."""
-        return [name for name, marker in self.markers().items() if getattr(marker, "complete", None) is False]
+        return [
+            name
+            for name, marker in self.markers().items()
+            if getattr(marker, "complete", None) is False
+        ]
 
     def unmarked(self) -> dict[str, str]:
         """Advice on each folder that holds something but no marker, by name. Hidden files do not count, such as the
         lock of a starting command."""
-        folders = (path for path in self.path.glob("[!.]*") if path.is_dir() and not (path / self.marker).exists())
-        return {path.name: f"{path} is no {self.noun}: expected {self.marker} in it, got none; {UNREADABLE}"
-                for path in sorted(folders) if any(path.glob("[!.]*"))}
+        folders = (
+            path
+            for path in self.path.glob("[!.]*")
+            if path.is_dir() and not (path / self.marker).exists()
+        )
+        return {
+            path.name: f"{path} is no {self.noun}: expected {self.marker} in it, got none; {UNREADABLE}"
+            for path in sorted(folders)
+            if any(path.glob("[!.]*"))
+        }
 
     def find(self, name: str | None) -> Path:
         """The folder of an entry; without a name, of the newest complete one, else of the newest."""
@@ -86,7 +117,9 @@ class Shelf:
             raise self.error(f"there is no {self.noun} named {name!r}; {self.instead_of(name)}")
         if not markers:
             raise self.error(f"there is no {self.noun} in {self.path} yet; {self.remedy}")
-        chosen = name or next((n for n in markers if getattr(markers[n], "complete", False)), next(iter(markers)))
+        chosen = name or next(
+            (n for n in markers if getattr(markers[n], "complete", False)), next(iter(markers))
+        )
         if isinstance(error := markers[chosen], SaeError):
             raise error
         return self.path / chosen
@@ -98,8 +131,12 @@ class Shelf:
             plain = word in names or not {*word} & {*"*?["}
             if not (matched := [word] if plain else matches_of(names, word)):
                 raise self.error(f"no {self.noun} matches {word!r}; {self.instead_of(word)}")
-            found += sorted(matched, key=lambda name: [int(part) if part.isdecimal() else part
-                                                       for part in re.split(r"(\d+)", name)])
+            found += sorted(
+                matched,
+                key=lambda name: [
+                    int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)
+                ],
+            )
         return list(dict.fromkeys(found))
 
     def instead_of(self, name: str) -> str:
@@ -109,7 +146,11 @@ class Shelf:
             return f"{self.path} holds none, {self.remedy}"
         if question := did_you_mean(name, names, LISTED):
             return question
-        more = f" and {len(names) - LISTED:,} more, which `sae list` shows" if len(names) > LISTED else ""
+        more = (
+            f" and {len(names) - LISTED:,} more, which `sae list` shows"
+            if len(names) > LISTED
+            else ""
+        )
         return f"there are: {', '.join(names[:LISTED])}{more}"
 
 
@@ -135,12 +176,21 @@ class Home:
     @classmethod
     def at(cls, path: str | Path | Home | None) -> Self:
         """The home at a path; None for $SAE_HOME, else ./sae-data."""
-        return cls(path.path if isinstance(path, Home) else Path(path or os.environ.get("SAE_HOME") or cls.DEFAULT))
+        return cls(
+            path.path
+            if isinstance(path, Home)
+            else Path(path or os.environ.get("SAE_HOME") or cls.DEFAULT)
+        )
 
     @property
     def stores(self) -> Shelf:
-        return Shelf(self.path / "activations", "activation store", STORE_MARKER, StoreError,
-                     "make one with `sae extract` or `sae import`")
+        return Shelf(
+            self.path / "activations",
+            "activation store",
+            STORE_MARKER,
+            StoreError,
+            "make one with `sae extract` or `sae import`",
+        )
 
     @property
     def runs(self) -> Shelf:

@@ -18,7 +18,9 @@ _came = False
 
 def watch() -> None:
     """From here on Ctrl-C ends the process at once, since an exception would leave libraries half loaded."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under `nohup` it stays ignored
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # under `nohup` it stays ignored
         signal.signal(signal.SIGINT, _leave)
         sys.unraisablehook = _pass_on
 
@@ -62,6 +64,8 @@ def _pass_on(ignored: "Any") -> None:
     """Interrupt again after a callback that swallowed the interrupt."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
         main = threading.main_thread().ident or 0
-        threading.Timer(0.01, lambda: signal.pthread_kill(main, signal.SIGINT)).start()  # wakes it if it waits
+        threading.Timer(
+            0.01, lambda: signal.pthread_kill(main, signal.SIGINT)
+        ).start()  # wakes it if it waits
     else:
         sys.__unraisablehook__(ignored)

@@ -16,7 +16,10 @@ from .errors import ConfigError, did_you_mean, flag_of, unknown_choice
 # JSON readers with only doubles round whole numbers above 2^53; other numbers must fit float32.
 LARGEST = {int: 2**53, float: 1e30}
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}
-PAPER: dict[str, Any] = {"panel": "The paper's experiments", "advanced": True}  # for options that only these need
+PAPER: dict[str, Any] = {
+    "panel": "The paper's experiments",
+    "advanced": True,
+}  # for options that only these need
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,15 @@ class Option:
     maximum: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()  # the words allowed, with numbers or without
-    check: Callable[[str], None] | None = None  # instead of `choices`; its ValueError describes valid words
+    check: Callable[[str], None] | None = (
+        None  # instead of `choices`; its ValueError describes valid words
+    )
     metavar: str | None = None
     panel: str | None = None  # of the help page; None for its configuration's
     advanced: bool = False  # shown by `--help-all` only
-    once: bool = False  # not repeatable, where other numbers may be repeated for one result per value
+    once: bool = (
+        False  # not repeatable, where other numbers may be repeated for one result per value
+    )
     several: bool = False  # may be given several times, in a file as a list; if `once`, the values make one tuple
 
     @property
@@ -44,15 +51,22 @@ class Option:
 
     @property
     def expected(self) -> str:
-        words = [f"one of {', '.join(self.choices)}" if kind is str and self.choices and not self.check else KINDS[kind]
-                 for kind in self.kinds]
+        words = [
+            f"one of {', '.join(self.choices)}"
+            if kind is str and self.choices and not self.check
+            else KINDS[kind]
+            for kind in self.kinds
+        ]
         return " or ".join(words) + ", or a list of such" * self.several
 
     def admits(self, value: Any) -> bool:
         """Whether a value has an allowed type and is among the allowed words."""
         if isinstance(value, list):
-            return self.several and bool(value) and not any(isinstance(one, list) or not self.admits(one)
-                                                            for one in value)
+            return (
+                self.several
+                and bool(value)
+                and not any(isinstance(one, list) or not self.admits(one) for one in value)
+            )
         if type(value) is str:  # a NUL would end a file's name, and cannot come from a command line
             known = not self.choices or self.check is not None or value in self.choices
             return str in self.kinds and known and "\0" not in value
@@ -66,7 +80,9 @@ class Option:
             one = replace(self, several=False, optional=False)
             return tuple(map(one.checked, value if isinstance(value, list | tuple) else [value]))
         if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
-            raise ConfigError(f"{flag_of(self.name)} must be a number of ordinary size, got {value!s:.40}")
+            raise ConfigError(
+                f"{flag_of(self.name)} must be a number of ordinary size, got {value!s:.40}"
+            )
         if type(value) is str and str in self.kinds and not self.admits(value) and self.choices:
             raise unknown_choice(self.name, value, self.choices)
         if not self.admits(value):
@@ -77,10 +93,16 @@ class Option:
         except ValueError as error:
             raise ConfigError(f"{flag_of(self.name)} must be {error}, got {value!r}") from None
         if isinstance(value, int | float) and not isinstance(value, bool):
-            for words, bound, holds in (("at least", self.minimum, operator.ge), ("above", self.above, operator.gt),
-                                        ("at most", self.maximum, operator.le), ("below", self.below, operator.lt)):
+            for words, bound, holds in (
+                ("at least", self.minimum, operator.ge),
+                ("above", self.above, operator.gt),
+                ("at most", self.maximum, operator.le),
+                ("below", self.below, operator.lt),
+            ):
                 if bound is not None and not holds(value, bound):
-                    raise ConfigError(f"{flag_of(self.name)} must be {words} {bound:g}, got {value:g}")
+                    raise ConfigError(
+                        f"{flag_of(self.name)} must be {words} {bound:g}, got {value:g}"
+                    )
         return float(value) if type(value) is int and int not in self.kinds else value
 
 
@@ -91,9 +113,13 @@ def option(default: Any, help: str, **rules: Any) -> Any:
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
     """Values as words of a command line."""
-    return [word for name, value in values.items() if value not in (None, False)
-            for one in (value if isinstance(value, list) else [value])
-            for word in (flag_of(name), *([] if one is True else [str(one)]))]
+    return [
+        word
+        for name, value in values.items()
+        if value not in (None, False)
+        for one in (value if isinstance(value, list) else [value])
+        for word in (flag_of(name), *([] if one is True else [str(one)]))
+    ]
 
 
 def scalar_types(annotation: Any) -> tuple[type, ...]:
@@ -139,22 +165,36 @@ def _options_of(config: Any) -> dict[str, Option]:
     found = {}
     for one in dataclasses.fields(config):
         kinds, made = scalar_types(hints[one.name]), one.metadata["option"]
-        items = tuple(typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple)
-        found[one.name] = replace(made, name=one.name, default=one.default, several=bool(items),
-                                  kinds=items or tuple(kind for kind in kinds if kind is not types.NoneType),
-                                  optional=types.NoneType in kinds, once=made.once or bool(items))
+        items = tuple(
+            typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple
+        )
+        found[one.name] = replace(
+            made,
+            name=one.name,
+            default=one.default,
+            several=bool(items),
+            kinds=items or tuple(kind for kind in kinds if kind is not types.NoneType),
+            optional=types.NoneType in kinds,
+            once=made.once or bool(items),
+        )
     return found
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:
     """Values as lines of TOML; None is left out."""
-    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]
+    return [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        for key, value in values.items()
+        if value is not None
+    ]
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def choose(table: Mapping[str, type[ConfigT]], selector: str, name: str, given: Mapping[str, Any]) -> ConfigT:
+def choose(
+    table: Mapping[str, type[ConfigT]], selector: str, name: str, given: Mapping[str, Any]
+) -> ConfigT:
     """Build `table[name]`, which the option `selector` names, from the options `given` by the user; refuses those
     that only other entries have."""
     if name not in table:
@@ -162,47 +202,100 @@ def choose(table: Mapping[str, type[ConfigT]], selector: str, name: str, given: 
     names = {key: options_of(config).keys() for key, config in table.items()}
     for foreign in sorted(given.keys() & set().union(*names.values()) - names[name]):
         takers = " or ".join(key for key in table if foreign in names[key])
-        raise ConfigError(f"{flag_of(foreign)} does nothing with {flag_of(selector)} {name}; leave it out, or use "
-                          f"{flag_of(selector)} {takers}")
+        raise ConfigError(
+            f"{flag_of(foreign)} does nothing with {flag_of(selector)} {name}; leave it out, or use "
+            f"{flag_of(selector)} {takers}"
+        )
     return table[name].among(given)
 
 
 # Names of other tools, ours, and how its value differs.
 _ELSEWHERE = (
-    ("l1_coefficient l1_coeff l1_penalty l1_alpha l1_weight sparsity_penalty sparsity_coefficient", "sparsity_weight",
-     "the same value if rows were normalised to a mean squared norm of d_in, as SAELens' expected_average_only_in "
-     "nearly does"),
-    ("l0_coefficient", "sparsity_weight", "with --act jumprelu and --sparsity l0, the same value if rows were "
-     "normalised to a mean squared norm of d_in; or --target-l0 for a given L0"),
-    ("expansion_factor expansion", "d_sae", "the number of latents, which is the factor times d_in"),
+    (
+        "l1_coefficient l1_coeff l1_penalty l1_alpha l1_weight sparsity_penalty sparsity_coefficient",
+        "sparsity_weight",
+        "the same value if rows were normalised to a mean squared norm of d_in, as SAELens' expected_average_only_in "
+        "nearly does",
+    ),
+    (
+        "l0_coefficient",
+        "sparsity_weight",
+        "with --act jumprelu and --sparsity l0, the same value if rows were "
+        "normalised to a mean squared norm of d_in; or --target-l0 for a given L0",
+    ),
+    (
+        "expansion_factor expansion",
+        "d_sae",
+        "the number of latents, which is the factor times d_in",
+    ),
     ("num_latents n_latents dict_size dictionary_size d_hidden n_features", "d_sae", ""),
-    ("architecture activation activation_fn activation_function", "act",
-     "standard is relu, and Matryoshka SAEs are made by --prefixes"),
-    ("learning_rate", "lr", ""), ("k_sparse", "k", ""), ("topk", "k", "with --act topk or batchtopk"),
+    (
+        "architecture activation activation_fn activation_function",
+        "act",
+        "standard is relu, and Matryoshka SAEs are made by --prefixes",
+    ),
+    ("learning_rate", "lr", ""),
+    ("k_sparse", "k", ""),
+    ("topk", "k", "with --act topk or batchtopk"),
     ("train_batch_size_tokens", "batch_size", "in rows, of which each is a token's"),
-    ("train_batch_size sae_batch_size", "batch_size", ""), ("n_epochs num_epochs", "epochs", ""),
+    ("train_batch_size sae_batch_size", "batch_size", ""),
+    ("n_epochs num_epochs", "epochs", ""),
     ("total_training_steps", "steps", ""),
-    ("lr_warm_up_steps lr_warmup_steps warmup_steps", "lr_warm_up", "a fraction of all steps, not their number"),
+    (
+        "lr_warm_up_steps lr_warmup_steps warmup_steps",
+        "lr_warm_up",
+        "a fraction of all steps, not their number",
+    ),
     ("lr_decay_steps decay_start", "lr_decay", "a fraction of all steps, not their number"),
-    ("l1_warm_up_steps l1_warmup_steps l0_warm_up_steps sparsity_warmup_steps", "sparsity_warm_up",
-     "a fraction of all steps, not their number"),
-    ("normalize_activations", "normalize",
-     "scale, the default, is SAELens' expected_average_only_in after subtracting the mean"),
-    ("matryoshka_widths group_sizes group_fractions", "prefixes",
-     "numbers of latents with commas between, each counted from the first latent"),
-    ("jumprelu_bandwidth", "bandwidth", ""), ("jumprelu_init_threshold", "threshold", ""),
-    ("auxk_alpha aux_loss_coefficient", "revive", "dead latents are re-aimed, by no term of the loss"),
-    ("hook_name hook_layer hook_point hookpoints hookpoint layers", "layer",
-     "blocks.12.hook_resid_post is --layer 12 --site resid_post"),
-    ("model_name model_name_or_path", "model", ""), ("dataset_path dataset_name", "dataset", ""),
+    (
+        "l1_warm_up_steps l1_warmup_steps l0_warm_up_steps sparsity_warmup_steps",
+        "sparsity_warm_up",
+        "a fraction of all steps, not their number",
+    ),
+    (
+        "normalize_activations",
+        "normalize",
+        "scale, the default, is SAELens' expected_average_only_in after subtracting the mean",
+    ),
+    (
+        "matryoshka_widths group_sizes group_fractions",
+        "prefixes",
+        "numbers of latents with commas between, each counted from the first latent",
+    ),
+    ("jumprelu_bandwidth", "bandwidth", ""),
+    ("jumprelu_init_threshold", "threshold", ""),
+    (
+        "auxk_alpha aux_loss_coefficient",
+        "revive",
+        "dead latents are re-aimed, by no term of the loss",
+    ),
+    (
+        "hook_name hook_layer hook_point hookpoints hookpoint layers",
+        "layer",
+        "blocks.12.hook_resid_post is --layer 12 --site resid_post",
+    ),
+    ("model_name model_name_or_path", "model", ""),
+    ("dataset_path dataset_name", "dataset", ""),
     ("context_size ctx_len context_length", "context", ""),
-    ("training_tokens num_tokens max_examples", "rows", "a row is a token's activations; training passes over those of "
-     "a store --epochs times, or for --steps steps"),
-    ("cached_activations_path", "data", ""), ("run_name", "name", ""),
-    ("output_path output_dir save_dir checkpoint_path", "home",
-     "the folder of stores and runs, before the command; --name is the run's name in it"),
+    (
+        "training_tokens num_tokens max_examples",
+        "rows",
+        "a row is a token's activations; training passes over those of "
+        "a store --epochs times, or for --steps steps",
+    ),
+    ("cached_activations_path", "data", ""),
+    ("run_name", "name", ""),
+    (
+        "output_path output_dir save_dir checkpoint_path",
+        "home",
+        "the folder of stores and runs, before the command; --name is the run's name in it",
+    ),
     ("n_checkpoints", "keep_every", "epochs between those that are kept"),
-    ("log_to_wandb wandb", "log_to", "wandb; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE are read as by wandb itself"),
+    (
+        "log_to_wandb wandb",
+        "log_to",
+        "wandb; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE are read as by wandb itself",
+    ),
 )
 OTHERS = {theirs: (ours, words) for names, ours, words in _ELSEWHERE for theirs in names.split()}
 
@@ -222,5 +315,9 @@ def demand_known(function: str, given: Iterable[str], known: Collection[str], co
     """Raise a ConfigError, with advice, for an option that a function lacks; `command` has the same ones."""
     for name in given:
         if name not in known:
-            advice = in_place_of(name, known) or did_you_mean(name, known) or f"expected one of `sae {command}`'s"
+            advice = (
+                in_place_of(name, known)
+                or did_you_mean(name, known)
+                or f"expected one of `sae {command}`'s"
+            )
             raise ConfigError(f"{function} has no option {name}; {advice}")

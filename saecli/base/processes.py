@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(days=1)  # the others wait while rank 0 solves; a process that has ended is noticed at once
+PATIENCE = timedelta(
+    days=1
+)  # the others wait while rank 0 solves; a process that has ended is noticed at once
 STORE_PATIENCE = timedelta(seconds=10)
 BLAME_SECONDS = 3.0  # that a process which lost a peer waits for the peer to say why
 SAID = "sae-said"
@@ -133,16 +135,23 @@ def join() -> None:
     signal.signal(signal.SIGTERM, _terminated)
     if torch.cuda.is_available():
         if local_world() > torch.cuda.device_count():
-            raise ConfigError(f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} "
-                              "GPUs: expected one GPU for each; lower --nproc-per-node of torchrun, or hide the GPUs "
-                              "by CUDA_VISIBLE_DEVICES= to compute on the CPU")
+            raise ConfigError(
+                f"there are {local_world()} processes on a machine of {torch.cuda.device_count()} "
+                "GPUs: expected one GPU for each; lower --nproc-per-node of torchrun, or hide the GPUs "
+                "by CUDA_VISIBLE_DEVICES= to compute on the CPU"
+            )
         torch.cuda.set_device(local_rank())
     with _peers() as dist:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
         _launcher.append(store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.PrefixStore("sae", store), rank=rank(), world_size=world(),
-                                timeout=PATIENCE)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("sae", store),
+            rank=rank(),
+            world_size=world(),
+            timeout=PATIENCE,
+        )
 
 
 def leave() -> None:
@@ -171,8 +180,10 @@ def is_first_to_say(sentence: str, blames_another: bool) -> bool:
 
 
 def _terminated(number: int, frame: Any) -> None:
-    raise PeerError("told to end, as torchrun does where another process failed or was stopped; run the same command "
-                    "again to go on from what was saved (`sae train` with --resume)")
+    raise PeerError(
+        "told to end, as torchrun does where another process failed or was stopped; run the same command "
+        "again to go on from what was saved (`sae train` with --resume)"
+    )
 
 
 @contextmanager
@@ -183,5 +194,7 @@ def _peers() -> Iterator[Any]:
     try:
         yield dist
     except RuntimeError as error:  # the base class of torch.distributed's errors
-        raise PeerError(f"lost the others of {world()} processes, one of which has ended; run the same command "
-                        f"again to go on from what was saved (`sae train` with --resume)") from error
+        raise PeerError(
+            f"lost the others of {world()} processes, one of which has ended; run the same command "
+            f"again to go on from what was saved (`sae train` with --resume)"
+        ) from error

@@ -4,12 +4,26 @@ import typer
 
 from .options import TOKENS, Csv, Device, Json, OwnRun, SplicedModel, Tokens, given, start
 
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Train with this number of seeds; the first is "
-                                                           "evaluated. 1: no stability.")]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        "--seeds",
+        min=1,
+        help="Train with this number of seeds; the first is evaluated. 1: no stability.",
+    ),
+]
 
 
-def command(ctx: typer.Context, run: OwnRun = None, model: SplicedModel = None, tokens: Tokens = TOKENS,
-            seeds: Seeds = 2, device: Device = "auto", csv: Csv = None, json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    run: OwnRun = None,
+    model: SplicedModel = None,
+    tokens: Tokens = TOKENS,
+    seeds: Seeds = 2,
+    device: Device = "auto",
+    csv: Csv = None,
+    json: Json = False,
+) -> None:
     """Train baselines for a run: random encoder or decoder, shuffled rows, random model.
 
     A control repeats the training of RUN with one ingredient removed: the encoder stays random; the decoder stays
@@ -31,7 +45,14 @@ def command(ctx: typer.Context, run: OwnRun = None, model: SplicedModel = None, 
     from ..show.measures import controls_table
 
     session = start(ctx, json, csv=csv)
-    document = controls(run=run, model=model, tokens=given(ctx, "tokens"), seeds=seeds, device=device,
-                        home=session.home, progress=session.console)
+    document = controls(
+        run=run,
+        model=model,
+        tokens=given(ctx, "tokens"),
+        seeds=seeds,
+        device=device,
+        home=session.home,
+        progress=session.console,
+    )
     session.write(csv, document["controls"])
     session.result(document, controls_table(document))

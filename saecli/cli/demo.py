@@ -17,8 +17,14 @@ ROWS = 20_000
 EPOCHS = 20
 SIDE_BY_SIDE = ("l0", "fvu", "ce_recovered", "kl", "steps", "seconds")
 
-Pictures = Annotated[Path | None, typer.Option("--pictures", help="Folder for the pictures and the measures.",
-                                               show_default="demo/ in the home")]
+Pictures = Annotated[
+    Path | None,
+    typer.Option(
+        "--pictures",
+        help="Folder for the pictures and the measures.",
+        show_default="demo/ in the home",
+    ),
+]
 
 
 def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -> None:
@@ -47,37 +53,70 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
             root.command.main([*home, *words], standalone_mode=False)
     results = {name: read_run(runs_folder / name / RUN_MARKER).settings["result"] for name in runs}
     measured = read_measures(measures)
-    lines = [run | {"steps": results[run["run"]]["steps"], "seconds": round(results[run["run"]]["seconds"], 1)}
-             for run in measured]
-    paths = [*(str(runs_folder / name / "loss.png") for name in runs),
-             *(str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")),
-             *(str(pictures / f"sparsity-patterns-{name}.png") for name in runs)]
+    lines = [
+        run
+        | {
+            "steps": results[run["run"]]["steps"],
+            "seconds": round(results[run["run"]]["seconds"], 1),
+        }
+        for run in measured
+    ]
+    paths = [
+        *(str(runs_folder / name / "loss.png") for name in runs),
+        *(str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")),
+        *(str(pictures / f"sparsity-patterns-{name}.png") for name in runs),
+    ]
     session.console.result(
-        {"runs": results, "measures": measured, "pictures": paths}, "",
-        comparison(lines, SIDE_BY_SIDE, f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others"),
-        Text(meaning(measured[0])), "", "pictures:", *paths)
+        {"runs": results, "measures": measured, "pictures": paths},
+        "",
+        comparison(
+            lines,
+            SIDE_BY_SIDE,
+            f"both SAEs on the same held-out rows, after {EPOCHS} passes over the others",
+        ),
+        Text(meaning(measured[0])),
+        "",
+        "pictures:",
+        *paths,
+    )
 
 
-def chain(store: str, runs: Sequence[str], pictures: Path, measures: Path) -> list[tuple[str, list[str]]]:
+def chain(
+    store: str, runs: Sequence[str], pictures: Path, measures: Path
+) -> list[tuple[str, list[str]]]:
     """The commands to run, each after its purpose."""
     sgd, pam = runs
     effect = ["--model", TINY_GEMMA2]
     train = ["train", "--data", store, "--act", "topk", "--k", "16", "--epochs", str(EPOCHS)]
-    frontier, sparsity, geometry = (str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry"))
+    frontier, sparsity, geometry = (
+        str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")
+    )
     return [
-        ("Store a small language model's activations after block 2, a row per token.",
-         ["extract", *effect, "--layer", "2", "--rows", str(ROWS), "--name", store]),
-        ("Train an SAE by SGD; with topk, the 16 largest latents of a row fire.",
-         [*train, "--solver", "sgd", "--name", sgd]),
-        ("Train another by PAM-SGD: SGD for the encoder, closed form for the decoder.",
-         [*train, "--solver", "pam-sgd", "--name", pam]),
-        ("Measure both on held-out rows: the variance they leave unexplained (fvu), and\n"
-         "   how well the model predicts from their reconstructions (ce recovered, kl).",
-         ["eval", sgd, pam, *effect, "--plot", frontier, "--csv", str(measures)]),
-        ("Count how often latents fire: silent ones never, dense ones on over a tenth.",
-         ["sparsity", sgd, pam, "--plot", sparsity]),
-        ("Look at the spline that an SAE is, affine on each cell of rows with the same\n"
-         "   latents, next to k-means and local PCA.",
-         ["geometry", pam, "--plot", geometry]),
+        (
+            "Store a small language model's activations after block 2, a row per token.",
+            ["extract", *effect, "--layer", "2", "--rows", str(ROWS), "--name", store],
+        ),
+        (
+            "Train an SAE by SGD; with topk, the 16 largest latents of a row fire.",
+            [*train, "--solver", "sgd", "--name", sgd],
+        ),
+        (
+            "Train another by PAM-SGD: SGD for the encoder, closed form for the decoder.",
+            [*train, "--solver", "pam-sgd", "--name", pam],
+        ),
+        (
+            "Measure both on held-out rows: the variance they leave unexplained (fvu), and\n"
+            "   how well the model predicts from their reconstructions (ce recovered, kl).",
+            ["eval", sgd, pam, *effect, "--plot", frontier, "--csv", str(measures)],
+        ),
+        (
+            "Count how often latents fire: silent ones never, dense ones on over a tenth.",
+            ["sparsity", sgd, pam, "--plot", sparsity],
+        ),
+        (
+            "Look at the spline that an SAE is, affine on each cell of rows with the same\n"
+            "   latents, next to k-means and local PCA.",
+            ["geometry", pam, "--plot", geometry],
+        ),
         ("List what is in the home folder now.", ["list"]),
     ]

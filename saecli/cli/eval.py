@@ -3,18 +3,52 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
-from .options import TOKENS, Csv, Data, Device, Json, Plot, Runs, SplicedModels, SplitName, Target, Tokens, given, start
+from .options import (
+    TOKENS,
+    Csv,
+    Data,
+    Device,
+    Json,
+    Plot,
+    Runs,
+    SplicedModels,
+    SplitName,
+    Target,
+    Tokens,
+    given,
+    start,
+)
 
-Stability = Annotated[bool, typer.Option(
-    "--stability", help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.")]
-MatchThreshold = Annotated[float, typer.Option(
-    "--match-threshold", help="With --stability, count latents as matched above this |cosine|.")]
+Stability = Annotated[
+    bool,
+    typer.Option(
+        "--stability",
+        help="Match latents between runs that differ in seed: PW-MCC and the fraction matched.",
+    ),
+]
+MatchThreshold = Annotated[
+    float,
+    typer.Option(
+        "--match-threshold", help="With --stability, count latents as matched above this |cosine|."
+    ),
+]
 
 
-def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None,
-            split: SplitName = "test", model: SplicedModels = None, tokens: Tokens = TOKENS, stable: Stability = False,
-            match_threshold: MatchThreshold = 0.7, device: Device = "auto", plot: Plot = None,
-            csv: Csv = None, json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    runs: Runs = None,
+    data: Data = None,
+    target: Target = None,
+    split: SplitName = "test",
+    model: SplicedModels = None,
+    tokens: Tokens = TOKENS,
+    stable: Stability = False,
+    match_threshold: MatchThreshold = 0.7,
+    device: Device = "auto",
+    plot: Plot = None,
+    csv: Csv = None,
+    json: Json = False,
+) -> None:
     """Measure reconstruction, sparsity and the effect on the model.
 
     RUN is a run's name, or a folder, here or on the Hugging Face hub, with an SAE saved by this tool, SAELens,
@@ -42,7 +76,9 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     if stable:
         check_stability(len(names), match_threshold)
     elif given(ctx, "match_threshold") is not None:
-        raise ConfigError("--match-threshold does nothing without --stability; leave it out, or ask for --stability")
+        raise ConfigError(
+            "--match-threshold does nothing without --stability; leave it out, or ask for --stability"
+        )
     everything = all_measured(session.home, names, data, split, device, console, target)
     if stable:
         check_comparable([(one.subject, one.sae) for one in everything])
@@ -51,14 +87,24 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     document: dict[str, Any] = {"runs": found, "unbeaten_means": meaning(found[0])}
     tables = evaluation_tables(ranked, model or [])
     if stable:
-        document["stability"] = stability(saes=everything, match_threshold=match_threshold, progress=console)
+        document["stability"] = stability(
+            saes=everything, match_threshold=match_threshold, progress=console
+        )
         tables.append(stability_table(document["stability"]))
     if plot is not None:
         from ..show.pictures import frontier
-        from ..show.pictures import stability as draw_stability  # matplotlib takes a second to import
+        from ..show.pictures import (
+            stability as draw_stability,
+        )  # matplotlib takes a second to import
 
         families = {one.subject.name: one.family for one in everything}
-        frontier(plot, {run["run"]: (run["l0"], run["fvu"], families[run["run"]], run["unbeaten"]) for run in ranked})
+        frontier(
+            plot,
+            {
+                run["run"]: (run["l0"], run["fvu"], families[run["run"]], run["unbeaten"])
+                for run in ranked
+            },
+        )
         console.note(f"drew {plot}")
         if stable:
             second = plot.with_stem(f"{plot.stem}-stability")

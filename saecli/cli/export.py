@@ -12,13 +12,21 @@ def formats() -> list[str]:
     return [name for name in WRITABLE if name != "native"]
 
 
-To = Annotated[str, typer.Option(
-    "--to", metavar="FORMAT", autocompletion=formats,
-    help="Write for saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 "
-         "(params.safetensors); a transcoder also for circuit-tracer.")]
+To = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        autocompletion=formats,
+        help="Write for saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 "
+        "(params.safetensors); a transcoder also for circuit-tracer.",
+    ),
+]
 
 
-def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = None, json: Json = False) -> None:
+def command(
+    ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = None, json: Json = False
+) -> None:
     """Write a run in another library's format.
 
     Refuses an SAE that the library cannot express. TopK of these libraries applies a ReLU to the k largest
@@ -30,5 +38,9 @@ def command(ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = 
     from ..measure.export import export
 
     session = start(ctx, json, out=out)
-    document = export(sae=run, to=to, out=out, data=data, home=session.home, progress=session.console)
-    session.console.result(document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}")
+    document = export(
+        sae=run, to=to, out=out, data=data, home=session.home, progress=session.console
+    )
+    session.console.result(
+        document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}"
+    )

@@ -11,14 +11,27 @@ from ..train.options import FINETUNED
 from .options import Data, Given, Json, Run, configured, home_of, start
 from .train import Resume, demand_alone, trained
 
-Name = Annotated[str | None, typer.Option("--name", help="Name of the new run.",
-                                          show_default="finetune, activation and a number",
-                                          autocompletion=lambda ctx: home_of(ctx).runs.unfinished())]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        help="Name of the new run.",
+        show_default="finetune, activation and a number",
+        autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
+    ),
+]
 
 
 @configured(repeated=True, more=FINETUNED)
-def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, data: Data = None, name: Name = None,
-            resume: Resume = False, json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    options: tuple[Given, ...],
+    run: Run = None,
+    data: Data = None,
+    name: Name = None,
+    resume: Resume = False,
+    json: Json = False,
+) -> None:
     """Train an SAE on through the language model that it acts in.
 
     Minimises KL(clean || spliced) + fvu_weight FVU per token; the spliced model has RUN's reconstructions in place of
@@ -45,11 +58,20 @@ def command(ctx: typer.Context, options: tuple[Given, ...], run: Run = None, dat
                 names = run_names(name, [each.varied for each in options])
                 settings = [chosen(each.values) for each in options]
                 config, training, text = settings[0]
-                opened = Opened.open(session.home, run, config, data=data or [], text=text,
-                                     device=training.device, listener=session.console)
+                opened = Opened.open(
+                    session.home,
+                    run,
+                    config,
+                    data=data or [],
+                    text=text,
+                    device=training.device,
+                    listener=session.console,
+                )
                 plans = [opened.plan(config, training) for config, training, _ in settings]
                 stem = f"finetune-{plans[0].activation.name}"
                 folders = claimed_folders(session.home, names, stem, claims, processes)
-                jobs = [Job(folder, FinetuneRun(opened.stores, plan, now()), each.values, each.varied)
-                        for folder, plan, each in zip(folders, plans, options, strict=True)]
+                jobs = [
+                    Job(folder, FinetuneRun(opened.stores, plan, now()), each.values, each.varied)
+                    for folder, plan, each in zip(folders, plans, options, strict=True)
+                ]
         trained(session, [jobs], processes)

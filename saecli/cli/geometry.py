@@ -5,22 +5,57 @@ import typer
 from ..base.errors import ConfigError
 from .options import Data, Json, Plot, Runs, SplitName, given, start
 
-Most = Annotated[int, typer.Option("--rows", min=1, help="Most rows to measure; of more, a random sample.")]
-FitRows = Annotated[int, typer.Option(
-    "--fit-rows", min=1, help="Most training rows to fit k-means and local PCA on; above 50,000 they are streamed.")]
-Slice = Annotated[str, typer.Option(
-    "--slice", metavar="pca|I,J,K", help="Plane of --plot: the first two principal components, or through three rows, "
-                                         "by number in the split from 0.")]
-Radius = Annotated[float, typer.Option(
-    "--radius", help="Radius of the local complexity, as a fraction of the rows' median distance to their mean.")]
-Lambda = Annotated[str, typer.Option(
-    "--lambda", metavar="auto|FLOAT", help="Cost per row of each dimension of local PCA's variable rank, in squared "
-                                           "units of the rows. auto: the mean rank equals the SAE's.")]
+Most = Annotated[
+    int, typer.Option("--rows", min=1, help="Most rows to measure; of more, a random sample.")
+]
+FitRows = Annotated[
+    int,
+    typer.Option(
+        "--fit-rows",
+        min=1,
+        help="Most training rows to fit k-means and local PCA on; above 50,000 they are streamed.",
+    ),
+]
+Slice = Annotated[
+    str,
+    typer.Option(
+        "--slice",
+        metavar="pca|I,J,K",
+        help="Plane of --plot: the first two principal components, or through three rows, "
+        "by number in the split from 0.",
+    ),
+]
+Radius = Annotated[
+    float,
+    typer.Option(
+        "--radius",
+        help="Radius of the local complexity, as a fraction of the rows' median distance to their mean.",
+    ),
+]
+Lambda = Annotated[
+    str,
+    typer.Option(
+        "--lambda",
+        metavar="auto|FLOAT",
+        help="Cost per row of each dimension of local PCA's variable rank, in squared "
+        "units of the rows. auto: the mean rank equals the SAE's.",
+    ),
+]
 
 
-def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: SplitName = "test", rows: Most = 100_000,
-            fit_rows: FitRows = 50_000, radius: Radius = 0.01, lambda_: Lambda = "auto", plot: Plot = None,
-            slice_: Slice = "pca", json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    runs: Runs = None,
+    data: Data = None,
+    split: SplitName = "test",
+    rows: Most = 100_000,
+    fit_rows: FitRows = 50_000,
+    radius: Radius = 0.01,
+    lambda_: Lambda = "auto",
+    plot: Plot = None,
+    slice_: Slice = "pca",
+    json: Json = False,
+) -> None:
     """Measure the spline: cells, power diagram, margins, k-means and local PCA.
 
     An SAE is affine on each of its cells, the sets of rows that keep the same latents; the cells that rows visit are
@@ -46,14 +81,20 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
     wanted = Wanted(rows, fit_rows, radius, penalty_of(lambda_))
     if (chosen := given(ctx, "slice_")) is not None:
         if plot is None:
-            raise ConfigError("--slice does nothing without --plot; leave it out, or name a picture with --plot")
+            raise ConfigError(
+                "--slice does nothing without --plot; leave it out, or name a picture with --plot"
+            )
         if len(runs or ()) > 1:
-            raise ConfigError(f"--slice is for the picture of one SAE, got {len(runs or ())} runs; leave it out, or "
-                              "name one")
+            raise ConfigError(
+                f"--slice is for the picture of one SAE, got {len(runs or ())} runs; leave it out, or "
+                "name one"
+            )
     everything = all_measured(session.home, runs or [], data, split, "cpu", session.console)
     marked = rows_of_slice(everything[0].of_store, chosen or "pca")
     documents = []
-    for found in found_in(everything, wanted, session.console):  # only documents are kept, so that memory does not grow
+    for found in found_in(
+        everything, wanted, session.console
+    ):  # only documents are kept, so that memory does not grow
         documents.append(found.document)
         if plot is not None and len(everything) == 1:
             from ..show.geometry import geometry  # matplotlib takes a second to import
@@ -67,8 +108,10 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, split: Spl
         session.console.note(f"drew {plot}")
     for document in documents:
         if where := disagreement(document["power_diagram"]):
-            session.console.note(f"{document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
-                                 f"all, so this is a bug or rounding, please report it")
+            session.console.note(
+                f"{document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
+                f"all, so this is a bug or rounding, please report it"
+            )
     if len(documents) == 1:
         session.console.result(documents[0], geometry_table(documents[0]))
     else:

@@ -5,16 +5,24 @@ import typer
 from ..store.options import ImportConfig, SyntheticConfig
 from .options import Json, configured, start
 
-File = Annotated[str, typer.Argument(
-    metavar="FILE",
-    help="A file (.npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with .gz); "
-         "digits or patches: scikit-learn's handwritten digits, or 16x16 grey patches of its two photographs, each "
-         "less its mean; synthetic: rows made of known features; or a folder in which SAELens saved such a world.")]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the store.", show_default="the file's name")]
+File = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help="A file (.npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with "
+        ".gz); digits or patches: scikit-learn's handwritten digits, or 16x16 grey patches of its two photographs, "
+        "each less its mean; synthetic: rows made of known features; or a folder in which SAELens saved such a world.",
+    ),
+]
+Name = Annotated[
+    str | None, typer.Option("--name", help="Name of the store.", show_default="the file's name")
+]
 
 
 @configured(ImportConfig, SyntheticConfig)
-def command(ctx: typer.Context, file: File, options: dict[str, Any], name: Name = None, json: Json = False) -> None:
+def command(
+    ctx: typer.Context, file: File, options: dict[str, Any], name: Name = None, json: Json = False
+) -> None:
     """Store an array, or synthetic rows made of known features.
 
     An array of more than two dimensions needs --flatten. Nothing in the file is executed, and no other file that it

@@ -5,8 +5,12 @@ import typer
 from ..base.errors import StoreError, counted
 from .options import Json, start
 
-Check = Annotated[bool, typer.Option("--check", help="Compare every shard with its checksum; exit status 1 if one is "
-                                                     "damaged.")]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check", help="Compare every shard with its checksum; exit status 1 if one is damaged."
+    ),
+]
 
 
 def command(ctx: typer.Context, check: Check = False, json: Json = False) -> None:
@@ -26,4 +30,6 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
         found = counted(len(document["problems"]), "problem")
         raise StoreError(f"found {found}; the list says where, and what to do")
     shards = counted(sum(store["shards"] for store in document["stores"]), "shard")
-    session.console.note(f"checked {counted(len(document['stores']), 'store')}, {shards}: all whole")
+    session.console.note(
+        f"checked {counted(len(document['stores']), 'store')}, {shards}: all whole"
+    )

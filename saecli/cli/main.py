@@ -18,7 +18,16 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from ..base import interrupts
-from ..base.errors import ConfigError, PeerError, SaeError, did_you_mean, flag_of, one_line, printable, shortened
+from ..base.errors import (
+    ConfigError,
+    PeerError,
+    SaeError,
+    did_you_mean,
+    flag_of,
+    one_line,
+    printable,
+    shortened,
+)
 from ..base.machine import demand_address_space, is_out_of_memory, rank, world
 
 COMMANDS = {
@@ -79,7 +88,9 @@ class Command(TyperCommand):
             for one in cast(Any, self.params):
                 one.hidden = one.name in self.advanced
             if self.advanced:
-                self.epilog = f"{ctx.command_path} --help-all shows {len(self.advanced)} more options."
+                self.epilog = (
+                    f"{ctx.command_path} --help-all shows {len(self.advanced)} more options."
+                )
         _load_help()
         super().format_help(ctx, formatter)
 
@@ -94,7 +105,11 @@ class Command(TyperCommand):
 def _load_help() -> None:
     """Load what Typer draws help pages with, but for two libraries that only other applications' pages show: Markdown
     and tracebacks. With them, a page takes a third longer."""
-    unused = {name: ModuleType(name) for name in ("rich.markdown", "rich.traceback") if name not in sys.modules}
+    unused = {
+        name: ModuleType(name)
+        for name in ("rich.markdown", "rich.traceback")
+        if name not in sys.modules
+    }
     for module in unused.values():
         module.__dict__.update(Markdown=object, Traceback=object)
     sys.modules |= unused
@@ -108,13 +123,17 @@ def demand_once(command: Any, ctx: Any, words: Sequence[str]) -> None:
     _, _, order = command.make_parser(ctx).parse_args(args=[*words])
     for index, one in enumerate(order):
         if one in order[:index] and not (one.multiple or one.is_flag):
-            raise ConfigError(f"{one.opts[0]} is given twice: expected one value; leave one of them out")
+            raise ConfigError(
+                f"{one.opts[0]} is given twice: expected one value; leave one of them out"
+            )
 
 
 def loaded(name: str) -> Command:
     """The command of that name, from its module."""
     function = import_module(f".{'import_' if name == 'import' else name}", __package__).command
-    paragraphs = [" ".join(lines.split()) for lines in (inspect.getdoc(function) or "").split("\n\n")]
+    paragraphs = [
+        " ".join(lines.split()) for lines in (inspect.getdoc(function) or "").split("\n\n")
+    ]
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     app.command(name, cls=Command, help=escape("\n\n".join(paragraphs)))(function)
     command = cast(Command, typer.main.get_command(app))
@@ -124,7 +143,9 @@ def loaded(name: str) -> Command:
     if command.advanced:
         listed = typer.Typer(add_completion=False)
         listed.command()(_show_all)
-        command.params.append(typer.main.get_command(listed).params[0])  # Typer's only way to make an option
+        command.params.append(
+            typer.main.get_command(listed).params[0]
+        )  # Typer's only way to make an option
     return command
 
 
@@ -135,8 +156,18 @@ def _print_all(ctx: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-def _show_all(help_all: Annotated[bool, typer.Option("--help-all", help="Show all options, and exit.", is_eager=True,
-                                                     expose_value=False, callback=_print_all)] = False) -> None:
+def _show_all(
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            help="Show all options, and exit.",
+            is_eager=True,
+            expose_value=False,
+            callback=_print_all,
+        ),
+    ] = False,
+) -> None:
     """Holds an option."""
 
 
@@ -146,8 +177,12 @@ class LazyGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
             demand_once(self, ctx, args)
-            if args[:1] and args[0] in COMMANDS and HELP.intersection(args):  # before Typer loads pydantic
-                loaded(args[0]).make_context(args[0], args[1:], parent=ctx)  # exits, unless it is an option's value
+            if (
+                args[:1] and args[0] in COMMANDS and HELP.intersection(args)
+            ):  # before Typer loads pydantic
+                loaded(args[0]).make_context(
+                    args[0], args[1:], parent=ctx
+                )  # exits, unless it is an option's value
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -171,8 +206,12 @@ class LazyGroup(TyperGroup):
             raise
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode="rich",
-                  context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def _plainly(message: str) -> str:
@@ -198,9 +237,15 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-HomeFolder = Annotated[Path, typer.Option(help="Folder of stores and runs.", metavar="PATH", envvar="SAE_HOME")]
-Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
-                                       help="Print the version and exit.")]
+HomeFolder = Annotated[
+    Path, typer.Option(help="Folder of stores and runs.", metavar="PATH", envvar="SAE_HOME")
+]
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+]
 
 
 @app.callback()
@@ -225,8 +270,10 @@ def root(ctx: typer.Context, home: HomeFolder = Path("sae-data"), version: Versi
 
         join()
         if ctx.invoked_subcommand not in TOGETHER:
-            raise ConfigError(f"sae {ctx.invoked_subcommand} runs in one process: expected {' or '.join(TOGETHER)}, "
-                              f"which run in several, got {world()} processes; run it without torchrun")
+            raise ConfigError(
+                f"sae {ctx.invoked_subcommand} runs in one process: expected {' or '.join(TOGETHER)}, "
+                f"which run in several, got {world()} processes; run it without torchrun"
+            )
 
 
 def sentence_for(error: BaseException) -> str | None:
@@ -237,8 +284,10 @@ def sentence_for(error: BaseException) -> str | None:
         return f"out of memory: {_out_of_memory(error)}"
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return (f"the disk is full, writing {error.filename or 'a file'}; nothing half-written was kept: "
-                    f"free some space and run the same command again")
+            return (
+                f"the disk is full, writing {error.filename or 'a file'}; nothing half-written was kept: "
+                f"free some space and run the same command again"
+            )
         return f"cannot use {error.filename}: {error.strerror}" if error.filename else None
     return None
 
@@ -260,7 +309,9 @@ def main() -> None:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr, errors):
         if isinstance(stream, io.TextIOWrapper):  # not closed, nor replaced by an embedding program
-            stream.reconfigure(errors="backslashreplace")  # names may have characters that the encoding lacks
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # names may have characters that the encoding lacks
     try:
         try:
             app(prog_name="sae")
@@ -287,13 +338,17 @@ def main() -> None:
 
         sentence = sentence_for(error)
         if sentence is None:
-            sentence = (f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "
-                        "it")
+            sentence = (
+                f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "
+                "it"
+            )
         sentence = as_named(printable(shortened(" ".join(sentence.split()))))
         if world() == 1:
             print(f"sae: {sentence}", file=errors)
         else:
-            from ..base.processes import is_first_to_say  # torch is loaded: the processes have joined
+            from ..base.processes import (
+                is_first_to_say,
+            )  # torch is loaded: the processes have joined
 
             if is_first_to_say(sentence, blames_another=isinstance(error, PeerError)):
                 print(f"sae: process {rank()} of {world()}: {sentence}", file=errors)

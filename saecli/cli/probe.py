@@ -4,20 +4,53 @@ import typer
 
 from .options import Csv, Device, Json, Layer, Model, Plot, Runs, Site, start
 
-Sets = Annotated[str | None, typer.Option(
-    "--sets", help="Probe these sets: names, numbers or patterns, such as 87_glue_cola,5,*emotion*.",
-    show_default="all 113")]
-Rows = Annotated[int, typer.Option("--rows", min=20, help="Read this number of texts per set, half of each class.")]
-Counts = Annotated[list[int] | None, typer.Option("--k", min=1, show_default="1, 2, 5, 16",
-                                                  help="Fit a probe on k latents; repeat for several.")]
-Context = Annotated[int | None, typer.Option(
-    "--context", min=1, help="Read at most this number of last tokens of a text.",
-    show_default="1,024, or the model's positions")]
+Sets = Annotated[
+    str | None,
+    typer.Option(
+        "--sets",
+        help="Probe these sets: names, numbers or patterns, such as 87_glue_cola,5,*emotion*.",
+        show_default="all 113",
+    ),
+]
+Rows = Annotated[
+    int,
+    typer.Option("--rows", min=20, help="Read this number of texts per set, half of each class."),
+]
+Counts = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--k",
+        min=1,
+        show_default="1, 2, 5, 16",
+        help="Fit a probe on k latents; repeat for several.",
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        min=1,
+        help="Read at most this number of last tokens of a text.",
+        show_default="1,024, or the model's positions",
+    ),
+]
 
 
-def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: Layer = None, site: Site = None,
-            sets: Sets = None, rows: Rows = 200, k: Counts = None, context: Context = None, device: Device = "auto",
-            plot: Plot = None, csv: Csv = None, json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    runs: Runs = None,
+    model: Model = None,
+    layer: Layer = None,
+    site: Site = None,
+    sets: Sets = None,
+    rows: Rows = 200,
+    k: Counts = None,
+    context: Context = None,
+    device: Device = "auto",
+    plot: Plot = None,
+    csv: Csv = None,
+    json: Json = False,
+) -> None:
     """Compare sparse probes on latents with dense probes on activations.
 
     The package sae-probes (pip install 'saecli[probes]') has 113 sets of texts in two classes. A probe is a logistic
@@ -36,13 +69,29 @@ def command(ctx: typer.Context, runs: Runs = None, model: Model = None, layer: L
     from ..show.measures import probe_tables
 
     session = start(ctx, json, plot, csv=csv)
-    document = probe(saes=runs or [], model=model, layer=layer, site=site, sets=sets, rows=rows,
-                     k=k or (1, 2, 5, 16), context=context, device=device, home=session.home,
-                     progress=session.console)
+    document = probe(
+        saes=runs or [],
+        model=model,
+        layer=layer,
+        site=site,
+        sets=sets,
+        rows=rows,
+        k=k or (1, 2, 5, 16),
+        context=context,
+        device=device,
+        home=session.home,
+        progress=session.console,
+    )
     if plot is not None:
         from ..show.pictures import probes  # matplotlib takes a second to import
 
         probes(plot, document)
         session.console.note(f"drew {plot}")
-    session.write(csv, [line | {"latents": " ".join(map(str, line.get("latents", ())))} for line in document["by_set"]])
+    session.write(
+        csv,
+        [
+            line | {"latents": " ".join(map(str, line.get("latents", ())))}
+            for line in document["by_set"]
+        ],
+    )
     session.console.result(document, *probe_tables(document))

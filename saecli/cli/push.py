@@ -5,19 +5,49 @@ import typer
 from .export import formats
 from .options import TOKENS, Data, Device, Json, SplicedModel, Tokens, given, run_names, start
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Run name, or folder that holds an SAE.",
-                                    autocompletion=run_names)]
-Repo = Annotated[str, typer.Argument(metavar="USER/REPO", help="Repository, created if missing; USER/REPO/FOLDER names "
-                                                               "the folder, else it is RUN's name.")]
-Private = Annotated[bool, typer.Option("--private", help="Create the repository as private; refuse an existing public "
-                                                         "one.")]
-Form = Annotated[str, typer.Option(
-    "--format", metavar="auto|FORMAT", autocompletion=lambda: ["auto", "native", *formats()],
-    help="native, or a format of sae export. auto: saelens if all held-out codes are the same in it, else native.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Run name, or folder that holds an SAE.", autocompletion=run_names
+    ),
+]
+Repo = Annotated[
+    str,
+    typer.Argument(
+        metavar="USER/REPO",
+        help="Repository, created if missing; USER/REPO/FOLDER names "
+        "the folder, else it is RUN's name.",
+    ),
+]
+Private = Annotated[
+    bool,
+    typer.Option(
+        "--private", help="Create the repository as private; refuse an existing public one."
+    ),
+]
+Form = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="auto|FORMAT",
+        autocompletion=lambda: ["auto", "native", *formats()],
+        help="native, or a format of sae export. auto: saelens if all held-out codes are the same in it, else native.",
+    ),
+]
 
 
-def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, form: Form = "auto", data: Data = None,
-            model: SplicedModel = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    run: Run,
+    repo: Repo,
+    private: Private = False,
+    form: Form = "auto",
+    data: Data = None,
+    model: SplicedModel = None,
+    tokens: Tokens = TOKENS,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
     """Upload a run to the Hugging Face hub, with a model card.
 
     The SAE is measured as by `sae eval` on its held-out rows, and the card has the table. One commit replaces the
@@ -28,7 +58,21 @@ def command(ctx: typer.Context, run: Run, repo: Repo, private: Private = False, 
     from ..measure.export import push
 
     session = start(ctx, json)
-    document = push(sae=run, repo=repo, data=data, private=private, format=form, model=model,
-                    tokens=given(ctx, "tokens"), device=device, home=session.home, progress=session.console)
-    session.console.result(document, f"pushed {document['run']} to {document['repo']}/{document['folder']} as "
-                                     f"{document['format']}: {', '.join(document['files'])}", document["url"])
+    document = push(
+        sae=run,
+        repo=repo,
+        data=data,
+        private=private,
+        format=form,
+        model=model,
+        tokens=given(ctx, "tokens"),
+        device=device,
+        home=session.home,
+        progress=session.console,
+    )
+    session.console.result(
+        document,
+        f"pushed {document['run']} to {document['repo']}/{document['folder']} as "
+        f"{document['format']}: {', '.join(document['files'])}",
+        document["url"],
+    )

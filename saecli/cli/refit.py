@@ -4,12 +4,27 @@ import typer
 
 from .options import TOKENS, Data, Device, Json, Run, SplicedModel, Target, Tokens, given, start
 
-Name = Annotated[str | None, typer.Option("--name", help="Save the new run under this name.",
-                                          show_default="refit- and the name of RUN")]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        help="Save the new run under this name.",
+        show_default="refit- and the name of RUN",
+    ),
+]
 
 
-def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Target = None, name: Name = None,
-            model: SplicedModel = None, tokens: Tokens = TOKENS, device: Device = "auto", json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    run: Run = None,
+    data: Data = None,
+    target: Target = None,
+    name: Name = None,
+    model: SplicedModel = None,
+    tokens: Tokens = TOKENS,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
     """Solve for the decoder of an SAE that is optimal on a store's rows.
 
     Adapts an SAE that was published, or trained on other rows, to the rows of --data. The encoder is unchanged, so the
@@ -25,6 +40,15 @@ def command(ctx: typer.Context, run: Run = None, data: Data = None, target: Targ
     from ..show.measures import refit_table
 
     session = start(ctx, json)
-    document = refitted_run(run=run, data=data, target=target, name=name, model=model,
-                            tokens=given(ctx, "tokens"), device=device, home=session.home, progress=session.console)
+    document = refitted_run(
+        run=run,
+        data=data,
+        target=target,
+        name=name,
+        model=model,
+        tokens=given(ctx, "tokens"),
+        device=device,
+        home=session.home,
+        progress=session.console,
+    )
     session.result(document, refit_table(document), f"saved in {document['path']}")

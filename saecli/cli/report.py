@@ -5,24 +5,66 @@ import typer
 from ..base.errors import size_words
 from .options import Data, Device, Json, Out, Run, SplitName, Target, start
 
-Latents = Annotated[str | None, typer.Option(
-    "--latents", metavar="all|NUMBERS", help="Latents that get their own page: all, or numbers and ranges: 0,5,10-19.",
-    show_default="all, or the 4,096 most frequent")]
-Top = Annotated[int | None, typer.Option(
-    "--top", min=1, help="Instead of --latents: this number of the most frequent latents.", show_default="none")]
-Model = Annotated[str | None, typer.Option(
-    "--model", help="Hub id or folder of the language model, to show the tokens that each latent promotes and "
-                    "suppresses.", show_default="none")]
-Count = Annotated[int, typer.Option("--examples", min=1, max=100, help="Texts per latent, strongest activation first.")]
-Neuronpedia = Annotated[str | None, typer.Option(
-    "--neuronpedia", metavar="MODEL/SOURCE", help="Neuronpedia's name of the SAE, such as "
-    "gemma-2-2b/20-gemmascope-res-16k, to link each latent to its page there.",
-    show_default="known for Gemma Scope, Llama Scope and GPT2-Small-SAEs of the hub")]
+Latents = Annotated[
+    str | None,
+    typer.Option(
+        "--latents",
+        metavar="all|NUMBERS",
+        help="Latents that get their own page: all, or numbers and ranges: 0,5,10-19.",
+        show_default="all, or the 4,096 most frequent",
+    ),
+]
+Top = Annotated[
+    int | None,
+    typer.Option(
+        "--top",
+        min=1,
+        help="Instead of --latents: this number of the most frequent latents.",
+        show_default="none",
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Hub id or folder of the language model, to show the tokens that each latent promotes and "
+        "suppresses.",
+        show_default="none",
+    ),
+]
+Count = Annotated[
+    int,
+    typer.Option(
+        "--examples", min=1, max=100, help="Texts per latent, strongest activation first."
+    ),
+]
+Neuronpedia = Annotated[
+    str | None,
+    typer.Option(
+        "--neuronpedia",
+        metavar="MODEL/SOURCE",
+        help="Neuronpedia's name of the SAE, such as "
+        "gemma-2-2b/20-gemmascope-res-16k, to link each latent to its page there.",
+        show_default="known for Gemma Scope, Llama Scope and GPT2-Small-SAEs of the hub",
+    ),
+]
 
 
-def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, target: Target = None,
-            split: SplitName = "all", latents: Latents = None, top: Top = None, model: Model = None,
-            examples: Count = 12, neuronpedia: Neuronpedia = None, device: Device = "auto", json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    out: Out,
+    run: Run = None,
+    data: Data = None,
+    target: Target = None,
+    split: SplitName = "all",
+    latents: Latents = None,
+    top: Top = None,
+    model: Model = None,
+    examples: Count = 12,
+    neuronpedia: Neuronpedia = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
     """Write HTML pages of latents, to be opened from disk.
 
     index.html shows learning curves, firing frequencies, and a table of all latents to search and sort. Each chosen
@@ -35,9 +77,24 @@ def command(ctx: typer.Context, out: Out, run: Run = None, data: Data = None, ta
     from ..show.report import report
 
     session = start(ctx, json, out=out)
-    document = report(sae=run, out=out, data=data, target=target, split=split, latents=latents, top=top,
-                      model=model, examples=examples, neuronpedia=neuronpedia, device=device, home=session.home.path,
-                      progress=session.console)
-    session.result(document, f"wrote {document['index']}, with pages of {document['pages']:,} of "
-                             f"{document['latents']:,} latents, {size_words(document['bytes'])} in all; open it in a "
-                             "browser")
+    document = report(
+        sae=run,
+        out=out,
+        data=data,
+        target=target,
+        split=split,
+        latents=latents,
+        top=top,
+        model=model,
+        examples=examples,
+        neuronpedia=neuronpedia,
+        device=device,
+        home=session.home.path,
+        progress=session.console,
+    )
+    session.result(
+        document,
+        f"wrote {document['index']}, with pages of {document['pages']:,} of "
+        f"{document['latents']:,} latents, {size_words(document['bytes'])} in all; open it in a "
+        "browser",
+    )

@@ -6,14 +6,26 @@ import typer
 from ..base.errors import ConfigError, counted, size_words
 from .options import Json, run_names, start, store_names
 
-Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names of stores and runs.",
-                                            autocompletion=lambda ctx: [*run_names(ctx), *store_names(ctx)])]
-KindOption = Annotated[Literal["store", "run"] | None, typer.Option(
-    "--kind", help="Disambiguate a name that a store and a run share.", show_default=False)]
+Names = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME",
+        help="Names of stores and runs.",
+        autocompletion=lambda ctx: [*run_names(ctx), *store_names(ctx)],
+    ),
+]
+KindOption = Annotated[
+    Literal["store", "run"] | None,
+    typer.Option(
+        "--kind", help="Disambiguate a name that a store and a run share.", show_default=False
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
-def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes = False, json: Json = False) -> None:
+def command(
+    ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes = False, json: Json = False
+) -> None:
     """Remove stores and runs with all their files.
 
     Lists them first, with sizes and the runs trained on a store.
@@ -26,14 +38,20 @@ def command(ctx: typer.Context, names: Names, kind: KindOption = None, yes: Yes 
     found = removable(session.home, names, kind)
     for one in found:
         users = f"; trained on it: {', '.join(one['users'])}" if one["users"] else ""
-        session.console.note(f"{one['kind']} {one['name']}: {size_words(one['bytes'])} in {one['path']}{users}")
+        session.console.note(
+            f"{one['kind']} {one['name']}: {size_words(one['bytes'])} in {one['path']}{users}"
+        )
     if not yes:  # asked on stderr, so that stdout holds the result alone
-        print(f"remove {counted(len(found), 'folder')}? [y/N] ", end="", file=sys.stderr, flush=True)
+        print(
+            f"remove {counted(len(found), 'folder')}? [y/N] ", end="", file=sys.stderr, flush=True
+        )
         if not (answer := sys.stdin.readline()):
             raise ConfigError("--yes is needed where nobody can be asked; give it to remove them")
         if not answer.strip().lower().startswith("y"):
             session.console.note("nothing was removed")
             found = []
     total = sum(remove(session.home, one) for one in found)
-    session.console.result({"removed": found, "bytes": total},
-                           *[f"removed {counted(len(found), 'folder')}, {size_words(total)}"] * bool(found))
+    session.console.result(
+        {"removed": found, "bytes": total},
+        *[f"removed {counted(len(found), 'folder')}, {size_words(total)}"] * bool(found),
+    )

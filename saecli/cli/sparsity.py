@@ -5,8 +5,16 @@ from .options import Data, Device, Json, Plot, Runs, SplitName, Target, start
 PICTURED_ROWS = 200  # whose codes are drawn
 
 
-def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Target = None, split: SplitName = "test",
-            device: Device = "auto", plot: Plot = None, json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    runs: Runs = None,
+    data: Data = None,
+    target: Target = None,
+    split: SplitName = "test",
+    device: Device = "auto",
+    plot: Plot = None,
+    json: Json = False,
+) -> None:
     """Show how often latents fire, and which are silent or dense.
 
     A latent is silent if it fires on none of the rows measured, dense if it fires on more than a tenth of them, and
@@ -25,13 +33,24 @@ def command(ctx: typer.Context, runs: Runs = None, data: Data = None, target: Ta
     from ..show.measures import SPARSITY, comparison, extremes, places_table
 
     session = start(ctx, json, plot)
-    everything = all_measured(session.home, runs or [], data, split, device, session.console, target)
+    everything = all_measured(
+        session.home, runs or [], data, split, device, session.console, target
+    )
     pictured = 0 if plot is None else PICTURED_ROWS
     tallies = [firing(one.sae, one.inputs(session.console), pictured) for one in everything]
-    found = [sparsity_document(one, counts, session.console) for one, counts in zip(everything, tallies, strict=True)]
+    found = [
+        sparsity_document(one, counts, session.console)
+        for one, counts in zip(everything, tallies, strict=True)
+    ]
     if plot is not None:
         from ..show.pictures import sparsity  # matplotlib takes a second to import
 
-        session.console.note(f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, found))}")
-    session.console.result({"runs": found}, comparison(found, SPARSITY), *map(extremes, found),
-                           *(places_table(run) for run in found if "places" in run))
+        session.console.note(
+            f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, found))}"
+        )
+    session.console.result(
+        {"runs": found},
+        comparison(found, SPARSITY),
+        *map(extremes, found),
+        *(places_table(run) for run in found if "places" in run),
+    )

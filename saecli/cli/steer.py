@@ -4,23 +4,57 @@ import typer
 
 from .options import Device, Json, Layer, Model, Run, Site, start
 
-Latents = Annotated[list[int], typer.Option("--latent", help="Change this latent, from 0; repeat for several.")]
-Prompts = Annotated[list[str], typer.Option("--prompt", help="Continue this text; repeat for several.")]
-Method = Annotated[Literal["add", "clamp", "ablate"], typer.Option(
-    "--method", help="Change the code. add: by --scale; clamp: to --scale; ablate: to 0.")]
-Scales = Annotated[list[float] | None, typer.Option(
-    "--scale", help="Change in units of the code; give one for all latents, or one for each.",
-    callback=lambda given: given or None)]
-NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Generate at most this number of tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0,
-                                            help="Sample at this temperature; 0: the likeliest token.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed the sampling of both texts.", show_default="0")]
+Latents = Annotated[
+    list[int], typer.Option("--latent", help="Change this latent, from 0; repeat for several.")
+]
+Prompts = Annotated[
+    list[str], typer.Option("--prompt", help="Continue this text; repeat for several.")
+]
+Method = Annotated[
+    Literal["add", "clamp", "ablate"],
+    typer.Option(
+        "--method", help="Change the code. add: by --scale; clamp: to --scale; ablate: to 0."
+    ),
+]
+Scales = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--scale",
+        help="Change in units of the code; give one for all latents, or one for each.",
+        callback=lambda given: given or None,
+    ),
+]
+NewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", min=1, help="Generate at most this number of tokens.")
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature", min=0, help="Sample at this temperature; 0: the likeliest token."
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Seed the sampling of both texts.", show_default="0"),
+]
 
 
-def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = None, method: Method = "add",
-            scale: Scales = None, model: Model = None, layer: Layer = None, site: Site = None,
-            max_new_tokens: NewTokens = 40, temperature: Temperature = 0.0, seed: Seed = None,
-            device: Device = "auto", json: Json = False) -> None:
+def command(
+    ctx: typer.Context,
+    latent: Latents,
+    prompt: Prompts,
+    run: Run = None,
+    method: Method = "add",
+    scale: Scales = None,
+    model: Model = None,
+    layer: Layer = None,
+    site: Site = None,
+    max_new_tokens: NewTokens = 40,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
     """Generate text with SAE latents steered, next to unsteered text.
 
     Adds the change of each code times its decoder vector to the activations at every token, special ones (BOS)
@@ -36,7 +70,20 @@ def command(ctx: typer.Context, latent: Latents, prompt: Prompts, run: Run = Non
     from ..show.measures import steering_tables
 
     session = start(ctx, json)
-    document = steer(sae=run, latents=latent, prompts=prompt, method=method, scale=scale, model=model, layer=layer,
-                     site=site, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device,
-                     home=session.home, progress=session.console)
+    document = steer(
+        sae=run,
+        latents=latent,
+        prompts=prompt,
+        method=method,
+        scale=scale,
+        model=model,
+        layer=layer,
+        site=site,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        device=device,
+        home=session.home,
+        progress=session.console,
+    )
     session.console.result(document, *steering_tables(document))

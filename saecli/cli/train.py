@@ -16,7 +16,18 @@ from ..extract.options import TINY_GEMMA2, ExtractConfig
 from ..sae.activations import ACTIVATIONS
 from ..train import SOLVERS
 from ..train.options import TrainingConfig
-from .options import Given, Json, Session, SiteName, configured, home_of, is_given, run_names, start, store_names
+from .options import (
+    Given,
+    Json,
+    Session,
+    SiteName,
+    configured,
+    home_of,
+    is_given,
+    run_names,
+    start,
+    store_names,
+)
 
 if TYPE_CHECKING:
     from ..extract.streaming import Streamed
@@ -27,53 +38,132 @@ if TYPE_CHECKING:
 PANEL = "Rows of --model"
 _HELP = {
     "model": f"Train without a store, on activations of this language model as it gives them: hub id, folder, or "
-             f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows and others of `sae extract` (--help-all).",
+    f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows and others of `sae extract` (--help-all).",
     "rows": "Training rows, without held-out ones; fewer if the text ends first.",
 }
 # Rows in memory have one precision, and batches of the model leave room for the training.
-FROM_MODEL = tuple(replace(one, help=_HELP.get(name, one.help), once=True, panel=None if name == "model" else PANEL,
-                           default=None if name == "model" else one.default, advanced=name != "model")
-                   for name, one in options_of(ExtractConfig).items()
-                   if name not in ("dtype", "batch_size", "shard_rows"))
-Data = Annotated[list[str] | None, typer.Option(
-    "--data", help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder; or "
-                   "with --each any, also by patterns such as 'mlp-*'.",
-    show_default="the newest", autocompletion=store_names)]
-Each = Annotated[bool, typer.Option("--each", help="Train one SAE for each store of --data, one after the other; the "
-                                                   "same command again goes on.")]
-Target = Annotated[str | None, typer.Option(
-    "--target", help="Store of the same tokens to predict from --data, for a transcoder.", show_default="--data itself",
-    autocompletion=store_names)]
-Init = Annotated[str | None, typer.Option(
-    "--init", metavar="RUN", help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
-                                  "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
-                                  "it was if its loss on held-out rows does not fall.",
-    show_default="random directions", autocompletion=run_names)]
-Layer = Annotated[int | None, typer.Option("--layer", help="Block of --model to read, from 0.",
-                                           show_default="the middle one", rich_help_panel=PANEL)]
-Site = Annotated[SiteName, typer.Option("--site", help="Hook point in the block; see `sae extract`.",
-                                        rich_help_panel=PANEL)]
+FROM_MODEL = tuple(
+    replace(
+        one,
+        help=_HELP.get(name, one.help),
+        once=True,
+        panel=None if name == "model" else PANEL,
+        default=None if name == "model" else one.default,
+        advanced=name != "model",
+    )
+    for name, one in options_of(ExtractConfig).items()
+    if name not in ("dtype", "batch_size", "shard_rows")
+)
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder; or "
+        "with --each any, also by patterns such as 'mlp-*'.",
+        show_default="the newest",
+        autocompletion=store_names,
+    ),
+]
+Each = Annotated[
+    bool,
+    typer.Option(
+        "--each",
+        help="Train one SAE for each store of --data, one after the other; the "
+        "same command again goes on.",
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help="Store of the same tokens to predict from --data, for a transcoder.",
+        show_default="--data itself",
+        autocompletion=store_names,
+    ),
+]
+Init = Annotated[
+    str | None,
+    typer.Option(
+        "--init",
+        metavar="RUN",
+        help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
+        "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
+        "it was if its loss on held-out rows does not fall.",
+        show_default="random directions",
+        autocompletion=run_names,
+    ),
+]
+Layer = Annotated[
+    int | None,
+    typer.Option(
+        "--layer",
+        help="Block of --model to read, from 0.",
+        show_default="the middle one",
+        rich_help_panel=PANEL,
+    ),
+]
+Site = Annotated[
+    SiteName,
+    typer.Option(
+        "--site", help="Hook point in the block; see `sae extract`.", rich_help_panel=PANEL
+    ),
+]
 if TYPE_CHECKING:  # a type checker cannot read tables
     SolverName = str
     ActName = str
 else:
     SolverName, ActName = Literal[tuple(SOLVERS)], Literal[tuple(ACTIVATIONS)]
 Solver = Annotated[SolverName, typer.Option("--solver", help="Training algorithm.")]
-Act = Annotated[ActName, typer.Option(
-    "--act", help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
-                  "--k, has the least error, in 2 to 3 times the time.")]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the run; with --each, before the store's.",
-                                          show_default="solver, activation and a number",
-                                          autocompletion=lambda ctx: home_of(ctx).runs.unfinished())]
-Resume = Annotated[bool, typer.Option("--resume", help="Resume the run --name, else the newest unfinished one, from "
-                                                       "its last checkpoint, as if never stopped.")]
+Act = Annotated[
+    ActName,
+    typer.Option(
+        "--act",
+        help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
+        "--k, has the least error, in 2 to 3 times the time.",
+    ),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        help="Name of the run; with --each, before the store's.",
+        show_default="solver, activation and a number",
+        autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Resume the run --name, else the newest unfinished one, from "
+        "its last checkpoint, as if never stopped.",
+    ),
+]
 
 
-@configured(TrainingConfig, repeated=True, advanced={"init", "layer", "site"},
-            more=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
-def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pam-sgd", act: Act = "relu",
-            data: Data = None, each: Each = False, target: Target = None, init: Init = None, layer: Layer = None,
-            site: Site = "resid_post", name: Name = None, resume: Resume = False, json: Json = False) -> None:
+@configured(
+    TrainingConfig,
+    repeated=True,
+    advanced={"init", "layer", "site"},
+    more=FROM_MODEL,
+    solver=SOLVERS,
+    act=ACTIVATIONS,
+)
+def command(
+    ctx: typer.Context,
+    options: tuple[Given, ...],
+    solver: Solver = "pam-sgd",
+    act: Act = "relu",
+    data: Data = None,
+    each: Each = False,
+    target: Target = None,
+    init: Init = None,
+    layer: Layer = None,
+    site: Site = "resid_post",
+    name: Name = None,
+    resume: Resume = False,
+    json: Json = False,
+) -> None:
     """Train a sparse autoencoder from a store or a model.
 
     Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
@@ -107,36 +197,67 @@ def command(ctx: typer.Context, options: tuple[Given, ...], solver: Solver = "pa
             else:
                 groups = []
                 of_rows = {one.name for one in FROM_MODEL}  # not kept with the run
-                begun = None if init is None else processes.broadcast_object(
-                    lambda: Start.open(session.home, init, session.console))
+                begun = (
+                    None
+                    if init is None
+                    else processes.broadcast_object(
+                        lambda: Start.open(session.home, init, session.console)
+                    )
+                )
                 if begun is not None and not is_given(ctx, "act"):
                     act = begun.activation
                 for chosen in _chosen(ctx, session):
                     prefix = f"{name or f'{solver}-{act}'}-{Path(chosen[0]).name}" if each else name
                     names = names_of(prefix, [one.varied for one in options])
-                    stores, rows_of = _rows(ctx, session, options[0].values, claims, processes, chosen)
+                    stores, rows_of = _rows(
+                        ctx, session, options[0].values, claims, processes, chosen
+                    )
                     plans = [plan_of(rows_of, solver, act, one.values, begun) for one in options]
-                    jobs = [Job(session.home.runs.path / str(own), Run(stores, plan, now()),
-                                {key: value for key, value in one.values.items() if key not in of_rows}, one.varied)
-                            for own, plan, one in zip(names, plans, options, strict=True)]
-                    known = [each and known_job(session.home, job, session.console, claims, processes) for job in jobs]
+                    jobs = [
+                        Job(
+                            session.home.runs.path / str(own),
+                            Run(stores, plan, now()),
+                            {key: value for key, value in one.values.items() if key not in of_rows},
+                            one.varied,
+                        )
+                        for own, plan, one in zip(names, plans, options, strict=True)
+                    ]
+                    known = [
+                        each and known_job(session.home, job, session.console, claims, processes)
+                        for job in jobs
+                    ]
                     new = [index for index, job in enumerate(known) if not job]
-                    folders = claimed_folders(session.home, [names[index] for index in new], f"{solver}-{act}", claims,
-                                              processes)
+                    folders = claimed_folders(
+                        session.home,
+                        [names[index] for index in new],
+                        f"{solver}-{act}",
+                        claims,
+                        processes,
+                    )
                     groups += [[job] for job in known if job]
-                    groups += [[replace(jobs[index], folder=folder) for index, folder in zip(new, folders, strict=True)
-                                ]] * bool(new)
+                    groups += [
+                        [
+                            replace(jobs[index], folder=folder)
+                            for index, folder in zip(new, folders, strict=True)
+                        ]
+                    ] * bool(new)
         trained(session, groups, processes, each)
 
 
 def demand_alone(ctx: typer.Context) -> None:
     """Refuse options that do nothing with `--resume`."""
-    if others := sorted({name for name in ctx.params if is_given(ctx, name)} - {"name", "resume", "json"}):
-        raise ConfigError(f"{flag_of(others[0])} does nothing with --resume, which goes on with the settings of the "
-                          "run; leave it out")
+    if others := sorted(
+        {name for name in ctx.params if is_given(ctx, name)} - {"name", "resume", "json"}
+    ):
+        raise ConfigError(
+            f"{flag_of(others[0])} does nothing with --resume, which goes on with the settings of the "
+            "run; leave it out"
+        )
 
 
-def trained(session: Session, groups: Sequence[Sequence[Job]], processes: Communicator, each: bool = False) -> None:
+def trained(
+    session: Session, groups: Sequence[Sequence[Job]], processes: Communicator, each: bool = False
+) -> None:
     """Train runs in claimed folders, those of a group together, and print their results; with `each` as of several."""
     from ..show.tables import compared_tables, figures_table, results_table
     from ..train.runs import train_runs
@@ -153,11 +274,15 @@ def trained(session: Session, groups: Sequence[Sequence[Job]], processes: Commun
 
         for folder in (Path(document["path"]) for document in documents):
             loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-    session.console.result(documents[0] if alone else {"runs": documents},
-                           results_table(documents, [*first.varied]), *compared_tables(documents),
-                           *([figures_table(documents)] if documents else []),
-                           f"saved in {documents[0]['path']}; loss.png there has its curves" if alone else
-                           f"saved in {first.folder.parent}; loss.png in each has its curves")
+    session.console.result(
+        documents[0] if alone else {"runs": documents},
+        results_table(documents, [*first.varied]),
+        *compared_tables(documents),
+        *([figures_table(documents)] if documents else []),
+        f"saved in {documents[0]['path']}; loss.png there has its curves"
+        if alone
+        else f"saved in {first.folder.parent}; loss.png in each has its curves",
+    )
     for number, error in enumerate(errors.values(), 1):
         if number == len(errors):
             raise error
@@ -170,13 +295,21 @@ def _chosen(ctx: typer.Context, session: Session) -> list[list[str]]:
     if not ctx.params["each"] or ctx.params["model"]:
         return [data]
     if ctx.params["target"] or not data:
-        raise ConfigError("--each trains on one store at a time: expected --data 'mlp-*' or the like and no --target, "
-                          f"got {'--target' if data else 'no --data'}; name the stores by --data")
+        raise ConfigError(
+            "--each trains on one store at a time: expected --data 'mlp-*' or the like and no --target, "
+            f"got {'--target' if data else 'no --data'}; name the stores by --data"
+        )
     return [[name] for name in session.home.stores.matching(data)]
 
 
-def _rows(ctx: typer.Context, session: Session, options: Mapping[str, Any], claims: ExitStack, processes: Communicator,
-          data: Sequence[str]) -> tuple[Joined | Streamed, RowsOf]:
+def _rows(
+    ctx: typer.Context,
+    session: Session,
+    options: Mapping[str, Any],
+    claims: ExitStack,
+    processes: Communicator,
+    data: Sequence[str],
+) -> tuple[Joined | Streamed, RowsOf]:
     """Stores, or a model that gives rows until `claims` is closed, and their training and test rows."""
     from ..extract.streaming import open_stream
     from ..store.opening import open_joined
@@ -186,21 +319,44 @@ def _rows(ctx: typer.Context, session: Session, options: Mapping[str, Any], clai
     given = {name for name in ctx.params if is_given(ctx, name)}
     if (model := options.get("model")) is None:
         if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
-            raise ConfigError(f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out")
-        stores = processes.main_first(lambda: open_joined(session.home, data, ctx.params["target"], session.console))
+            raise ConfigError(
+                f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out"
+            )
+        stores = processes.main_first(
+            lambda: open_joined(session.home, data, ctx.params["target"], session.console)
+        )
         for store in stores.all:
             checked_name(store.name, "the name of the store's folder")
         return stores, lambda training: (training.rows_of(stores), training.test_rows_of(stores))
     if idle := sorted(given & {"data", "each", "target", "fraction"}):
-        raise ConfigError(f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave one "
-                          "of them out, or store rows by `sae extract`")
+        raise ConfigError(
+            f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave one "
+            "of them out, or store rows by `sae extract`"
+        )
     if processes.world_size > 1:
-        raise ConfigError(f"--model goes with one process, got {processes.world_size}; run it without torchrun, or "
-                          "make a store by `sae extract`, and train on that")
+        raise ConfigError(
+            f"--model goes with one process, got {processes.world_size}; run it without torchrun, or "
+            "make a store by `sae extract`, and train on that"
+        )
     training = TrainingConfig.among(options)
-    extraction = ExtractConfig(**{one.name: options[one.name] for one in FROM_MODEL if one.name in options})
-    stream, _ = open_stream(extraction, given=options.keys(), at=(ctx.params["layer"], ctx.params["site"]),
-                            device=training.device, home=session.home, listener=session.console)
-    rows = claims.enter_context(LiveRows(stream, extraction.rows, training.split_seed,
-                                         SAMPLED_ROWS + training.batch_size, session.console))
+    extraction = ExtractConfig(
+        **{one.name: options[one.name] for one in FROM_MODEL if one.name in options}
+    )
+    stream, _ = open_stream(
+        extraction,
+        given=options.keys(),
+        at=(ctx.params["layer"], ctx.params["site"]),
+        device=training.device,
+        home=session.home,
+        listener=session.console,
+    )
+    rows = claims.enter_context(
+        LiveRows(
+            stream,
+            extraction.rows,
+            training.split_seed,
+            SAMPLED_ROWS + training.batch_size,
+            session.console,
+        )
+    )
     return stream, lambda _: (rows, rows.test_rows)

@@ -1,14 +1,14 @@
 """Text to tokens to a language model to rows.
 
-    options.py          ExtractConfig: the options of `sae extract`; names of models and sites
-    texts.py            documents: stdlib-docs, .txt, .jsonl, .parquet, datasets of the hub
-    chats.py            messages through a chat template, and who says each token
-    windows.py          documents to windows of tokens, windows to blocks
-    model_source.py     where a model is: bundled, a folder, the hub
-    language_model.py   a loaded model, without blocks not needed; hooks that read or replace activations
-    tokens.py           token ids as text, continuations, tokens that a direction promotes
-    forward.py          blocks through the model; filling several stores in one pass
-    extraction.py       saecli.extract, by one process or by ranks
-    streaming.py        rows for training without a store
-    splice.py           where an SAE acts in a model; CE and KL with it in place of the activations
+options.py          ExtractConfig: the options of `sae extract`; names of models and sites
+texts.py            documents: stdlib-docs, .txt, .jsonl, .parquet, datasets of the hub
+chats.py            messages through a chat template, and who says each token
+windows.py          documents to windows of tokens, windows to blocks
+model_source.py     where a model is: bundled, a folder, the hub
+language_model.py   a loaded model, without blocks not needed; hooks that read or replace activations
+tokens.py           token ids as text, continuations, tokens that a direction promotes
+forward.py          blocks through the model; filling several stores in one pass
+extraction.py       saecli.extract, by one process or by ranks
+streaming.py        rows for training without a store
+splice.py           where an SAE acts in a model; CE and KL with it in place of the activations
 """

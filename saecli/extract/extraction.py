@@ -37,27 +37,50 @@ if TYPE_CHECKING:
     from .model_source import ModelSource
 
 # Options that determine the rows, besides model, text, layer and site; batch size and device do not.
-DECIDING = ("rows", "min_tokens", "context", "packed", "positions", "dtype", "model_dtype", "shard_rows")
+DECIDING = (
+    "rows",
+    "min_tokens",
+    "context",
+    "packed",
+    "positions",
+    "dtype",
+    "model_dtype",
+    "shard_rows",
+)
 COUNTED = 4096  # documents between two all_gathers of their row counts
 LEAST_AHEAD = 1 << 12  # tokens per block
-WORK_AHEAD = 1 << 42  # for larger models, parameters times tokens per block: about a minute on two cores
+WORK_AHEAD = (
+    1 << 42
+)  # for larger models, parameters times tokens per block: about a minute on two cores
 
 
 @overload
-def extract(model: str | None = None, *, layer: int | None = None, site: str = "resid_post",
-            **options: Any) -> ActivationStore: ...
+def extract(
+    model: str | None = None, *, layer: int | None = None, site: str = "resid_post", **options: Any
+) -> ActivationStore: ...
 
 
 @overload
 def extract(  # type: ignore[overload-overlap]  # else a list
-        model: str | list[str] | None = None, *, layer: int | Sequence[int] | Literal["all"] | None = None,
-        site: str | Sequence[str] = "resid_post", **options: Any) -> list[ActivationStore]: ...
+    model: str | list[str] | None = None,
+    *,
+    layer: int | Sequence[int] | Literal["all"] | None = None,
+    site: str | Sequence[str] = "resid_post",
+    **options: Any,
+) -> list[ActivationStore]: ...
 
 
-def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] | Literal["all"] | None = None,
-            site: str | Sequence[str] = "resid_post", name: str | None = None, home: str | Path | None = None,
-            device: str = "auto", progress: bool | Listener = False,
-            **options: Any) -> ActivationStore | list[ActivationStore]:
+def extract(
+    model: str | list[str] | None = None,
+    *,
+    layer: int | Sequence[int] | Literal["all"] | None = None,
+    site: str | Sequence[str] = "resid_post",
+    name: str | None = None,
+    home: str | Path | None = None,
+    device: str = "auto",
+    progress: bool | Listener = False,
+    **options: Any,
+) -> ActivationStore | list[ActivationStore]:
     """Run a language model over text and store its activations; CLI equivalent: `sae extract`.
 
     A finished store of the same rows is opened at once, an interrupted one resumed. Under torchrun, each rank reads its
@@ -95,17 +118,31 @@ def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] 
         config, source, text = settled(ExtractConfig(**options), options.keys(), where, processes)
         sources = [source, *map(find_model, names[1:])]
         demand_same_tokens(sources, config.window)
-        layers = [layer] if isinstance(layer, int) else (
-            range(source.layers) if isinstance(layer, str) else layer or [source.default_layer()])
+        layers = (
+            [layer]
+            if isinstance(layer, int)
+            else (
+                range(source.layers)
+                if isinstance(layer, str)
+                else layer or [source.default_layer()]
+            )
+        )
         requests = store_requests(config, sources, text, layers, sites, name, Home.at(home).stores)
         folders += [request.folder for request in requests]
-        there = processes.broadcast_object(lambda: {request.point for request in requests if finished_store(
-            request.folder, request.hash)})
+        there = processes.broadcast_object(
+            lambda: {
+                request.point
+                for request in requests
+                if finished_store(request.folder, request.hash)
+            }
+        )
         if len(there) < len(requests):
             from .language_model import LanguageModel  # transformers takes seconds to import
 
             last = max(request.point.layer for request in requests)
-            loaded = [LanguageModel(one, where, dtype=config.model_dtype, last=last) for one in sources]
+            loaded = [
+                LanguageModel(one, where, dtype=config.model_dtype, last=last) for one in sources
+            ]
             extraction = Extraction(config, loaded, text, listener)
             there |= write_stores(extraction, requests, processes)
         stores = [ActivationStore.open(request.folder) for request in requests]
@@ -116,15 +153,19 @@ def extract(model: str | list[str] | None = None, *, layer: int | Sequence[int] 
     return stores if several else stores[0]
 
 
-def settled(config: ExtractConfig, given: Set[str], where: torch.device,
-            processes: Communicator) -> tuple[ExtractConfig, "ModelSource", Mixture]:
+def settled(
+    config: ExtractConfig, given: Set[str], where: torch.device, processes: Communicator
+) -> tuple[ExtractConfig, "ModelSource", Mixture]:
     """The options without `auto` and None, where the model is, and the text, pinned."""
     from .model_source import find_model
 
     text = config.text(given)
     source = find_model(config.model)
-    config = replace(config, context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),
-                     model_dtype=source.dtype_on(where, config.model_dtype))
+    config = replace(
+        config,
+        context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),
+        model_dtype=source.dtype_on(where, config.model_dtype),
+    )
     source.check_context(config.window)
     text = processes.broadcast_object(text.pinned)
     config.check_chat(text, given)
@@ -140,12 +181,20 @@ def demand_same_tokens(sources: Sequence["ModelSource"], window: int) -> None:
         if source.identity() in [other.identity() for other in sources[:number]]:
             raise ConfigError(f"--model names {source.name} twice; name each model once")
         both = [load_tokenizer(one) for one in (sources[0], source)]
-        (ours, theirs), prefixes = (one.get_vocab() for one in both), [Windows(one, window).prefix for one in both]
+        (ours, theirs), prefixes = (
+            (one.get_vocab() for one in both),
+            [Windows(one, window).prefix for one in both],
+        )
         if ours != theirs or prefixes[0] != prefixes[1]:
-            got = (f"windows that begin with the special tokens {prefixes[0]} and {prefixes[1]}" if ours == theirs else
-                   f"{len(ours):,} and {len(theirs):,} tokens, {len(ours.items() ^ theirs.items()):,} of one alone")
-            raise ConfigError(f"{sources[0].name} and {source.name} do not read the same tokens: expected one "
-                              f"tokenizer, got {got}; name models that share one by --model")
+            got = (
+                f"windows that begin with the special tokens {prefixes[0]} and {prefixes[1]}"
+                if ours == theirs
+                else f"{len(ours):,} and {len(theirs):,} tokens, {len(ours.items() ^ theirs.items()):,} of one alone"
+            )
+            raise ConfigError(
+                f"{sources[0].name} and {source.name} do not read the same tokens: expected one "
+                f"tokenizer, got {got}; name models that share one by --model"
+            )
 
 
 @dataclass(frozen=True)
@@ -161,16 +210,29 @@ class StoreRequest:
         return hash_request(self.source)
 
 
-def store_requests(config: ExtractConfig, models: Sequence["ModelSource"], text: Mixture, layers: Sequence[int],
-                   sites: Sequence[str], name: str | None, shelf: Shelf) -> list[StoreRequest]:
+def store_requests(
+    config: ExtractConfig,
+    models: Sequence["ModelSource"],
+    text: Mixture,
+    layers: Sequence[int],
+    sites: Sequence[str],
+    name: str | None,
+    shelf: Shelf,
+) -> list[StoreRequest]:
     """The requested stores: every site of every layer of every model, all of the same tokens. Since a row that one
     store drops is dropped from all, each `source` lists the other hook points, as `beside`, and of several models the
     other ones, as `models`; derived names end in one hash."""
     for model, layer in product(models, layers):
         if not 0 <= layer < model.layers:
-            raise ConfigError(f"{model.name} has layers 0 to {model.layers - 1}, got --layer {layer}")
-    points = [HookPoint(layer, site, number) for number, layer, site in
-              product(range(len(models)), dict.fromkeys(layers), dict.fromkeys(sites))]
+            raise ConfigError(
+                f"{model.name} has layers 0 to {model.layers - 1}, got --layer {layer}"
+            )
+    points = [
+        HookPoint(layer, site, number)
+        for number, layer, site in product(
+            range(len(models)), dict.fromkeys(layers), dict.fromkeys(sites)
+        )
+    ]
     several, identities = len(models) > 1, [model.identity() for model in models]
     names = [Path(os.path.abspath(model.name)).name for model in models]
     if len(set(names)) < len(names):
@@ -178,19 +240,30 @@ def store_requests(config: ExtractConfig, models: Sequence["ModelSource"], text:
     common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
     if text.chat:
         template = config.template()
-        common |= {"control_tokens": config.control_tokens, "chat_template": template and hash_request({"": template})}
+        common |= {
+            "control_tokens": config.control_tokens,
+            "chat_template": template and hash_request({"": template}),
+        }
     if config.max_norm_multiple is not None:  # else hash as before this option existed
         common["max_norm_multiple"] = config.max_norm_multiple
-    labels = {point: f"{names[point.model]}-" * several + f"l{point.layer}-{point.site}" for point in sorted(points)}
-    whole = common | (points[0].place if len(points) == 1 else {"places": list(labels.values())}) | (
-        {"models": identities} if several else {})
+    labels = {
+        point: f"{names[point.model]}-" * several + f"l{point.layer}-{point.site}"
+        for point in sorted(points)
+    }
+    whole = (
+        common
+        | (points[0].place if len(points) == 1 else {"places": list(labels.values())})
+        | ({"models": identities} if several else {})
+    )
     found = []
     for point in points:
         source = {**common, **identities[point.model], **point.place}
         if beside := [label for other, label in labels.items() if other != point]:
             source["beside"] = beside
         if several:
-            source["models"] = [one for number, one in enumerate(identities) if number != point.model]
+            source["models"] = [
+                one for number, one in enumerate(identities) if number != point.model
+            ]
         if name is None:
             label = labels[point] if several else f"{names[0]}-{labels[point]}"
             named = checked_name(f"{label}-{hash_request(whole)[:6]}", DERIVED)
@@ -208,16 +281,27 @@ class Quota(NamedTuple):
     rows: int
 
 
-def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, processes: Communicator,
-                 show: Callable[[float], None], counted: int = COUNTED) -> list[int]:
+def rows_by_rank(
+    documents: Iterable[Document],
+    windows: Windows,
+    rows: int,
+    processes: Communicator,
+    show: Callable[[float], None],
+    counted: int = COUNTED,
+) -> list[int]:
     """Rows per rank, so that together they store the rows that one process would, without communicating meanwhile. Each
     rank tokenizes its own documents; counts are all-gathered every `counted` documents."""
     world_size, waiting = processes.world_size, iter(documents)
     found, left = [0] * world_size, rows
     while some := list(islice(waiting, counted)):
-        own = [(document.number, windows.rows(document)) for document in some
-               if document.number % world_size == processes.rank]
-        for number, count in sorted(one for every in processes.all_gather_object(own) for one in every):
+        own = [
+            (document.number, windows.rows(document))
+            for document in some
+            if document.number % world_size == processes.rank
+        ]
+        for number, count in sorted(
+            one for every in processes.all_gather_object(own) for one in every
+        ):
             taken = min(count, left)
             found[number % world_size] += taken
             left -= taken
@@ -230,80 +314,150 @@ def rows_by_rank(documents: Iterable[Document], windows: Windows, rows: int, pro
 class Extraction:
     """A text run through a language model, or several, in blocks of at most about `block_rows` rows."""
 
-    def __init__(self, config: ExtractConfig, models: "Sequence[LanguageModel]", text: Mixture,
-                 listener: Listener) -> None:
+    def __init__(
+        self,
+        config: ExtractConfig,
+        models: "Sequence[LanguageModel]",
+        text: Mixture,
+        listener: Listener,
+    ) -> None:
         from .language_model import SideBySide
 
         self.config, self.model, self.all = config, models[0], SideBySide(models)
-        self.windows = partial(Windows, self.model.tokenizer, config.window, config.positions, config.packed,
-                               config.min_tokens, config.control_tokens if text.chat else None)
+        self.windows = partial(
+            Windows,
+            self.model.tokenizer,
+            config.window,
+            config.positions,
+            config.packed,
+            config.min_tokens,
+            config.control_tokens if text.chat else None,
+        )
         self.text, self.listener = replace(text, rows=self.windows().rows), listener
         if text.chat:
             read = Chats(self.model.tokenizer, config.template(), config.model).read
-            self.text = replace(self.text, sources=tuple(
-                replace(one, read=read) if one.chat else one for one in text.sources))
+            self.text = replace(
+                self.text,
+                sources=tuple(replace(one, read=read) if one.chat else one for one in text.sources),
+            )
         for one in (source for source in text.sources if source.chat):
-            listener.note(f"{one.dataset} holds chats in its column {one.column!r}, which go through "
-                          f"{config.chat_template or 'the chat template of ' + config.model}")
+            listener.note(
+                f"{one.dataset} holds chats in its column {one.column!r}, which go through "
+                f"{config.chat_template or 'the chat template of ' + config.model}"
+            )
         size = sum(one.size for one in models)
-        fitting = min(max(WORK_AHEAD // size, LEAST_AHEAD), LOOK_AHEAD)  # a kill loses the current block
+        fitting = min(
+            max(WORK_AHEAD // size, LEAST_AHEAD), LOOK_AHEAD
+        )  # a kill loses the current block
         self.block_rows = 1 << (fitting.bit_length() - 1)
 
     def forward(self, points: Sequence[HookPoint]) -> Forward:
-        tokens = batch_tokens(self.all, self.config.batch_size, self.config.window, points, self.block_rows)
+        tokens = batch_tokens(
+            self.all, self.config.batch_size, self.config.window, points, self.block_rows
+        )
         return Forward(self.all, self.config.dtype, tokens, self.listener.note)
 
     def metas(self, requests: Sequence[StoreRequest]) -> dict[HookPoint, StoreMeta]:
         """The `store.json` of each store; its width is measured by running the model."""
         prefix = self.windows().prefix
-        token_ids = torch.tensor([[*prefix, *self.model.tokenizer("a", add_special_tokens=False)["input_ids"]]])
-        widths = self.all.read(token_ids, torch.ones_like(token_ids), [request.point for request in requests],
-                               lambda rows: rows.shape[-1])
-        return {request.point: StoreMeta(
-            source={**request.source, "layers": self.all.models[request.point.model].source.layers,
-                    "prepend_bos": bool(prefix)},
-            request_hash=request.hash, dtype=self.config.dtype, d_in=width,
-            columns=(*COLUMNS, *["role"] * self.text.chat, *["source"] * bool(self.text.names)),
-            sources=dict.fromkeys(self.text.names, 0),
-            control_tokens=dict.fromkeys(map(str, self.windows().control), 0),
-            shard_rows=self.config.shard_rows or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
-            max_norm_multiple=self.config.max_norm_multiple)
-            for request, width in zip(requests, widths, strict=True)}
+        token_ids = torch.tensor(
+            [[*prefix, *self.model.tokenizer("a", add_special_tokens=False)["input_ids"]]]
+        )
+        widths = self.all.read(
+            token_ids,
+            torch.ones_like(token_ids),
+            [request.point for request in requests],
+            lambda rows: rows.shape[-1],
+        )
+        return {
+            request.point: StoreMeta(
+                source={
+                    **request.source,
+                    "layers": self.all.models[request.point.model].source.layers,
+                    "prepend_bos": bool(prefix),
+                },
+                request_hash=request.hash,
+                dtype=self.config.dtype,
+                d_in=width,
+                columns=(*COLUMNS, *["role"] * self.text.chat, *["source"] * bool(self.text.names)),
+                sources=dict.fromkeys(self.text.names, 0),
+                control_tokens=dict.fromkeys(map(str, self.windows().control), 0),
+                shard_rows=self.config.shard_rows
+                or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
+                max_norm_multiple=self.config.max_norm_multiple,
+            )
+            for request, width in zip(requests, widths, strict=True)
+        }
 
     def blocks(self, quota: Quota, cursor: Cursor = START) -> Generator[Block, None, None]:
         def documents_from(begin: Cursor) -> Iterator[Document]:
             documents = self.text.documents(begin.document, begin.mark, self.listener.note)
-            return (document for document in documents if document.number % quota.world_size == quota.rank)
+            return (
+                document
+                for document in documents
+                if document.number % quota.world_size == quota.rank
+            )
 
         return in_blocks(documents_from, self.windows(), quota.rows, cursor, self.block_rows)
 
 
-def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], processes: Communicator) -> set[HookPoint]:
+def write_stores(
+    extraction: Extraction, requests: Sequence[StoreRequest], processes: Communicator
+) -> set[HookPoint]:
     """Write the unfinished stores, a part by each rank, which rank 0 joins; returns the finished ones' hook points."""
     metas, world_size = extraction.metas(requests), processes.world_size
-    finished = processes.broadcast_object(lambda: {
-        request.point: store.meta for request in requests
-        if (store := finished_store(request.folder, request.hash))})
+    finished = processes.broadcast_object(
+        lambda: {
+            request.point: store.meta
+            for request in requests
+            if (store := finished_store(request.folder, request.hash))
+        }
+    )
     missing = [request for request in requests if request.point not in finished]
     if not missing:
         return set(finished)
     for request in requests:  # the number of processes decides on the order of the rows
-        if request.point in finished and (begun := len(finished[request.point].ranks) or 1) != world_size:
+        if (
+            request.point in finished
+            and (begun := len(finished[request.point].ranks) or 1) != world_size
+        ):
             raise other_number(request.folder, begun, world_size)
     with ExitStack() as held:
-        quota, folders = Quota(0, 1, extraction.config.rows), {request.point: request.folder for request in missing}
-        joint = [held.enter_context(RankedStore.open(request.folder, metas[request.point], world_size=world_size))
-                 for request in missing if world_size > 1 and processes.is_main]
+        quota, folders = (
+            Quota(0, 1, extraction.config.rows),
+            {request.point: request.folder for request in missing},
+        )
+        joint = [
+            held.enter_context(
+                RankedStore.open(request.folder, metas[request.point], world_size=world_size)
+            )
+            for request in missing
+            if world_size > 1 and processes.is_main
+        ]
         if world_size > 1:
             quota, folders = _own_parts(extraction, missing, metas, joint, processes)
-        writers = {point: held.enter_context(StoreWriter.open(folder, metas[point], limit=quota.rows))
-                   for point, folder in folders.items()}
+        writers = {
+            point: held.enter_context(StoreWriter.open(folder, metas[point], limit=quota.rows))
+            for point, folder in folders.items()
+        }
         waiting = {point: writer for point, writer in writers.items() if not writer.complete}
-        others = {request.point: Admission(request.folder, finished.get(request.point, metas[request.point]))
-                  for request in requests if request.point not in writers}
+        others = {
+            request.point: Admission(
+                request.folder, finished.get(request.point, metas[request.point])
+            )
+            for request in requests
+            if request.point not in writers
+        }
         others |= {point: writer.admission for point, writer in writers.items() if writer.complete}
         with _progress(extraction, missing, writers, processes) as show:
-            fill(waiting, partial(extraction.blocks, quota), extraction.forward(list(metas)), quota.rows, show, others)
+            fill(
+                waiting,
+                partial(extraction.blocks, quota),
+                extraction.forward(list(metas)),
+                quota.rows,
+                show,
+                others,
+            )
         processes.barrier()
         for store in joint:
             if not store.meta.complete:
@@ -312,13 +466,25 @@ def write_stores(extraction: Extraction, requests: Sequence[StoreRequest], proce
     return set(finished)
 
 
-def _own_parts(extraction: Extraction, missing: Sequence[StoreRequest], metas: dict[HookPoint, StoreMeta],
-               joint: Sequence[RankedStore], processes: Communicator) -> tuple[Quota, dict[HookPoint, Path]]:
+def _own_parts(
+    extraction: Extraction,
+    missing: Sequence[StoreRequest],
+    metas: dict[HookPoint, StoreMeta],
+    joint: Sequence[RankedStore],
+    processes: Communicator,
+) -> tuple[Quota, dict[HookPoint, Path]]:
     """This rank's quota and folders; `metas` become those that rank 0 began."""
-    if processes.broadcast_object(lambda: any(not (store.meta.ranks or store.meta.complete) for store in joint)):
+    if processes.broadcast_object(
+        lambda: any(not (store.meta.ranks or store.meta.complete) for store in joint)
+    ):
         with extraction.listener.progress("counting", extraction.config.rows, "rows") as show:
-            rows = rows_by_rank(extraction.text.documents(), extraction.windows(), extraction.config.rows, processes,
-                                show)
+            rows = rows_by_rank(
+                extraction.text.documents(),
+                extraction.windows(),
+                extraction.config.rows,
+                processes,
+                show,
+            )
         medians = _median_norms(extraction, missing, metas) if processes.is_main else {}
         for request, store in zip(missing, joint, strict=False):
             if not (store.meta.ranks or store.meta.complete):
@@ -326,40 +492,62 @@ def _own_parts(extraction: Extraction, missing: Sequence[StoreRequest], metas: d
     there = processes.broadcast_object(lambda: [store.meta for store in joint])
     for request, meta in zip(missing, there, strict=True):
         if meta.request() != metas[request.point].request():
-            raise StoreError(f"cannot write to {request.folder} by several processes: they differ in model, text or "
-                             f"options; give all of them the same files")
-        quota, metas[request.point] = Quota(processes.rank, processes.world_size,
-                                            meta.ranks[processes.rank].rows), replace(meta, ranks=())
-    return quota, {request.point: rank_folder(request.folder, processes.rank)
-                   for request, meta in zip(missing, there, strict=True)
-                   if quota.rows and not meta.complete and not joining_began(request.folder)}
+            raise StoreError(
+                f"cannot write to {request.folder} by several processes: they differ in model, text or "
+                f"options; give all of them the same files"
+            )
+        quota, metas[request.point] = (
+            Quota(processes.rank, processes.world_size, meta.ranks[processes.rank].rows),
+            replace(meta, ranks=()),
+        )
+    return quota, {
+        request.point: rank_folder(request.folder, processes.rank)
+        for request, meta in zip(missing, there, strict=True)
+        if quota.rows and not meta.complete and not joining_began(request.folder)
+    }
 
 
-def _median_norms(extraction: Extraction, requests: Sequence[StoreRequest],
-                  metas: Mapping[HookPoint, StoreMeta]) -> dict[HookPoint, float | None]:
+def _median_norms(
+    extraction: Extraction, requests: Sequence[StoreRequest], metas: Mapping[HookPoint, StoreMeta]
+) -> dict[HookPoint, float | None]:
     """The median norm per hook point that one process would record: over the first block with a finite row."""
-    admissions = {request.point: Admission(request.folder, metas[request.point]) for request in requests}
-    blocks, forward = extraction.blocks(Quota(0, 1, extraction.config.rows)), extraction.forward(list(admissions))
+    admissions = {
+        request.point: Admission(request.folder, metas[request.point]) for request in requests
+    }
+    blocks, forward = (
+        extraction.blocks(Quota(0, 1, extraction.config.rows)),
+        extraction.forward(list(admissions)),
+    )
     while waiting := [point for point, admission in admissions.items() if admission.waits]:
         if (block := next(blocks, None)) is None:
             break
         if len(block.lengths):
-            for point, found in zip(waiting, forward(block, waiting, lambda tokens, rows: None), strict=True):
+            for point, found in zip(
+                waiting, forward(block, waiting, lambda tokens, rows: None), strict=True
+            ):
                 admissions[point].judge(found.rows)
     return {point: admission.median for point, admission in admissions.items()}
 
 
 @contextmanager
-def _progress(extraction: Extraction, requests: Sequence[StoreRequest], writers: Mapping[HookPoint, StoreWriter],
-              processes: Communicator) -> Iterator[Callable[[int, int], None]]:
+def _progress(
+    extraction: Extraction,
+    requests: Sequence[StoreRequest],
+    writers: Mapping[HookPoint, StoreWriter],
+    processes: Communicator,
+) -> Iterator[Callable[[int, int], None]]:
     """Shows the progress of all ranks, assumed to be as far as this one; called after each batch."""
-    of_ranks = processes.all_gather_object({point: writer.rows for point, writer in writers.items()})
+    of_ranks = processes.all_gather_object(
+        {point: writer.rows for point, writer in writers.items()}
+    )
     stored = [sum(rows.get(request.point, 0) for rows in of_ranks) for request in requests]
     for request, rows in zip(requests, stored, strict=True):
         if rows:
             extraction.listener.note(f"{request.folder.name}: going on after {rows:,} rows")
     done = {"tokens": 0, "rows": 0}
-    with extraction.listener.progress("extracting", max(0, extraction.config.rows - min(stored)), "rows") as show:
+    with extraction.listener.progress(
+        "extracting", max(0, extraction.config.rows - min(stored)), "rows"
+    ) as show:
         started = time.monotonic()
 
         def step(tokens: int, rows: int) -> None:
@@ -367,8 +555,12 @@ def _progress(extraction: Extraction, requests: Sequence[StoreRequest], writers:
             done["rows"] += rows * processes.world_size
             rate = done["tokens"] / max(time.monotonic() - started, 1e-9)
             written = processes.world_size * sum(writer.rows for writer in writers.values())
-            size = processes.world_size * sum(writer.rows * writer.meta.row_bytes for writer in writers.values())
-            show(done["rows"], f"{rate:,.0f} tokens/s, {written:,} rows written, {size_words(size)}")
+            size = processes.world_size * sum(
+                writer.rows * writer.meta.row_bytes for writer in writers.values()
+            )
+            show(
+                done["rows"], f"{rate:,.0f} tokens/s, {written:,} rows written, {size_words(size)}"
+            )
 
         yield step
 
@@ -376,8 +568,12 @@ def _progress(extraction: Extraction, requests: Sequence[StoreRequest], writers:
 def _check_same_rows(stores: Sequence[ActivationStore]) -> None:
     """Resumed with other batches, a row whose norm is within rounding of the limit may be dropped from one store."""
     for store in stores[1:]:
-        found, expected = ([shard.resume.position for shard in one.meta.shards] for one in (store, stores[0]))
+        found, expected = (
+            [shard.resume.position for shard in one.meta.shards] for one in (store, stores[0])
+        )
         if found != expected:
-            raise StoreError(f"{stores[0].name} and {store.name} do not hold the same rows: their shards end at "
-                             f"different tokens; remove both and run the same command again, with one --batch-size on "
-                             f"one machine")
+            raise StoreError(
+                f"{stores[0].name} and {store.name} do not hold the same rows: their shards end at "
+                f"different tokens; remove both and run the same command again, with one --batch-size on "
+                f"one machine"
+            )

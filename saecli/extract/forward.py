@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 CPU_TOKENS = 1 << 11  # tokens per forward pass on a CPU: more were no faster
 SHORTEST = 7 / 8  # of a batch's longest window: a narrower range has less padding, but more passes
-PROBED = (1, 1, 3)  # windows per measured pass; in the first, libraries allocate memory for themselves
+PROBED = (
+    1,
+    1,
+    3,
+)  # windows per measured pass; in the first, libraries allocate memory for themselves
 USED = 0.7  # fraction of the free memory for a batch
 COLUMNS = ("token_id", "position", "document")
 NONFINITE_ROWS = 10_000  # if none of the first 10,000 rows can be stored, none will
@@ -47,16 +51,26 @@ class Forward:
     """Runs blocks in batches of windows of similar length, of at most `tokens` tokens, including padding; a longer
     window is a batch of its own. Batches that do not fit in memory are halved, with a `note`."""
 
-    def __init__(self, model: "LanguageModel | SideBySide", dtype: str, tokens: int,
-                 note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: "LanguageModel | SideBySide",
+        dtype: str,
+        tokens: int,
+        note: Callable[[str], None],
+    ) -> None:
         # bfloat16 halves the copy from the device. float16 would overflow, and lose the norms of rows dropped for it.
         encoding = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self._model, self._dtype, self._tokens, self._note = model, encoding, tokens, note
 
-    def __call__(self, block: Block, points: Sequence[HookPoint], show: Callable[[int, int], None]) -> list[Found]:
+    def __call__(
+        self, block: Block, points: Sequence[HookPoint], show: Callable[[int, int], None]
+    ) -> list[Found]:
         """A block's activations; `show` is called after each batch with its numbers of tokens and rows."""
         found: list[tuple[Tensor, Tensor]] = []
-        order, done = np.argsort(-block.lengths, kind="stable"), 0  # longest first: a lack of memory shows at once
+        order, done = (
+            np.argsort(-block.lengths, kind="stable"),
+            0,
+        )  # longest first: a lack of memory shows at once
         while done < len(order):
             lengths = block.lengths[order[done:]]
             alike = np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right")
@@ -64,8 +78,10 @@ class Forward:
             batch = block.batch(windows)
             try:
                 parts = self._read(batch, points)
-                found = found or [(rows.new_empty(block.rows, rows.shape[1]), norms.new_empty(block.specials))
-                                  for rows, norms in parts]
+                found = found or [
+                    (rows.new_empty(block.rows, rows.shape[1]), norms.new_empty(block.specials))
+                    for rows, norms in parts
+                ]
                 for (all_rows, all_norms), (rows, norms) in zip(found, parts, strict=True):
                     all_rows.index_copy_(0, moved(batch.rows, rows.device), rows)
                     all_norms.index_copy_(0, moved(batch.specials, norms.device), norms)
@@ -83,27 +99,41 @@ class Forward:
 
     def _read(self, batch: Batch, points: Sequence[HookPoint]) -> list[tuple[Tensor, Tensor]]:
         """A batch's rows, and its norms at special tokens, at each hook point."""
-        kept, special = moved(batch.kept, self._model.device), moved(batch.special, self._model.device)
+        kept, special = (
+            moved(batch.kept, self._model.device),
+            moved(batch.special, self._model.device),
+        )
 
         def take(activations: Tensor) -> tuple[Tensor, Tensor]:
             flat = activations.flatten(0, 1)
-            return flat.index_select(0, kept).to(self._dtype), flat.index_select(0, special).double().norm(dim=1)
+            return flat.index_select(0, kept).to(self._dtype), flat.index_select(
+                0, special
+            ).double().norm(dim=1)
 
         return self._model.read(batch.token_ids, batch.mask, points, take)
 
     def _halve(self, windows: int, longest: int) -> None:
         if windows == 1:
-            raise ModelError(f"a window of {longest:,} tokens does not fit in the memory of {self._model.device}; "
-                             f"lower --context, or use --model-dtype bfloat16")
+            raise ModelError(
+                f"a window of {longest:,} tokens does not fit in the memory of {self._model.device}; "
+                f"lower --context, or use --model-dtype bfloat16"
+            )
         self._tokens = windows // 2 * longest
-        self._note(f"{windows} windows of {longest:,} tokens do not fit in the memory of {self._model.device}; "
-                   f"going on with {windows // 2}")
+        self._note(
+            f"{windows} windows of {longest:,} tokens do not fit in the memory of {self._model.device}; "
+            f"going on with {windows // 2}"
+        )
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def batch_tokens(model: "LanguageModel | SideBySide", batch_size: int | str, context: int,
-                 points: Sequence[HookPoint], ahead: int = LOOK_AHEAD) -> int:
+def batch_tokens(
+    model: "LanguageModel | SideBySide",
+    batch_size: int | str,
+    context: int,
+    points: Sequence[HookPoint],
+    ahead: int = LOOK_AHEAD,
+) -> int:
     """Tokens per batch, of `batch_size` windows of `context` tokens; `auto` is what fits in a GPU's free memory, at
     most the `ahead` tokens of a block, and on a CPU a fixed number."""
     if batch_size != "auto":
@@ -129,7 +159,9 @@ def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEA
     return (1 << max(0, fitting.bit_length() - 1)) * context
 
 
-def _peak_bytes(model: "LanguageModel | SideBySide", windows: int, context: int, points: Sequence[HookPoint]) -> int:
+def _peak_bytes(
+    model: "LanguageModel | SideBySide", windows: int, context: int, points: Sequence[HookPoint]
+) -> int:
     """Peak memory of a forward pass, without the weights."""
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
@@ -151,7 +183,9 @@ class Ahead(Generic[Item]):
     Leaving the context stops the thread at the next item, and waits for that at most `patience` seconds.
     """
 
-    def __init__(self, items: Generator[Item, None, None], count: int = 1, patience: float = 1.0) -> None:
+    def __init__(
+        self, items: Generator[Item, None, None], count: int = 1, patience: float = 1.0
+    ) -> None:
         self._items, self._patience = items, patience
         self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(count)
         self._stopped = threading.Event()
@@ -197,18 +231,28 @@ def demand_some(stored: int, dtype: str, offered: int, points: int) -> None:
     """Raise a StoreError if none of at least `NONFINITE_ROWS` rows could be stored in that dtype."""
     if offered < NONFINITE_ROWS or stored:
         return
-    advice = ("the model itself gives them, so check its weights" if dtype == "float32" else
-              f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}")
+    advice = (
+        "the model itself gives them, so check its weights"
+        if dtype == "float32"
+        else f"use {' or '.join(f'--dtype {name}' for name in ('bfloat16', 'float32') if name != dtype)}"
+    )
     if points > 1:
         advice = "extract each hook point alone to see which of them drops its rows"
-    raise StoreError(f"no row can be stored: none of {offered:,} is finite in {dtype}"
-                     + f", and within --max-norm-multiple if given, at all {points} hook points" * (points > 1)
-                     + f"; {advice}")
+    raise StoreError(
+        f"no row can be stored: none of {offered:,} is finite in {dtype}"
+        + f", and within --max-norm-multiple if given, at all {points} hook points" * (points > 1)
+        + f"; {advice}"
+    )
 
 
-def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor], Generator[Block, None, None]],
-         forward: Forward, rows: int, show: Callable[[int, int], None],
-         others: Mapping[HookPoint, Admission] | None = None) -> None:
+def fill(
+    writers: Mapping[HookPoint, StoreWriter],
+    blocks_from: Callable[[Cursor], Generator[Block, None, None]],
+    forward: Forward,
+    rows: int,
+    show: Callable[[int, int], None],
+    others: Mapping[HookPoint, Admission] | None = None,
+) -> None:
     """Fill stores until each has `rows` rows or the text ends, and finish them; the next block is prepared, and the
     last one stored, while the model runs. `others`: finished stores, which also decide which rows are dropped."""
     if not writers:
@@ -217,25 +261,40 @@ def fill(writers: Mapping[HookPoint, StoreWriter], blocks_from: Callable[[Cursor
     cursors = {point: Cursor.from_json(writer.cursor) for point, writer in writers.items()}
     first = min(cursors.values(), key=lambda cursor: cursor.order)
 
-    def store(taking: Mapping[HookPoint, StoreWriter], block: Block, found: Mapping[HookPoint, Found]) -> None:
-        verdicts = jointly({point: admissions[point].judge(one.rows) for point, one in found.items()})
+    def store(
+        taking: Mapping[HookPoint, StoreWriter], block: Block, found: Mapping[HookPoint, Found]
+    ) -> None:
+        verdicts = jointly(
+            {point: admissions[point].judge(one.rows) for point, one in found.items()}
+        )
         for point, writer in taking.items():
             dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
             given = np.empty((0, writer.meta.d_in), np.float32)
             if point in found:
-                given, dropped = found[point].rows, dropped | {"special": found[point].special_norms}
+                given, dropped = (
+                    found[point].rows,
+                    dropped | {"special": found[point].special_norms},
+                )
             columns = {name: block.columns[name] for name in writer.meta.columns}
             writer.append(given, columns, block.cursor.to_json(), dropped, verdicts.get(point))
             demand_some(writer.rows, writer.meta.dtype, block.offered, len(admissions))
 
-    with Ahead(blocks_from(first)) as blocks, ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool:
+    with (
+        Ahead(blocks_from(first)) as blocks,
+        ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool,
+    ):
         under_way: Future[None] = pool.submit(lambda: None)
         for block in blocks:
-            taking = {point: writer for point, writer in writers.items()
-                      if not writer.full and block.cursor.order >= cursors[point].order}
+            taking = {
+                point: writer
+                for point, writer in writers.items()
+                if not writer.full and block.cursor.order >= cursors[point].order
+            }
             found = forward(block, list(admissions), show) if taking and len(block.lengths) else []
             under_way.result()
-            under_way = pool.submit(store, taking, block, dict(zip(admissions, found, strict=False)))
+            under_way = pool.submit(
+                store, taking, block, dict(zip(admissions, found, strict=False))
+            )
             if block.offered >= rows:  # enough, unless some could not be stored
                 under_way.result()
                 if all(writer.full for writer in writers.values()):

@@ -13,7 +13,13 @@ from typing import Any, TypeVar, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, modeling_utils
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    modeling_utils,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
@@ -36,15 +42,31 @@ class LanguageModel:
         last: the last layer to load, where that is safe; None for all.
     """
 
-    def __init__(self, source: ModelSource, device: torch.device, head: bool = False, dtype: str = "auto",
-                 weights_seed: int | None = None, last: int | None = None) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        device: torch.device,
+        head: bool = False,
+        dtype: str = "auto",
+        weights_seed: int | None = None,
+        last: int | None = None,
+    ) -> None:
         self.source, self.device = source, device
-        settings: dict[str, Any] = {DTYPE_WORD: getattr(torch, source.dtype_on(device, dtype)),
-                                    "trust_remote_code": False}
+        settings: dict[str, Any] = {
+            DTYPE_WORD: getattr(torch, source.dtype_on(device, dtype)),
+            "trust_remote_code": False,
+        }
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
-        loader: Any = AutoModel if not head else (
-            AutoModelForCausalLM if type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText)
+        loader: Any = (
+            AutoModel
+            if not head
+            else (
+                AutoModelForCausalLM
+                if type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+                else AutoModelForImageTextToText
+            )
+        )
         quiet = logging.get_verbosity()
         logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
         logging.disable_progress_bar()
@@ -54,7 +76,9 @@ class LanguageModel:
             if weights_seed is None:
                 model = outline.load(source.layers if last is None else last + 1)
             else:
-                with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, the same for every device
+                with torch.random.fork_rng(
+                    devices=[]
+                ):  # weights are drawn on the CPU, the same for every device
                     torch.manual_seed(weights_seed)
                     model = loader.from_config(source.config, **settings)
             self.model: Any = model.to(device).eval()
@@ -66,8 +90,10 @@ class LanguageModel:
             logging.set_verbosity(quiet)
         self.model.requires_grad_(False)
         if not hasattr(self.model.get_input_embeddings(), "weight"):
-            raise ModelError(f"{source.name} reads no tokens: expected a causal language model, got a "
-                             f"{type(self.model).__name__}; use another model")
+            raise ModelError(
+                f"{source.name} reads no tokens: expected a causal language model, got a "
+                f"{type(self.model).__name__}; use another model"
+            )
         self.size, self._every = outline.size, outline.blocks
         self.blocks = cast(nn.ModuleList, self.model.get_submodule(outline.path))
 
@@ -78,16 +104,23 @@ class LanguageModel:
     def check_tokens(self, token_ids: Tensor) -> None:
         """Raise a ModelError for tokens without an embedding; a tokenizer may have more than its model."""
         if (largest := int(token_ids.max())) >= self.vocabulary:
-            raise ModelError(f"{self.source.name} cannot read the token {largest}: its embedding has "
-                             f"{self.vocabulary} tokens; use the tokenizer that the model was trained with")
+            raise ModelError(
+                f"{self.source.name} cannot read the token {largest}: its embedding has "
+                f"{self.vocabulary} tokens; use the tokenizer that the model was trained with"
+            )
 
     @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
     @torch.no_grad()
-    def read(self, token_ids: Tensor, mask: Tensor, points: Sequence[HookPoint],
-             take: Callable[[Tensor], Taken]) -> list[Taken]:
+    def read(
+        self,
+        token_ids: Tensor,
+        mask: Tensor,
+        points: Sequence[HookPoint],
+        take: Callable[[Tensor], Taken],
+    ) -> list[Taken]:
         """The activations, (B, T, D), at distinct hook points, mapped by `take`, which must copy: a model may then add
         to them in place. `token_ids`, int64, and `mask`, 0 at padding, are (B, T). The pass stops at the last point."""
         self.check_tokens(token_ids)
@@ -107,22 +140,33 @@ class LanguageModel:
             except _Reached:
                 return [found[point] for point in points]
         never = next(point for point in points if point not in found)
-        raise ModelError(f"{self.source.name} never ran its layer {never.layer}: its blocks are not called one by one")
+        raise ModelError(
+            f"{self.source.name} never ran its layer {never.layer}: its blocks are not called one by one"
+        )
 
-    def logits(self, token_ids: Tensor, mask: Tensor,
-               hooks: Mapping[HookPoint, Callable[[HookPoint, Tensor], Tensor]] | None = None) -> Tensor:
+    def logits(
+        self,
+        token_ids: Tensor,
+        mask: Tensor,
+        hooks: Mapping[HookPoint, Callable[[HookPoint, Tensor], Tensor]] | None = None,
+    ) -> Tensor:
         """The logits, (B, T, vocabulary), float32, with activations at hook points replaced by `hook(point,
         activations)`, and differentiable in what replaces them; else as in `read`. The model must be loaded with its
         head."""
         with ExitStack() as opened:
             for point, hook in (hooks or {}).items():
-                opened.enter_context(self.intercepted(point.layer, point.site, partial(hook, point)))
+                opened.enter_context(
+                    self.intercepted(point.layer, point.site, partial(hook, point))
+                )
             return self._forward(token_ids, mask).logits.float()
 
     def _forward(self, token_ids: Tensor, mask: Tensor) -> Any:
         with self.reporting():
-            return self.model(input_ids=moved(token_ids, self.device), attention_mask=moved(mask, self.device),
-                              use_cache=False)
+            return self.model(
+                input_ids=moved(token_ids, self.device),
+                attention_mask=moved(mask, self.device),
+                use_cache=False,
+            )
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -131,14 +175,20 @@ class LanguageModel:
             yield
         except (_Reached, SaeError):
             raise
-        except Exception as error:  # a model's code is the library's or its author's, and raises anything
+        except (
+            Exception
+        ) as error:  # a model's code is the library's or its author's, and raises anything
             if is_out_of_memory(error):
                 raise
-            raise ModelError(f"{self.source.name} cannot run on these tokens: its forward pass failed with "
-                             f"{type(error).__name__}: {one_line(error)}; check its weights and config.json, or use "
-                             f"another model") from error
+            raise ModelError(
+                f"{self.source.name} cannot run on these tokens: its forward pass failed with "
+                f"{type(error).__name__}: {one_line(error)}; check its weights and config.json, or use "
+                f"another model"
+            ) from error
 
-    def intercepted(self, layer: int, site: str, replace: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+    def intercepted(
+        self, layer: int, site: str, replace: Callable[[Tensor], Tensor]
+    ) -> AbstractContextManager[None]:
         """`intercepted` at a site of one of its blocks."""
         return intercepted(self.blocks[layer], site, replace, self._every)
 
@@ -148,10 +198,19 @@ class SideBySide:
 
     def __init__(self, models: Sequence[LanguageModel]) -> None:
         self.models = models
-        self.source, self.tokenizer, self.device = models[0].source, models[0].tokenizer, models[0].device
+        self.source, self.tokenizer, self.device = (
+            models[0].source,
+            models[0].tokenizer,
+            models[0].device,
+        )
 
-    def read(self, token_ids: Tensor, mask: Tensor, points: Sequence[HookPoint],
-             take: Callable[[Tensor], Taken]) -> list[Taken]:
+    def read(
+        self,
+        token_ids: Tensor,
+        mask: Tensor,
+        points: Sequence[HookPoint],
+        take: Callable[[Tensor], Taken],
+    ) -> list[Taken]:
         """As `LanguageModel.read`."""
         found: dict[HookPoint, Taken] = {}
         for number, model in enumerate(self.models):
@@ -166,7 +225,9 @@ class _Reached(Exception):  # noqa: N818 - not an error
 
 def load_tokenizer(source: ModelSource) -> Any:
     try:
-        found = AutoTokenizer.from_pretrained(source.location, revision=source.revision, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(
+            source.location, revision=source.revision, trust_remote_code=False
+        )
     except UNLOADABLE as error:
         raise explained(source.name, error) from error
     # If the files are missing, the library makes an empty tokenizer for some architectures.
@@ -191,19 +252,27 @@ class Outline:
         if blocks < self._source.layers and not self._shares_after(blocks):
             loaded = _cut(loaded, self.path, blocks)
         with _unmapped():
-            model, info = loaded.from_pretrained(self._source.location, config=self._whole.config,
-                                                 revision=self._source.revision, output_loading_info=True,
-                                                 **self._settings)
+            model, info = loaded.from_pretrained(
+                self._source.location,
+                config=self._whole.config,
+                revision=self._source.revision,
+                output_loading_info=True,
+                **self._settings,
+            )
         if lacking := sorted(set(info["missing_keys"]) & self._needed()):
-            raise ModelError(f"cannot load the model {self._source.name}: its checkpoint has no weights for "
-                             f"{lacking[0]}" + f" and {len(lacking) - 1} more" * (len(lacking) > 1)
-                             + "; use a complete checkpoint")
+            raise ModelError(
+                f"cannot load the model {self._source.name}: its checkpoint has no weights for "
+                f"{lacking[0]}"
+                + f" and {len(lacking) - 1} more" * (len(lacking) > 1)
+                + "; use a complete checkpoint"
+            )
         return model
 
     def _shares_after(self, blocks: int) -> bool:
         """Whether a block after the first ones has parameters that are used elsewhere too."""
         shared = {name for name, _ in self._whole.named_parameters(remove_duplicate=False)} - {
-            name for name, _ in self._whole.named_parameters()}
+            name for name, _ in self._whole.named_parameters()
+        }
         own = {id(parameter) for parameter in self.blocks[blocks:].parameters()}
         return any(id(self._whole.get_parameter(name)) in own for name in shared)
 
@@ -221,33 +290,48 @@ def blocks_of(model: Any, layers: int, name: str) -> tuple[str, nn.ModuleList]:
     """The transformer blocks of a model named `name`, and their path: of its module lists of length `layers` the one
     nearest to the embedding of tokens, since an image encoder may have as many, and the outermost."""
     modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
-    home = next((path for path, module in modules.items() if module is embedding), "").replace(".", "/")
-    found = {path: module for path, module in modules.items()
-             if isinstance(module, nn.ModuleList) and len(module) == layers}
+    home = next((path for path, module in modules.items() if module is embedding), "").replace(
+        ".", "/"
+    )
+    found = {
+        path: module
+        for path, module in modules.items()
+        if isinstance(module, nn.ModuleList) and len(module) == layers
+    }
     if not found:
-        raise ModelError(f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
-                         f"layers in its configuration")
+        raise ModelError(
+            f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
+            f"layers in its configuration"
+        )
     path = max(found, key=lambda path: len(commonpath([home, path.replace(".", "/")])))
     return path, found[path]
 
 
 def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:
     """The architecture with its first blocks only, under its own name, by which the library reads old checkpoints."""
+
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         architecture.__init__(self, *args, **kwargs)
         del self.get_submodule(path)[blocks:]
 
-    return type(architecture.__name__, (architecture,), {"__init__": init, "__module__": architecture.__module__})
+    return type(
+        architecture.__name__,
+        (architecture,),
+        {"__init__": init, "__module__": architecture.__module__},
+    )
 
 
 @contextmanager
 def _unmapped() -> Iterator[None]:
     """While open, the library reads checkpoints tensor by tensor, if the installed safetensors can: mapped, the pages
     of all tensors read so far would stay in memory."""
+
     def opened(*args: Any, **kwargs: Any) -> Any:
         return safe_open(*args, **kwargs | {"backend": "pread"})
 
-    if vars(modeling_utils).get("safe_open") is not safe_open or "backend" not in (safe_open.__text_signature__ or ""):
+    if vars(modeling_utils).get("safe_open") is not safe_open or "backend" not in (
+        safe_open.__text_signature__ or ""
+    ):
         yield
         return
     vars(modeling_utils)["safe_open"] = opened
@@ -260,14 +344,35 @@ def _unmapped() -> Iterator[None]:
 # The first of these parts that a block has: its input is mlp_in, its output mlp_out or attn_out. Norms before the
 # residual stream come first (Gemma 2, GLM 4), then last layers, where attention or MLP return their sum with the
 # residual stream (BLOOM, MPT); fc1 and fc2 stand in blocks that have no module for the MLP (OPT).
-PARTS = {"mlp_in": ("mlp", "feed_forward", "ffn", "fc1", "block_sparse_moe", "shared_mlp"),
-         "mlp_out": ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp.dense_4h_to_h", "ffn.down_proj", "mlp",
-                     "feed_forward", "ffn", "fc2", "block_sparse_moe", "shared_mlp"),
-         "attn_out": ("post_self_attn_layernorm", "self_attention.dense", "self_attn", "attention", "attn",
-                      "self_attention")}
+PARTS = {
+    "mlp_in": ("mlp", "feed_forward", "ffn", "fc1", "block_sparse_moe", "shared_mlp"),
+    "mlp_out": (
+        "post_feedforward_layernorm",
+        "post_mlp_layernorm",
+        "mlp.dense_4h_to_h",
+        "ffn.down_proj",
+        "mlp",
+        "feed_forward",
+        "ffn",
+        "fc2",
+        "block_sparse_moe",
+        "shared_mlp",
+    ),
+    "attn_out": (
+        "post_self_attn_layernorm",
+        "self_attention.dense",
+        "self_attn",
+        "attention",
+        "attn",
+        "self_attention",
+    ),
+}
 # Both add to the residual stream at once (Falcon-H1, Granite with shared experts): neither alone is the site.
-PAIRS = {"attn_out": {"mamba", "self_attn"}, "mlp_in": {"block_sparse_moe", "shared_mlp"},
-         "mlp_out": {"block_sparse_moe", "shared_mlp"}}
+PAIRS = {
+    "attn_out": {"mamba", "self_attn"},
+    "mlp_in": {"block_sparse_moe", "shared_mlp"},
+    "mlp_out": {"block_sparse_moe", "shared_mlp"},
+}
 
 
 def _module_at(block: nn.Module, site: str) -> nn.Module | None:
@@ -276,13 +381,16 @@ def _module_at(block: nn.Module, site: str) -> nn.Module | None:
     if site in PAIRS and parts.keys() >= PAIRS[site]:
         return None
     normed = site == "attn_out" and "post_feedforward_layernorm" in parts
-    paths = ("post_attention_layernorm",) if normed else PARTS.get(site, ("",))  # "" is the block itself
+    paths = (
+        ("post_attention_layernorm",) if normed else PARTS.get(site, ("",))
+    )  # "" is the block itself
     return next((parts[path] for path in paths if path in parts), None)
 
 
 @contextmanager
-def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor],
-                blocks: nn.ModuleList) -> Iterator[None]:
+def intercepted(
+    block: nn.Module, site: str, replace: Callable[[Tensor], Tensor], blocks: nn.ModuleList
+) -> Iterator[None]:
     """While open, forward passes replace the activations, (B, T, D), at a site of a block by `replace(activations)`;
     ConfigError, which names those of all `blocks` that have the site, if it has not."""
     if (module := _module_at(block, site)) is None:
@@ -290,7 +398,8 @@ def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]
         raise ConfigError(
             f"--site {site} is unknown in a {type(block).__name__}: expected "
             f"{'attention' if site == 'attn_out' else 'an MLP'} alone, got {', '.join(dict(block.named_children()))}; "
-            "use " + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre"))
+            "use " + (f"--layer {' or '.join(having)}" if having else "resid_post or resid_pre")
+        )
     shape: list[int] = []
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -298,12 +407,18 @@ def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]
 
     def replaced(activations: Tensor) -> Tensor:
         if activations.dim() > 3:
-            raise ConfigError(f"--site {site} of a {type(block).__name__} is not defined: expected activations (batch, "
-                              f"tokens, d_in), got {tuple(activations.shape)}; use another site")
-        rows = activations.reshape(*shape[-3:-1], -1)  # mixtures of experts and OPT flatten them to (B T, D)
+            raise ConfigError(
+                f"--site {site} of a {type(block).__name__} is not defined: expected activations (batch, "
+                f"tokens, d_in), got {tuple(activations.shape)}; use another site"
+            )
+        rows = activations.reshape(
+            *shape[-3:-1], -1
+        )  # mixtures of experts and OPT flatten them to (B T, D)
         return replace(rows).reshape(activations.shape)
 
-    def on_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def on_input(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         if args:
             return (replaced(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": replaced(kwargs["hidden_states"])}
@@ -313,6 +428,11 @@ def intercepted(block: nn.Module, site: str, replace: Callable[[Tensor], Tensor]
 
     with ExitStack() as hooks:
         hooks.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        hooks.callback((module.register_forward_pre_hook(on_input, with_kwargs=True)
-                        if site in ("resid_pre", "mlp_in") else module.register_forward_hook(on_output)).remove)
+        hooks.callback(
+            (
+                module.register_forward_pre_hook(on_input, with_kwargs=True)
+                if site in ("resid_pre", "mlp_in")
+                else module.register_forward_hook(on_output)
+            ).remove
+        )
         yield

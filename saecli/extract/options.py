@@ -16,7 +16,12 @@ BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
 SITES = ("resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out")
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_DATASET = "Salesforce/wikitext"
-OF_SOURCE = ("dataset_config", "dataset_split", "text_column", "dataset_revision")  # in `TextSource`'s order
+OF_SOURCE = (
+    "dataset_config",
+    "dataset_split",
+    "text_column",
+    "dataset_revision",
+)  # in `TextSource`'s order
 DEFAULT_CONTEXT = 128
 CHAT = ("chat", "chat_template", "control_tokens")  # options
 SHARD_ROWS = 32_768  # most rows per shard by default
@@ -26,11 +31,11 @@ MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
 class HookPoint(NamedTuple):
     """A site of a block: `layer` from 0, `site` one of `SITES`; `model` is the number of its model among several.
 
-        resid_pre     the block's input: `hidden_states[layer]`, which the paper's code takes
-        resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
-        attn_out      attention's addition to the residual stream
-        mlp_in        the MLP's input, after its norm
-        mlp_out       the MLP's addition to the residual stream
+    resid_pre     the block's input: `hidden_states[layer]`, which the paper's code takes
+    resid_post    the block's output: Gemma Scope's layer L, SAELens' `blocks.L.hook_resid_post`
+    attn_out      attention's addition to the residual stream
+    mlp_in        the MLP's input, after its norm
+    mlp_out       the MLP's addition to the residual stream
     """
 
     layer: int
@@ -49,45 +54,93 @@ class ExtractConfig(Config):
 
     panel: ClassVar[str] = "Rows"
 
-    model: str = option("google/gemma-2-2b", f"Hub id or folder of a causal language model; {TINY_GEMMA2} is bundled.")
+    model: str = option(
+        "google/gemma-2-2b",
+        f"Hub id or folder of a causal language model; {TINY_GEMMA2} is bundled.",
+    )
     dataset: tuple[str, ...] | None = option(
-        None, "Text: a hub dataset id, streamed; a .txt file (documents separated by blank lines), .jsonl or .parquet "
-              f"file; {STDLIB_DOCS}, Python's own docstrings; several times for a mixture. "
-              f"Default: {DEFAULT_DATASET}, for {TINY_GEMMA2} {STDLIB_DOCS}.")
-    mix: tuple[float, ...] | None = option(None, "Weight of each --dataset, in order: rows come in these proportions. "
-                                                 "Default: equal.", above=0)
+        None,
+        "Text: a hub dataset id, streamed; a .txt file (documents separated by blank lines), .jsonl or .parquet "
+        f"file; {STDLIB_DOCS}, Python's own docstrings; several times for a mixture. "
+        f"Default: {DEFAULT_DATASET}, for {TINY_GEMMA2} {STDLIB_DOCS}.",
+    )
+    mix: tuple[float, ...] | None = option(
+        None,
+        "Weight of each --dataset, in order: rows come in these proportions. Default: equal.",
+        above=0,
+    )
     dataset_config: tuple[str, ...] | None = option(
-        None, "Configuration of a hub dataset. It and the next three hold for all datasets that have one; or give one "
-              'per --dataset, in order, "" for the default. Default: the dataset\'s own; for wikitext '
-              "wikitext-103-raw-v1.")
+        None,
+        "Configuration of a hub dataset. It and the next three hold for all datasets that have one; or give one "
+        'per --dataset, in order, "" for the default. Default: the dataset\'s own; for wikitext '
+        "wikitext-103-raw-v1.",
+    )
     dataset_split: tuple[str, ...] = option("train", "Split of a hub dataset.")
-    dataset_revision: tuple[str, ...] | None = option(None, "Commit, branch or tag of a hub dataset; the store records "
-                                                            "the commit. Default: the newest.")
-    text_column: tuple[str, ...] = option("text", "Column of texts or messages. Default: text, else messages or "
-                                                  "conversations.")
-    chat: str = option("auto", "auto: messages go through the tokenizer's chat template; off: they are refused.",
-                       choices=("auto", "off"))
-    chat_template: str | None = option(None, "Jinja file of a chat template. Default: the tokenizer's own.")
-    control_tokens: str = option("keep", "In chats, keep or drop tokens such as <start_of_turn>; BOS and padding are "
-                                         "dropped.", choices=("keep", "drop"))
-    rows: int = option(100_000, "Rows to store; fewer if the text ends first.", minimum=1, maximum=MOST)
+    dataset_revision: tuple[str, ...] | None = option(
+        None,
+        "Commit, branch or tag of a hub dataset; the store records "
+        "the commit. Default: the newest.",
+    )
+    text_column: tuple[str, ...] = option(
+        "text", "Column of texts or messages. Default: text, else messages or conversations."
+    )
+    chat: str = option(
+        "auto",
+        "auto: messages go through the tokenizer's chat template; off: they are refused.",
+        choices=("auto", "off"),
+    )
+    chat_template: str | None = option(
+        None, "Jinja file of a chat template. Default: the tokenizer's own."
+    )
+    control_tokens: str = option(
+        "keep",
+        "In chats, keep or drop tokens such as <start_of_turn>; BOS and padding are dropped.",
+        choices=("keep", "drop"),
+    )
+    rows: int = option(
+        100_000, "Rows to store; fewer if the text ends first.", minimum=1, maximum=MOST
+    )
     min_tokens: int = option(1, "Skip and count texts of fewer tokens.", minimum=1, maximum=MOST)
-    context: int | None = option(None, f"Most tokens per window, including BOS. Default: {DEFAULT_CONTEXT}, or the "
-                                       "model's limit if lower.", minimum=1, maximum=MOST)
-    packed: bool = option(False, "Concatenate documents into full windows, separated by BOS (else EOS); tokens then "
-                                 "attend across documents.")
-    positions: str = option("all", "all: one row per token that is not special; last: one row per document, the last "
-                                   "token of its first window, as in the paper; assistant: of chats, what the "
-                                   "assistant says.", choices=("all", "last", "assistant"))
+    context: int | None = option(
+        None,
+        f"Most tokens per window, including BOS. Default: {DEFAULT_CONTEXT}, or the "
+        "model's limit if lower.",
+        minimum=1,
+        maximum=MOST,
+    )
+    packed: bool = option(
+        False,
+        "Concatenate documents into full windows, separated by BOS (else EOS); tokens then "
+        "attend across documents.",
+    )
+    positions: str = option(
+        "all",
+        "all: one row per token that is not special; last: one row per document, the last "
+        "token of its first window, as in the paper; assistant: of chats, what the "
+        "assistant says.",
+        choices=("all", "last", "assistant"),
+    )
     max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
     dtype: str = option("bfloat16", "Precision of the stored rows.", choices=DTYPES)
-    model_dtype: str = option("auto", "Precision of weights and forward pass. auto: float32 on a CPU, else the "
-                                      "checkpoint's own.", choices=("auto", *MODEL_DTYPES))
-    batch_size: int | str = option("auto", "Windows per forward pass; halved on out-of-memory. Changes rows only by "
-                                           "rounding. auto: what fits on a GPU.", choices=("auto",), minimum=1,
-                                   maximum=MOST)
-    shard_rows: int | None = option(None, f"Rows per shard file. Default: 64 MiB, {SHARD_ROWS:,} rows at most.",
-                                    minimum=1, maximum=MOST)
+    model_dtype: str = option(
+        "auto",
+        "Precision of weights and forward pass. auto: float32 on a CPU, else the checkpoint's own.",
+        choices=("auto", *MODEL_DTYPES),
+    )
+    batch_size: int | str = option(
+        "auto",
+        "Windows per forward pass; halved on out-of-memory. Changes rows only by "
+        "rounding. auto: what fits on a GPU.",
+        choices=("auto",),
+        minimum=1,
+        maximum=MOST,
+    )
+    shard_rows: int | None = option(
+        None,
+        f"Rows per shard file. Default: 64 MiB, {SHARD_ROWS:,} rows at most.",
+        minimum=1,
+        maximum=MOST,
+    )
 
     @property
     def window(self) -> int:
@@ -98,31 +151,66 @@ class ExtractConfig(Config):
         """Where the documents come from; ConfigError if one of the options that the user gave does nothing with it."""
         datasets = self.dataset or (STDLIB_DOCS if self.model == TINY_GEMMA2 else DEFAULT_DATASET,)
         if not all(dataset.strip() for dataset in datasets):
-            raise ConfigError("--dataset is empty; name a hub dataset id, a .txt, .jsonl or .parquet file, or "
-                              f"{STDLIB_DOCS}, or leave it out")
-        for name in sorted(name for name in given & {*OF_SOURCE, *CHAT, "mix"}
-                           if not any(_takes(one, name) for one in (datasets[1:] if name == "mix" else datasets))):
-            raise ConfigError(f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out")
+            raise ConfigError(
+                "--dataset is empty; name a hub dataset id, a .txt, .jsonl or .parquet file, or "
+                f"{STDLIB_DOCS}, or leave it out"
+            )
+        for name in sorted(
+            name
+            for name in given & {*OF_SOURCE, *CHAT, "mix"}
+            if not any(_takes(one, name) for one in (datasets[1:] if name == "mix" else datasets))
+        ):
+            raise ConfigError(
+                f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out"
+            )
         weights = [weight or 1.0 for weight in self._of_each("mix", datasets)]
-        chats = [self.chat == "auto" and _takes(one, "chat") and one not in DEFAULT_CONFIGS for one in datasets]
-        sources = tuple(map(TextSource, datasets, *(self._of_each(name, datasets) for name in OF_SOURCE), chats))
-        names = tuple(" ".join(filter(None, [one.dataset, one.config, one.split.removeprefix("train"),
-                                             one.column.removeprefix("text")])) for one in sources)
+        chats = [
+            self.chat == "auto" and _takes(one, "chat") and one not in DEFAULT_CONFIGS
+            for one in datasets
+        ]
+        sources = tuple(
+            map(TextSource, datasets, *(self._of_each(name, datasets) for name in OF_SOURCE), chats)
+        )
+        names = tuple(
+            " ".join(
+                filter(
+                    None,
+                    [
+                        one.dataset,
+                        one.config,
+                        one.split.removeprefix("train"),
+                        one.column.removeprefix("text"),
+                    ],
+                )
+            )
+            for one in sources
+        )
         if len({*names}) < len(names):
-            raise ConfigError("--dataset must name different texts, got one twice; use --mix to weight them")
+            raise ConfigError(
+                "--dataset must name different texts, got one twice; use --mix to weight them"
+            )
         if self.packed and self.positions == "last":
-            raise ConfigError("--packed does nothing with --positions last, which takes one row from each document's "
-                              "own window; leave it out")
-        return Mixture(sources, names if names[1:] else (), tuple(weight / sum(weights) for weight in weights))
+            raise ConfigError(
+                "--packed does nothing with --positions last, which takes one row from each document's "
+                "own window; leave it out"
+            )
+        return Mixture(
+            sources, names if names[1:] else (), tuple(weight / sum(weights) for weight in weights)
+        )
 
     def _of_each(self, name: str, datasets: Sequence[str]) -> list[Any]:
         """The value of `mix`, or of one of `OF_SOURCE`, for each dataset, or the default."""
         values, default = getattr(self, name) or ("",), options_of(type(self))[name].default
         if len(values) != len(datasets) and (len(values) > 1 or (name == "mix" and self.mix)):
-            raise ConfigError(f"{flag_of(name)} must be given once per --dataset{', or once' * (name != 'mix')}, got "
-                              f"{len(values)} for {counted(len(datasets), 'dataset')}; correct it")
+            raise ConfigError(
+                f"{flag_of(name)} must be given once per --dataset{', or once' * (name != 'mix')}, got "
+                f"{len(values)} for {counted(len(datasets), 'dataset')}; correct it"
+            )
         each = values * (len(datasets) // len(values))
-        return [value if value and _takes(one, name) else default for value, one in zip(each, datasets, strict=True)]
+        return [
+            value if value and _takes(one, name) else default
+            for value, one in zip(each, datasets, strict=True)
+        ]
 
     def check_chat(self, text: Mixture, given: Set[str]) -> None:
         """Raise a ConfigError for options that only chats have, if a text is none."""
@@ -130,19 +218,26 @@ class ExtractConfig(Config):
         idle = {*CHAT[1:]} if not text.chat else set()
         idle |= {"positions"} if self.positions == "assistant" and texts else set()
         if refused := sorted(given & idle):
-            raise ConfigError(f"{flag_of(refused[0])} {getattr(self, refused[0])} needs chats; expected messages in "
-                              f"{texts[0]}, got text; leave it out, or name their column with --text-column")
+            raise ConfigError(
+                f"{flag_of(refused[0])} {getattr(self, refused[0])} needs chats; expected messages in "
+                f"{texts[0]}, got text; leave it out, or name their column with --text-column"
+            )
 
     def template(self) -> str | None:
         """The text of the file `chat_template`."""
         try:
-            return self.chat_template and regular(Path(self.chat_template).expanduser()).read_text(encoding="utf-8")
+            return self.chat_template and regular(Path(self.chat_template).expanduser()).read_text(
+                encoding="utf-8"
+            )
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--chat-template {self.chat_template} cannot be read: {error}; name a jinja "
-                              "file") from error
+            raise ConfigError(
+                f"--chat-template {self.chat_template} cannot be read: {error}; name a jinja file"
+            ) from error
 
 
 def _takes(dataset: str, option: str) -> bool:
     """Whether an option does something with a dataset."""
     without = LOCAL_SUFFIXES if option.startswith("dataset_") else (".txt",)
-    return option == "mix" or (dataset != STDLIB_DOCS and Path(dataset).suffix.lower() not in without)
+    return option == "mix" or (
+        dataset != STDLIB_DOCS and Path(dataset).suffix.lower() not in without
+    )

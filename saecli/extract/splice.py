@@ -52,7 +52,9 @@ class Hooked:
         found: dict[str, Any] = self.read.place
         if self.reads != self.writes:
             found |= {f"target_{key}": value for key, value in self.written.place.items()}
-        return found | ({"inputs": [one.place for one in self.reads]} if len(self.reads) > 1 else {})
+        return found | (
+            {"inputs": [one.place for one in self.reads]} if len(self.reads) > 1 else {}
+        )
 
     @property
     def read(self) -> HookPoint:
@@ -66,48 +68,71 @@ class Hooked:
         """Refuse a model of another width, or with too few layers."""
         for got in self.sae.widths or (self.sae.d_in, self.sae.d_out):
             if got != width:
-                raise ConfigError(f"{self.name} does not fit {model}: expected an SAE of the model's width, {width}, "
-                                  f"got {got}; name the model that its rows came from")
+                raise ConfigError(
+                    f"{self.name} does not fit {model}: expected an SAE of the model's width, {width}, "
+                    f"got {got}; name the model that its rows came from"
+                )
         for place in (*self.reads, *self.writes):
             if not 0 <= place.layer < layers:
-                raise ConfigError(f"--layer must be from 0 to {layers - 1}, the last of {model}, got {place.layer}")
+                raise ConfigError(
+                    f"--layer must be from 0 to {layers - 1}, the last of {model}, got {place.layer}"
+                )
 
 
-def hooked(opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None, what: str = "") -> Hooked:
+def hooked(
+    opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None, what: str = ""
+) -> Hooked:
     """An SAE, from `open_sae`, with its hook points; `layer` and `site` if its file does not say. With `what` a
     crosscoder of several models is refused: "WHAT NAME is not defined"."""
     subject, saved = opened
     name, origin, inputs = subject.name, saved.origin, saved.origin.get("inputs") or []
-    models = tuple(dict.fromkeys(one.get("model", origin.get("model")) for one in inputs)) or (origin.get("model"),)
+    models = tuple(dict.fromkeys(one.get("model", origin.get("model")) for one in inputs)) or (
+        origin.get("model"),
+    )
     if len(models) > 1 and what:
-        raise ConfigError(f"{what} {name} is not defined: expected an SAE of one model, got a crosscoder whose codes "
-                          f"need the activations of {' and '.join(map(str, models))}; name another run")
+        raise ConfigError(
+            f"{what} {name} is not defined: expected an SAE of one model, got a crosscoder whose codes "
+            f"need the activations of {' and '.join(map(str, models))}; name another run"
+        )
     if site is not None and site not in SITES:
         raise unknown_choice("site", site, SITES)
     for option, given in (("layer", layer), ("site", site)):
         known = origin.get(option)
         if given is not None and known is not None and given != known:
-            raise ConfigError(f"--{option} must be {known}, as {name} says, got {given}; leave --{option} out")
+            raise ConfigError(
+                f"--{option} must be {known}, as {name} says, got {given}; leave --{option} out"
+            )
     layer, site = origin.get("layer", layer), origin.get("site", site)
-    several = tuple(HookPoint(one["layer"], one["site"], models.index(one.get("model", origin.get("model"))))
-                    for one in inputs if {"layer", "site"} <= one.keys())
+    several = tuple(
+        HookPoint(one["layer"], one["site"], models.index(one.get("model", origin.get("model"))))
+        for one in inputs
+        if {"layer", "site"} <= one.keys()
+    )
     if len(several) != len(saved.sae.widths):
-        raise ConfigError(f"{name} is a crosscoder that does not say where it reads: expected "
-                          f"{len(saved.sae.widths)} hook points in its file, got {len(several)}; name a run of `sae "
-                          "train`")
+        raise ConfigError(
+            f"{name} is a crosscoder that does not say where it reads: expected "
+            f"{len(saved.sae.widths)} hook points in its file, got {len(several)}; name a run of `sae "
+            "train`"
+        )
     if layer is None or site is None:
-        raise ConfigError(f"{name} does not say where it reads: expected a block and a site, got "
-                          f"{'neither' if layer is site else 'one of them'}; give --layer and --site")
+        raise ConfigError(
+            f"{name} does not say where it reads: expected a block and a site, got "
+            f"{'neither' if layer is site else 'one of them'}; give --layer and --site"
+        )
     target_layer, target_site = origin.get("target_layer"), origin.get("target_site")
     for named in (site, target_site, *(one.site for one in several)):
         if named is not None and named not in SITES:
-            raise ConfigError(f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got {named!r}; "
-                              "use another SAE, or correct its file")
+            raise ConfigError(
+                f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got {named!r}; "
+                "use another SAE, or correct its file"
+            )
     reads = writes = several or (HookPoint(layer, site),)
     if saved.is_transcoder:
         if target_layer is None or target_site is None:
-            raise ConfigError(f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
-                              "in its file, got none; name a run of `sae train`")
+            raise ConfigError(
+                f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
+                "in its file, got none; name a run of `sae train`"
+            )
         writes = (HookPoint(target_layer, target_site),)
     return Hooked(name, saved.sae, models, reads, writes)
 
@@ -121,14 +146,18 @@ def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener)
     if name is None and len(found) == 1:
         (name,) = found
     if name is None:
-        raise ConfigError("--model is needed: expected one model in the files of "
-                          f"{' and '.join(one.name for one in everything)}, got "
-                          f"{' and '.join(sorted(one or 'none' for one in found))}; name it with --model")
+        raise ConfigError(
+            "--model is needed: expected one model in the files of "
+            f"{' and '.join(one.name for one in everything)}, got "
+            f"{' and '.join(sorted(one or 'none' for one in found))}; name it with --model"
+        )
     source = find_model(name)
     for one in everything:
         one.check(source.d_model, source.layers, source.name)
         if one.models[0] not in (None, name, source.identity()["model"]):
-            listener.note(f"{one.name} was trained on activations of {one.models[0]}, and is used in {name}")
+            listener.note(
+                f"{one.name} was trained on activations of {one.models[0]}, and is used in {name}"
+            )
     return source
 
 
@@ -137,33 +166,51 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
     origin = rows.store.meta.source
     expected = f"{rows.name} cannot be run through a model: expected"
     if not {"model", "layer", "site", "context"} <= origin.keys():
-        raise StoreError(f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
-                         f"or name another store")
+        raise StoreError(
+            f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
+            f"or name another store"
+        )
     if missing := [name for name in COLUMNS if name not in rows.store.meta.columns]:
-        raise StoreError(f"{expected} a store that `sae extract` made, got one without {', '.join(missing)}; leave "
-                         f"--model out, or name another store")
+        raise StoreError(
+            f"{expected} a store that `sae extract` made, got one without {', '.join(missing)}; leave "
+            f"--model out, or name another store"
+        )
     if (kept := origin.get("positions", "all")) != "all" or origin.get("control_tokens") == "drop":
-        raise StoreError(f"{expected} every position of a window, got " + (
-            f"only the {kept}; extract a store with --positions all" if kept != "all" else
-            "none of the template's tokens; extract a store with --control-tokens keep"))
+        raise StoreError(
+            f"{expected} every position of a window, got "
+            + (
+                f"only the {kept}; extract a store with --positions all"
+                if kept != "all"
+                else "none of the template's tokens; extract a store with --control-tokens keep"
+            )
+        )
     if source.d_model != rows.d_in:
         raise unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
     if origin["layer"] >= source.layers:
         raise unfit(rows, source, f"a layer {origin['layer']}, got layers 0 to {source.layers - 1}")
-    if source.positions is not None and (longest := largest(rows, "position") + 1) > source.positions:
-        raise unfit(rows, source, f"windows of {longest:,} tokens, got at most {source.positions:,}")
+    if (
+        source.positions is not None
+        and (longest := largest(rows, "position") + 1) > source.positions
+    ):
+        raise unfit(
+            rows, source, f"windows of {longest:,} tokens, got at most {source.positions:,}"
+        )
 
 
 def unfit(rows: Rows, source: "ModelSource", expected: str) -> ConfigError:
-    return ConfigError(f"{rows.name} cannot be run through {source.name}: expected {expected}; name the model that the "
-                       "rows came from")
+    return ConfigError(
+        f"{rows.name} cannot be run through {source.name}: expected {expected}; name the model that the "
+        "rows came from"
+    )
 
 
 def largest(rows: Rows, column: str) -> int:
     return max(int(part.max()) for part in rows.column(column, READ))
 
 
-def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int, source: int | None = None) -> Iterator[list[int]]:
+def stored_windows(
+    rows: Rows, prefix: Sequence[int], tokens: int, source: int | None = None
+) -> Iterator[list[int]]:
     """The token ids of the first windows, in stored order, of a store that keeps every position of its windows.
 
     A window from which the store dropped a token outside the prefix is skipped, since it cannot be rebuilt.
@@ -174,17 +221,24 @@ def stored_windows(rows: Rows, prefix: Sequence[int], tokens: int, source: int |
         source: of a mixture, number of the only source whose windows are given, which may be none.
     """
     found = 0
-    for _, positions, token_ids, *own in _spans(rows, (*COLUMNS, *["source"] * (source is not None))):
-        if positions[0] != len(prefix) or positions[-1] - positions[0] + 1 != len(positions) or (
-                own and own[0][0] != source):
+    for _, positions, token_ids, *own in _spans(
+        rows, (*COLUMNS, *["source"] * (source is not None))
+    ):
+        if (
+            positions[0] != len(prefix)
+            or positions[-1] - positions[0] + 1 != len(positions)
+            or (own and own[0][0] != source)
+        ):
             continue
         yield [*prefix, *token_ids.tolist()]
         found += len(token_ids)
         if found >= tokens:
             return
     if not found and source is None:
-        raise StoreError(f"{rows.name} cannot be run through a model: expected windows with every token stored, got "
-                         "none; name another store")
+        raise StoreError(
+            f"{rows.name} cannot be run through a model: expected windows with every token stored, got "
+            "none; name another store"
+        )
 
 
 def _spans(rows: Rows, names: Sequence[str]) -> Iterator[np.ndarray]:
@@ -213,8 +267,14 @@ class CleanPass:
     y: Tensor  # at those written, (n, E)
 
     @classmethod
-    def of(cls, model: "LanguageModel", windows: list[list[int]], special: Tensor, reads: tuple[HookPoint, ...],
-           writes: tuple[HookPoint, ...]) -> Self:
+    def of(
+        cls,
+        model: "LanguageModel",
+        windows: list[list[int]],
+        special: Tensor,
+        reads: tuple[HookPoint, ...],
+        writes: tuple[HookPoint, ...],
+    ) -> Self:
         token_ids, mask = padded(windows)
         model.check_tokens(token_ids)
         plain = is_plain(token_ids, mask, special).to(model.device)
@@ -226,8 +286,17 @@ class CleanPass:
 
         logits = model.logits(token_ids, mask, dict.fromkeys((*reads, *writes), look))
         x, y = (torch.cat([found[point] for point in points], 1) for points in (reads, writes))
-        return cls(model, writes, token_ids, mask, plain, plain[:, :-1] & mask[:, 1:].bool().to(model.device),
-                   logits.log_softmax(-1), x, x if reads == writes else y)
+        return cls(
+            model,
+            writes,
+            token_ids,
+            mask,
+            plain,
+            plain[:, :-1] & mask[:, 1:].bool().to(model.device),
+            logits.log_softmax(-1),
+            x,
+            x if reads == writes else y,
+        )
 
     def spliced(self, y_hat: Tensor, writes: tuple[HookPoint, ...] = ()) -> Tensor:
         """The log-probabilities, (B, T, V), with y_hat, (n, E), at the plain tokens of the hook points written, or of
@@ -238,28 +307,45 @@ class CleanPass:
         def replace(point: HookPoint, activations: Tensor) -> Tensor:
             return activations.clone().index_put((self.plain,), parts[point].to(activations))
 
-        return self.model.logits(self.token_ids, self.mask, dict.fromkeys(writes, replace)).log_softmax(-1)
+        return self.model.logits(
+            self.token_ids, self.mask, dict.fromkeys(writes, replace)
+        ).log_softmax(-1)
 
     def zeroed(self, writes: tuple[HookPoint, ...]) -> Tensor:
         """The log-probabilities with zeros at these hook points."""
-        return self.model.logits(self.token_ids, self.mask, dict.fromkeys(
-            writes, lambda _, activations: torch.zeros_like(activations))).log_softmax(-1)
+        return self.model.logits(
+            self.token_ids,
+            self.mask,
+            dict.fromkeys(writes, lambda _, activations: torch.zeros_like(activations)),
+        ).log_softmax(-1)
 
     def cross_entropy(self, log_probabilities: Tensor) -> Tensor:
         """Of the next token, summed over the scored tokens, float64."""
         following = self.token_ids[:, 1:, None].to(self.model.device)
-        return -log_probabilities[:, :-1].gather(-1, following)[..., 0][self.scored].sum(dtype=torch.float64)
+        return (
+            -log_probabilities[:, :-1]
+            .gather(-1, following)[..., 0][self.scored]
+            .sum(dtype=torch.float64)
+        )
 
     def kl(self, log_probabilities: Tensor) -> Tensor:
         """KL(clean || other), summed over the plain tokens, float64."""
         clean = self.log_probabilities
-        return (clean.exp() * (clean - log_probabilities)).sum(-1)[self.plain].sum(dtype=torch.float64)
+        return (
+            (clean.exp() * (clean - log_probabilities)).sum(-1)[self.plain].sum(dtype=torch.float64)
+        )
 
 
 @torch.no_grad()
-def effects(models: "Sequence[LanguageModel]", windows: Iterable[list[int]], special: Tensor,
-            reads: tuple[HookPoint, ...], parts: Sequence[tuple[HookPoint, ...]], saes: Sequence[SAE],
-            show: Callable[[int], None]) -> list[list[dict[str, Any]]]:
+def effects(
+    models: "Sequence[LanguageModel]",
+    windows: Iterable[list[int]],
+    special: Tensor,
+    reads: tuple[HookPoint, ...],
+    parts: Sequence[tuple[HookPoint, ...]],
+    saes: Sequence[SAE],
+    show: Callable[[int], None],
+) -> list[list[dict[str, Any]]]:
     """Splice SAEs, transcoders or crosscoders into a model, or crosscoders into each of several, one at a time.
 
     Args:
@@ -278,7 +364,10 @@ def effects(models: "Sequence[LanguageModel]", windows: Iterable[list[int]], spe
     Cost: a forward pass, and for each part one more, and one more per SAE.
     """
     sums = torch.zeros(len(parts), len(saes), 2, dtype=torch.float64)  # cross-entropy, KL
-    cleans, zeros = torch.zeros(len(models), dtype=torch.float64), torch.zeros(len(parts), dtype=torch.float64)
+    cleans, zeros = (
+        torch.zeros(len(models), dtype=torch.float64),
+        torch.zeros(len(parts), dtype=torch.float64),
+    )
     written = reads if len(parts) > 1 or parts[0] == reads else parts[0]
     tokens = predictions = 0
     for batch in in_batches(windows, BATCH_LOGITS // sum(model.vocabulary for model in models)):
@@ -289,8 +378,11 @@ def effects(models: "Sequence[LanguageModel]", windows: Iterable[list[int]], spe
             found |= zip(own, passes[-1].x.chunk(len(own), 1), strict=True)
             cleans[number] += passes[-1].cross_entropy(passes[-1].log_probabilities).cpu()
         x = torch.cat([found[point] for point in reads], 1)
-        predicted = [dict(zip(written, (y_hat[:, place] for place in sae.places), strict=True)) for sae in saes
-                     for y_hat in [sae(x.to(sae.W_enc))]]
+        predicted = [
+            dict(zip(written, (y_hat[:, place] for place in sae.places), strict=True))
+            for sae in saes
+            for y_hat in [sae(x.to(sae.W_enc))]
+        ]
         for place, (own_sums, part) in enumerate(zip(sums, parts, strict=True)):
             clean = passes[part[0].model]
             zeros[place] += clean.cross_entropy(clean.zeroed(part)).cpu()
@@ -302,16 +394,31 @@ def effects(models: "Sequence[LanguageModel]", windows: Iterable[list[int]], spe
         show(tokens)
 
     def measures(clean: Tensor, zero: Tensor, spliced: Tensor, kl: Tensor) -> dict[str, Any]:
-        return {"ce_clean": float(clean / predictions), "ce_spliced": float(spliced / predictions),
-                "ce_zero": float(zero / predictions), "ce_recovered": float((zero - spliced) / (zero - clean)),
-                "kl": float(kl / tokens), "tokens": tokens}
+        return {
+            "ce_clean": float(clean / predictions),
+            "ce_spliced": float(spliced / predictions),
+            "ce_zero": float(zero / predictions),
+            "ce_recovered": float((zero - spliced) / (zero - clean)),
+            "kl": float(kl / tokens),
+            "tokens": tokens,
+        }
 
-    return [[measures(cleans[part[0].model], zero, *both) for part, zero, both in
-             zip(parts, zeros, sums[:, index], strict=True)] for index in range(len(saes))]
+    return [
+        [
+            measures(cleans[part[0].model], zero, *both)
+            for part, zero, both in zip(parts, zeros, sums[:, index], strict=True)
+        ]
+        for index in range(len(saes))
+    ]
 
 
-def plain_activations(model: "LanguageModel", windows: Iterable[list[int]], special: Tensor,
-                      points: Sequence[HookPoint], most: int) -> Iterator[list[Tensor]]:
+def plain_activations(
+    model: "LanguageModel",
+    windows: Iterable[list[int]],
+    special: Tensor,
+    points: Sequence[HookPoint],
+    most: int,
+) -> Iterator[list[Tensor]]:
     """The activations of windows' plain tokens at distinct hook points, (n, D) each, in batches of at most `most`
     tokens; the model runs up to the last of the points."""
     for batch in in_batches(windows, most):

@@ -20,7 +20,9 @@ from .options import TINY_GEMMA2, ExtractConfig
 from .texts import STDLIB_DOCS
 
 GPU_TOKENS = 1 << 14  # per forward pass
-Blocks = Callable[[Callable[[int, int], None]], Generator[tuple[np.ndarray, np.ndarray], None, None]]
+Blocks = Callable[
+    [Callable[[int, int], None]], Generator[tuple[np.ndarray, np.ndarray], None, None]
+]
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,16 @@ class Streamed:
         return self.given
 
 
-def open_stream(config: ExtractConfig, *, given: Set[str], at: tuple[int | None, str], device: str, home: Home,
-                listener: Listener, whole: bool = False) -> tuple[Streamed, Extraction]:
+def open_stream(
+    config: ExtractConfig,
+    *,
+    given: Set[str],
+    at: tuple[int | None, str],
+    device: str,
+    home: Home,
+    listener: Listener,
+    whole: bool = False,
+) -> tuple[Streamed, Extraction]:
     """Load a model, `whole` or up to the layer, and open a text; `given` names the options that the user set, `at`
     the layer, None for the middle one, and the site."""
     from .language_model import LanguageModel  # transformers takes seconds to import
@@ -73,12 +83,16 @@ def open_stream(config: ExtractConfig, *, given: Set[str], at: tuple[int | None,
         config = replace(config, batch_size=max(1, GPU_TOKENS // config.window))
     layer, site = source.default_layer() if at[0] is None else at[0], at[1]
     (request,) = store_requests(config, [source], text, [layer], [site], None, home.stores)
-    model = LanguageModel(source, where, head=whole, dtype=config.model_dtype, last=None if whole else layer)
+    model = LanguageModel(
+        source, where, head=whole, dtype=config.model_dtype, last=None if whole else layer
+    )
     extraction = Extraction(config, [model], text, listener)
     meta, points = extraction.metas([request])[request.point], [request.point]
     forward = extraction.forward(points)
 
-    def blocks(show: Callable[[int, int], None]) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
+    def blocks(
+        show: Callable[[int, int], None],
+    ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
         admission, stored, dtype = Admission(request.folder, meta), 0, DTYPES[config.dtype]
         with Ahead(extraction.blocks(Quota(0, 1, config.rows))) as found:
             for block in found:
@@ -87,16 +101,26 @@ def open_stream(config: ExtractConfig, *, given: Set[str], at: tuple[int | None,
                 columns: Columns = {name: block.columns[name] for name in meta.columns}
                 rows, columns, _ = admission(forward(block, points, show)[0].rows, columns, {})
                 stored += len(rows)
-                demand_some(stored, "float32", block.offered, 1)  # whose range bfloat16 has: another would not help
-                yield (rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
-                       np.asarray(columns["document"]))
+                demand_some(
+                    stored, "float32", block.offered, 1
+                )  # whose range bfloat16 has: another would not help
+                yield (
+                    rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
+                    np.asarray(columns["document"]),
+                )
 
     chosen = {name: value for name, value in asdict(config).items() if name in given}
     revisions = [one.revision or "" for one in text.sources]
-    chosen |= {"model": _found_again(config.model), "layer": layer, "site": site, "rows": config.rows,
-               "context": config.context, "model_dtype": config.model_dtype,
-               "dataset": [_found_again(one.dataset) for one in text.sources],
-               **({"dataset_revision": revisions} if any(revisions) else {})}
+    chosen |= {
+        "model": _found_again(config.model),
+        "layer": layer,
+        "site": site,
+        "rows": config.rows,
+        "context": config.context,
+        "model_dtype": config.model_dtype,
+        "dataset": [_found_again(one.dataset) for one in text.sources],
+        **({"dataset_revision": revisions} if any(revisions) else {}),
+    }
     if config.chat_template is not None:
         chosen["chat_template"] = _found_again(config.chat_template)
     return Streamed(request, meta, chosen, blocks, extraction.block_rows), extraction

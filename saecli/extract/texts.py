@@ -29,13 +29,20 @@ DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user 
 MARK_EVERY = 256  # rows of a hub dataset between two marks
 COMMIT = re.compile("[0-9a-f]{40}")
 WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"
-ENOUGH_LINES, MOST_BAD = 100, 0.01  # from 100 lines on, a .jsonl file is refused if over 1% of them hold no text
-_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
+ENOUGH_LINES, MOST_BAD = (
+    100,
+    0.01,
+)  # from 100 lines on, a .jsonl file is refused if over 1% of them hold no text
+_STDLIB_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+)
 _DOCSTRING_MIN_CHARS = 40
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 Texts = Generator[str, None, None]
-Read = Callable[[Any, str, str], str]  # from a row and a column; the words for the row are for errors
+Read = Callable[
+    [Any, str, str], str
+]  # from a row and a column; the words for the row are for errors
 Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` before that document}
 
 
@@ -51,10 +58,14 @@ class Document(NamedTuple):
 def value_of(row: Any, column: str, where: str) -> Any:
     """The value in a column of a row; `where` names the row in errors."""
     if not isinstance(row, dict):
-        raise ModelError(f"{where} has no columns; expected a JSON object, got {type(row).__name__}; correct it")
+        raise ModelError(
+            f"{where} has no columns; expected a JSON object, got {type(row).__name__}; correct it"
+        )
     if column not in row:
-        raise ModelError(f"{where} has no column {column!r}; expected one of its columns, {', '.join(row) or 'none'}; "
-                         "name one with --text-column")
+        raise ModelError(
+            f"{where} has no column {column!r}; expected one of its columns, {', '.join(row) or 'none'}; "
+            "name one with --text-column"
+        )
     return row[column]
 
 
@@ -63,8 +74,10 @@ def text_of(row: Any, column: str, where: str) -> str:
     text = value_of(row, column, where)
     if text is not None and not isinstance(text, str):
         columns = ", ".join(name for name in row if isinstance(row[name], str)) or "none"
-        raise ModelError(f"{where} holds no text in column {column!r}; expected a string, got {type(text).__name__}; "
-                         f"name a column that holds text with --text-column ({columns} here)")
+        raise ModelError(
+            f"{where} holds no text in column {column!r}; expected a string, got {type(text).__name__}; "
+            f"name a column that holds text with --text-column ({columns} here)"
+        )
     return text or ""
 
 
@@ -95,11 +108,16 @@ class TextSource:
 
     def recognised(self) -> Self:
         """The source with the column of its messages, if its first row has one."""
+
         def of_messages(row: Any, column: str, where: str) -> str:
             columns = (column, *CHAT_COLUMNS) if column == "text" else (column,)
             there = next((name for name in columns if isinstance(row, dict) and name in row), "")
             value = row[there] if there else None
-            return there if isinstance(value, list) and all(isinstance(one, dict) for one in value) else ""
+            return (
+                there
+                if isinstance(value, list) and all(isinstance(one, dict) for one in value)
+                else ""
+            )
 
         if not self.chat or (not _is_local(self.dataset) and why_unreachable()):
             return replace(self, chat=self.chat and self.column in CHAT_COLUMNS)
@@ -111,31 +129,48 @@ class TextSource:
         if self.dataset == STDLIB_DOCS:
             return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
         if not _is_local(self.dataset):
-            return {"dataset": self.dataset, "config": self._config, "split": self.split, "column": self.column,
-                    "dataset_revision": self.revision}
+            return {
+                "dataset": self.dataset,
+                "config": self._config,
+                "split": self.split,
+                "column": self.column,
+                "dataset_revision": self.revision,
+            }
         path = _local_file(self.dataset)
-        identity = {"dataset": str(path.resolve()), "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        identity = {
+            "dataset": str(path.resolve()),
+            "bytes": path.stat().st_size,
+            "sha256": file_sha256(path),
+        }
         return identity if path.suffix.lower() == ".txt" else {**identity, "column": self.column}
 
-    def documents(self, start: int = 0, mark: Mark | None = None,
-                  note: Callable[[str], None] = lambda _: None) -> Iterator[Document]:
+    def documents(
+        self, start: int = 0, mark: Mark | None = None, note: Callable[[str], None] = lambda _: None
+    ) -> Iterator[Document]:
         """The documents from number `start` on, including blank ones, read from a mark at or before it; `note` is
         called with a message on skipped lines of a .jsonl file."""
         found = self._documents(start, mark, note)
         if start == 0:
             if (first := next(found, None)) is None:
-                raise ModelError(f"there is no text in {self.dataset}; name another file or dataset")
+                raise ModelError(
+                    f"there is no text in {self.dataset}; name another file or dataset"
+                )
             yield first
         yield from found
 
-    def _documents(self, start: int, mark: Mark | None, note: Callable[[str], None]) -> Iterator[Document]:
+    def _documents(
+        self, start: int, mark: Mark | None, note: Callable[[str], None]
+    ) -> Iterator[Document]:
         if self.dataset != STDLIB_DOCS and not _is_local(self.dataset):
             yield from self._on_hub(start, mark)
             return
         path = Path() if self.dataset == STDLIB_DOCS else _local_file(self.dataset)
-        texts = {"": stdlib_docstrings, ".txt": lambda: txt_texts(path),
-                 ".jsonl": lambda: jsonl_texts(path, self.column, self.read, note),
-                 ".parquet": lambda: parquet_texts(path, self.column, self.read)}[path.suffix.lower()]()
+        texts = {
+            "": stdlib_docstrings,
+            ".txt": lambda: txt_texts(path),
+            ".jsonl": lambda: jsonl_texts(path, self.column, self.read, note),
+            ".parquet": lambda: parquet_texts(path, self.column, self.read),
+        }[path.suffix.lower()]()
         with closing(texts):
             for number, text in enumerate(islice(texts, start, None), start):
                 yield Document(number, text, None)
@@ -150,13 +185,16 @@ class TextSource:
         import datasets
 
         try:
-            data = datasets.load_dataset(self.dataset, self._config, split=self.split, revision=self.revision,
-                                         streaming=True)
+            data = datasets.load_dataset(
+                self.dataset, self._config, split=self.split, revision=self.revision, streaming=True
+            )
             number = 0
             if mark is not None:
                 data.load_state_dict(mark["state"])
                 number = mark["document"]
-            with closing(iter(data)) as rows:  # else the library's readers print errors at interpreter exit
+            with closing(
+                iter(data)
+            ) as rows:  # else the library's readers print errors at interpreter exit
                 for row in rows:
                     if number >= start:
                         where = f"row {number} of the dataset {self.dataset}"
@@ -179,17 +217,25 @@ class TextSource:
         link: BaseException | None = error
         while link is not None:  # `datasets` reports files that it could not fetch as not found
             status = getattr(getattr(link, "response", None), "status_code", 503)
-            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and status in (408, 429, *range(500, 600)):
+            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and status in (
+                408,
+                429,
+                *range(500, 600),
+            ):
                 return self._unreachable(one_line(error))
             link = link.__cause__ or link.__context__
         if isinstance(error, FileNotFoundError | RepositoryNotFoundError):
-            return ModelError(f"the dataset {self.dataset} cannot be found: {one_line(error)}; check the id, log in "
-                              f"with `hf auth login`, or {WITHOUT_NETWORK}")
+            return ModelError(
+                f"the dataset {self.dataset} cannot be found: {one_line(error)}; check the id, log in "
+                f"with `hf auth login`, or {WITHOUT_NETWORK}"
+            )
         return ModelError(f"the dataset {self.dataset} cannot be read: {one_line(error)}; {advice}")
 
     def _unreachable(self, reason: str) -> ModelError:
-        return ModelError(f"the dataset {self.dataset} cannot be fetched; expected a network connection to the Hugging "
-                          f"Face Hub, got: {reason}; connect, or {WITHOUT_NETWORK}")
+        return ModelError(
+            f"the dataset {self.dataset} cannot be fetched; expected a network connection to the Hugging "
+            f"Face Hub, got: {reason}; connect, or {WITHOUT_NETWORK}"
+        )
 
 
 @dataclass(frozen=True)
@@ -211,25 +257,40 @@ class Mixture:
 
     def identity(self) -> dict[str, Any]:
         parts = [source.identity() for source in self.sources]
-        return parts[0] if not self.names else {
-            "dataset": " + ".join(part["dataset"] for part in parts),
-            "mixture": [{"share": share, **part} for share, part in zip(self.shares, parts, strict=True)]}
+        return (
+            parts[0]
+            if not self.names
+            else {
+                "dataset": " + ".join(part["dataset"] for part in parts),
+                "mixture": [
+                    {"share": share, **part} for share, part in zip(self.shares, parts, strict=True)
+                ],
+            }
+        )
 
-    def documents(self, start: int = 0, mark: Mark | None = None,
-                  note: Callable[[str], None] = lambda _: None) -> Iterator[Document]:
+    def documents(
+        self, start: int = 0, mark: Mark | None = None, note: Callable[[str], None] = lambda _: None
+    ) -> Iterator[Document]:
         """A mixture's marks have the number and mark of each source's next document, and the rows of those before."""
         if not self.names:
             yield from self.sources[0].documents(start, mark, note)
             return
-        number, begun = (mark["document"], mark["sources"]) if mark else (0, [(0, None, 0)] * len(self.sources))
+        number, begun = (
+            (mark["document"], mark["sources"]) if mark else (0, [(0, None, 0)] * len(self.sources))
+        )
         following, marks, counts = map(list, zip(*begun, strict=True))
-        waiting = {index: source.documents(following[index], marks[index], note)
-                   for index, source in enumerate(self.sources)}
+        waiting = {
+            index: source.documents(following[index], marks[index], note)
+            for index, source in enumerate(self.sources)
+        }
         while waiting:
             index = min(waiting, key=lambda one: counts[one] / self.shares[one])
             if (document := next(waiting[index], None)) is None:
                 del waiting[index]
-                note(f"{self.names[index]} ends after {counts[index]:,} rows" + "; others go on" * bool(waiting))
+                note(
+                    f"{self.names[index]} ends after {counts[index]:,} rows"
+                    + "; others go on" * bool(waiting)
+                )
                 continue
             marks[index] = document.mark
             before = {"document": number, "sources": [*zip(following, marks, counts, strict=True)]}
@@ -250,19 +311,28 @@ def _hub_errors() -> tuple[type[Exception], ...]:
 
 def _is_local(dataset: str) -> bool:
     path = Path(dataset).expanduser()
-    return path.suffix.lower() in LOCAL_SUFFIXES or path.exists() or path.is_absolute() or dataset.startswith(".")
+    return (
+        path.suffix.lower() in LOCAL_SUFFIXES
+        or path.exists()
+        or path.is_absolute()
+        or dataset.startswith(".")
+    )
 
 
 def _local_file(dataset: str) -> Path:
     path = Path(dataset).expanduser()
     if not path.exists():
-        raise ModelError(f"the text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging "
-                         f"Face dataset id, or {STDLIB_DOCS}; check the name")
+        raise ModelError(
+            f"the text file {dataset} does not exist; expected a .txt, .jsonl or .parquet file, a Hugging "
+            f"Face dataset id, or {STDLIB_DOCS}; check the name"
+        )
     try:
         if regular(path).suffix.lower() not in LOCAL_SUFFIXES:
             raise NotAFile("expected a .txt, .jsonl or .parquet file, got a file of another kind")
     except OSError as error:
-        raise ModelError(f"the text source {dataset} cannot be read: {error}; convert it or name another") from error
+        raise ModelError(
+            f"the text source {dataset} cannot be read: {error}; convert it or name another"
+        ) from error
     return path
 
 
@@ -306,8 +376,10 @@ def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
             for line in file:
                 yield line.rstrip("\n")
     except UnicodeDecodeError as error:
-        raise ModelError(f"the text file {path} is not UTF-8: it has the byte 0x{error.object[error.start]:02x}; "
-                         "convert the file to UTF-8") from error
+        raise ModelError(
+            f"the text file {path} is not UTF-8: it has the byte 0x{error.object[error.start]:02x}; "
+            "convert the file to UTF-8"
+        ) from error
 
 
 def jsonl_texts(path: Path, column: str, read: Read, note: Callable[[str], None]) -> Texts:
@@ -328,8 +400,13 @@ def jsonl_texts(path: Path, column: str, read: Read, note: Callable[[str], None]
             if text is not None:
                 yield text
         if first is not None and (refused := bad > MOST_BAD * lines):
-            raise first if bad == lines else first.within(
-                after=f"bad lines: {bad:,} of the first {lines:,}, and no more than {MOST_BAD:.0%} are left out")
+            raise (
+                first
+                if bad == lines
+                else first.within(
+                    after=f"bad lines: {bad:,} of the first {lines:,}, and no more than {MOST_BAD:.0%} are left out"
+                )
+            )
     finally:  # also if reading stops before the file's end
         if bad and not refused:
             note(f"left out {bad:,} of {lines:,} lines, the first: {first}")
@@ -342,8 +419,10 @@ def _text_in(line: str, column: str, read: Read, where: str) -> str:
     except UnicodeEncodeError as error:
         raise ModelError(f"{where} is not UTF-8; correct the line") from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{where} cannot be read; expected one JSON object per line, got {one_line(error)}; "
-                         "correct the line") from error
+        raise ModelError(
+            f"{where} cannot be read; expected one JSON object per line, got {one_line(error)}; "
+            "correct the line"
+        ) from error
     return text
 
 
@@ -352,12 +431,19 @@ def parquet_texts(path: Path, column: str, read: Read) -> Texts:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            there = column in file.schema_arrow.names  # else the first row is refused, or shows the column of messages
-            batches = file.iter_batches(1 << 16 if there else 1, columns=[column] if there else None)
-            for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
+            there = (
+                column in file.schema_arrow.names
+            )  # else the first row is refused, or shows the column of messages
+            batches = file.iter_batches(
+                1 << 16 if there else 1, columns=[column] if there else None
+            )
+            for number, row in enumerate(
+                chain.from_iterable(batch.to_pylist() for batch in batches)
+            ):
                 yield read(row, column, f"row {number} of {path}")
     except ModelError:
         raise
     except (OSError, ValueError) as error:  # pyarrow's own errors are of both kinds
-        raise ModelError(f"the text file {path} cannot be read: {one_line(error)}; write it as Parquet "
-                         f"again") from error
+        raise ModelError(
+            f"the text file {path} cannot be read: {one_line(error)}; write it as Parquet again"
+        ) from error

@@ -34,9 +34,13 @@ class TokenTexts:
         """The text of consecutive tokens; numbers if the tokenizer does not know one of them."""
         if any(not 0 <= token < len(self) for token in tokens):
             return "".join(f"[{token}]" for token in tokens)
-        head, whole = (self._tokenizer.decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=False)
-                       for ids in (self._before, [*self._before, *tokens]))
-        return whole[len(head):]
+        head, whole = (
+            self._tokenizer.decode(
+                ids, clean_up_tokenization_spaces=False, skip_special_tokens=False
+            )
+            for ids in (self._before, [*self._before, *tokens])
+        )
+        return whole[len(head) :]
 
 
 BLOCK_LOGITS = 1 << 24  # logits in memory: 64 MB in float32
@@ -65,15 +69,19 @@ class Unembedding:
     def __init__(self, model: LanguageModel) -> None:
         head = model.model.get_output_embeddings()
         if head is None or not hasattr(head, "weight"):
-            raise ModelError(f"{model.source.name}, a {type(model.model).__name__}, has no unembedding; leave --model "
-                             f"out")
+            raise ModelError(
+                f"{model.source.name}, a {type(model.model).__name__}, has no unembedding; leave --model "
+                f"out"
+            )
         # A head padded to a round number has more rows than its tokenizer has tokens.
         self._W_U = head.weight[: len(model.tokenizer)]
         self._mean = self._W_U.mean(0, dtype=torch.float32)
         self._weight, self._centred = _final_norm(model, head)
 
     @torch.no_grad()
-    def output_tokens(self, directions: Tensor, count: int, show: Callable[[int], None]) -> OutputTokens:
+    def output_tokens(
+        self, directions: Tensor, count: int, show: Callable[[int], None]
+    ) -> OutputTokens:
         """The `count` tokens whose logits a unit step in each direction, (R, D), raises and lowers most; `show` is
         called with the number of directions done. Cost: `2 R D V` operations, `BLOCK_LOGITS` logits held at a time."""
         count = min(count, len(self._W_U))
@@ -86,9 +94,17 @@ class Unembedding:
             logits = (taken.to(self._W_U) @ self._W_U.T).float() - (taken @ self._mean)[:, None]
             up, promoted = logits.topk(count, dim=1)
             down, suppressed = logits.topk(count, dim=1, largest=False)
-            counts = torch.stack([torch.histc(one, LOGIT_BINS, least, most) for one, least, most in
-                                  zip(logits, down[:, 0].tolist(), up[:, 0].tolist(), strict=True)])
-            found.append(tuple(part.cpu() for part in (promoted, up, suppressed, down, counts.long())))
+            counts = torch.stack(
+                [
+                    torch.histc(one, LOGIT_BINS, least, most)
+                    for one, least, most in zip(
+                        logits, down[:, 0].tolist(), up[:, 0].tolist(), strict=True
+                    )
+                ]
+            )
+            found.append(
+                tuple(part.cpu() for part in (promoted, up, suppressed, down, counts.long()))
+            )
             show(sum(len(part[0]) for part in found))
         return OutputTokens(*map(torch.cat, zip(*found, strict=True)))
 
@@ -104,8 +120,11 @@ def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
         if isinstance(output, Tensor):
             outputs.append((module, output))
 
-    hooks = [module.register_forward_hook(note) for module in model.model.modules()
-             if "norm" in type(module).__name__.lower()]
+    hooks = [
+        module.register_forward_hook(note)
+        for module in model.model.modules()
+        if "norm" in type(module).__name__.lower()
+    ]
     hooks.append(head.register_forward_pre_hook(lambda module, args: taken.append(args[0])))
     try:
         token_ids = torch.zeros(1, 1, dtype=torch.int64)
@@ -115,7 +134,10 @@ def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
             hook.remove()
     D = head.weight.shape[1]
     signs = torch.ones(D, dtype=model.dtype, device=model.device)
-    norm = next((module for module, output in reversed(outputs) if taken and torch.equal(output, taken[0])), None)
+    norm = next(
+        (module for module, output in reversed(outputs) if taken and torch.equal(output, taken[0])),
+        None,
+    )
     if norm is None:  # the head takes the residual stream itself
         return signs.float(), False
     constant = norm(signs)
@@ -125,7 +147,9 @@ def _final_norm(model: LanguageModel, head: Any) -> tuple[Tensor, bool]:
 
 
 @torch.no_grad()
-def continuation(model: LanguageModel, token_ids: Tensor, most: int, temperature: float, seed: int) -> list[int]:
+def continuation(
+    model: LanguageModel, token_ids: Tensor, most: int, temperature: float, seed: int
+) -> list[int]:
     """The ids of the next tokens, 1 to `most`, after a prompt, (1, T), that begins with the special tokens of a text.
 
     The model must be loaded with its head; its end-of-text token ends the continuation. A `temperature` of 0 takes the
@@ -133,14 +157,25 @@ def continuation(model: LanguageModel, token_ids: Tensor, most: int, temperature
     """
     given = model.model.generation_config
     # All that could come from the model's own defaults, such as top-k, is set.
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {
-        "do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    config = GenerationConfig(max_new_tokens=most, num_beams=1, repetition_penalty=1.0, bos_token_id=given.bos_token_id,
-                              eos_token_id=given.eos_token_id,
-                              pad_token_id=0 if given.pad_token_id is None else given.pad_token_id, **sampling)
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature
+        else {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    )
+    config = GenerationConfig(
+        max_new_tokens=most,
+        num_beams=1,
+        repetition_penalty=1.0,
+        bos_token_id=given.bos_token_id,
+        eos_token_id=given.eos_token_id,
+        pad_token_id=0 if given.pad_token_id is None else given.pad_token_id,
+        **sampling,
+    )
     token_ids = token_ids.to(model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         with model.reporting():
-            found = model.model.generate(token_ids, attention_mask=torch.ones_like(token_ids), generation_config=config)
-    return found[0, token_ids.shape[1]:].tolist()
+            found = model.model.generate(
+                token_ids, attention_mask=torch.ones_like(token_ids), generation_config=config
+            )
+    return found[0, token_ids.shape[1] :].tolist()

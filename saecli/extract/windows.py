@@ -44,7 +44,11 @@ class Cursor(NamedTuple):
 
     @classmethod
     def from_json(cls, cursor: dict[str, Any] | None) -> Self:
-        return cls(cursor["document"], cursor["token"], cursor.get("_mark"), cursor["offered"]) if cursor else cls()
+        return (
+            cls(cursor["document"], cursor["token"], cursor.get("_mark"), cursor["offered"])
+            if cursor
+            else cls()
+        )
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -75,27 +79,53 @@ class Windows:
     BOS and padding are special. `left_out` counts by reason the documents skipped since the last block.
     """
 
-    def __init__(self, tokenizer: Any, context: int, positions: str = "all", packed: bool = False,
-                 min_tokens: int = 1, control: str | None = None) -> None:
-        self._tokenizer, self._positions, self._packed, self._min_tokens = tokenizer, positions, packed, min_tokens
+    def __init__(
+        self,
+        tokenizer: Any,
+        context: int,
+        positions: str = "all",
+        packed: bool = False,
+        min_tokens: int = 1,
+        control: str | None = None,
+    ) -> None:
+        self._tokenizer, self._positions, self._packed, self._min_tokens = (
+            tokenizer,
+            positions,
+            packed,
+            min_tokens,
+        )
         with_special = tokenizer("a")["input_ids"]
         plain = tokenizer("a", add_special_tokens=False)["input_ids"]
         self.prefix: list[int] = with_special[: with_special.index(plain[0])]
-        self._separator = self.prefix or [token for token in [tokenizer.eos_token_id] if token is not None]
+        self._separator = self.prefix or [
+            token for token in [tokenizer.eos_token_id] if token is not None
+        ]
         self._context, self._room = context, context - len(self.prefix)
-        added = tokenizer.added_tokens_decoder.items() if control else ()  # Llama's control tokens are only added ones
-        special = every = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+        added = (
+            tokenizer.added_tokens_decoder.items() if control else ()
+        )  # Llama's control tokens are only added ones
+        special = every = {
+            *tokenizer.all_special_ids,
+            *(number for number, token in added if token.special),
+        }
         if control == "keep":
-            special = {tokenizer.bos_token_id, *{tokenizer.pad_token_id} - {tokenizer.eos_token_id}} - {None}
+            special = {
+                tokenizer.bos_token_id,
+                *{tokenizer.pad_token_id} - {tokenizer.eos_token_id},
+            } - {None}
         self._special, self.control = frozenset(special), sorted(every - special)
         self.special = torch.tensor(sorted(special), dtype=torch.int64)
         self.left_out: Counter[str] = Counter()
         if self._room < 1:
-            raise ConfigError(f"--context must be above {len(self.prefix)}, the number of special tokens before a "
-                              f"text, got {context}")
+            raise ConfigError(
+                f"--context must be above {len(self.prefix)}, the number of special tokens before a "
+                f"text, got {context}"
+            )
         if packed and not self._separator:
-            raise ConfigError("--packed needs a token to separate documents, and this tokenizer has neither BOS nor "
-                              "EOS; leave it out")
+            raise ConfigError(
+                "--packed needs a token to separate documents, and this tokenizer has neither BOS nor "
+                "EOS; leave it out"
+            )
 
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
         """The windows from a token of the first document on."""
@@ -110,10 +140,15 @@ class Windows:
             token_ids, roles, turns = self._tokens(document.text)
             while token < len(token_ids):
                 start, token = token, min(token + self._room, len(token_ids))
-                if token < len(token_ids) and (turn := max(turns[: bisect_right(turns, token)], default=0)) > start:
+                if (
+                    token < len(token_ids)
+                    and (turn := max(turns[: bisect_right(turns, token)], default=0)) > start
+                ):
                     token = turn
                 ended = self._positions == "last" or token == len(token_ids)
-                owners = [(document.number, document.source, [0] * len(self.prefix) + roles[start:token])]
+                owners = [
+                    (document.number, document.source, [0] * len(self.prefix) + roles[start:token])
+                ]
                 after = Cursor(document.number + ended, 0 if ended else token, document.mark)
                 yield self._window([*self.prefix, *token_ids[start:token]], owners, after)
                 if ended:
@@ -125,10 +160,18 @@ class Windows:
         for document in documents:
             waiting, roles, _ = self._tokens(document.text)
             while token < len(waiting):
-                between = self._separator if token == 0 and len(token_ids) > len(self.prefix) else []
+                between = (
+                    self._separator if token == 0 and len(token_ids) > len(self.prefix) else []
+                )
                 part = waiting[token : token + self._context - len(token_ids) - len(between)]
                 token_ids += [*between, *part]
-                owners.append((document.number, document.source, [0] * len(between) + roles[token : token + len(part)]))
+                owners.append(
+                    (
+                        document.number,
+                        document.source,
+                        [0] * len(between) + roles[token : token + len(part)],
+                    )
+                )
                 token += len(part)
                 ended = token == len(waiting)
                 after = Cursor(document.number + ended, 0 if ended else token, document.mark)
@@ -145,19 +188,29 @@ class Windows:
         if isinstance(text, Conversation):
             found = text.origin[0].tokens(text, self.prefix, self._positions == "assistant")
         else:
-            ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text.strip() else []
+            ids = (
+                self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                if text.strip()
+                else []
+            )
             found = ids, [0] * len(ids), []
         if len(found[0]) >= self._min_tokens:
             return found
         self.left_out["short_texts" if found[0] else "empty_texts"] += 1
         return [], [], []
 
-    def _window(self, token_ids: list[int], owners: list[tuple[int, int, list[int]]], after: Cursor) -> Window:
+    def _window(
+        self, token_ids: list[int], owners: list[tuple[int, int, list[int]]], after: Cursor
+    ) -> Window:
         """A window of parts of documents, `owners`: number and source of each, and its tokens' roles."""
         ids = np.array(token_ids, np.int64)
-        special = np.fromiter((token in self._special for token in token_ids), bool, len(ids))  # np.isin is slower
+        special = np.fromiter(
+            (token in self._special for token in token_ids), bool, len(ids)
+        )  # np.isin is slower
         numbers, of, parts = zip(*owners, strict=True)
-        documents, sources = (np.repeat(np.array(each, np.int64), [*map(len, parts)]) for each in (numbers, of))
+        documents, sources = (
+            np.repeat(np.array(each, np.int64), [*map(len, parts)]) for each in (numbers, of)
+        )
         roles = np.array([*chain.from_iterable(parts)], np.int64)
         kept = ~special & (roles == ASSISTANT) if self._positions == "assistant" else ~special
         if self._positions == "last":
@@ -191,13 +244,21 @@ class Block:
         self._kept = _joined([window.kept for window in windows], bool)
         self._special = _joined([window.special for window in windows], bool)
         positions = np.arange(len(self._token_ids)) - np.repeat(self._starts, self.lengths)
-        documents, sources, roles = (_joined([getattr(window, name) for window in windows], np.int64)
-                                     for name in ("documents", "sources", "roles"))
-        self.columns = {"token_id": self._token_ids[self._kept], "position": positions[self._kept],
-                        "document": documents[self._kept], "source": sources[self._kept],
-                        "role": roles[self._kept]}
+        documents, sources, roles = (
+            _joined([getattr(window, name) for window in windows], np.int64)
+            for name in ("documents", "sources", "roles")
+        )
+        self.columns = {
+            "token_id": self._token_ids[self._kept],
+            "position": positions[self._kept],
+            "document": documents[self._kept],
+            "source": sources[self._kept],
+            "role": roles[self._kept],
+        }
         self.rows, self.specials = int(self._kept.sum()), int(self._special.sum())
-        self.end = (windows[-1].after if windows else cursor)._replace(offered=cursor.offered + self.rows)
+        self.end = (windows[-1].after if windows else cursor)._replace(
+            offered=cursor.offered + self.rows
+        )
 
     @property
     def offered(self) -> int:
@@ -210,24 +271,39 @@ class Block:
         mask = offsets < lengths
         tokens = np.where(mask, self._starts[windows][:, None] + offsets, 0)
         kept, special = mask & self._kept[tokens], mask & self._special[tokens]
-        found = (np.where(mask, self._token_ids[tokens], 0), mask.astype(np.int64),
-                 np.flatnonzero(kept), (np.cumsum(self._kept) - 1)[tokens[kept]],
-                 np.flatnonzero(special), (np.cumsum(self._special) - 1)[tokens[special]])
+        found = (
+            np.where(mask, self._token_ids[tokens], 0),
+            mask.astype(np.int64),
+            np.flatnonzero(kept),
+            (np.cumsum(self._kept) - 1)[tokens[kept]],
+            np.flatnonzero(special),
+            (np.cumsum(self._special) - 1)[tokens[special]],
+        )
         return Batch(*map(torch.from_numpy, found))
 
 
-def in_blocks(documents_from: Callable[[Cursor], Iterable[Document]], windows: Windows, rows: int,
-              cursor: Cursor = START, ahead: int = LOOK_AHEAD,
-              first_rows: int = FIRST_ROWS) -> Generator[Block, None, None]:
+def in_blocks(
+    documents_from: Callable[[Cursor], Iterable[Document]],
+    windows: Windows,
+    rows: int,
+    cursor: Cursor = START,
+    ahead: int = LOOK_AHEAD,
+    first_rows: int = FIRST_ROWS,
+) -> Generator[Block, None, None]:
     """The blocks of a text, from a cursor to the text's end; `documents_from` opens the text at a cursor's document.
 
     A block has about `ahead` tokens, the first about `first_rows` rows; it ends early at the last of `rows` rows.
     """
+
     def most_rows() -> int:
         if not cursor.offered:
             return min(first_rows, rows)
         # Further blocks make up for rows that were not stored; each doubles the number of extra rows.
-        return rows - cursor.offered if cursor.offered < rows else max(SPARE_ROWS, cursor.offered - rows)
+        return (
+            rows - cursor.offered
+            if cursor.offered < rows
+            else max(SPARE_ROWS, cursor.offered - rows)
+        )
 
     def block() -> Block:
         left_out = dict(windows.left_out)

@@ -21,7 +21,17 @@ from numpy.typing import NDArray
 
 from ..sae.dictionary import SAE
 from .cells import Cells
-from .local_pca import Labels, LocalPCA, Partition, Rows, Stream, StreamedPCA, affordable, kmeans, streamed_kmeans
+from .local_pca import (
+    Labels,
+    LocalPCA,
+    Partition,
+    Rows,
+    Stream,
+    StreamedPCA,
+    affordable,
+    kmeans,
+    streamed_kmeans,
+)
 from .survey import rank as map_rank
 
 KMEANS_ROWS = 4  # least mean number of training rows in a cell of the k-means autoencoder
@@ -35,7 +45,10 @@ CODES = 2**22  # codes at a time, 16 MiB in float32
 
 def reconstructions(sae: SAE, rows: Rows) -> Rows:
     step = max(1, CODES // sae.d_sae)
-    parts = [sae(torch.from_numpy(rows[at:at + step]).to(sae.W_enc.dtype)).numpy() for at in range(0, len(rows), step)]
+    parts = [
+        sae(torch.from_numpy(rows[at : at + step]).to(sae.W_enc.dtype)).numpy()
+        for at in range(0, len(rows), step)
+    ]
     return np.concatenate(parts)
 
 
@@ -93,7 +106,9 @@ class Bridge:
     rank: int  # principal directions in each piece
 
     @classmethod
-    def fit(cls, sae: SAE, train: Rows, rank: int, seed: int = 0, stream: Stream | None = None) -> "Bridge":
+    def fit(
+        cls, sae: SAE, train: Rows, rank: int, seed: int = 0, stream: Stream | None = None
+    ) -> "Bridge":
         """Fit k-means with `min(d_sae, N / 4)` cells, and local PCA with `min(d_sae, N / (4 rank))`, at least one.
 
         Args:
@@ -105,9 +120,15 @@ class Bridge:
         Cost: two k-means fits of at most `MINIBATCH_WORK` products; of a stream two passes, N C D each, and N D^2.
         """
         rank, N = min(rank, train.shape[1]), stream.rows if stream else len(train)
-        counts = [max(1, min(sae.d_sae, N // rows)) for rows in (KMEANS_ROWS, LOCAL_PCA_ROWS * max(1, rank))]
-        fitted = _pieces_of_stream(train, stream, counts, seed) if stream else [
-            _pieces(train, count, seed) for count in counts]
+        counts = [
+            max(1, min(sae.d_sae, N // rows))
+            for rows in (KMEANS_ROWS, LOCAL_PCA_ROWS * max(1, rank))
+        ]
+        fitted = (
+            _pieces_of_stream(train, stream, counts, seed)
+            if stream
+            else [_pieces(train, count, seed) for count in counts]
+        )
         return cls(sae, train, N, *fitted[0], *fitted[1], rank)
 
     def measure(self, rows: Rows, visited: "Visited", penalty: float | None = None) -> References:
@@ -125,17 +146,31 @@ class Bridge:
         varied = spectrum.ranks(penalty)
         residual = np.square(reconstructions(self.sae, rows) - rows.astype(np.float64)).sum(1)
         return References(
-            fvu(means, total), fvu(float(residual.sum()), total), fvu(spectrum.residual(fixed), total),
-            fvu(spectrum.residual(varied), total), len(self.kmeans.counts), len(self.local_pca.counts), self.rank,
-            penalty, spectrum.mean_rank(varied), own_cells(visited, self.train, rows, residual),
-            rows_fitted=self.rows_fitted, rows_measured=len(rows))
+            fvu(means, total),
+            fvu(float(residual.sum()), total),
+            fvu(spectrum.residual(fixed), total),
+            fvu(spectrum.residual(varied), total),
+            len(self.kmeans.counts),
+            len(self.local_pca.counts),
+            self.rank,
+            penalty,
+            spectrum.mean_rank(varied),
+            own_cells(visited, self.train, rows, residual),
+            rows_fitted=self.rows_fitted,
+            rows_measured=len(rows),
+        )
 
     def reconstructions(self, rows: Rows) -> dict[str, Rows]:
         """Reconstructions of rows, (M, D), by k-means, SAE and local PCA, (M, D) each."""
-        none, fixed = np.zeros(len(self.kmeans.counts), int), np.full(len(self.local_pca.counts), self.rank)
-        return {"k-means": self.kmeans.reconstruct(rows, self.means.predict(rows), none),
-                "SAE": reconstructions(self.sae, rows),
-                "local PCA": self.local_pca.reconstruct(rows, self.pieces.predict(rows), fixed)}
+        none, fixed = (
+            np.zeros(len(self.kmeans.counts), int),
+            np.full(len(self.local_pca.counts), self.rank),
+        )
+        return {
+            "k-means": self.kmeans.reconstruct(rows, self.means.predict(rows), none),
+            "SAE": reconstructions(self.sae, rows),
+            "local PCA": self.local_pca.reconstruct(rows, self.pieces.predict(rows), fixed),
+        }
 
 
 def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, LocalPCA]:
@@ -143,12 +178,16 @@ def _pieces(train: Rows, count: int, seed: int) -> tuple[Partition, LocalPCA]:
     return partition, LocalPCA(train, partition.predict(train), partition.cluster_centers_)
 
 
-def _pieces_of_stream(sample: Rows, stream: Stream, counts: list[int], seed: int) -> list[tuple[Partition, LocalPCA]]:
+def _pieces_of_stream(
+    sample: Rows, stream: Stream, counts: list[int], seed: int
+) -> list[tuple[Partition, LocalPCA]]:
     means, pieces = (affordable(sample, min(count, len(sample))) for count in counts)
     pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
     partitions = streamed_kmeans(sample, stream, [means, pieces], seed)
-    fitted = [StreamedPCA(partition.cluster_centers_, directions)
-              for partition, directions in zip(partitions, (False, True), strict=True)]
+    fitted = [
+        StreamedPCA(partition.cluster_centers_, directions)
+        for partition, directions in zip(partitions, (False, True), strict=True)
+    ]
     for batch in stream.batches():
         for partition, pca in zip(partitions, fitted, strict=True):
             pca.add(batch, partition.predict(batch))
@@ -180,16 +219,31 @@ def own_cells(visited: Visited, train: Rows, rows: Rows, residual: NDArray[np.fl
     if not ranks:
         return OwnCells(0, None, 0, 0, None, None, None, enough=False)
     number = {key: at for at, key in enumerate(ranks)}
-    (train_in, train_labels), (rows_in, labels) = (_labelled(some, number) for some in (visited.train, visited.rows))
+    (train_in, train_labels), (rows_in, labels) = (
+        _labelled(some, number) for some in (visited.train, visited.rows)
+    )
     fitted = LocalPCA(train[train_in], train_labels, np.zeros((len(ranks), train.shape[1])))
     spectrum = fitted.spectrum(rows[rows_in], labels)
     own = np.array(list(ranks.values()))
     # About the mean of all rows measured, as the FVU of all is: a cell or two may hold next to no spread.
     total = float(np.square(rows[rows_in] - rows.mean(0, dtype=np.float64)).sum())
-    sae_fvu, pca_fvu = fvu(float(residual[rows_in].sum()), total), fvu(spectrum.residual(own), total)
-    enough = len(rows_in) >= PRICE_ROWS and (len(ranks) >= PRICE_CELLS or len(rows_in) >= PRICE_COVER * len(rows))
-    return OwnCells(len(ranks), float(own[labels].mean()), len(train_in), len(rows_in), sae_fvu, pca_fvu,
-                    sae_fvu - pca_fvu, enough)
+    sae_fvu, pca_fvu = (
+        fvu(float(residual[rows_in].sum()), total),
+        fvu(spectrum.residual(own), total),
+    )
+    enough = len(rows_in) >= PRICE_ROWS and (
+        len(ranks) >= PRICE_CELLS or len(rows_in) >= PRICE_COVER * len(rows)
+    )
+    return OwnCells(
+        len(ranks),
+        float(own[labels].mean()),
+        len(train_in),
+        len(rows_in),
+        sae_fvu,
+        pca_fvu,
+        sae_fvu - pca_fvu,
+        enough,
+    )
 
 
 def _labelled(keys: list[bytes], number: dict[bytes, int]) -> tuple[NDArray[np.int64], Labels]:

@@ -78,7 +78,9 @@ class ThresholdedCells(Cells):
     def distances(self, pre: Tensor) -> Tensor:
         """`|v_i - t_i| / ||w_i||`, (B, F)."""
         # A latent with no weights switches nowhere.
-        return ((pre - self.thresholds).abs() / self._norms).masked_fill(self._norms == 0, torch.inf)
+        return ((pre - self.thresholds).abs() / self._norms).masked_fill(
+            self._norms == 0, torch.inf
+        )
 
     def supports(self, pre: Tensor) -> Tensor:
         return pre > self.thresholds
@@ -93,7 +95,9 @@ class ThresholdedCells(Cells):
 
 
 KNOWN = (Thresholded, TopK, ReluTopK, AbsTopK)
-SEARCH_WIDTH = 4  # candidates of the first round of the search for the nearest swap, enough for most rows
+SEARCH_WIDTH = (
+    4  # candidates of the first round of the search for the nearest swap, enough for most rows
+)
 PRODUCT_GAIN = 20  # distances between sites that one product computes in the time of a single one
 BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
 
@@ -152,19 +156,28 @@ class LargestCells(Cells):
             block = max(1, BLOCK // (max(self.order.k, self.sae.d_in) * width))
             proven = []
             for some in pending.split(block):
-                margins[some], done = self._nearest_swap(values[some], inside[some], bound[some], width, outside)
+                margins[some], done = self._nearest_swap(
+                    values[some], inside[some], bound[some], width, outside
+                )
                 proven.append(done)
             pending, width = pending[~torch.cat(proven)], width * 8
         return margins
 
-    def _nearest_swap(self, values: Tensor, inside: Tensor, bound: Tensor, width: int,
-                      outside: int) -> tuple[Tensor, Tensor]:
+    def _nearest_swap(
+        self, values: Tensor, inside: Tensor, bound: Tensor, width: int, outside: int
+    ) -> tuple[Tensor, Tensor]:
         """The nearest of the `width` swaps of smallest bound, and whether the bounds of the others prove it, (B,)."""
         wide = min(width, outside)
         entrants = bound.topk(min(wide + 1, outside), largest=False)
-        others = entrants.values[:, wide:].amin(1) if wide < outside else bound.new_full((len(bound),), torch.inf)
+        others = (
+            entrants.values[:, wide:].amin(1)
+            if wide < outside
+            else bound.new_full((len(bound),), torch.inf)
+        )
         j = entrants.indices[:, :wide]  # (B, wide)
-        gaps = values.gather(1, inside)[:, :, None] - values.gather(1, j)[:, None, :]  # (B, K, wide)
+        gaps = (
+            values.gather(1, inside)[:, :, None] - values.gather(1, j)[:, None, :]
+        )  # (B, K, wide)
         reach = self._reach[inside][:, :, None] + self._reach[j][:, None, :]
         pair_bound = torch.where(reach > 0, gaps / reach, torch.inf).flatten(1)
 
@@ -173,7 +186,9 @@ class LargestCells(Cells):
         if pairs < pair_bound.shape[1]:
             others = torch.minimum(others, best.values[:, pairs])
         chosen = best.indices[:, :pairs]  # (B, pairs)
-        distances = self._site_distances(inside.gather(1, chosen // wide), j.gather(1, chosen % wide))
+        distances = self._site_distances(
+            inside.gather(1, chosen // wide), j.gather(1, chosen % wide)
+        )
         swaps = torch.where(distances > 0, gaps.flatten(1).gather(1, chosen) / distances, torch.inf)
         nearest = swaps.amin(1)
         return nearest, ~(nearest > others)  # a row of NaN has margin NaN, and is done
@@ -182,8 +197,10 @@ class LargestCells(Cells):
         """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""
         mu = self.order.diagram.centroids
         step = max(1, BLOCK // mu.shape[1])
-        flat = [(mu[a] - mu[b]).norm(dim=-1) for a, b in zip(i.flatten().split(step), j.flatten().split(step),
-                                                             strict=True)]
+        flat = [
+            (mu[a] - mu[b]).norm(dim=-1)
+            for a, b in zip(i.flatten().split(step), j.flatten().split(step), strict=True)
+        ]
         return torch.cat(flat).view_as(i) if flat else torch.zeros(i.shape, dtype=mu.dtype)
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
@@ -200,8 +217,11 @@ class LargestCells(Cells):
             gaps = v[i][:, None] - v[j]  # (K, |j|)
             close = gaps < radius * (self._reach[i][:, None] + self._reach[j])
             if close.sum() * PRODUCT_GAIN > close.numel():
-                distances = torch.cdist(self.order.diagram.centroids[i], self.order.diagram.centroids[j],
-                                        compute_mode="use_mm_for_euclid_dist")
+                distances = torch.cdist(
+                    self.order.diagram.centroids[i],
+                    self.order.diagram.centroids[j],
+                    compute_mode="use_mm_for_euclid_dist",
+                )
                 counts[number] = (gaps < radius * distances).sum()
             elif close.any():
                 kept, entrant = close.nonzero().T
@@ -264,8 +284,10 @@ def check_cells(activation: Activation) -> None:
     """Refuse an activation that is not piecewise affine, or whose cells are not implemented, by a ConfigError."""
     if not isinstance(activation, KNOWN):
         known = [name for name, kind in ACTIVATIONS.items() if issubclass(kind, KNOWN)]
-        raise ConfigError(f"the activation {activation.name} has no cells that this tool knows; expected one of "
-                          f"{', '.join(known)}; train such an SAE to see its geometry")
+        raise ConfigError(
+            f"the activation {activation.name} has no cells that this tool knows; expected one of "
+            f"{', '.join(known)}; train such an SAE to see its geometry"
+        )
 
 
 def cells_of(sae: SAE) -> Cells:
@@ -273,9 +295,13 @@ def cells_of(sae: SAE) -> Cells:
     check_cells(sae.activation)
     sae = sae.copy_to(torch.float64)
     if isinstance(sae.activation, Thresholded):
-        return ThresholdedCells(sae, sae.activation.thresholds(sae.activation_parameters, sae.d_sae).double())
+        return ThresholdedCells(
+            sae, sae.activation.thresholds(sae.activation_parameters, sae.d_sae).double()
+        )
     if isinstance(sae.activation, ReluTopK):
-        order = KthOrderDiagram(PowerDiagram.from_encoder(sae.W_enc, sae.b_enc), TopK(sae.activation.k), sae.d_sae)
+        order = KthOrderDiagram(
+            PowerDiagram.from_encoder(sae.W_enc, sae.b_enc), TopK(sae.activation.k), sae.d_sae
+        )
         relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
         return ReluTopKCells(sae, LargestCells(sae, order), relu)
     known = kth_order_diagram(sae)

@@ -73,9 +73,18 @@ def penalty_of(value: str | float) -> float | None:
     return penalty
 
 
-def geometry(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test", rows: int = 100_000,
-             fit_rows: int = SAMPLE_ROWS, radius: float = 0.01, lambda_: str | float = "auto",
-             home: str | Path | None = None, progress: bool = False) -> dict[str, Any]:
+def geometry(
+    sae: SAELike = None,
+    data: RowsLike = None,
+    *,
+    split: Which = "test",
+    rows: int = 100_000,
+    fit_rows: int = SAMPLE_ROWS,
+    radius: float = 0.01,
+    lambda_: str | float = "auto",
+    home: str | Path | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
     """Measure the spline that an SAE is: cells, power diagram, margins, references. CLI equivalent: `sae geometry`.
 
     Args:
@@ -91,7 +100,9 @@ def geometry(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test
         The document that `sae geometry --json` prints for a run. `saecli.draw("geometry", ...)` draws it.
     """
     wanted, listener = Wanted(rows, fit_rows, radius, penalty_of(lambda_)), listening(progress)
-    return next(found_in([measured(Home.at(home), sae, data, split, "cpu", listener)], wanted, listener)).document
+    return next(
+        found_in([measured(Home.at(home), sae, data, split, "cpu", listener)], wanted, listener)
+    ).document
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,9 @@ class Found:
     one: Measured
     survey: Survey
     bridge: Bridge
-    margins: dict[str, NDArray[np.float64]]  # (margin, margin / ||x||), (B, 2), of rows of each split
+    margins: dict[
+        str, NDArray[np.float64]
+    ]  # (margin, margin / ||x||), (B, 2), of rows of each split
     complexity: dict[str, NDArray[np.int64]]  # (B,) of rows of each split
     document: dict[str, Any]  # the command's JSON
 
@@ -124,8 +137,15 @@ class Bridges:
     def of(self, one: Measured, train: NDArray[np.float32], most: int, rank: int) -> Bridge:
         """The references, fitted on training rows, (N, D), or on at most `most` that these are a sample of."""
         stream = training_stream(one, most)
-        key = (one.store.name, one.subject.split_seed, one.subject.fraction, len(train), stream and stream.rows,
-               one.sae.d_sae, min(rank, one.sae.d_in))
+        key = (
+            one.store.name,
+            one.subject.split_seed,
+            one.subject.fraction,
+            len(train),
+            stream and stream.rows,
+            one.sae.d_sae,
+            min(rank, one.sae.d_in),
+        )
         if self._fitted is None or key != self._key:
             self._fitted = None  # frees the memory first
             self._key, self._fitted = key, Bridge.fit(one.sae, train, rank, stream=stream)
@@ -137,33 +157,66 @@ def _find(one: Measured, wanted: Wanted, bridges: Bridges, listener: Listener) -
     cells, split = cells_of(one.sae), one.split or "all"
     survey = gather(cells, surveyed(one, wanted.rows, listener))
     census, sample = survey.census, survey.sample.rows
-    with listener.progress(f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"):
-        train = _in_memory(_trained_on(one), sample_capacity(one.sae.d_in, wanted.fit_rows))  # (N, D)
+    with listener.progress(
+        f"{one.subject.name}: power diagram, k-means and local PCA", None, "steps"
+    ):
+        train = _in_memory(
+            _trained_on(one), sample_capacity(one.sae.d_in, wanted.fit_rows)
+        )  # (N, D)
         radius = radius_of(sample, wanted.radius)
-        margins, complexity = {split: survey.margins.rows}, {split: local_complexity(cells, sample, radius)}
+        margins, complexity = (
+            {split: survey.margins.rows},
+            {split: local_complexity(cells, sample, radius)},
+        )
         train_keys, train_margins = visits(cells, train)
         other = {"test": "train", "train": "test"}.get(split)
         if other == "train":
-            margins[other], complexity[other] = train_margins, local_complexity(cells, train, radius)
+            margins[other], complexity[other] = (
+                train_margins,
+                local_complexity(cells, train, radius),
+            )
         elif other == "test":
-            held_out = _in_memory(one.store.split("test", seed=one.subject.split_seed), HELD_OUT_ROWS)
-            margins[other], complexity[other] = visits(cells, held_out)[1], local_complexity(cells, held_out, radius)
+            held_out = _in_memory(
+                one.store.split("test", seed=one.subject.split_seed), HELD_OUT_ROWS
+            )
+            margins[other], complexity[other] = (
+                visits(cells, held_out)[1],
+                local_complexity(cells, held_out, radius),
+            )
         bridge = bridges.of(one, train, wanted.fit_rows, round(census.l0))
         visited = Visited(cells, train_keys, survey.sample_keys.rows.tolist())
         references = bridge.measure(sample, visited, wanted.penalty)
         diagram, rank = survey.agreement_measures(one.sae), survey.rank_measures()
     possible = cells.possible_log10
-    elsewhere = other and {"split": other, "rows": len(margins[other]), "margin": margin_measures(margins[other]),
-                           "complexity": describe(complexity[other].astype(float))}
+    elsewhere = other and {
+        "split": other,
+        "rows": len(margins[other]),
+        "margin": margin_measures(margins[other]),
+        "complexity": describe(complexity[other].astype(float)),
+    }
     document = {
-        **one.heading, "act": one.sae.activation.name, "rows": census.rows, "l0": census.l0,
-        "cells_visited": census.visited, "cells_possible_log10": possible,
-        "cells_share_log10": math.log10(census.visited) - possible, "occupancy": census.occupancy(), "rank": rank,
-        "degenerate": degenerate(one.sae), "power_diagram": diagram,
+        **one.heading,
+        "act": one.sae.activation.name,
+        "rows": census.rows,
+        "l0": census.l0,
+        "cells_visited": census.visited,
+        "cells_possible_log10": possible,
+        "cells_share_log10": math.log10(census.visited) - possible,
+        "occupancy": census.occupancy(),
+        "rank": rank,
+        "degenerate": degenerate(one.sae),
+        "power_diagram": diagram,
         "margin": margin_measures(survey.margins.rows),
-        "complexity": {"radius": radius, "radius_fraction": wanted.radius, "boundary": cells.boundary,
-                       "rows": len(complexity[split]), **describe(complexity[split].astype(float))},
-        "other_split": elsewhere, "references": {**asdict(references), "held_out": split == "test"}}
+        "complexity": {
+            "radius": radius,
+            "radius_fraction": wanted.radius,
+            "boundary": cells.boundary,
+            "rows": len(complexity[split]),
+            **describe(complexity[split].astype(float)),
+        },
+        "other_split": elsewhere,
+        "references": {**asdict(references), "held_out": split == "test"},
+    }
     return Found(one, survey, bridge, margins, complexity, document)
 
 
@@ -182,7 +235,9 @@ def _at_random(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32
 def surveyed(one: Measured, most: int, listener: Listener) -> Iterator[Tensor]:
     done = 0
     one.demand_reconstruction("the geometry")
-    with listener.progress(f"measuring {one.subject.name}", min(most, one.rows.rows), "rows") as show:
+    with listener.progress(
+        f"measuring {one.subject.name}", min(most, one.rows.rows), "rows"
+    ) as show:
         for batch in first(one.of_store, most, batch_size(one.sae.d_sae)):
             yield torch.from_numpy(batch)
             done += len(batch)

@@ -19,8 +19,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-CAREFUL_WORK = 3 * 10**8  # N C D up to which k-means starts from k-means++ and converges, which beyond takes minutes
-MINIBATCH_WORK = 10**12  # N C D of all passes of mini-batches at most, some twenty seconds on two cores
+CAREFUL_WORK = (
+    3 * 10**8
+)  # N C D up to which k-means starts from k-means++ and converges, which beyond takes minutes
+MINIBATCH_WORK = (
+    10**12
+)  # N C D of all passes of mini-batches at most, some twenty seconds on two cores
 PASSES = 3  # over the rows in mini-batches
 BATCH = 4096
 
@@ -59,8 +63,16 @@ def kmeans(train: Rows, count: int, seed: int) -> Partition:
     if train.size * count <= CAREFUL_WORK:
         estimator = KMeans(count, n_init=1, random_state=seed)
     else:
-        estimator = MiniBatchKMeans(affordable(train, count), n_init=1, random_state=seed, init="random",
-                                    max_iter=PASSES, batch_size=BATCH, max_no_improvement=None, compute_labels=False)
+        estimator = MiniBatchKMeans(
+            affordable(train, count),
+            n_init=1,
+            random_state=seed,
+            init="random",
+            max_iter=PASSES,
+            batch_size=BATCH,
+            max_no_improvement=None,
+            compute_labels=False,
+        )
     with warnings.catch_warnings():
         # Rows that repeat leave fewer distinct ones than cells, which costs nothing but empty cells.
         warnings.simplefilter("ignore", ConvergenceWarning)
@@ -72,13 +84,17 @@ def affordable(train: Rows, count: int) -> int:
     return max(1, min(count, MINIBATCH_WORK // (PASSES * train.size)))
 
 
-def streamed_kmeans(sample: Rows, stream: Stream, counts: Sequence[int], seed: int) -> list[Partition]:
+def streamed_kmeans(
+    sample: Rows, stream: Stream, counts: Sequence[int], seed: int
+) -> list[Partition]:
     """MiniBatchKMeans of streamed rows for each of several numbers of cells, in one pass, from centres in a sample of
     at least as many rows."""
     from sklearn.cluster import MiniBatchKMeans  # half a second that only this needs
 
-    fitted = [MiniBatchKMeans(count, n_init=1, random_state=seed, init="random").partial_fit(sample)
-              for count in counts]
+    fitted = [
+        MiniBatchKMeans(count, n_init=1, random_state=seed, init="random").partial_fit(sample)
+        for count in counts
+    ]
     for rows in stream.batches():
         for batch in np.split(rows, range(BATCH, len(rows), BATCH)):
             for one in fitted:
@@ -109,7 +125,9 @@ class Spectrum:
 
     rows: NDArray[np.int64]  # training rows in each cell, (C,)
     variances: list[Rows]  # lambda_1 >= lambda_2 >= ... of each cell, C arrays
-    explained: list[Rows]  # squared coordinates of the rows measured along each of these directions, summed, C arrays
+    explained: list[
+        Rows
+    ]  # squared coordinates of the rows measured along each of these directions, summed, C arrays
     total: Rows  # `sum ||x - m_c||^2` over the rows measured in each cell, (C,)
 
     def ranks(self, penalty: float) -> NDArray[np.int64]:
@@ -144,7 +162,9 @@ class LocalPCA:
     def __init__(self, train: Rows, cells: Labels, centres: Rows) -> None:
         self._train, self._members = train, members(cells, len(centres))
         self.centres = centres.astype(np.float64)
-        self.counts = np.array([len(inside) for inside in self._members])  # training rows in each cell, (C,)
+        self.counts = np.array(
+            [len(inside) for inside in self._members]
+        )  # training rows in each cell, (C,)
 
     def mean(self, cell: int) -> Rows:
         """Mean of a cell's training rows, (D,), float64."""
@@ -153,7 +173,9 @@ class LocalPCA:
 
     def components(self, cell: int) -> tuple[Rows, Rows]:
         """`principal_components` of a cell's training rows."""
-        return principal_components(self._train[self._members[cell]].astype(np.float64) - self.mean(cell))
+        return principal_components(
+            self._train[self._members[cell]].astype(np.float64) - self.mean(cell)
+        )
 
     def spectrum(self, rows: Rows, cells: Labels) -> Spectrum:
         """Measure rows, (M, D), of those cells, (M,). Cost: one SVD per cell, O(N D min(N / C, D)) in all."""
@@ -168,8 +190,11 @@ class LocalPCA:
 
     def means_residual(self, rows: Rows, cells: Labels) -> float:
         """`sum ||x - m_c||^2` over rows, (M, D), of those cells, (M,): the residual at rank 0, without an SVD."""
-        return sum(float(np.square(rows[measured] - self.mean(cell)).sum())
-                   for cell, measured in enumerate(members(cells, len(self.counts))) if len(measured))
+        return sum(
+            float(np.square(rows[measured] - self.mean(cell)).sum())
+            for cell, measured in enumerate(members(cells, len(self.counts)))
+            if len(measured)
+        )
 
     def reconstruct(self, rows: Rows, cells: Labels, ranks: NDArray[np.int64]) -> Rows:
         """`x_hat`, (M, D), of rows, (M, D), of those cells, (M,), given K_c, (C,)."""
@@ -178,7 +203,7 @@ class LocalPCA:
             if len(measured):
                 result[measured] = mean = self.mean(cell)
                 if ranks[cell]:
-                    kept = self.components(cell)[0][:, :ranks[cell]]
+                    kept = self.components(cell)[0][:, : ranks[cell]]
                     result[measured] += ((rows[measured] - mean) @ kept) @ kept.T
         return result
 
@@ -211,7 +236,9 @@ class StreamedPCA(LocalPCA):
         """Those of `products / n - m m'`, m the mean about the centre."""
         rows = max(1, int(self.counts[cell]))
         mean = self._sums[cell] / rows
-        return _components_of(self._products[cell] / rows - np.outer(mean, mean), min(rows - 1, len(mean)))
+        return _components_of(
+            self._products[cell] / rows - np.outer(mean, mean), min(rows - 1, len(mean))
+        )
 
 
 def members(cells: Labels, count: int) -> list[NDArray[np.int64]]:

@@ -45,8 +45,10 @@ class Plane:
         sides = rows[1:] - rows[0]
         axes, sizes = torch.linalg.qr(sides.T)
         if sides.shape[1] < 2 or sizes.diagonal().abs().min() <= 1e-9 * sides.norm(dim=1).max():
-            raise ConfigError("the rows of --slice span no plane: expected three rows that lie on no line, got three "
-                              "that do; choose others")
+            raise ConfigError(
+                "the rows of --slice span no plane: expected three rows that lie on no line, got three "
+                "that do; choose others"
+            )
         return cls(rows[0], (axes * sizes.diagonal().sign()).T)
 
     @classmethod
@@ -56,7 +58,7 @@ class Plane:
         D = rows.shape[1]
         if D <= 2:
             return cls(torch.zeros(D, dtype=torch.float64), torch.eye(2, D, dtype=torch.float64))
-        some = rows[::-(-len(rows) // PRINCIPAL_ROWS)].astype(np.float64)
+        some = rows[:: -(-len(rows) // PRINCIPAL_ROWS)].astype(np.float64)
         mean = some.mean(0)
         directions = principal_components(some - mean)[0][:, :2].T
         # Axes of the space stand in where the rows span fewer directions.
@@ -74,8 +76,12 @@ class Plane:
     def section(self, sae: SAE) -> SAE:
         """The SAE of two dimensions that acts on the plane's coordinates; its reconstructions are projected on it."""
         sae = sae.copy_to(torch.float64)
-        return sae.changed(W_enc=self.basis @ sae.W_enc, b_enc=self.origin @ sae.W_enc + sae.b_enc,
-                           W_dec=sae.W_dec @ self.basis.T, b_dec=(sae.b_dec - self.origin) @ self.basis.T)
+        return sae.changed(
+            W_enc=self.basis @ sae.W_enc,
+            b_enc=self.origin @ sae.W_enc + sae.b_enc,
+            W_dec=sae.W_dec @ self.basis.T,
+            b_dec=(sae.b_dec - self.origin) @ self.basis.T,
+        )
 
 
 def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
@@ -88,12 +94,18 @@ def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
         raise ConfigError(f"--slice must be pca or three row numbers like 0,5,9, got {chosen!r}")
     numbers = [int(word) for word in words]
     if max(numbers) >= rows.rows:
-        raise ConfigError(f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
-                          "choose lower numbers")
+        raise ConfigError(
+            f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
+            "choose lower numbers"
+        )
     found: dict[int, Tensor] = {}
     begin = 0
     for batch in rows.sequential(1024):
-        found |= {n: torch.from_numpy(batch[n - begin].copy()) for n in numbers if begin <= n < begin + len(batch)}
+        found |= {
+            n: torch.from_numpy(batch[n - begin].copy())
+            for n in numbers
+            if begin <= n < begin + len(batch)
+        }
         begin += len(batch)
         if len(found) == len({*numbers}):
             break
@@ -116,7 +128,9 @@ class PlaneCells:
     window: Window  # in the plane's coordinates
     keys: Sequence[bytes]  # the key of each cell's support, as of `support_keys`, C of them
     kept: NDArray[np.int64]  # number of latents that each cell keeps, (C,)
-    labels: NDArray[np.int64]  # the cell of each pixel's centre, (P, P), the lowest row of pixels first
+    labels: NDArray[
+        np.int64
+    ]  # the cell of each pixel's centre, (P, P), the lowest row of pixels first
 
     def occupancy(self, keys: Iterable[bytes]) -> NDArray[np.int64]:
         """Points of the plane in each cell, (C,), in the window or not, given their keys from `keys_at`."""
@@ -127,8 +141,11 @@ class PlaneCells:
 @torch.no_grad()
 def keys_at(cells: Cells, points: Tensor) -> list[bytes]:
     """The keys of the cells of a plane's partition that points lie in, (M, 2) in the plane's coordinates."""
-    return [key for some in points.split(max(1, BLOCK // cells.sae.d_sae))
-            for key in support_keys(cells.supports(cells.pre_activations(some)))]
+    return [
+        key
+        for some in points.split(max(1, BLOCK // cells.sae.d_sae))
+        for key in support_keys(cells.supports(cells.pre_activations(some)))
+    ]
 
 
 @torch.no_grad()
@@ -137,7 +154,11 @@ def plane_cells(cells: Cells, window: Window, pixels: int | None = None) -> Plan
 
     P is 240 to 640, within `LATENT_PIXELS`, unless given; cells smaller than a pixel may be missed. Cost: O(F P^2).
     """
-    P = int(np.clip((LATENT_PIXELS / cells.sae.d_sae) ** 0.5, *PIXELS)) if pixels is None else pixels
+    P = (
+        int(np.clip((LATENT_PIXELS / cells.sae.d_sae) ** 0.5, *PIXELS))
+        if pixels is None
+        else pixels
+    )
     left, right, bottom, top = window
     steps = (torch.arange(P, dtype=torch.float64) + 0.5) / P
     x, y = left + steps * (right - left), bottom + steps * (top - bottom)

@@ -44,7 +44,9 @@ class Census:
     active: int = 0
     counts: Counter[bytes] = field(default_factory=Counter)
     _growth: list[tuple[int, int]] = field(default_factory=list)
-    _marks: Iterator[int] = field(default_factory=lambda: (step * 10**power for power in count() for step in (1, 2, 5)))
+    _marks: Iterator[int] = field(
+        default_factory=lambda: (step * 10**power for power in count() for step in (1, 2, 5))
+    )
     _next: int = 0
 
     def add(self, keys: list[bytes], active: int) -> None:
@@ -53,7 +55,7 @@ class Census:
         while keys:
             if self._next <= self.rows:
                 self._next = next(self._marks)
-            now, keys = keys[:self._next - self.rows], keys[self._next - self.rows:]
+            now, keys = keys[: self._next - self.rows], keys[self._next - self.rows :]
             self.counts.update(now)
             self.rows += len(now)
             if self.rows == self._next:
@@ -83,9 +85,14 @@ class Census:
         rows over cells in nats, `effective` = exp(entropy), and `growth`."""
         sizes = self.sizes()
         entropy = float(np.log(self.rows) - sizes / self.rows @ np.log(sizes))
-        return {"mean": self.rows / self.visited, "max": int(sizes[0]), "singletons": int((sizes == 1).sum()),
-                "entropy": entropy, "effective": float(np.exp(entropy)),
-                "growth": [{"rows": rows, "cells": cells} for rows, cells in self.growth]}
+        return {
+            "mean": self.rows / self.visited,
+            "max": int(sizes[0]),
+            "singletons": int((sizes == 1).sum()),
+            "entropy": entropy,
+            "effective": float(np.exp(entropy)),
+            "growth": [{"rows": rows, "cells": cells} for rows, cells in self.growth],
+        }
 
 
 class Reservoir:
@@ -101,18 +108,22 @@ class Reservoir:
 
     def add(self, rows: NDArray) -> None:
         if self._kept is None:
-            self._kept = np.empty((self.capacity, *rows.shape[1:]), rows.dtype)  # takes no memory until written
+            self._kept = np.empty(
+                (self.capacity, *rows.shape[1:]), rows.dtype
+            )  # takes no memory until written
         slots = np.arange(self.seen, self.seen + len(rows))
         late = slots >= self.capacity
         slots[late] = self._random.integers(0, slots[late] + 1)
         taken = slots < self.capacity
-        self._kept[slots[taken]] = rows[taken]  # of two rows for one slot numpy keeps the later, as it should
+        self._kept[slots[taken]] = rows[
+            taken
+        ]  # of two rows for one slot numpy keeps the later, as it should
         self.seen += len(rows)
 
     @property
     def rows(self) -> NDArray:
         """The sample, (min(capacity, rows seen), ...)."""
-        return np.empty(0) if self._kept is None else self._kept[:self.seen]
+        return np.empty(0) if self._kept is None else self._kept[: self.seen]
 
 
 def describe(values: NDArray) -> dict[str, float]:
@@ -125,7 +136,11 @@ def describe(values: NDArray) -> dict[str, float]:
 
 def spread_out(rows: NDArray, count: int) -> NDArray:
     """At most `count` of the rows, evenly spaced."""
-    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)] if len(rows) else rows
+    return (
+        rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
+        if len(rows)
+        else rows
+    )
 
 
 def rank(sae: SAE, support: Tensor) -> int:
@@ -155,14 +170,20 @@ def degenerate(sae: SAE) -> dict[str, int]:
         thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
         encoder = torch.cat([encoder, thresholds.to(encoder)[None]])
     zero = (sae.W_dec == 0).all(1)
-    return {"zero_encoder": int((sae.W_enc == 0).all(0).sum()), "equal_encoder": _in_groups(encoder.T),
-            "zero_decoder": int(zero.sum()), "equal_decoder": _in_groups(sae.W_dec[~zero])}
+    return {
+        "zero_encoder": int((sae.W_enc == 0).all(0).sum()),
+        "equal_encoder": _in_groups(encoder.T),
+        "zero_decoder": int(zero.sum()),
+        "equal_decoder": _in_groups(sae.W_dec[~zero]),
+    }
 
 
 def _in_groups(rows: Tensor) -> int:
     """Number of rows, (F, any), that equal another."""
     # Adding 0.0 turns -0.0 into 0.0.
-    counts = Counter(blake2b(row, digest_size=16).digest() for row in (rows + 0.0).contiguous().numpy())
+    counts = Counter(
+        blake2b(row, digest_size=16).digest() for row in (rows + 0.0).contiguous().numpy()
+    )
     return sum(equal for equal in counts.values() if equal > 1)
 
 
@@ -192,7 +213,9 @@ def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
 
 def radius_of(rows: NDArray[np.floating], fraction: float) -> float:
     """A fraction of the median distance of rows, (B, D), to their mean."""
-    return fraction * float(np.median(np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1)))
+    return fraction * float(
+        np.median(np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1))
+    )
 
 
 @torch.no_grad()
@@ -231,7 +254,9 @@ class Survey:
     sample: Reservoir  # of the rows, (B, D), float32
     sample_keys: Reservoir  # the keys of their cells, (B,)
     census: Census = field(default_factory=Census)
-    margins: Reservoir = field(default_factory=lambda: Reservoir(MARGINS))  # of (margin, margin / ||x||), (B, 2)
+    margins: Reservoir = field(
+        default_factory=lambda: Reservoir(MARGINS)
+    )  # of (margin, margin / ||x||), (B, 2)
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:

@@ -1,14 +1,14 @@
 """FVU, L0, KL in the model, features found, stability, probes, controls: functions that return documents.
 
-    measured.py      an SAE with the rows that it is measured on
-    evaluate.py      FVU, L0, firing frequencies; which runs no other beats
-    worlds.py        known features found: MCC, F1
-    stability.py     latents matched between seeds: PW-MCC
-    hook_points.py   a crosscoder's latents by hook point
-    probes.py        sparse probes on labelled texts
-    controls.py      baselines: the training with one ingredient removed
-    refit.py         the exact decoder for given rows, as a run
-    steer.py         text generated with latents changed
-    latents.py       examples, histograms and partners of latents, for reports
-    export.py        an SAE in another library's format, and on the Hugging Face hub
+measured.py      an SAE with the rows that it is measured on
+evaluate.py      FVU, L0, firing frequencies; which runs no other beats
+worlds.py        known features found: MCC, F1
+stability.py     latents matched between seeds: PW-MCC
+hook_points.py   a crosscoder's latents by hook point
+probes.py        sparse probes on labelled texts
+controls.py      baselines: the training with one ingredient removed
+refit.py         the exact decoder for given rows, as a run
+steer.py         text generated with latents changed
+latents.py       examples, histograms and partners of latents, for reports
+export.py        an SAE in another library's format, and on the Hugging Face hub
 """

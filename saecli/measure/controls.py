@@ -32,7 +32,15 @@ import torch
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.documents import read_run
-from ..base.errors import ConfigError, MachineError, RunError, TrainingError, counted, demand_at_least, size_words
+from ..base.errors import (
+    ConfigError,
+    MachineError,
+    RunError,
+    TrainingError,
+    counted,
+    demand_at_least,
+    size_words,
+)
 from ..base.home import KEPT, Home
 from ..base.machine import available_memory
 from ..extract.splice import plain_activations, stored_windows
@@ -61,9 +69,16 @@ SHUFFLED, RANDOM = "shuffled rows", "random weights"
 USED = 0.5  # fraction of the free memory that a control's rows may take
 
 
-def controls(run: str | Path | None = None, *, model: str | None = None, tokens: int | None = None,
-             seeds: int = SEEDS, device: str = "auto", home: str | Path | Home | None = None,
-             progress: bool | Listener = False) -> dict[str, Any]:
+def controls(
+    run: str | Path | None = None,
+    *,
+    model: str | None = None,
+    tokens: int | None = None,
+    seeds: int = SEEDS,
+    device: str = "auto",
+    home: str | Path | Home | None = None,
+    progress: bool | Listener = False,
+) -> dict[str, Any]:
     """Train and measure the baselines of a run; CLI equivalent: `sae controls`. No files are written.
 
     Args:
@@ -90,41 +105,68 @@ def controls(run: str | Path | None = None, *, model: str | None = None, tokens:
     demand_at_least("seeds", seeds)
     one, plan = _original(Home.at(home), run, device, listener)
     if model is not None:
-        if len(models := dict.fromkeys(str(end.store.meta.source.get("model")) for end in one.rows.inputs)) > 1:
-            raise ConfigError(f"--model does nothing for {one.subject.name}, a crosscoder of {' and '.join(models)}: "
-                              "random weights are drawn for one model; leave it out")
+        if (
+            len(
+                models := dict.fromkeys(
+                    str(end.store.meta.source.get("model")) for end in one.rows.inputs
+                )
+            )
+            > 1
+        ):
+            raise ConfigError(
+                f"--model does nothing for {one.subject.name}, a crosscoder of {' and '.join(models)}: "
+                "random weights are drawn for one model; leave it out"
+            )
         check_model(one, model)
     first = plan.training.seed
     work = _Work(one, plan, range(first, first + seeds), listener, [])
     lines = work.on_own_rows(model, tokens) + work.on_shuffled_rows()
     if model is not None:
         lines += work.on_random_weights(model)
-    return {"run": one.subject.name, "data": one.stores.name, "seeds": list(work.seeds), "controls": lines,
-            "notes": work.notes}
+    return {
+        "run": one.subject.name,
+        "data": one.stores.name,
+        "seeds": list(work.seeds),
+        "controls": lines,
+        "notes": work.notes,
+    }
 
 
-def _original(home: Home, name: str | Path | None, device: str, listener: Listener) -> tuple[Measured, Plan]:
+def _original(
+    home: Home, name: str | Path | None, device: str, listener: Listener
+) -> tuple[Measured, Plan]:
     """The run's SAE with its held-out rows, on the device, and its plan."""
     subject, saved = open_sae(home, name, listener)
-    folder, expected = subject.folder, f"{subject.name} has no controls: expected a finished run of `sae train`, got"
+    folder, expected = (
+        subject.folder,
+        f"{subject.name} has no controls: expected a finished run of `sae train`, got",
+    )
     if folder is None or not (marker := folder / home.runs.marker).is_file():
-        raise RunError(f"{expected} a folder with an SAE of unknown training; name a run, which `sae list` shows")
+        raise RunError(
+            f"{expected} a folder with an SAE of unknown training; name a run, which `sae list` shows"
+        )
     if folder.parent.name == KEPT:
         raise RunError(f"{expected} an epoch of one; name the run itself")
     if not subject.complete:
-        raise RunError(f"{expected} an unfinished one; finish it by `sae train --resume --name {subject.name}`")
+        raise RunError(
+            f"{expected} an unfinished one; finish it by `sae train --resume --name {subject.name}`"
+        )
     document = read_run(marker).settings
     if (solver := document["solver"].get("name")) not in SOLVERS:
         raise RunError(f"{expected} one of `sae {solver}`; name the run that it was made from")
     if "init" in document:
-        raise RunError(f"{expected} one that began from {document['init']['name']}; name one without --init, which "
-                       "began from random directions")
+        raise RunError(
+            f"{expected} one that began from {document['init']['name']}; name one without --init, which "
+            "began from random directions"
+        )
     plan = run_again(home, folder, document, listener, "make controls of").plan
     if plan.test_rows is None:
         raise RunError(f"{expected} one without held-out rows; train it anew")
     saved = SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin)
-    return (Measured(subject, saved, "test", plan.test_rows),
-            replace(plan, training=replace(plan.training, device=device), test_rows=None))
+    return (
+        Measured(subject, saved, "test", plan.test_rows),
+        replace(plan, training=replace(plan.training, device=device), test_rows=None),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +178,12 @@ class _Trained:
 
     def line(self, document: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: document.get(name) for name in MEASURES}
-        return {"control": self.name, "rows": document["rows"], **found, "stability": self.stability}
+        return {
+            "control": self.name,
+            "rows": document["rows"],
+            **found,
+            "stability": self.stability,
+        }
 
 
 @dataclass(frozen=True)
@@ -154,26 +201,43 @@ class _Work:
             saes += self._saes(run.name, self.plan, self.seeds[1:])
         found = [_Trained("none", one.sae, run.dead_fraction, self._stability(run.name, saes))]
         if getattr(self.plan.solver, "tied", False):
-            self.notes.append("fixed encoder and fixed decoder are left out: weights are tied, so that to fix one is "
-                              "to fix both")
+            self.notes.append(
+                "fixed encoder and fixed decoder are left out: weights are tied, so that to fix one is "
+                "to fix both"
+            )
         else:
             for name, held in FIXED.items():
                 with self._noting(f"{name} is left out"):
                     solver = self.plan.solver
-                    if held == "W_dec" and not isinstance(solver, Sgd):  # to solve for the decoder is to train it
-                        solver = Sgd(**{field.name: getattr(solver, field.name) for field in fields(SolverConfig)})
+                    if held == "W_dec" and not isinstance(
+                        solver, Sgd
+                    ):  # to solve for the decoder is to train it
+                        solver = Sgd(
+                            **{
+                                field.name: getattr(solver, field.name)
+                                for field in fields(SolverConfig)
+                            }
+                        )
                     found.append(self._trained(name, replace(self.plan, solver=solver, held=held)))
-        documents = evaluated([self._measured(each, one.split, one.rows) for each in found], model, tokens,
-                              self.listener)
+        documents = evaluated(
+            [self._measured(each, one.split, one.rows) for each in found],
+            model,
+            tokens,
+            self.listener,
+        )
         return [each.line(document) for each, document in zip(found, documents, strict=True)]
 
     def on_shuffled_rows(self) -> list[dict[str, Any]]:
         with self._noting(f"{SHUFFLED} are left out"):
             if self.one.rows.d_target:
-                self.notes.append(f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows")
+                self.notes.append(
+                    f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
+                )
                 return []
             demand_memory(self._all_rows)
-            return [self._line(SHUFFLED, *(shuffled(rows, self.seeds[0]) for rows in self._all_rows))]
+            return [
+                self._line(SHUFFLED, *(shuffled(rows, self.seeds[0]) for rows in self._all_rows))
+            ]
         return []
 
     def on_random_weights(self, name: str) -> list[dict[str, Any]]:
@@ -182,7 +246,9 @@ class _Work:
 
         with self._noting(f"{RANDOM} are left out"):
             demand_memory(self._all_rows)
-            model = LanguageModel(find_model(name), self.one.sae.W_enc.device, weights_seed=self.seeds[0])
+            model = LanguageModel(
+                find_model(name), self.one.sae.W_enc.device, weights_seed=self.seeds[0]
+            )
             total, found = sum(rows.rows for rows in self._all_rows), list[ArrayRows]()
             with self.listener.progress(f"running {name} with {RANDOM}", total, "rows") as show:
                 for rows in self._all_rows:
@@ -194,8 +260,10 @@ class _Work:
                     found.append(of_model(model, rows, add))
             del model
             if missing := total - sum(rows.rows for rows in found):
-                self.notes.append(f"{RANDOM}: {counted(missing, 'row')} of {total:,} left out, of windows from which "
-                                  "the store dropped a token")
+                self.notes.append(
+                    f"{RANDOM}: {counted(missing, 'row')} of {total:,} left out, of windows from which "
+                    "the store dropped a token"
+                )
             return [self._line(RANDOM, *found)]
         return []
 
@@ -219,7 +287,9 @@ class _Work:
         found: list[SAE] = []
         for seed in seeds:  # one after another, so that the memory of the run suffices
             seeded = replace(plan, training=replace(plan.training, seed=seed))
-            with self.listener.progress(f"training {name}, seed {seed}", plan.steps, "steps") as show:
+            with self.listener.progress(
+                f"training {name}, seed {seed}", plan.steps, "steps"
+            ) as show:
                 found += Loop([start_training(seeded, Record(), show)]).train()
         return found
 
@@ -227,13 +297,19 @@ class _Work:
         """The mean PW-MCC; None for one SAE, or if there is too little memory."""
         with self._noting(f"the stability of {name} is left out"):
             pairs = list(combinations(saes, 2))
-            return float(np.mean([matching(*pair).cosine.mean() for pair in pairs])) if pairs else None
+            return (
+                float(np.mean([matching(*pair).cosine.mean() for pair in pairs])) if pairs else None
+            )
         return None
 
     def _measured(self, trained: _Trained, split: str | None, rows: RowSource) -> Measured:
         name = self.one.subject.name if trained.name == "none" else trained.name
-        return Measured(replace(self.one.subject, name=name, dead_fraction=trained.dead_fraction),
-                        SavedSAE(trained.sae, self.one.saved.origin), split, rows)
+        return Measured(
+            replace(self.one.subject, name=name, dead_fraction=trained.dead_fraction),
+            SavedSAE(trained.sae, self.one.saved.origin),
+            split,
+            rows,
+        )
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -245,10 +321,15 @@ class _Work:
 
 
 def demand_memory(rows: Sequence[RowSource]) -> None:
-    needed, free = sum(4 * some.rows * (some.d_in + some.d_target) for some in rows), available_memory()
+    needed, free = (
+        sum(4 * some.rows * (some.d_in + some.d_target) for some in rows),
+        available_memory(),
+    )
     if needed > USED * free:
-        raise MachineError(f"the rows, in memory, take {size_words(needed)}: expected {size_words(USED * free)} at "
-                           "most, half of what is free; end other programs, or take a run with a smaller --fraction")
+        raise MachineError(
+            f"the rows, in memory, take {size_words(needed)}: expected {size_words(USED * free)} at "
+            "most, half of what is free; end other programs, or take a run with a smaller --fraction"
+        )
 
 
 def shuffled(rows: RowSource, seed: int) -> ArrayRows:
@@ -286,9 +367,14 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     origin = ends[0].store.meta.source
     context = origin["context"]
     cutter = Windows(model.tokenizer, context, control=origin.get("control_tokens"))
-    places = [HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends]
+    places = [
+        HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends
+    ]
     found, done = np.empty((rows.rows, rows.d_in + rows.d_target), np.float32), 0
-    windows, most = stored_windows(ends[0], cutter.prefix, ends[0].rows), batch_tokens(model, "auto", context, places)
+    windows, most = (
+        stored_windows(ends[0], cutter.prefix, ends[0].rows),
+        batch_tokens(model, "auto", context, places),
+    )
     for parts in plain_activations(model, windows, cutter.special, places, most):
         found[done : done + len(parts[0])] = torch.cat(parts, 1).to("cpu", torch.float32).numpy()
         done += len(parts[0])

@@ -29,13 +29,24 @@ if TYPE_CHECKING:
     from ..extract.windows import Windows
 
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
-ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}  # compared at similar L0; times its sign, less is better
+ERRORS = {
+    "fvu": 1,
+    "ce_recovered": -1,
+    "kl": 1,
+}  # compared at similar L0; times its sign, less is better
 MAINLY, LEAST_ROWS = 0.9, 10  # see `sparsity`
 TOKENS = 16_384  # default number of tokens for CE and KL
 
 
-def sparsity(sae: SAELike = None, data: RowsLike = None, *, split: Which = "test", device: str = "auto",
-             home: str | Path | Home | None = None, progress: bool | Listener = False) -> dict[str, Any]:
+def sparsity(
+    sae: SAELike = None,
+    data: RowsLike = None,
+    *,
+    split: Which = "test",
+    device: str = "auto",
+    home: str | Path | Home | None = None,
+    progress: bool | Listener = False,
+) -> dict[str, Any]:
     """Count how often an SAE's latents fire; CLI equivalent: `sae sparsity`. Arguments as in `evaluate`.
 
     Returns:
@@ -55,17 +66,37 @@ def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict
     if parts := one.by_source:
         tallies = [firing(part.sae, part.inputs(listener)) for part in parts.values()]
         total = sum(own.frequency for own in tallies)
-        found["sources"] = [{"source": name, **own.result(), "mainly": int((
-            (own.frequency >= MAINLY * total) & (counts.frequency * (counts.rows - own.rows) >= LEAST_ROWS)).sum()),
-            "firings": (own.frequency * own.rows / (counts.frequency * counts.rows)).nan_to_num().tolist()}
-            for name, own in zip(parts, tallies, strict=True)]
+        found["sources"] = [
+            {
+                "source": name,
+                **own.result(),
+                "mainly": int(
+                    (
+                        (own.frequency >= MAINLY * total)
+                        & (counts.frequency * (counts.rows - own.rows) >= LEAST_ROWS)
+                    ).sum()
+                ),
+                "firings": (own.frequency * own.rows / (counts.frequency * counts.rows))
+                .nan_to_num()
+                .tolist(),
+            }
+            for name, own in zip(parts, tallies, strict=True)
+        ]
     return found | places_document(one, listener)
 
 
-def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str | None = None,
-             split: Which = "test", model: str | Sequence[str] | None = None, tokens: int | None = None,
-             device: str = "auto", home: str | Path | Home | None = None,
-             progress: bool | Listener = False) -> dict[str, Any]:
+def evaluate(
+    sae: SAELike = None,
+    data: RowsLike = None,
+    *,
+    target: ArrayLike | str | None = None,
+    split: Which = "test",
+    model: str | Sequence[str] | None = None,
+    tokens: int | None = None,
+    device: str = "auto",
+    home: str | Path | Home | None = None,
+    progress: bool | Listener = False,
+) -> dict[str, Any]:
     """Measure an SAE on rows; CLI equivalent: `sae eval`.
 
         fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
@@ -91,14 +122,31 @@ def evaluate(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | 
         only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures on the rows
         of each, with a model over as many tokens again.
     """
-    return compare([sae], data, target=target, split=split, model=model, tokens=tokens, device=device, home=home,
-                   progress=progress)[0]
+    return compare(
+        [sae],
+        data,
+        target=target,
+        split=split,
+        model=model,
+        tokens=tokens,
+        device=device,
+        home=home,
+        progress=progress,
+    )[0]
 
 
-def compare(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, target: ArrayLike | str | None = None,
-            split: Which = "test", model: str | Sequence[str] | None = None, tokens: int | None = None,
-            device: str = "auto", home: str | Path | Home | None = None,
-            progress: bool | Listener = False) -> list[dict[str, Any]]:
+def compare(
+    saes: Sequence[SAELike | Measured],
+    data: RowsLike = None,
+    *,
+    target: ArrayLike | str | None = None,
+    split: Which = "test",
+    model: str | Sequence[str] | None = None,
+    tokens: int | None = None,
+    device: str = "auto",
+    home: str | Path | Home | None = None,
+    progress: bool | Listener = False,
+) -> list[dict[str, Any]]:
     """`evaluate` several SAEs, and mark those that no other on the same rows beats; see `unbeaten`.
 
     Returns:
@@ -112,7 +160,9 @@ def compare(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, target
     marks: list[bool | None] = [None] * len(found)
     for members in by_rows(everything):
         if len(members) > 1:
-            for index, mark in zip(members, unbeaten([found[index] for index in members]), strict=True):
+            for index, mark in zip(
+                members, unbeaten([found[index] for index in members]), strict=True
+            ):
                 marks[index] = mark
     return [run | {"unbeaten": mark} for run, mark in zip(found, marks, strict=True)]
 
@@ -125,19 +175,30 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
     other in a circle, although L0s are compared with a tolerance: at least one is unbeaten. A run with an error that is
     not finite beats none, and is not unbeaten.
     """
-    errors = [tuple(sign * run[name] for name, sign in ERRORS.items() if name in run) for run in runs]
+    errors = [
+        tuple(sign * run[name] for name, sign in ERRORS.items() if name in run) for run in runs
+    ]
     finite = [all(map(math.isfinite, error)) for error in errors]
 
     def beats(other: int, run: int) -> bool:
-        return (finite[other] and runs[other]["l0"] <= LIKE_L0 * runs[run]["l0"] and errors[other] != errors[run]
-                and all(map(operator.le, errors[other], errors[run])))
+        return (
+            finite[other]
+            and runs[other]["l0"] <= LIKE_L0 * runs[run]["l0"]
+            and errors[other] != errors[run]
+            and all(map(operator.le, errors[other], errors[run]))
+        )
 
-    return [finite[run] and not any(beats(other, run) for other in range(len(runs))) for run in range(len(runs))]
+    return [
+        finite[run] and not any(beats(other, run) for other in range(len(runs)))
+        for run in range(len(runs))
+    ]
 
 
 def check_tokens_of_model(tokens: int | None, model: str | Sequence[str] | None) -> None:
     if tokens is not None and model is None:
-        raise ConfigError("--tokens does nothing without --model; leave it out, or name the language model")
+        raise ConfigError(
+            "--tokens does nothing without --model; leave it out, or name the language model"
+        )
     demand_at_least("tokens", tokens)
 
 
@@ -154,8 +215,10 @@ def check_model(one: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, 
     if len(wanted) > 1 and one.rows.target:
         one.demand_reconstruction("the effect on a model")
     if len(names) != len(wanted) or len(given) < len(names):
-        raise ConfigError(f"--model must be given once for each model that {one.rows.name} came from, "
-                          f"{' and '.join(map(str, wanted))}, got {' and '.join(names)}")
+        raise ConfigError(
+            f"--model must be given once for each model that {one.rows.name} came from, "
+            f"{' and '.join(map(str, wanted))}, got {' and '.join(names)}"
+        )
     others = iter([source for name, source in given.items() if name not in wanted])
     found = {name: given.get(str(name)) or next(others) for name in wanted}
     pairs = [(end, found[name]) for end, name in zip(ends, of_rows, strict=True)]
@@ -164,8 +227,12 @@ def check_model(one: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, 
     return pairs
 
 
-def evaluated(everything: Sequence[Measured], model: str | Sequence[str] | None, tokens: int | None,
-              listener: Listener) -> list[dict[str, Any]]:
+def evaluated(
+    everything: Sequence[Measured],
+    model: str | Sequence[str] | None,
+    tokens: int | None,
+    listener: Listener,
+) -> list[dict[str, Any]]:
     """The results of `evaluate`, without `unbeaten`, for SAEs with their rows."""
     if model is None:
         return [one.heading | _reconstructed(one, listener) for one in everything]
@@ -178,8 +245,10 @@ def evaluated(everything: Sequence[Measured], model: str | Sequence[str] | None,
             every = splice.effects(saes, tokens or TOKENS, listener, source)
             for index, effect in zip(splice.members, every, strict=True):
                 (found[index] if source is None else found[index]["sources"][place]).update(effect)
-    listener.note("special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
-                  "out of the means")
+    listener.note(
+        "special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
+        "out of the means"
+    )
     return found
 
 
@@ -194,23 +263,47 @@ class Splice:
     reads: tuple[HookPoint, ...]  # where activations are encoded
     writes: tuple[HookPoint, ...]  # where they are replaced; the same unless a transcoder's
 
-    def effects(self, saes: Sequence[SAE], tokens: int, listener: Listener,
-                source: int | None = None) -> list[dict[str, Any]]:
+    def effects(
+        self, saes: Sequence[SAE], tokens: int, listener: Listener, source: int | None = None
+    ) -> list[dict[str, Any]]:
         """The effects on the rows, or on those of one source of a mixture: nothing if it has no whole window."""
-        windows, alone = stored_windows(self.rows, self.cutter.prefix, tokens, source), len(self.models) == 1
+        windows, alone = (
+            stored_windows(self.rows, self.cutter.prefix, tokens, source),
+            len(self.models) == 1,
+        )
         if (first := next(windows, None)) is None:
             return [{}] * len(saes)
         names = " and ".join(model.source.name for model in self.models)
-        each: list[tuple[HookPoint, ...]] = [(point,) for point in self.writes if len(self.writes) > 1]
-        with listener.progress(f"splicing into {names}", min(tokens, self.rows.rows), "tokens") as show:
-            found = effects(self.models, chain([first], windows), self.cutter.special, self.reads,
-                            [self.writes] * alone + each, saes, show)
+        each: list[tuple[HookPoint, ...]] = [
+            (point,) for point in self.writes if len(self.writes) > 1
+        ]
+        with listener.progress(
+            f"splicing into {names}", min(tokens, self.rows.rows), "tokens"
+        ) as show:
+            found = effects(
+                self.models,
+                chain([first], windows),
+                self.cutter.special,
+                self.reads,
+                [self.writes] * alone + each,
+                saes,
+                show,
+            )
         at = [{"model": self.models[point.model].source.name, **point.place} for (point,) in each]
-        return [(own[0] if alone else {}) | ({"hook_points": [
-            place | one for place, one in zip(at, own[alone:], strict=True)]} if at else {}) for own in found]
+        return [
+            (own[0] if alone else {})
+            | (
+                {"hook_points": [place | one for place, one in zip(at, own[alone:], strict=True)]}
+                if at
+                else {}
+            )
+            for own in found
+        ]
 
 
-def splices(everything: Sequence[Measured], name: str | Sequence[str], listener: Listener) -> list[Splice]:
+def splices(
+    everything: Sequence[Measured], name: str | Sequence[str], listener: Listener
+) -> list[Splice]:
     """The passes to make through models for SAEs with their rows; all that cannot work is refused here."""
     from ..extract.language_model import LanguageModel  # transformers takes seconds to import
     from ..extract.windows import Windows
@@ -218,43 +311,78 @@ def splices(everything: Sequence[Measured], name: str | Sequence[str], listener:
     groups = by_rows(everything)
     all_ends = [check_model(everything[members[0]], name) for members in groups]
     device = everything[0].sae.W_enc.device
-    models = {source.name: LanguageModel(source, device, head=True) for source in
-              {source.name: source for ends in all_ends for _, source in ends}.values()}
+    models = {
+        source.name: LanguageModel(source, device, head=True)
+        for source in {source.name: source for ends in all_ends for _, source in ends}.values()
+    }
     found = []
     for ends, members in zip(all_ends, groups, strict=True):
         rows, own = ends[0][0], list(dict.fromkeys(source.name for _, source in ends))
         origin = rows.store.meta.source
-        cutter = Windows(models[own[0]].tokenizer, origin["context"], control=origin.get("control_tokens"))
+        cutter = Windows(
+            models[own[0]].tokenizer, origin["context"], control=origin.get("control_tokens")
+        )
         for end, source in ends:
             if (last := largest(end, "token_id")) >= models[source.name].vocabulary:
-                raise unfit(end, source, f"a token {last}, got token ids below {models[source.name].vocabulary}")
+                raise unfit(
+                    end,
+                    source,
+                    f"a token {last}, got token ids below {models[source.name].vocabulary}",
+                )
             if end.store.meta.source["model"] != source.identity()["model"]:
-                listener.note(f"{end.name} came from {end.store.meta.source['model']}, and is run through "
-                              f"{source.name}")
+                listener.note(
+                    f"{end.name} came from {end.store.meta.source['model']}, and is run through "
+                    f"{source.name}"
+                )
         next(stored_windows(rows, cutter.prefix, 1))  # raises if no window is whole
-        places = tuple(HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"], own.index(source.name))
-                       for end, source in ends)
+        places = tuple(
+            HookPoint(
+                end.store.meta.source["layer"],
+                end.store.meta.source["site"],
+                own.index(source.name),
+            )
+            for end, source in ends
+        )
         transcoder = everything[members[0]].rows.target is not None
-        found.append(Splice(members, [models[one] for one in own], rows, cutter, places[:-1] if transcoder else places,
-                            places[-1:] if transcoder else places))
+        found.append(
+            Splice(
+                members,
+                [models[one] for one in own],
+                rows,
+                cutter,
+                places[:-1] if transcoder else places,
+                places[-1:] if transcoder else places,
+            )
+        )
     return found
 
 
 def _reconstructed(one: Measured, listener: Listener) -> dict[str, Any]:
     dead: dict[str, Any] = {"dead_fraction": one.subject.dead_fraction}
-    if sources := [{"source": name} | _reconstructed(part, listener) for name, part in one.by_source.items()]:
+    if sources := [
+        {"source": name} | _reconstructed(part, listener) for name, part in one.by_source.items()
+    ]:
         dead["sources"] = sources
     alignment = one.alignment()
     if alignment is None:
         return reconstruction(one.sae, one.batches(listener)) | dead
-    scores, truth = FeatureScores(alignment, one.sae.W_dec.device), one.of_store.codes(one.batch_rows)
-    measures = reconstruction(one.sae, one.batches(listener), watch=lambda z: scores.update(z, next(truth)))
+    scores, truth = (
+        FeatureScores(alignment, one.sae.W_dec.device),
+        one.of_store.codes(one.batch_rows),
+    )
+    measures = reconstruction(
+        one.sae, one.batches(listener), watch=lambda z: scores.update(z, next(truth))
+    )
     return measures | dead | scores.result()
 
 
-def note_doubts(found: Sequence[dict[str, Any]], everything: Sequence[Measured], listener: Listener) -> None:
+def note_doubts(
+    found: Sequence[dict[str, Any]], everything: Sequence[Measured], listener: Listener
+) -> None:
     """Warn about SAEs with doubtful measures; see `metrics.doubts`."""
     for one, run in zip(everything, found, strict=True):
         if words := doubts(run, one.sae.d_in, one.sae.d_sae):
-            listener.note(f"{run['run']}: warning: on these {counted(run['rows'], 'row')} "
-                          f"{', and '.join(words.values())}")
+            listener.note(
+                f"{run['run']}: warning: on these {counted(run['rows'], 'row')} "
+                f"{', and '.join(words.values())}"
+            )

@@ -82,9 +82,13 @@ class PlaceSums:
             d = direction[own]
             for number, (place, part, deviation) in enumerate(zip(places, W, spreads, strict=True)):
                 if part.shape[1] == d.shape[1]:
-                    error, carried = ((d * sums[own, place]).sum(1) / deviation / self._z_square[own]
-                                      for sums in (self._z_error, self._z_predicted))
-                    beta[:, own, number] = torch.stack([(d * part[own]).sum(1) + error, carried]) / d.square().sum(1)
+                    error, carried = (
+                        (d * sums[own, place]).sum(1) / deviation / self._z_square[own]
+                        for sums in (self._z_error, self._z_predicted)
+                    )
+                    beta[:, own, number] = torch.stack(
+                        [(d * part[own]).sum(1) + error, carried]
+                    ) / d.square().sum(1)
         return fvu.cpu(), share.cpu(), *beta.cpu()
 
 
@@ -94,18 +98,33 @@ def elsewhere(share: Tensor, beta: Tensor) -> Tensor:
     return (beta / beta.gather(1, best)).scatter(1, best, -torch.inf).amax(1)
 
 
-def classes(names: Sequence[str], share: Tensor, nu_error: Tensor, nu_reconstruction: Tensor) -> list[str]:
+def classes(
+    names: Sequence[str], share: Tensor, nu_error: Tensor, nu_reconstruction: Tensor
+) -> list[str]:
     """Which hook points have each latent, in words, given `share`, (F, P), and nu, (F,) each."""
     found = []
-    for own, error, carried in zip(share.tolist(), nu_error.tolist(), nu_reconstruction.tolist(), strict=True):
+    for own, error, carried in zip(
+        share.tolist(), nu_error.tolist(), nu_reconstruction.tolist(), strict=True
+    ):
         name = names[own.index(max(own))]
         if max(own) <= EXCLUSIVE:
-            found.append(f"only {name} by latent scaling" if error < SHRUNK and carried < DECOUPLED else
-                         "shared" if min(own) > SHARED / len(own) else "in between")
+            found.append(
+                f"only {name} by latent scaling"
+                if error < SHRUNK and carried < DECOUPLED
+                else "shared"
+                if min(own) > SHARED / len(own)
+                else "in between"
+            )
         else:
-            found.append(f"only {name} by decoder norm" if error != error else
-                         f"looks only {name}: complete shrinkage" if error > SHRUNK else
-                         f"looks only {name}: latent decoupling" if carried > DECOUPLED else f"only {name}")
+            found.append(
+                f"only {name} by decoder norm"
+                if error != error
+                else f"looks only {name}: complete shrinkage"
+                if error > SHRUNK
+                else f"looks only {name}: latent decoupling"
+                if carried > DECOUPLED
+                else f"only {name}"
+            )
     return found
 
 
@@ -118,6 +137,7 @@ def places_document(one: Measured, listener: Listener) -> dict[str, Any]:
         share is above `SHARED` / P; `share` and `scaling` (beta), lists of P numbers per latent; `nu_error` and
         `nu_reconstruction`, largest over the other hook points; and `class`, per latent. None where unknown.
     """
+
     def known(value: float) -> float | None:
         return None if value != value else value
 
@@ -129,12 +149,22 @@ def places_document(one: Measured, listener: Listener) -> dict[str, Any]:
     fvu, share, beta, carried = sums.result(one.rows.spread())
     names = [Path(str(rows.store.meta.source.get("model"))).name for rows in one.rows.inputs]
     if len(set(names)) < len(widths):
-        names = [rows.name for rows in one.rows.inputs] or [f"place {number}" for number in range(len(widths))]
+        names = [rows.name for rows in one.rows.inputs] or [
+            f"place {number}" for number in range(len(widths))
+        ]
     nu = elsewhere(share, beta), elsewhere(share, carried)
     exclusive = (share > EXCLUSIVE).sum(0).tolist()
-    return {"places": [{"name": name, "width": width, "fvu": error, "exclusive": count} for name, width, error, count
-                       in zip(names, widths, fvu.tolist(), exclusive, strict=True)],
-            "shared": int((share.amin(1) > SHARED / len(widths)).sum()), "share": share.tolist(),
-            "scaling": [[known(value) for value in row] for row in beta.tolist()],
-            "nu_error": [*map(known, nu[0].tolist())], "nu_reconstruction": [*map(known, nu[1].tolist())],
-            "class": classes(names, share, *nu)}
+    return {
+        "places": [
+            {"name": name, "width": width, "fvu": error, "exclusive": count}
+            for name, width, error, count in zip(
+                names, widths, fvu.tolist(), exclusive, strict=True
+            )
+        ],
+        "shared": int((share.amin(1) > SHARED / len(widths)).sum()),
+        "share": share.tolist(),
+        "scaling": [[known(value) for value in row] for row in beta.tolist()],
+        "nu_error": [*map(known, nu[0].tolist())],
+        "nu_reconstruction": [*map(known, nu[1].tolist())],
+        "class": classes(names, share, *nu),
+    }

@@ -31,7 +31,10 @@ EXPONENT_AT, BIAS = 23, 127  # of a float32's bits
 BLOCK_COSINES = 1 << 24  # per product: 64 MB in float32
 SAMPLED_ROWS = 1 << 15  # at most, spread evenly over the rows
 LEAST = 3  # rows that two latents share; fewer are taken for chance
-BLOCK_PAIRS, CHUNK = 1 << 22, 1024  # pairs (16 MB in float32, a few times over) and sampled rows per product
+BLOCK_PAIRS, CHUNK = (
+    1 << 22,
+    1024,
+)  # pairs (16 MB in float32, a few times over) and sampled rows per product
 TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
 WINDOWS = 128  # examined before the smallest examples are updated
 FACTOR = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
@@ -50,7 +53,9 @@ class Magnitudes:
     """
 
     def __init__(self, d_sae: int) -> None:
-        self._counts = torch.zeros(d_sae * (BINS + 1), dtype=torch.int64)  # each latent's first counts its zeros
+        self._counts = torch.zeros(
+            d_sae * (BINS + 1), dtype=torch.int64
+        )  # each latent's first counts its zeros
         self._sums = torch.zeros(d_sae, dtype=torch.float64)
         self._largest = torch.zeros(d_sae)
 
@@ -59,8 +64,9 @@ class Magnitudes:
         """Count the codes of a batch, (B, F)."""
         z = codes.values
         if z.device != self._sums.device:
-            self._counts, self._sums, self._largest = (t.to(z.device) for t in (self._counts, self._sums,
-                                                                                self._largest))
+            self._counts, self._sums, self._largest = (
+                t.to(z.device) for t in (self._counts, self._sums, self._largest)
+            )
         if isinstance(codes, SparseCodes):
             self._add(z, codes.indices)
             self._sums.index_add_(0, codes.indices, z.abs().double())
@@ -75,7 +81,9 @@ class Magnitudes:
 
     def _add(self, values: Tensor, latents: Tensor) -> None:
         """Count values, each for its latent; zeros in a bin of their own."""
-        fourth = values.float().square().square_()  # overflows or underflows only far outside the bins
+        fourth = (
+            values.float().square().square_()
+        )  # overflows or underflows only far outside the bins
         bins = (fourth.view(torch.int32) >> EXPONENT_AT).sub_(BIAS + OCTAVE * LOWEST)
         bins = bins.clamp_(0, BINS - 1).add_(1).mul_(values != 0)
         places = latents * (BINS + 1) + bins
@@ -98,7 +106,9 @@ class Magnitudes:
 
 
 @torch.no_grad()
-def neighbours(W_dec: Tensor, chosen: Tensor, count: int, show: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+def neighbours(
+    W_dec: Tensor, chosen: Tensor, count: int, show: Callable[[int], None]
+) -> tuple[Tensor, Tensor]:
     """The nearest other latents to chosen ones, (C,), by the cosine of their decoder vectors.
 
     Returns:
@@ -158,7 +168,9 @@ class CoFiring:
         count, bits, device = min(count, self._d_sae - 1), np.concatenate(self._bits), chosen.device
         found: list[Partners] = []
         for part in chosen.split(max(1, BLOCK_PAIRS // self._d_sae)):
-            together = torch.zeros(self._d_sae, len(part), device=device)  # numbers of rows, exact in float32
+            together = torch.zeros(
+                self._d_sae, len(part), device=device
+            )  # numbers of rows, exact in float32
             alone = torch.zeros(self._d_sae, device=device)
             for begin in range(0, len(bits), CHUNK):
                 fires = np.unpackbits(bits[begin : begin + CHUNK], axis=1, count=self._d_sae)
@@ -167,7 +179,9 @@ class CoFiring:
                 alone += codes.sums()
             p, both = alone / len(bits), together.T / len(bits)
             spread = (p * (1 - p)).sqrt()
-            phi = (both - p[part, None] * p) / (spread[part, None] * spread).clamp_min(torch.finfo(p.dtype).tiny)
+            phi = (both - p[part, None] * p) / (spread[part, None] * spread).clamp_min(
+                torch.finfo(p.dtype).tiny
+            )
             phi[both < LEAST / len(bits) * (1 - 1e-6)] = 0
             phi.scatter_(1, part[:, None], -torch.inf)
             phi, latents = phi.topk(count, dim=1)
@@ -197,7 +211,9 @@ def at_random(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
 
 def _uniform(numbers: np.ndarray) -> Tensor:
     """A number in [0, 1) for each integer, float32: the upper bits of a hash."""
-    return torch.from_numpy((splitmix64(numbers.astype(np.uint64)) >> np.uint64(40)).astype(np.float32) / 2**24)
+    return torch.from_numpy(
+        (splitmix64(numbers.astype(np.uint64)) >> np.uint64(40)).astype(np.float32) / 2**24
+    )
 
 
 class _Peaks(NamedTuple):
@@ -223,19 +239,33 @@ class Examples:
         ranking: `by_size` or `at_random`; a code of rank 0 is no example.
     """
 
-    def __init__(self, latents: Sequence[int], d_sae: int, count: int, tokens: bool,
-                 ranking: Ranking = by_size) -> None:
+    def __init__(
+        self,
+        latents: Sequence[int],
+        d_sae: int,
+        count: int,
+        tokens: bool,
+        ranking: Ranking = by_size,
+    ) -> None:
         self._latents, self._all, self._ranking = np.array(latents), len(latents) == d_sae, ranking
         shape, self._width = (len(latents), count), TOKENS if tokens else 1
         self._ranks = np.zeros(shape, np.float32)  # descending; 0 where there is no example
         self._marks = np.zeros(shape, np.uint64)
-        self._slots = np.zeros(shape, np.int64)  # index of each example in `_kept`, which is not sorted
-        self._kept: dict[str, np.ndarray] = {"number": np.zeros(shape, np.int64),
-                                             "code": np.zeros((*shape, self._width), np.float32)}
+        self._slots = np.zeros(
+            shape, np.int64
+        )  # index of each example in `_kept`, which is not sorted
+        self._kept: dict[str, np.ndarray] = {
+            "number": np.zeros(shape, np.int64),
+            "code": np.zeros((*shape, self._width), np.float32),
+        }
         if tokens:
-            self._kept |= {"document": np.zeros(shape, np.int64), "position": np.zeros(shape, np.int32),
-                           "peak": np.zeros(shape, np.int16), "gap": np.zeros((*shape, TOKENS), bool),
-                           "token": np.zeros((*shape, TOKENS), np.int32)}
+            self._kept |= {
+                "document": np.zeros(shape, np.int64),
+                "position": np.zeros(shape, np.int32),
+                "peak": np.zeros(shape, np.int16),
+                "gap": np.zeros((*shape, TOKENS), bool),
+                "token": np.zeros((*shape, TOKENS), np.int32),
+            }
 
     def of(self, latents: Sequence[int]) -> dict[str, np.ndarray]:
         """The examples of some of its latents.
@@ -249,8 +279,10 @@ class Examples:
         """
         indices = np.searchsorted(self._latents, np.array(latents))
         slots = self._slots[indices]
-        return {"rank": self._ranks[indices],
-                **{name: kept[indices[:, None], slots] for name, kept in self._kept.items()}}
+        return {
+            "rank": self._ranks[indices],
+            **{name: kept[indices[:, None], slots] for name, kept in self._kept.items()},
+        }
 
     @torch.no_grad()
     def update(self, z: Tensor, block: Block) -> None:
@@ -266,25 +298,44 @@ class Examples:
     def _peaks(self, z: Tensor, block: Block, starts: np.ndarray) -> _Peaks:
         """The peaks, in windows bounded by `starts`, that rank above the last example of their latent: few, once some
         windows have been seen."""
+
         def ranked(rows: slice, latents: np.ndarray | slice = slice(None)) -> Tensor:
             return self._ranking(z[rows, latents], block.numbers[rows], self._latents[latents])
 
         if starts[-1] - starts[0] == len(starts) - 1:  # one row per window
             highest = ranked(slice(starts[0], starts[-1]))
         else:  # window by window, which stay in the cache
-            highest = torch.stack([ranked(slice(begin, end)).amax(0) for begin, end in pairwise(starts.tolist())])
+            highest = torch.stack(
+                [ranked(slice(begin, end)).amax(0) for begin, end in pairwise(starts.tolist())]
+            )
         least = torch.from_numpy(self._ranks[:, -1].copy()).to(highest)
         windows, latents = np.nonzero((highest > least).cpu().numpy())
         bounds = np.searchsorted(windows, np.arange(len(starts))).tolist()  # of each window's peaks
-        rows = np.concatenate([np.empty(0, np.int64)] + [
-            starts[window] + ranked(slice(starts[window], starts[window + 1]), latents[a:b]).argmax(0).cpu().numpy()
-            for window, (a, b) in enumerate(pairwise(bounds)) if b > a])
+        rows = np.concatenate(
+            [np.empty(0, np.int64)]
+            + [
+                starts[window]
+                + ranked(slice(starts[window], starts[window + 1]), latents[a:b])
+                .argmax(0)
+                .cpu()
+                .numpy()
+                for window, (a, b) in enumerate(pairwise(bounds))
+                if b > a
+            ]
+        )
         # At most TOKENS tokens, with BEFORE before the peak unless the window ends too early.
-        begins = np.maximum(starts[windows], np.minimum(rows - BEFORE, starts[windows + 1] - TOKENS))
+        begins = np.maximum(
+            starts[windows], np.minimum(rows - BEFORE, starts[windows + 1] - TOKENS)
+        )
         ends = np.minimum(starts[windows + 1], begins + TOKENS)
-        marks = (block.numbers[rows].astype(np.uint64) if block.columns is None
-                 else _marks(block.columns[2], begins, ends))
-        return _Peaks(rows, latents, highest[windows, latents].float().cpu().numpy(), begins, ends, marks)
+        marks = (
+            block.numbers[rows].astype(np.uint64)
+            if block.columns is None
+            else _marks(block.columns[2], begins, ends)
+        )
+        return _Peaks(
+            rows, latents, highest[windows, latents].float().cpu().numpy(), begins, ends, marks
+        )
 
     def _merge(self, z: Tensor, block: Block, peaks: _Peaks) -> None:
         """Merge peaks into the examples of their latents."""
@@ -296,7 +347,11 @@ class Examples:
         marks = np.concatenate([self._marks[touched].ravel(), peaks.marks])
         order = np.lexsort((-ranks, owner))
         order = order[ranks[order] > 0]
-        order = order[np.sort(_first_of_each(np.lexsort((marks[order], owner[order])), owner[order], marks[order]))]
+        order = order[
+            np.sort(
+                _first_of_each(np.lexsort((marks[order], owner[order])), owner[order], marks[order])
+            )
+        ]
         place = _numbered(owner[order])
         order, place = order[place < count], place[place < count]
         old, new = order[order < stored], order[order >= stored]
@@ -332,7 +387,9 @@ def _marks(tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarr
     cumulative sums."""
     steps = np.full(len(tokens), FACTOR, np.uint64)
     steps[0] = 1
-    sums = np.concatenate([[np.uint64(0)], np.cumsum((tokens + 1).astype(np.uint64) * np.cumprod(steps))])
+    sums = np.concatenate(
+        [[np.uint64(0)], np.cumsum((tokens + 1).astype(np.uint64) * np.cumprod(steps))]
+    )
     steps[1:] = INVERSE
     return (sums[ends] - sums[begins]) * np.cumprod(steps)[begins]
 
@@ -342,16 +399,22 @@ def _read(z: Tensor, block: Block, peaks: _Peaks, width: int) -> dict[str, np.nd
     rows = peaks.begins[:, None] + np.arange(width)
     inside = rows < peaks.ends[:, None]
     rows = np.where(inside, rows, peaks.begins[:, None])
-    codes = z[torch.from_numpy(rows).to(z.device), torch.from_numpy(peaks.latents[:, None]).to(z.device)]
+    codes = z[
+        torch.from_numpy(rows).to(z.device), torch.from_numpy(peaks.latents[:, None]).to(z.device)
+    ]
     values = {"number": block.numbers[peaks.rows], "code": codes.float().cpu().numpy() * inside}
     if block.columns is None:
         return values
     documents, positions, tokens = block.columns
     gaps = np.diff(positions, prepend=positions[:1]) > 1
     values |= {} if block.roles is None else {"role": block.roles[rows]}
-    return values | {"document": documents[peaks.rows], "position": positions[peaks.rows],
-                     "peak": peaks.rows - peaks.begins, "gap": gaps[rows] & inside & (np.arange(width) > 0),
-                     "token": np.where(inside, tokens[rows], -1)}
+    return values | {
+        "document": documents[peaks.rows],
+        "position": positions[peaks.rows],
+        "peak": peaks.rows - peaks.begins,
+        "gap": gaps[rows] & inside & (np.arange(width) > 0),
+        "token": np.where(inside, tokens[rows], -1),
+    }
 
 
 @dataclass(frozen=True)
@@ -367,13 +430,21 @@ class Survey:
 
 
 @torch.no_grad()
-def survey(sae: SAE, blocks: Iterable[Block], rows: int, examples: Examples, samples: Examples) -> Survey:
+def survey(
+    sae: SAE, blocks: Iterable[Block], rows: int, examples: Examples, samples: Examples
+) -> Survey:
     """Encode rows once, and measure all latents on them; `examples` and `samples` are filled.
 
     Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`; independent of the number of rows.
     """
-    found = Survey(Firing(sae.d_sae), Magnitudes(sae.d_sae), examples, samples, CoFiring(sae.d_sae, rows),
-                   torch.zeros(len(ROLES), sae.d_sae, dtype=torch.float64))
+    found = Survey(
+        Firing(sae.d_sae),
+        Magnitudes(sae.d_sae),
+        examples,
+        samples,
+        CoFiring(sae.d_sae, rows),
+        torch.zeros(len(ROLES), sae.d_sae, dtype=torch.float64),
+    )
     for block in blocks:
         codes = sae.codes(block.x)
         found.firing.update(codes)

@@ -37,7 +37,10 @@ from .worlds import Alignment
 RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | Sequence[str] | None
 
 LONGEST = 8  # batches that a window may span before it is split, which keeps memory constant
-BATCH_CODES, BATCH_ROWS = 1 << 24, 1024  # per batch: at most 64 MB of codes; smaller batches are faster
+BATCH_CODES, BATCH_ROWS = (
+    1 << 24,
+    1024,
+)  # per batch: at most 64 MB of codes; smaller batches are faster
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class Block:
 
     x: Tensor  # (B, D)
     numbers: np.ndarray  # within the store, (B,)
-    columns: np.ndarray | None  # values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window
+    columns: (
+        np.ndarray | None
+    )  # values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window
     roles: np.ndarray | None = None  # numbers in `chats.ROLES`, (B,), of a store of chats
 
     @property
@@ -73,7 +78,10 @@ def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterato
         table = np.stack(columns)
         if waiting is not None:
             x = torch.cat([waiting[0], x])
-            own, table = np.concatenate([waiting[1], own]), np.concatenate([waiting[2], table], axis=1)
+            own, table = (
+                np.concatenate([waiting[1], own]),
+                np.concatenate([waiting[2], table], axis=1),
+            )
         begins = window_starts(table[0], table[1])
         end = int(begins[-1]) if len(begins) else len(x) if len(x) > LONGEST * batch_rows else 0
         if end:
@@ -103,8 +111,10 @@ class Measured:
     @property
     def _stored(self) -> RowSource:
         if not self.rows.inputs:
-            raise ConfigError("--data must be a store or rows of one here, got rows in memory; put them into a store "
-                              "with `sae import`")
+            raise ConfigError(
+                "--data must be a store or rows of one here, got rows in memory; put them into a store "
+                "with `sae import`"
+            )
         return self.rows
 
     @property
@@ -124,8 +134,10 @@ class Measured:
     def demand_reconstruction(self, what: str) -> None:
         """Refuse a transcoder or crosscoder where `what` is defined for reconstructions of one store's rows."""
         if len(self.rows.inputs) > 1 or self.rows.target is not None:
-            raise ConfigError(f"{what} of {self.subject.name} is not defined: expected an SAE that reconstructs the "
-                              f"rows of one store, got one trained on {self.rows.name}; name another run")
+            raise ConfigError(
+                f"{what} of {self.subject.name} is not defined: expected an SAE that reconstructs the "
+                f"rows of one store, got one trained on {self.rows.name}; name another run"
+            )
 
     def alignment(self) -> Alignment | None:
         """The alignment of the decoder with the features that the rows are made of; None if these are unknown."""
@@ -136,15 +148,29 @@ class Measured:
     @cached_property  # it reads the column `source`
     def by_source(self) -> "dict[str, Measured]":
         """Of a mixture, the same on the rows of each source that has some, by name."""
-        if not self.rows.inputs or self.source is not None or not (names := self.store.meta.sources):
+        if (
+            not self.rows.inputs
+            or self.source is not None
+            or not (names := self.store.meta.sources)
+        ):
             return {}
-        there = {*chain.from_iterable(map(np.unique, self.of_store.column("source", self.batch_rows)))}
-        return {name: replace(self, source=number) for number, name in enumerate(names) if number in there}
+        there = {
+            *chain.from_iterable(map(np.unique, self.of_store.column("source", self.batch_rows)))
+        }
+        return {
+            name: replace(self, source=number)
+            for number, name in enumerate(names)
+            if number in there
+        }
 
     @property
     def heading(self) -> dict[str, str | None]:
         """The first entries of every document: run, store and split; None for rows in memory."""
-        return {"run": self.subject.name, "data": self.rows.name if self.rows.inputs else None, "split": self.split}
+        return {
+            "run": self.subject.name,
+            "data": self.rows.name if self.rows.inputs else None,
+            "split": self.split,
+        }
 
     @property
     def chosen_rows(self) -> tuple[str, int, float] | None:
@@ -164,9 +190,19 @@ class Measured:
         done = 0
         with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
             W_enc = self.sae.W_enc
-            sources = repeat(None) if self.source is None else self.of_store.column("source", self.batch_rows)
-            for batch, own in zip(carried(self.rows.sequential(self.batch_rows), W_enc.device), sources, strict=False):
-                taken = batch if own is None else batch[torch.from_numpy(own == self.source).to(batch.device)]
+            sources = (
+                repeat(None)
+                if self.source is None
+                else self.of_store.column("source", self.batch_rows)
+            )
+            for batch, own in zip(
+                carried(self.rows.sequential(self.batch_rows), W_enc.device), sources, strict=False
+            ):
+                taken = (
+                    batch
+                    if own is None
+                    else batch[torch.from_numpy(own == self.source).to(batch.device)]
+                )
                 if len(taken):
                     yield taken.to(W_enc.dtype)
                 done += len(batch)
@@ -174,11 +210,18 @@ class Measured:
 
     def inputs(self, listener: Listener) -> Iterator[Tensor]:
         """As `batches`, without targets, (B, D)."""
-        return (batch[:, :self.sae.d_in] for batch in self.batches(listener))
+        return (batch[:, : self.sae.d_in] for batch in self.batches(listener))
 
 
-def measured(home: Home, sae: SAELike, data: RowsLike, split: Which, device: str, listener: Listener,
-             target: ArrayLike | str | None = None) -> Measured:
+def measured(
+    home: Home,
+    sae: SAELike,
+    data: RowsLike,
+    split: Which,
+    device: str,
+    listener: Listener,
+    target: ArrayLike | str | None = None,
+) -> Measured:
     """Open an SAE and the rows to measure it on.
 
     Args:
@@ -193,24 +236,44 @@ def measured(home: Home, sae: SAELike, data: RowsLike, split: Which, device: str
     if rows.inputs:
         _compare_hook_points(subject.name, saved.origin, Joined.of(rows), listener)
     if saved.is_transcoder and not rows.d_target:
-        raise ConfigError(f"{subject.name} is a transcoder: expected the store of what it predicts, got {rows.name} "
-                          "alone; name both, by --data and --target")
+        raise ConfigError(
+            f"{subject.name} is a transcoder: expected the store of what it predicts, got {rows.name} "
+            "alone; name both, by --data and --target"
+        )
     if rows.d_target and saved.sae.d_out != rows.d_target:
-        raise ConfigError(f"{subject.name} cannot be measured on {rows.name}: expected targets of {saved.sae.d_out} "
-                          f"dimensions, got {rows.d_target}; name another store with --target")
+        raise ConfigError(
+            f"{subject.name} cannot be measured on {rows.name}: expected targets of {saved.sae.d_out} "
+            f"dimensions, got {rows.d_target}; name another store with --target"
+        )
     if saved.sae.d_in != rows.d_in:
-        raise ConfigError(f"{subject.name} cannot be measured on {rows.name}: expected rows of {saved.sae.d_in} "
-                          f"dimensions, got {rows.d_in}; name another store with --data")
+        raise ConfigError(
+            f"{subject.name} cannot be measured on {rows.name}: expected rows of {saved.sae.d_in} "
+            f"dimensions, got {rows.d_in}; name another store with --data"
+        )
     saved = replace(saved, sae=saved.sae.copy_to(device_named(device)))
     return Measured(subject, saved, rows.inputs[0].split.which if rows.inputs else None, rows)
 
 
-def all_measured(home: Home, saes: Sequence[SAELike | Measured], data: RowsLike, split: Which, device: str,
-                 listener: Listener, target: ArrayLike | str | None = None) -> list[Measured]:
+def all_measured(
+    home: Home,
+    saes: Sequence[SAELike | Measured],
+    data: RowsLike,
+    split: Which,
+    device: str,
+    listener: Listener,
+    target: ArrayLike | str | None = None,
+) -> list[Measured]:
     """`measured` of each SAE, or of the newest run if there are none; those that are opened stay as they are."""
-    found = [one if isinstance(one, Measured) else measured(home, one, data, split, device, listener, target)
-             for one in saes or [None]]
-    if not all(isinstance(one, Measured) for one in saes) and len({one.chosen_rows for one in found}) > 1:
+    found = [
+        one
+        if isinstance(one, Measured)
+        else measured(home, one, data, split, device, listener, target)
+        for one in saes or [None]
+    ]
+    if (
+        not all(isinstance(one, Measured) for one in saes)
+        and len({one.chosen_rows for one in found}) > 1
+    ):
         listener.note("these runs are measured on different rows, each on its own store and split")
     return found
 
@@ -228,55 +291,83 @@ def by_rows(everything: Sequence[Measured]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _compare_hook_points(name: str, origin: Mapping[str, Any], stores: Joined, listener: Listener) -> None:
+def _compare_hook_points(
+    name: str, origin: Mapping[str, Any], stores: Joined, listener: Listener
+) -> None:
     """Warn if an SAE was trained on other hook points than the stores hold; refuse a crosscoder's in another order."""
     (wanted, wanted_target), (got, got_target) = _hook_points(origin), _hook_points(stores.origin)
     models = [Path(one["model"]).name for one in (origin, stores.origin) if one.get("model")]
     if len(wanted) > 1 and wanted != got and sorted(wanted) == sorted(got):
-        raise ConfigError(f"--data names the inputs of {name} in another order than it was trained on; name them in "
-                          f"this order: {', '.join(wanted)}")
+        raise ConfigError(
+            f"--data names the inputs of {name} in another order than it was trained on; name them in "
+            f"this order: {', '.join(wanted)}"
+        )
     if wanted and got and (wanted, wanted_target) != (got, got_target):
-        listener.warn(f"{name} was trained on {in_words(wanted, wanted_target)}; {stores.name} holds "
-                      f"{in_words(got, got_target)}")
+        listener.warn(
+            f"{name} was trained on {in_words(wanted, wanted_target)}; {stores.name} holds "
+            f"{in_words(got, got_target)}"
+        )
     elif len({*models}) > 1:
-        listener.warn(f"{name} was trained on {models[0]}; {stores.name} holds activations of {models[1]}")
+        listener.warn(
+            f"{name} was trained on {models[0]}; {stores.name} holds activations of {models[1]}"
+        )
 
 
 def _hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
     """Those of the inputs and of the target, if known."""
     inputs = origin.get("inputs")
-    found = [f"layer {one['layer']} {one['site']}" + (f" of {one['model']}" if "model" in one and inputs else "")
-             for one in inputs or [origin] if {"layer", "site"} <= one.keys()]
+    found = [
+        f"layer {one['layer']} {one['site']}"
+        + (f" of {one['model']}" if "model" in one and inputs else "")
+        for one in inputs or [origin]
+        if {"layer", "site"} <= one.keys()
+    ]
     known = {"target_layer", "target_site"} <= origin.keys()
     return found, f"layer {origin['target_layer']} {origin['target_site']}" if known else None
 
 
-def _rows(home: Home, subject: Subject, data: RowsLike, target: ArrayLike | str | None, split: Which,
-          listener: Listener) -> RowSource:
+def _rows(
+    home: Home,
+    subject: Subject,
+    data: RowsLike,
+    target: ArrayLike | str | None,
+    split: Which,
+    listener: Listener,
+) -> RowSource:
     names = [data] if isinstance(data, str) else []
     if isinstance(data, list | tuple) and data and all(isinstance(name, str) for name in data):
         names = list(data)
     if not names and not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | None):
         return ArrayRows(data, target)
     if target is not None and not (names and isinstance(target, str)):
-        raise ConfigError("--target does nothing without the name of a store as --data, or rows in memory; leave it "
-                          "out, or give stores as one, by `saecli.join`")
+        raise ConfigError(
+            "--target does nothing without the name of a store as --data, or rows in memory; leave it "
+            "out, or give stores as one, by `saecli.join`"
+        )
     if isinstance(data, Rows | JoinedRows):
         return data
     if isinstance(data, ActivationStore | Joined):
         stores = data if isinstance(data, Joined) else Joined((data,))
     else:
         if not names and subject.streamed and subject.data not in home.stores.names():
-            raise ConfigError(f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
-                              "store, or make one of its text by `sae extract "
-                              f"{shlex.join(words_of(subject.streamed))}`")
+            raise ConfigError(
+                f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
+                "store, or make one of its text by `sae extract "
+                f"{shlex.join(words_of(subject.streamed))}`"
+            )
         found = names or [name for name in (subject.data, *subject.beside) if name]
         named = (target if isinstance(target, str) else None) if names else subject.target
         if not found:
             listener.warn(f"{subject.name} does not name its store: taking the newest")
         stores = open_joined(home, found, named, listener)
     own = (subject.data, *subject.beside, subject.target) == (
-        *(store.reference for store in stores.inputs), stores.target and stores.target.reference)
+        *(store.reference for store in stores.inputs),
+        stores.target and stores.target.reference,
+    )
     if subject.data_hash is not None and own and subject.data_hash != stores.hash:
-        listener.note(f"{stores.name} is not the store that {subject.name} was trained on, though it has its name")
-    return stores.split(split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed)
+        listener.note(
+            f"{stores.name} is not the store that {subject.name} was trained on, though it has its name"
+        )
+    return stores.split(
+        split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed
+    )

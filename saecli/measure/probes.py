@@ -54,15 +54,29 @@ FOLDS, INNER_FOLDS = 5, 3
 CS = (1e-4, 1e-2, 1.0, 1e2)  # inverse weights of the squared penalty
 SEED = 0  # of the folds, and of the choice of texts
 LEVEL = 0.95  # of intervals
-PACKAGE, CATALOGUE, BINARY = "sae_probes", "probing_datasets_MASTER.csv.zst", "Binary Classification"
+PACKAGE, CATALOGUE, BINARY = (
+    "sae_probes",
+    "probing_datasets_MASTER.csv.zst",
+    "Binary Classification",
+)
 LONGEST = 1 << 24  # characters of a text
 REMEDY = "install sae-probes again"
 
 
-def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None, layer: int | None = None,
-          site: str | None = None, sets: str | Sequence[str] | None = None, rows: int = ROWS,
-          k: Sequence[int] = COUNTS, context: int | None = None, device: str = "auto",
-          home: str | Path | Home | None = None, progress: bool | Listener = False) -> dict[str, Any]:
+def probe(
+    saes: SAELike | Sequence[SAELike] = None,
+    *,
+    model: str | None = None,
+    layer: int | None = None,
+    site: str | None = None,
+    sets: str | Sequence[str] | None = None,
+    rows: int = ROWS,
+    k: Sequence[int] = COUNTS,
+    context: int | None = None,
+    device: str = "auto",
+    home: str | Path | Home | None = None,
+    progress: bool | Listener = False,
+) -> dict[str, Any]:
     """Fit and measure sparse probes on SAEs' latents, and dense ones on activations; CLI equivalent: `sae probe`.
 
     Args:
@@ -90,7 +104,9 @@ def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None,
     demand_at_least("rows", rows, LEAST_ROWS)
     demand_at_least("context", context)
     several: Sequence[Any] = saes if isinstance(saes, list | tuple) else [saes]
-    everything = [hooked(open_sae(Home.at(home), sae, listener), layer, site) for sae in several or [None]]
+    everything = [
+        hooked(open_sae(Home.at(home), sae, listener), layer, site) for sae in several or [None]
+    ]
     _check(everything, k)
     source, labelled = model_of(everything, model, listener), Sets()
     names = labelled.chosen(sets)
@@ -109,29 +125,53 @@ def probe(saes: SAELike | Sequence[SAELike] = None, *, model: str | None = None,
             for one, sae in ready:
                 codes = codes_of(sae, x[one.read])
                 latents = most_different(codes, one_set.labels, max(k))
-                lines += [_line(one_set, one.name, one.read, count, score) | {"latents": latents[:count]}
-                          for count, score in sparse_scores(codes, one_set.labels, sorted(k)).items()]
-            lines += [_line(one_set, None, place, None, dense_score(x[place].double().numpy(), one_set.labels))
-                      for place in places]
-    return {"model": source.name, "context": context, "rows": rows, "folds": FOLDS,
-            "runs": [{"run": one.name, **one.read.place} for one in everything],
-            "probes": _over_sets(lines), "by_set": lines}
+                lines += [
+                    _line(one_set, one.name, one.read, count, score) | {"latents": latents[:count]}
+                    for count, score in sparse_scores(codes, one_set.labels, sorted(k)).items()
+                ]
+            lines += [
+                _line(
+                    one_set,
+                    None,
+                    place,
+                    None,
+                    dense_score(x[place].double().numpy(), one_set.labels),
+                )
+                for place in places
+            ]
+    return {
+        "model": source.name,
+        "context": context,
+        "rows": rows,
+        "folds": FOLDS,
+        "runs": [{"run": one.name, **one.read.place} for one in everything],
+        "probes": _over_sets(lines),
+        "by_set": lines,
+    }
 
 
 def _check(everything: Sequence[Hooked], k: Sequence[int]) -> None:
     names = [one.name for one in everything]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"cannot probe {twice} twice: expected SAEs of different names; leave one out, or save "
-                          "them as runs")
+        raise ConfigError(
+            f"cannot probe {twice} twice: expected SAEs of different names; leave one out, or save "
+            "them as runs"
+        )
     if not k or min(k) < 1 or len(set(k)) < len(k):
-        raise ConfigError(f"--k must be different numbers of at least 1, got {', '.join(map(str, k)) or 'none'}")
+        raise ConfigError(
+            f"--k must be different numbers of at least 1, got {', '.join(map(str, k)) or 'none'}"
+        )
     for one in everything:
         if one.sae.widths:
-            raise ConfigError(f"probing with {one.name} is not defined: expected an SAE or a transcoder, got a "
-                              "crosscoder, whose codes have no single hook point to compare by a dense probe; name "
-                              "another run")
+            raise ConfigError(
+                f"probing with {one.name} is not defined: expected an SAE or a transcoder, got a "
+                "crosscoder, whose codes have no single hook point to compare by a dense probe; name "
+                "another run"
+            )
         if max(k) > one.sae.d_sae:
-            raise ConfigError(f"--k must be at most the number of latents, {one.sae.d_sae} of {one.name}, got {max(k)}")
+            raise ConfigError(
+                f"--k must be at most the number of latents, {one.sae.d_sae} of {one.name}, got {max(k)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -143,19 +183,27 @@ class LabelledSet:
     labels: NDArray[np.bool_]
 
 
-Score = dict[str, NDArray[np.float64]]  # of `MEASURES`: on each fold, (folds,), of a probe not fitted to it
+Score = dict[
+    str, NDArray[np.float64]
+]  # of `MEASURES`: on each fold, (folds,), of a probe not fitted to it
 
 
-def _line(one_set: LabelledSet, run: str | None, place: HookPoint, k: int | None, score: Score) -> dict[str, Any]:
+def _line(
+    one_set: LabelledSet, run: str | None, place: HookPoint, k: int | None, score: Score
+) -> dict[str, Any]:
     line = {"set": one_set.name, "rows": len(one_set.texts), "run": run, **place.place, "k": k}
     return line | _measures(score)
 
 
-def _measures(values: Mapping[str, Sequence[float] | NDArray[np.float64]]) -> dict[str, float | None]:
+def _measures(
+    values: Mapping[str, Sequence[float] | NDArray[np.float64]],
+) -> dict[str, float | None]:
     """The mean of each measure's values, and the ends of its interval."""
     found: dict[str, float | None] = {}
     for name, each in values.items():
-        found |= zip((name, f"{name}_low", f"{name}_high"), mean_and_interval(np.asarray(each)), strict=True)
+        found |= zip(
+            (name, f"{name}_low", f"{name}_high"), mean_and_interval(np.asarray(each)), strict=True
+        )
     return found
 
 
@@ -169,8 +217,19 @@ def _over_sets(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         values = {name: [line[name] for line in own] for name in MEASURES}
         if run is not None:
             dense = groups[None, layer, site, None]
-            values["auc_difference"] = [line["auc"] - other["auc"] for line, other in zip(own, dense, strict=True)]
-        found.append({"run": run, "layer": layer, "site": site, "k": k, "sets": len(own), **_measures(values)})
+            values["auc_difference"] = [
+                line["auc"] - other["auc"] for line, other in zip(own, dense, strict=True)
+            ]
+        found.append(
+            {
+                "run": run,
+                "layer": layer,
+                "site": site,
+                "k": k,
+                "sets": len(own),
+                **_measures(values),
+            }
+        )
     return found
 
 
@@ -179,24 +238,39 @@ def mean_and_interval(values: NDArray[np.float64]) -> tuple[float, float | None,
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, None, None
-    half = float(student.ppf((1 + LEVEL) / 2, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
+    half = float(
+        student.ppf((1 + LEVEL) / 2, len(values) - 1)
+        * np.std(values, ddof=1)
+        / np.sqrt(len(values))
+    )
     return mean, mean - half, mean + half
 
 
 def most_different(codes: csr_matrix, labels: NDArray[np.bool_], count: int) -> list[int]:
     """The latents whose mean codes, (N, F), differ most between classes, the most different first."""
-    difference = np.asarray(codes[labels].mean(0) - codes[~labels].mean(0), dtype=np.float64).ravel()
+    difference = np.asarray(
+        codes[labels].mean(0) - codes[~labels].mean(0), dtype=np.float64
+    ).ravel()
     fired = np.asarray((codes != 0).sum(0)).ravel()
     magnitude = np.asarray(abs(codes).sum(0), dtype=np.float64).ravel() / np.maximum(fired, 1)
     size = np.abs(difference) / np.where(magnitude > 0, magnitude, 1)
     return np.argsort(-size, kind="stable")[:count].tolist()
 
 
-def sparse_scores(codes: csr_matrix, labels: NDArray[np.bool_], counts: Sequence[int]) -> dict[int, Score]:
+def sparse_scores(
+    codes: csr_matrix, labels: NDArray[np.bool_], counts: Sequence[int]
+) -> dict[int, Score]:
     """The scores of k-sparse probes on codes, (N, F), for each k of `counts`."""
-    best = [most_different(codes[train], labels[train], max(counts)) for train, _ in _folds(labels, FOLDS)]
-    return {count: _score([codes[:, latents[:count]].toarray().astype(np.float64) for latents in best], labels)
-            for count in counts}
+    best = [
+        most_different(codes[train], labels[train], max(counts))
+        for train, _ in _folds(labels, FOLDS)
+    ]
+    return {
+        count: _score(
+            [codes[:, latents[:count]].toarray().astype(np.float64) for latents in best], labels
+        )
+        for count in counts
+    }
 
 
 def dense_score(x: NDArray[np.float64], labels: NDArray[np.bool_]) -> Score:
@@ -209,20 +283,38 @@ def _score(features: Sequence[NDArray[np.float64]], labels: NDArray[np.bool_]) -
     found = []
     for x, (train, test) in zip(features, _folds(labels, FOLDS), strict=True):
         inner = _folds(labels[train], INNER_FOLDS)
-        aucs = [np.mean([roc_auc_score(labels[train[held]], _fitted(x, labels, train[kept], train[held], C))
-                         for kept, held in inner]) for C in CS]
-        values = _fitted(x, labels, train, test, CS[int(np.argmax(aucs))])  # of equal ones the strongest penalty
+        aucs = [
+            np.mean(
+                [
+                    roc_auc_score(
+                        labels[train[held]], _fitted(x, labels, train[kept], train[held], C)
+                    )
+                    for kept, held in inner
+                ]
+            )
+            for C in CS
+        ]
+        values = _fitted(
+            x, labels, train, test, CS[int(np.argmax(aucs))]
+        )  # of equal ones the strongest penalty
         found.append((((values > 0) == labels[test]).mean(), roc_auc_score(labels[test], values)))
     return dict(zip(MEASURES, np.array(found).T, strict=True))
 
 
-def _folds(labels: NDArray[np.bool_], count: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def _folds(
+    labels: NDArray[np.bool_], count: int
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """The row numbers of each fold's training and test part, with equal fractions of both classes."""
     return list(StratifiedKFold(count, shuffle=True, random_state=SEED).split(labels, labels))
 
 
-def _fitted(x: NDArray[np.float64], labels: NDArray[np.bool_], train: NDArray[np.int64], test: NDArray[np.int64],
-            C: float) -> NDArray[np.float64]:
+def _fitted(
+    x: NDArray[np.float64],
+    labels: NDArray[np.bool_],
+    train: NDArray[np.int64],
+    test: NDArray[np.int64],
+    C: float,
+) -> NDArray[np.float64]:
     """The decision values of the test rows."""
     mean, spread = x[train].mean(0), x[train].std(0)
     spread = np.where(spread > 0, spread, 1)
@@ -249,31 +341,43 @@ class LastTokens:
             last = torch.tensor([len(window) - 1 for window in batch])
 
             def take(activations: Tensor, last: Tensor = last) -> Tensor:
-                return activations[range(len(last)), last.to(activations.device)].to("cpu", torch.float32)
+                return activations[range(len(last)), last.to(activations.device)].to(
+                    "cpu", torch.float32
+                )
 
-            for parts, part in zip(found.values(), self._model.read(*padded(batch), self._places, take), strict=True):
+            for parts, part in zip(
+                found.values(), self._model.read(*padded(batch), self._places, take), strict=True
+            ):
                 parts.append(part)
         back = torch.from_numpy(np.argsort(order))
         result = {place: torch.cat(parts)[back] for place, parts in found.items()}
         for place, x in result.items():
             if not x.isfinite().all():
-                raise ConfigError(f"{self._model.source.name} has activations at layer {place.layer}, {place.site}, "
-                                  "that are not finite; name another --layer, or run it on a --device with another "
-                                  "precision")
+                raise ConfigError(
+                    f"{self._model.source.name} has activations at layer {place.layer}, {place.site}, "
+                    "that are not finite; name another --layer, or run it on a --device with another "
+                    "precision"
+                )
         return result
 
     def _window(self, text: str) -> list[int]:
-        token_ids = self._model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        token_ids = self._model.tokenizer(text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         if not token_ids:
-            raise ModelError(f"{self._model.source.name} reads no token in the text {text[:40]!r}: expected at least "
-                             "one; use another model, or leave its set out of --sets")
-        return [*self._prefix, *token_ids[-self._room:]]
+            raise ModelError(
+                f"{self._model.source.name} reads no token in the text {text[:40]!r}: expected at least "
+                "one; use another model, or leave its set out of --sets"
+            )
+        return [*self._prefix, *token_ids[-self._room :]]
 
 
 def codes_of(sae: SAE, x: Tensor) -> csr_matrix:
     """The codes of rows, (N, D), as a sparse matrix, (N, F)."""
     parts = x.split(max(1, BATCH_CODES // sae.d_sae))
-    return vstack([csr_matrix(sae.encode(part.to(sae.W_enc)).cpu().numpy()) for part in parts], format="csr")
+    return vstack(
+        [csr_matrix(sae.encode(part.to(sae.W_enc)).cpu().numpy()) for part in parts], format="csr"
+    )
 
 
 class Sets:
@@ -282,13 +386,20 @@ class Sets:
     def __init__(self) -> None:
         spec = find_spec(PACKAGE)
         if spec is None or not spec.submodule_search_locations or find_spec("zstandard") is None:
-            raise ModelError("the labelled sets are missing: expected the packages sae-probes and zstandard, got "
-                             f"{'only the first' if spec else 'none'}; run `pip install 'saecli[probes]'`, or for the "
-                             "data alone `pip install zstandard && pip install --no-deps sae-probes`")
+            raise ModelError(
+                "the labelled sets are missing: expected the packages sae-probes and zstandard, got "
+                f"{'only the first' if spec else 'none'}; run `pip install 'saecli[probes]'`, or for the "
+                "data alone `pip install zstandard && pip install --no-deps sae-probes`"
+            )
         folder = Path(spec.submodule_search_locations[0]) / "data"
-        saved = [line["Dataset save name"] for line in
-                 _lines(folder / CATALOGUE, ("Data type", "Dataset save name")) if line["Data type"] == BINARY]
-        self._files = {Path(name).name.removesuffix(".csv"): folder / f"{name}.zst" for name in saved}
+        saved = [
+            line["Dataset save name"]
+            for line in _lines(folder / CATALOGUE, ("Data type", "Dataset save name"))
+            if line["Data type"] == BINARY
+        ]
+        self._files = {
+            Path(name).name.removesuffix(".csv"): folder / f"{name}.zst" for name in saved
+        }
         self.names = list(self._files)
 
     def chosen(self, words: str | Sequence[str] | None) -> list[str]:
@@ -297,12 +408,20 @@ class Sets:
         if words is None:
             return self.names
         found = set()
-        for word in [word.strip() for word in words.split(",")] if isinstance(words, str) else words:
-            matching = {name for name in self.names
-                        if word == name.partition("_")[0] or fnmatchcase(name, word) or fnmatchcase(_alone(name), word)}
+        for word in (
+            [word.strip() for word in words.split(",")] if isinstance(words, str) else words
+        ):
+            matching = {
+                name
+                for name in self.names
+                if word == name.partition("_")[0]
+                or fnmatchcase(name, word)
+                or fnmatchcase(_alone(name), word)
+            }
             if not matching:
                 advice = did_you_mean(word, [*self.names, *map(_alone, self.names)]) or (
-                    f"there are {', '.join(self.names[:3])} and more; '*glue*' chooses all with glue in their names")
+                    f"there are {', '.join(self.names[:3])} and more; '*glue*' chooses all with glue in their names"
+                )
                 raise ConfigError(f"--sets must name sets of sae-probes, got {word!r}; {advice}")
             found |= matching
         return [name for name in self.names if name in found]
@@ -313,12 +432,20 @@ class Sets:
         lines = list(_lines(path, ("prompt", "target")))
         classes = sorted({line["target"] for line in lines})
         if len(classes) != 2:
-            raise ModelError(f"{path} is damaged: expected targets of two classes, got {len(classes)}; {REMEDY}")
+            raise ModelError(
+                f"{path} is damaged: expected targets of two classes, got {len(classes)}; {REMEDY}"
+            )
         labels = np.array([line["target"] == classes[1] for line in lines])
         each = min(rows // 2, labels.sum(), (~labels).sum())
         draw = np.random.default_rng(SEED)
-        taken = np.sort(np.concatenate([draw.permutation(np.flatnonzero(of_class))[:each]
-                                        for of_class in (~labels, labels)]))
+        taken = np.sort(
+            np.concatenate(
+                [
+                    draw.permutation(np.flatnonzero(of_class))[:each]
+                    for of_class in (~labels, labels)
+                ]
+            )
+        )
         return LabelledSet(name, [lines[index]["prompt"] for index in taken], labels[taken])
 
 
@@ -335,10 +462,24 @@ def _lines(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
         stream = zstandard.ZstdDecompressor().decompressobj()
         text = stream.decompress(regular(path).read_bytes()).decode()
         if not stream.eof:
-            raise ModelError(f"{path} is cut off: expected {len(text):,} bytes and more of text; {REMEDY}")
-        yield from ({name: line[name] for name in columns} for line in csv.DictReader(StringIO(text, newline="")))
-    except (FileNotFoundError, NotAFile, UnicodeDecodeError, csv.Error, KeyError, zstandard.ZstdError) as error:
-        raise ModelError(f"cannot read {path}: expected a table of {' and '.join(columns)}, got {one_line(error)}; "
-                         f"{REMEDY}") from error
+            raise ModelError(
+                f"{path} is cut off: expected {len(text):,} bytes and more of text; {REMEDY}"
+            )
+        yield from (
+            {name: line[name] for name in columns}
+            for line in csv.DictReader(StringIO(text, newline=""))
+        )
+    except (
+        FileNotFoundError,
+        NotAFile,
+        UnicodeDecodeError,
+        csv.Error,
+        KeyError,
+        zstandard.ZstdError,
+    ) as error:
+        raise ModelError(
+            f"cannot read {path}: expected a table of {' and '.join(columns)}, got {one_line(error)}; "
+            f"{REMEDY}"
+        ) from error
     finally:
         csv.field_size_limit(before)

@@ -73,14 +73,27 @@ def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
     if state.skip is not None and sae.W_skip is not None:
         tensors["W_skip"] = sae.W_skip + state.skip.to(sae.W_dec)
     # Row-major, as from its file.
-    return Refitted(sae.changed(None, **tensors).copy_to(sae.W_enc.device), state, rows.rows,
-                    1 - observed.fired.double().mean().item())
+    return Refitted(
+        sae.changed(None, **tensors).copy_to(sae.W_enc.device),
+        state,
+        rows.rows,
+        1 - observed.fired.double().mean().item(),
+    )
 
 
 def _solved(sae: SAE, observed: Observed) -> DecoderState:
     W_dec, b_t = sae.W_dec, sae.b_dec.new_zeros(observed.y.shape[1])
-    terms = Terms(alpha=0.0, beta=0.0, mu=0.0, nu=0.0, direction=W_dec, W_t=W_dec, b_t=b_t,
-                  decay=torch.zeros(sae.d_sae, dtype=torch.float64, device=W_dec.device), skip=observed.skip)
+    terms = Terms(
+        alpha=0.0,
+        beta=0.0,
+        mu=0.0,
+        nu=0.0,
+        direction=W_dec,
+        W_t=W_dec,
+        b_t=b_t,
+        decay=torch.zeros(sae.d_sae, dtype=torch.float64, device=W_dec.device),
+        skip=observed.skip,
+    )
     try:
         factorisation = choose_alpha(observed.system, terms, observed.z, observed.y, None)
         return solve(observed.system, terms, factorisation, observed.z)
@@ -89,23 +102,32 @@ def _solved(sae: SAE, observed: Observed) -> DecoderState:
 
 
 def _not_finite() -> RunError:
-    return RunError("the decoder cannot be solved for: expected finite products of codes and rows, got others; look "
-                    "at the SAE and at the rows for huge numbers")
+    return RunError(
+        "the decoder cannot be solved for: expected finite products of codes and rows, got others; look "
+        "at the SAE and at the rows for huge numbers"
+    )
 
 
 def _system(sae: SAE, rows: RowSource) -> System:
     device, d_sae, skipped = sae.W_enc.device, sae.d_sae, 0 if sae.W_skip is None else sae.d_in
-    other = sampled_bytes(rows.rows, sae.d_out + skipped, d_sae) + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
+    other = (
+        sampled_bytes(rows.rows, sae.d_out + skipped, d_sae)
+        + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
+    )
     free = free_memory(device)
     chosen = plan(rows.rows, d_sae, sae.d_out + skipped, free - other, prefixes=sae.prefixes)
     if chosen.bytes + other > free:
-        raise MachineError(f"refitting {d_sae:,} latents needs {(chosen.bytes + other) / 2**30:.1f} GiB of memory, "
-                           f"{free / 2**30:.1f} GiB are free; end other programs, or use a machine with more")
+        raise MachineError(
+            f"refitting {d_sae:,} latents needs {(chosen.bytes + other) / 2**30:.1f} GiB of memory, "
+            f"{free / 2**30:.1f} GiB are free; end other programs, or use a machine with more"
+        )
 
     def codes_again() -> Iterator[Codes]:
         return (sae.codes(batch.x) for batch in _batches(sae, rows))
 
-    return chosen.system(torch.cat([sae.W_dec, sae.W_dec.new_zeros(d_sae, skipped)], 1), codes_again)
+    return chosen.system(
+        torch.cat([sae.W_dec, sae.W_dec.new_zeros(d_sae, skipped)], 1), codes_again
+    )
 
 
 def _batches(sae: SAE, rows: RowSource) -> Iterable[Batch]:
@@ -113,8 +135,15 @@ def _batches(sae: SAE, rows: RowSource) -> Iterable[Batch]:
         yield Batch.of(batch.to(sae.W_enc.dtype), sae.d_in)
 
 
-def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str | None = None, device: str = "auto",
-          home: str | Path | Home | None = None, progress: bool | Listener = False) -> SAE:
+def refit(
+    sae: SAELike = None,
+    data: RowsLike = None,
+    *,
+    target: ArrayLike | str | None = None,
+    device: str = "auto",
+    home: str | Path | Home | None = None,
+    progress: bool | Listener = False,
+) -> SAE:
     """An SAE with the exact decoder for given rows, its codes as they are; no files are written.
 
         sum over rows of ||z W_dec + b_dec - y||^2 + alpha ||W_dec - c T0||_F^2
@@ -130,13 +159,26 @@ def refit(sae: SAELike = None, data: RowsLike = None, *, target: ArrayLike | str
     """
     listener = listening(progress)
     one = measured(Home.at(home), sae, data, "train", device, listener, target)
-    rows = _training_rows(one) if data is None or isinstance(data, ActivationStore | Joined | str) else one.rows
+    rows = (
+        _training_rows(one)
+        if data is None or isinstance(data, ActivationStore | Joined | str)
+        else one.rows
+    )
     return refitted(one.sae, rows, listener).sae
 
 
-def refitted_run(run: SAELike = None, data: RowsLike = None, *, target: str | None = None, name: str | None = None,
-                 model: str | None = None, tokens: int | None = None, device: str = "auto",
-                 home: str | Path | Home | None = None, progress: bool | Listener = False) -> dict[str, Any]:
+def refitted_run(
+    run: SAELike = None,
+    data: RowsLike = None,
+    *,
+    target: str | None = None,
+    name: str | None = None,
+    model: str | None = None,
+    tokens: int | None = None,
+    device: str = "auto",
+    home: str | Path | Home | None = None,
+    progress: bool | Listener = False,
+) -> dict[str, Any]:
     """Refit an SAE on a store's training rows, measure both on its held-out rows, and save a run, by default
     `refit-NAME`; returns the document that `sae refit --json` prints."""
     home, listener = Home.at(home), listening(progress)
@@ -152,26 +194,63 @@ def refitted_run(run: SAELike = None, data: RowsLike = None, *, target: str | No
     seconds = time.monotonic() - began
     stores, source = before.stores, before.subject.name
     saved = SavedSAE(found.sae, before.saved.origin | origin_of(stores, before.subject.split_seed))
-    after = replace(before, subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
-                    saved=saved)
+    after = replace(
+        before,
+        subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
+        saved=saved,
+    )
     measures = evaluated([before, after], model, tokens, listener)
     note_doubts(measures[1:], [after], listener)
     decoder = found.decoder
-    final = {"test_fvu": measures[1]["fvu"], "test_mse": measures[1]["mse"], "test_l0": measures[1]["l0"],
-             "dead_fraction": found.dead_fraction, "alpha": decoder.alpha, "relative_alpha": decoder.relative_alpha,
-             "c": decoder.c, "condition": decoder.condition, "dof": decoder.dof}
-    result = {"rows_train": found.rows, "rows_test": before.rows.rows, "seconds": seconds,
-              "notes": _notes(found, *measures), "final": final}
+    final = {
+        "test_fvu": measures[1]["fvu"],
+        "test_mse": measures[1]["mse"],
+        "test_l0": measures[1]["l0"],
+        "dead_fraction": found.dead_fraction,
+        "alpha": decoder.alpha,
+        "relative_alpha": decoder.relative_alpha,
+        "c": decoder.c,
+        "condition": decoder.condition,
+        "dof": decoder.dof,
+    }
+    result = {
+        "rows_train": found.rows,
+        "rows_test": before.rows.rows,
+        "seconds": seconds,
+        "notes": _notes(found, *measures),
+        "final": final,
+    }
     with folder_appearing_whole(folder) as temporary:
         save_native(saved, temporary)
-        write_json(temporary / RUN_MARKER, {
-            "format_version": RUN_VERSION, "created": created, "complete": True, **stores.names(),
-            "training": {"split_seed": before.subject.split_seed, "fraction": 1.0, "d_sae": found.sae.d_sae},
-            "solver": {"name": "refit", "source": source}, "activation": activation_to_json(found.sae.activation),
-            "result": result})
-    return {"run": folder.name, "path": str(folder), "source": source, "act": found.sae.activation.name,
-            "data": stores.name, "d_in": stores.d_in, "d_sae": found.sae.d_sae, **result, "before": measures[0],
-            "after": measures[1]}
+        write_json(
+            temporary / RUN_MARKER,
+            {
+                "format_version": RUN_VERSION,
+                "created": created,
+                "complete": True,
+                **stores.names(),
+                "training": {
+                    "split_seed": before.subject.split_seed,
+                    "fraction": 1.0,
+                    "d_sae": found.sae.d_sae,
+                },
+                "solver": {"name": "refit", "source": source},
+                "activation": activation_to_json(found.sae.activation),
+                "result": result,
+            },
+        )
+    return {
+        "run": folder.name,
+        "path": str(folder),
+        "source": source,
+        "act": found.sae.activation.name,
+        "data": stores.name,
+        "d_in": stores.d_in,
+        "d_sae": found.sae.d_sae,
+        **result,
+        "before": measures[0],
+        "after": measures[1],
+    }
 
 
 def default_name(source: str) -> str:
@@ -188,11 +267,17 @@ def _training_rows(one: Measured) -> RowSource:
 def _notes(found: Refitted, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     decoder, said = found.decoder, []
     if decoder.relative_alpha > HELD:
-        said.append(f"the old decoder is kept, times {decoder.c:.3g}: {found.rows:,} rows are too few to improve it")
+        said.append(
+            f"the old decoder is kept, times {decoder.c:.3g}: {found.rows:,} rows are too few to improve it"
+        )
     if after["fvu"] > WORSE * before["fvu"]:
-        said.append(f"warning: FVU on held-out rows rose from {before['fvu']:.4g} to {after['fvu']:.4g}, so the old "
-                    "decoder is the better one there; refit on more rows, on which the encoder was not trained")
+        said.append(
+            f"warning: FVU on held-out rows rose from {before['fvu']:.4g} to {after['fvu']:.4g}, so the old "
+            "decoder is the better one there; refit on more rows, on which the encoder was not trained"
+        )
     if decoder.residual > 2 * TOLERANCE:
-        said.append(f"the decoder was solved to a residual of {decoder.residual:.1g} only, where {TOLERANCE:g} was "
-                    "wanted; on a machine with more memory it would be solved directly")
+        said.append(
+            f"the decoder was solved to a residual of {decoder.residual:.1g} only, where {TOLERANCE:g} was "
+            "wanted; on a machine with more memory it would be solved directly"
+        )
     return said

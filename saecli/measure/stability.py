@@ -30,9 +30,16 @@ MEASURES = ("pw_mcc", "matched_fraction")
 BLOCK_ROWS = 1024  # rows of the matrix of cosines that are converted to float64 together
 
 
-def stability(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, match_threshold: float = MATCH_THRESHOLD,
-              split: Which = "test", device: str = "auto", home: str | Path | Home | None = None,
-              progress: bool | Listener = False) -> dict[str, Any]:
+def stability(
+    saes: Sequence[SAELike | Measured],
+    data: RowsLike = None,
+    *,
+    match_threshold: float = MATCH_THRESHOLD,
+    split: Which = "test",
+    device: str = "auto",
+    home: str | Path | Home | None = None,
+    progress: bool | Listener = False,
+) -> dict[str, Any]:
     """Measure how far SAEs that differ in seed learn the same latents; CLI equivalent: `sae eval --stability`.
 
         PW-MCC = mean over pairs of SAEs of  1/M max over one-to-one p of sum_m |cos(w_m, v_p(m))|
@@ -67,14 +74,18 @@ def stability(saes: Sequence[SAELike | Measured], data: RowsLike = None, *, matc
     listener = listening(progress)
     frequencies: list[NDArray[np.float64]] | None = None
     if data is None and not all(isinstance(sae, Measured) for sae in saes):
-        opened = [open_sae(Home.at(home), sae, listener) for sae in saes if not isinstance(sae, Measured)]
+        opened = [
+            open_sae(Home.at(home), sae, listener) for sae in saes if not isinstance(sae, Measured)
+        ]
         names = check_comparable([(subject, saved.sae) for subject, saved in opened])
         models = [saved.sae.copy_to(device_named(device)) for _, saved in opened]
     else:
         everything = all_measured(Home.at(home), saes, data, split, device, listener)
         models = [one.sae for one in everything]
         names = check_comparable([(one.subject, one.sae) for one in everything])
-        frequencies = [firing(one.sae, one.inputs(listener)).frequency.numpy() for one in everything]
+        frequencies = [
+            firing(one.sae, one.inputs(listener)).frequency.numpy() for one in everything
+        ]
     return _document(names, models, frequencies, match_threshold, listener)
 
 
@@ -82,46 +93,74 @@ def check_stability(saes: int, match_threshold: float) -> None:
     if not 0 <= match_threshold < 1:
         raise ConfigError(f"--match-threshold must be in [0, 1), got {match_threshold}")
     if saes < 2:
-        raise ConfigError(f"--stability compares runs that differ in seed: expected two or more, got {saes or 'none'}; "
-                          "name them; `sae train --seed 1` trains another")
+        raise ConfigError(
+            f"--stability compares runs that differ in seed: expected two or more, got {saes or 'none'}; "
+            "name them; `sae train --seed 1` trains another"
+        )
 
 
 def check_comparable(everything: Sequence[tuple[Subject, SAE]]) -> list[str]:
     """The SAEs' names, numbered where several have the same; refuses SAEs that differ in d_in or in the store that they
     were trained on, or have weights that are not finite."""
     names = [subject.name for subject, _ in everything]
-    names = [f"{name} {place}" if names.count(name) > 1 else name for place, name in enumerate(names, 1)]
+    names = [
+        f"{name} {place}" if names.count(name) > 1 else name for place, name in enumerate(names, 1)
+    ]
 
     for name, (_, sae) in zip(names, everything, strict=True):
         for width in ("d_in", "d_out"):
             expected, got = getattr(everything[0][1], width), getattr(sae, width)
             if got != expected:
-                raise ConfigError(f"--stability compares runs of one {width}: expected {name} to have {expected} as "
-                                  f"{names[0]}, got {got}; name runs trained on the same rows")
+                raise ConfigError(
+                    f"--stability compares runs of one {width}: expected {name} to have {expected} as "
+                    f"{names[0]}, got {got}; name runs trained on the same rows"
+                )
         if not (sae.W_enc.isfinite().all() and sae.W_dec.isfinite().all()):
-            raise ConfigError(f"--stability cannot match the latents of {name}: expected finite weights, got a NaN or "
-                              "infinity; leave it out, or train it again")
-    known = [(name, subject) for name, (subject, _) in zip(names, everything, strict=True) if subject.data is not None]
+            raise ConfigError(
+                f"--stability cannot match the latents of {name}: expected finite weights, got a NaN or "
+                "infinity; leave it out, or train it again"
+            )
+    known = [
+        (name, subject)
+        for name, (subject, _) in zip(names, everything, strict=True)
+        if subject.data is not None
+    ]
     for name, subject in known:
         first, expected = known[0]
         if subject.data != expected.data:
-            raise ConfigError(f"--stability compares runs of the same data: expected {name} to be trained on "
-                              f"{expected.data} as {first}, got {subject.data}; name runs trained on one store")
-        if None not in (subject.data_hash, expected.data_hash) and subject.data_hash != expected.data_hash:
-            raise ConfigError(f"--stability compares runs of the same data: expected {name} and {first} to be trained "
-                              f"on one store, got two named {subject.data}; train one of them again")
+            raise ConfigError(
+                f"--stability compares runs of the same data: expected {name} to be trained on "
+                f"{expected.data} as {first}, got {subject.data}; name runs trained on one store"
+            )
+        if (
+            None not in (subject.data_hash, expected.data_hash)
+            and subject.data_hash != expected.data_hash
+        ):
+            raise ConfigError(
+                f"--stability compares runs of the same data: expected {name} and {first} to be trained "
+                f"on one store, got two named {subject.data}; train one of them again"
+            )
     return names
 
 
-def _document(names: Sequence[str], saes: Sequence[SAE], frequencies: Sequence[NDArray[np.float64]] | None,
-              threshold: float, listener: Listener) -> dict[str, Any]:
+def _document(
+    names: Sequence[str],
+    saes: Sequence[SAE],
+    frequencies: Sequence[NDArray[np.float64]] | None,
+    threshold: float,
+    listener: Listener,
+) -> dict[str, Any]:
     pairs, found = list(combinations(range(len(saes)), 2)), []
-    sums = [np.zeros((3, sae.d_sae)) for sae in saes]  # of each latent: |cosines|, matches, counterparts
+    sums = [
+        np.zeros((3, sae.d_sae)) for sae in saes
+    ]  # of each latent: |cosines|, matches, counterparts
     with listener.progress("matching latents", len(pairs), "pairs") as show:
         for i, j in pairs:
             if saes[i].W_dec.equal(saes[j].W_dec):
-                listener.note(f"warning: {names[i]} and {names[j]} have the same decoder, so that they say nothing on "
-                              "stability; expected runs that differ in seed")
+                listener.note(
+                    f"warning: {names[i]} and {names[j]} have the same decoder, so that they say nothing on "
+                    "stability; expected runs that differ in seed"
+                )
             one = matching(saes[i], saes[j])
             for run, latents in ((i, one.first), (j, one.second)):
                 sums[run][:, latents] += one.cosine, one.cosine > threshold, np.ones(len(latents))
@@ -129,27 +168,50 @@ def _document(names: Sequence[str], saes: Sequence[SAE], frequencies: Sequence[N
             if frequencies is not None:
                 both = (frequencies[i][one.first] > 0) & (frequencies[j][one.second] > 0)
             counterparts = dict(zip(one.first.tolist(), one.second.tolist(), strict=True))
-            found.append({"runs": [names[i], names[j]], **_measures(one.cosine, threshold),
-                          "firing": None if both is None else _measures(one.cosine[both], threshold),
-                          "counterparts": [counterparts.get(latent) for latent in range(saes[i].d_sae)]})
+            found.append(
+                {
+                    "runs": [names[i], names[j]],
+                    **_measures(one.cosine, threshold),
+                    "firing": None if both is None else _measures(one.cosine[both], threshold),
+                    "counterparts": [counterparts.get(latent) for latent in range(saes[i].d_sae)],
+                }
+            )
             show(len(found))
     runs = []
     for run, (name, (cosines, matches, counts)) in enumerate(zip(names, sums, strict=True)):
         frequency = None if frequencies is None else frequencies[run]
-        runs.append({"run": name, "d_sae": len(counts),
-                     "silent": None if frequency is None else int((frequency == 0).sum()),
-                     "cosine": [cosine / count if count else None
-                                for cosine, count in zip(cosines.tolist(), counts.tolist(), strict=True)],
-                     "match_fraction": (matches / (len(saes) - 1)).tolist(),
-                     "frequency": None if frequency is None else frequency.tolist()})
+        runs.append(
+            {
+                "run": name,
+                "d_sae": len(counts),
+                "silent": None if frequency is None else int((frequency == 0).sum()),
+                "cosine": [
+                    cosine / count if count else None
+                    for cosine, count in zip(cosines.tolist(), counts.tolist(), strict=True)
+                ],
+                "match_fraction": (matches / (len(saes) - 1)).tolist(),
+                "frequency": None if frequency is None else frequency.tolist(),
+            }
+        )
     fired = None if frequencies is None else _means([pair["firing"] for pair in found])
-    return {"match_threshold": threshold, **_means(found), "firing": fired, "pairs": found, "runs": runs}
+    return {
+        "match_threshold": threshold,
+        **_means(found),
+        "firing": fired,
+        "pairs": found,
+        "runs": runs,
+    }
 
 
 def _measures(cosine: NDArray[np.float64], threshold: float) -> dict[str, Any]:
     values = (cosine, cosine > threshold)
-    return {"latents": len(cosine), **{name: float(value.mean()) if len(value) else None
-                                       for name, value in zip(MEASURES, values, strict=True)}}
+    return {
+        "latents": len(cosine),
+        **{
+            name: float(value.mean()) if len(value) else None
+            for name, value in zip(MEASURES, values, strict=True)
+        },
+    }
 
 
 def _means(documents: Sequence[dict[str, Any]]) -> dict[str, float | None]:
@@ -187,27 +249,37 @@ def matching(one: Dictionary, other: Dictionary) -> Matching:
     from scipy.optimize import linear_sum_assignment  # takes a fifth of a second to import
 
     swapped = one.d_sae > other.d_sae  # scipy copies a matrix that is higher than wide
-    narrow, wide = (_unit(sae.decoder().double()).float() for sae in ((other, one) if swapped else (one, other)))
+    narrow, wide = (
+        _unit(sae.decoder().double()).float() for sae in ((other, one) if swapped else (one, other))
+    )
     needed, free = 8 * len(narrow) * len(wide), available_memory()
     if needed > free:
-        raise MachineError(f"too little memory to match {one.d_sae:,} latents with {other.d_sae:,}: expected "
-                           f"{size_words(needed)} or more free, got {size_words(free)}; end other programs, or match "
-                           "SAEs with fewer latents")
-    cost = np.empty((len(narrow), len(wide)))  # negated and in float64: scipy would make copies of anything else
+        raise MachineError(
+            f"too little memory to match {one.d_sae:,} latents with {other.d_sae:,}: expected "
+            f"{size_words(needed)} or more free, got {size_words(free)}; end other programs, or match "
+            "SAEs with fewer latents"
+        )
+    cost = np.empty(
+        (len(narrow), len(wide))
+    )  # negated and in float64: scipy would make copies of anything else
     for start in range(0, len(narrow), BLOCK_ROWS):
-        cosines = narrow[start:start + BLOCK_ROWS] @ wide.T
-        cost[start:start + BLOCK_ROWS] = cosines.abs_().neg_().cpu().numpy()
+        cosines = narrow[start : start + BLOCK_ROWS] @ wide.T
+        cost[start : start + BLOCK_ROWS] = cosines.abs_().neg_().cpu().numpy()
     rows, columns = linear_sum_assignment(cost)
     first, second = (columns, rows) if swapped else (rows, columns)
     order = np.argsort(first)
     first, second = first[order], second[order]
-    pairs = [_unit(sae.decoder()[torch.from_numpy(latents).to(sae.decoder().device)].double())
-             for sae, latents in ((one, first), (other, second))]
+    pairs = [
+        _unit(sae.decoder()[torch.from_numpy(latents).to(sae.decoder().device)].double())
+        for sae, latents in ((one, first), (other, second))
+    ]
     return Matching(first, second, (pairs[0] * pairs[1]).sum(1).abs().clamp(max=1).cpu().numpy())
 
 
 def _unit(vectors: Tensor) -> Tensor:
     """Rows of length 1, except those of length 0."""
     # Divided by its largest entry first, a row's squares neither vanish nor overflow.
-    vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)
+    vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp(
+        min=torch.finfo(vectors.dtype).tiny
+    )
     return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)

@@ -39,52 +39,113 @@ def _refuse(option: str, wrong: object, sentence: str) -> None:
         raise ConfigError(f"--{option} {sentence}")
 
 
-def _chosen(one: Hooked, method: str, latents: int | Sequence[int],
-            scale: float | Sequence[float] | None) -> tuple[list[int], list[float]]:
+def _chosen(
+    one: Hooked, method: str, latents: int | Sequence[int], scale: float | Sequence[float] | None
+) -> tuple[list[int], list[float]]:
     _refuse("method", method not in METHODS, f"must be one of {', '.join(METHODS)}, got {method!r}")
     given, last = np.ravel(latents), one.sae.d_sae - 1
     scales = np.ravel([] if scale is None else scale).astype(float).tolist()
-    _refuse("latent", not given.size or given.dtype.kind not in "iu", f"must be the number of a latent, got {latents}")
+    _refuse(
+        "latent",
+        not given.size or given.dtype.kind not in "iu",
+        f"must be the number of a latent, got {latents}",
+    )
     for each in given:
-        _refuse("latent", not 0 <= each <= last, f"must be from 0 to {last}, the last of {one.name}, got {each}")
-    _refuse("latent", len(np.unique(given)) < given.size, f"names a latent twice in {given.tolist()}; name each once")
-    _refuse("scale", method == "ablate" and scales, "does nothing with --method ablate; leave it out, or clamp")
-    _refuse("scale", method != "ablate" and not scales, f"is needed with --method {method}, in units of the code")
-    _refuse("scale", len(scales) not in (0, 1, given.size), "must be given once, or once for each latent")
-    _refuse("scale", not np.isfinite(scales).all(), f"must be finite, got {', '.join(map(str, scales))}")
+        _refuse(
+            "latent",
+            not 0 <= each <= last,
+            f"must be from 0 to {last}, the last of {one.name}, got {each}",
+        )
+    _refuse(
+        "latent",
+        len(np.unique(given)) < given.size,
+        f"names a latent twice in {given.tolist()}; name each once",
+    )
+    _refuse(
+        "scale",
+        method == "ablate" and scales,
+        "does nothing with --method ablate; leave it out, or clamp",
+    )
+    _refuse(
+        "scale",
+        method != "ablate" and not scales,
+        f"is needed with --method {method}, in units of the code",
+    )
+    _refuse(
+        "scale",
+        len(scales) not in (0, 1, given.size),
+        "must be given once, or once for each latent",
+    )
+    _refuse(
+        "scale", not np.isfinite(scales).all(), f"must be finite, got {', '.join(map(str, scales))}"
+    )
     return given.tolist(), np.broadcast_to(scales or 0.0, given.shape).tolist()
 
 
-def _opened(home: Home, sae: SAELike, listener: Listener, method: str, model: str | None, layer: int | None,
-            site: str | None) -> tuple[Hooked, bool]:
+def _opened(
+    home: Home,
+    sae: SAELike,
+    listener: Listener,
+    method: str,
+    model: str | None,
+    layer: int | None,
+    site: str | None,
+) -> tuple[Hooked, bool]:
     """An SAE where it acts, and whether it can encode; of a crosscoder the decoder of one of its hook points."""
     opened = open_sae(home, sae, listener)
     if not opened[1].sae.widths:
         return hooked(opened, layer, site), True
     one = hooked(opened, None, None)
-    _refuse("method", method != "add", f"must be add with {one.name}: a crosscoder's codes need the activations at all "
-                                       f"its hook points at once, got {method}")
+    _refuse(
+        "method",
+        method != "add",
+        f"must be add with {one.name}: a crosscoder's codes need the activations at all "
+        f"its hook points at once, got {method}",
+    )
     if len(one.models) == 1 or model is None:
         model = None
     elif Path(model).is_dir():  # as stores name it
         model = str(Path(model).resolve())
-    found = [(place, point) for place, point in zip(one.sae.places, one.writes, strict=True)
-             if model in (None, one.models[point.model]) and layer in (None, point.layer)
-             and site in (None, point.site)]
+    found = [
+        (place, point)
+        for place, point in zip(one.sae.places, one.writes, strict=True)
+        if model in (None, one.models[point.model])
+        and layer in (None, point.layer)
+        and site in (None, point.site)
+    ]
     if len(found) != 1:
-        named = ", ".join(f"layer {at.layer} {at.site} of {one.models[at.model]}" for at in one.writes)
-        raise ConfigError(f"--model, --layer and --site must choose one hook point of {one.name}, {named}, got "
-                          f"{len(found)}")
+        named = ", ".join(
+            f"layer {at.layer} {at.site} of {one.models[at.model]}" for at in one.writes
+        )
+        raise ConfigError(
+            f"--model, --layer and --site must choose one hook point of {one.name}, {named}, got "
+            f"{len(found)}"
+        )
     ((place, point),), sae = found, one.sae
-    part = SAE(sae.W_enc[place], sae.b_enc, sae.W_dec[:, place], sae.b_dec[place], sae.activation,
-               sae.activation_parameters)
-    return Hooked(one.name, part, one.models[point.model:][:1], (point,), (point,)), False
+    part = SAE(
+        sae.W_enc[place],
+        sae.b_enc,
+        sae.W_dec[:, place],
+        sae.b_dec[place],
+        sae.activation,
+        sae.activation_parameters,
+    )
+    return Hooked(one.name, part, one.models[point.model :][:1], (point,), (point,)), False
 
 
 @contextmanager
-def steering(model: nn.Module, sae: SAELike, latents: int | Sequence[int], *, method: str = "add",
-             scale: float | Sequence[float] | None = None, layer: int | None = None, site: str | None = None,
-             special: Sequence[int] | None = None, home: str | Path | Home | None = None) -> Iterator[None]:
+def steering(
+    model: nn.Module,
+    sae: SAELike,
+    latents: int | Sequence[int],
+    *,
+    method: str = "add",
+    scale: float | Sequence[float] | None = None,
+    layer: int | None = None,
+    site: str | None = None,
+    special: Sequence[int] | None = None,
+    home: str | Path | Home | None = None,
+) -> Iterator[None]:
     """While open, a transformers model runs with latents of an SAE changed at every token.
 
         with saecli.steering(model, "first", 12, scale=8):
@@ -102,22 +163,39 @@ def steering(model: nn.Module, sae: SAELike, latents: int | Sequence[int], *, me
 
 
 @contextmanager
-def _changed(model: nn.Module, one: Hooked, method: str, latents: list[int], scales: list[float],
-             special: Sequence[int] | None) -> Iterator[None]:
+def _changed(
+    model: nn.Module,
+    one: Hooked,
+    method: str,
+    latents: list[int],
+    scales: list[float],
+    special: Sequence[int] | None,
+) -> Iterator[None]:
     config = cast(Any, model.config).get_text_config()
     name = getattr(config, "name_or_path", "") or type(model).__name__
     one.check(config.hidden_size, config.num_hidden_layers, name)
     if special is None:
         ids = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
         special = [each for found in ids if found is not None for each in np.ravel(found).tolist()]
-    (_, blocks), device = blocks_of(model, config.num_hidden_layers, name), next(model.parameters()).device
-    sae, kept = one.sae.copy_to(device), torch.tensor(sorted(special), dtype=torch.int64, device=device)
+    (_, blocks), device = (
+        blocks_of(model, config.num_hidden_layers, name),
+        next(model.parameters()).device,
+    )
+    sae, kept = (
+        one.sae.copy_to(device),
+        torch.tensor(sorted(special), dtype=torch.int64, device=device),
+    )
     W = sae.W_dec[latents]  # (S, E)
-    batch: dict[str, Tensor | None] = {"plain": None, "read": None}  # which tokens are not special; what is encoded
+    batch: dict[str, Tensor | None] = {
+        "plain": None,
+        "read": None,
+    }  # which tokens are not special; what is encoded
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         token_ids = kwargs.get("input_ids", args[0] if args else None)  # none with inputs_embeds
-        batch.update(plain=None if token_ids is None else ~torch.isin(token_ids.to(device), kept), read=None)
+        batch.update(
+            plain=None if token_ids is None else ~torch.isin(token_ids.to(device), kept), read=None
+        )
 
     def read(x: Tensor) -> Tensor:
         batch["read"] = x.clone()  # a model may add to it in place
@@ -126,8 +204,10 @@ def _changed(model: nn.Module, one: Hooked, method: str, latents: list[int], sca
     def write(y: Tensor) -> Tensor:
         x, plain = y if one.read == one.written else batch["read"], batch["plain"]
         if x is None:
-            raise ConfigError(f"{one.name} cannot steer {name}: it reads layer {one.read.layer}, {one.read.site} after "
-                              f"layer {one.written.layer}, {one.written.site}, which it predicts; name another run")
+            raise ConfigError(
+                f"{one.name} cannot steer {name}: it reads layer {one.read.layer}, {one.read.site} after "
+                f"layer {one.written.layer}, {one.written.site}, which it predicts; name another run"
+            )
         plain = torch.ones(y.shape[:-1], dtype=torch.bool) if plain is None else plain
         steps, steered = torch.tensor(scales).to(W), y.clone()
         if method != "add":
@@ -143,11 +223,23 @@ def _changed(model: nn.Module, one: Hooked, method: str, latents: list[int], sca
         yield
 
 
-def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[str], *, method: str = "add",
-          scale: float | Sequence[float] | None = None, model: str | None = None, layer: int | None = None,
-          site: str | None = None, max_new_tokens: int = NEW_TOKENS, temperature: float = 0.0, seed: int | None = None,
-          device: str = "auto", home: str | Path | Home | None = None,
-          progress: bool | Listener = False) -> dict[str, Any]:
+def steer(
+    sae: SAELike,
+    latents: int | Sequence[int],
+    prompts: str | Sequence[str],
+    *,
+    method: str = "add",
+    scale: float | Sequence[float] | None = None,
+    model: str | None = None,
+    layer: int | None = None,
+    site: str | None = None,
+    max_new_tokens: int = NEW_TOKENS,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    device: str = "auto",
+    home: str | Path | Home | None = None,
+    progress: bool | Listener = False,
+) -> dict[str, Any]:
     """Continue prompts with latents of an SAE changed, and without; arguments as in `steering` and `sae steer --help`.
 
     Returns:
@@ -156,16 +248,33 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
         `prompt` the texts that follow it, `plain` and `steered`.
     """
     prompts, listener = [prompts] if isinstance(prompts, str) else prompts, listening(progress)
-    _refuse("temperature", not 0 <= temperature < np.inf, f"must be at least 0, and finite, got {temperature}")
-    _refuse("seed", seed is not None and not temperature, "does nothing without --temperature, such as 1; leave it out")
+    _refuse(
+        "temperature",
+        not 0 <= temperature < np.inf,
+        f"must be at least 0, and finite, got {temperature}",
+    )
+    _refuse(
+        "seed",
+        seed is not None and not temperature,
+        "does nothing without --temperature, such as 1; leave it out",
+    )
     one, encodes = _opened(Home.at(home), sae, listener, method, model, layer, site)
     chosen, scales = _chosen(one, method, latents, scale)
     source = model_of([one], model, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
     inputs = [_token_ids(loaded, prompt, max_new_tokens) for prompt in prompts]
-    special, texts, found = loaded.tokenizer.all_special_ids, TokenTexts(loaded.tokenizer), list[dict[str, str]]()
-    windows, places = [token_ids[0].tolist() for token_ids in inputs], list(dict.fromkeys([one.read, one.written]))
-    rows = [*zip(*plain_activations(loaded, windows, torch.tensor(special), places, 1), strict=True)]
+    special, texts, found = (
+        loaded.tokenizer.all_special_ids,
+        TokenTexts(loaded.tokenizer),
+        list[dict[str, str]](),
+    )
+    windows, places = (
+        [token_ids[0].tolist() for token_ids in inputs],
+        list(dict.fromkeys([one.read, one.written])),
+    )
+    rows = [
+        *zip(*plain_activations(loaded, windows, torch.tensor(special), places, 1), strict=True)
+    ]
     read, written = torch.cat(rows[0]), torch.cat(rows[-1])  # (N, D), (N, E)
     codes = one.sae.copy_to(loaded.device).encode(read)  # (N, F)
     with listener.progress(f"continuing with {source.name}", 2 * len(prompts), "texts") as show:
@@ -174,24 +283,58 @@ def steer(sae: SAELike, latents: int | Sequence[int], prompts: str | Sequence[st
             plain = texts.joined(continuation(*settings))
             show(2 * len(found) + 1)
             with _changed(loaded.model, one, method, chosen, scales, special):
-                found.append({"prompt": prompt, "plain": plain, "steered": texts.joined(continuation(*settings))})
+                found.append(
+                    {
+                        "prompt": prompt,
+                        "plain": plain,
+                        "steered": texts.joined(continuation(*settings)),
+                    }
+                )
             show(2 * len(found))
-    target = {f"target_{key}": value for key, value in one.written.place.items() if one.read != one.written}
-    return {"run": one.name, "model": source.name, **one.read.place, **target, "method": method,
-            "activation_norm": float(written.float().norm(dim=1).mean()), "latents": [
-                {"latent": latent, "scale": scale, "decoder_norm": float(one.sae.W_dec[latent].norm()),
-                 "prompt_max": float(codes[:, latent].max()) if len(codes) and encodes else None}
-                for latent, scale in zip(chosen, scales, strict=True)],
-            "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": (seed or 0) if temperature else None,
-            "continuations": found}
+    target = {
+        f"target_{key}": value
+        for key, value in one.written.place.items()
+        if one.read != one.written
+    }
+    return {
+        "run": one.name,
+        "model": source.name,
+        **one.read.place,
+        **target,
+        "method": method,
+        "activation_norm": float(written.float().norm(dim=1).mean()),
+        "latents": [
+            {
+                "latent": latent,
+                "scale": scale,
+                "decoder_norm": float(one.sae.W_dec[latent].norm()),
+                "prompt_max": float(codes[:, latent].max()) if len(codes) and encodes else None,
+            }
+            for latent, scale in zip(chosen, scales, strict=True)
+        ],
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": (seed or 0) if temperature else None,
+        "continuations": found,
+    }
 
 
 def _token_ids(model: LanguageModel, prompt: str, most: int) -> Tensor:
     text = prompt.encode(errors="ignore").decode()
-    _refuse("prompt", not prompt or text != prompt, f"must be a text to continue, in UTF-8, got {prompt!a}")
-    token_ids = torch.tensor(model.tokenizer(prompt, verbose=False)["input_ids"], dtype=torch.int64)[None]
+    _refuse(
+        "prompt",
+        not prompt or text != prompt,
+        f"must be a text to continue, in UTF-8, got {prompt!a}",
+    )
+    token_ids = torch.tensor(
+        model.tokenizer(prompt, verbose=False)["input_ids"], dtype=torch.int64
+    )[None]
     model.check_tokens(token_ids)
     room = (model.source.positions or torch.inf) - token_ids.shape[1]
-    _refuse("max-new-tokens", most > room, f"must be at most {max(0, room)}, the positions of {model.source.name} that "
-                                           f"--prompt leaves, got {most}; lower it, or shorten the text")
+    _refuse(
+        "max-new-tokens",
+        most > room,
+        f"must be at most {max(0, room)}, the positions of {model.source.name} that "
+        f"--prompt leaves, got {most}; lower it, or shorten the text",
+    )
     return token_ids

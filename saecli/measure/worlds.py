@@ -26,8 +26,10 @@ class Alignment:
     @classmethod
     def of(cls, W_dec: Tensor, directions: Tensor) -> "Alignment":
         """The alignment of a decoder, (F, D), with directions, (G, D)."""
-        ours, theirs = (rows / rows.norm(dim=1, keepdim=True).clamp(min=LEAST_NORM)
-                        for rows in (W_dec.float(), directions.to(W_dec.device).float()))
+        ours, theirs = (
+            rows / rows.norm(dim=1, keepdim=True).clamp(min=LEAST_NORM)
+            for rows in (W_dec.float(), directions.to(W_dec.device).float())
+        )
         return cls((ours @ theirs.T).cpu())
 
     @cached_property
@@ -63,7 +65,9 @@ class FeatureScores:
         self.alignment, self.rows = alignment, 0
         self._nearest = alignment.nearest.to(device)
         latents, features = alignment.cosines.shape
-        self._both, self._fired = (torch.zeros(latents, dtype=torch.int64, device=device) for _ in range(2))
+        self._both, self._fired = (
+            torch.zeros(latents, dtype=torch.int64, device=device) for _ in range(2)
+        )
         self._true = torch.zeros(features, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -84,7 +88,14 @@ class FeatureScores:
         features active on a row, over all rows so far."""
         both, fired, true = (counts.double() for counts in (self._both, self._fired, self._true))
         precision, recall = both / fired.clamp(min=1), both / true[self._nearest].clamp(min=1)
-        f1 = 2 * precision * recall / (precision + recall).clamp(min=torch.finfo(torch.float64).tiny)
-        return {"mcc": self.alignment.mcc(), "f1": float(f1.mean()), "precision": float(precision.mean()),
-                "recall": float(recall.mean()), "uniqueness": self.alignment.uniqueness(),
-                "true_l0": float(true.sum()) / self.rows}
+        f1 = (
+            2 * precision * recall / (precision + recall).clamp(min=torch.finfo(torch.float64).tiny)
+        )
+        return {
+            "mcc": self.alignment.mcc(),
+            "f1": float(f1.mean()),
+            "precision": float(precision.mean()),
+            "recall": float(recall.mean()),
+            "uniqueness": self.alignment.uniqueness(),
+            "true_l0": float(true.sum()) / self.rows,
+        }

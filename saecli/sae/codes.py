@@ -21,12 +21,19 @@ from torch.nn.functional import embedding_bag
 from ..base.devices import add_at, moved
 
 DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
-PAIRS_FRACTION = 0.2  # pairs of entries over the Gram matrix' size up to which products are added pair by pair
+PAIRS_FRACTION = (
+    0.2  # pairs of entries over the Gram matrix' size up to which products are added pair by pair
+)
 PAIRS, DEVICE_PAIRS = 1 << 19, 1 << 23  # pairs multiplied at a time, on a CPU and on a GPU
 CACHED_CODES = 1 << 18  # 1 MiB in float32
-PANEL, SPARSE_PANEL = 256, 128  # columns of a Gram matrix at a time; a sparse block's must stay in a core's cache
+PANEL, SPARSE_PANEL = (
+    256,
+    128,
+)  # columns of a Gram matrix at a time; a sparse block's must stay in a core's cache
 
-Prefixes = tuple[int, ...]  # numbers of leading latents, ascending, the last being F; empty if not nested
+Prefixes = tuple[
+    int, ...
+]  # numbers of leading latents, ascending, the last being F; empty if not nested
 
 
 def rise(prefixes: Sequence[int]) -> bool:
@@ -62,7 +69,9 @@ class Codes(ABC):
 
     def prefix_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
         """`z[:, :m] right[:m]` for each prefix m, (B, L, C), for (F, C), at the cost of `times`; differentiable."""
-        return self._block_times(right, prefixes).cumsum(1) if prefixes else self.times(right)[:, None]
+        return (
+            self._block_times(right, prefixes).cumsum(1) if prefixes else self.times(right)[:, None]
+        )
 
     def prefix_transposed_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
         """`sum_l Z_l' right_l`, (F, C), for (B, L, C); Z_l is zero outside prefix l."""
@@ -157,7 +166,9 @@ class DenseCodes(Codes):
     def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
         if self._few is not None:
             return self._few._block_times(right, ends)
-        return torch.stack([self.values[:, begin:end] @ right[begin:end] for begin, end in pairwise((0, *ends))], 1)
+        return torch.stack(
+            [self.values[:, begin:end] @ right[begin:end] for begin, end in pairwise((0, *ends))], 1
+        )
 
     def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
         if self._few is not None:
@@ -187,13 +198,19 @@ class DenseCodes(Codes):
         return counts
 
     def row_counts(self) -> Tensor:
-        return torch.cat([(rows != 0).sum(1, dtype=torch.int32) for rows in in_cache(self.values)]).long()
+        return torch.cat(
+            [(rows != 0).sum(1, dtype=torch.int32) for rows in in_cache(self.values)]
+        ).long()
 
     def l1(self) -> Tensor:
         # Each row is summed in its own precision: converting every code to float64 takes as long as encoding.
         precision = torch.promote_types(self.values.dtype, torch.float32)
-        return torch.stack([rows.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
-                            for rows in in_cache(self.values)]).sum()
+        return torch.stack(
+            [
+                rows.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
+                for rows in in_cache(self.values)
+            ]
+        ).sum()
 
     def compact(self) -> Codes:
         """Sparse if few codes are non-zero; the host waits for their number."""
@@ -233,14 +250,18 @@ class SparseCodes(Codes):
         return flat.scatter_(0, self.rows * self.width + self.indices, self.values).view(self.shape)
 
     def dense_rows(self, numbers: Tensor) -> Tensor:
-        to = self.rows.new_full((len(self.offsets),), len(numbers))  # one row more, for all that are not wanted
+        to = self.rows.new_full(
+            (len(self.offsets),), len(numbers)
+        )  # one row more, for all that are not wanted
         to[numbers] = torch.arange(len(numbers), device=to.device)
         found = self.values.new_zeros((len(numbers) + 1) * self.width)
         found.scatter_(0, to[self.rows] * self.width + self.indices, self.values)
         return found.view(-1, self.width)[:-1]
 
     def times(self, right: Tensor) -> Tensor:
-        return embedding_bag(self.indices, right, self.offsets, mode="sum", per_sample_weights=self.values)
+        return embedding_bag(
+            self.indices, right, self.offsets, mode="sum", per_sample_weights=self.values
+        )
 
     def transposed_times(self, right: Tensor) -> Tensor:
         rows, values, offsets = self._by_latent
@@ -256,8 +277,12 @@ class SparseCodes(Codes):
         """A row for each row and block of latents, (B L, F)."""
         blocks = torch.bucketize(self.indices, self.indices.new_tensor(ends), right=True)
         rows, order = (self.rows * len(ends) + blocks).sort(stable=True)
-        return SparseCodes(offsets_of(rows, len(self.offsets) * len(ends)), self.indices[order], self.values[order],
-                           self.width)
+        return SparseCodes(
+            offsets_of(rows, len(self.offsets) * len(ends)),
+            self.indices[order],
+            self.values[order],
+            self.width,
+        )
 
     def sums(self) -> Tensor:
         sums = self.values.new_zeros(self.width)
@@ -300,7 +325,9 @@ class SparseCodes(Codes):
 
     def add_gram(self, gram: Tensor) -> None:
         """By pairs of entries if few, at 25 ns per pair on a CPU; the host waits for a GPU unless `each` is known."""
-        sizes = self._sizes.cpu() if self.each is None else torch.full((len(self.offsets),), self.each)
+        sizes = (
+            self._sizes.cpu() if self.each is None else torch.full((len(self.offsets),), self.each)
+        )
         if int(pairs_of(sizes).sum()) <= PAIRS_FRACTION * gram.numel():
             add_pairs(gram, self.indices, self.values, sizes)
         elif gram.device.type != "cpu":
@@ -308,9 +335,14 @@ class SparseCodes(Codes):
         else:
             z, (rows, values, offsets) = self.dense(), self._by_latent
             for begin in range(0, len(gram), SPARSE_PANEL):
-                first, panel = int(offsets[begin]), z[:, begin:begin + SPARSE_PANEL].contiguous()
-                gram[begin:, begin:begin + SPARSE_PANEL] += embedding_bag(
-                    rows[first:], panel, offsets[begin:] - first, mode="sum", per_sample_weights=values[first:])
+                first, panel = int(offsets[begin]), z[:, begin : begin + SPARSE_PANEL].contiguous()
+                gram[begin:, begin : begin + SPARSE_PANEL] += embedding_bag(
+                    rows[first:],
+                    panel,
+                    offsets[begin:] - first,
+                    mode="sum",
+                    per_sample_weights=values[first:],
+                )
 
 
 def offsets_of(bags: Tensor, count: int) -> Tensor:
@@ -320,7 +352,9 @@ def offsets_of(bags: Tensor, count: int) -> Tensor:
 
 def in_cache(values: Tensor) -> tuple[Tensor, ...]:
     """A matrix in blocks of rows that fit a CPU core's cache."""
-    return values.split(max(1, CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values)))
+    return values.split(
+        max(1, CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values))
+    )
 
 
 def few_entries(mask: Tensor, wait: bool = False) -> Tensor | None:
@@ -330,7 +364,11 @@ def few_entries(mask: Tensor, wait: bool = False) -> Tensor | None:
         return None if flat is None or len(flat) > DENSITY * mask.numel() else flat
     # NumPy counts and finds true entries several times faster than PyTorch.
     found = mask.detach().flatten().numpy()
-    return None if np.count_nonzero(found) > DENSITY * len(found) else torch.from_numpy(np.flatnonzero(found))
+    return (
+        None
+        if np.count_nonzero(found) > DENSITY * len(found)
+        else torch.from_numpy(np.flatnonzero(found))
+    )
 
 
 def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -346,9 +384,13 @@ def joined(blocks: Sequence[Codes]) -> Codes:
         return DenseCodes(torch.cat([block.dense() for block in blocks]))
     *before, _ = accumulate((len(block.values) for block in sparse), initial=0)
     offsets = [block.offsets + begin for block, begin in zip(sparse, before, strict=True)]
-    return SparseCodes(torch.cat(offsets), torch.cat([block.indices for block in sparse]),
-                       torch.cat([block.values for block in sparse]), sparse[0].width,
-                       sparse[0].each if len({block.each for block in sparse}) == 1 else None)
+    return SparseCodes(
+        torch.cat(offsets),
+        torch.cat([block.indices for block in sparse]),
+        torch.cat([block.values for block in sparse]),
+        sparse[0].width,
+        sparse[0].each if len({block.each for block in sparse}) == 1 else None,
+    )
 
 
 def pairs_of(sizes: Tensor) -> Tensor:
@@ -367,7 +409,9 @@ def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> N
         stop = max(int(torch.searchsorted(pairs, seen + most, right=True)), begun + 1)
         begin, end = int(ends[begun] - sizes[begun]), int(ends[stop - 1])
         chosen, factors = indices[begin:end], values[begin:end]
-        left, right = _within_rows(moved(sizes[begun:stop], device), end - begin, int(pairs[stop - 1]) - seen)
+        left, right = _within_rows(
+            moved(sizes[begun:stop], device), end - begin, int(pairs[stop - 1]) - seen
+        )
         low, high = torch.aminmax(torch.stack([chosen[left], chosen[right]]), dim=0)
         add_at(flat, high * gram.stride(0) + low, (factors[left] * factors[right]).to(gram.dtype))
         begun = stop
@@ -375,8 +419,12 @@ def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> N
 
 def _within_rows(sizes: Tensor, entries: int, pairs: int) -> tuple[Tensor, Tensor]:
     """The numbers of both entries of each pair, (pairs,)."""
-    firsts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes, output_size=entries)  # of each entry's row, (n,)
+    firsts = (sizes.cumsum(0) - sizes).repeat_interleave(
+        sizes, output_size=entries
+    )  # of each entry's row, (n,)
     numbers = torch.arange(entries, device=sizes.device)
     partners = numbers + 1 - firsts  # number of entries of its row up to itself, (n,)
     left = numbers.repeat_interleave(partners, output_size=pairs)
-    return left, torch.arange(pairs, device=sizes.device) - (partners.cumsum(0) - partners - firsts)[left]
+    return left, torch.arange(pairs, device=sizes.device) - (
+        partners.cumsum(0) - partners - firsts
+    )[left]

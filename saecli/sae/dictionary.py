@@ -41,10 +41,18 @@ class Batch:
     x: Tensor  # this process' rows, (b, D)
     y: Tensor  # their targets, (b, E); x itself for reconstruction
     size: int  # B
-    index: Tensor | None = None  # ascending positions of these rows in the batch, (b,), on the CPU; None for all
+    index: Tensor | None = (
+        None  # ascending positions of these rows in the batch, (b,), on the CPU; None for all
+    )
 
     @classmethod
-    def of(cls, rows: Tensor, d_in: int | None = None, size: int | None = None, index: Tensor | None = None) -> Self:
+    def of(
+        cls,
+        rows: Tensor,
+        d_in: int | None = None,
+        size: int | None = None,
+        index: Tensor | None = None,
+    ) -> Self:
         """Rows to reconstruct, (b, D), or if wider than `d_in`, with targets, (b, D + E); whole without a size."""
         size = len(rows) if size is None else size
         if d_in is None or rows.shape[1] == d_in:
@@ -54,11 +62,22 @@ class Batch:
     @classmethod
     def joined(cls, batches: Sequence[Self]) -> Self:
         x = torch.cat([batch.x for batch in batches])
-        y = x if all(batch.y is batch.x for batch in batches) else torch.cat([batch.y for batch in batches])
+        y = (
+            x
+            if all(batch.y is batch.x for batch in batches)
+            else torch.cat([batch.y for batch in batches])
+        )
         *before, size = accumulate((batch.size for batch in batches), initial=0)
         if all(batch.index is None for batch in batches):
             return cls(x, y, size)
-        return cls(x, y, size, torch.cat([batch.numbers + begin for batch, begin in zip(batches, before, strict=True)]))
+        return cls(
+            x,
+            y,
+            size,
+            torch.cat(
+                [batch.numbers + begin for batch, begin in zip(batches, before, strict=True)]
+            ),
+        )
 
     @property
     def numbers(self) -> Tensor:
@@ -68,8 +87,12 @@ class Batch:
     def first(self, count: int) -> "Batch":
         own = min(count, self.size) if self.index is None else int((self.index < count).sum())
         x = self.x[:own]
-        return Batch(x, x if self.y is self.x else self.y[:own], min(count, self.size),
-                     None if self.index is None else self.index[:own])
+        return Batch(
+            x,
+            x if self.y is self.x else self.y[:own],
+            min(count, self.size),
+            None if self.index is None else self.index[:own],
+        )
 
 
 def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
@@ -81,7 +104,12 @@ def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
         index = (own >= 0).nonzero()[:, 0]
         rows = moved(own[index], whole.x.device)
         x = whole.x[rows]
-        yield Batch(x, x if whole.y is whole.x else whole.y[rows], len(numbers), None if whole.index is None else index)
+        yield Batch(
+            x,
+            x if whole.y is whole.x else whole.y[rows],
+            len(numbers),
+            None if whole.index is None else index,
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +139,9 @@ class PreActivations(torch.autograd.Function):
             x_gradient = gradient @ W_enc.T if ctx.needs_input_grad[0] else None
         else:
             rows, columns = gradient._indices()
-            codes = SparseCodes(offsets_of(rows, len(gradient)), columns, gradient._values(), gradient.shape[1])
+            codes = SparseCodes(
+                offsets_of(rows, len(gradient)), columns, gradient._values(), gradient.shape[1]
+            )
             W_gradient = codes.transposed_times(x).T if ctx.needs_input_grad[1] else None
             x_gradient = codes.times(W_enc.T) if ctx.needs_input_grad[0] else None
         return x_gradient, W_gradient, codes.sums() if ctx.needs_input_grad[2] else None
@@ -120,7 +150,9 @@ class PreActivations(torch.autograd.Function):
 class Parts(TypedDict, total=False):
     """What only some dictionaries have."""
 
-    prefixes: Prefixes  # of a nested one, numbers of latents, ascending, the last being F; else empty
+    prefixes: (
+        Prefixes  # of a nested one, numbers of latents, ascending, the last being F; else empty
+    )
     W_skip: Tensor | None  # weights of a transcoder's affine skip, (D, E)
     widths: Sequence[int]  # of a crosscoder's hook points, in the order of the targets; else empty
 
@@ -135,15 +167,29 @@ class Dictionary(Module, ABC):
     b_dec: Tensor  # (E,)
     W_skip: Tensor | None
 
-    def __init__(self, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor, activation: Activation,
-                 activation_parameters: Parameters | None = None, **parts: Unpack[Parts]) -> None:
+    def __init__(
+        self,
+        W_enc: Tensor,
+        b_enc: Tensor,
+        b_dec: Tensor,
+        activation: Activation,
+        activation_parameters: Parameters | None = None,
+        **parts: Unpack[Parts],
+    ) -> None:
         super().__init__()
         self.activation, self.prefixes = activation, tuple(parts.get("prefixes", ()))
         self.widths, W_skip = tuple(parts.get("widths", ())), parts.get("W_skip")
         self._learned = tuple(activation_parameters or {})
-        for name, tensor in {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, **(activation_parameters or {})}.items():
+        for name, tensor in {
+            "W_enc": W_enc,
+            "b_enc": b_enc,
+            "b_dec": b_dec,
+            **(activation_parameters or {}),
+        }.items():
             self.register_parameter(name, Parameter(tensor.detach(), requires_grad=False))
-        self.register_parameter("W_skip", None if W_skip is None else Parameter(W_skip.detach(), requires_grad=False))
+        self.register_parameter(
+            "W_skip", None if W_skip is None else Parameter(W_skip.detach(), requires_grad=False)
+        )
 
     @abstractmethod
     def decoder(self) -> Tensor:
@@ -168,7 +214,10 @@ class Dictionary(Module, ABC):
     @property
     def places(self) -> list[slice]:
         """The columns of each hook point in the targets."""
-        return [slice(begin, end) for begin, end in pairwise(accumulate(self.widths or (self.d_out,), initial=0))]
+        return [
+            slice(begin, end)
+            for begin, end in pairwise(accumulate(self.widths or (self.d_out,), initial=0))
+        ]
 
     def weighed(self, W_dec: Tensor) -> Tensor:
         """A matrix whose row norms weigh latents in penalties: W_dec, or a crosscoder's sums over hook points."""
@@ -203,7 +252,9 @@ class Dictionary(Module, ABC):
         """y_hat by each prefix, (B, L, E), the last by all latents."""
         return codes.prefix_times(self.decoder(), self.prefixes) + self._base(x)[..., None, :]
 
-    def squared_errors(self, batch: Batch, codes: Codes, W_dec: Tensor, base: Tensor | None = None) -> Tensor:
+    def squared_errors(
+        self, batch: Batch, codes: Codes, W_dec: Tensor, base: Tensor | None = None
+    ) -> Tensor:
         """`||y_hat - y||^2` of each prefix, summed over rows, (L,); `base`: the prediction without codes."""
         offset = ((self._base(batch.x) if base is None else base) - batch.y)[:, None]
         return (codes.prefix_times(W_dec, self.prefixes) + offset).square().sum(-1).sum(0)
@@ -250,12 +301,19 @@ class Dictionary(Module, ABC):
 
     def sae(self) -> "SAE":
         """A frozen copy as an `SAE`."""
+
         def copy(tensor: Tensor) -> Tensor:
             return tensor.detach().clone(memory_format=torch.contiguous_format)
 
-        return SAE(copy(self.W_enc), copy(self.b_enc), copy(self.decoder()), copy(self.b_dec), self.activation,
-                   {name: copy(tensor) for name, tensor in self.activation_parameters.items()},
-                   **self.parts | {"W_skip": None if self.W_skip is None else copy(self.W_skip)})
+        return SAE(
+            copy(self.W_enc),
+            copy(self.b_enc),
+            copy(self.decoder()),
+            copy(self.b_dec),
+            self.activation,
+            {name: copy(tensor) for name, tensor in self.activation_parameters.items()},
+            **self.parts | {"W_skip": None if self.W_skip is None else copy(self.W_skip)},
+        )
 
     @property
     def k(self) -> int | None:
@@ -267,9 +325,13 @@ class Dictionary(Module, ABC):
         nested = f", prefixes={self.prefixes}" if self.prefixes else ""
         dtype = str(self.W_enc.dtype).removeprefix("torch.")
         out = f", d_out={self.d_out}" if self.d_out != self.d_in else ""
-        skip = (", skip" if self.W_skip is not None else "") + (f", widths={self.widths}" if self.widths else "")
-        return (f"{type(self).__name__}({self.activation.name}{kept}, d_in={self.d_in}{out}, d_sae={self.d_sae}{nested}"
-                f"{skip}, {dtype}, {self.W_enc.device})")
+        skip = (", skip" if self.W_skip is not None else "") + (
+            f", widths={self.widths}" if self.widths else ""
+        )
+        return (
+            f"{type(self).__name__}({self.activation.name}{kept}, d_in={self.d_in}{out}, d_sae={self.d_sae}{nested}"
+            f"{skip}, {dtype}, {self.W_enc.device})"
+        )
 
     def _rows(self, verb: str, given: Tensor, width: int) -> Tensor:
         device = self.W_enc.device
@@ -283,8 +345,10 @@ class Dictionary(Module, ABC):
             got = f"one on {given.device}; move one of the two by `.to`"
         else:
             return given.to(self.W_enc.dtype).reshape(math.prod(given.shape[:-1]), width)
-        raise ConfigError(f"cannot {verb}: expected a floating-point tensor of shape (..., {width}) on {device}, got "
-                          f"{got}")
+        raise ConfigError(
+            f"cannot {verb}: expected a floating-point tensor of shape (..., {width}) on {device}, got "
+            f"{got}"
+        )
 
 
 class SAE(Dictionary):
@@ -292,34 +356,75 @@ class SAE(Dictionary):
 
     W_dec: Tensor  # (F, E)
 
-    def __init__(self, W_enc: Tensor, b_enc: Tensor, W_dec: Tensor, b_dec: Tensor, activation: Activation,
-                 activation_parameters: Parameters | None = None, **parts: Unpack[Parts]) -> None:
+    def __init__(
+        self,
+        W_enc: Tensor,
+        b_enc: Tensor,
+        W_dec: Tensor,
+        b_dec: Tensor,
+        activation: Activation,
+        activation_parameters: Parameters | None = None,
+        **parts: Unpack[Parts],
+    ) -> None:
         super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, **parts)
-        self.metadata: dict[str, Any] = {}  # the settings of its run and its hook point, as far as known
+        self.metadata: dict[
+            str, Any
+        ] = {}  # the settings of its run and its hook point, as far as known
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
     @property
     def cfg(self) -> dict[str, Any]:
         """Its `metadata`, activation, sizes, dtype and device."""
-        shape = {"act": self.activation.name, **self.activation.to_json(), "d_in": self.d_in, "d_out": self.d_out,
-                 "d_sae": self.d_sae, "prefixes": self.prefixes, "widths": self.widths, "skip": self.W_skip is not None}
-        return self.metadata | shape | {"dtype": str(self.W_enc.dtype).removeprefix("torch."),
-                                        "device": str(self.W_enc.device)}
+        shape = {
+            "act": self.activation.name,
+            **self.activation.to_json(),
+            "d_in": self.d_in,
+            "d_out": self.d_out,
+            "d_sae": self.d_sae,
+            "prefixes": self.prefixes,
+            "widths": self.widths,
+            "skip": self.W_skip is not None,
+        }
+        return (
+            self.metadata
+            | shape
+            | {
+                "dtype": str(self.W_enc.dtype).removeprefix("torch."),
+                "device": str(self.W_enc.device),
+            }
+        )
 
     def decoder(self) -> Tensor:
         return self.W_dec
 
     def tensors(self) -> dict[str, Tensor]:
         """All parameters by name, detached; W_skip only if it has one."""
-        names = ("W_enc", "b_enc", "W_dec", "b_dec", *self._learned, *(["W_skip"] * (self.W_skip is not None)))
+        names = (
+            "W_enc",
+            "b_enc",
+            "W_dec",
+            "b_dec",
+            *self._learned,
+            *(["W_skip"] * (self.W_skip is not None)),
+        )
         return {name: getattr(self, name).detach() for name in names}
 
     def changed(self, activation: Activation | None = None, **tensors: Tensor) -> Self:
         """The same with other tensors, or with an activation: it then has the parameters of use, not of training."""
         new = self.tensors() | tensors
-        learned = {name: new[name] for name in (self._learned if activation is None else activation.parameters(1))}
-        changed = type(self)(new["W_enc"], new["b_enc"], new["W_dec"], new["b_dec"], activation or self.activation,
-                             learned, **self.parts | {"W_skip": new.get("W_skip")})
+        learned = {
+            name: new[name]
+            for name in (self._learned if activation is None else activation.parameters(1))
+        }
+        changed = type(self)(
+            new["W_enc"],
+            new["b_enc"],
+            new["W_dec"],
+            new["b_dec"],
+            activation or self.activation,
+            learned,
+            **self.parts | {"W_skip": new.get("W_skip")},
+        )
         changed.metadata = self.metadata
         return changed
 
@@ -333,15 +438,24 @@ class SAE(Dictionary):
             tensors = {name: tensor.to(one) for name, tensor in tensors.items()}
         return self.changed(None, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
-    def on_raw_rows(self, mean: Tensor, scale: Tensor, target_mean: Tensor | None = None,
-                    target_scale: Tensor | None = None) -> Self:
+    def on_raw_rows(
+        self,
+        mean: Tensor,
+        scale: Tensor,
+        target_mean: Tensor | None = None,
+        target_scale: Tensor | None = None,
+    ) -> Self:
         """Fold in the normalisation `(x - mean) / scale`, (D,) each: the same codes of raw rows, and predictions
         `target_scale * y_hat + target_mean`, (E,) each, by default `mean` and `scale`."""
         target_mean = mean if target_mean is None else target_mean
         target_scale = scale if target_scale is None else target_scale
         W_enc = self.W_enc / scale[:, None]
-        tensors = {"W_enc": W_enc, "b_enc": self.b_enc - mean @ W_enc, "W_dec": self.W_dec * target_scale,
-                   "b_dec": self.b_dec * target_scale + target_mean}
+        tensors = {
+            "W_enc": W_enc,
+            "b_enc": self.b_enc - mean @ W_enc,
+            "W_dec": self.W_dec * target_scale,
+            "b_dec": self.b_dec * target_scale + target_mean,
+        }
         if self.W_skip is not None:
             W_skip = self.W_skip / scale[:, None] * target_scale
             tensors |= {"W_skip": W_skip, "b_dec": tensors["b_dec"] - mean @ W_skip}
@@ -359,10 +473,18 @@ class Coupled(Dictionary):
     B: Tensor | None
 
     def __init__(self, start: SAE, c: float, Delta: Tensor | None, B: Tensor | None = None) -> None:
-        super().__init__(start.W_enc, start.b_enc, start.b_dec, start.activation, start.activation_parameters,
-                         **start.parts)
+        super().__init__(
+            start.W_enc,
+            start.b_enc,
+            start.b_dec,
+            start.activation,
+            start.activation_parameters,
+            **start.parts,
+        )
         self.c = c
-        self.register_parameter("Delta", None if Delta is None else Parameter(Delta, requires_grad=False))
+        self.register_parameter(
+            "Delta", None if Delta is None else Parameter(Delta, requires_grad=False)
+        )
         self.register_buffer("B", B)
 
     def direction(self) -> Tensor:

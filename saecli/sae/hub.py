@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 
 _PART = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..
 _INNER = _PART.replace("[", "[:+")  # of a folder or file in a repository
-_PATH = re.compile(rf"(?:hf://)?({_PART}/{_PART})(?:@(refs/(?:pr/\d+|convert/\w+)|[^/@]+))?"
-                   rf"(?:/({_INNER}(?:/{_INNER})*))?(?:@(.+))?/?")
+_PATH = re.compile(
+    rf"(?:hf://)?({_PART}/{_PART})(?:@(refs/(?:pr/\d+|convert/\w+)|[^/@]+))?"
+    rf"(?:/({_INNER}(?:/{_INNER})*))?(?:@(.+))?/?"
+)
 _WEB = re.compile(r"https?://[^/]+/([^/]+/[^/]+)(?:/(?:tree|blob)/([^/]+)(?:/(.*?))?)?/?")
 SHOWN = 8  # folders that a message lists
 INEXPRESSIBLE = {  # by the function there that converts it
     "temporal": "codes depend on earlier tokens, by attention",
-    "mntss_clt_layer_transcoder": "the layers of a cross-layer transcoder predict only together"}
+    "mntss_clt_layer_transcoder": "the layers of a cross-layer transcoder predict only together",
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ def registered(text: str, note: Callable[[str], None]) -> tuple[Address, float |
     if reason:
         raise FormatError(f"{text} cannot be expressed here: {reason}; use SAELens")
     if overrides.get("model_from_pretrained_kwargs", {}).get("center_writing_weights"):
-        note(f"{name} was trained on rows less their mean over dimensions (center_writing_weights); rows here keep it")
+        note(
+            f"{name} was trained on rows less their mean over dimensions (center_writing_weights); rows here keep it"
+        )
     return Address(release["repo_id"], str(one["path"])), one.get("norm_scaling_factor")
 
 
@@ -80,7 +85,8 @@ def registry_hint(text: str, asks: bool = True) -> str:
         question = did_you_mean(wanted, ids) or f"its first is {ids[0]}"
         return f"; SAELens' release {name} has {len(ids):,} SAEs, and is named as {name}/ID: {question}"
     return "; for a release and id of SAELens, install sae-lens or name its place on the hub" * (
-        asks and find_spec("sae_lens") is None)
+        asks and find_spec("sae_lens") is None
+    )
 
 
 def _release(name: str) -> dict[str, Any]:
@@ -113,14 +119,21 @@ def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
             raise
         names = [path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()]
         found, *_ = _choose(address, names, note)
-        note(f"the Hugging Face hub cannot be reached ({one_line(error.__cause__ or error)}); {found} is taken from "
-             f"the cache, as of {there.name}")
+        note(
+            f"the Hugging Face hub cannot be reached ({one_line(error.__cause__ or error)}); {found} is taken from "
+            f"the cache, as of {there.name}"
+        )
         return str(found), there / found.folder
     found, form, names = _choose(address, [file.rfilename for file in info.siblings or ()], note)
     with hub_errors(address):
         for wanted in ([names[:1]] if form.check is not None else []) + [names]:
-            snapshot = Path(snapshot_download(address.repo, revision=address.revision,
-                                              allow_patterns=[glob.escape(name) for name in wanted]))
+            snapshot = Path(
+                snapshot_download(
+                    address.repo,
+                    revision=address.revision,
+                    allow_patterns=[glob.escape(name) for name in wanted],
+                )
+            )
             if form.check is not None:
                 form.check((snapshot / names[0]).parent)
     return str(found), snapshot / found.folder
@@ -132,13 +145,18 @@ def cached(address: Address) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(address.repo, revision=address.revision, local_files_only=True,
-                                      allow_patterns=[]))
+        return Path(
+            snapshot_download(
+                address.repo, revision=address.revision, local_files_only=True, allow_patterns=[]
+            )
+        )
     except LocalEntryNotFoundError:
         return None
 
 
-def _choose(address: Address, names: Sequence[str], note: Callable[[str], None]) -> tuple[Address, Format, list[str]]:
+def _choose(
+    address: Address, names: Sequence[str], note: Callable[[str], None]
+) -> tuple[Address, Format, list[str]]:
     """Address, format and files of the SAE at an address, among a repository's files."""
     wanted, file = address.folder, None
     if wanted in names:
@@ -146,22 +164,38 @@ def _choose(address: Address, names: Sequence[str], note: Callable[[str], None])
     folders: dict[str, list[str]] = {}  # the files in each, and in the folders in it
     for path in map(PurePosixPath, names):
         for folder in [*path.parents][:2]:
-            folders.setdefault("" if folder.name == "" else str(folder), []).append(str(path.relative_to(folder)))
-    inside = {folder: FORMATS[name] for folder, files in sorted(folders.items())
-              if PurePosixPath(folder).is_relative_to(wanted) and (file is None or folder == wanted)
-              and (name := format_of(files, file))}
+            folders.setdefault("" if folder.name == "" else str(folder), []).append(
+                str(path.relative_to(folder))
+            )
+    inside = {
+        folder: FORMATS[name]
+        for folder, files in sorted(folders.items())
+        if PurePosixPath(folder).is_relative_to(wanted)
+        and (file is None or folder == wanted)
+        and (name := format_of(files, file))
+    }
     found = wanted if wanted in inside else next(iter(inside)) if len(inside) == 1 else None
     if found is not None:
         if found != wanted:
             note(f"{address} holds one SAE, in {found}")
         at, form = address if file else address.at(found), inside[found]
-        return at, form, [str(PurePosixPath(found, own)) for own in form.among(folders[found], str(at), file)]
+        return (
+            at,
+            form,
+            [str(PurePosixPath(found, own)) for own in form.among(folders[found], str(at), file)],
+        )
     if inside:
         shown = ", ".join(str(address.at(folder)) for folder in list(inside)[:SHOWN])
-        raise HubError(f"{address} holds {len(inside):,} SAEs: name one of them, {shown}"
-                       f"{', ...' if len(inside) > SHOWN else ''}")
-    there = ", ".join(sorted(folder or "files at its top" for folder in folders)[:SHOWN]) or "no file"
-    raise HubError(f"no SAE found in {address}: expected a folder with {known_files()}, got {there}")
+        raise HubError(
+            f"{address} holds {len(inside):,} SAEs: name one of them, {shown}"
+            f"{', ...' if len(inside) > SHOWN else ''}"
+        )
+    there = (
+        ", ".join(sorted(folder or "files at its top" for folder in folders)[:SHOWN]) or "no file"
+    )
+    raise HubError(
+        f"no SAE found in {address}: expected a folder with {known_files()}, got {there}"
+    )
 
 
 def writable(address: Address, private: bool) -> "ModelCard | None":
@@ -171,10 +205,14 @@ def writable(address: Address, private: bool) -> "ModelCard | None":
     api = HfApi()
     with hub_errors(address):
         if api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
-            raise HubError(f"the token may only read: expected one that may write to {address.repo}, {LOG_IN}")
+            raise HubError(
+                f"the token may only read: expected one that may write to {address.repo}, {LOG_IN}"
+            )
         if private and api.repo_exists(address.repo) and not api.model_info(address.repo).private:
-            raise ConfigError(f"{address.repo} exists and is public; leave --private out, push to another, or make it "
-                              "private in its settings on the hub")
+            raise ConfigError(
+                f"{address.repo} exists and is public; leave --private out, push to another, or make it "
+                "private in its settings on the hub"
+            )
         return ModelCard.load(address.repo) if api.file_exists(address.repo, "README.md") else None
 
 
@@ -184,14 +222,22 @@ def upload(folder: Path, address: Address, private: bool) -> str:
     from huggingface_hub import HfApi
 
     own = format_of(path.name for path in (folder / address.folder).iterdir())
-    others = [f"{glob.escape(address.folder)}/{one}" for form in FORMATS.values()
-              if own is None or form.files[-1] not in FORMATS[own].files for pattern in form.files
-              for one in pattern.split("|")]
+    others = [
+        f"{glob.escape(address.folder)}/{one}"
+        for form in FORMATS.values()
+        if own is None or form.files[-1] not in FORMATS[own].files
+        for pattern in form.files
+        for one in pattern.split("|")
+    ]
     api = HfApi()
     with hub_errors(address):
         api.create_repo(address.repo, private=private or None, exist_ok=True)
-        return api.upload_folder(repo_id=address.repo, folder_path=folder, delete_patterns=others,
-                                 commit_message=f"Add {address.folder} with sae push").commit_url
+        return api.upload_folder(
+            repo_id=address.repo,
+            folder_path=folder,
+            delete_patterns=others,
+            commit_message=f"Add {address.folder} with sae push",
+        ).commit_url
 
 
 def is_passing(error: BaseException | None) -> bool:
@@ -207,7 +253,11 @@ def is_passing(error: BaseException | None) -> bool:
 def hub_errors(address: Address) -> Iterator[None]:
     """Turn the client's exceptions into a HubError, and draw its progress bars only on a terminal."""
     from huggingface_hub.errors import HTTPError
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
     if hides:
@@ -216,7 +266,12 @@ def hub_errors(address: Address) -> Iterator[None]:
         yield
     except SaeError:
         raise
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # those that the client raises by design
+    except (
+        HTTPError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # those that the client raises by design
         if isinstance(error, OSError) and error.errno is not None and not is_passing(error):
             raise  # from the disk
         cause = error.__cause__  # of one upload among several
@@ -230,8 +285,10 @@ def hub_errors(address: Address) -> Iterator[None]:
 def _explained(address: Address, error: Exception) -> str:
     said = getattr(error, "server_message", None) or one_line(error)
     if is_passing(error):
-        return (f"the Hugging Face hub cannot be reached for {address.repo}: got {said}; connect to the network, or "
-                "try again later")
+        return (
+            f"the Hugging Face hub cannot be reached for {address.repo}: got {said}; connect to the network, or "
+            "try again later"
+        )
     if reason := why_refused(address.repo, error):
         return reason
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -22,10 +22,22 @@ from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
 from .hub import Address, cached, fetch, registered, registry_hint
 
-SAELike = SAE | str | Path | None  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
+SAELike = (
+    SAE | str | Path | None
+)  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
 ORIGIN = {field.name for field in fields(Origin)}
 # Of the rows' source, kept in an SAE's file.
-SOURCE = ("model", "layer", "site", "dataset", "context", "prepend_bos", "target_layer", "target_site", "inputs")
+SOURCE = (
+    "model",
+    "layer",
+    "site",
+    "dataset",
+    "context",
+    "prepend_bos",
+    "target_layer",
+    "target_site",
+    "inputs",
+)
 
 
 @dataclass(frozen=True)
@@ -33,13 +45,17 @@ class Subject:
     """Where an SAE comes from; None where unknown."""
 
     name: str  # for tables: its run's name, its path below the runs, or the path that was given
-    folder: Path | None = None  # or of several layers' files its own file; None for an SAE in memory
+    folder: Path | None = (
+        None  # or of several layers' files its own file; None for an SAE in memory
+    )
     data: str | None = None  # name of the store that it was trained on
     split_seed: int = 0
     fraction: float = 1.0  # of the training rows that it was trained on, in (0, 1]
     complete: bool = True  # whether its training was finished
     data_hash: str | None = None  # request hash of that store
-    dead_fraction: float | None = None  # of latents that fire on no training row, counted by training
+    dead_fraction: float | None = (
+        None  # of latents that fire on no training row, counted by training
+    )
     beside: tuple[str, ...] = ()  # names of a crosscoder's further stores
     target: str | None = None  # name of the store of a transcoder's targets
     streamed: Mapping[str, Any] | None = None  # the options of rows from a model without a store
@@ -67,8 +83,12 @@ def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> S
     return open_sae(Home.at(home), run, Silent())[1].sae
 
 
-def save_sae(sae: SAE, folder: str | Path, format: str = "native",
-             store: ActivationStore | Joined | None = None) -> None:
+def save_sae(
+    sae: SAE,
+    folder: str | Path,
+    format: str = "native",
+    store: ActivationStore | Joined | None = None,
+) -> None:
     """Save an SAE in float32 in a new or empty folder, which appears whole or not at all.
 
     Args:
@@ -81,7 +101,9 @@ def save_sae(sae: SAE, folder: str | Path, format: str = "native",
     origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
     if store:
         origin = origin_of(store if isinstance(store, Joined) else Joined((store,)))
-    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), formats.named(format), Path(folder))
+    formats.save(
+        SavedSAE(sae.copy_to("cpu", torch.float32), origin), formats.named(format), Path(folder)
+    )
 
 
 class Sourced(Protocol):
@@ -104,8 +126,14 @@ def _settings(folder: Path) -> dict[str, Any]:
     document = read_run(folder / RUN_MARKER).settings
     solver, activation = dict(document["solver"]), dict(document["activation"])
     named = {name: document[name] for name in ("data", "beside", "target") if name in document}
-    return {"solver": solver.pop("name"), "act": activation.pop("name"), **named, **document["training"], **solver,
-            **activation}
+    return {
+        "solver": solver.pop("name"),
+        "act": activation.pop("name"),
+        **named,
+        **document["training"],
+        **solver,
+        **activation,
+    }
 
 
 def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, SavedSAE]:
@@ -122,7 +150,9 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
     saved = formats.load(subject.path, subject.row_scale)
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
-    saved.sae.metadata = saved.origin | (_settings(subject.path) if (subject.path / RUN_MARKER).exists() else {})
+    saved.sae.metadata = saved.origin | (
+        _settings(subject.path) if (subject.path / RUN_MARKER).exists() else {}
+    )
     return subject, saved if subject.target is None else replace(saved, transcodes=True)
 
 
@@ -135,7 +165,9 @@ def lasting_name(home: Home, sae: SAE | str | Path, subject: Subject) -> str:
     return str(folder.resolve()) if here else subject.registered or f"hf://{subject.name}"
 
 
-def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lambda _: None) -> Subject:
+def find_subject(
+    home: Home, text: str | None, note: Callable[[str], None] = lambda _: None
+) -> Subject:
     """The SAE that a user names, as of `load_sae`; with `hf://` only an address on the hub. `note` is called with the
     choice made if the text is ambiguous."""
     marker = home.runs.marker
@@ -146,14 +178,22 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
     if address is not None and text.startswith(("hf://", "https://")):
         return Subject(*fetch(address, note))
     kept = home.runs.path / text  # RUN/kept/epoch-N
-    folder = kept if kept.parts[-2:-1] == (KEPT,) and (kept / marker).is_file() else Path(text).expanduser()
+    folder = (
+        kept
+        if kept.parts[-2:-1] == (KEPT,) and (kept / marker).is_file()
+        else Path(text).expanduser()
+    )
     if folder.is_file() and formats.recognise(folder) is None:
-        raise RunError(f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
-                       f"folder, {folder.parent if folder.parts[1:] else Path.cwd()}")
+        raise RunError(
+            f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
+            f"folder, {folder.parent if folder.parts[1:] else Path.cwd()}"
+        )
     if address is not None and folder.is_dir() and cached(address) is not None:
         note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
     if (folder / marker).is_file():
-        inside = folder.resolve().is_relative_to(home.runs.path.resolve())  # an epoch that a run has kept
+        inside = folder.resolve().is_relative_to(
+            home.runs.path.resolve()
+        )  # an epoch that a run has kept
         name = str(folder.resolve().relative_to(home.runs.path.resolve())) if inside else text
         return _run(folder, marker, name)
     if formats.recognise(folder) is not None:
@@ -171,25 +211,50 @@ def find_subject(home: Home, text: str | None, note: Callable[[str], None] = lam
         try:
             return Subject(*fetch(address, note))
         except HubError as error:
-            raise HubError(f"no run and no folder here is named {text!r}, and {error}{registry_hint(text)}") from error
-    raise RunError(f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}"
-                   f"{registry_hint(text, asks=False)}")
+            raise HubError(
+                f"no run and no folder here is named {text!r}, and {error}{registry_hint(text)}"
+            ) from error
+    raise RunError(
+        f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}"
+        f"{registry_hint(text, asks=False)}"
+    )
 
 
 def _run(folder: Path, marker: str, name: str) -> Subject:
     run = read_run(folder / marker)
     if formats.recognise(folder) is None:
-        raise RunError(f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
-                       f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`")
+        raise RunError(
+            f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
+            f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`"
+        )
     dead = run.result.final.get("dead_fraction") if run.result else None
-    return Subject(name, folder, run.data, run.training.split_seed, run.training.fraction, run.complete, run.data_hash,
-                   dead, run.beside, run.target, run.streamed)
+    return Subject(
+        name,
+        folder,
+        run.data,
+        run.training.split_seed,
+        run.training.fraction,
+        run.complete,
+        run.data_hash,
+        dead,
+        run.beside,
+        run.target,
+        run.streamed,
+    )
 
 
 def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
     """The subject with the stores and the split of an SAE's origin, if the stores are there."""
-    names = [origin[key] for key in ("data", "target") if key in origin] + [*origin.get("beside", ())]
-    if "data" not in origin or not all(name in home.stores.names() or Path(name).is_dir() for name in names):
+    names = [origin[key] for key in ("data", "target") if key in origin] + [
+        *origin.get("beside", ())
+    ]
+    if "data" not in origin or not all(
+        name in home.stores.names() or Path(name).is_dir() for name in names
+    ):
         return subject
-    found = {key: origin[key] for key in ("data", "data_hash", "target", "split_seed", "fraction") if key in origin}
+    found = {
+        key: origin[key]
+        for key in ("data", "data_hash", "target", "split_seed", "fraction")
+        if key in origin
+    }
     return replace(subject, beside=tuple(origin.get("beside", ())), **found)

@@ -34,7 +34,9 @@ class Reconstruction:
     def __init__(self, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> None:
         self.rows = 0
         self._prefixes = prefixes
-        self._nested = torch.zeros(2, len(prefixes), dtype=torch.float64)  # of each prefix: squared error, l0
+        self._nested = torch.zeros(
+            2, len(prefixes), dtype=torch.float64
+        )  # of each prefix: squared error, l0
         self._mean = torch.zeros(d_in, dtype=torch.float64)
         self._sums = torch.zeros(5, dtype=torch.float64)  # scatter, squared error, cosine; l0, l1
         self._fired = torch.zeros(d_sae, dtype=torch.bool)
@@ -53,8 +55,15 @@ class Reconstruction:
         scatter = (x - mean).square().sum() + shift.square().sum() * (self.rows * len(x) / total)
         norms = (x.norm(dim=1) * x_hat.norm(dim=1)).clamp(min=torch.finfo(torch.float64).tiny)
         counts = z.latent_counts()
-        self._sums += torch.stack([scatter, (x_hat - x).square().sum(), ((x * x_hat).sum(1) / norms).sum(),
-                                   counts.sum().double(), z.l1()])
+        self._sums += torch.stack(
+            [
+                scatter,
+                (x_hat - x).square().sum(),
+                ((x * x_hat).sum(1) / norms).sum(),
+                counts.sum().double(),
+                z.l1(),
+            ]
+        )
         if self._prefixes and by_prefix is not None:
             errors = (by_prefix.double() - x[:, None]).square().sum((0, 2))
             last = counts.new_tensor(self._prefixes) - 1
@@ -68,9 +77,13 @@ class Reconstruction:
         if communicator.world_size == 1:
             return
         self._to(device)
-        counts = communicator.all_reduce(torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])]))
+        counts = communicator.all_reduce(
+            torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])])
+        )
         mean = counts[:-1] / counts[-1].clamp(min=1)
-        self._sums[0] += self.rows * (self._mean - mean).square().sum()  # the scatter, now about the mean of all
+        self._sums[0] += (
+            self.rows * (self._mean - mean).square().sum()
+        )  # the scatter, now about the mean of all
         self._mean, self.rows = mean, int(counts[-1])
         communicator.all_reduce(self._sums)
         communicator.all_reduce(self._nested)
@@ -84,29 +97,48 @@ class Reconstruction:
         that fire on no row, on training rows the dead ones; `prefixes`, of a nested SAE, have `latents`, `l0`, `fvu`.
         """
         _demand_rows(self.rows)
-        by_prefix = zip(self._prefixes, (self._nested[1] / self.rows).tolist(),
-                        (self._nested[0] / self._sums[0]).tolist(), strict=True)
+        by_prefix = zip(
+            self._prefixes,
+            (self._nested[1] / self.rows).tolist(),
+            (self._nested[0] / self._sums[0]).tolist(),
+            strict=True,
+        )
         nested = [{"latents": latents, "l0": l0, "fvu": fvu} for latents, l0, fvu in by_prefix]
         _, error, cosine, l0, l1 = (self._sums / self.rows).tolist()
         fvu = float(self._sums[1] / self._sums[0])
-        return {"rows": self.rows, "mse": error / len(self._mean), "fvu": fvu, "explained_variance": 1 - fvu,
-                "cosine": cosine, "l0": l0, "l1": l1, "silent_fraction": 1 - float(self._fired.double().mean()),
-                **({"prefixes": nested} if nested else {})}
+        return {
+            "rows": self.rows,
+            "mse": error / len(self._mean),
+            "fvu": fvu,
+            "explained_variance": 1 - fvu,
+            "cosine": cosine,
+            "l0": l0,
+            "l1": l1,
+            "silent_fraction": 1 - float(self._fired.double().mean()),
+            **({"prefixes": nested} if nested else {}),
+        }
 
     def _to(self, device: torch.device) -> None:
         self._mean, self._sums, self._fired, self._nested = (
-            tensor.to(device) for tensor in (self._mean, self._sums, self._fired, self._nested))
+            tensor.to(device) for tensor in (self._mean, self._sums, self._fired, self._nested)
+        )
 
 
-def reconstruction(sae: Dictionary, batches: Iterable[Tensor], watch: Watch | None = None) -> dict[str, Any]:
+def reconstruction(
+    sae: Dictionary, batches: Iterable[Tensor], watch: Watch | None = None
+) -> dict[str, Any]:
     """`Reconstruction.result` over batches of rows, (B, D), for a transcoder with targets, (B, D + E); `watch` receives
     the codes of each batch."""
     return reconstructions([sae], batches, watch=watch)[0]
 
 
 @torch.no_grad()
-def reconstructions(saes: Sequence[Dictionary], batches: Iterable[Tensor],
-                    communicator: Communicator = ALONE, watch: Watch | None = None) -> list[dict[str, Any]]:
+def reconstructions(
+    saes: Sequence[Dictionary],
+    batches: Iterable[Tensor],
+    communicator: Communicator = ALONE,
+    watch: Watch | None = None,
+) -> list[dict[str, Any]]:
     """`reconstruction` of several SAEs in one pass, over all processes."""
     found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes) for sae in saes]
     for batch in batches:
@@ -126,7 +158,9 @@ def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]
     """A warning for each doubtful measure of `Reconstruction.result`: `fvu`, `l0`."""
     found, fvu, l0 = {}, measures["fvu"], measures["l0"]
     if math.isfinite(fvu) and fvu > 1:
-        found["fvu"] = f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
+        found["fvu"] = (
+            f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
+        )
     name, limit = ("d_in", d_in) if 2 * d_in <= d_sae else ("half of d_sae", d_sae / 2)
     if l0 > limit:
         found["l0"] = f"L0 {l0:.4g} is above {name}, {limit:g}, so codes are not sparse"
@@ -149,7 +183,7 @@ class Firing:
         if not self.rows:
             self._counts, self._histogram = self._counts.to(device), self._histogram.to(device)
         if self.rows < self._keep:
-            self._kept.append(z.dense()[:self._keep - self.rows].cpu())
+            self._kept.append(z.dense()[: self._keep - self.rows].cpu())
         l0 = z.row_counts()
         self._counts += z.latent_counts()
         self._histogram.index_add_(0, l0, torch.ones_like(l0))
@@ -181,9 +215,15 @@ class Firing:
         value = torch.arange(len(fractions), dtype=torch.float64)
         l0 = fractions @ value
         frequency = self.frequency
-        return {"rows": self.rows, "l0": float(l0), "l0_std": float((fractions @ (value - l0).square()).sqrt()),
-                "density": float(l0) / len(frequency), "silent": int((frequency == 0).sum()),
-                "dense": int((frequency > DENSE_FREQUENCY).sum()), "frequency": frequency.tolist()}
+        return {
+            "rows": self.rows,
+            "l0": float(l0),
+            "l0_std": float((fractions @ (value - l0).square()).sqrt()),
+            "density": float(l0) / len(frequency),
+            "silent": int((frequency == 0).sum()),
+            "dense": int((frequency > DENSE_FREQUENCY).sum()),
+            "frequency": frequency.tolist(),
+        }
 
 
 @torch.no_grad()
@@ -197,5 +237,7 @@ def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
 
 def _demand_rows(rows: int) -> None:
     if not rows:
-        raise ConfigError("nothing was measured: expected at least one row, got none; choose another split or a "
-                          "larger store")
+        raise ConfigError(
+            "nothing was measured: expected at least one row, got none; choose another split or a "
+            "larger store"
+        )

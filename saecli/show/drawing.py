@@ -24,8 +24,16 @@ PICTURED_ROWS = 200  # whose codes are drawn
 PICTURES = ("loss", "frontier", "sparsity", "geometry", "stability", "probe")
 
 
-def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: Which = "test", device: str = "auto",
-         home: str | Path | None = None, progress: bool = False, **options: Any) -> list[Figure]:
+def draw(
+    picture: str,
+    *saes: SAELike,
+    data: RowsLike = None,
+    split: Which = "test",
+    device: str = "auto",
+    home: str | Path | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> list[Figure]:
     """Figures as by a command's `--plot`: loss, frontier (`sae eval`), sparsity, geometry, stability or probe.
 
     Args:
@@ -38,13 +46,26 @@ def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: Which = "te
     at, listener = Home.at(home), listening(progress)
     if picture == "loss":
         folders = [at.runs.find(None if name is None else str(name)) for name in saes or [None]]
-        return [pictures.loss_curves(None, {folder.name: read_metrics(folder) for folder in folders}, **options)]
+        return [
+            pictures.loss_curves(
+                None, {folder.name: read_metrics(folder) for folder in folders}, **options
+            )
+        ]
     if picture == "probe":
         from ..measure.probes import probe  # imports transformers, which takes seconds
 
-        return [pictures.probes(None, probe(saes, device=device, home=at.path, progress=progress, **options))]
+        return [
+            pictures.probes(
+                None, probe(saes, device=device, home=at.path, progress=progress, **options)
+            )
+        ]
     if picture == "stability":
-        rows: dict[str, Any] = {"split": split, "device": device, "home": at.path, "progress": progress}
+        rows: dict[str, Any] = {
+            "split": split,
+            "device": device,
+            "home": at.path,
+            "progress": progress,
+        }
         return [pictures.stability(None, stability(saes, data, **rows, **options))]
     if picture == "geometry":
         if len(saes) > 1:
@@ -58,8 +79,18 @@ def draw(picture: str, *saes: SAELike, data: RowsLike = None, split: Which = "te
     if picture == "frontier":
         ranked = sparsest_first(compare(everything, progress=progress))
         families = {one.subject.name: one.family for one in everything}
-        return [pictures.frontier(None, {run["run"]: (run["l0"], run["fvu"], families[run["run"]], run["unbeaten"])
-                                     for run in ranked})]
+        return [
+            pictures.frontier(
+                None,
+                {
+                    run["run"]: (run["l0"], run["fvu"], families[run["run"]], run["unbeaten"])
+                    for run in ranked
+                },
+            )
+        ]
     tallies = [firing(one.sae, one.inputs(listener), PICTURED_ROWS) for one in everything]
-    documents = [sparsity_document(one, counts, listener) for one, counts in zip(everything, tallies, strict=True)]
+    documents = [
+        sparsity_document(one, counts, listener)
+        for one, counts in zip(everything, tallies, strict=True)
+    ]
     return [drawn for _, drawn in pictures.sparsity(None, tallies, documents)]

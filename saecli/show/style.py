@@ -23,14 +23,33 @@ MARKERS = "osD^vPXp"
 GREY = "#666666"
 
 # No date and no random identifiers: the same data gives the same file.
-FORMATS: dict[str, dict[str, Any]] = {".png": {}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+FORMATS: dict[str, dict[str, Any]] = {
+    ".png": {},
+    ".pdf": {"CreationDate": None},
+    ".svg": {"Date": None},
+}
 
 STYLE: dict[Any, Any] = {
-    "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "xtick.labelsize": 9, "ytick.labelsize": 9,
-    "legend.fontsize": 9, "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True,
-    "lines.linewidth": 1.6, "lines.markersize": 4.5, "figure.constrained_layout.h_pad": 0.08,
-    "figure.constrained_layout.w_pad": 0.08, "savefig.dpi": 200, "pdf.fonttype": 42, "svg.hashsalt": "saecli",
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.labelsize": 10,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.08,
+    "savefig.dpi": 200,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "saecli",
 }
 
 NAME_WIDTH = 40  # letters of a run's name in a legend
@@ -39,7 +58,9 @@ NAME_WIDTH = 40  # letters of a run's name in a legend
 def check_suffix(path: Path) -> None:
     """Refuse a picture's path whose ending is not in `FORMATS`, before the work is done."""
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot draw --plot {path}: a picture's name ends in {', '.join(FORMATS)}; choose another")
+        raise ConfigError(
+            f"cannot draw --plot {path}: a picture's name ends in {', '.join(FORMATS)}; choose another"
+        )
 
 
 @contextmanager
@@ -64,7 +85,10 @@ def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
 
 def line_style(index: int) -> dict[str, Any]:
     """Colour and dash of the run of that number, as keywords of `Axes.plot`."""
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+    }
 
 
 def short(name: str, width: int = NAME_WIDTH) -> str:
@@ -72,7 +96,9 @@ def short(name: str, width: int = NAME_WIDTH) -> str:
     would begin a formula."""
     half = width // 2 - 1
     shown = name if len(name) <= width else f"{name[:half]}…{name[-half:]}"
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace("$", r"\$")
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace(
+        "$", r"\$"
+    )
 
 
 def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
@@ -84,7 +110,9 @@ def log_scale(axes: Axes, which: str, whole: bool = False) -> None:
     if low > 0 and high < 1000 * low:
         few = (1, 2, 3, 4, 5, 7) if whole else (1, 1.5, 2, 3, 4, 5, 7)
         # Over two decades, ticks at 2 and 5 would overlap with four panels side by side.
-        axis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5) if high > 10 * low else few))
+        axis.set_major_locator(
+            LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5) if high > 10 * low else few)
+        )
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
 

@@ -18,15 +18,26 @@ LONG = 24  # characters of a word that is folded rather than leave other columns
 WHOLE = 16  # characters of a cell that is not folded, such as a size or a time
 
 
-def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
+def table(
+    title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> RenderableType:
     """A table under its title, if any, with one cell per column in each row; numbers are formatted by `number`.
 
     The first column and those with phrases stand left, others right. What does not fit the console folds between words;
     where words do not fit either, the columns stand in two tables, each with the first.
     """
-    cells = [[cell if isinstance(cell, Text) else Text(printable(cell) if isinstance(cell, str) else number(cell))
-              for cell in row] for row in rows]
-    shown = _Columns([[Text(head), *(row[place] for row in cells)] for place, head in enumerate(columns)])
+    cells = [
+        [
+            cell
+            if isinstance(cell, Text)
+            else Text(printable(cell) if isinstance(cell, str) else number(cell))
+            for cell in row
+        ]
+        for row in rows
+    ]
+    shown = _Columns(
+        [[Text(head), *(row[place] for row in cells)] for place, head in enumerate(columns)]
+    )
     return Group(Text(title, style="bold"), shown) if title else shown
 
 
@@ -35,8 +46,14 @@ class _Columns:
     columns: Sequence[Sequence[Text]]  # each its header and its cells
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        words = [max(cell_len(word) for cell in column for word in _unfolded(cell.plain, cell is column[0]))
-                 for column in self.columns]
+        words = [
+            max(
+                cell_len(word)
+                for cell in column
+                for word in _unfolded(cell.plain, cell is column[0])
+            )
+            for column in self.columns
+        ]
         least = [min(words[0], options.max_width - LONG), *(min(word, LONG) for word in words[1:])]
         left = options.max_width - 1 - sum(3 + size for size in least)
         if left < 0 and len(least) > 2:
@@ -49,8 +66,12 @@ class _Columns:
             more = max(0, min(left, max(cell_len(cell.plain) for cell in (head, *cells)) - size))
             left -= more
             phrases = place == 0 or any(" " in cell.plain for cell in cells)
-            shown.add_column(head, justify="left" if phrases else "right", overflow="fold",
-                             width=size + more if left >= 0 else None)
+            shown.add_column(
+                head,
+                justify="left" if phrases else "right",
+                overflow="fold",
+                width=size + more if left >= 0 else None,
+            )
         for row in zip(*(column[1:] for column in self.columns), strict=True):
             shown.add_row(*row)
         yield shown
@@ -70,8 +91,14 @@ HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
 def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
     """`store.opening.stored`'s document: a table for each store."""
     stores = document.get("stores", [document])
-    return [table("stored already, by the same request" if store["cached"] else "stored", ["", store["name"]],
-                  _stored(store, [other["name"] for other in stores if other is not store])) for store in stores]
+    return [
+        table(
+            "stored already, by the same request" if store["cached"] else "stored",
+            ["", store["name"]],
+            _stored(store, [other["name"] for other in stores if other is not store]),
+        )
+        for store in stores
+    ]
 
 
 def _stored(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
@@ -82,13 +109,26 @@ def _stored(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
         counted_from = f" of {source['layers']}, from 0" if "layers" in source else ""
         lines.insert(1, ["layer", f"{source['layer']}{counted_from}"])
     if "context" in source:
-        lines.append(["context", counted(source["context"], "token") + ", packed" * bool(source.get("packed"))])
+        lines.append(
+            [
+                "context",
+                counted(source["context"], "token") + ", packed" * bool(source.get("packed")),
+            ]
+        )
     if others:
         lines.append(["same tokens as", ", ".join(others)])
     lines += [[key, store[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
-    lines += [[f"rows: {name}", f"{rows:,} ({rows / store['rows']:.1%})"]
-              for name, rows in [*store.get("sources", {}).items(), *[
-                  ("control tokens", sum(found.values())) for found in [store.get("control_tokens")] if found]]]
+    lines += [
+        [f"rows: {name}", f"{rows:,} ({rows / store['rows']:.1%})"]
+        for name, rows in [
+            *store.get("sources", {}).items(),
+            *[
+                ("control tokens", sum(found.values()))
+                for found in [store.get("control_tokens")]
+                if found
+            ],
+        ]
+    ]
     if norms:
         lines.append(["norm", f"median {number(norms['quantiles'].get('0.5'))}, {_sizes(norms)}"])
     for reason, count in store["dropped"].items():
@@ -114,12 +154,24 @@ def listing_tables(document: dict[str, Any]) -> list[RenderableType]:
     home, stores, runs = Home(Path(document["home"])), document["stores"], document["runs"]
     if not stores and not runs:
         return [f"{home.path} holds nothing yet; {home.stores.remedy}"]
-    shown = [table(f"{kind} in {folder}", ["name", *(HEADS.get(column, column) for column in columns)],
-                   [[entry["name"], *(_cell(entry, column) for column in columns)] for entry in entries])
-             for kind, folder, columns, entries in (("stores", home.stores.path, STORE_COLUMNS, stores),
-                                                    ("runs", home.runs.path, RUN_COLUMNS, runs)) if entries]
-    broken = [f"{entry['name']}: {entry['problem']}" for entry in (*stores, *runs) if "problem" in entry]
-    unreadable = sum("problem" in store for store in stores)  # come first in problems, and are in broken
+    shown = [
+        table(
+            f"{kind} in {folder}",
+            ["name", *(HEADS.get(column, column) for column in columns)],
+            [[entry["name"], *(_cell(entry, column) for column in columns)] for entry in entries],
+        )
+        for kind, folder, columns, entries in (
+            ("stores", home.stores.path, STORE_COLUMNS, stores),
+            ("runs", home.runs.path, RUN_COLUMNS, runs),
+        )
+        if entries
+    ]
+    broken = [
+        f"{entry['name']}: {entry['problem']}" for entry in (*stores, *runs) if "problem" in entry
+    ]
+    unreadable = sum(
+        "problem" in store for store in stores
+    )  # come first in problems, and are in broken
     return shown + broken + document.get("problems", [])[unreadable:]
 
 
@@ -131,7 +183,9 @@ def _cell(entry: dict[str, Any], column: str) -> Any:
         return _local_time(value)
     if column == "norms" and value is not None:
         return value["quantiles"].get("0.5")
-    if column == "dropped" and value is not None:  # the percentage of rows, and their mean norm: 2.1% at 44.5
+    if (
+        column == "dropped" and value is not None
+    ):  # the percentage of rows, and their mean norm: 2.1% at 44.5
         norms = entry["dropped_norms"].values()
         dropped, measured = _rows_dropped(entry), sum(found["rows"] for found in norms)
         mean = sum(found["rows"] * found["mean"] for found in norms) / max(measured, 1)
@@ -150,58 +204,117 @@ def _local_time(created: str) -> str | None:
 
 
 COMPARED = ("loss", "fvu", "l0", "kl", "ce_recovered")  # before and after, where measured
-RESULTS = {"data": "data", "d_sae": "d_sae", "test_fvu": "FVU", "test_l0": "L0", "dead": "dead latents"}
+RESULTS = {
+    "data": "data",
+    "d_sae": "d_sae",
+    "test_fvu": "FVU",
+    "test_l0": "L0",
+    "dead": "dead latents",
+}
 NO_VARIANCE = 1e9  # of a ridge over the mean diagonal: larger where codes do not vary
 FIGURES = {  # of a run, below its results, what a user can act on first; a solver's own go by their names
     "train_fvu": ("FVU on training rows", "if far below the held-out one, more rows would help"),
     "revived": ("latents re-aimed", "dead ones that were given new directions"),
     "lr": ("peak learning rate", "--lr changes it"),
     "test_mse": ("held-out MSE", "mean over rows and dimensions"),
-    "relative_alpha": ("ridge of the decoder step", "over the Gram matrix's mean diagonal; --alpha changes it"),
-    "condition": ("condition of the decoder step", "the solve loses its log10 of float64's 15 digits"),
+    "relative_alpha": (
+        "ridge of the decoder step",
+        "over the Gram matrix's mean diagonal; --alpha changes it",
+    ),
+    "condition": (
+        "condition of the decoder step",
+        "the solve loses its log10 of float64's 15 digits",
+    ),
     "dof": ("effective degrees of freedom", "decoder vectors that the rows determine, of d_sae"),
     "released": ("decoder released", "trained by gradient in the second half; --release"),
-    "residual": ("residual of the decoder step", "of its iterative solve, relative")}
+    "residual": ("residual of the decoder step", "of its iterative solve, relative"),
+}
 
 
-def results_table(documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()) -> RenderableType:
+def results_table(
+    documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()
+) -> RenderableType:
     """The results of runs, documents of `sae train --json`, with the options that differ."""
-    held_out, trained = ([counted(count, f"{kind} row") for count in {document[key] for document in documents}]
-                         for key, kind in (("rows_test", "held-out"), ("rows_counted", "training")))
-    title = "FVU and L0 on " + (f"{held_out[0]}, dead latents on {trained[0]}" if len(held_out) == len(trained) == 1
-                                else "held-out rows, dead latents on training rows") if documents else None
+    held_out, trained = (
+        [counted(count, f"{kind} row") for count in {document[key] for document in documents}]
+        for key, kind in (("rows_test", "held-out"), ("rows_counted", "training"))
+    )
+    title = (
+        "FVU and L0 on "
+        + (
+            f"{held_out[0]}, dead latents on {trained[0]}"
+            if len(held_out) == len(trained) == 1
+            else "held-out rows, dead latents on training rows"
+        )
+        if documents
+        else None
+    )
     options = [name for name in varied if name not in RESULTS]
     rows = []
     for document in documents:
         dead = round(document["final"]["dead_fraction"] * document["d_sae"])
         found = document["final"] | document | {"dead": dead}
-        rows.append([found["run"], *(found["varied"][name] for name in options), *(found[name] for name in RESULTS)])
-    return table(title, ["run", *(name.replace("_", " ") for name in options), *RESULTS.values()], rows)
+        rows.append(
+            [
+                found["run"],
+                *(found["varied"][name] for name in options),
+                *(found[name] for name in RESULTS),
+            ]
+        )
+    return table(
+        title, ["run", *(name.replace("_", " ") for name in options), *RESULTS.values()], rows
+    )
 
 
 def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     """A table for each run that trained an SAE on: held-out measures before and after, and which SAE it kept."""
-    return [table(f"{one['run']} on held-out rows; the SAE {one['kept']} training is kept",
-                  ["measure", "before", "after"],
-                  [[name.replace("_", " "), one["before"][name], one["after"][name]] for name in COMPARED
-                   if name in one["before"]])
-            for one in documents if "kept" in one]
+    return [
+        table(
+            f"{one['run']} on held-out rows; the SAE {one['kept']} training is kept",
+            ["measure", "before", "after"],
+            [
+                [name.replace("_", " "), one["before"][name], one["after"][name]]
+                for name in COMPARED
+                if name in one["before"]
+            ],
+        )
+        for one in documents
+        if "kept" in one
+    ]
 
 
 def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Runs' other measures and their solvers' figures, a column each; for a single run with their meanings."""
-    names = {name for document in documents for name in document["final"]} - {*RESULTS, "run", "dead_fraction", "alpha"}
-    shown = [(name, *FIGURES.get(name, (name.replace("_", " "), "")))
-             for name in sorted(names, key=lambda name: ([*FIGURES, name].index(name), name))]
+    names = {name for document in documents for name in document["final"]} - {
+        *RESULTS,
+        "run",
+        "dead_fraction",
+        "alpha",
+    }
+    shown = [
+        (name, *FIGURES.get(name, (name.replace("_", " "), "")))
+        for name in sorted(names, key=lambda name: ([*FIGURES, name].index(name), name))
+    ]
     if len(documents) > 1:
-        return table(None, ["figure", *(each["run"] for each in documents)], [
-            ["steps", *(each["steps"] for each in documents)],
-            ["seconds", *(round(each["seconds"]) for each in documents)],
-            *([label, *(_figure(name, each) for each in documents)] for name, label, _ in shown)])
+        return table(
+            None,
+            ["figure", *(each["run"] for each in documents)],
+            [
+                ["steps", *(each["steps"] for each in documents)],
+                ["seconds", *(round(each["seconds"]) for each in documents)],
+                *(
+                    [label, *(_figure(name, each) for each in documents)]
+                    for name, label, _ in shown
+                ),
+            ],
+        )
     (one,) = documents
-    return table(f"{one['solver']}: {counted(one['epochs'], 'epoch')}, {counted(one['steps'], 'step')} in "
-                 f"{one['seconds']:.0f} s", ["figure", "value", "meaning"],
-                 [[label, _figure(name, one), meaning] for name, label, meaning in shown])
+    return table(
+        f"{one['solver']}: {counted(one['epochs'], 'epoch')}, {counted(one['steps'], 'step')} in "
+        f"{one['seconds']:.0f} s",
+        ["figure", "value", "meaning"],
+        [[label, _figure(name, one), meaning] for name, label, meaning in shown],
+    )
 
 
 def _figure(name: str, document: Mapping[str, Any]) -> Any:
@@ -223,61 +336,134 @@ def _diagram(diagram: Mapping[str, Any] | None) -> list[list[Any]]:
     if diagram is None:
         return []
     if where := disagreement(diagram):
-        return [["power diagram", Text("disagrees", style="bold red"), Text(where, style="bold red")]]
+        return [
+            ["power diagram", Text("disagrees", style="bold red"), Text(where, style="bold red")]
+        ]
     decided, ties = diagram["rows"] - diagram["ties"], counted(diagram["ties"], "tie")
     if not decided:
         return [["power diagram", None, f"no row but {ties}"]]
-    return [["power diagram", "agrees", f"on {counted(decided, 'row')}" + f"; {ties} left out" * bool(diagram["ties"])]]
+    return [
+        [
+            "power diagram",
+            "agrees",
+            f"on {counted(decided, 'row')}" + f"; {ties} left out" * bool(diagram["ties"]),
+        ]
+    ]
 
 
 def _median(label: str, measures: Mapping[str, Any]) -> list[Any]:
-    return [label, measures["median"], f"5% to 95%: {number(measures['p5'])} to {number(measures['p95'])}"]
+    return [
+        label,
+        measures["median"],
+        f"5% to 95%: {number(measures['p5'])} to {number(measures['p95'])}",
+    ]
 
 
 def _price(own: Mapping[str, Any]) -> list[list[Any]]:
     inside = f"{counted(own['rows_measured'], 'row')}, {counted(own['cells'], 'own cell')}"
     if not own["enough"]:
-        return [["price of shared vectors", None,
-                 f"too few: {inside}" if own["cells"] else "no own cell has enough rows"]]
-    return [["FVU of local PCA on own cells", own["local_pca_fvu"], inside],
-            ["price of shared vectors", own["price"], f"SAE {number(own['sae_fvu'])} there, less that"]]
+        return [
+            [
+                "price of shared vectors",
+                None,
+                f"too few: {inside}" if own["cells"] else "no own cell has enough rows",
+            ]
+        ]
+    return [
+        ["FVU of local PCA on own cells", own["local_pca_fvu"], inside],
+        ["price of shared vectors", own["price"], f"SAE {number(own['sae_fvu'])} there, less that"],
+    ]
 
 
 def geometry_table(document: Mapping[str, Any]) -> RenderableType:
     """The table of `sae geometry` for one SAE."""
     occupancy, rank, bad = document["occupancy"], document["rank"], document["degenerate"]
-    margin, near, other, compared = (document[name] for name in ("margin", "complexity", "other_split", "references"))
+    margin, near, other, compared = (
+        document[name] for name in ("margin", "complexity", "other_split", "references")
+    )
     lines = [
         ["rows", document["rows"], f"{number(document['l0'])} latents kept in a row"],
-        ["cells visited", document["cells_visited"], f"of 10^{document['cells_possible_log10']:.1f} possible"],
-        ["cells with one row", occupancy["singletons"], f"fullest cell {counted(occupancy['max'], 'row')}"],
-        ["effective number of cells", occupancy["effective"], f"entropy {number(occupancy['entropy'])} nats"],
-        ["rank of a cell's map, median", rank["median"],
-         f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}"]]
+        [
+            "cells visited",
+            document["cells_visited"],
+            f"of 10^{document['cells_possible_log10']:.1f} possible",
+        ],
+        [
+            "cells with one row",
+            occupancy["singletons"],
+            f"fullest cell {counted(occupancy['max'], 'row')}",
+        ],
+        [
+            "effective number of cells",
+            occupancy["effective"],
+            f"entropy {number(occupancy['entropy'])} nats",
+        ],
+        [
+            "rank of a cell's map, median",
+            rank["median"],
+            f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}",
+        ],
+    ]
     if bad["zero_encoder"] or bad["zero_decoder"]:
-        lines.append(["latents without encoder weights", bad["zero_encoder"],
-                      f"{bad['zero_decoder']:,} with a decoder of zeros"])
+        lines.append(
+            [
+                "latents without encoder weights",
+                bad["zero_encoder"],
+                f"{bad['zero_decoder']:,} with a decoder of zeros",
+            ]
+        )
     if bad["equal_encoder"] or bad["equal_decoder"]:
-        lines.append(["latents equal to another", bad["equal_encoder"],
-                      f"{bad['equal_decoder']:,} with another's decoder"])
-    lines += [*_diagram(document["power_diagram"]), _median("margin, median", margin),
-              _median("margin over row norm, median", margin["relative"]),
-              ["local complexity, median", near["median"],
-               f"{near['boundary']} within {number(near['radius'])}, {counted(near['rows'], 'row')}"]]
-    if other is not None:
-        lines += [_median(f"{name}, {other['split']} rows, median", other[name]) for name in ("margin", "complexity")]
+        lines.append(
+            [
+                "latents equal to another",
+                bad["equal_encoder"],
+                f"{bad['equal_decoder']:,} with another's decoder",
+            ]
+        )
     lines += [
-        ["FVU of k-means", compared["kmeans_fvu"],
-         f"{counted(compared['kmeans_cells'], 'cell')}, {counted(compared['rows_fitted'], 'train row')}"],
-        ["FVU of the SAE", compared["sae_fvu"], f"{counted(compared['rows_measured'], 'row')}, as the others" + (
-            "" if compared["held_out"] else "; rows fitted on are among them")],
-        ["FVU of local PCA", compared["local_pca_fvu"],
-         f"{counted(compared['local_pca_cells'], 'cell')} of rank {compared['local_pca_rank']:,}"],
-        ["FVU of local PCA, variable rank", compared["variable_rank_fvu"],
-         f"lambda {number(compared['variable_rank_lambda'])}, mean rank {number(compared['variable_rank_mean'])}"],
-        *_price(compared["own_cells"])]
-    return table(f"{document['run']} on {document['data']}, {document['split']} rows", ["measure", "value", "detail"],
-                 lines)
+        *_diagram(document["power_diagram"]),
+        _median("margin, median", margin),
+        _median("margin over row norm, median", margin["relative"]),
+        [
+            "local complexity, median",
+            near["median"],
+            f"{near['boundary']} within {number(near['radius'])}, {counted(near['rows'], 'row')}",
+        ],
+    ]
+    if other is not None:
+        lines += [
+            _median(f"{name}, {other['split']} rows, median", other[name])
+            for name in ("margin", "complexity")
+        ]
+    lines += [
+        [
+            "FVU of k-means",
+            compared["kmeans_fvu"],
+            f"{counted(compared['kmeans_cells'], 'cell')}, {counted(compared['rows_fitted'], 'train row')}",
+        ],
+        [
+            "FVU of the SAE",
+            compared["sae_fvu"],
+            f"{counted(compared['rows_measured'], 'row')}, as the others"
+            + ("" if compared["held_out"] else "; rows fitted on are among them"),
+        ],
+        [
+            "FVU of local PCA",
+            compared["local_pca_fvu"],
+            f"{counted(compared['local_pca_cells'], 'cell')} of rank {compared['local_pca_rank']:,}",
+        ],
+        [
+            "FVU of local PCA, variable rank",
+            compared["variable_rank_fvu"],
+            f"lambda {number(compared['variable_rank_lambda'])}, mean rank {number(compared['variable_rank_mean'])}",
+        ],
+        *_price(compared["own_cells"]),
+    ]
+    return table(
+        f"{document['run']} on {document['data']}, {document['split']} rows",
+        ["measure", "value", "detail"],
+        lines,
+    )
 
 
 def geometries_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -285,8 +471,32 @@ def geometries_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     rows = []
     for one in documents:
         compared, own = one["references"], one["references"]["own_cells"]
-        rows.append([*(one[name] for name in ("run", "rows", "l0", "cells_visited")), one["margin"]["median"],
-                     one["complexity"]["median"], *(compared[f"{name}_fvu"] for name in ("kmeans", "sae", "local_pca")),
-                     own["price"] if own["enough"] else "too few", own["rows_measured"], own["cells"]])
-    return table(None, ["run", "rows", "l0", "cells visited", "margin, median", "complexity, median", "k-means FVU",
-                        "SAE FVU", "local PCA FVU", "price of shared vectors", "rows behind it", "own cells"], rows)
+        rows.append(
+            [
+                *(one[name] for name in ("run", "rows", "l0", "cells_visited")),
+                one["margin"]["median"],
+                one["complexity"]["median"],
+                *(compared[f"{name}_fvu"] for name in ("kmeans", "sae", "local_pca")),
+                own["price"] if own["enough"] else "too few",
+                own["rows_measured"],
+                own["cells"],
+            ]
+        )
+    return table(
+        None,
+        [
+            "run",
+            "rows",
+            "l0",
+            "cells visited",
+            "margin, median",
+            "complexity, median",
+            "k-means FVU",
+            "SAE FVU",
+            "local PCA FVU",
+            "price of shared vectors",
+            "rows behind it",
+            "own cells",
+        ],
+        rows,
+    )

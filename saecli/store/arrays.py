@@ -42,7 +42,9 @@ IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x
 HDF5_PROCESS = Path(__file__).with_name("hdf5_process.py")
 PIPE_BYTES = 1 << 20
 
-Index = tuple[int | slice, ...]  # of an array's first dimensions: integers, and a slice of the last of them
+Index = tuple[
+    int | slice, ...
+]  # of an array's first dimensions: integers, and a slice of the last of them
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class Array:
     dtype: str
     read: Callable[[Index], Any]  # the numbers there, in a form that NumPy can convert to float32
     held: int = 0  # bytes of memory that reading takes in addition to the numbers requested
-    flatten: str | None = None  # how files of this format are flattened by default; None if either way may be meant
+    flatten: str | None = (
+        None  # how files of this format are flattened by default; None if either way may be meant
+    )
 
 
 Arrays = dict[str, Callable[[], Array]]
@@ -59,9 +63,13 @@ Arrays = dict[str, Callable[[], Array]]
 
 @dataclass(frozen=True)
 class ArraySource:
-    shape: tuple[int, ...]  # (rows, features); or (documents, positions, features), or more dimensions of positions
+    shape: tuple[
+        int, ...
+    ]  # (rows, features); or (documents, positions, features), or more dimensions of positions
     dtype: str  # the stored type that loses least: the array's own if "float16" or "bfloat16", else "float32"
-    read: Callable[[Index], Any]  # rows, by index as in `Array`, with the array's own last dimensions
+    read: Callable[
+        [Index], Any
+    ]  # rows, by index as in `Array`, with the array's own last dimensions
     labels: np.ndarray | None = None  # (rows,) int64, as the next
     documents: np.ndarray | None = None
 
@@ -78,14 +86,19 @@ class ArraySource:
         columns = {"label": self.labels, "document": self.documents}
         kept = {name: values[begin:end] for name, values in columns.items() if values is not None}
         if len(self.shape) > 2:
-            kept["document"], kept["position"] = np.divmod(np.arange(begin, end), self.rows // self.shape[0])
+            kept["document"], kept["position"] = np.divmod(
+                np.arange(begin, end), self.rows // self.shape[0]
+            )
         return kept
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
         """The rows from `start` on in blocks of about 16 MiB: the number of the first row, and (R, F) float32."""
         lead, most = self.shape[:-1], max(1, BLOCK_BYTES // (4 * self.features))
         # The first dimension whose elements fit in a block, and the rows per element.
-        axis = next((axis for axis in range(len(lead)) if math.prod(lead[axis + 1 :]) <= most), len(lead) - 1)
+        axis = next(
+            (axis for axis in range(len(lead)) if math.prod(lead[axis + 1 :]) <= most),
+            len(lead) - 1,
+        )
         unit = math.prod(lead[axis + 1 :])
         row = start
         while row < self.rows:
@@ -95,7 +108,10 @@ class ArraySource:
             block = self.read((*map(int, np.unravel_index(outer, lead[:axis])), slice(first, last)))
             # Overflow gives infinities; the store drops and counts such rows.
             with np.errstate(over="ignore"):
-                yield row, np.ascontiguousarray(block, np.float32).reshape(-1, self.features)[row - end :]
+                yield (
+                    row,
+                    np.ascontiguousarray(block, np.float32).reshape(-1, self.features)[row - end :],
+                )
             row = end
 
 
@@ -128,7 +144,9 @@ def naming(name: str, to_fit: str = IN_PIECES) -> Iterator[None]:
     except NotAFile as error:
         raise FormatError(f"cannot read {name}: {error}; give a file") from error
     except MemoryError as error:
-        raise FormatError(f"cannot read {name}: expected memory for it, got none; {to_fit}") from error
+        raise FormatError(
+            f"cannot read {name}: expected memory for it, got none; {to_fit}"
+        ) from error
     except UNREADABLE as error:
         number = getattr(error, "errno", None)
         reason = os.strerror(number) if number else "it is damaged or of another format"
@@ -141,16 +159,25 @@ def libraries() -> Iterator[None]:
     """Turn what else NumPy and torch raise for damaged files into a ValueError."""
     try:
         yield
-    except (struct.error, LookupError, TypeError, AttributeError, AssertionError, SyntaxError,
-            tokenize.TokenError) as error:
+    except (
+        struct.error,
+        LookupError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        SyntaxError,
+        tokenize.TokenError,
+    ) as error:
         raise ValueError(str(error)) from error
 
 
 def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
     """Raise a FormatError if a file does not fit in memory."""
     if needed > (free := available_memory()):
-        raise FormatError(f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
-                          f"got {size_words(free)}; {to_fit}")
+        raise FormatError(
+            f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
+            f"got {size_words(free)}; {to_fit}"
+        )
 
 
 def _of_numpy(values: np.ndarray) -> Array:
@@ -178,7 +205,9 @@ def list_numpy(path: Path) -> Arrays:
     if isinstance(found, np.ndarray):
         return {"": lambda: _of_numpy(found)}
     with found:
-        sizes = {info.filename.removesuffix(".npy"): info.file_size for info in found.zip.infolist()}
+        sizes = {
+            info.filename.removesuffix(".npy"): info.file_size for info in found.zip.infolist()
+        }
 
     def load(key: str) -> Array:
         check_memory(str(path), sizes[key])
@@ -209,13 +238,17 @@ def _list_torch(path: Path) -> Arrays:
     def tensors(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
             yield key, value.detach()
-        elif isinstance(value, Mapping) and id(value) not in visited:  # a pickled mapping can contain itself
+        elif (
+            isinstance(value, Mapping) and id(value) not in visited
+        ):  # a pickled mapping can contain itself
             visited.add(id(value))
             for name, entry in value.items():
                 yield from tensors(entry, f"{key}.{name}" if key else str(name))
 
-    return {key: partial(_of_torch, tuple(tensor.shape), tensor)
-            for key, tensor in tensors(load_torch(path, in_place=True), "")}
+    return {
+        key: partial(_of_torch, tuple(tensor.shape), tensor)
+        for key, tensor in tensors(load_torch(path, in_place=True), "")
+    }
 
 
 def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> Any:
@@ -233,14 +266,18 @@ def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> A
         check_memory(str(path), size, to_fit)
     try:
         with libraries():
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=archive and in_place)
+            return torch.load(
+                path, map_location="cpu", weights_only=True, mmap=archive and in_place
+            )
     except pickle.UnpicklingError as error:
         with path.open("rb") as file:
             pickled = archive or file.read(1) == pickle.PROTO
         if not pickled:
             raise
-        raise FormatError(f"cannot read {path}: expected tensors alone, got other Python objects, which are not loaded "
-                          "as they could run code; save the tensors alone, with `torch.save`") from error
+        raise FormatError(
+            f"cannot read {path}: expected tensors alone, got other Python objects, which are not loaded "
+            "as they could run code; save the tensors alone, with `torch.save`"
+        ) from error
 
 
 def _list_idx(path: Path) -> Arrays:
@@ -249,8 +286,10 @@ def _list_idx(path: Path) -> Arrays:
     with opened(path, "rb") as file:
         head = file.read(4)
         if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_TYPES:
-            raise FormatError(f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
-                              f"{list(head)}; check that the file is of this format")
+            raise FormatError(
+                f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
+                f"{list(head)}; check that the file is of this format"
+            )
         with libraries():
             shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
     dtype = np.dtype(IDX_TYPES[head[2]])
@@ -264,15 +303,24 @@ def _list_idx(path: Path) -> Arrays:
             content = whole.read(begin + size + 1)  # past the end, where the checksum is verified
         return np.frombuffer(content, dtype, math.prod(shape), begin).reshape(shape)
 
-    return {"": lambda: Array(shape, dtype.name, lambda index: values()[index], held=0 if opened is open else size,
-                              flatten="features")}
+    return {
+        "": lambda: Array(
+            shape,
+            dtype.name,
+            lambda index: values()[index],
+            held=0 if opened is open else size,
+            flatten="features",
+        )
+    }
 
 
 def list_hdf5(path: Path) -> Arrays:
     reader = _HDF5Reader(path)
     found = reader.ask({})
-    return {**{key: partial(reader.describe, key) for key in found["datasets"]},
-            **{key: Link(path, key, why) for key, why in found["links"].items()}}
+    return {
+        **{key: partial(reader.describe, key) for key in found["datasets"]},
+        **{key: Link(path, key, why) for key, why in found["links"].items()},
+    }
 
 
 @dataclass(frozen=True)
@@ -284,8 +332,10 @@ class Link:
     why: str
 
     def __call__(self) -> Array:
-        raise FormatError(f"cannot import {self.path}: expected a dataset stored in the file itself, got {self.key}, "
-                          f"which {self.why}")
+        raise FormatError(
+            f"cannot import {self.path}: expected a dataset stored in the file itself, got {self.key}, "
+            f"which {self.why}"
+        )
 
 
 class _HDF5Reader:
@@ -298,9 +348,13 @@ class _HDF5Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
         # -P: do not import modules from the program's folder in place of Python's own.
-        self._process = subprocess.Popen([sys.executable, "-P", HDF5_PROCESS, path], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, pipesize=PIPE_BYTES,
-                                         stderr=None if os.environ.get("SAE_DEBUG") else subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", HDF5_PROCESS, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pipesize=PIPE_BYTES,
+            stderr=None if os.environ.get("SAE_DEBUG") else subprocess.DEVNULL,
+        )
         self._in, self._out = cast(IO[bytes], self._process.stdin), cast(Any, self._process.stdout)
         weakref.finalize(self, _end, self._process)
 
@@ -322,7 +376,9 @@ class _HDF5Reader:
             *outer, rows = index
             assert isinstance(rows, slice)
             self.ask({"key": key, "outer": outer, "begin": rows.start, "end": rows.stop})
-            values = np.empty((min(rows.stop, shape[len(outer)]) - rows.start, *shape[len(index) :]), dtype)
+            values = np.empty(
+                (min(rows.stop, shape[len(outer)]) - rows.start, *shape[len(index) :]), dtype
+            )
             if self._out.readinto(values.data.cast("B")) < values.nbytes:
                 self._failed()
             return values
@@ -333,8 +389,10 @@ class _HDF5Reader:
         status = self._process.wait()
         if status >= 0:
             raise ValueError("the HDF5 library found the file damaged")
-        raise FormatError(f"cannot read {self._path}: expected an HDF5 file, got what ends the HDF5 library "
-                          f"({Signals(-status).name}); check that the file is whole")
+        raise FormatError(
+            f"cannot read {self._path}: expected an HDF5 file, got what ends the HDF5 library "
+            f"({Signals(-status).name}); check that the file is whole"
+        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -358,5 +416,7 @@ def list_arrays(path: Path) -> Arrays:
     for pattern, lister in ARRAY_FORMATS.items():
         if re.search(pattern, path.name.lower()):
             return lister(path)
-    raise FormatError(f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, "
-                      f"got {path.name}")
+    raise FormatError(
+        f"cannot tell the format of {path} by its name; expected a name that ends in {SUFFIXES}, "
+        f"got {path.name}"
+    )

@@ -20,7 +20,12 @@ from typing import Any
 import h5py
 import numpy as np
 
-FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_LZF}
+FILTERS = {
+    h5py.h5z.FILTER_DEFLATE,
+    h5py.h5z.FILTER_SHUFFLE,
+    h5py.h5z.FILTER_FLETCHER32,
+    h5py.h5z.FILTER_LZF,
+}
 SPARE = 256 << 20  # bytes of memory for the library, in addition to chunks
 STATM = Path("/proc/self/statm")
 IN_FILE = "write them into a dataset of this file"
@@ -50,7 +55,10 @@ def main() -> None:
         else:
             try:
                 answer, access = describe(file[key], path.stat().st_size)
-                opened[key] = h5py.Dataset(h5py.h5d.open(file.id, key.encode(), access)), answer["held"]
+                opened[key] = (
+                    h5py.Dataset(h5py.h5d.open(file.id, key.encode(), access)),
+                    answer["held"],
+                )
             except Refused as error:
                 answer = {"refused": str(error)}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
@@ -65,10 +73,16 @@ def limit_memory(more: int) -> None:
         return
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     wanted = BASE + SPARE + more
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most)
+    )
 
 
-BASE = int(STATM.read_text(encoding="ascii").split()[0]) * resource.getpagesize() if STATM.exists() else 0
+BASE = (
+    int(STATM.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    if STATM.exists()
+    else 0
+)
 
 
 def names(file: h5py.File) -> dict[str, Any]:
@@ -86,7 +100,9 @@ def names(file: h5py.File) -> dict[str, Any]:
         for name in group:
             link = group.get(name, getlink=True)
             if isinstance(link, h5py.ExternalLink):
-                links[place + name] = f"is a link to {link.path} of the file {link.filename}; import that one"
+                links[place + name] = (
+                    f"is a link to {link.path} of the file {link.filename}; import that one"
+                )
             elif isinstance(link, h5py.SoftLink):
                 links[place + name] = f"is a link to {link.path}; give where it leads to as --key"
 
@@ -104,10 +120,14 @@ def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p
     if made.get_layout() == h5py.h5d.VIRTUAL:  # even its shape may lie in other files
         raise Refused(f"is virtual, with its numbers in other datasets; {IN_FILE}")
     if made.get_external_count():
-        raise Refused(f"is external, with its numbers in the file {in_words(made.get_external(0)[0])}; {IN_FILE}")
+        raise Refused(
+            f"is external, with its numbers in the file {in_words(made.get_external(0)[0])}; {IN_FILE}"
+        )
     for code, _, _, name in (made.get_filter(number) for number in range(made.get_nfilters())):
         if code not in FILTERS:
-            raise Refused(f"is compressed by {in_words(name) or f'filter {code}'}; write it with gzip, lzf or neither")
+            raise Refused(
+                f"is compressed by {in_words(name) or f'filter {code}'}; write it with gzip, lzf or neither"
+            )
     try:
         dtype = dataset.dtype
     except TypeError:
@@ -115,7 +135,9 @@ def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p
     shape, itemsize, held = dataset.shape or (), dataset.id.get_type().get_size(), 0
     stored, whole = dataset.id.get_storage_size(), math.prod(shape) * itemsize
     if stored > size:
-        raise Refused(f"claims {stored:,} bytes of a file of {size:,}; check that the file is whole")
+        raise Refused(
+            f"claims {stored:,} bytes of a file of {size:,}; check that the file is whole"
+        )
     if made.get_layout() == h5py.h5d.CHUNKED:
         chunk = made.get_chunk()
         counts = [-(-length // own) for length, own in zip(shape, chunk, strict=True)]
@@ -125,10 +147,14 @@ def describe(dataset: h5py.Dataset, size: int) -> tuple[dict[str, Any], h5py.h5p
         chunks = math.prod(counts[axis + 1 :])
         cache, slots = chunks * math.prod(chunk) * itemsize, max(521, 4 * chunks + 1)
         access.set_chunk_cache(slots, cache, 1.0)
-        held = cache + 8 * slots + 4 * math.prod(chunk) * itemsize  # one more chunk, as stored and after each filter
+        held = (
+            cache + 8 * slots + 4 * math.prod(chunk) * itemsize
+        )  # one more chunk, as stored and after each filter
     if stored < whole:
-        raise Refused(f"was not written in full ({stored:,} of {whole:,} {'chunks' if held else 'bytes'} are there); "
-                      "write the rest, or cut it to what is there")
+        raise Refused(
+            f"was not written in full ({stored:,} of {whole:,} {'chunks' if held else 'bytes'} are there); "
+            "write the rest, or cut it to what is there"
+        )
     # A store's bfloat16 is a float of two bytes that h5py gives as float32.
     name = "bfloat16" if dtype == np.float32 and itemsize == 2 else dtype.name
     return {"shape": shape, "dtype": name, "type": dtype.str, "held": held}, access

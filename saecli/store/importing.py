@@ -11,11 +11,29 @@ from typing import Any
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, FormatError, StoreError, counted, did_you_mean, flag_of, size_words
+from ..base.errors import (
+    ConfigError,
+    FormatError,
+    StoreError,
+    counted,
+    did_you_mean,
+    flag_of,
+    size_words,
+)
 from ..base.files import appearing_whole, file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known, options_of
-from .arrays import BLOCK_BYTES, REAL_NUMBERS, Array, Arrays, ArraySource, Link, check_memory, list_arrays, naming
+from .arrays import (
+    BLOCK_BYTES,
+    REAL_NUMBERS,
+    Array,
+    Arrays,
+    ArraySource,
+    Link,
+    check_memory,
+    list_arrays,
+    naming,
+)
 from .opening import DERIVED, finished_store, told_when_stopped
 from .options import ImportConfig, SyntheticConfig
 from .reader import ActivationStore
@@ -34,10 +52,19 @@ OF_WORLDS = options_of(SyntheticConfig).keys() - OF_ROWS
 WORLD_SHARD_ROWS = 32_768  # true codes of a shard are held in memory until it is whole
 
 
-def import_array(file: str | Path, name: str | None = None, *, key: str | None = None, labels: str | None = None,
-                 flatten: str | None = None, max_norm_multiple: float | None = None, dtype: str | None = None,
-                 shard_rows: int | None = None, home: str | Path | None = None,
-                 progress: bool | Listener = False) -> ActivationStore:
+def import_array(
+    file: str | Path,
+    name: str | None = None,
+    *,
+    key: str | None = None,
+    labels: str | None = None,
+    flatten: str | None = None,
+    max_norm_multiple: float | None = None,
+    dtype: str | None = None,
+    shard_rows: int | None = None,
+    home: str | Path | None = None,
+    progress: bool | Listener = False,
+) -> ActivationStore:
     """Put an array into a store; an existing store of the same rows is opened. CLI equivalent: `sae import`.
 
     Args:
@@ -52,25 +79,43 @@ def import_array(file: str | Path, name: str | None = None, *, key: str | None =
         StoreError: the name is another store's, or the disk has no room.
     """
     file, listener = str(file), listening(progress)
-    ImportConfig(key, labels, flatten, max_norm_multiple, dtype, shard_rows)  # refuses what is invalid
+    ImportConfig(
+        key, labels, flatten, max_norm_multiple, dtype, shard_rows
+    )  # refuses what is invalid
     with told_when_stopped(listener) as folders:
         folder = _folder(home, name, Path(file).stem)
         array = open_array(file, key, labels, flatten)
         folders.append(folder)
         dtype = dtype or array.dtype
         shard_rows = shard_rows or rows_per_shard(array.features, dtype)
-        content = file_sha256(Path(file)) if Path(file).exists() else _hash(array.read((slice(None),)))
-        source: dict[str, Any] = {"kind": "array", "file": Path(file).name, "key": key, "sha256": content,
-                                  "labels_sha256": None if array.labels is None else _hash(array.labels)}
+        content = (
+            file_sha256(Path(file)) if Path(file).exists() else _hash(array.read((slice(None),)))
+        )
+        source: dict[str, Any] = {
+            "kind": "array",
+            "file": Path(file).name,
+            "key": key,
+            "sha256": content,
+            "labels_sha256": None if array.labels is None else _hash(array.labels),
+        }
         if array.documents is not None:
             source["documents_sha256"] = _hash(array.documents)
         if max_norm_multiple is not None:
             source["max_norm_multiple"] = max_norm_multiple
-        if flatten == "positions":  # features, which is some formats' default, gives the same rows either way
+        if (
+            flatten == "positions"
+        ):  # features, which is some formats' default, gives the same rows either way
             source["flatten"] = flatten
         request = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
-        meta = StoreMeta(source, request, dtype, array.features, shard_rows, columns=tuple(array.columns(0, 0)),
-                         max_norm_multiple=max_norm_multiple)
+        meta = StoreMeta(
+            source,
+            request,
+            dtype,
+            array.features,
+            shard_rows,
+            columns=tuple(array.columns(0, 0)),
+            max_norm_multiple=max_norm_multiple,
+        )
         more = sum(COLUMNS[column].itemsize for column in meta.columns)
         _check_room(folder, array.rows, meta, more)
         if (finished := finished_store(folder, request)) is not None:
@@ -83,8 +128,14 @@ def import_array(file: str | Path, name: str | None = None, *, key: str | None =
         return _filled(folder, meta, array.rows, "importing", listener, blocks)
 
 
-def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *, home: str | Path | None = None,
-                     progress: bool | Listener = False, **options: Any) -> ActivationStore:
+def import_synthetic(
+    source: str | Path = SYNTHETIC,
+    name: str | None = None,
+    *,
+    home: str | Path | None = None,
+    progress: bool | Listener = False,
+    **options: Any,
+) -> ActivationStore:
     """Put rows of a world, whose features are known, into a store; an existing one of the same rows is opened.
 
     `evaluate` on it measures the features that an SAE has found. CLI equivalent: `sae import synthetic`.
@@ -99,19 +150,28 @@ def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *,
     """
     source, listener = str(source), listening(progress)
     if not is_world(source):
-        raise ConfigError(f"--source must be synthetic or a folder in which SAELens saved a world, got {source!r}")
+        raise ConfigError(
+            f"--source must be synthetic or a folder in which SAELens saved a world, got {source!r}"
+        )
     saved = is_saved_world(source)
     if found := sorted((OF_ARRAYS | OF_WORLDS if saved else OF_ARRAYS) & options.keys()):
         raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out")
     demand_known("import_synthetic", options, [*OF_WORLDS, *OF_ROWS], "import synthetic")
-    shape = ImportConfig(dtype=options.pop("dtype", None), shard_rows=options.pop("shard_rows", None))
+    shape = ImportConfig(
+        dtype=options.pop("dtype", None), shard_rows=options.pop("shard_rows", None)
+    )
     config, dtype = SyntheticConfig(**options), shape.dtype or "float32"
     with told_when_stopped(listener) as folders:
         folder = _folder(home, name, folder_of(source).name)
         wanted = {"kind": "world", "file": SYNTHETIC, **config.to_json()}
         if saved:
-            wanted = {"kind": "world", "file": folder_of(source).name, "rows": config.rows, "seed": config.seed,
-                      "sha256": {path.name: file_sha256(path) for path in world_files(source)}}
+            wanted = {
+                "kind": "world",
+                "file": folder_of(source).name,
+                "rows": config.rows,
+                "seed": config.seed,
+                "sha256": {path.name: file_sha256(path) for path in world_files(source)},
+            }
         request = hash_request({**wanted, "dtype": dtype, "shard_rows": shape.shard_rows})
         folders.append(folder)
         if (there := finished_store(folder, request)) is not None:
@@ -123,12 +183,19 @@ def import_synthetic(source: str | Path = SYNTHETIC, name: str | None = None, *,
         shard_rows = shape.shard_rows or rows_per_shard(world.d_in, dtype, WORLD_SHARD_ROWS)
         meta = StoreMeta(wanted, request, dtype, world.d_in, shard_rows, world=record)
         entries = world.firing_probabilities.sum()  # mean per row; in a saved world at most that
-        _check_room(folder, config.rows, meta, OFFSET.itemsize + int(entries * (INDEX.itemsize + VALUE.itemsize)))
+        _check_room(
+            folder,
+            config.rows,
+            meta,
+            OFFSET.itemsize + int(entries * (INDEX.itemsize + VALUE.itemsize)),
+        )
 
         def blocks(writer: StoreWriter, start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
             if writer.meta.world != record:
-                raise StoreError(f"cannot go on with {folder}: expected a world of SHA-256 {writer.meta.world}, got "
-                                 f"{record}, as another machine may round differently; remove that store")
+                raise StoreError(
+                    f"cannot go on with {folder}: expected a world of SHA-256 {writer.meta.world}, got "
+                    f"{record}, as another machine may round differently; remove that store"
+                )
             path = folder / WORLD_FILE
             if not (path.is_file() and path.read_bytes() == content):
                 with appearing_whole(path) as temporary:
@@ -146,12 +213,18 @@ def is_world(source: str) -> bool:
 
 
 def refuse_options_of_worlds(source: str, given: Set[str]) -> None:
-    if found := sorted((options_of(SyntheticConfig).keys() - options_of(ImportConfig).keys()) & given):
-        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out, or import synthetic")
+    if found := sorted(
+        (options_of(SyntheticConfig).keys() - options_of(ImportConfig).keys()) & given
+    ):
+        raise ConfigError(
+            f"{flag_of(found[0])} does nothing with {source}; leave it out, or import synthetic"
+        )
 
 
 def _folder(home: str | Path | None, name: str | None, derived: str) -> Path:
-    return Home.at(home).stores.path / (checked_name(derived, DERIVED) if name is None else checked_name(name))
+    return Home.at(home).stores.path / (
+        checked_name(derived, DERIVED) if name is None else checked_name(name)
+    )
 
 
 def _check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
@@ -160,15 +233,25 @@ def _check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
         store = ActivationStore.open(folder)
         rows = 0 if store.complete else rows - store.rows
     needed = rows * (meta.row_bytes + more)
-    free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.exists())).free
+    free = shutil.disk_usage(
+        next(parent for parent in folder.absolute().parents if parent.exists())
+    ).free
     if needed > free:
-        raise StoreError(f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
-                         f"{counted(rows, 'row')} of {meta.d_in:,} dimensions, got {size_words(free)}; free some, or "
-                         "choose another --home")
+        raise StoreError(
+            f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
+            f"{counted(rows, 'row')} of {meta.d_in:,} dimensions, got {size_words(free)}; free some, or "
+            "choose another --home"
+        )
 
 
-def _filled(folder: Path, meta: StoreMeta, rows: int, label: str, listener: Listener,
-            blocks: Callable[[StoreWriter, int], Iterator[tuple[int, np.ndarray, Columns]]]) -> ActivationStore:
+def _filled(
+    folder: Path,
+    meta: StoreMeta,
+    rows: int,
+    label: str,
+    listener: Listener,
+    blocks: Callable[[StoreWriter, int], Iterator[tuple[int, np.ndarray, Columns]]],
+) -> ActivationStore:
     """Fill a store with blocks, from a given row on: the first one's number, the rows and their columns."""
     with StoreWriter.open(folder, meta) as writer, listener.progress(label, rows, "rows") as show:
         start = writer.cursor["row"] if writer.cursor else 0
@@ -185,34 +268,53 @@ def _hash(numbers: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
 
 
-def open_array(file: str, key: str | None = None, labels: str | None = None, flatten: str | None = None) -> ArraySource:
+def open_array(
+    file: str, key: str | None = None, labels: str | None = None, flatten: str | None = None
+) -> ArraySource:
     """Open an array to import: of a file in one of `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`."""
     if file in SAMPLES and not Path(file).exists():
         if key or labels or flatten:
-            raise FormatError(f"{file} come whole from scikit-learn; leave out --key, --labels and --flatten")
+            raise FormatError(
+                f"{file} come whole from scikit-learn; leave out --key, --labels and --flatten"
+            )
         return SAMPLES[file]()
     path = Path(file)
     with naming(file):
         arrays = list_arrays(path)
-        from_file = labels is not None and (Path(labels).is_file() or (labels not in arrays and Path(labels).exists()))
+        from_file = labels is not None and (
+            Path(labels).is_file() or (labels not in arrays and Path(labels).exists())
+        )
         array = _choose(arrays, key, path, other=None if from_file else labels)
     if not re.fullmatch(REAL_NUMBERS, array.dtype):
-        raise FormatError(f"cannot import {file}: expected an array of real numbers, got one of {array.dtype}")
+        raise FormatError(
+            f"cannot import {file}: expected an array of real numbers, got one of {array.dtype}"
+        )
     if len(array.shape) < 2:
-        raise FormatError(f"cannot import {file}: expected an array of shape (rows, features) or with more "
-                          f"dimensions, got shape {array.shape}")
+        raise FormatError(
+            f"cannot import {file}: expected an array of shape (rows, features) or with more "
+            f"dimensions, got shape {array.shape}"
+        )
     if not math.prod(array.shape):
-        raise FormatError(f"cannot import {file}: expected a row or more, got an empty array of shape {array.shape}")
+        raise FormatError(
+            f"cannot import {file}: expected a row or more, got an empty array of shape {array.shape}"
+        )
     shape = _flattened(array, file, flatten)
     check_memory(file, array.held + 4 * max(BLOCK_BYTES, 4 * shape[-1]))
     found = None
     if labels is not None:
         if not from_file and labels not in arrays:
-            raise FormatError(f"there is no file {labels} to take the labels from; check the path" +
-                              (f", or give a key of {file} ({_words(arrays)})" if any(arrays) else ""))
+            raise FormatError(
+                f"there is no file {labels} to take the labels from; check the path"
+                + (f", or give a key of {file} ({_words(arrays)})" if any(arrays) else "")
+            )
         with naming(labels):
-            found = _read_labels(_choose(list_arrays(Path(labels)), None, Path(labels)) if from_file
-                                 else arrays[labels](), labels, shape[:-1])
+            found = _read_labels(
+                _choose(list_arrays(Path(labels)), None, Path(labels))
+                if from_file
+                else arrays[labels](),
+                labels,
+                shape[:-1],
+            )
     own = array.dtype if array.dtype in ("float16", "bfloat16") else "float32"
     return ArraySource(shape, own, naming(file)(array.read), found)
 
@@ -223,39 +325,52 @@ def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = Non
     if key is not None:
         if key not in arrays:
             question = did_you_mean(key, arrays)
-            raise FormatError(f"{path} holds one array, without a key; leave out --key" if "" in arrays else
-                              f"{path} has no array for --key {key}; expected one of its keys ({there})"
-                              + f"; {question}" * bool(question))
+            raise FormatError(
+                f"{path} holds one array, without a key; leave out --key"
+                if "" in arrays
+                else f"{path} has no array for --key {key}; expected one of its keys ({there})"
+                + f"; {question}" * bool(question)
+            )
         return arrays[key]()
     rest = [name for name in found if name != other]
     if len(rest) != 1:
-        raise FormatError(f"expected one array in {path}, got {len(rest)} ({there}); choose one with --key")
+        raise FormatError(
+            f"expected one array in {path}, got {len(rest)} ({there}); choose one with --key"
+        )
     return arrays[rest[0]]()
 
 
 def _words(keys: Iterable[str]) -> str:
     names = [key if key.isprintable() else repr(key) for key in keys if key]
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
+    return ", ".join(names[:NAMED]) + (
+        f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    )
 
 
 def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:
     shape = array.shape
     if len(shape) == 2:
         if flatten:
-            raise FormatError(f"--flatten does nothing with {file}: expected an array of more than two dimensions, got "
-                              f"shape {shape}; leave it out")
+            raise FormatError(
+                f"--flatten does nothing with {file}: expected an array of more than two dimensions, got "
+                f"shape {shape}; leave it out"
+            )
         return shape
     rows, width = math.prod(shape[:-1]), math.prod(shape[1:])
     chosen = flatten or array.flatten
     if chosen is None:
-        raise FormatError(f"cannot import {file}: expected an array of shape (rows, features), got shape {shape}: "
-                          f"--flatten positions gives {counted(rows, 'row')} of {shape[-1]:,} dimensions, "
-                          f"--flatten features {counted(shape[0], 'row')} of {width:,}")
+        raise FormatError(
+            f"cannot import {file}: expected an array of shape (rows, features), got shape {shape}: "
+            f"--flatten positions gives {counted(rows, 'row')} of {shape[-1]:,} dimensions, "
+            f"--flatten features {counted(shape[0], 'row')} of {width:,}"
+        )
     if chosen == "features":
         return shape[0], width
     if rows // shape[0] > LONGEST:
-        raise FormatError(f"cannot import {file}: expected at most {LONGEST:,} positions in a document, got shape "
-                          f"{shape}; import parts of it")
+        raise FormatError(
+            f"cannot import {file}: expected at most {LONGEST:,} positions in a document, got shape "
+            f"{shape}; import parts of it"
+        )
     return shape
 
 
@@ -264,14 +379,22 @@ def _read_labels(array: Array, name: str, lead: tuple[int, ...]) -> np.ndarray:
     rows, shape = math.prod(lead), array.shape
     if math.prod(shape) != rows or (shape[: len(lead)] != lead and shape[:1] != (rows,)):
         other = f" (or of shape {lead})" if len(lead) > 1 else ""
-        raise FormatError(f"the labels {name} do not fit: expected {rows}{other}, one for each row, got shape {shape}")
+        raise FormatError(
+            f"the labels {name} do not fit: expected {rows}{other}, one for each row, got shape {shape}"
+        )
     whole = re.fullmatch(REAL_NUMBERS, array.dtype)
     if whole:
         check_memory(name, array.held + 24 * rows)
         values = np.asarray(array.read((slice(0, shape[0]),))).reshape(rows)
-        whole = (values == np.floor(values)).all() and values.min() >= -(2.0**63) and values.max() < 2.0**63
+        whole = (
+            (values == np.floor(values)).all()
+            and values.min() >= -(2.0**63)
+            and values.max() < 2.0**63
+        )
     if not whole:
-        raise FormatError(f"the labels {name} do not fit: expected whole numbers, got {array.dtype}")
+        raise FormatError(
+            f"the labels {name} do not fit: expected whole numbers, got {array.dtype}"
+        )
     return values.astype(np.int64)
 
 
@@ -293,8 +416,10 @@ def _patches() -> ArraySource:
     try:
         photographs = load_sample_images().images
     except ImportError as error:
-        raise FormatError("reading the photographs that patches are cut from needs Pillow, which is not installed; "
-                          "install it with `pip install pillow`") from error
+        raise FormatError(
+            "reading the photographs that patches are cut from needs Pillow, which is not installed; "
+            "install it with `pip install pillow`"
+        ) from error
     random, offsets = np.random.default_rng(0), SQUARE - PATCH + 1
     rows: list[np.ndarray] = []
     for grey in (photograph.mean(-1) for photograph in photographs):

@@ -35,14 +35,34 @@ class JoinedRows(RowSource):
         self.name = Joined.of(self).name
 
     def as_stored(self) -> "JoinedRows":
-        return JoinedRows(tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored())
+        return JoinedRows(
+            tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored()
+        )
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
-                part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        epoch: int,
+        window_bytes: int = WINDOW_BYTES,
+        part: Part = WHOLE,
+    ) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D + E), in the order of the first input alone; see `Rows.batches`."""
         row_bytes = self.inputs[0].store.meta.row_bytes
-        return _side_by_side([rows.batches(batch_size, seed=seed, epoch=epoch, window_bytes=window_bytes, part=part,
-                                           row_bytes=row_bytes) for rows in self.all])
+        return _side_by_side(
+            [
+                rows.batches(
+                    batch_size,
+                    seed=seed,
+                    epoch=epoch,
+                    window_bytes=window_bytes,
+                    part=part,
+                    row_bytes=row_bytes,
+                )
+                for rows in self.all
+            ]
+        )
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, (B, D + E); see `Rows.sequential`."""
@@ -51,8 +71,11 @@ class JoinedRows(RowSource):
     def spread(self) -> Spread:
         """Mean and scatter of all D + E dimensions."""
         found = [rows.spread() for rows in self.all]
-        return Spread(self.rows, np.concatenate([one.mean for one in found]),
-                      np.concatenate([one.scatter for one in found]))
+        return Spread(
+            self.rows,
+            np.concatenate([one.mean for one in found]),
+            np.concatenate([one.scatter for one in found]),
+        )
 
 
 def _side_by_side(streams: list[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
@@ -71,7 +94,9 @@ def in_words(inputs: Sequence[str], target: str | None) -> str:
 class Joined:
     """The stores that are trained on: one, several side by side, or inputs and a target."""
 
-    def __init__(self, inputs: tuple[ActivationStore, ...], target: ActivationStore | None = None) -> None:
+    def __init__(
+        self, inputs: tuple[ActivationStore, ...], target: ActivationStore | None = None
+    ) -> None:
         self.inputs, self.target = inputs, target
         self.all = (*inputs, target) if target else inputs
         self.d_in = sum(store.d_in for store in inputs)
@@ -80,7 +105,9 @@ class Joined:
 
     @classmethod
     def of(cls, rows: RowSource) -> Self:
-        return cls(tuple(one.store for one in rows.inputs), rows.target.store if rows.target else None)
+        return cls(
+            tuple(one.store for one in rows.inputs), rows.target.store if rows.target else None
+        )
 
     @cached_property
     def hash(self) -> str:
@@ -88,7 +115,9 @@ class Joined:
         hashes = [store.meta.request_hash for store in self.inputs]
         if self.is_single:
             return hashes[0]
-        return hash_request({"inputs": hashes, "target": self.target and self.target.meta.request_hash})
+        return hash_request(
+            {"inputs": hashes, "target": self.target and self.target.meta.request_hash}
+        )
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -96,16 +125,29 @@ class Joined:
         differ."""
         first, *others = (store.meta.source for store in self.inputs)
         target = self.target.meta.source if self.target else {}
-        keys = ("layer", "site", *["model"] * (len({source.get("model") for source in (first, *others)}) > 1))
-        inputs = [{key: source[key] for key in keys if key in source} for source in (first, *others)]
-        return (first | {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
-                | ({"inputs": inputs} if others and all(inputs) else {}))
+        keys = (
+            "layer",
+            "site",
+            *["model"] * (len({source.get("model") for source in (first, *others)}) > 1),
+        )
+        inputs = [
+            {key: source[key] for key in keys if key in source} for source in (first, *others)
+        ]
+        return (
+            first
+            | {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
+            | ({"inputs": inputs} if others and all(inputs) else {})
+        )
 
     def names(self) -> dict[str, Any]:
         """The entries of a run's document: `data`, further inputs as `beside`, and `target`."""
         first, *others = (store.reference for store in self.inputs)
-        return {"data": first, "data_hash": self.hash, **({"beside": others} if others else {}),
-                **({"target": self.target.reference} if self.target else {})}
+        return {
+            "data": first,
+            "data_hash": self.hash,
+            **({"beside": others} if others else {}),
+            **({"target": self.target.reference} if self.target else {}),
+        }
 
     def options(self) -> dict[str, Any]:
         first, *others = (store.reference for store in self.inputs)
@@ -116,8 +158,11 @@ class Joined:
         """Refuse stores that are not row for row the same tokens, by a ConfigError. Cost: reads all columns."""
         first, *others = self.all
         for other in others:
-            for what, ours, theirs in (("rows", first.rows, other.rows), ("dtype", first.dtype, other.dtype),
-                                       ("columns", *(",".join(one.meta.columns) or "none" for one in (first, other)))):
+            for what, ours, theirs in (
+                ("rows", first.rows, other.rows),
+                ("dtype", first.dtype, other.dtype),
+                ("columns", *(",".join(one.meta.columns) or "none" for one in (first, other))),
+            ):
                 if ours != theirs:
                     _refuse(first, other, f"the same {what}", ours, theirs)
             for column in first.meta.columns:
@@ -126,7 +171,13 @@ class Joined:
                 for one, same in zip(*values, strict=True):
                     if len(differ := np.flatnonzero(one != same)):
                         row = differ[0]
-                        _refuse(first, other, f"the same {column} in row {at + row:,}", one[row], same[row])
+                        _refuse(
+                            first,
+                            other,
+                            f"the same {column} in row {at + row:,}",
+                            one[row],
+                            same[row],
+                        )
                     at += len(one)
 
     def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0) -> Rows | JoinedRows:
@@ -134,9 +185,15 @@ class Joined:
         inputs = tuple(store.split(which, fraction=fraction, seed=seed) for store in self.inputs)
         if self.is_single:
             return inputs[0]
-        return JoinedRows(inputs, self.target.split(which, fraction=fraction, seed=seed) if self.target else None)
+        return JoinedRows(
+            inputs, self.target.split(which, fraction=fraction, seed=seed) if self.target else None
+        )
 
 
-def _refuse(first: ActivationStore, other: ActivationStore, expected: str, *got: object) -> NoReturn:
-    raise ConfigError(f"{first.name} and {other.name} are not row for row the same tokens: expected {expected}, "
-                      f"got {got[0]} and {got[1]}; make both with one `sae extract`, by several --sites or --layers")
+def _refuse(
+    first: ActivationStore, other: ActivationStore, expected: str, *got: object
+) -> NoReturn:
+    raise ConfigError(
+        f"{first.name} and {other.name} are not row for row the same tokens: expected {expected}, "
+        f"got {got[0]} and {got[1]}; make both with one `sae extract`, by several --sites or --layers"
+    )

@@ -36,7 +36,9 @@ def open_store(home: Home, name: str | None, listener: Listener) -> ActivationSt
     if name is None:
         listener.note(f"using the newest store, {store.name}")
     if not store.complete:
-        listener.note(f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far")
+        listener.note(
+            f"{store.name} is not finished; its whole shards hold {counted(store.rows, 'row')} so far"
+        )
     store.demand_shards()
     return store
 
@@ -44,9 +46,13 @@ def open_store(home: Home, name: str | None, listener: Listener) -> ActivationSt
 def open_joined(home: Home, data: Sequence[str], target: str | None, listener: Listener) -> Joined:
     """Open input stores (default: the newest) and an optional target; ConfigError if an input is named twice, or they
     are not row for row the same tokens."""
-    inputs = tuple(open_store(home, name, listener) for name in data) or (open_store(home, None, listener),)
+    inputs = tuple(open_store(home, name, listener) for name in data) or (
+        open_store(home, None, listener),
+    )
     places = [store.path.resolve() for store in inputs]
-    if twice := [store.name for index, store in enumerate(inputs) if places[index] in places[:index]]:
+    if twice := [
+        store.name for index, store in enumerate(inputs) if places[index] in places[:index]
+    ]:
         raise ConfigError(f"--data names {twice[0]} twice; name each store once")
     joined = Joined(inputs, None if target is None else open_store(home, target, listener))
     joined.demand_alike()
@@ -59,8 +65,10 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
         return None
     store = ActivationStore.open(folder)
     if store.meta.request_hash != request_hash:
-        raise StoreError(f"there is a store named {folder.name!r} already, made from something else; give another "
-                         "--name")
+        raise StoreError(
+            f"there is a store named {folder.name!r} already, made from something else; give another "
+            "--name"
+        )
     store.demand_shards()
     store.cached = store.complete
     return store if store.complete else None
@@ -75,9 +83,13 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
         yield folders
     except (KeyboardInterrupt, PeerError) as stop:
         interrupts.told(stop)
-        if rows := sum(saved_rows(folder) for folder in folders if (folder / STORE_MARKER).exists()):
-            listener.note(f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
-                          "command goes on from there")
+        if rows := sum(
+            saved_rows(folder) for folder in folders if (folder / STORE_MARKER).exists()
+        ):
+            listener.note(
+                f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
+                "command goes on from there"
+            )
         elif folders:
             listener.note("stopped before anything was saved; the same command begins again")
         else:
@@ -90,21 +102,31 @@ def described(store: ActivationStore) -> dict[str, Any]:
     the control tokens of chats."""
     meta = store.meta
     norms = None if meta.norms is None else {**asdict(meta.norms), "quantiles": meta.norm_quantiles}
-    return {"rows": saved_rows(store.path), "d_in": store.d_in, "dtype": store.dtype, "shards": len(meta.shards),
-            "dropped": meta.dropped, "norms": norms, **{name: rows for name in ("sources", "control_tokens") if (
-                rows := getattr(meta, name))},
-            "dropped_norms": {name: asdict(found) for name, found in meta.dropped_norms.items()}, "source": meta.source}
+    return {
+        "rows": saved_rows(store.path),
+        "d_in": store.d_in,
+        "dtype": store.dtype,
+        "shards": len(meta.shards),
+        "dropped": meta.dropped,
+        "norms": norms,
+        **{name: rows for name in ("sources", "control_tokens") if (rows := getattr(meta, name))},
+        "dropped_norms": {name: asdict(found) for name, found in meta.dropped_norms.items()},
+        "source": meta.source,
+    }
 
 
 def stored(stores: Sequence[ActivationStore]) -> dict[str, Any]:
     """The JSON document of a command that made stores: of one store, or of all below `stores`."""
-    documents = [{"name": store.name, "path": str(store.path), **described(store), "cached": store.cached}
-                 for store in stores]
+    documents = [
+        {"name": store.name, "path": str(store.path), **described(store), "cached": store.cached}
+        for store in stores
+    ]
     return documents[0] if len(documents) == 1 else {"stores": documents}
 
 
-def list_home(home: str | Path | None = None, *, check: bool = False,
-              progress: bool | Listener = False) -> dict[str, Any]:
+def list_home(
+    home: str | Path | None = None, *, check: bool = False, progress: bool | Listener = False
+) -> dict[str, Any]:
     """The stores and runs of a home, newest first, as `sae list --json` prints them.
 
     Args:
@@ -124,11 +146,20 @@ def list_home(home: str | Path | None = None, *, check: bool = False,
     return document
 
 
-def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> list[dict[str, Any]]:
+def _entries(
+    shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The entries of a shelf, newest first; an unreadable one has a `problem`."""
     found: list[dict[str, Any]] = [
-        {"name": name, "path": str(shelf.path / name), "state": "unreadable", "created": "", "problem": sentence}
-        for name, sentence in shelf.unmarked().items()]
+        {
+            "name": name,
+            "path": str(shelf.path / name),
+            "state": "unreadable",
+            "created": "",
+            "problem": sentence,
+        }
+        for name, sentence in shelf.unmarked().items()
+    ]
     for marker in shelf.path.glob(f"*/{shelf.marker}"):
         entry: dict[str, Any] = {"name": marker.parent.name, "path": str(marker.parent)}
         try:
@@ -142,16 +173,26 @@ def _entries(shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]) -> 
 
 def _store(shelf: Shelf, name: str) -> dict[str, Any]:
     store = ActivationStore.open(shelf.path / name)
-    return {"state": "complete" if store.complete else "unfinished", "created": store.meta.created, **described(store)}
+    return {
+        "state": "complete" if store.complete else "unfinished",
+        "created": store.meta.created,
+        **described(store),
+    }
 
 
 def _run(shelf: Shelf, name: str) -> dict[str, Any]:
     run = read_run(shelf.path / name / shelf.marker)
     final: Mapping[str, Any] = run.result.final if run.result else {}
-    return {"state": "complete" if run.complete else "unfinished", "created": run.created,
-            "data": in_words([run.data, *run.beside], run.target),
-            "solver": run.solver.name, "act": run.activation.name, "d_sae": run.training.d_sae,
-            "test_fvu": final.get("test_fvu"), "test_l0": final.get("test_l0")}
+    return {
+        "state": "complete" if run.complete else "unfinished",
+        "created": run.created,
+        "data": in_words([run.data, *run.beside], run.target),
+        "solver": run.solver.name,
+        "act": run.activation.name,
+        "d_sae": run.training.d_sae,
+        "test_fvu": final.get("test_fvu"),
+        "test_l0": final.get("test_l0"),
+    }
 
 
 def folder_bytes(folder: Path) -> int:
@@ -184,19 +225,46 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
 
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
     """The stores and runs of these names, with `users`, the runs trained on a store; ConfigError if not one of each."""
-    there = [(which, path) for which, shelf in (("store", home.stores), ("run", home.runs)) if kind in (None, which)
-             for path in shelf.path.glob("[!.]*") if path.is_dir()]
-    runs = _entries(home.runs, lambda shelf, name: {"created": "", "run": read_run(shelf.path / name / shelf.marker)})
+    there = [
+        (which, path)
+        for which, shelf in (("store", home.stores), ("run", home.runs))
+        if kind in (None, which)
+        for path in shelf.path.glob("[!.]*")
+        if path.is_dir()
+    ]
+    runs = _entries(
+        home.runs,
+        lambda shelf, name: {"created": "", "run": read_run(shelf.path / name / shelf.marker)},
+    )
     found = []
     for name in dict.fromkeys(names):
         if len(same := [(which, path) for which, path in there if path.name == name]) != 1:
-            advice = did_you_mean(name, sorted({path.name for _, path in there})) or "`sae list` shows what there is"
-            raise ConfigError(f"{name} is a store and a run; say which by --kind store or --kind run" if same else
-                              f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}")
+            advice = (
+                did_you_mean(name, sorted({path.name for _, path in there}))
+                or "`sae list` shows what there is"
+            )
+            raise ConfigError(
+                f"{name} is a store and a run; say which by --kind store or --kind run"
+                if same
+                else f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}"
+            )
         which, path = same[0]
-        users = [one["name"] for one in runs if which == "store" and (run := one.get("run"))
-                 and name in (run.data, *run.beside, run.target)]
-        found.append({"kind": which, "name": name, "path": str(path), "bytes": folder_bytes(path), "users": users})
+        users = [
+            one["name"]
+            for one in runs
+            if which == "store"
+            and (run := one.get("run"))
+            and name in (run.data, *run.beside, run.target)
+        ]
+        found.append(
+            {
+                "kind": which,
+                "name": name,
+                "path": str(path),
+                "bytes": folder_bytes(path),
+                "users": users,
+            }
+        )
     return found
 
 
@@ -210,11 +278,16 @@ def remove(home: Home, one: dict[str, Any]) -> int:
             path.unlink()
         else:
             lock = lock_folder(path)
-            (path / shelf.marker).unlink(missing_ok=True)  # first: what a kill leaves is no store or run
+            (path / shelf.marker).unlink(
+                missing_ok=True
+            )  # first: what a kill leaves is no store or run
             shutil.rmtree(path)
             os.close(lock)
         return one["bytes"]
     except OSError as error:
-        why = ("another process is writing it, or training on it; wait for it, or stop it"
-               if isinstance(error, BlockingIOError) else f"{error.strerror or error}; see who owns {path}")
+        why = (
+            "another process is writing it, or training on it; wait for it, or stop it"
+            if isinstance(error, BlockingIOError)
+            else f"{error.strerror or error}; see who owns {path}"
+        )
         raise shelf.error(f"cannot remove {one['name']}: {why}") from error

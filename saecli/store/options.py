@@ -7,9 +7,11 @@ from ..base.options import Config, option
 
 DTYPES = ("float32", "float16", "bfloat16")  # of stored rows; see `codec.py`
 FLATTEN = ("positions", "features")
-MAX_NORM_HELP = ("Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
-                 "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
-                 "max_activation_norm_multiple; default: no limit.")
+MAX_NORM_HELP = (
+    "Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
+    "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
+    "max_activation_norm_multiple; default: no limit."
+)
 
 
 @dataclass(frozen=True)
@@ -19,17 +21,33 @@ class ImportConfig(Config):
     panel: ClassVar[str] = "Rows"
 
     key: str | None = option(None, "Which array of the file; needed if it holds several.")
-    labels: str | None = option(None, "A label for each row: a file with one array of whole numbers, or the key of one "
-                                      "in the same file.", metavar="FILE|KEY")
-    flatten: str | None = option(None, "Rows of an array of more than two dimensions: positions, each vector along the "
-                                       "last of (batch, position, width), split into training and test rows by whole "
-                                       "sequences; features, each element of the first dimension, such as an image. "
-                                       "Default: features for idx files, others are refused.", choices=FLATTEN)
+    labels: str | None = option(
+        None,
+        "A label for each row: a file with one array of whole numbers, or the key of one "
+        "in the same file.",
+        metavar="FILE|KEY",
+    )
+    flatten: str | None = option(
+        None,
+        "Rows of an array of more than two dimensions: positions, each vector along the "
+        "last of (batch, position, width), split into training and test rows by whole "
+        "sequences; features, each element of the first dimension, such as an image. "
+        "Default: features for idx files, others are refused.",
+        choices=FLATTEN,
+    )
     max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
-    dtype: str | None = option(None, "Precision of the stored rows; default: the file's own if it is float16 or "
-                                     "bfloat16, else float32.", choices=DTYPES)
-    shard_rows: int | None = option(None, "Rows in a shard file. Default: 64 MiB, of synthetic rows at most "
-                                          "32,768.", minimum=1, maximum=2**31 - 1)
+    dtype: str | None = option(
+        None,
+        "Precision of the stored rows; default: the file's own if it is float16 or "
+        "bfloat16, else float32.",
+        choices=DTYPES,
+    )
+    shard_rows: int | None = option(
+        None,
+        "Rows in a shard file. Default: 64 MiB, of synthetic rows at most 32,768.",
+        minimum=1,
+        maximum=2**31 - 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -53,9 +71,21 @@ class SyntheticConfig(Config):
     rows: int = option(100_000, "Rows to store.", minimum=1, maximum=2**31 - 1)
     seed: int = option(0, "Another seed gives other rows and another world.", minimum=0)
     l0: float = option(10.0, "Features active on a row, in the mean.", above=0)
-    zipf: float = option(0.5, "Exponent s: the i-th most frequent feature fires on c / i^s of the rows, at most on "
-                              "0.4.", minimum=0, maximum=10)
-    hierarchy: bool = option(True, "Let two thirds of the features stand in trees: one root in 32 features, two levels "
-                                   "below it, 4 children to a parent; a child fires only with its parent.")
-    correlation: float = option(0.25, "Fraction of the variance of each feature's Gaussian that comes from 25 shared "
-                                      "ones; a feature fires where its Gaussian is high.", minimum=0, below=1)
+    zipf: float = option(
+        0.5,
+        "Exponent s: the i-th most frequent feature fires on c / i^s of the rows, at most on 0.4.",
+        minimum=0,
+        maximum=10,
+    )
+    hierarchy: bool = option(
+        True,
+        "Let two thirds of the features stand in trees: one root in 32 features, two levels "
+        "below it, 4 children to a parent; a child fires only with its parent.",
+    )
+    correlation: float = option(
+        0.25,
+        "Fraction of the variance of each feature's Gaussian that comes from 25 shared "
+        "ones; a feature fires where its Gaussian is high.",
+        minimum=0,
+        below=1,
+    )

@@ -24,11 +24,16 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 WINDOW_BYTES = 256 << 20
-STATISTICS_ROWS, SPREAD_ROWS = 1024, 65_536  # rows per batch of a pass that measures rows of a store, or others
+STATISTICS_ROWS, SPREAD_ROWS = (
+    1024,
+    65_536,
+)  # rows per batch of a pass that measures rows of a store, or others
 # Subtracting held-out rows must leave at least this fraction of the scatter in every dimension, which keeps 9 of
 # float64's 15 digits.
 LEAST_LEFT = 1e-6
-UNIT_BYTES = 64 << 10  # random reads of this size reach about half a disk's speed, or more where others are near
+UNIT_BYTES = (
+    64 << 10
+)  # random reads of this size reach about half a disk's speed, or more where others are near
 
 
 class RowSource(ABC):
@@ -39,7 +44,9 @@ class RowSource(ABC):
     d_in: int  # D
     d_target: int = 0  # E, 0 if the targets are the rows
     widths: tuple[int, ...] = ()  # of several inputs side by side; none for one
-    places: tuple[int, ...] = ()  # widths of a crosscoder's hook points: several inputs that are their own targets
+    places: tuple[
+        int, ...
+    ] = ()  # widths of a crosscoder's hook points: several inputs that are their own targets
     target: "Rows | None" = None  # as `inputs`
     passes: float = math.inf  # how often the rows can be read: any number of times, or once
 
@@ -59,7 +66,9 @@ class RowSource(ABC):
         return ()
 
     @abstractmethod
-    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def batches(
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+    ) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D + E)."""
 
     @abstractmethod
@@ -79,11 +88,15 @@ class Rows(RowSource):
     """Some of a store's rows, `counts` of them in each chunk, (chunks,); each iteration runs in one thread. Batches are
     float32, or unless `decoded` of the storage dtype."""
 
-    def __init__(self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True) -> None:
+    def __init__(
+        self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True
+    ) -> None:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
         self.rows = int(counts.sum())
         self._counts = counts
-        self._source = Source(store, counts, self._kept, np.dtype(np.float32) if decoded else store.storage)
+        self._source = Source(
+            store, counts, self._kept, np.dtype(np.float32) if decoded else store.storage
+        )
 
     @classmethod
     def chosen(cls, store: "ActivationStore", split: Split) -> Self:
@@ -105,8 +118,16 @@ class Rows(RowSource):
         """The same rows, in batches of the storage dtype: bfloat16 as its bits, in uint16."""
         return Rows(self.store, self.split, self._counts, decoded=False)
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int, window_bytes: int = WINDOW_BYTES,
-                part: Part = WHOLE, row_bytes: int | None = None) -> Iterator[np.ndarray]:
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        epoch: int,
+        window_bytes: int = WINDOW_BYTES,
+        part: Part = WHOLE,
+        row_bytes: int | None = None,
+    ) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D), read ahead by threads; each one's memory is reused for the next.
 
         Every row comes once, in an order that depends only on the rows, seed, epoch, batch size and window; see `Deal`.
@@ -120,17 +141,33 @@ class Rows(RowSource):
         """
         demand_at_least("batch_size", batch_size)
         row_bytes = row_bytes or self.store.meta.row_bytes
-        return shuffled(self._source, self._deal(batch_size, seed, epoch, window_bytes, row_bytes), batch_size, part,
-                        row_bytes)
+        return shuffled(
+            self._source,
+            self._deal(batch_size, seed, epoch, window_bytes, row_bytes),
+            batch_size,
+            part,
+            row_bytes,
+        )
 
     def order(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
         """The numbers within the store, (B,), of the rows of each of the `batches`."""
         row_bytes = self.store.meta.row_bytes
-        return numbers_shuffled(self._deal(batch_size, seed, epoch, WINDOW_BYTES, row_bytes), batch_size, row_bytes)
+        return numbers_shuffled(
+            self._deal(batch_size, seed, epoch, WINDOW_BYTES, row_bytes), batch_size, row_bytes
+        )
 
-    def _deal(self, batch_size: int, seed: int, epoch: int, window_bytes: int, row_bytes: int) -> Deal:
-        return Deal(self.store.rows, self.rows, self._keeps, (seed, epoch), window_bytes // row_bytes,
-                    UNIT_BYTES // row_bytes, batch_size)
+    def _deal(
+        self, batch_size: int, seed: int, epoch: int, window_bytes: int, row_bytes: int
+    ) -> Deal:
+        return Deal(
+            self.store.rows,
+            self.rows,
+            self._keeps,
+            (seed, epoch),
+            window_bytes // row_bytes,
+            UNIT_BYTES // row_bytes,
+            batch_size,
+        )
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, read ahead by threads; `part` of the sequence of batches."""
@@ -162,18 +199,24 @@ class Rows(RowSource):
         """A column's values for these rows, (B,) integers at a time, in stored order."""
         if name not in self.store.meta.columns:
             there = ", ".join(self.store.meta.columns) or "none"
-            raise StoreError(f"{self.store.path} has no column {name}; expected one of its columns ({there})")
+            raise StoreError(
+                f"{self.store.path} has no column {name}; expected one of its columns ({there})"
+            )
         return self._values(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
 
     def numbers(self, batch_size: int) -> Iterator[np.ndarray]:
         """The numbers of these rows within the store, from 0, in stored order, (B,) at a time."""
         starts = np.cumsum(self.store.chunk_sizes) - self.store.chunk_sizes
-        return self._values(lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size)
+        return self._values(
+            lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size
+        )
 
     def codes(self, batch_size: int) -> "Iterator[csr_array]":
         """The true codes of these rows, (B, G), in stored order; StoreError if there are none."""
         if self.store.meta.world is None:
-            raise StoreError(f"{self.store.path} has no true codes; expected a store of rows made of known features")
+            raise StoreError(
+                f"{self.store.path} has no true codes; expected a store of rows made of known features"
+            )
         return self._values(lambda chunk: self.store.chunk_column(chunk, CODES), batch_size)
 
     def _values(self, of_chunk: Callable[[int], Any], batch_size: int) -> Iterator[Any]:
@@ -186,7 +229,9 @@ class Rows(RowSource):
             values = values if kept is None else values[kept]
             waiting = values if waiting is None else stacked([waiting, values])
             whole = waiting.shape[0] // batch_size * batch_size  # sparse ones have no length
-            yield from (waiting[begin : begin + batch_size] for begin in range(0, whole, batch_size))
+            yield from (
+                waiting[begin : begin + batch_size] for begin in range(0, whole, batch_size)
+            )
             waiting = waiting[whole:]
         if waiting is not None and waiting.shape[0]:
             yield waiting
@@ -219,16 +264,24 @@ class ActivationStore(Chunks):
 
     def __repr__(self) -> str:
         unfinished = "" if self.complete else ", unfinished"
-        return (f"ActivationStore({self.name!r}, rows={self.rows}, d_in={self.d_in}, {self.dtype}{unfinished}, "
-                f"path={str(self.path)!r})")
+        return (
+            f"ActivationStore({self.name!r}, rows={self.rows}, d_in={self.d_in}, {self.dtype}{unfinished}, "
+            f"path={str(self.path)!r})"
+        )
 
     @property
     def reference(self) -> str:
         """The store's name, or its folder if it is outside the home."""
         return self.name if self.homed else str(self.path.resolve())
 
-    def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0,
-              test_fraction: float = TEST_FRACTION) -> Rows:
+    def split(
+        self,
+        which: Which,
+        *,
+        fraction: float = 1.0,
+        seed: int = 0,
+        test_fraction: float = TEST_FRACTION,
+    ) -> Rows:
         """Choose rows: by document where the store knows documents, else by row.
 
         Args:
@@ -252,9 +305,13 @@ class ActivationStore(Chunks):
         try:
             got = file_sha256(path)
         except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror or error}; {make_anew(self.path)}") from error
+            raise StoreError(
+                f"cannot read {path}: {error.strerror or error}; {make_anew(self.path)}"
+            ) from error
         if got != expected:
-            raise StoreError(f"{path} is damaged: expected SHA-256 {expected}, got {got}; {make_anew(self.path)}")
+            raise StoreError(
+                f"{path} is damaged: expected SHA-256 {expected}, got {got}; {make_anew(self.path)}"
+            )
 
     def verify(self, show: Callable[[float], None] = lambda read: None) -> list[str]:
         return find_damage(self.path, self.meta, show)

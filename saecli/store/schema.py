@@ -27,8 +27,13 @@ CHUNK_CHECKSUMS = "chunk_xxh3"
 CHECKSUM = np.dtype("<u8")
 
 COLUMNS: dict[str, np.dtype] = {
-    "token_id": np.dtype("<i4"), "position": np.dtype("<i4"), "document": np.dtype("<i8"),
-    "label": np.dtype("<i8"), "source": np.dtype("<i2"), "role": np.dtype("u1")}
+    "token_id": np.dtype("<i4"),
+    "position": np.dtype("<i4"),
+    "document": np.dtype("<i8"),
+    "label": np.dtype("<i8"),
+    "source": np.dtype("<i2"),
+    "role": np.dtype("u1"),
+}
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 64 << 20
@@ -54,13 +59,17 @@ def hash_request(request: Mapping[str, Any]) -> str:
 class Resume:
     """Where a producer resumes after a shard."""
 
-    cursor: dict[str, Any]  # the producer's record of where the block of the shard's last row begins
+    cursor: dict[
+        str, Any
+    ]  # the producer's record of where the block of the shard's last row begins
     skip: int  # kept rows of that block in this shard and the ones before it
 
     @property
     def position(self) -> tuple[dict[str, Any], int]:
         """Cursor and skip without entries that may differ between passes, which have a leading underscore."""
-        return {name: value for name, value in self.cursor.items() if not name.startswith("_")}, self.skip
+        return {
+            name: value for name, value in self.cursor.items() if not name.startswith("_")
+        }, self.skip
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,9 @@ class StoreMeta:
     chunk_rows: int = 0  # in a chunk; 0 for `rows_per_chunk`
     columns: tuple[str, ...] = ()  # names, out of `COLUMNS`, of the values stored with each row
     max_norm_multiple: float | None = None
-    median_norm: float | None = None  # of the first block's finite rows; None until there is a shard
+    median_norm: float | None = (
+        None  # of the first block's finite rows; None until there is a shard
+    )
     created: str = field(default_factory=now)
     complete: bool = False
     dropped: dict[str, int] = field(default_factory=dict)  # number of rows, by reason
@@ -118,8 +129,12 @@ class StoreMeta:
     norms: Norms | None = None
     norm_quantiles: dict[str, float] = field(default_factory=dict)  # by fraction, within 0.87%
     shards: tuple[ShardRecord, ...] = ()
-    sources: dict[str, int] = field(default_factory=dict)  # of a mixture, rows by name, in the order of `source`
-    control_tokens: dict[str, int] = field(default_factory=dict)  # of chats, rows by id of a template's token
+    sources: dict[str, int] = field(
+        default_factory=dict
+    )  # of a mixture, rows by name, in the order of `source`
+    control_tokens: dict[str, int] = field(
+        default_factory=dict
+    )  # of chats, rows by id of a template's token
     ranks: tuple[RankShards, ...] = ()  # where several write the store
     world: WorldRecord | None = None
     format_version: int = FORMAT_VERSION
@@ -130,12 +145,18 @@ class StoreMeta:
         if unknown := [name for name in self.columns if name not in COLUMNS]:
             raise ConfigError(f"--columns must be some of {', '.join(COLUMNS)}, got {unknown[0]!r}")
         if len(set(self.columns)) < len(self.columns):
-            raise ConfigError(f"--columns must differ from each other, got {', '.join(self.columns)}")
+            raise ConfigError(
+                f"--columns must differ from each other, got {', '.join(self.columns)}"
+            )
         if self.max_norm_multiple is not None and not 1 <= self.max_norm_multiple < math.inf:
-            raise ConfigError(f"--max-norm-multiple must be at least 1 and finite, got {self.max_norm_multiple}")
+            raise ConfigError(
+                f"--max-norm-multiple must be at least 1 and finite, got {self.max_norm_multiple}"
+            )
         for name, least in (("d_in", 1), ("shard_rows", 1), ("chunk_rows", 0)):
             if not least <= getattr(self, name) <= MOST:
-                raise ConfigError(f"{flag_of(name)} must be from {least} to {MOST}, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{flag_of(name)} must be from {least} to {MOST}, got {getattr(self, name)}"
+                )
         if not self.chunk_rows:
             object.__setattr__(self, "chunk_rows", rows_per_chunk(self.d_in, self.dtype))
 
@@ -158,7 +179,15 @@ class StoreMeta:
 
     def request(self) -> dict[str, Any]:
         """The entries that must agree for an interrupted store to be resumed."""
-        names = ("dtype", "d_in", "shard_rows", "chunk_rows", "columns", "max_norm_multiple", "request_hash")
+        names = (
+            "dtype",
+            "d_in",
+            "shard_rows",
+            "chunk_rows",
+            "columns",
+            "max_norm_multiple",
+            "request_hash",
+        )
         features = {"features": self.world.features} if self.world else {}
         return {**self.source, **features, **{name: getattr(self, name) for name in names}}
 
@@ -167,7 +196,9 @@ class StoreMeta:
         for name in ("sources", "control_tokens", "ranks", "world"):
             if not document[name]:
                 del document[name]
-        return {name: document[name] for name in ("format_version", "created", "complete", *document)}
+        return {
+            name: document[name] for name in ("format_version", "created", "complete", *document)
+        }
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -176,17 +207,27 @@ class StoreMeta:
         parse_json(text, _Demanded)
         meta = parse_json(text, cls)
         if meta.ranks and sum(rank.shards for rank in meta.ranks) != len(meta.shards):
-            raise ValueError(f"expected {sum(rank.shards for rank in meta.ranks)} shards, as `ranks` says, got "
-                             f"{len(meta.shards)}")
+            raise ValueError(
+                f"expected {sum(rank.shards for rank in meta.ranks)} shards, as `ranks` says, got "
+                f"{len(meta.shards)}"
+            )
         for index, shard in enumerate(meta.shards):
             # An edited name must not lead out of the store.
             if shard.file != shard_name(index):
-                raise ValueError(f"expected shard {index} to be named {shard_name(index)}, got {shard.file!r:.60}")
+                raise ValueError(
+                    f"expected shard {index} to be named {shard_name(index)}, got {shard.file!r:.60}"
+                )
             if shard.rows < 1 or shard.frame.start < 0:
-                raise ValueError(f"expected shard {shard.file} to hold a row or more, from byte 0 or later, got "
-                                 f"{shard.rows} from {shard.frame.start}")
-            if shard.rows > meta.shard_rows or (shard.rows < meta.shard_rows and not meta.is_last(index)):
-                raise ValueError(f"expected {meta.shard_rows} rows in shard {shard.file}, got {shard.rows}")
+                raise ValueError(
+                    f"expected shard {shard.file} to hold a row or more, from byte 0 or later, got "
+                    f"{shard.rows} from {shard.frame.start}"
+                )
+            if shard.rows > meta.shard_rows or (
+                shard.rows < meta.shard_rows and not meta.is_last(index)
+            ):
+                raise ValueError(
+                    f"expected {meta.shard_rows} rows in shard {shard.file}, got {shard.rows}"
+                )
         return meta
 
 
@@ -213,8 +254,10 @@ def read_meta(store: Path) -> StoreMeta:
     try:
         return StoreMeta.from_json(regular(path).read_bytes())
     except FileNotFoundError as error:
-        raise StoreError(f"no activation store at {store}; expected {STORE_MARKER} in it, got none; "
-                         "make one with `sae extract` or `sae import`") from error
+        raise StoreError(
+            f"no activation store at {store}; expected {STORE_MARKER} in it, got none; "
+            "make one with `sae extract` or `sae import`"
+        ) from error
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {error}; {UNREADABLE}") from error
 

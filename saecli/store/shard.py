@@ -27,7 +27,16 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ..base.errors import StoreError
 from ..base.home import STORE_MARKER, UNREADABLE
-from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, SHARDS, STATISTICS, ShardRecord, StoreMeta
+from .schema import (
+    ACTIVATIONS,
+    CHECKSUM,
+    CHUNK_CHECKSUMS,
+    COLUMNS,
+    SHARDS,
+    STATISTICS,
+    ShardRecord,
+    StoreMeta,
+)
 from .values import BINS, CODES, DTYPES, Column, Norms, Spread, Statistics
 
 if TYPE_CHECKING:
@@ -47,10 +56,14 @@ def unreadable(path: Path, why: str) -> StoreError:
 
 
 def damage(path: Path, what: str, expected: str, got: str) -> StoreError:
-    return StoreError(f"shard {path} is damaged: expected {what} {expected}, got {got}; {make_anew(path.parents[1])}")
+    return StoreError(
+        f"shard {path} is damaged: expected {what} {expected}, got {got}; {make_anew(path.parents[1])}"
+    )
 
 
-def find_damage(store: Path, meta: StoreMeta, show: Callable[[float], None] = lambda read: None) -> list[str]:
+def find_damage(
+    store: Path, meta: StoreMeta, show: Callable[[float], None] = lambda read: None
+) -> list[str]:
     """A sentence for each shard that is missing, or differs from its SHA-256; `show` gets the bytes read so far.
 
     Cost: SHA-256, 2 GB/s per core, on at most `THREADS` cores.
@@ -65,7 +78,9 @@ def find_damage(store: Path, meta: StoreMeta, show: Callable[[float], None] = la
 
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="sae-check")
     try:
-        return [problem for problem in pool.map(partial(_problem, store, read), meta.shards) if problem]
+        return [
+            problem for problem in pool.map(partial(_problem, store, read), meta.shards) if problem
+        ]
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupt waits only for the shards being read
 
@@ -117,7 +132,9 @@ class Layout:
     chunk_rows: int
     start: int  # of the activations, whose chunks are consecutive, the last padded
     columns: dict[str, int]
-    codes: dict[str, tuple[int, np.dtype, int]]  # offset, type and length of each dataset of true codes
+    codes: dict[
+        str, tuple[int, np.dtype, int]
+    ]  # offset, type and length of each dataset of true codes
     checksums: int
     checked: np.ndarray  # (chunks,) whether a chunk's checksum has been verified
     file: tuple[int, int, int]  # its inode, size and `ctime` when this was read
@@ -130,26 +147,45 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
         found = _identity(file.fileno())
         digest = frame_checksum(file, record.frame.start, demand_room(path, meta, record))
     if digest != record.frame.xxh3:
-        raise StoreError(f"shard {path} is damaged, or {STORE_MARKER} does not fit it: expected the XXH3-64 of its "
-                         f"headers and columns to be {record.frame.xxh3}, got {digest}; restore {STORE_MARKER} if it "
-                         f"was edited, else {make_anew(path.parents[1])}")
+        raise StoreError(
+            f"shard {path} is damaged, or {STORE_MARKER} does not fit it: expected the XXH3-64 of its "
+            f"headers and columns to be {record.frame.xxh3}, got {digest}; restore {STORE_MARKER} if it "
+            f"was edited, else {make_anew(path.parents[1])}"
+        )
     with hdf5_file(path) as file:
         dataset, rows = file[ACTIVATIONS], record.rows
         chunk_rows, kind = min(meta.chunk_rows, rows), dataset.id.get_type()
-        stored = next((name for name, known in DTYPES.items() if kind.equal(known.hdf5)), str(dataset.dtype))
-        for what, said, held in (("shape", (rows, meta.d_in), dataset.shape), ("type", meta.dtype, stored),
-                                 ("columns", sorted(meta.columns), sorted(COLUMNS.keys() & file.keys())),
-                                 ("chunks of shape", (chunk_rows, meta.d_in), dataset.chunks),
-                                 ("known features", meta.world is not None, CODES in file)):
+        stored = next(
+            (name for name, known in DTYPES.items() if kind.equal(known.hdf5)), str(dataset.dtype)
+        )
+        for what, said, held in (
+            ("shape", (rows, meta.d_in), dataset.shape),
+            ("type", meta.dtype, stored),
+            ("columns", sorted(meta.columns), sorted(COLUMNS.keys() & file.keys())),
+            ("chunks of shape", (chunk_rows, meta.d_in), dataset.chunks),
+            ("known features", meta.world is not None, CODES in file),
+        ):
             if said != held:
-                raise StoreError(f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was "
-                                 f"written: expected {what} {held}, got {said}; {UNREADABLE}")
+                raise StoreError(
+                    f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was "
+                    f"written: expected {what} {held}, got {said}; {UNREADABLE}"
+                )
         columns = {name: file[name].id.get_offset() for name in (*meta.columns, CHUNK_CHECKSUMS)}
         # An empty dataset has no bytes, and no offset.
-        codes = {name: (part.id.get_offset() or 0, part.dtype, len(part))
-                 for name, part in (file[CODES].items() if meta.world else ())}
-    return Layout(rows, chunk_rows, record.frame.start, columns, codes, columns.pop(CHUNK_CHECKSUMS),
-                  np.zeros(-(-rows // chunk_rows), bool), found)
+        codes = {
+            name: (part.id.get_offset() or 0, part.dtype, len(part))
+            for name, part in (file[CODES].items() if meta.world else ())
+        }
+    return Layout(
+        rows,
+        chunk_rows,
+        record.frame.start,
+        columns,
+        codes,
+        columns.pop(CHUNK_CHECKSUMS),
+        np.zeros(-(-rows // chunk_rows), bool),
+        found,
+    )
 
 
 def hdf5_file(path: Path) -> "h5py.File":
@@ -170,8 +206,10 @@ def demand_room(path: Path, meta: StoreMeta, record: ShardRecord) -> int:
     end = record.frame.start + -(-record.rows // chunk_rows) * chunk_rows * meta.row_bytes
     size = _found(path).st_size
     if size < end:
-        raise StoreError(f"shard {path} is truncated: expected {end} bytes or more, got {size}; "
-                         f"{make_anew(path.parents[1])}")
+        raise StoreError(
+            f"shard {path} is truncated: expected {end} bytes or more, got {size}; "
+            f"{make_anew(path.parents[1])}"
+        )
     return end
 
 
@@ -195,7 +233,9 @@ class Chunks:
         self.storage = DTYPES[meta.dtype].storage
         rows = np.array([shard.rows for shard in meta.shards], np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum(-(-rows // meta.chunk_rows))])
-        self.shard_starts = np.concatenate([[0], np.cumsum(rows)])  # each one's first row, then their number
+        self.shard_starts = np.concatenate(
+            [[0], np.cumsum(rows)]
+        )  # each one's first row, then their number
         self._files = [path / SHARDS / shard.file for shard in meta.shards]
         self._layouts: dict[int, Layout] = {}
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
@@ -211,8 +251,10 @@ class Chunks:
         """(chunks,) rows of each chunk, in stored order."""
         meta = self.meta
         self.demand_shards()  # before arrays are made from counts that a damaged `store.json` may exaggerate
-        sizes = [np.minimum(meta.chunk_rows, shard.rows - np.arange(0, shard.rows, meta.chunk_rows))
-                 for shard in meta.shards]
+        sizes = [
+            np.minimum(meta.chunk_rows, shard.rows - np.arange(0, shard.rows, meta.chunk_rows))
+            for shard in meta.shards
+        ]
         return np.concatenate([np.empty(0, np.int64), *sizes])
 
     def chunk(self, chunk: int) -> np.ndarray:
@@ -223,15 +265,23 @@ class Chunks:
         shard, within = self._within_shard(chunk)
         layout, mapped = self._open(shard)
         first = within * layout.chunk_rows
-        whole = np.ndarray((layout.chunk_rows, self.d_in), self.storage, mapped,
-                           layout.start + first * self.meta.row_bytes)
+        whole = np.ndarray(
+            (layout.chunk_rows, self.d_in),
+            self.storage,
+            mapped,
+            layout.start + first * self.meta.row_bytes,
+        )
         rows = min(layout.chunk_rows, layout.rows - first)
         if not layout.checked[within]:
             checksums = np.ndarray(layout.checked.shape, CHECKSUM, mapped, layout.checksums)
             expected, got = int(checksums[within]), xxh3_64_intdigest(whole.data)
             if expected != got:
-                raise damage(self._files[shard], f"the XXH3-64 of its rows {first} to {first + rows - 1} to be",
-                             f"{expected:016x}", f"{got:016x}")
+                raise damage(
+                    self._files[shard],
+                    f"the XXH3-64 of its rows {first} to {first + rows - 1} to be",
+                    f"{expected:016x}",
+                    f"{got:016x}",
+                )
             layout.checked[within] = True
         return whole[:rows]
 
@@ -272,21 +322,28 @@ class Chunks:
         shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
         within = rows - self.shard_starts[shards]
         ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
-        parts = (cast(np.ndarray, self._column(int(shards[begin]), "document"))[within[begin:end]]
-                 for begin, end in pairwise([0, *ends.tolist()]))
+        parts = (
+            cast(np.ndarray, self._column(int(shards[begin]), "document"))[within[begin:end]]
+            for begin, end in pairwise([0, *ends.tolist()])
+        )
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def in_memory(self) -> bool:
         """Whether all shards can stay mapped, and are in the page cache, by a sample of pages."""
-        return (len(self.meta.shards) <= self.MAPS and hasattr(os, "RWF_NOWAIT")
-                and all(self._in_memory(shard) for shard in range(len(self.meta.shards))))
+        return (
+            len(self.meta.shards) <= self.MAPS
+            and hasattr(os, "RWF_NOWAIT")
+            and all(self._in_memory(shard) for shard in range(len(self.meta.shards)))
+        )
 
     def _in_memory(self, shard: int) -> bool:
         layout, _ = self._open(shard)
         step = SAMPLED * layout.chunk_rows * self.meta.row_bytes
         with open_shard(self._files[shard]) as file:
             try:
-                for offset in range(layout.start, layout.start + layout.rows * self.meta.row_bytes, step):
+                for offset in range(
+                    layout.start, layout.start + layout.rows * self.meta.row_bytes, step
+                ):
                     os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
             except OSError:  # it would block, or the file system cannot tell
                 return False
@@ -312,9 +369,15 @@ class Chunks:
             from scipy.sparse import csr_array  # `sae list` need not wait for it
 
             assert self.meta.world is not None
-            offsets, indices, values = (np.ndarray((length,), kind, mapped, offset) for offset, kind, length in (
-                layout.codes[part] for part in ("offset", "index", "value")))
-            return csr_array((values, indices, offsets), shape=(layout.rows, self.meta.world.features))
+            offsets, indices, values = (
+                np.ndarray((length,), kind, mapped, offset)
+                for offset, kind, length in (
+                    layout.codes[part] for part in ("offset", "index", "value")
+                )
+            )
+            return csr_array(
+                (values, indices, offsets), shape=(layout.rows, self.meta.world.features)
+            )
         return np.ndarray((layout.rows,), COLUMNS[name], mapped, layout.columns[name])
 
     def _within_shard(self, chunk: int) -> tuple[int, int]:
@@ -337,8 +400,10 @@ class Chunks:
             there = os.stat(path)
             # Reading a map past the end of its file would kill the process.
             if there.st_ino == layout.file[0] and there.st_size < layout.file[1]:
-                raise StoreError(f"shard {path} was cut short: expected {layout.file[1]} bytes, got {there.st_size}; "
-                                 f"{make_anew(self.path)}")
+                raise StoreError(
+                    f"shard {path} was cut short: expected {layout.file[1]} bytes, got {there.st_size}; "
+                    f"{make_anew(self.path)}"
+                )
         return layout, mapped
 
 
@@ -350,8 +415,12 @@ def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
         read_layout(shard, meta, record)  # verifies the checksum before any byte is used
         with hdf5_file(shard) as file:
             group = file[STATISTICS]
-            mean, scatter, bins, number = (group[name][:] for name in ("mean", "scatter", "norm_bin", "norm_count"))
-            norms = Norms(record.rows, *(float(group.attrs[name]) for name in ("norm_mean", "norm_max")))
+            mean, scatter, bins, number = (
+                group[name][:] for name in ("mean", "scatter", "norm_bin", "norm_count")
+            )
+            norms = Norms(
+                record.rows, *(float(group.attrs[name]) for name in ("norm_mean", "norm_max"))
+            )
         counts = np.zeros(BINS, np.int64)
         counts[bins] = number
         found = Statistics(Spread(record.rows, mean, scatter), norms, counts)

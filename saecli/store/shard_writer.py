@@ -21,7 +21,18 @@ from xxhash import xxh3_64_intdigest
 from ..base.files import file_sha256, make_folder, partial_path, settle
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, STATISTICS, Frame, StoreMeta
 from .shard import frame_checksum
-from .values import CODES, DTYPES, INDEX, OFFSET, VALUE, Column, Dropped, Statistics, row_norms, stacked
+from .values import (
+    CODES,
+    DTYPES,
+    INDEX,
+    OFFSET,
+    VALUE,
+    Column,
+    Dropped,
+    Statistics,
+    row_norms,
+    stacked,
+)
 
 if TYPE_CHECKING:
     import h5py
@@ -40,8 +51,10 @@ def jointly(verdicts: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
     """Verdicts on a block of stores that hold the same rows, from each store's own: a row that one drops is dropped
     from all, with the reason `BESIDE` where it could have been stored."""
     dropped = np.logical_or.reduce([verdict != ADMITTED for verdict in verdicts.values()])
-    return {key: np.where((verdict == ADMITTED) & dropped, np.uint8(BESIDE), verdict)
-            for key, verdict in verdicts.items()}
+    return {
+        key: np.where((verdict == ADMITTED) & dropped, np.uint8(BESIDE), verdict)
+        for key, verdict in verdicts.items()
+    }
 
 
 class Admission:
@@ -60,33 +73,50 @@ class Admission:
     def judge(self, activations: np.ndarray) -> np.ndarray:
         return self._judged(self._as_rows(activations))
 
-    def __call__(self, activations: np.ndarray, columns: Columns, dropped: Mapping[str, np.ndarray],
-                 verdict: np.ndarray | None = None) -> tuple[np.ndarray, Columns, Dropped]:
+    def __call__(
+        self,
+        activations: np.ndarray,
+        columns: Columns,
+        dropped: Mapping[str, np.ndarray],
+        verdict: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, Columns, Dropped]:
         """The rows and columns of a block to store, and the rows dropped; see `StoreWriter.append`."""
         rows, out = self._as_rows(activations), Dropped.of(dropped)
         if columns.keys() != set(self._meta.row_values):
-            raise ValueError(f"a block does not fit {self._path}: expected columns {list(self._meta.row_values)}, "
-                             f"got {list(columns)}")
+            raise ValueError(
+                f"a block does not fit {self._path}: expected columns {list(self._meta.row_values)}, "
+                f"got {list(columns)}"
+            )
         for name, column in columns.items():
-            if isinstance(column, np.ndarray) and (column.shape != (len(rows),) or column.dtype.kind not in "iu"):
-                raise ValueError(f"column {name} does not fit {self._path}: expected {len(rows)} integers, "
-                                 f"got {column.dtype} of shape {column.shape}")
+            if isinstance(column, np.ndarray) and (
+                column.shape != (len(rows),) or column.dtype.kind not in "iu"
+            ):
+                raise ValueError(
+                    f"column {name} does not fit {self._path}: expected {len(rows)} integers, "
+                    f"got {column.dtype} of shape {column.shape}"
+                )
         verdict = self._judged(rows) if verdict is None else verdict
         if not verdict.any():
             return rows, columns, out
-        out += Dropped.of({name: self._row_norms(rows[verdict == reason]) for reason, name in REASONS.items()})
+        out += Dropped.of(
+            {name: self._row_norms(rows[verdict == reason]) for reason, name in REASONS.items()}
+        )
         kept = verdict == ADMITTED
         return rows[kept], {name: columns[name][kept] for name in self._meta.row_values}, out
 
     def _as_rows(self, activations: np.ndarray) -> np.ndarray:
         meta = self._meta
         if activations.ndim != 2 or activations.shape[1] != meta.d_in:
-            raise ValueError(f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
-                             f"got {activations.shape}")
+            raise ValueError(
+                f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
+                f"got {activations.shape}"
+            )
         if activations.dtype == DTYPES[meta.dtype].storage:
             return activations
         if activations.dtype.kind != "f":
-            raise ValueError(f"a block does not fit {self._path}: expected floats, got {activations.dtype}")
+            raise ValueError(
+                f"a block does not fit {self._path}: expected floats, got {activations.dtype}"
+            )
         with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
             return activations.astype(np.float32, copy=False)
 
@@ -97,7 +127,9 @@ class Admission:
         if self._meta.max_norm_multiple is not None and keeps.any():
             norms = self._row_norms(rows if keeps.all() else rows[keeps])
             self.median = float(np.median(norms)) if self.median is None else self.median
-            verdict[np.flatnonzero(keeps)[norms > self._meta.max_norm_multiple * self.median]] = HIGH_NORM
+            verdict[np.flatnonzero(keeps)[norms > self._meta.max_norm_multiple * self.median]] = (
+                HIGH_NORM
+            )
         return verdict
 
     def _row_norms(self, rows: np.ndarray) -> np.ndarray:
@@ -139,7 +171,9 @@ class ShardWriter:
     def append(self, rows: np.ndarray, columns: Mapping[str, Column]) -> None:
         for name, parts in self._columns.items():
             column = columns[name]
-            parts.append(column.astype(COLUMNS[name]) if isinstance(column, np.ndarray) else column.copy())
+            parts.append(
+                column.astype(COLUMNS[name]) if isinstance(column, np.ndarray) else column.copy()
+            )
         self.rows += len(rows)
         while len(rows):
             room = len(self._chunk) - self._filled
@@ -152,7 +186,9 @@ class ShardWriter:
     def commit(self) -> tuple[str, Frame]:
         """Finish the shard, flush it and rename it to its final path; returns its SHA-256 and its frame."""
         if self._filled:
-            if self.rows < len(self._chunk):  # the only chunk is exactly its rows; else the last is padded
+            if self.rows < len(
+                self._chunk
+            ):  # the only chunk is exactly its rows; else the last is padded
                 self._chunk = self._chunk[: self.rows]
             self._chunk[self._filled :] = 0
             self._flush_chunk()
@@ -182,7 +218,9 @@ class ShardWriter:
 
     def _flush_chunk(self) -> None:
         # Chunk by chunk and as stored, so that the statistics do not depend on how rows were appended.
-        rows, decoded, scratch = (array[: self._filled] for array in (self._chunk, self._decoded, self._scratch))
+        rows, decoded, scratch = (
+            array[: self._filled] for array in (self._chunk, self._decoded, self._scratch)
+        )
         DTYPES[self._meta.dtype].decode_rows(rows, decoded)
         np.copyto(scratch, decoded)
         found = Statistics.of(scratch)
@@ -226,8 +264,12 @@ class _Image(io.RawIOBase):
         return self.size
 
 
-def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, Column] | None = None,
-             statistics: Statistics | None = None) -> tuple[_Image, int]:
+def _headers(
+    meta: StoreMeta,
+    rows: int,
+    columns: Mapping[str, Column] | None = None,
+    statistics: Statistics | None = None,
+) -> tuple[_Image, int]:
     """All bytes of a shard but its activations, and their byte offset.
 
     A fixed-size, unfiltered, chunked dataset that is allocated at once has consecutive chunks and needs no index of
@@ -252,13 +294,31 @@ def _headers(meta: StoreMeta, rows: int, columns: Mapping[str, Column] | None = 
             if isinstance(column, np.ndarray):
                 file[name][...] = column
             else:
-                _put(file, CODES, {"offset": column.indptr.astype(OFFSET), "index": column.indices.astype(INDEX),
-                                   "value": column.data.astype(VALUE)})
+                _put(
+                    file,
+                    CODES,
+                    {
+                        "offset": column.indptr.astype(OFFSET),
+                        "index": column.indices.astype(INDEX),
+                        "value": column.data.astype(VALUE),
+                    },
+                )
         if statistics is not None:
             bins = np.flatnonzero(statistics.norm_counts)
-            group = _put(file, STATISTICS, {"mean": statistics.spread.mean, "scatter": statistics.spread.scatter,
-                                            "norm_bin": bins.astype("<i4"), "norm_count": statistics.norm_counts[bins]})
-            for name, value in (("norm_mean", statistics.norms.mean), ("norm_max", statistics.norms.max)):
+            group = _put(
+                file,
+                STATISTICS,
+                {
+                    "mean": statistics.spread.mean,
+                    "scatter": statistics.spread.scatter,
+                    "norm_bin": bins.astype("<i4"),
+                    "norm_count": statistics.norm_counts[bins],
+                },
+            )
+            for name, value in (
+                ("norm_mean", statistics.norms.mean),
+                ("norm_max", statistics.norms.max),
+            ):
                 group.attrs.create(name, value, dtype="<f8")
         start = activations.get_chunk_info_by_coord((0, 0)).byte_offset
     return image, start
@@ -275,8 +335,13 @@ def _put(file: h5py.File, name: str, columns: Mapping[str, np.ndarray]) -> h5py.
     return group
 
 
-def _create(file: h5py.File, name: str, kind: h5py.h5t.TypeID, shape: tuple[int, ...],
-            chunk: tuple[int, ...] | None = None) -> h5py.h5d.DatasetID:
+def _create(
+    file: h5py.File,
+    name: str,
+    kind: h5py.h5t.TypeID,
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...] | None = None,
+) -> h5py.h5d.DatasetID:
     import h5py
 
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

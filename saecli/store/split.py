@@ -83,11 +83,13 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.which not in get_args(Which):
-            raise unknown_choice('split', str(self.which), get_args(Which))
+            raise unknown_choice("split", str(self.which), get_args(Which))
         if not 0 < self.fraction <= 1:
             raise ConfigError(f"--fraction must be above 0 and at most 1, got {self.fraction:g}")
         if not 0 <= self.test_fraction < 1:
-            raise ConfigError(f"--test-fraction must be at least 0 and below 1, got {self.test_fraction:g}")
+            raise ConfigError(
+                f"--test-fraction must be at least 0 and below 1, got {self.test_fraction:g}"
+            )
 
     def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
         """This split of a store with these row ids. A store's only document is not held out.
@@ -97,10 +99,16 @@ class Split:
         split = self
         if self.which != "all" and self.test_fraction > 0:
             hashes = (_hashes(part, self.seed, _TEST_STREAM) for part in ids())
-            split = replace(split, least_test=_limit_of_lowest(hashes, self.test_fraction, spare_last=True))
+            split = replace(
+                split, least_test=_limit_of_lowest(hashes, self.test_fraction, spare_last=True)
+            )
         if self.which == "train" and self.fraction < 1:
-            hashes = (_hashes(part[~split._held_out(part)], self.seed, _TRAIN_STREAM) for part in ids())
-            split = replace(split, least_train=_limit_of_lowest(hashes, self.fraction, spare_last=False))
+            hashes = (
+                _hashes(part[~split._held_out(part)], self.seed, _TRAIN_STREAM) for part in ids()
+            )
+            split = replace(
+                split, least_train=_limit_of_lowest(hashes, self.fraction, spare_last=False)
+            )
         return split
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
@@ -121,11 +129,21 @@ class Split:
 
     def empty(self, path: Path, meta: StoreMeta) -> StoreError:
         if not meta.rows:
-            return StoreError(f"{path} holds no whole shard yet; run the command that makes it again")
-        unit, remedy = (("documents", "make a store of more documents (blank lines separate them in a .txt file)")
-                        if "document" in meta.columns else ("rows", "import more rows"))
-        return StoreError(f"the {self.which} split of {path} is empty: of its {meta.rows} rows, chosen by a hash of "
-                          f"their {unit}, none belongs to it; {remedy}, or use another --split-seed")
+            return StoreError(
+                f"{path} holds no whole shard yet; run the command that makes it again"
+            )
+        unit, remedy = (
+            (
+                "documents",
+                "make a store of more documents (blank lines separate them in a .txt file)",
+            )
+            if "document" in meta.columns
+            else ("rows", "import more rows")
+        )
+        return StoreError(
+            f"the {self.which} split of {path} is empty: of its {meta.rows} rows, chosen by a hash of "
+            f"their {unit}, none belongs to it; {remedy}, or use another --split-seed"
+        )
 
 
 def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -140,14 +158,19 @@ class Permutation:
     random functions of b/2 bits (Luby and Rackoff 1988), applied again to images outside the range.
     """
 
-    def __init__(self, count: int, rng: np.random.Generator, largest_table: int = LARGEST_TABLE) -> None:
+    def __init__(
+        self, count: int, rng: np.random.Generator, largest_table: int = LARGEST_TABLE
+    ) -> None:
         self.count = count
         self._table = rng.permutation(count) if count <= largest_table else None
         bits = max(2, (count - 1).bit_length())
         self._low = bits // 2
         sizes = (1 << self._low, 1 << (bits - self._low))
-        self._functions = [] if count <= largest_table else [
-            rng.integers(sizes[1 - turn % 2], size=sizes[turn % 2]) for turn in range(ROUNDS)]
+        self._functions = (
+            []
+            if count <= largest_table
+            else [rng.integers(sizes[1 - turn % 2], size=sizes[turn % 2]) for turn in range(ROUNDS)]
+        )
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
         if self._table is not None:
@@ -182,18 +205,30 @@ class Deal:
         batch_size: a turn has at least twice this number of rows.
     """
 
-    def __init__(self, stored: int, wanted: int, keeps: Callable[[np.ndarray], np.ndarray | None],
-                 seed: tuple[int, ...], window_rows: int, unit_rows: int, batch_size: int) -> None:
+    def __init__(
+        self,
+        stored: int,
+        wanted: int,
+        keeps: Callable[[np.ndarray], np.ndarray | None],
+        seed: tuple[int, ...],
+        window_rows: int,
+        unit_rows: int,
+        batch_size: int,
+    ) -> None:
         self._stored, self._keeps, self._seed = stored, keeps, seed
         self.windows = -(-wanted // max(window_rows, batch_size))
-        self._unit = max(1, min(unit_rows, window_rows // (2 * batch_size))) if self.windows > 1 else 1
+        self._unit = (
+            max(1, min(unit_rows, window_rows // (2 * batch_size))) if self.windows > 1 else 1
+        )
         self._permutation = Permutation(-(-stored // self._unit), np.random.default_rng(seed))
         self._units = -(-self._permutation.count // self.windows)
 
     def window(self, number: int) -> np.ndarray:
         """The rows of a window, (R,) int64 numbers within the store, in order. Cost: about 30 ns per stored row."""
         first = number * self._units
-        units = self._permutation(np.arange(first, min(first + self._units, self._permutation.count)))
+        units = self._permutation(
+            np.arange(first, min(first + self._units, self._permutation.count))
+        )
         units.sort()  # so that `keeps` goes forward
         rows = (units[:, None] * self._unit + np.arange(self._unit)).ravel()
         kept = rows < self._stored  # the last unit may be short

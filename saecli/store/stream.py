@@ -49,7 +49,9 @@ class Source:
 
     store: Chunks
     counts: np.ndarray  # (chunks,) number of wanted rows in each chunk
-    kept: Callable[[int], np.ndarray | None]  # chunk number -> ascending indices of its wanted rows; None for all
+    kept: Callable[
+        [int], np.ndarray | None
+    ]  # chunk number -> ascending indices of its wanted rows; None for all
     dtype: np.dtype
 
 
@@ -65,8 +67,15 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
         while at < end:
             before, until = int(ends[chunk] - source.counts[chunk]), min(end, int(ends[chunk]))
             if until > at:
-                wanted, rows, kept = slice(at - before, until - before), source.store.chunk(chunk), source.kept(chunk)
-                _decode(rows[wanted] if kept is None else rows[kept[wanted]], out[at - begin : until - begin])
+                wanted, rows, kept = (
+                    slice(at - before, until - before),
+                    source.store.chunk(chunk),
+                    source.kept(chunk),
+                )
+                _decode(
+                    rows[wanted] if kept is None else rows[kept[wanted]],
+                    out[at - begin : until - begin],
+                )
             at, chunk = until, chunk + 1
 
     def blocks(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
@@ -76,7 +85,9 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
     return _read_ahead(blocks, buffers.ahead, batch_size)
 
 
-def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int) -> Iterator[np.ndarray]:
+def shuffled(
+    source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int
+) -> Iterator[np.ndarray]:
     """The wanted rows once each, shuffled, (B, D) of the source's dtype, each batch valid until the next.
 
     From the page cache, batches are gathered. Otherwise a window's rows are read forward through the store into memory
@@ -91,15 +102,28 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
         for leaving in _leaving(deal, batch_size, run, pool):
             whole = len(leaving) - len(leaving) % batch_size
             (begin, end), (first, stop) = part.of(batch_size), part.of(len(leaving) - whole)
-            yield leaving if part.parts == 1 else np.concatenate(
-                [leaving[:whole].reshape(-1, batch_size)[:, begin:end].ravel(), leaving[whole:][first:stop]])
+            yield (
+                leaving
+                if part.parts == 1
+                else np.concatenate(
+                    [
+                        leaving[:whole].reshape(-1, batch_size)[:, begin:end].ravel(),
+                        leaving[whole:][first:stop],
+                    ]
+                )
+            )
 
     def gathered(pool: ThreadPoolExecutor) -> Iterator[Buffer]:
         for leaving in leaving_here(pool):
             gather = _gatherer(source.store)
 
-            def decode(begin: int, end: int, out: np.ndarray, leaving: np.ndarray = leaving,
-                       gather: Callable[[np.ndarray, np.ndarray], None] = gather) -> None:
+            def decode(
+                begin: int,
+                end: int,
+                out: np.ndarray,
+                leaving: np.ndarray = leaving,
+                gather: Callable[[np.ndarray, np.ndarray], None] = gather,
+            ) -> None:
                 """Decode rows `begin` to `end` of a window's order, run by run, so that they stay in the cache."""
                 if source.dtype == source.store.storage:
                     gather(leaving[begin:end], out)
@@ -131,32 +155,44 @@ def shuffled(source: Source, deal: Deal, batch_size: int, part: Part, row_bytes:
             for number, begin in enumerate(begins, 1):
                 block = buffers.fill(pool, decode, begin, min(begin + buffers.rows, len(window)))
                 decoded += block[0]
-                loaded += [pool.submit(load) for load in loads[len(loaded) : len(loads) * number // len(begins)]]
+                loaded += [
+                    pool.submit(load)
+                    for load in loads[len(loaded) : len(loads) * number // len(begins)]
+                ]
                 yield block
             loaded += [pool.submit(load) for load in loads[len(loaded) :]]
             for done in (*loaded, *decoded):
                 done.result()
             window = following
 
-    return _read_ahead(lambda pool: (gathered if source.store.in_memory() else from_windows)(pool), buffers.ahead,
-                       own_size)
+    return _read_ahead(
+        lambda pool: (gathered if source.store.in_memory() else from_windows)(pool),
+        buffers.ahead,
+        own_size,
+    )
 
 
 def numbers_shuffled(deal: Deal, batch_size: int, row_bytes: int) -> Iterator[np.ndarray]:
     """The numbers within the store, (B,), of the rows of each batch that `shuffled` yields."""
     with ThreadPoolExecutor(1) as pool:
         for leaving in _leaving(deal, batch_size, max(1, RUN_BYTES // row_bytes), pool):
-            yield from (leaving[begin : begin + batch_size] for begin in range(0, len(leaving), batch_size))
+            yield from (
+                leaving[begin : begin + batch_size] for begin in range(0, len(leaving), batch_size)
+            )
 
 
-def _leaving(deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
+def _leaving(
+    deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor
+) -> Iterator[np.ndarray]:
     """The rows of each window in the order in which they leave, (R,) numbers; dealt ahead. Rows that do not fill a
     batch leave with the next window. Runs of `run` rows within a batch are sorted, to be read forward."""
     dealt = deque(pool.submit(deal.window, number) for number in range(min(2, deal.windows)))
     rest = np.empty(0, np.int64)
     for number in range(deal.windows):
         rows = np.concatenate([rest, dealt.popleft().result()])
-        dealt.extend(pool.submit(deal.window, later) for later in range(number + 2, deal.windows)[:1])
+        dealt.extend(
+            pool.submit(deal.window, later) for later in range(number + 2, deal.windows)[:1]
+        )
         whole = len(rows) - (len(rows) % batch_size if number + 1 < deal.windows else 0)
         rows, rest = rows[:whole], rows[whole:]
         for batch in range(0, whole, batch_size):
@@ -182,7 +218,9 @@ def _gatherer(store: Chunks) -> Callable[[np.ndarray, np.ndarray], None]:
 
     def gather(rows: np.ndarray, out: np.ndarray) -> None:
         places = firsts[np.searchsorted(starts, rows, side="right") - 1] + rows * (size // step)
-        torch.index_select(memory, 0, torch.from_numpy(places), out=torch.from_numpy(out.view(np.uint8)))
+        torch.index_select(
+            memory, 0, torch.from_numpy(places), out=torch.from_numpy(out.view(np.uint8))
+        )
 
     return gather
 
@@ -190,7 +228,9 @@ def _gatherer(store: Chunks) -> Callable[[np.ndarray, np.ndarray], None]:
 def _loads(source: Source, leaving: np.ndarray, out: np.ndarray) -> list[Callable[[], None]]:
     """Tasks that copy rows, (R,) numbers, into out, (R, D), in any order; each reads forward."""
     order = np.argsort(leaving)
-    whole = np.dtype((np.void, source.store.meta.row_bytes))  # NumPy copies a row faster as one value
+    whole = np.dtype(
+        (np.void, source.store.meta.row_bytes)
+    )  # NumPy copies a row faster as one value
     targets = out.view(whole)[:, 0]
 
     def load(part: np.ndarray) -> None:
@@ -219,9 +259,17 @@ def _decode(rows: np.ndarray, out: np.ndarray) -> None:
     torch.from_numpy(out).copy_(torch.from_numpy(bits).view(kind))
 
 
-def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, kind: str) -> np.ndarray:
+def _at(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, kind: str
+) -> np.ndarray:
     """The memory at an address as an array that PyTorch takes; the caller keeps that memory."""
-    interface = {"version": 3, "data": (address, False), "shape": shape, "strides": strides, "typestr": kind}
+    interface = {
+        "version": 3,
+        "data": (address, False),
+        "shape": shape,
+        "strides": strides,
+        "typestr": kind,
+    }
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
@@ -233,23 +281,38 @@ class _Buffers:
         batch_bytes = row_bytes * batch_size
         self.rows = batch_size * max(1, BLOCK_BYTES // batch_bytes)
         self.ahead = max(1, min(READERS + 2, AHEAD_BYTES // (self.rows * row_bytes)))
-        self._part = self.rows if batch_bytes <= BLOCK_BYTES else run * -(-self.rows // (READERS * run))
+        self._part = (
+            self.rows if batch_bytes <= BLOCK_BYTES else run * -(-self.rows // (READERS * run))
+        )
         shape = (min(self.rows, total), source.store.d_in)
         # One more than are being filled: the one that the consumer holds.
         self._blocks = [np.empty(shape, source.dtype) for _ in range(self.ahead + 1)]
         self._turn = 0
 
-    def fill(self, pool: ThreadPoolExecutor, fill: Callable[[int, int, np.ndarray], None], begin: int,
-             end: int) -> Buffer:
+    def fill(
+        self,
+        pool: ThreadPoolExecutor,
+        fill: Callable[[int, int, np.ndarray], None],
+        begin: int,
+        end: int,
+    ) -> Buffer:
         """Have `fill` write rows `begin` to `end` into the next block."""
         self._turn += 1
         out = self._blocks[self._turn % len(self._blocks)][: end - begin]
-        return [pool.submit(fill, part, min(part + self._part, end), out[part - begin : part - begin + self._part])
-                for part in range(begin, end, self._part)], out
+        return [
+            pool.submit(
+                fill,
+                part,
+                min(part + self._part, end),
+                out[part - begin : part - begin + self._part],
+            )
+            for part in range(begin, end, self._part)
+        ], out
 
 
-def _read_ahead(blocks: Callable[[ThreadPoolExecutor], Iterator[Buffer]], ahead: int,
-                batch_size: int) -> Iterator[np.ndarray]:
+def _read_ahead(
+    blocks: Callable[[ThreadPoolExecutor], Iterator[Buffer]], ahead: int, batch_size: int
+) -> Iterator[np.ndarray]:
     """Yield blocks batch by batch, with `ahead` of them being filled; a task's error is raised here."""
     import torch
 

@@ -24,7 +24,9 @@ class StoredType:
     limit: float  # largest float32 that stays finite in this type
     # (float32 array within the limit, storage array to fill); rounds to nearest even.
     encode: Callable[[np.ndarray, np.ndarray], None]
-    decode: Callable[[np.ndarray, np.ndarray], None]  # (finite storage array, float32 array to fill), contiguous
+    decode: Callable[
+        [np.ndarray, np.ndarray], None
+    ]  # (finite storage array, float32 array to fill), contiguous
 
     @property
     def hdf5(self) -> "h5py.h5t.TypeID":
@@ -34,7 +36,9 @@ class StoredType:
         if self.name != "bfloat16":
             return h5py.h5t.py_create(self.storage)
         bfloat16 = h5py.h5t.IEEE_F32LE.copy()
-        bfloat16.set_fields(15, 7, 8, 0, 7)  # sign bit; exponent's position and size; mantissa's position and size
+        bfloat16.set_fields(
+            15, 7, 8, 0, 7
+        )  # sign bit; exponent's position and size; mantissa's position and size
         bfloat16.set_size(2)
         bfloat16.set_ebias(127)
         return bfloat16
@@ -59,7 +63,9 @@ class StoredType:
         _in_pieces(self.decode, source, out)
 
 
-def _in_pieces(convert: Callable[[np.ndarray, np.ndarray], None], source: np.ndarray, out: np.ndarray) -> None:
+def _in_pieces(
+    convert: Callable[[np.ndarray, np.ndarray], None], source: np.ndarray, out: np.ndarray
+) -> None:
     """Convert piece by piece, so that the passes over each piece stay in a core's cache."""
     piece = max(1, PIECE_BYTES // max(1, source[:1].nbytes))
     for start in range(0, len(source), piece):
@@ -97,12 +103,24 @@ def _convert(source: np.ndarray, out: np.ndarray) -> None:
 
 
 DTYPES: dict[str, StoredType] = {
-    "float32": StoredType("float32", np.dtype("<f4"), float(np.finfo(np.float32).max), _convert, _convert),
+    "float32": StoredType(
+        "float32", np.dtype("<f4"), float(np.finfo(np.float32).max), _convert, _convert
+    ),
     # 65520 lies half-way between the largest float16, 65504, and 65536, which would be the next.
-    "float16": StoredType("float16", np.dtype("<f2"), float(np.nextafter(np.float32(65520), np.float32(0))),
-                          _convert, _decode_float16),
-    "bfloat16": StoredType("bfloat16", np.dtype("<u2"), float(np.uint32(0x7F7F7FFF).view(np.float32)),
-                           _encode_bfloat16, _decode_bfloat16),
+    "float16": StoredType(
+        "float16",
+        np.dtype("<f2"),
+        float(np.nextafter(np.float32(65520), np.float32(0))),
+        _convert,
+        _decode_float16,
+    ),
+    "bfloat16": StoredType(
+        "bfloat16",
+        np.dtype("<u2"),
+        float(np.uint32(0x7F7F7FFF).view(np.float32)),
+        _encode_bfloat16,
+        _decode_bfloat16,
+    ),
 }
 
 CODES = "codes"  # the group of a shard that holds true codes, of the non-zeros in CSR form
@@ -134,7 +152,11 @@ class Norms:
 
     def __add__(self, other: "Norms") -> "Norms":
         rows = self.rows + other.rows
-        return Norms(rows, self.mean + (other.mean - self.mean) * (other.rows / rows), max(self.max, other.max))
+        return Norms(
+            rows,
+            self.mean + (other.mean - self.mean) * (other.rows / rows),
+            max(self.max, other.max),
+        )
 
 
 @dataclass(frozen=True)
@@ -147,8 +169,14 @@ class Dropped:
     @classmethod
     def of(cls, norms: Mapping[str, np.ndarray]) -> Self:
         """Count rows by their norms, (R,) for each reason; NaN or infinity for a row without one."""
-        return cls({reason: len(values) for reason, values in norms.items() if len(values)},
-                   {reason: Norms.of(values) for reason, values in norms.items() if np.isfinite(values).any()})
+        return cls(
+            {reason: len(values) for reason, values in norms.items() if len(values)},
+            {
+                reason: Norms.of(values)
+                for reason, values in norms.items()
+                if np.isfinite(values).any()
+            },
+        )
 
     def __add__(self, other: "Dropped") -> "Dropped":
         norms = dict(self.norms)
@@ -209,8 +237,11 @@ class Spread:
         """
         rows, shift = self.rows + other.rows, other.mean - self.mean
         weight = other.rows / rows
-        return type(self)(rows, self.mean + shift * weight,
-                          self.scatter + other.scatter + shift * shift * (self.rows * weight))
+        return type(self)(
+            rows,
+            self.mean + shift * weight,
+            self.scatter + other.scatter + shift * shift * (self.rows * weight),
+        )
 
     def __sub__(self, part: "Spread") -> Self:
         """The rows outside `part`; a scatter much smaller than the whole's keeps few digits."""
@@ -235,7 +266,11 @@ class Statistics:
         return cls(Spread.of(rows), Norms.of(norms), np.bincount(bins, minlength=BINS))
 
     def __add__(self, other: "Statistics") -> Self:
-        return type(self)(self.spread + other.spread, self.norms + other.norms, self.norm_counts + other.norm_counts)
+        return type(self)(
+            self.spread + other.spread,
+            self.norms + other.norms,
+            self.norm_counts + other.norm_counts,
+        )
 
     def norm_quantile(self, fraction: float) -> float:
         """The quantile of the norms, fraction in (0, 1], to a relative `QUANTILE_ERROR`."""
@@ -249,5 +284,9 @@ def norm_fields(statistics: Statistics | None) -> dict[str, Any]:
     """The fields of `store.json` on the norms of the rows stored, if any."""
     if statistics is None:
         return {}
-    return {"norms": statistics.norms,
-            "norm_quantiles": {f"{fraction:g}": statistics.norm_quantile(fraction) for fraction in QUANTILES}}
+    return {
+        "norms": statistics.norms,
+        "norm_quantiles": {
+            f"{fraction:g}": statistics.norm_quantile(fraction) for fraction in QUANTILES
+        },
+    }

@@ -32,12 +32,19 @@ RANK = 25
 FEATURES_PER_ROOT, BRANCHES, DEPTH = 32, 4, 2  # so that 21 of 32 features are in a tree
 MEAN, STD_MEAN, STD_STD = 1.0, 0.2, 0.1
 BIAS_NORM = 1.0
-TIGHT, STEPS = 1e-6, 500  # to a tight frame: largest change of an entry in the last step, and steps at most
+TIGHT, STEPS = (
+    1e-6,
+    500,
+)  # to a tight frame: largest change of an entry in the last step, and steps at most
 DIRECTIONS, CORRELATIONS, MAGNITUDES = 1, 2, 3  # streams of random numbers
 
 
 SYNTHETIC = "synthetic"  # what stands for a world made of options
-CONFIG, WEIGHTS, HIERARCHY = "synthetic_model_config.json", "synthetic_model.safetensors", "hierarchy.json"
+CONFIG, WEIGHTS, HIERARCHY = (
+    "synthetic_model_config.json",
+    "synthetic_model.safetensors",
+    "hierarchy.json",
+)
 STD_STREAM, MEAN_STREAM = 1, 2  # what SAELens adds to the seed
 
 
@@ -57,13 +64,19 @@ class World:
 
     directions: np.ndarray  # d, (G, D), float32, as all to `factor`
     bias: np.ndarray  # (D,)
-    firing_probabilities: np.ndarray  # of each feature, (G,); in a world that SAELens saved, as recorded
-    own_probabilities: np.ndarray  # the same if its parent always fired and no sibling excluded it, (G,)
+    firing_probabilities: (
+        np.ndarray
+    )  # of each feature, (G,); in a world that SAELens saved, as recorded
+    own_probabilities: (
+        np.ndarray
+    )  # the same if its parent always fired and no sibling excluded it, (G,)
     mean: np.ndarray  # of each feature's magnitude before it is cut at 0, (G,)
     std: np.ndarray
     factor: np.ndarray  # loadings of the shared Gaussians, (G, R)
     parents: np.ndarray  # the feature without which each does not fire, (G,), int32; -1 for none
-    groups: np.ndarray  # number of the set of siblings that exclude each other, (G,), int32; -1 for none
+    groups: (
+        np.ndarray
+    )  # number of the set of siblings that exclude each other, (G,), int32; -1 for none
     scaled: np.ndarray  # whether a feature's magnitude is multiplied by its parent's over its parent's mean, (G,), bool
 
     @property
@@ -98,14 +111,20 @@ class World:
         gaussians = random.standard_normal((self.block_rows, self.features), np.float32)
         if self.factor.shape[1]:
             shared = random.standard_normal((self.block_rows, self.factor.shape[1]), np.float32)
-            gaussians *= np.sqrt(1 - np.square(self.factor, dtype=np.float64).sum(1)).astype(np.float32)
+            gaussians *= np.sqrt(1 - np.square(self.factor, dtype=np.float64).sum(1)).astype(
+                np.float32
+            )
             gaussians += shared @ self.factor.T
         fires = gaussians > -ndtri(self.own_probabilities.astype(np.float64)).astype(np.float32)
-        for level in self.levels:  # before magnitudes are drawn: of most children the parent does not fire
+        for (
+            level
+        ) in self.levels:  # before magnitudes are drawn: of most children the parent does not fire
             below = np.flatnonzero(level & (self.parents >= 0))
             fires[:, below] &= fires[:, self.parents[below]]
         rows, features = fires.nonzero()
-        magnitudes = self.mean[features] + self.std[features] * random.standard_normal(len(features), np.float32)
+        magnitudes = self.mean[features] + self.std[features] * random.standard_normal(
+            len(features), np.float32
+        )
         values = gaussians  # its memory, for magnitudes by row and feature
         values.fill(0)
         values[rows, features] = magnitudes.clip(0)
@@ -114,13 +133,21 @@ class World:
             self._gate(values, rows[at], features[at], random)
         values = values[rows, features]
         kept = values > 0
-        return csr_array((values[kept], (rows[kept], features[kept])), shape=(self.block_rows, self.features))
+        return csr_array(
+            (values[kept], (rows[kept], features[kept])), shape=(self.block_rows, self.features)
+        )
 
     def rows(self, codes: csr_array) -> np.ndarray:
         """`codes directions + bias`, (R, D) float32."""
         return codes @ self.directions + self.bias
 
-    def _gate(self, values: np.ndarray, rows: np.ndarray, features: np.ndarray, random: np.random.Generator) -> None:
+    def _gate(
+        self,
+        values: np.ndarray,
+        rows: np.ndarray,
+        features: np.ndarray,
+        random: np.random.Generator,
+    ) -> None:
         """Silence those of a level's entries, (n,), whose parent is silent or that lost to a sibling."""
         above = self.parents[features]
         parents = np.where(above >= 0, values[rows, above], 1)
@@ -132,12 +159,19 @@ class World:
         order = np.lexsort((lots, self.groups[features], rows))
         rows, features = rows[order], features[order]
         groups = self.groups[features]
-        lost = (rows[1:] == rows[:-1]) & (groups[1:] == groups[:-1])  # all but the last, which drew the largest lot
+        lost = (rows[1:] == rows[:-1]) & (
+            groups[1:] == groups[:-1]
+        )  # all but the last, which drew the largest lot
         values[rows[:-1][lost], features[:-1][lost]] = 0
 
     def to_bytes(self) -> bytes:
         """The contents of `world.safetensors`, equal for equal worlds."""
-        return save({one.name: np.ascontiguousarray(getattr(self, one.name)) for one in dataclasses.fields(self)})
+        return save(
+            {
+                one.name: np.ascontiguousarray(getattr(self, one.name))
+                for one in dataclasses.fields(self)
+            }
+        )
 
     @classmethod
     def of_store(cls, store: ActivationStore) -> Self:
@@ -157,11 +191,21 @@ def world_of(config: SyntheticConfig) -> World:
     bias *= BIAS_NORM / np.linalg.norm(bias)
     random = np.random.default_rng((config.seed, MAGNITUDES))
     std = np.abs(random.normal(STD_MEAN, STD_STD, config.features))
-    columns = {"firing_probabilities": firing, "own_probabilities": own, "mean": np.full(config.features, MEAN),
-               "std": std, "directions": directions, "bias": bias, "factor": _factor(config, parents)}
-    return World(**{name: column.astype(np.float32) for name, column in columns.items()},
-                 parents=parents.astype(np.int32), groups=np.full(config.features, -1, np.int32),
-                 scaled=np.zeros(config.features, bool))
+    columns = {
+        "firing_probabilities": firing,
+        "own_probabilities": own,
+        "mean": np.full(config.features, MEAN),
+        "std": std,
+        "directions": directions,
+        "bias": bias,
+        "factor": _factor(config, parents),
+    }
+    return World(
+        **{name: column.astype(np.float32) for name, column in columns.items()},
+        parents=parents.astype(np.int32),
+        groups=np.full(config.features, -1, np.int32),
+        scaled=np.zeros(config.features, bool),
+    )
 
 
 def _factor(config: SyntheticConfig, parents: np.ndarray) -> np.ndarray:
@@ -171,7 +215,9 @@ def _factor(config: SyntheticConfig, parents: np.ndarray) -> np.ndarray:
     """
     if not config.correlation:
         return np.empty((config.features, 0))
-    factor = np.random.default_rng((config.seed, CORRELATIONS)).standard_normal((config.features, RANK))
+    factor = np.random.default_rng((config.seed, CORRELATIONS)).standard_normal(
+        (config.features, RANK)
+    )
     depth = (parents >= 0).astype(int) + (parents[parents] >= 0) * (parents >= 0)
     for level in range(1, DEPTH + 1):
         at = np.flatnonzero(depth == level)
@@ -187,8 +233,10 @@ def zipfian(features: int, exponent: float, l0: float) -> np.ndarray:
     """Firing probabilities `min(0.4, c / i^s)`, i = 1 to G, with c such that they sum to l0."""
     most = MOST_OFTEN * features
     if l0 > most:
-        raise ConfigError(f"--l0 must be at most {MOST_OFTEN:g} times --features, {most:g}, got {l0:g}; lower --l0 or "
-                          "raise --features")
+        raise ConfigError(
+            f"--l0 must be at most {MOST_OFTEN:g} times --features, {most:g}, got {l0:g}; lower --l0 or "
+            "raise --features"
+        )
     shape = np.arange(1, features + 1, dtype=np.float64) ** -exponent
     # With the first m at their most, c is what is left over the others' sum; m is right where it cuts none of them.
     rest = shape[::-1].cumsum()[::-1]
@@ -266,12 +314,18 @@ def is_saved_world(source: str | Path) -> bool:
 def folder_of(source: str | Path) -> Path:
     """The folder of a saved world; `synthetic` as it is."""
     path = Path(source)
-    return path.resolve().parent if path.is_file() else path if source == SYNTHETIC else path.resolve()
+    return (
+        path.resolve().parent if path.is_file() else path if source == SYNTHETIC else path.resolve()
+    )
 
 
 def world_files(source: str | Path) -> list[Path]:
     folder = folder_of(source)
-    return [folder / name for name in (CONFIG, WEIGHTS, HIERARCHY) if name != HIERARCHY or (folder / name).exists()]
+    return [
+        folder / name
+        for name in (CONFIG, WEIGHTS, HIERARCHY)
+        if name != HIERARCHY or (folder / name).exists()
+    ]
 
 
 def read_saelens(source: str | Path, seed: int) -> World:
@@ -282,20 +336,40 @@ def read_saelens(source: str | Path, seed: int) -> World:
     folder = folder_of(source)
     try:
         config = read_json(folder / CONFIG, _Config)
-        hierarchy = read_json(folder / HIERARCHY, _Hierarchy) if (folder / HIERARCHY).exists() else _Hierarchy([])
+        hierarchy = (
+            read_json(folder / HIERARCHY, _Hierarchy)
+            if (folder / HIERARCHY).exists()
+            else _Hierarchy([])
+        )
         arrays = _weights(folder / WEIGHTS, config)
         parents, groups, scaled = _structure(hierarchy, config.num_features)
         base = seed if config.seed is None else config.seed
-        magnitudes = {name: _magnitudes(given, config.num_features, base + stream) for name, given, stream in (
-            ("mean", config.mean_firing_magnitudes, MEAN_STREAM), ("std", config.std_firing_magnitudes, STD_STREAM))}
+        magnitudes = {
+            name: _magnitudes(given, config.num_features, base + stream)
+            for name, given, stream in (
+                ("mean", config.mean_firing_magnitudes, MEAN_STREAM),
+                ("std", config.std_firing_magnitudes, STD_STREAM),
+            )
+        }
     except FormatError:
         raise
     except (OSError, ValueError) as error:
-        raise FormatError(f"cannot read the world in {folder}: {getattr(error, 'strerror', None) or error}; save it "
-                          "again with SAELens") from error
+        raise FormatError(
+            f"cannot read the world in {folder}: {getattr(error, 'strerror', None) or error}; save it "
+            "again with SAELens"
+        ) from error
     probabilities = arrays["firing_probabilities"]
-    return World(arrays["feature_vectors"], arrays["bias"], probabilities, probabilities, **magnitudes,
-                 factor=arrays["correlation_factor"], parents=parents, groups=groups, scaled=scaled)
+    return World(
+        arrays["feature_vectors"],
+        arrays["bias"],
+        probabilities,
+        probabilities,
+        **magnitudes,
+        factor=arrays["correlation_factor"],
+        parents=parents,
+        groups=groups,
+        scaled=scaled,
+    )
 
 
 def _weights(path: Path, config: _Config) -> dict[str, np.ndarray]:
@@ -307,7 +381,11 @@ def _weights(path: Path, config: _Config) -> dict[str, np.ndarray]:
     except SafetensorError as error:
         raise ValueError(f"{path.name} is damaged: {error}") from error
     features, d_in = config.num_features, config.hidden_dim
-    shapes = {"feature_vectors": (features, d_in), "bias": (d_in,), "firing_probabilities": (features,)}
+    shapes = {
+        "feature_vectors": (features, d_in),
+        "bias": (d_in,),
+        "firing_probabilities": (features,),
+    }
     if "correlation_factor" in tensors:
         shapes["correlation_factor"] = (features, tensors["correlation_factor"].shape[-1])
     found = {"correlation_factor": np.empty((features, 0), np.float32)}
@@ -321,7 +399,9 @@ def _weights(path: Path, config: _Config) -> dict[str, np.ndarray]:
     if not ((found["firing_probabilities"] >= 0) & (found["firing_probabilities"] <= 1)).all():
         raise ValueError(f"expected firing_probabilities from 0 to 1 in {path.name}, got others")
     if (np.square(found["correlation_factor"]).sum(1) > 1).any():
-        raise ValueError(f"expected rows of correlation_factor of norm 1 at most in {path.name}, got longer ones")
+        raise ValueError(
+            f"expected rows of correlation_factor of norm 1 at most in {path.name}, got longer ones"
+        )
     return found
 
 
@@ -336,13 +416,20 @@ def _structure(hierarchy: _Hierarchy, features: int) -> tuple[np.ndarray, np.nda
         own = node.feature_index
         if own is not None:
             if not 0 <= own < features or seen[own]:
-                raise ValueError(f"expected each feature of {HIERARCHY} once, from 0 to {features - 1}, got {own}")
+                raise ValueError(
+                    f"expected each feature of {HIERARCHY} once, from 0 to {features - 1}, got {own}"
+                )
             seen[own] = True
             parents[own], groups[own], scaled[own] = parent, group, scale
             parent = own
-        exclusive = node.mutually_exclusive_children and sum(c.feature_index is not None for c in node.children) > 1
-        waiting += [(child, parent, count if exclusive else -1, node.scale_children_by_parent)
-                    for child in node.children]
+        exclusive = (
+            node.mutually_exclusive_children
+            and sum(c.feature_index is not None for c in node.children) > 1
+        )
+        waiting += [
+            (child, parent, count if exclusive else -1, node.scale_children_by_parent)
+            for child in node.children
+        ]
         count += exclusive
     return parents, groups, scaled
 
@@ -358,7 +445,9 @@ def _magnitudes(given: float | dict[str, Any], features: int, seed: int) -> np.n
     steps = np.linspace(0, 1, features) if features > 1 else np.zeros(1)
     if kind in ("linear", "exponential") and not {"start", "end"} - rule.keys():
         start, end = float(rule["start"]), float(rule["end"])
-        found = start + (end - start) * steps if kind == "linear" else start * (end / start) ** steps
+        found = (
+            start + (end - start) * steps if kind == "linear" else start * (end / start) ** steps
+        )
         return found.astype(np.float32)
     if kind == "folded_normal":
         import torch  # whose random numbers they are
@@ -366,4 +455,6 @@ def _magnitudes(given: float | dict[str, Any], features: int, seed: int) -> np.n
         drawn = torch.randn(features, generator=torch.Generator().manual_seed(seed)).numpy()
         found = np.abs(rule.get("mean", 0.0) + drawn * rule.get("std", 0.1)).astype(np.float32)
         return found.clip(rule.get("min_value"), rule.get("max_value"))
-    raise ValueError(f"expected magnitudes that are constant, linear, exponential or folded_normal, got {kind!r:.40}")
+    raise ValueError(
+        f"expected magnitudes that are constant, linear, exponential or folded_normal, got {kind!r:.40}"
+    )

@@ -23,7 +23,17 @@ import numpy as np
 from ..base.errors import StoreError
 from ..base.files import LOCK, flush_to_disk, lock_folder, make_folder
 from ..base.home import STORE_MARKER
-from .schema import SHARDS, WORLD_FILE, RankShards, Resume, ShardRecord, StoreMeta, read_meta, shard_name, write_meta
+from .schema import (
+    SHARDS,
+    WORLD_FILE,
+    RankShards,
+    Resume,
+    ShardRecord,
+    StoreMeta,
+    read_meta,
+    shard_name,
+    write_meta,
+)
 from .shard import stored_statistics
 from .shard_writer import Admission, Columns, ShardWriter
 from .values import DTYPES, Dropped, norm_fields
@@ -56,7 +66,9 @@ class ClaimedStore:
     def _reporting(self) -> Iterator[None]:
         """Turn a failed write into a StoreError, after which nothing more is written."""
         if self._failed:
-            raise StoreError(f"cannot write to {self.path}: an earlier write failed; open it again to go on")
+            raise StoreError(
+                f"cannot write to {self.path}: an earlier write failed; open it again to go on"
+            )
         try:
             yield
         except OSError as error:
@@ -86,7 +98,9 @@ class StoreWriter(ClaimedStore):
         self._limit = limit
         self._statistics = None if meta.complete else stored_statistics(path, meta)
         self._shard: ShardWriter | None = None
-        self._resume = meta.shards[-1].resume if meta.shards else None  # until the first block has come again
+        self._resume = (
+            meta.shards[-1].resume if meta.shards else None
+        )  # until the first block has come again
         self._last: Resume | None = None  # where the last row stored came from
         self._ended = Dropped()  # in blocks that ended since the last shard
         self._current = Dropped()  # in the latest block
@@ -124,14 +138,22 @@ class StoreWriter(ClaimedStore):
     @property
     def full(self) -> bool:
         """Whether no more rows are needed; never before the block at `cursor` has come again."""
-        return self.complete or (self._limit is not None and self._resume is None and self.rows >= self._limit)
+        return self.complete or (
+            self._limit is not None and self._resume is None and self.rows >= self._limit
+        )
 
     @property
     def complete(self) -> bool:
         return self.meta.complete
 
-    def append(self, activations: np.ndarray, columns: Columns, cursor: dict[str, Any],
-               dropped: Mapping[str, np.ndarray] | None = None, verdict: np.ndarray | None = None) -> None:
+    def append(
+        self,
+        activations: np.ndarray,
+        columns: Columns,
+        cursor: dict[str, Any],
+        dropped: Mapping[str, np.ndarray] | None = None,
+        verdict: np.ndarray | None = None,
+    ) -> None:
         """Append one block, without the rows that `Admission` drops.
 
         Args:
@@ -144,8 +166,10 @@ class StoreWriter(ClaimedStore):
             StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
         """
         if self.complete:
-            raise StoreError(f"{self.path} is complete, with {self.rows} rows; expected one to go on with; choose "
-                             "another --name, or remove that store")
+            raise StoreError(
+                f"{self.path} is complete, with {self.rows} rows; expected one to go on with; choose "
+                "another --name, or remove that store"
+            )
         rows, columns, left_out = self.admission(activations, columns, dropped or {}, verdict)
         stored = DTYPES[self.meta.dtype]
         cursor = json.loads(json.dumps(cursor))
@@ -161,12 +185,17 @@ class StoreWriter(ClaimedStore):
         with self._reporting():
             while begin < end:
                 if self._shard is None:
-                    self._shard = ShardWriter(self.path / SHARDS / shard_name(len(self.meta.shards)), self.meta)
+                    self._shard = ShardWriter(
+                        self.path / SHARDS / shard_name(len(self.meta.shards)), self.meta
+                    )
                 stop = min(end, begin + self.meta.shard_rows - self._shard.rows)
                 part = rows[begin:stop]
                 self._shard.append(
-                    part if part.dtype == stored.storage else stored.encode_rows(np.ascontiguousarray(part)),
-                    {name: columns[name][begin:stop] for name in self.meta.row_values})
+                    part
+                    if part.dtype == stored.storage
+                    else stored.encode_rows(np.ascontiguousarray(part)),
+                    {name: columns[name][begin:stop] for name in self.meta.row_values},
+                )
                 self._last = Resume(cursor, stop)
                 if self._shard.rows == self.meta.shard_rows:
                     self._record()
@@ -188,7 +217,11 @@ class StoreWriter(ClaimedStore):
     def _record(self, complete: bool = False) -> None:
         """Commit the shard, if any, and record it in `store.json`, the last together with the store's completion: else
         resuming after a short shard would count its dropped rows twice."""
-        shards, sources, control = self.meta.shards, dict(self.meta.sources), dict(self.meta.control_tokens)
+        shards, sources, control = (
+            self.meta.shards,
+            dict(self.meta.sources),
+            dict(self.meta.control_tokens),
+        )
         if self._shard:
             assert self._last is not None
             for number, name in enumerate(sources):
@@ -199,22 +232,39 @@ class StoreWriter(ClaimedStore):
             found = self._shard.statistics
             assert found is not None
             self._statistics = found if self._statistics is None else self._statistics + found
-            shards += (ShardRecord(self._shard.path.name, self._shard.rows, digest, dict(self._ended.counts),
-                                   self._last, dict(self._ended.norms), frame),)
+            shards += (
+                ShardRecord(
+                    self._shard.path.name,
+                    self._shard.rows,
+                    digest,
+                    dict(self._ended.counts),
+                    self._last,
+                    dict(self._ended.norms),
+                    frame,
+                ),
+            )
         dropped = Dropped(self.meta.dropped, self.meta.dropped_norms) + self._ended
         meta = replace(
-            self.meta, complete=complete, shards=shards, dropped=dict(dropped.counts),
-            dropped_norms=dict(dropped.norms), median_norm=self.admission.median, sources=sources,
+            self.meta,
+            complete=complete,
+            shards=shards,
+            dropped=dict(dropped.counts),
+            dropped_norms=dict(dropped.norms),
+            median_norm=self.admission.median,
+            sources=sources,
             control_tokens={name: rows for name, rows in control.items() if rows or not complete},
-            **norm_fields(self._statistics))
+            **norm_fields(self._statistics),
+        )
         write_meta(self.path, meta)
         self.meta, self._shard, self._ended = meta, None, Dropped()
 
     def _differs(self, got: str) -> StoreError:
         assert self._resume is not None
-        return StoreError(f"cannot go on with {self.path}: expected {self._resume.skip} rows or more at "
-                          f"{self._resume.cursor}, got {got}; the source has changed, so remove the store and make it "
-                          "again")
+        return StoreError(
+            f"cannot go on with {self.path}: expected {self._resume.skip} rows or more at "
+            f"{self._resume.cursor}, got {got}; the source has changed, so remove the store and make it "
+            "again"
+        )
 
 
 def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
@@ -222,23 +272,31 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
     try:
         lock = lock_folder(path)  # the system releases it if the process dies
     except BlockingIOError as error:
-        raise StoreError(f"cannot write to {path}: another process is writing it; wait for that one, or choose "
-                         "another --name") from error
+        raise StoreError(
+            f"cannot write to {path}: another process is writing it; wait for that one, or choose "
+            "another --name"
+        ) from error
     except OSError as error:
         raise refused(path, 0, error) from error
     try:
         if not (path / STORE_MARKER).exists():
-            if foreign := [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]:
-                raise StoreError(f"cannot make a store in {path}: expected an empty folder, got one that holds "
-                                 f"{foreign[0]}; choose another --name")
+            if foreign := [
+                entry.name for entry in path.iterdir() if not entry.name.startswith(".")
+            ]:
+                raise StoreError(
+                    f"cannot make a store in {path}: expected an empty folder, got one that holds "
+                    f"{foreign[0]}; choose another --name"
+                )
             write_meta(path, meta)
             return lock, meta
         there = read_meta(path)
         wanted, got = meta.request(), there.request()
         if wanted != got:
             name = next(n for n in {**wanted, **got} if wanted.get(n) != got.get(n))
-            raise StoreError(f"{path} holds something else: expected {name} {wanted.get(name)}, got {got.get(name)}; "
-                             "choose another --name, or remove that store")
+            raise StoreError(
+                f"{path} holds something else: expected {name} {wanted.get(name)}, got {got.get(name)}; "
+                "choose another --name, or remove that store"
+            )
         return lock, there
     except BaseException as error:
         if not (path / STORE_MARKER).exists():
@@ -270,15 +328,23 @@ def remove_empty(path: Path) -> None:
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
     """The error for a source without a row to store; `left_out` counts rows by reason."""
     counts = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-    return StoreError(f"there are no rows to store in {path}; expected at least one, got none "
-                      f"(dropped: {counts or 'none'}); give more or other data")
+    return StoreError(
+        f"there are no rows to store in {path}; expected at least one, got none "
+        f"(dropped: {counts or 'none'}); give more or other data"
+    )
 
 
 def other_number(path: Path, expected: int, got: int) -> StoreError:
     """The error for resuming a store with another number of processes than began it."""
-    command = f"`torchrun --nproc-per-node {expected}`" if expected > 1 else "one process, without torchrun"
-    return StoreError(f"cannot go on with {path}: expected the number of processes that began it, {expected}, got "
-                      f"{got}; run the command with {command}, or remove that store")
+    command = (
+        f"`torchrun --nproc-per-node {expected}`"
+        if expected > 1
+        else "one process, without torchrun"
+    )
+    return StoreError(
+        f"cannot go on with {path}: expected the number of processes that began it, {expected}, got "
+        f"{got}; run the command with {command}, or remove that store"
+    )
 
 
 def refused(path: Path, rows: int, error: OSError) -> StoreError:
@@ -286,9 +352,15 @@ def refused(path: Path, rows: int, error: OSError) -> StoreError:
     if isinstance(error, StoreError):
         return error
     reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
-    remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "fix that"
-    return StoreError(f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
-                      f"which goes on after the {rows} rows that are safe")
+    remedy = (
+        "free some space"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        else "fix that"
+    )
+    return StoreError(
+        f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
+        f"which goes on after the {rows} rows that are safe"
+    )
 
 
 def rank_folder(store: Path, rank: int) -> Path:
@@ -341,12 +413,16 @@ class RankedStore(ClaimedStore):
         if not any(rows):
             raise no_rows(self.path, {})
         with self._reporting():
-            self._write(replace(self.meta, ranks=tuple(map(RankShards, rows)), median_norm=median_norm))
+            self._write(
+                replace(self.meta, ranks=tuple(map(RankShards, rows)), median_norm=median_norm)
+            )
 
     def join(self) -> None:
         """Join the ranks' stores, all complete, into one; StoreError if the disk refuses it."""
-        parts = [read_meta(folder) if (folder / STORE_MARKER).exists() else None
-                 for folder in (rank_folder(self.path, rank) for rank in range(len(self.meta.ranks)))]
+        parts = [
+            read_meta(folder) if (folder / STORE_MARKER).exists() else None
+            for folder in (rank_folder(self.path, rank) for rank in range(len(self.meta.ranks)))
+        ]
         shards: list[ShardRecord] = []
         dropped = Dropped()
         with self._reporting():
@@ -360,13 +436,27 @@ class RankedStore(ClaimedStore):
                     shards.append(joined)
                 dropped += Dropped(part.dropped, part.dropped_norms) if part else Dropped()
             flush_to_disk(self.path / SHARDS)
-            ranks = tuple(RankShards(noted.rows, len(part.shards) if part else 0)
-                          for noted, part in zip(self.meta.ranks, parts, strict=True))
-            meta = replace(self.meta, complete=True, shards=tuple(shards), ranks=ranks, dropped=dict(dropped.counts),
-                           dropped_norms=dict(dropped.norms), sources={
-                               name: sum(part.sources[name] for part in parts if part) for name in self.meta.sources},
-                           control_tokens={name: rows for name in self.meta.control_tokens if (rows := sum(
-                               part.control_tokens.get(name, 0) for part in parts if part))})
+            ranks = tuple(
+                RankShards(noted.rows, len(part.shards) if part else 0)
+                for noted, part in zip(self.meta.ranks, parts, strict=True)
+            )
+            meta = replace(
+                self.meta,
+                complete=True,
+                shards=tuple(shards),
+                ranks=ranks,
+                dropped=dict(dropped.counts),
+                dropped_norms=dict(dropped.norms),
+                sources={
+                    name: sum(part.sources[name] for part in parts if part)
+                    for name in self.meta.sources
+                },
+                control_tokens={
+                    name: rows
+                    for name in self.meta.control_tokens
+                    if (rows := sum(part.control_tokens.get(name, 0) for part in parts if part))
+                },
+            )
             self._write(replace(meta, **norm_fields(stored_statistics(self.path, meta))))
             shutil.rmtree(self.path / RANKS)
 

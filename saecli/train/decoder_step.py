@@ -16,16 +16,30 @@ from ..base.devices import moved
 from ..base.processes import Communicator
 from ..sae.codes import Codes
 from ..sae.dictionary import Batch, Coupled, Dictionary
-from .ridge import DecoderState, HeldRows, Place, SkipSums, StreamedCodes, Sums, System, Terms, solve
+from .ridge import (
+    DecoderState,
+    HeldRows,
+    Place,
+    SkipSums,
+    StreamedCodes,
+    Sums,
+    System,
+    Terms,
+    solve,
+)
 from .ridge.choice import by_place, choose_alpha
 
 SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen on them
 DOF_ROWS = 512  # of these, for the effective degrees of freedom
 LEAST_SIZE = 1e-2  # least size of encoder and decoder, over the encoder's norm at the start
-LEAST_NORM = 1e-3  # decoder norm over the mean one, below which a penalty is replaced by a quadratic
+LEAST_NORM = (
+    1e-3  # decoder norm over the mean one, below which a penalty is replaced by a quadratic
+)
 LEAST_EFFECT = 0.3  # effect over the median one, below which a latent is re-aimed
 MOST_REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step for their effect
-SILENT = 1e-7  # a latent's mean contribution over a row's norm, below which a penalty has silenced it
+SILENT = (
+    1e-7  # a latent's mean contribution over a row's norm, below which a penalty has silenced it
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,9 @@ class Observed:
     rows: float  # N
     z: Tensor  # of sampled rows, (n, F); of this process, unless rank 0 or `solve_together`
     y: Tensor  # their targets, (n, E)
-    norm_weights: Tensor  # the penalty's weight of each decoder norm, summed over rows, (F,), float64
+    norm_weights: (
+        Tensor  # the penalty's weight of each decoder norm, summed over rows, (F,), float64
+    )
     fired: Tensor  # on any row, a mask, (F,)
     skip: SkipSums | None
 
@@ -67,13 +83,17 @@ class DecoderPass:
         self._system, self._activation, self._sparsity = system, dictionary.activation, sparsity
         self._parameters = dictionary.activation_parameters
         self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
-        self._holds = isinstance(system, HeldRows)  # all rows are collected, not only the sampled ones
+        self._holds = isinstance(
+            system, HeldRows
+        )  # all rows are collected, not only the sampled ones
         W_dec = dictionary.decoder().detach()
         self._weighed = dictionary.weighed(W_dec)
         self._norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
         self._fired = torch.zeros(len(W_dec), dtype=torch.bool, device=W_dec.device)
         self._W_skip, d_out = dictionary.W_skip, dictionary.d_out
-        self._skip = None if self._W_skip is None else SkipSums(dictionary.d_in, d_out, W_dec.device)
+        self._skip = (
+            None if self._W_skip is None else SkipSums(dictionary.d_in, d_out, W_dec.device)
+        )
         width = d_out if self._skip is None else d_out + dictionary.d_in
         self._z, self._y = [W_dec.new_empty(0, len(W_dec))], [W_dec.new_empty(0, width)]
         self._numbers, self._seen = [torch.arange(0)], 0
@@ -96,7 +116,9 @@ class DecoderPass:
             self._numbers.append(numbers[sampled])
         if not self._holds:
             self._system.add(codes, y)
-        self._norm_weights += self._activation.norm_weights(self._sparsity, codes, self._weighed, self._parameters)
+        self._norm_weights += self._activation.norm_weights(
+            self._sparsity, codes, self._weighed, self._parameters
+        )
         self._fired |= codes.fired()
 
     def finish(self, communicator: Communicator) -> Observed:
@@ -111,13 +133,17 @@ class DecoderPass:
             if self._skip is not None:
                 self._skip.reduce(communicator.all_reduce)
         if self._holds:
-            system, z, y = HeldRows(z, y), z[::self._stride], y[::self._stride]
+            system, z, y = HeldRows(z, y), z[:: self._stride], y[:: self._stride]
         elif several and isinstance(system, Sums | StreamedCodes):
             system.reduce(communicator.all_reduce)
         if several and isinstance(system, StreamedCodes):
             sizes = communicator.broadcast_object(lambda: len(z))
-            z, y = (communicator.broadcast(rows if communicator.is_main else rows.new_empty(sizes, rows.shape[1]))
-                    for rows in (z.contiguous(), y.contiguous()))
+            z, y = (
+                communicator.broadcast(
+                    rows if communicator.is_main else rows.new_empty(sizes, rows.shape[1])
+                )
+                for rows in (z.contiguous(), y.contiguous())
+            )
         return Observed(system, system.rows, z, y, norm_weights, fired, self._skip)
 
 
@@ -125,11 +151,15 @@ def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
     return 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
 
 
-def solved(observed: Observed, terms: Terms, chooses: bool, effects: bool, dof: bool) -> DecoderState:
+def solved(
+    observed: Observed, terms: Terms, chooses: bool, effects: bool, dof: bool
+) -> DecoderState:
     """The decoder, at the terms' alpha, or where a choice from there ends; NaN for a choice over all decades."""
     system, z, y, factorisation = observed.system, observed.z, observed.y, None
     if chooses:
-        factorisation = choose_alpha(system, terms, z, y, None if math.isnan(terms.alpha) else terms.alpha)
+        factorisation = choose_alpha(
+            system, terms, z, y, None if math.isnan(terms.alpha) else terms.alpha
+        )
         terms = replace(terms, alpha=factorisation.alpha)
         if terms.places:
             terms, factorisation = by_place(system, terms, z, y), None
@@ -137,8 +167,9 @@ def solved(observed: Observed, terms: Terms, chooses: bool, effects: bool, dof: 
     return solve(system, terms, factorisation, some if dof else None, effects)
 
 
-def penalty_places(W_dec: Tensor, weights: Tensor, size: float, places: Sequence[slice],
-                   ratios: Sequence[float]) -> list[Place]:
+def penalty_places(
+    W_dec: Tensor, weights: Tensor, size: float, places: Sequence[slice], ratios: Sequence[float]
+) -> list[Place]:
     """The targets' places, with quadratics in `||W_i||` that majorise the penalty and equal it at the current decoder.
 
     `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so encoder and decoder step descend on one objective; without the
@@ -150,7 +181,9 @@ def penalty_places(W_dec: Tensor, weights: Tensor, size: float, places: Sequence
     return [Place(*one) for one in zip(places, decay, ratios, strict=True)]
 
 
-def broadcast(state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator) -> DecoderState:
+def broadcast(
+    state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator
+) -> DecoderState:
     if communicator.world_size == 1:
         assert state is not None
         return state
@@ -163,7 +196,9 @@ def broadcast(state: DecoderState | None, like: Mapping[str, Tensor], communicat
     numbers, parts = communicator.broadcast_object(without_tensors), dict[str, Any]()
     for name, tensor in like.items():
         part = tensor if state is None else getattr(state, name)
-        parts[name] = communicator.broadcast(part.detach().clone(memory_format=torch.contiguous_format))
+        parts[name] = communicator.broadcast(
+            part.detach().clone(memory_format=torch.contiguous_format)
+        )
     return replace(numbers, **parts)
 
 
@@ -187,13 +222,14 @@ def useful(effect: Tensor, fired: Tensor) -> Tensor:
         return fired
     ascending, order = effect.masked_fill(~fired, torch.inf).sort()
     low = ascending < LEAST_EFFECT * effect[fired].median()
-    low[int(MOST_REAIMED * len(effect)):] = False
+    low[int(MOST_REAIMED * len(effect)) :] = False
     return fired & ~torch.zeros_like(fired).index_put((order,), low)
 
 
 @torch.no_grad()
-def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor | None,
-           biased: bool) -> None:
+def revive(
+    dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor | None, biased: bool
+) -> None:
     """Re-aim dead latents, a mask (F,), at unit vectors d, (m, E), with the mean norms and parameters of the others.
 
     The encoder is aimed along `B d`, B being the targets' regression, (D, E). A decoder that descends is aimed at d;
@@ -201,6 +237,7 @@ def revive(dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor |
     features, or if `biased` the mean of the others: under a penalty latents that start dense can stay so, with small
     codes.
     """
+
     def mean_of_others(values: Tensor) -> Tensor:
         return values.masked_fill(dead, 0).sum() / (~dead).sum()
 
@@ -244,7 +281,9 @@ def balance(dictionary: Coupled, size: float) -> float | None:
     """
     norm, Delta = dictionary.W_enc.norm().item(), dictionary.Delta
     assert Delta is not None
-    square = dictionary.c or Delta.norm().item() / max(norm, torch.finfo(dictionary.W_enc.dtype).tiny)
+    square = dictionary.c or Delta.norm().item() / max(
+        norm, torch.finfo(dictionary.W_enc.dtype).tiny
+    )
     if not 0 < square < math.inf or not norm:
         return None
     factor = max(math.sqrt(square), LEAST_SIZE * size / norm)

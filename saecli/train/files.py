@@ -51,12 +51,14 @@ class Progress:
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
     from ..sae.formats.common import write_tensors  # imports torch
+
     write_tensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
     """The last checkpoint, None before the first."""
     from ..sae.formats.common import read_safetensors  # imports torch
+
     path = folder / CHECKPOINT
     if not path.exists():
         return None
@@ -64,7 +66,9 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
         tensors, metadata = read_safetensors(path)
         return tensors, parse_json(metadata.get("progress", ""), Progress)
     except ValueError as error:
-        raise RunError(f"cannot read {path}: {error}; remove it to train this run from the start") from error
+        raise RunError(
+            f"cannot read {path}: {error}; remove it to train this run from the start"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,9 @@ class MetricsLog:
         path = run.folder / METRICS
         kept = [line for line in read_metrics(run.folder) if line["step"] <= run.step]
         with appearing_whole(path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            temporary.write_text(
+                "".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8"
+            )
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
@@ -120,8 +126,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
                 raise ValueError
             lines.append(found)
         except ValueError as error:
-            raise RunError(f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
-                           f"{line[:60].decode(errors='replace')!r}; remove the line to go on without it") from error
+            raise RunError(
+                f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
+                f"{line[:60].decode(errors='replace')!r}; remove the line to go on without it"
+            ) from error
     return lines
 
 
@@ -132,20 +140,34 @@ class WandbRun:
         import wandb
 
         def begun(identity: str, mode: str | None) -> Any:
-            return wandb.init(project=os.environ.get("WANDB_PROJECT", PROJECT), name=run.folder.name, id=identity,
-                              resume="allow", dir=str(run.folder), config=run.settings, reinit="create_new", mode=mode,
-                              settings=wandb.Settings(silent=True, console="off"))
+            return wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                name=run.folder.name,
+                id=identity,
+                resume="allow",
+                dir=str(run.folder),
+                config=run.settings,
+                reinit="create_new",
+                mode=mode,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
 
         try:
             with redirect_stdout(sys.stderr):  # stdout holds the command's result alone
                 self._run = begun(run.identity, None)
         except wandb.errors.CommError as error:
-            run.listener.note(f"warning: Weights & Biases cannot be reached ({one_line(error)}); the run is kept in "
-                              f"{run.folder / 'wandb'}, from which `wandb sync` sends it")
-            self._run = begun(f"{run.identity}-offline", "offline")  # its process still holds the other
+            run.listener.note(
+                f"warning: Weights & Biases cannot be reached ({one_line(error)}); the run is kept in "
+                f"{run.folder / 'wandb'}, from which `wandb sync` sends it"
+            )
+            self._run = begun(
+                f"{run.identity}-offline", "offline"
+            )  # its process still holds the other
         except wandb.errors.UsageError as error:
-            raise ConfigError(f"--log-to cannot begin a run in wandb: {one_line(error)}; log in by `wandb login`, or "
-                              "set WANDB_MODE=offline") from error
+            raise ConfigError(
+                f"--log-to cannot begin a run in wandb: {one_line(error)}; log in by `wandb login`, or "
+                "set WANDB_MODE=offline"
+            ) from error
 
     def write(self, line: dict[str, Any]) -> None:
         if line["step"] >= self._run.step:  # those logged before a resumption are not again
@@ -162,8 +184,13 @@ class TrackioRun:
         # A context of its own, since in one context trackio finishes the run begun before.
         with redirect_stdout(sys.stderr):
             self._run = contextvars.Context().run(
-                trackio.init, project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=run.identity,
-                config=run.settings, resume="allow", embed=False)
+                trackio.init,
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                name=run.identity,
+                config=run.settings,
+                resume="allow",
+                embed=False,
+            )
 
     def write(self, line: dict[str, Any]) -> None:
         self._run.log(_numbers(line), step=line["step"])
@@ -173,14 +200,18 @@ class TrackioRun:
             self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Logged], Log]] = dict(zip(TRACKER_NAMES, (TrackioRun, WandbRun), strict=True))
+TRACKERS: dict[str, Callable[[Logged], Log]] = dict(
+    zip(TRACKER_NAMES, (TrackioRun, WandbRun), strict=True)
+)
 
 
 def demand_trackers(names: str | None) -> None:
     for name in names.split(",") if names else ():
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"--log-to needs the package {name}, which is not installed; install it with `pip "
-                              f"install 'saecli[{name}]'`, or leave --log-to out: metrics.jsonl holds the same figures")
+            raise ConfigError(
+                f"--log-to needs the package {name}, which is not installed; install it with `pip "
+                f"install 'saecli[{name}]'`, or leave --log-to out: metrics.jsonl holds the same figures"
+            )
 
 
 def logs_of(run: Logged, names: str | None) -> Iterator[Log]:
@@ -189,10 +220,20 @@ def logs_of(run: Logged, names: str | None) -> Iterator[Log]:
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, int | float]:
-    return {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
+    return {
+        name: value
+        for name, value in line.items()
+        if name != "step" and isinstance(value, int | float)
+    }
 
 
-BEFORE_CHECKPOINT = {CONFIG, RUN_MARKER, METRICS, *TRACKERS, "sae.safetensors"}  # files written before it
+BEFORE_CHECKPOINT = {
+    CONFIG,
+    RUN_MARKER,
+    METRICS,
+    *TRACKERS,
+    "sae.safetensors",
+}  # files written before it
 
 
 @contextmanager
@@ -204,7 +245,9 @@ def claimed(folder: Path, new: bool = True) -> Iterator[None]:
     try:
         lock = lock_folder(folder)
     except BlockingIOError as error:
-        raise RunError(f"another process is training {folder.name}; wait for it, or stop it") from error
+        raise RunError(
+            f"another process is training {folder.name}; wait for it, or stop it"
+        ) from error
     try:
         if new:
             if not _is_free(folder):  # by now

@@ -47,8 +47,17 @@ class Opened:
     split_seed: int
 
     @classmethod
-    def open(cls, home: Home, sae: SAELike, config: Finetune, *, data: Sequence[str], text: Mapping[str, Any],
-             device: str, listener: Listener) -> Self:
+    def open(
+        cls,
+        home: Home,
+        sae: SAELike,
+        config: Finetune,
+        *,
+        data: Sequence[str],
+        text: Mapping[str, Any],
+        device: str,
+        listener: Listener,
+    ) -> Self:
         """Open what `sae finetune` names; `text` are options of `sae extract`, without `dataset` those of the model."""
         processes = communicator()
         opened = subject, saved = open_sae(home, sae, listener)
@@ -57,30 +66,60 @@ class Opened:
         stores: Joined | Streamed
         if "dataset" in text:
             if data:
-                raise ConfigError("cannot use both --data and --dataset at the same time; use one of them")
+                raise ConfigError(
+                    "cannot use both --data and --dataset at the same time; use one of them"
+                )
             extract = ExtractConfig(**text, model=source.name, rows=config.tokens)
-            stores, through = _streamed(home, acts, extract, text.keys(), subject.split_seed, device, listener)
+            stores, through = _streamed(
+                home, acts, extract, text.keys(), subject.split_seed, device, listener
+            )
         else:
             names = data or [name for name in (subject.data, *subject.beside) if name]
-            joined = stores = processes.main_first(lambda: open_joined(
-                home, names, None if data else subject.target, listener))
-            model = LanguageModel(source, device_named(device), head=True, dtype=text.get("model_dtype", "auto"))
+            joined = stores = processes.main_first(
+                lambda: open_joined(home, names, None if data else subject.target, listener)
+            )
+            model = LanguageModel(
+                source, device_named(device), head=True, dtype=text.get("model_dtype", "auto")
+            )
             through = _stored(joined, model, acts, config.tokens, subject.split_seed)
         name = lasting_name(home, subject.name if sae is None else sae, subject)
         start = Start(name, fingerprint(saved.sae), saved.sae)
-        shuffled = [through.train[one] for one in np.random.default_rng(0).permutation(len(through.train))]
-        train, test = processes.broadcast_object(lambda: (through.activations(shuffled, SAMPLE_TOKENS),
-                                                          through.activations(through.test, TEST_TOKENS)))
-        return cls(stores, start, through, Sampled(through, train), Sampled(through, test), subject.split_seed)
+        shuffled = [
+            through.train[one] for one in np.random.default_rng(0).permutation(len(through.train))
+        ]
+        train, test = processes.broadcast_object(
+            lambda: (
+                through.activations(shuffled, SAMPLE_TOKENS),
+                through.activations(through.test, TEST_TOKENS),
+            )
+        )
+        return cls(
+            stores,
+            start,
+            through,
+            Sampled(through, train),
+            Sampled(through, test),
+            subject.split_seed,
+        )
 
     def plan(self, config: Finetune, training: TrainingConfig) -> FinetunePlan:
         """The plan of a training; of `training` the seed, device, trackers and the learning rate are used."""
         tokens = self.through.per_step * self.through.plain.mean()
-        training = replace(training, lr_warm_up=0.0, lr_decay=1.0, steps=max(1, round(config.tokens / tokens)),
-                           smoothing=0.0, precision="float32", split_seed=self.split_seed, shuffle_seed=training.seed)
+        training = replace(
+            training,
+            lr_warm_up=0.0,
+            lr_decay=1.0,
+            steps=max(1, round(config.tokens / tokens)),
+            smoothing=0.0,
+            precision="float32",
+            split_seed=self.split_seed,
+            shuffle_seed=training.seed,
+        )
         activation = self.through.hooked.sae.activation
         plan = Plan.resolved(self.rows, self.test_rows, training, config, activation, self.start)
-        return FinetunePlan(**{one.name: getattr(plan, one.name) for one in fields(Plan)}, through=self.through)
+        return FinetunePlan(
+            **{one.name: getattr(plan, one.name) for one in fields(Plan)}, through=self.through
+        )
 
 
 def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int) -> Through:
@@ -90,15 +129,34 @@ def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, see
         raise unfit(train, model.source, f"a token {last}, got token ids below {model.vocabulary}")
     source = train.store.meta.source
     cutter = Windows(model.tokenizer, source["context"], control=source.get("control_tokens"))
-    return Through(model, acts, cutter.special, [*stored_windows(train, cutter.prefix, tokens)],
-                   [*stored_windows(test, cutter.prefix, TEST_TOKENS)])
+    return Through(
+        model,
+        acts,
+        cutter.special,
+        [*stored_windows(train, cutter.prefix, tokens)],
+        [*stored_windows(test, cutter.prefix, TEST_TOKENS)],
+    )
 
 
-def _streamed(home: Home, acts: Hooked, config: ExtractConfig, given: Set[str], seed: int, device: str,
-              listener: Listener) -> tuple[Streamed, Through]:
+def _streamed(
+    home: Home,
+    acts: Hooked,
+    config: ExtractConfig,
+    given: Set[str],
+    seed: int,
+    device: str,
+    listener: Listener,
+) -> tuple[Streamed, Through]:
     """Windows of a text, its documents held out by the same hash as in a store."""
-    stream, extraction = open_stream(config, given=given, at=(acts.read.layer, acts.read.site), device=device,
-                                     home=home, listener=listener, whole=True)
+    stream, extraction = open_stream(
+        config,
+        given=given,
+        at=(acts.read.layer, acts.read.site),
+        device=device,
+        home=home,
+        listener=listener,
+        whole=True,
+    )
     found: tuple[list[list[int]], list[list[int]]] = [], []
     left = [config.rows, TEST_TOKENS]
     cutter = extraction.windows()
@@ -110,8 +168,10 @@ def _streamed(home: Home, acts: Hooked, config: ExtractConfig, given: Set[str], 
         if max(left) <= 0:
             break
     if not all(found):
-        raise ConfigError("--dataset has too few documents: expected training windows and held-out ones, got "
-                          f"{len(found[0])} and {len(found[1])}; name a text of more documents")
+        raise ConfigError(
+            "--dataset has too few documents: expected training windows and held-out ones, got "
+            f"{len(found[0])} and {len(found[1])}; name a text of more documents"
+        )
     return stream, Through(extraction.model, acts, cutter.special, *found)
 
 
@@ -129,41 +189,75 @@ class FinetuneRun(Run):
     @property
     def summary(self) -> str:
         plan = self.plan
-        assert isinstance(plan, FinetunePlan) and plan.start is not None and plan.test_rows is not None
-        return (f"{plan.start.name}, {plan.activation.name}, {plan.d_sae} latents, through "
-                f"{plan.through.model.source.name}, {plan.rows_trained:,} training and {plan.test_rows.rows:,} "
-                f"held-out tokens, {plan.steps:,} steps")
+        assert (
+            isinstance(plan, FinetunePlan) and plan.start is not None and plan.test_rows is not None
+        )
+        return (
+            f"{plan.start.name}, {plan.activation.name}, {plan.d_sae} latents, through "
+            f"{plan.through.model.source.name}, {plan.rows_trained:,} training and {plan.test_rows.rows:,} "
+            f"held-out tokens, {plan.steps:,} steps"
+        )
 
     def options(self) -> tuple[dict[str, Any], dict[str, Any]]:
         settled = self.plan.training.to_json() | self.plan.solver.to_json() | self.stores.options()
         names = {one.name for one in FINETUNED}
-        return ({name: value for name, value in self.stores.options().items() if name in {*names, "data", "target"}},
-                {name: settled[name] for name in names & settled.keys()})
+        return (
+            {
+                name: value
+                for name, value in self.stores.options().items()
+                if name in {*names, "data", "target"}
+            },
+            {name: settled[name] for name in names & settled.keys()},
+        )
 
 
-def resumed(home: Home, name: str | None, listener: Listener, claims: ExitStack, processes: Communicator) -> Job:
+def resumed(
+    home: Home, name: str | None, listener: Listener, claims: ExitStack, processes: Communicator
+) -> Job:
     """The unfinished fine-tuning `name`, else the newest; its folder is claimed until `claims` is closed."""
-    folder, document = processes.main_first(lambda: unfinished_run(home, name, listener, "finetune"))
+    folder, document = processes.main_first(
+        lambda: unfinished_run(home, name, listener, "finetune")
+    )
     if processes.is_main:
         claims.enter_context(claimed(folder, new=False))
     try:
-        settings, training = dict(document["solver"]), TrainingConfig.from_json(document["training"])
-        config = Finetune.from_json({key: value for key, value in settings.items() if key != "name"})
+        settings, training = (
+            dict(document["solver"]),
+            TrainingConfig.from_json(document["training"]),
+        )
+        config = Finetune.from_json(
+            {key: value for key, value in settings.items() if key != "name"}
+        )
         streamed, begun = document.get("streamed"), document["init"]
         text = {key: value for key, value in (streamed or {}).items() if key in TEXT}
         data = [] if streamed else [document["data"], *document.get("beside", [])]
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
-                       f"writes ({error}); begin it anew") from error
-    opened = Opened.open(home, begun["name"], config, data=data, text=text, device=training.device, listener=listener)
+        raise RunError(
+            f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
+            f"writes ({error}); begin it anew"
+        ) from error
+    opened = Opened.open(
+        home, begun["name"], config, data=data, text=text, device=training.device, listener=listener
+    )
     if opened.start.hash != begun["hash"] or opened.stores.hash != document["data_hash"]:
         what = begun["name"] if opened.start.hash != begun["hash"] else opened.stores.name
-        raise RunError(f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew")
-    return Job(folder, FinetuneRun(opened.stores, opened.plan(config, training), document["created"]))
+        raise RunError(
+            f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew"
+        )
+    return Job(
+        folder, FinetuneRun(opened.stores, opened.plan(config, training), document["created"])
+    )
 
 
-def finetune(sae: SAELike, model: str | None = None, *, data: str | Sequence[str] | None = None,
-             home: str | Path | None = None, progress: bool | Listener = False, **options: Any) -> SAE:
+def finetune(
+    sae: SAELike,
+    model: str | None = None,
+    *,
+    data: str | Sequence[str] | None = None,
+    home: str | Path | None = None,
+    progress: bool | Listener = False,
+    **options: Any,
+) -> SAE:
     """Train an SAE on through the language model that it acts in, and write no files; CLI equivalent: `sae finetune`.
 
     Args:
@@ -180,8 +274,15 @@ def finetune(sae: SAELike, model: str | None = None, *, data: str | Sequence[str
     demand_known("finetune", options, {one.name for one in FINETUNED}, "finetune")
     listener = listening(progress)
     config, training, text = chosen({"model": model, **options})
-    opened = Opened.open(Home.at(home), sae, config, data=[data] if isinstance(data, str) else data or [], text=text,
-                         device=training.device, listener=listener)
+    opened = Opened.open(
+        Home.at(home),
+        sae,
+        config,
+        data=[data] if isinstance(data, str) else data or [],
+        text=text,
+        device=training.device,
+        listener=listener,
+    )
     plan = opened.plan(config, training)
     with listener.progress("fine-tuning", plan.steps, "steps") as show:
         found = start_training(plan, Record(), show)
@@ -194,5 +295,8 @@ def finetune(sae: SAELike, model: str | None = None, *, data: str | Sequence[str
 
 def chosen(options: Mapping[str, Any]) -> tuple[Finetune, TrainingConfig, dict[str, Any]]:
     """The options given, by their configurations, and those of the text."""
-    return Finetune.among(options), TrainingConfig.among(options), {
-        name: options[name] for name in TEXT if options.get(name) is not None}
+    return (
+        Finetune.among(options),
+        TrainingConfig.among(options),
+        {name: options[name] for name in TEXT if options.get(name) is not None},
+    )

@@ -30,7 +30,9 @@ from .start import Start
 OF_FOLDERS, OF_SPLITS = ("keep_every", "log_to"), ("fraction", "split_seed")
 Stored = ActivationStore | Joined | Rows | JoinedRows
 Fitted = Stored | ArrayLike
-RowsOf = Callable[[TrainingConfig], tuple[RowSource, RowSource | None]]  # training rows and test rows
+RowsOf = Callable[
+    [TrainingConfig], tuple[RowSource, RowSource | None]
+]  # training rows and test rows
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
@@ -42,15 +44,21 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
     return found_store(Home.at(home), None if store is None else str(store))
 
 
-def join(*inputs: ActivationStore | str | Path, target: ActivationStore | str | Path | None = None) -> Joined:
+def join(
+    *inputs: ActivationStore | str | Path, target: ActivationStore | str | Path | None = None
+) -> Joined:
     """Stores of the same tokens side by side, for a crosscoder, or with a target, for a transcoder.
 
     Each is a store, its name in the home, or its folder. The result is for `fit` and `evaluate`; rows of its `split`
     come in batches (B, D + E). ConfigError if they are not row for row the same tokens.
     """
     if not inputs:
-        raise ConfigError("join takes stores: expected at least one, got none; give join(first, second)")
-    joined = Joined(tuple(_store(one) for one in inputs), None if target is None else _store(target))
+        raise ConfigError(
+            "join takes stores: expected at least one, got none; give join(first, second)"
+        )
+    joined = Joined(
+        tuple(_store(one) for one in inputs), None if target is None else _store(target)
+    )
     joined.demand_alike()
     return joined
 
@@ -60,12 +68,22 @@ def _store(one: ActivationStore | str | Path) -> ActivationStore:
         return one
     if isinstance(one, str | Path):
         return open_store(one)
-    raise ConfigError(f"expected a store or its name, got a {type(one).__name__}; give each by itself, join(first, "
-                      "second)")
+    raise ConfigError(
+        f"expected a store or its name, got a {type(one).__name__}; give each by itself, join(first, "
+        "second)"
+    )
 
 
-def fit(rows: str | Path | Fitted, *, target: ArrayLike | None = None, solver: str = "pam-sgd",
-        act: str | None = None, init: SAE | str | Path | None = None, progress: bool = False, **options: Any) -> SAE:
+def fit(
+    rows: str | Path | Fitted,
+    *,
+    target: ArrayLike | None = None,
+    solver: str = "pam-sgd",
+    act: str | None = None,
+    init: SAE | str | Path | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> SAE:
     """Train an SAE, and write no files.
 
     The loss per row is `||x_hat - x||^2 + sparsity_weight * penalty`, with rows normalised to a mean squared norm of D.
@@ -112,12 +130,21 @@ def _origin(rows: Fitted, training: TrainingConfig) -> dict[str, Any]:
     return {}
 
 
-def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, target: ArrayLike | None = None,
-            start: Start | None = None) -> Plan:
+def planned(
+    rows: Fitted,
+    solver: str,
+    act: str,
+    options: Mapping[str, Any],
+    *,
+    target: ArrayLike | None = None,
+    start: Start | None = None,
+) -> Plan:
     """The plan of `fit` with these arguments; ConfigError for an option that is unknown, invalid or does nothing."""
     if target is not None and isinstance(rows, Stored):
-        raise ConfigError("--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
-                          "target=other)`")
+        raise ConfigError(
+            "--target goes with rows in memory; give fit the stores as one, by `saecli.join(store, "
+            "target=other)`"
+        )
     configs: list[type[Config]] = [TrainingConfig, *SOLVERS.values(), *ACTIVATIONS.values()]
     known = {name for config in configs for name in options_of(config)}
     idle = dict.fromkeys(OF_FOLDERS, ", which writes no files")
@@ -136,9 +163,16 @@ def planned(rows: Fitted, solver: str, act: str, options: Mapping[str, Any], *, 
     return plan_of(rows_of, solver, act, options, start)
 
 
-def plan_of(rows_of: RowsOf, solver: str, act: str, options: Mapping[str, Any], start: Start | None) -> Plan:
+def plan_of(
+    rows_of: RowsOf, solver: str, act: str, options: Mapping[str, Any], start: Start | None
+) -> Plan:
     """The plan of a training with these options; what they leave open is inherited from `start`, or by default."""
     settings = {**(start.settings(act, options) if start else {}), **options}
     training = TrainingConfig.among(settings)
-    return Plan.resolved(*rows_of(training), training, choose(SOLVERS, "solver", solver, settings),
-                         choose(ACTIVATIONS, "act", act, settings), start)
+    return Plan.resolved(
+        *rows_of(training),
+        training,
+        choose(SOLVERS, "solver", solver, settings),
+        choose(ACTIVATIONS, "act", act, settings),
+        start,
+    )

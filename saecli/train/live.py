@@ -24,7 +24,9 @@ from ..store.stream import WHOLE, Part
 from ..store.values import DTYPES
 from .rows import ArrayRows
 
-WINDOW_BYTES = 512 << 20  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32
+WINDOW_BYTES = (
+    512 << 20
+)  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32
 MOST_TEST_ROWS = 16_384
 PATIENCE = 10.0  # seconds for which leaving waits for the batch that the model is computing
 
@@ -50,25 +52,45 @@ class LiveRows(RowSource):
     name = "rows of a model"
     passes = 1
 
-    def __init__(self, source: Streamed, rows: int, split_seed: int, least: int, listener: Listener,
-                 window_bytes: int = WINDOW_BYTES) -> None:
+    def __init__(
+        self,
+        source: Streamed,
+        rows: int,
+        split_seed: int,
+        least: int,
+        listener: Listener,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
         self.rows = self._wanted = rows
-        self.d_in, self.ended_early = source.d_in, False  # whether the text ended after the first window
+        self.d_in, self.ended_early = (
+            source.d_in,
+            False,
+        )  # whether the text ended after the first window
         self._source, self._listener, self._seed = source, listener, split_seed
         self._stored = DTYPES[source.meta.dtype]
         most = max(window_bytes // source.meta.row_bytes, 2 * least)
         self._window_rows = math.ceil(rows / math.ceil(rows / most))
-        self._kept = np.empty((min(rows, 2 * self._window_rows), self.d_in), self._stored.storage)  # in turn
-        self._waiting = self._window = self._kept[:0]  # the rest of a block that a window's end cut, and the window
+        self._kept = np.empty(
+            (min(rows, 2 * self._window_rows), self.d_in), self._stored.storage
+        )  # in turn
+        self._waiting = self._window = self._kept[
+            :0
+        ]  # the rest of a block that a window's end cut, and the window
         self._held_out: list[np.ndarray] | None = []  # None once there are the test rows
         self._taken = self._windows = 0  # rows and windows so far
         self._seen = 0  # rows that the model has given
         self._left = Event()
 
     def __enter__(self) -> Self:
-        ahead = Ahead(self._source.blocks(self._go_on), max(1, self._window_rows // self._source.block_rows), PATIENCE)
+        ahead = Ahead(
+            self._source.blocks(self._go_on),
+            max(1, self._window_rows // self._source.block_rows),
+            PATIENCE,
+        )
         with ExitStack() as opened:
-            with self._listener.progress("reading the first rows", self._window_rows, "rows") as self._show:
+            with self._listener.progress(
+                "reading the first rows", self._window_rows, "rows"
+            ) as self._show:
                 self._train = self._without_held_out(iter(opened.enter_context(ahead)))
                 opened.callback(self._left.set)  # before the thread is waited for
                 self._fill()
@@ -89,17 +111,29 @@ class LiveRows(RowSource):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return (f"the text ended after {self.rows:,} of {self._wanted:,} training rows, before the learning rate had "
-                f"fallen; use --rows {self.rows}, or a longer text",) if self.ended_early else ()
+        return (
+            (
+                f"the text ended after {self.rows:,} of {self._wanted:,} training rows, before the learning rate had "
+                f"fallen; use --rows {self.rows}, or a longer text",
+            )
+            if self.ended_early
+            else ()
+        )
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def batches(
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+    ) -> Iterator[np.ndarray]:
         """Shuffled batches, (B, D) float32, a pure function of the rows, seed, epoch and batch size.
 
         Epoch 0 passes once over all rows, another one over those in memory. Before the second window the pass can be
         restarted.
         """
         assert part == WHOLE, "one process runs the model"
-        return self._passing(batch_size, seed) if epoch == 0 else self._in_memory(batch_size, (seed, epoch))
+        return (
+            self._passing(batch_size, seed)
+            if epoch == 0
+            else self._in_memory(batch_size, (seed, epoch))
+        )
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in memory, (B, D) float32."""
@@ -107,7 +141,9 @@ class LiveRows(RowSource):
             yield self._decoded(self._kept[begin : min(begin + batch_size, self.ready)])
 
     def _passing(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
-        carried = self._window[:0]  # rows that do not fill a batch at a window's end leave with the next window
+        carried = self._window[
+            :0
+        ]  # rows that do not fill a batch at a window's end leave with the next window
         while True:
             window, last = self._window, self._taken == self.rows or self.ended_early
             if last:
@@ -138,7 +174,10 @@ class LiveRows(RowSource):
     def _fill(self) -> None:
         """Read the next window, over the last but one."""
         begin = self._windows % 2 * self._window_rows
-        window, filled = self._kept[begin : begin + min(self._window_rows, self.rows - self._taken)], 0
+        window, filled = (
+            self._kept[begin : begin + min(self._window_rows, self.rows - self._taken)],
+            0,
+        )
         while filled < len(window):
             if not len(self._waiting):
                 if (found := next(self._train, None)) is None:
@@ -151,7 +190,9 @@ class LiveRows(RowSource):
         self._window = window[:filled]
         self._taken, self._windows = self._taken + filled, self._windows + 1
 
-    def _without_held_out(self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[np.ndarray]:
+    def _without_held_out(
+        self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]
+    ) -> Iterator[np.ndarray]:
         """The training rows of blocks; the held-out rows of the first window are kept."""
         for rows, documents in blocks:
             held_out = is_test(documents, seed=self._seed)
@@ -167,9 +208,11 @@ class LiveRows(RowSource):
         rows = np.concatenate([self._kept[:0], *held_out])[:MOST_TEST_ROWS]
         self._held_out = None
         if not len(rows) or not self.rows:
-            raise ConfigError("--dataset has too few documents: expected training rows and held-out ones, got "
-                              f"{self.rows:,} and {len(rows):,}; name a text of more documents, raise --rows, or use "
-                              "another --split-seed")
+            raise ConfigError(
+                "--dataset has too few documents: expected training rows and held-out ones, got "
+                f"{self.rows:,} and {len(rows):,}; name a text of more documents, raise --rows, or use "
+                "another --split-seed"
+            )
         return ArrayRows(self._decoded(rows))
 
     def _go_on(self, tokens: int, rows: int) -> None:

@@ -49,7 +49,9 @@ class Record:
     def line(self, line: dict[str, Any]) -> None:
         """A line of measures, with its `step`."""
 
-    def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
+    def epoch(
+        self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
+    ) -> None:
         """An epoch ended: the SAE on raw activations, all tensors to resume, and measures on test rows if any."""
 
     def keep(self, sae: SAE) -> None:
@@ -70,7 +72,9 @@ class Training:
     solver: Solver
     progress: Progress  # up to the last epoch kept, its rows up to now
     worst: float  # the FVU above which training has diverged
-    begun: SAE | None = None  # what training starts from, on normalised rows, its codes times `factor`
+    begun: SAE | None = (
+        None  # what training starts from, on normalised rows, its codes times `factor`
+    )
     factor: float = 1.0
     compared: dict[str, Any] = field(default_factory=dict)  # its measures and the last one's
     pending: list[StepReport] = field(default_factory=list)  # since the last line of measures
@@ -78,7 +82,9 @@ class Training:
     @property
     def sae(self) -> SAE:
         """The current SAE, acting on raw activations; at the end the better one."""
-        return self._raw(self.begun if self.compared.get("kept") == "before" else self.solver.dictionary)
+        return self._raw(
+            self.begun if self.compared.get("kept") == "before" else self.solver.dictionary
+        )
 
     def _raw(self, dictionary: Dictionary | None) -> SAE:
         assert dictionary is not None
@@ -102,15 +108,26 @@ class Training:
         if kept == "before":
             self.record.keep(self.sae)
 
-    def _measured_with_loss(self, saes: Sequence[SAE], normalised: Sequence[Dictionary]) -> list[Measures]:
+    def _measured_with_loss(
+        self, saes: Sequence[SAE], normalised: Sequence[Dictionary]
+    ) -> list[Measures]:
         """The SAEs' measures, and their mean `loss` as dictionaries of normalised rows, by one pass."""
-        plan, communicator, normalisation = self.plan, self.rows.communicator, self.rows.normalisation
-        mean, penalty = normalisation.mean, (plan.training.sparsity or "none", plan.training.sparsity_weight or 0.0)
+        plan, communicator, normalisation = (
+            self.plan,
+            self.rows.communicator,
+            self.rows.normalisation,
+        )
+        mean, penalty = (
+            normalisation.mean,
+            (plan.training.sparsity or "none", plan.training.sparsity_weight or 0.0),
+        )
         total = torch.zeros(1 + len(saes), dtype=torch.float64, device=mean.device)
 
         def batches() -> Iterator[Tensor]:
             for raw in raw_batches(plan.test_rows or plan.train_rows, communicator):
-                batch = Batch.of(normalisation(moved(raw, mean.device).to(mean.dtype)), saes[0].d_in)
+                batch = Batch.of(
+                    normalisation(moved(raw, mean.device).to(mean.dtype)), saes[0].d_in
+                )
                 losses = [one.loss(batch, *penalty).value.double() for one in normalised]
                 total.add_(batch.size * torch.stack([torch.ones_like(losses[0]), *losses]))
                 yield raw
@@ -134,11 +151,18 @@ class Training:
         self.pending.clear()
         line = averages(pending, variance * self.solver.smoothing.inflation, self.rows.communicator)
         self.record.line(line)
-        if len(pending) == LOG_EVERY:  # fewer may hold one batch of outliers, and the epoch's end checks again
-            demand_no_worse(line["batch_fvu"], self.worst, f"over steps {pending[0].step} to {line['step']}")
+        if (
+            len(pending) == LOG_EVERY
+        ):  # fewer may hold one batch of outliers, and the epoch's end checks again
+            demand_no_worse(
+                line["batch_fvu"], self.worst, f"over steps {pending[0].step} to {line['step']}"
+            )
         rate = self.progress.rows / max(self.progress.seconds + time.monotonic() - began, 1e-9)
-        self.show(self.solver.steps, f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
-                                     f"{rate:,.0f} rows/s")
+        self.show(
+            self.solver.steps,
+            f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
+            f"{rate:,.0f} rows/s",
+        )
 
     def demand_convergence(self, sae: SAE) -> None:
         """TrainingError if a weight of the current SAE is NaN or infinite, or it is far worse than none."""
@@ -147,18 +171,26 @@ class Training:
             raise TrainingError(f"the weights became NaN or infinite at step {step}; {ADVICE}")
         rows = sample.x if sample.y is sample.x else torch.cat([sample.x, sample.y], 1)
         error = reconstruction(self.solver.dictionary, [rows])["mse"] * sae.d_out
-        demand_no_worse(error / self.rows.normalisation.variance.item(), self.worst, f"at step {step}")
+        demand_no_worse(
+            error / self.rows.normalisation.variance.item(), self.worst, f"at step {step}"
+        )
 
     def keep(self, sae: SAE, test: Measures | None, began: float) -> None:
         progress, solver, normalisation = self.progress, self.solver, self.rows.normalisation
         progress.epoch, progress.step = progress.epoch + 1, solver.steps
         progress.seconds += time.monotonic() - began
         measures = {} if test is None else {"test_fvu": test["fvu"], "test_l0": test["l0"]}
-        self.record.line({"step": progress.step, "epoch": progress.epoch, **measures, **solver.record()})
-        tensors = {f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()}
+        self.record.line(
+            {"step": progress.step, "epoch": progress.epoch, **measures, **solver.record()}
+        )
+        tensors = {
+            f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()
+        }
         if self.begun is not None:
             factor = {"factor": torch.tensor(self.factor, dtype=torch.float64)}
-            tensors |= {f"begun.{name}": tensor for name, tensor in (self.begun.tensors() | factor).items()}
+            tensors |= {
+                f"begun.{name}": tensor for name, tensor in (self.begun.tensors() | factor).items()
+            }
         self.record.epoch(sae, solver.state() | tensors, progress, test)
 
     def notes(self) -> list[str]:
@@ -166,8 +198,10 @@ class Training:
         found = self.solver.notes()
         if self.compared.get("kept") == "before":
             losses = (number(self.compared[name]["loss"]) for name in ("before", "after"))
-            found.append("training did not lower the loss on held-out rows, {} to {}: the SAE is kept as it was; train "
-                         "on more rows, or with a lower --lr".format(*losses))
+            found.append(
+                "training did not lower the loss on held-out rows, {} to {}: the SAE is kept as it was; train "
+                "on more rows, or with a lower --lr".format(*losses)
+            )
         return found
 
     def result(self, train: Measures, test: Measures) -> dict[str, Any]:
@@ -175,18 +209,37 @@ class Training:
         solver, progress, plan, compared = self.solver, self.progress, self.plan, self.compared
         test = compared["before"] if compared.get("kept") == "before" else test
         return {
-            "rows_train": plan.rows_trained, "rows_counted": train["rows"], "rows_test": test["rows"],
-            "epochs": progress.epoch, "steps": progress.step, "seconds": progress.seconds,
+            "rows_train": plan.rows_trained,
+            "rows_counted": train["rows"],
+            "rows_test": test["rows"],
+            "epochs": progress.epoch,
+            "steps": progress.step,
+            "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9),
-            "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)], "notes": self.notes(), **compared,
+            "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)],
+            "notes": self.notes(),
+            **compared,
             "decoder_steps": [asdict(one) for one in solver.passes.values()],
-            "final": {"test_fvu": test["fvu"], "test_mse": test["mse"], "test_l0": test["l0"],
-                      "train_fvu": train["fvu"], "dead_fraction": train["silent_fraction"], "lr": solver.task.lr,
-                      **solver.record()}}
+            "final": {
+                "test_fvu": test["fvu"],
+                "test_mse": test["mse"],
+                "test_l0": test["l0"],
+                "train_fvu": train["fvu"],
+                "dead_fraction": train["silent_fraction"],
+                "lr": solver.task.lr,
+                **solver.record(),
+            },
+        }
 
 
-def start_training(plan: Plan, record: Record, show: Step = lambda done, words="": None, trainings: int = 1,
-                   communicator: Communicator = ALONE, shared: TrainingRows | None = None) -> Training:
+def start_training(
+    plan: Plan,
+    record: Record,
+    show: Step = lambda done, words="": None,
+    trainings: int = 1,
+    communicator: Communicator = ALONE,
+    shared: TrainingRows | None = None,
+) -> Training:
     """Start a training, or resume it from its record's checkpoint.
 
     Args:
@@ -204,23 +257,34 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
     lr = training.lr
     if lr == "auto":
         firing_rate = activation.expected_l0(rows.d_in) / plan.d_sae
-        lr = fitted_learning_rate(sample.x, training.batch_size * firing_rate) * (TRAIN_ON if start else 1)
+        lr = fitted_learning_rate(sample.x, training.batch_size * firing_rate) * (
+            TRAIN_ON if start else 1
+        )
     if start is None or state:  # which has all that a start gives
         initial = initial_sae(activation, plan.d_sae, sample, training.seed, B)
     else:
         initial = start.initial(activation, sample.x, normalisation)
-    task = Task(training, rows.rows, plan.steps, float(lr), sample, B, plan.held, start is not None, memory)
+    task = Task(
+        training, rows.rows, plan.steps, float(lr), sample, B, plan.held, start is not None, memory
+    )
     initial = shaped(initial, training, plan.train_rows.places)
     solver = plan.solver.build(initial, task, communicator)
     begun, factor = None if start is None else initial, 1.0
     if start is not None and start.sae is not None and not state:
-        factor = (on_raw_rows(initial, normalisation).W_enc.norm() / start.sae.W_enc.to(initial.W_enc).norm()).item()
+        factor = (
+            on_raw_rows(initial, normalisation).W_enc.norm()
+            / start.sae.W_enc.to(initial.W_enc).norm()
+        ).item()
     if state:
-        own = solver.state() | ({f"begun.{name}": tensor for name, tensor in begun.tensors().items()} if begun else {})
+        own = solver.state() | (
+            {f"begun.{name}": tensor for name, tensor in begun.tensors().items()} if begun else {}
+        )
         demand_shapes(state, {name: tuple(tensor.shape) for name, tensor in own.items()})
         solver.restore(state)
         factor = float(state.get("begun.factor", 1.0))
-        begun = begun and begun.changed(None, **{name: state[f"begun.{name}"] for name in begun.tensors()})
+        begun = begun and begun.changed(
+            None, **{name: state[f"begun.{name}"] for name in begun.tensors()}
+        )
     elif begun is not None:
         fired = torch.zeros(plan.d_sae, dtype=torch.bool, device=sample.x.device)
         for batch in rows.some(rows.rows, 0):
@@ -235,20 +299,27 @@ def start_training(plan: Plan, record: Record, show: Step = lambda done, words="
     return Training(plan, record, show, rows, solver, replace(progress), worst, begun, factor)
 
 
-def _normalised(plan: Plan, state: Mapping[str, Tensor], holds: bool, communicator: Communicator) -> TrainingRows:
+def _normalised(
+    plan: Plan, state: Mapping[str, Tensor], holds: bool, communicator: Communicator
+) -> TrainingRows:
     training, rows, device = plan.training, plan.train_rows, device_named(plan.training.device)
     if state:
         width = rows.d_in + rows.d_target
         shapes: dict[str, tuple[int, ...]] = {"mean": (width,), "scale": (width,), "variance": ()}
         demand_shapes(state, {f"normalisation.{name}": shape for name, shape in shapes.items()})
-        normalisation = Normalisation(**{name: state[f"normalisation.{name}"] for name in shapes}, d_in=rows.d_in)
+        normalisation = Normalisation(
+            **{name: state[f"normalisation.{name}"] for name in shapes}, d_in=rows.d_in
+        )
     else:
         spread = communicator.broadcast_object(rows.spread)
-        normalisation = fit_normalisation(training.normalize, spread, getattr(torch, training.dtype), rows.widths,
-                                          rows.d_target)
+        normalisation = fit_normalisation(
+            training.normalize, spread, getattr(torch, training.dtype), rows.widths, rows.d_target
+        )
     # A GPU gets the rows as stored, and converts them.
     stored = rows if device.type == "cpu" else HeldRows(rows, device) if holds else rows.as_stored()
-    return plan.in_batches(stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator)
+    return plan.in_batches(
+        stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator
+    )
 
 
 class Loop:
@@ -264,9 +335,13 @@ class Loop:
     def train(self) -> list[SAE]:
         """Train to the end. Returns the SAEs that did not fail, acting on raw activations."""
         try:
-            for epoch in range(min((one.progress.epoch for one in self.trainings), default=0),
-                               max((one.plan.epochs for one in self.trainings), default=0)):
-                running = [one for one in self.live() if one.progress.epoch == epoch < one.plan.epochs]
+            for epoch in range(
+                min((one.progress.epoch for one in self.trainings), default=0),
+                max((one.plan.epochs for one in self.trainings), default=0),
+            ):
+                running = [
+                    one for one in self.live() if one.progress.epoch == epoch < one.plan.epochs
+                ]
                 if not running:
                     break
                 self._began = time.monotonic()
@@ -274,12 +349,18 @@ class Loop:
                 self._decoder_steps(epoch, 0, running)
                 with closing(running[0].rows.shuffled(epoch)) as batches:
                     for number, batch in enumerate(batches, 1):
-                        self._each(lambda one, batch: one.look(one.solver.step(batch), self._began), running, batch)
+                        self._each(
+                            lambda one, batch: one.look(one.solver.step(batch), self._began),
+                            running,
+                            batch,
+                        )
                         if number < running[0].plan.batches:
                             self._decoder_steps(epoch, number, running)
                         if all(one.solver.finished for one in self.live(running)):
                             break
-                self._each(lambda one: one.look(one.solver.end_epoch(), self._began, now=True), running)
+                self._each(
+                    lambda one: one.look(one.solver.end_epoch(), self._began, now=True), running
+                )
                 self._decoder_steps(epoch, running[0].plan.batches, running)
                 self._keep(running)
             self._each(lambda one: one.compare(), self.live())
@@ -291,25 +372,40 @@ class Loop:
     def results(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
         """`Training.result` of each SAE that `train` returned. Cost: a pass over the training rows."""
         live = self.live()
-        train, tests = self._measured(saes, live[0].plan.train_rows), [self._tests.get(one, {}) for one in live]
+        train, tests = (
+            self._measured(saes, live[0].plan.train_rows),
+            [self._tests.get(one, {}) for one in live],
+        )
         if {} in tests and (rows := live[0].plan.test_rows):  # no epoch was left to train
             tests = self._measured(saes, rows)
         return [one.result(*measures) for one, *measures in zip(live, train, tests, strict=True)]
 
     def live(self, trainings: Sequence[Training] | None = None) -> list[Training]:
-        return [one for one in (self.trainings if trainings is None else trainings) if one not in self.errors]
+        return [
+            one
+            for one in (self.trainings if trainings is None else trainings)
+            if one not in self.errors
+        ]
 
     def _decoder_steps(self, epoch: int, number: int, running: Sequence[Training]) -> None:
         """Make the decoder steps after a batch of an epoch; solvers that need equally many rows share a pass."""
-        order = epoch * (running[0].plan.batches + 1) + number  # other rows for each pass, if not all are taken
-        due = {one: now for one in self.live(running) if (now := one.solver.passes.get((epoch, number)))}
+        order = (
+            epoch * (running[0].plan.batches + 1) + number
+        )  # other rows for each pass, if not all are taken
+        due = {
+            one: now
+            for one in self.live(running)
+            if (now := one.solver.passes.get((epoch, number)))
+        }
 
         def end(one: Training) -> None:
             try:
                 if one.solver.end_pass():  # else it is made again
                     del due[one]
             except TrainingError:
-                if one.rows.communicator.world_size == 1:  # the others, which have not failed, would not all-reduce
+                if (
+                    one.rows.communicator.world_size == 1
+                ):  # the others, which have not failed, would not all-reduce
                     one.look([], self._began, now=True)  # a NaN loss explains the failure better
                 raise
 
@@ -333,7 +429,9 @@ class Loop:
         self._tests |= tests
         self._each(lambda one: one.keep(saes[one], tests.get(one), self._began), live)
 
-    def _each(self, action: Callable[..., None], trainings: Sequence[Training], *given: Any) -> None:
+    def _each(
+        self, action: Callable[..., None], trainings: Sequence[Training], *given: Any
+    ) -> None:
         """Call `action(training, *given)` for each that has not failed; with several, an error ends only its own."""
         for one in self.live(trainings):
             try:
@@ -348,11 +446,17 @@ class Loop:
         return reconstructions(saes, raw_batches(rows, communicator), communicator)
 
 
-def averages(reports: Sequence[StepReport], variance: Tensor, communicator: Communicator) -> dict[str, Any]:
+def averages(
+    reports: Sequence[StepReport], variance: Tensor, communicator: Communicator
+) -> dict[str, Any]:
     """A line of `metrics.jsonl`: means over the rows of consecutive batches; `variance` is of smoothed rows.
     TrainingError, with the step, if a loss is NaN or infinite."""
-    parts = torch.stack([torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
-                         for report in reports])
+    parts = torch.stack(
+        [
+            torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
+            for report in reports
+        ]
+    )
     losses, errors, l0s = communicator.all_reduce(parts.double()).cpu().unbind(1)  # all in one copy
     bad = (~losses.isfinite()).nonzero()
     if len(bad):
@@ -360,20 +464,28 @@ def averages(reports: Sequence[StepReport], variance: Tensor, communicator: Comm
         raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; {ADVICE}")
     rows = torch.tensor([report.rows for report in reports]).to(losses)
     weights = rows / rows.sum()
-    return {"step": reports[-1].step, "loss": (weights @ losses).item(),
-            "batch_fvu": (weights @ errors / variance.item()).item(), "batch_l0": (weights @ l0s).item()}
+    return {
+        "step": reports[-1].step,
+        "loss": (weights @ losses).item(),
+        "batch_fvu": (weights @ errors / variance.item()).item(),
+        "batch_l0": (weights @ l0s).item(),
+    }
 
 
 def demand_no_worse(fvu: float, worst: float, when: str) -> None:
     """TrainingError if the FVU is above `worst`, or NaN: descent that recovers from there ends worse than it could."""
     if not fvu <= worst:
-        raise TrainingError(f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
-                            + ADVICE)
+        raise TrainingError(
+            f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
+            + ADVICE
+        )
 
 
 def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
         got = tuple(kept[name].shape) if name in kept else "none"
         if got != shape:
-            raise RunError(f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got "
-                           f"{got}; remove the run's checkpoint.safetensors to train it from the start")
+            raise RunError(
+                f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got "
+                f"{got}; remove the run's checkpoint.safetensors to train it from the start"
+            )

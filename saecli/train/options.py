@@ -30,26 +30,47 @@ DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 100
 WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
 DECAY = 0.5  # last fraction of all steps, over which it falls to zero
-TRAIN_ON = 0.25  # learning rate of a training that starts from an SAE, over one from random directions
+TRAIN_ON = (
+    0.25  # learning rate of a training that starts from an SAE, over one from random directions
+)
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
-TEXT = ("dataset", "mix", "dataset_config", "dataset_split", "dataset_revision", "text_column", "chat", "chat_template",
-        "control_tokens", "min_tokens", "context", "packed", "model_dtype")
+TEXT = (
+    "dataset",
+    "mix",
+    "dataset_config",
+    "dataset_split",
+    "dataset_revision",
+    "text_column",
+    "chat",
+    "chat_template",
+    "control_tokens",
+    "min_tokens",
+    "context",
+    "packed",
+    "model_dtype",
+)
 NORMALISATIONS = ("scale", "standardize", "none")
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
 WINDOW = 16  # batches among which inner steps mix rows
 MOST_INNER_STEPS = 10
-REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents stay idle for lack of rows
+REVIVAL_ROWS = (
+    2  # least rows per latent for revival: with fewer, latents stay idle for lack of rows
+)
 # Number of decoder steps aimed at by steps within epochs, the same under a penalty, and by leaving epochs out. Twice as
 # many as epochs raise F1 from 0.685 to 0.716 in the world with hierarchy (11 epochs, batchtopk); with relu and L1 they
 # raised L0, from 7.4 to 8.2 at equal FVU, when re-aimed latents began without a bias.
 DECODER_STEPS, PENALISED_STEPS, MOST_STEPS = 20, 16, 32
 # Fraction of all steps after which the decoder may be released; with fewer steps than this earlier, in proportion.
 RELEASE, RELEASE_STEPS = 0.5, 2000
-RELEASED_BELOW = 0.6  # alpha over the mean Gram diagonal, above which the decoder is held to the end
-VECTORS = 2  # numbers that the optimiser keeps per trained weight, besides the weight and its gradient
+RELEASED_BELOW = (
+    0.6  # alpha over the mean Gram diagonal, above which the decoder is held to the end
+)
+VECTORS = (
+    2  # numbers that the optimiser keeps per trained weight, besides the weight and its gradient
+)
 
 
 def check_prefixes(text: str) -> None:
@@ -58,7 +79,9 @@ def check_prefixes(text: str) -> None:
     numbers = [int(word) for word in words if word.strip().isdecimal()]
     rise = all(before < after for before, after in pairwise((0, *numbers)))
     if text != "auto" and (len(numbers) < len(words) or not rise):
-        raise ValueError("auto, or numbers of latents with commas between, each larger than the one before")
+        raise ValueError(
+            "auto, or numbers of latents with commas between, each larger than the one before"
+        )
 
 
 TRACKER_NAMES = ("trackio", "wandb")  # here, since `train.files` takes long to import
@@ -78,60 +101,143 @@ class TrainingConfig(Config):
     panel: ClassVar[str] = "Training"
 
     d_sae: int | None = option(None, "Number of latents. Default: 4 d_in.", minimum=1)
-    prefixes: str | None = option(None, "Matryoshka: for each N, the first N latents alone must reconstruct the input. "
-                                        "auto: a 16th, a quarter and half of d_sae. Default: not nested.",
-                                  check=check_prefixes, metavar="auto|N,N,...")
-    skip: bool = option(False, "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with "
-                               "the decoder.", advanced=True)
-    epochs: int | None = option(None, f"Passes over the training rows. Default: enough for {DEFAULT_STEPS} batches, at "
-                                      f"most {MOST_DEFAULT_EPOCHS}.", minimum=1, once=True)
+    prefixes: str | None = option(
+        None,
+        "Matryoshka: for each N, the first N latents alone must reconstruct the input. "
+        "auto: a 16th, a quarter and half of d_sae. Default: not nested.",
+        check=check_prefixes,
+        metavar="auto|N,N,...",
+    )
+    skip: bool = option(
+        False,
+        "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with "
+        "the decoder.",
+        advanced=True,
+    )
+    epochs: int | None = option(
+        None,
+        f"Passes over the training rows. Default: enough for {DEFAULT_STEPS} batches, at "
+        f"most {MOST_DEFAULT_EPOCHS}.",
+        minimum=1,
+        once=True,
+    )
     steps: int | None = option(None, "Optimiser steps, instead of --epochs.", minimum=1, once=True)
     batch_size: int = option(256, "Rows per batch.", minimum=1, once=True)
-    lr: float | str = option("auto", "Peak learning rate. auto: from the spread of the rows and the firing rate; "
-                                     f"{TRAIN_ON:g} of that with --init.",
-                             choices=("auto",), above=0)
-    lr_warm_up: float = option(WARM_UP, "Fraction of all steps over which the learning rate rises from 0.",
-                               minimum=0, maximum=1, advanced=True)
-    lr_decay: float = option(DECAY, "Last fraction of all steps, over which the learning rate falls to 0.",
-                             minimum=0, maximum=1, advanced=True)
-    smoothing: float | str = option("auto", "Move each training row along differences of other rows, by this fraction "
-                                            f"of its norm, against overfitting. auto: {WIDEST}, falling as 1/sqrt(rows)"
-                                            " beyond max(d_sae, 4 d_in) rows; 0 with --init.",
-                                    choices=("auto",), minimum=0, maximum=10, advanced=True)
-    sparsity: str | None = option(None, "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
-                                        "active latents; target-l0, square of its excess over --target-l0, with gated "
-                                        "l1 of the weight that gives it; lp, sum of (|z_i| ||W_dec_i||)^p, p falling "
-                                        "from 1; kl, divergence of firing rates from --target-rate; l1-codes, sum of "
-                                        "|z_i|. Default: l1 with relu, target-l0 with jumprelu and gated, else none.",
-                                  choices=sparsity_names())
+    lr: float | str = option(
+        "auto",
+        "Peak learning rate. auto: from the spread of the rows and the firing rate; "
+        f"{TRAIN_ON:g} of that with --init.",
+        choices=("auto",),
+        above=0,
+    )
+    lr_warm_up: float = option(
+        WARM_UP,
+        "Fraction of all steps over which the learning rate rises from 0.",
+        minimum=0,
+        maximum=1,
+        advanced=True,
+    )
+    lr_decay: float = option(
+        DECAY,
+        "Last fraction of all steps, over which the learning rate falls to 0.",
+        minimum=0,
+        maximum=1,
+        advanced=True,
+    )
+    smoothing: float | str = option(
+        "auto",
+        "Move each training row along differences of other rows, by this fraction "
+        f"of its norm, against overfitting. auto: {WIDEST}, falling as 1/sqrt(rows)"
+        " beyond max(d_sae, 4 d_in) rows; 0 with --init.",
+        choices=("auto",),
+        minimum=0,
+        maximum=10,
+        advanced=True,
+    )
+    sparsity: str | None = option(
+        None,
+        "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
+        "active latents; target-l0, square of its excess over --target-l0, with gated "
+        "l1 of the weight that gives it; lp, sum of (|z_i| ||W_dec_i||)^p, p falling "
+        "from 1; kl, divergence of firing rates from --target-rate; l1-codes, sum of "
+        "|z_i|. Default: l1 with relu, target-l0 with jumprelu and gated, else none.",
+        choices=sparsity_names(),
+    )
     sparsity_weight: float | None = option(
-        None, "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
-              " l1 0.1 sqrt(d_in), lp 0.04 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
-              "start), kl 0.01 d_in.",
-        minimum=0, maximum=MOST_WEIGHT)
-    sparsity_warm_up: float | None = option(None, "Fraction of all steps over which the penalty's weight rises from 0. "
-                                                  f"Default: {PENALTY_WARM_UP}, with --init 0.",
-                                            minimum=0, maximum=1, advanced=True)
-    fraction: float = option(1.0, "Fraction of the training rows to use; does not change the held-out tenth of the "
-                                  "documents.",
-                             above=0, maximum=1, once=True, advanced=True)
-    split_seed: int = option(0, "Seed of the choice of held-out test rows.", minimum=0, once=True, advanced=True)
+        None,
+        "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
+        " l1 0.1 sqrt(d_in), lp 0.04 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
+        "start), kl 0.01 d_in.",
+        minimum=0,
+        maximum=MOST_WEIGHT,
+    )
+    sparsity_warm_up: float | None = option(
+        None,
+        "Fraction of all steps over which the penalty's weight rises from 0. "
+        f"Default: {PENALTY_WARM_UP}, with --init 0.",
+        minimum=0,
+        maximum=1,
+        advanced=True,
+    )
+    fraction: float = option(
+        1.0,
+        "Fraction of the training rows to use; does not change the held-out tenth of the "
+        "documents.",
+        above=0,
+        maximum=1,
+        once=True,
+        advanced=True,
+    )
+    split_seed: int = option(
+        0, "Seed of the choice of held-out test rows.", minimum=0, once=True, advanced=True
+    )
     seed: int = option(0, "Seed of everything random except the order of the rows.", minimum=0)
-    shuffle_seed: int = option(0, "Seed of the order of the rows.", minimum=0, once=True, advanced=True)
-    normalize: str = option("scale", "Normalise rows, folded into the saved weights. scale: centre and divide by one "
-                                     "number; standardize: unit variance per dimension.",
-                            choices=NORMALISATIONS, once=True, advanced=True)
-    keep_every: int | None = option(None, "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N.",
-                                    minimum=1, once=True, metavar="N", advanced=True)
-    log_to: str | None = option(None, f"Also log to {', '.join(TRACKER_NAMES)}, or several with commas between. "
-                                      "Project: WANDB_PROJECT, TRACKIO_PROJECT, else saecli.",
-                                check=check_trackers, metavar="NAME,...", once=True, advanced=True)
-    device: str = option("auto", "Where to train: cpu, cuda, cuda:1. auto: cuda if available.", once=True)
-    dtype: str = option("float32", "Precision of weights and steps; decoder steps always sum in float64.",
-                        choices=("float32", "float64"), once=True, advanced=True)
-    precision: str = option("auto", "Precision of matrix products in descent steps; bf16 sums in float32. auto: bf16 "
-                                    f"if the device has it and d_in d_sae is at least {SMALLEST:,}, else float32.",
-                            choices=("float32", "tf32", "bf16", "auto"), once=True, advanced=True)
+    shuffle_seed: int = option(
+        0, "Seed of the order of the rows.", minimum=0, once=True, advanced=True
+    )
+    normalize: str = option(
+        "scale",
+        "Normalise rows, folded into the saved weights. scale: centre and divide by one "
+        "number; standardize: unit variance per dimension.",
+        choices=NORMALISATIONS,
+        once=True,
+        advanced=True,
+    )
+    keep_every: int | None = option(
+        None,
+        "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N.",
+        minimum=1,
+        once=True,
+        metavar="N",
+        advanced=True,
+    )
+    log_to: str | None = option(
+        None,
+        f"Also log to {', '.join(TRACKER_NAMES)}, or several with commas between. "
+        "Project: WANDB_PROJECT, TRACKIO_PROJECT, else saecli.",
+        check=check_trackers,
+        metavar="NAME,...",
+        once=True,
+        advanced=True,
+    )
+    device: str = option(
+        "auto", "Where to train: cpu, cuda, cuda:1. auto: cuda if available.", once=True
+    )
+    dtype: str = option(
+        "float32",
+        "Precision of weights and steps; decoder steps always sum in float64.",
+        choices=("float32", "float64"),
+        once=True,
+        advanced=True,
+    )
+    precision: str = option(
+        "auto",
+        "Precision of matrix products in descent steps; bf16 sums in float32. auto: bf16 "
+        f"if the device has it and d_in d_sae is at least {SMALLEST:,}, else float32.",
+        choices=("float32", "tf32", "bf16", "auto"),
+        once=True,
+        advanced=True,
+    )
 
     @property
     def nested(self) -> Prefixes:
@@ -165,20 +271,41 @@ class SolverConfig(Config, ABC):
     made_by: ClassVar[str]  # `module:function` in this package, imported when the solver is built
     memory_advice: ClassVar[str] = "use a smaller --d-sae"
 
-    clip_norm: float | None = option(None, "Clip the gradient of a batch's mean loss to this norm.", above=0, **PAPER)
-    weight_decay: float = option(0.0, "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
-                                      "summed over all rows.", minimum=0, **PAPER)
-    mu_enc: float = option(0.0, "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
-                                "rows; t counts decoder steps, with sgd epochs.", minimum=0, **PAPER)
-    nu_enc: float = option(0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER)
+    clip_norm: float | None = option(
+        None, "Clip the gradient of a batch's mean loss to this norm.", above=0, **PAPER
+    )
+    weight_decay: float = option(
+        0.0,
+        "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
+        "summed over all rows.",
+        minimum=0,
+        **PAPER,
+    )
+    mu_enc: float = option(
+        0.0,
+        "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
+        "rows; t counts decoder steps, with sgd epochs.",
+        minimum=0,
+        **PAPER,
+    )
+    nu_enc: float = option(
+        0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER
+    )
 
-    inner_steps: int | str = option("auto", f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
-                                            f"training, at most {MOST_INNER_STEPS} a batch; 1 with --steps or --init.",
-                                    choices=("auto",), minimum=1)
-    revive: bool = option(True, "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
-                                f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
-                                "With --init only before the first step, those that fire on none of the rows.",
-                          advanced=True)
+    inner_steps: int | str = option(
+        "auto",
+        f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
+        f"training, at most {MOST_INNER_STEPS} a batch; 1 with --steps or --init.",
+        choices=("auto",),
+        minimum=1,
+    )
+    revive: bool = option(
+        True,
+        "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
+        f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
+        "With --init only before the first step, those that fire on none of the rows.",
+        advanced=True,
+    )
 
     def resolved(self, batches: int | None) -> Self:
         """The same with `inner_steps` a number, given the batches in all of training; None for 1 each."""
@@ -203,10 +330,14 @@ class SolverConfig(Config, ABC):
     def build(self, initial: SAE, task: Any, communicator: Communicator = ALONE) -> Any:
         """A `Solver` of a `Task`, from a copy of `initial`, alone or with the communicator's other processes."""
         module, name = self.made_by.split(":")
-        return getattr(import_module(f".{module}", __package__), name)(initial, task, self, communicator)
+        return getattr(import_module(f".{module}", __package__), name)(
+            initial, task, self, communicator
+        )
 
     @abstractmethod
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
+    def memory(
+        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
+    ) -> int:
         """The solver's peak memory per process in bytes, without the codes of a batch."""
 
 
@@ -217,10 +348,16 @@ class Sgd(SolverConfig):
     name: ClassVar[str] = "sgd"
     made_by: ClassVar[str] = "solver:sgd"
 
-    tied: bool = option(False, "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
-                              "targets' regression on the rows.", advanced=True)
+    tied: bool = option(
+        False,
+        "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
+        "targets' regression on the rows.",
+        advanced=True,
+    )
 
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
+    def memory(
+        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
+    ) -> int:
         """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
         matrices = (2 + VECTORS) * (1 if self.tied else 2) + bool(self.mu_enc)
         return 4 * matrices * d_in * d_sae + self.window(rows, batch_size, d_in)
@@ -233,19 +370,44 @@ class Finetune(SolverConfig):
     name: ClassVar[str] = "finetune"
     made_by: ClassVar[str] = "through:ThroughModel"
 
-    model: str | None = option(None, "Language model: hub id or folder. Default: the one that RUN names.", once=True)
-    layer: int | None = option(None, "Block where RUN acts, if it does not say.", minimum=0, once=True, advanced=True)
-    site: str | None = option(None, "Hook point in the block, if RUN does not say.", once=True, advanced=True)
-    tokens: int = option(500_000, "Tokens to train on; shorter text is passed over again.", minimum=1, once=True)
-    objective: str = option("kl", "What the spliced model's predictions are trained for: kl, the model's own "
-                                  "predictions; ce, the next token.", choices=("kl", "ce"))
-    fvu_weight: float = option(5.0, "Weight of FVU next to the objective, in nats per token.", minimum=0)
-    only: str | None = option(None, "Train the decoder alone, so that codes stay. Default: encoder and decoder.",
-                              choices=("decoder",))
-    windows: int | str = option("auto", "Windows per forward pass; a step stays the same. auto: what fits in memory.",
-                                choices=("auto",), minimum=1, once=True, advanced=True)
+    model: str | None = option(
+        None, "Language model: hub id or folder. Default: the one that RUN names.", once=True
+    )
+    layer: int | None = option(
+        None, "Block where RUN acts, if it does not say.", minimum=0, once=True, advanced=True
+    )
+    site: str | None = option(
+        None, "Hook point in the block, if RUN does not say.", once=True, advanced=True
+    )
+    tokens: int = option(
+        500_000, "Tokens to train on; shorter text is passed over again.", minimum=1, once=True
+    )
+    objective: str = option(
+        "kl",
+        "What the spliced model's predictions are trained for: kl, the model's own "
+        "predictions; ce, the next token.",
+        choices=("kl", "ce"),
+    )
+    fvu_weight: float = option(
+        5.0, "Weight of FVU next to the objective, in nats per token.", minimum=0
+    )
+    only: str | None = option(
+        None,
+        "Train the decoder alone, so that codes stay. Default: encoder and decoder.",
+        choices=("decoder",),
+    )
+    windows: int | str = option(
+        "auto",
+        "Windows per forward pass; a step stays the same. auto: what fits in memory.",
+        choices=("auto",),
+        minimum=1,
+        once=True,
+        advanced=True,
+    )
 
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
+    def memory(
+        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
+    ) -> int:
         """Weights, gradients and optimiser state, in float32."""
         return 4 * (2 + VECTORS) * 2 * d_in * d_sae
 
@@ -255,15 +417,27 @@ _OWN_HELP = {
     "lr": "Peak learning rate, falling to 0. auto: a quarter of that of `sae train`.",
     "seed": "Seed of the order of the windows.",
     "dataset": f"Stream this text instead of a store's tokens: a hub dataset id; a .txt, .jsonl or .parquet file; or "
-               f"{STDLIB_DOCS}.",
+    f"{STDLIB_DOCS}.",
 }
 FINETUNED = tuple(
-    replace(one, help=_OWN_HELP.get(one.name, one.help), panel=panel, once=one.once or panel != "Training",
-            advanced=one.advanced or panel != "Training")
+    replace(
+        one,
+        help=_OWN_HELP.get(one.name, one.help),
+        panel=panel,
+        once=one.once or panel != "Training",
+        advanced=one.advanced or panel != "Training",
+    )
     for config, panel, named in (
-        (Finetune, "Training", ("model", "layer", "site", "tokens", "objective", "fvu_weight", "only", "windows")),
-        (TrainingConfig, "Training", ("lr", "seed", "log_to", "device")), (ExtractConfig, "Text without a store", TEXT))
-    for one in (options_of(config)[name] for name in named))
+        (
+            Finetune,
+            "Training",
+            ("model", "layer", "site", "tokens", "objective", "fvu_weight", "only", "windows"),
+        ),
+        (TrainingConfig, "Training", ("lr", "seed", "log_to", "device")),
+        (ExtractConfig, "Text without a store", TEXT),
+    )
+    for one in (options_of(config)[name] for name in named)
+)
 
 
 @dataclass(frozen=True)
@@ -272,54 +446,106 @@ class PamSgd(SolverConfig):
 
     name: ClassVar[str] = "pam-sgd"
     made_by: ClassVar[str] = "pam_sgd:PamSgdSolver"
-    memory_advice: ClassVar[str] = "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
+    memory_advice: ClassVar[str] = (
+        "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
+    )
 
-    decoder: str = option("residual", "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
-                                      "W_dec itself, as in the paper.", choices=("residual", "free"), **PAPER)
-    alpha: float | str = option("auto", "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --decoder "
-                                        "free of ||W_dec||^2, next to the squared error summed over all rows. auto: "
-                                        "the best by leave-one-out.",
-                                choices=("auto",), minimum=0)
-    beta: float = option(0.0, "Weight of ||b_dec||^2, next to the squared error summed over all rows.", minimum=0,
-                         **PAPER)
-    bias: str = option("joint", "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
-                                "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
-                                "must be a number.", choices=("joint", "after"), **PAPER)
-    mu_dec: float = option(0.0, "Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", minimum=0, **PAPER)
-    nu_dec: float = option(0.0, "Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", minimum=0, **PAPER)
-    decoder_every: int | str = option("auto", "When to solve for the decoder. auto: some 15 to 60 times. "
-                                              "epoch: after each epoch. N: also every N batches.",
-                                      choices=("auto", "epoch"), minimum=1, metavar="auto|epoch|N", advanced=True)
-    release: float | str = option("auto", "Fraction of steps after which W_dec is also trained by gradient. auto: "
-                                          f"{RELEASE}, less below {RELEASE_STEPS:,} steps, with --decoder residual if "
-                                          f"alpha is then below {RELEASED_BELOW} of the mean Gram diagonal, else and "
-                                          "for matching-pursuit never; 0 for transcoders. 1: never.",
-                                  choices=("auto",), minimum=0, maximum=1, advanced=True)
-    decoder_first: bool = option(False, "Solve for the decoder before the encoder steps of each epoch, not after them, "
-                                        "as in the paper's code for language models.", **PAPER)
-    solve: str = option("auto", "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
-                                "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
-                                "direct where it fits in memory.", choices=("auto", "direct", "iterative"),
-                                advanced=True)
+    decoder: str = option(
+        "residual",
+        "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
+        "W_dec itself, as in the paper.",
+        choices=("residual", "free"),
+        **PAPER,
+    )
+    alpha: float | str = option(
+        "auto",
+        "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --decoder "
+        "free of ||W_dec||^2, next to the squared error summed over all rows. auto: "
+        "the best by leave-one-out.",
+        choices=("auto",),
+        minimum=0,
+    )
+    beta: float = option(
+        0.0,
+        "Weight of ||b_dec||^2, next to the squared error summed over all rows.",
+        minimum=0,
+        **PAPER,
+    )
+    bias: str = option(
+        "joint",
+        "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
+        "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
+        "must be a number.",
+        choices=("joint", "after"),
+        **PAPER,
+    )
+    mu_dec: float = option(
+        0.0, "Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", minimum=0, **PAPER
+    )
+    nu_dec: float = option(
+        0.0, "Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", minimum=0, **PAPER
+    )
+    decoder_every: int | str = option(
+        "auto",
+        "When to solve for the decoder. auto: some 15 to 60 times. "
+        "epoch: after each epoch. N: also every N batches.",
+        choices=("auto", "epoch"),
+        minimum=1,
+        metavar="auto|epoch|N",
+        advanced=True,
+    )
+    release: float | str = option(
+        "auto",
+        "Fraction of steps after which W_dec is also trained by gradient. auto: "
+        f"{RELEASE}, less below {RELEASE_STEPS:,} steps, with --decoder residual if "
+        f"alpha is then below {RELEASED_BELOW} of the mean Gram diagonal, else and "
+        "for matching-pursuit never; 0 for transcoders. 1: never.",
+        choices=("auto",),
+        minimum=0,
+        maximum=1,
+        advanced=True,
+    )
+    decoder_first: bool = option(
+        False,
+        "Solve for the decoder before the encoder steps of each epoch, not after them, "
+        "as in the paper's code for language models.",
+        **PAPER,
+    )
+    solve: str = option(
+        "auto",
+        "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
+        "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
+        "direct where it fits in memory.",
+        choices=("auto", "direct", "iterative"),
+        advanced=True,
+    )
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
         if rows.ready < rows.rows and self.takes_all_rows:
             name = "decoder_first" if self.decoder_first else "decoder"
-            raise ConfigError(f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
-                              f"{rows.rows:,}; lower --rows, or make a store by `sae extract`")
+            raise ConfigError(
+                f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
+                f"{rows.rows:,}; lower --rows, or make a store by `sae extract`"
+            )
         if self.bias == "after" and self.alpha == "auto":
-            raise ConfigError("--bias after cannot be used with --alpha auto, which chooses for the bias that is joint "
-                              "with W_dec; give a number, such as --alpha 1, or use --bias joint")
+            raise ConfigError(
+                "--bias after cannot be used with --alpha auto, which chooses for the bias that is joint "
+                "with W_dec; give a number, such as --alpha 1, or use --bias joint"
+            )
         if self.decoder_first and not isinstance(self.decoder_every, str):
-            raise ConfigError("--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
-                              "encoder steps; use one of them")
+            raise ConfigError(
+                "--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
+                "encoder steps; use one of them"
+            )
 
     @property
     def takes_all_rows(self) -> bool:
         """Whether every decoder step takes all rows, as the paper's do."""
         return self.decoder_first or self.decoder == "free"
 
-    def memory(self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> int:
+    def memory(
+        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
+    ) -> int:
         """The decoder step's memory, solved in the way that takes least, and `other_bytes`."""
         from .ridge import plan
 
@@ -332,6 +558,8 @@ class PamSgd(SolverConfig):
         and the window in which inner steps mix rows."""
         from .decoder_step import sampled_bytes
 
-        moved = 1 if self.release == 1 else 2  # matrices that have a gradient and an optimiser's state
+        moved = (
+            1 if self.release == 1 else 2
+        )  # matrices that have a gradient and an optimiser's state
         weights = 4 * (3 + moved * (1 + VECTORS)) * d_in * d_sae
         return sampled_bytes(rows, d_in, d_sae) + weights + self.window(rows, batch_size, d_in)

@@ -16,7 +16,15 @@ from ..sae.activations import Activation, KeepsK
 from ..sae.dictionary import SAE
 from ..sae.metrics import doubts
 from ..store.reader import RowSource
-from .options import DEFAULT_STEPS, MOST_DEFAULT_EPOCHS, PENALTY_WARM_UP, SMALLEST, WIDEST, SolverConfig, TrainingConfig
+from .options import (
+    DEFAULT_STEPS,
+    MOST_DEFAULT_EPOCHS,
+    PENALTY_WARM_UP,
+    SMALLEST,
+    WIDEST,
+    SolverConfig,
+    TrainingConfig,
+)
 from .rows import SUMMED_ROWS, TrainingRows, held_bytes
 from .start import Start
 
@@ -44,24 +52,37 @@ class Plan:
     held: str | None = None
 
     @classmethod
-    def resolved(cls, train_rows: RowSource, test_rows: RowSource | None, training: TrainingConfig,
-                 solver: SolverConfig, activation: Activation, start: Start | None = None) -> Self:
+    def resolved(
+        cls,
+        train_rows: RowSource,
+        test_rows: RowSource | None,
+        training: TrainingConfig,
+        solver: SolverConfig,
+        activation: Activation,
+        start: Start | None = None,
+    ) -> Self:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
         if training.skip and not train_rows.d_target:
-            raise ConfigError("--skip does nothing without --target: from rows to themselves it would be all; leave it "
-                              "out, or name the store that is predicted")
+            raise ConfigError(
+                "--skip does nothing without --target: from rows to themselves it would be all; leave it "
+                "out, or name the store that is predicted"
+            )
         if train_rows.places and training.sparsity == "kl":
-            raise ConfigError(f"--sparsity kl is defined for one hook point, got {len(train_rows.places)}; use "
-                              "another, such as l1")
+            raise ConfigError(
+                f"--sparsity kl is defined for one hook point, got {len(train_rows.places)}; use "
+                "another, such as l1"
+            )
         if start is not None:
             training, activation = start.settled(training, activation, train_rows)
         if train_rows.passes == 1 and training.epochs is training.steps is None:
             training = replace(training, epochs=1)
         training = settled(training, activation, train_rows.rows, train_rows.d_in)
         if activation.one_scale and (train_rows.places or training.normalize == "standardize"):
-            raise ConfigError(f"--act {activation.name} compares directions, so all dimensions need one scale: use it "
-                              "with one hook point and --normalize scale, or another --act")
+            raise ConfigError(
+                f"--act {activation.name} compares directions, so all dimensions need one scale: use it "
+                "with one hook point and --normalize scale, or another --act"
+            )
         solver.check(training, train_rows)
         epochs = None if start else training.epochs
         solver = solver.resolved(epochs and epochs * training.epoch_batches(train_rows.rows))
@@ -70,14 +91,20 @@ class Plan:
         if train_rows.passes > 1:
             return plan
         if (training.epochs or 1) > 1:
-            raise ConfigError(f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}")
+            raise ConfigError(
+                f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}"
+            )
         most = plan.batches * solver.rounds
         if (training.steps or 0) > most:
-            raise ConfigError(f"--steps must be at most {most} with --model, whose rows come once, got "
-                              f"{training.steps}; raise --rows or --inner-steps, or {STORE}")
+            raise ConfigError(
+                f"--steps must be at most {most} with --model, whose rows come once, got "
+                f"{training.steps}; raise --rows or --inner-steps, or {STORE}"
+            )
         if training.precision == "tf32":
-            raise ConfigError("--precision tf32 holds for the whole process, also for --model while it gives the rows; "
-                              f"use --precision float32, or {STORE}")
+            raise ConfigError(
+                "--precision tf32 holds for the whole process, also for --model while it gives the rows; "
+                f"use --precision float32, or {STORE}"
+            )
         return plan
 
     @cached_property  # as rows of a model are fewer once the text has ended
@@ -88,7 +115,9 @@ class Plan:
     @cached_property
     def steps(self) -> int:
         """Optimiser steps in all of training."""
-        return self.training.steps or (self.training.epochs or 0) * self.batches * self.solver.rounds
+        return (
+            self.training.steps or (self.training.epochs or 0) * self.batches * self.solver.rounds
+        )
 
     @cached_property
     def epochs(self) -> int:
@@ -110,11 +139,19 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         start = {} if self.start is None else {"init": self.start.name}
-        return {"solver": self.solver.name, "act": self.activation.name, **start, **self.training.to_json(),
-                **self.solver.to_json(), **self.activation.to_json()}
+        return {
+            "solver": self.solver.name,
+            "act": self.activation.name,
+            **start,
+            **self.training.to_json(),
+            **self.solver.to_json(),
+            **self.activation.to_json(),
+        }
 
 
-def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: int) -> TrainingConfig:
+def settled(
+    training: TrainingConfig, activation: Activation, rows: int, d_in: int
+) -> TrainingConfig:
     """The options with every default filled in that depends on the data or the activation; idempotent."""
     if training.epochs is not None and training.steps is not None:
         raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
@@ -122,37 +159,59 @@ def settled(training: TrainingConfig, activation: Activation, rows: int, d_in: i
     sparsity = training.sparsity or activation.default_sparsity
     activation.check_sparsity(sparsity)
     if sparsity == "none" and training.sparsity_weight:
-        raise ConfigError("--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
-                          f"({', '.join(name for name in activation.sparsities if name != 'none')})")
+        raise ConfigError(
+            "--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
+            f"({', '.join(name for name in activation.sparsities if name != 'none')})"
+        )
     if sparsity == "none" and training.sparsity_warm_up not in (None, PENALTY_WARM_UP):
-        raise ConfigError("--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty")
+        raise ConfigError(
+            "--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty"
+        )
     d_sae = training.d_sae or 4 * d_in
     prefixes = None
     if training.prefixes is not None:
-        numbers = ([math.ceil(d_sae / latents) for latents in AUTO_PREFIXES] if training.prefixes == "auto" else
-                   [int(word) for word in training.prefixes.split(",")])
+        numbers = (
+            [math.ceil(d_sae / latents) for latents in AUTO_PREFIXES]
+            if training.prefixes == "auto"
+            else [int(word) for word in training.prefixes.split(",")]
+        )
         if max(numbers) > d_sae:
             raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}")
         prefixes = ",".join(str(number) for number in sorted({*numbers, d_sae}))
     activation.check(d_sae)
-    epochs = training.epochs or min(MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / training.epoch_batches(rows)))
-    smoothing, weight, rise = training.smoothing, training.sparsity_weight, training.sparsity_warm_up
+    epochs = training.epochs or min(
+        MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / training.epoch_batches(rows))
+    )
+    smoothing, weight, rise = (
+        training.smoothing,
+        training.sparsity_weight,
+        training.sparsity_warm_up,
+    )
     return replace(
-        training, d_sae=d_sae, prefixes=prefixes, precision=_precision(training, d_in * d_sae),
-        sparsity=sparsity, sparsity_warm_up=PENALTY_WARM_UP if rise is None else rise,
+        training,
+        d_sae=d_sae,
+        prefixes=prefixes,
+        precision=_precision(training, d_in * d_sae),
+        sparsity=sparsity,
+        sparsity_warm_up=PENALTY_WARM_UP if rise is None else rise,
         epochs=None if training.steps else epochs,
         smoothing=default_width(rows, d_in, d_sae) if smoothing == "auto" else smoothing,
-        sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight)
+        sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight,
+    )
 
 
 def _precision(training: TrainingConfig, weights: int) -> str:
     exact = training.dtype == "float64"
     if training.precision == "auto":
-        rounded = not exact and weights >= SMALLEST and multiplies_bf16(device_named(training.device))
+        rounded = (
+            not exact and weights >= SMALLEST and multiplies_bf16(device_named(training.device))
+        )
         return "bf16" if rounded else "float32"
     if exact and training.precision != "float32":
-        raise ConfigError(f"--precision {training.precision} cannot be used with --dtype float64, which asks for more; "
-                          "leave it out")
+        raise ConfigError(
+            f"--precision {training.precision} cannot be used with --dtype float64, which asks for more; "
+            "leave it out"
+        )
     return training.precision
 
 
@@ -172,29 +231,45 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tu
 
     batch, needed = with_batches(training.batch_size)
     free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
-    free = int(communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item()) // trainings
+    free = (
+        int(communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item())
+        // trainings
+    )
     if needed > free:
         each = "" if trainings == 1 else f" for each of {trainings} trainings"
-        sizes = (f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
-                 f"free{each}")
+        sizes = (
+            f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
+            f"free{each}"
+        )
         if training.batch_size > SUMMED_ROWS and with_batches(SUMMED_ROWS)[1] <= free:
             raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it")
         raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}")
     held = held_bytes(rows) // trainings
-    holds = (device.type != "cpu" and communicator.world_size == 1 and held > 0 and needed + held <= MOST_TAKEN * free)
+    holds = (
+        device.type != "cpu"
+        and communicator.world_size == 1
+        and held > 0
+        and needed + held <= MOST_TAKEN * free
+    )
     return free - batch - holds * held, holds
 
 
 def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
     if trainings > 1:
-        raise ConfigError(f"options given several times train {trainings} SAEs in one process: expected one, got "
-                          f"{world_size}; run it without torchrun, or give each value to a command of its own")
+        raise ConfigError(
+            f"options given several times train {trainings} SAEs in one process: expected one, got "
+            f"{world_size}; run it without torchrun, or give each value to a command of its own"
+        )
     if plan.training.batch_size < world_size:
-        raise ConfigError(f"--batch-size must be at least the number of processes, {world_size}, which share every "
-                          f"batch, got {plan.training.batch_size}")
+        raise ConfigError(
+            f"--batch-size must be at least the number of processes, {world_size}, which share every "
+            f"batch, got {plan.training.batch_size}"
+        )
     if plan.training.sparsity == "kl":
-        raise ConfigError("--sparsity kl needs one process, since firing rates are measured on a whole batch: got "
-                          f"{world_size}; run it without torchrun, or use another penalty")
+        raise ConfigError(
+            "--sparsity kl needs one process, since firing rates are measured on a whole batch: got "
+            f"{world_size}; run it without torchrun, or use another penalty"
+        )
 
 
 def doubts_at_start(plan: Plan) -> list[str]:
@@ -226,7 +301,10 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     found = doubts(measures, plan.train_rows.d_in, plan.d_sae)
     if doubts_at_start(plan):
         found.pop("l0", None)
-    return [*plan.train_rows.warnings, *(f"{which} {words}; {advice[name]}" for name, words in found.items())]
+    return [
+        *plan.train_rows.warnings,
+        *(f"{which} {words}; {advice[name]}" for name, words in found.items()),
+    ]
 
 
 def default_width(rows: int, d_in: int, d_sae: int) -> float:

@@ -25,7 +25,9 @@ from ..store.values import Spread
 ArrayLike = Tensor | numpy.typing.ArrayLike
 CHECKED_ROWS = 65_536  # rows per block, to avoid a second copy of all
 READ_BYTES = 64 << 20  # of rows per block, on their way to the device
-LEAST_SCALE = 1e-35  # weights for raw rows are divided by the scale, and float32's maximum is 3.4e38
+LEAST_SCALE = (
+    1e-35  # weights for raw rows are divided by the scale, and float32's maximum is 3.4e38
+)
 STREAMED_ROWS = 2048  # rows per block if their order does not matter
 SUMMED_ROWS = 4096  # rows per block of sums over all rows: each block goes through a whole d_sae x d_sae matrix
 SAMPLED_ROWS = 2048  # sample for learning rate, initial scale and smoothing
@@ -47,7 +49,9 @@ class Normalisation:
         return {"mean": self.mean, "scale": self.scale, "variance": self.variance}
 
     def to(self, device: torch.device) -> "Normalisation":
-        return Normalisation(**{name: tensor.to(device) for name, tensor in self.tensors().items()}, d_in=self.d_in)
+        return Normalisation(
+            **{name: tensor.to(device) for name, tensor in self.tensors().items()}, d_in=self.d_in
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """The normalised rows, (B, D + E), as a new tensor."""
@@ -60,8 +64,9 @@ class Normalisation:
         return self.mean[:D], self.scale[:D], self.mean[targets], self.scale[targets]
 
 
-def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype, widths: Sequence[int] = (),
-                      d_target: int = 0) -> Normalisation:
+def fit_normalisation(
+    kind: str, spread: Spread, dtype: torch.dtype, widths: Sequence[int] = (), d_target: int = 0
+) -> Normalisation:
     """The normalisation of rows, given the spread of training rows and targets; `widths` of inputs side by side.
 
     `scale` centres, and divides each input, and the target, by one number, so that its mean squared norm is its width.
@@ -80,12 +85,16 @@ def fit_normalisation(kind: str, spread: Spread, dtype: torch.dtype, widths: Seq
 
 def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
     if variance.sum() == 0:
-        raise ConfigError(f"there is nothing to learn: expected training rows that differ, got {rows}, all the same; "
-                          "give another --data, or a larger --fraction")
+        raise ConfigError(
+            f"there is nothing to learn: expected training rows that differ, got {rows}, all the same; "
+            "give another --data, or a larger --fraction"
+        )
     overall = variance.mean().sqrt()
     if overall < LEAST_SCALE:
-        raise ConfigError(f"the training rows are nearly the same: their spread must be at least {LEAST_SCALE:g}, "
-                          f"got {overall.item():.2g}; multiply them, and import them again")
+        raise ConfigError(
+            f"the training rows are nearly the same: their spread must be at least {LEAST_SCALE:g}, "
+            f"got {overall.item():.2g}; multiply them, and import them again"
+        )
     if kind == "none":
         return torch.ones_like(variance)
     if kind == "scale":
@@ -95,7 +104,9 @@ def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
 
 def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
     """The SAE with the normalisation folded in, in float64."""
-    folded = sae.copy_to(torch.float64).on_raw_rows(*(part.double() for part in normalisation.of_sae()))
+    folded = sae.copy_to(torch.float64).on_raw_rows(
+        *(part.double() for part in normalisation.of_sae())
+    )
     return folded.copy_to(sae.W_enc.dtype)
 
 
@@ -108,23 +119,35 @@ class ArrayRows(RowSource):
         self._targets = None if targets is None else ArrayRows(targets)
         if isinstance(rows, Tensor):
             rows = rows.detach().cpu()
-            rows = rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows  # numpy has no bfloat16
+            rows = (
+                rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows
+            )  # numpy has no bfloat16
         rows = np.asarray(rows)
         if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "fiu":
-            raise ConfigError(f"--rows must be numbers in an array (rows, d_in), got one of {rows.dtype} and shape "
-                              f"{tuple(rows.shape)}")
+            raise ConfigError(
+                f"--rows must be numbers in an array (rows, d_in), got one of {rows.dtype} and shape "
+                f"{tuple(rows.shape)}"
+            )
         if self._targets is not None and self._targets.rows != len(rows):
-            raise ConfigError(f"--target must have as many rows as there are, {len(rows)}, got {self._targets.rows}")
+            raise ConfigError(
+                f"--target must have as many rows as there are, {len(rows)}, got {self._targets.rows}"
+            )
         self._rows, (self.rows, self.d_in) = rows, rows.shape
         self.d_target = self._targets.d_in if self._targets else 0
         # Narrower dtypes are widened; float64 is kept for training in float64.
         self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
-        bad = sum(int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS))
+        bad = sum(
+            int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS)
+        )
         if bad:
-            raise ConfigError(f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those "
-                              "out")
+            raise ConfigError(
+                f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those "
+                "out"
+            )
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def batches(
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+    ) -> Iterator[np.ndarray]:
         """One epoch of batches (B, D + E), shuffled uniformly; a pure function of seed and epoch."""
         order = np.random.default_rng((seed, epoch)).permutation(self.rows)
         for begin in range(0, self.rows, batch_size):
@@ -155,7 +178,9 @@ class HeldRows:
         self._rows, self._device = rows, device
         self.rows, self.d_in, self.d_target = rows.rows, rows.d_in, rows.d_target
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[Tensor]:
+    def batches(
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+    ) -> Iterator[Tensor]:
         assert part == WHOLE, "several processes read their parts from the stores"
         return self._gathered(self._rows.inputs[0].order(batch_size, seed=seed, epoch=epoch))
 
@@ -183,7 +208,9 @@ class HeldRows:
 
 def held_bytes(rows: RowSource) -> int:
     """Bytes that the rows' stores take as stored; 0 without stores."""
-    return sum(one.store.rows * one.store.meta.row_bytes for one in (*rows.inputs, rows.target) if one)
+    return sum(
+        one.store.rows * one.store.meta.row_bytes for one in (*rows.inputs, rows.target) if one
+    )
 
 
 @dataclass(frozen=True)
@@ -207,8 +234,11 @@ class TrainingRows:
     def shuffled(self, epoch: int) -> Generator[Batch, None, None]:
         """Every row once, in an order that is a pure function of seed and epoch."""
         part = part_of(self.communicator)
-        yield from self._in_all(self._batches(epoch, part), self.batch_size,
-                                lambda number, size: torch.arange(*part.of(size)))
+        yield from self._in_all(
+            self._batches(epoch, part),
+            self.batch_size,
+            lambda number, size: torch.arange(*part.of(size)),
+        )
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
         """`count` of the rows once, in larger batches: all in stored order, or the first in shuffled order `number`."""
@@ -251,18 +281,25 @@ class TrainingRows:
             products += x.T @ torch.cat([x, y], 1)
             square += y.square().sum()
         if self.communicator.world_size > 1:
-            products, square = self.communicator.all_reduce(products), self.communicator.all_reduce(square)
+            products, square = (
+                self.communicator.all_reduce(products),
+                self.communicator.all_reduce(square),
+            )
         return regressed(count, products[:, :D], products[:, D:], square).to(mean.dtype)
 
     def _sequential(self) -> Iterator[Batch]:
         """Every row once, in stored order; each batch is in one process, and empty in the others."""
         part = part_of(self.communicator)
         first, stop = part.of(math.ceil(self.rows / SUMMED_ROWS))
-        return self._in_all(self._normalised(self.stored.sequential(SUMMED_ROWS, part)), SUMMED_ROWS,
-                            lambda number, size: None if first <= number < stop else torch.arange(0))
+        return self._in_all(
+            self._normalised(self.stored.sequential(SUMMED_ROWS, part)),
+            SUMMED_ROWS,
+            lambda number, size: None if first <= number < stop else torch.arange(0),
+        )
 
-    def _in_all(self, own: Iterator[Tensor], batch_size: int,
-                index: Callable[[int, int], Tensor | None]) -> Iterator[Batch]:
+    def _in_all(
+        self, own: Iterator[Tensor], batch_size: int, index: Callable[[int, int], Tensor | None]
+    ) -> Iterator[Batch]:
         """All batches of a pass, given this process' rows of them and, by number and size, their `Batch.index`."""
         if self.communicator.world_size == 1:
             yield from (Batch.of(rows, self.d_in) for rows in own)
@@ -274,7 +311,9 @@ class TrainingRows:
             yield Batch.of(next(own) if here is None or len(here) else empty, self.d_in, size, here)
 
     def _batches(self, epoch: int, part: Part = WHOLE) -> Iterator[Tensor]:
-        return self._normalised(self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, part=part))
+        return self._normalised(
+            self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, part=part)
+        )
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
         mean = self.normalisation.mean
@@ -297,7 +336,9 @@ def regressed(rows: int, xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
     along, ridges = Q.T @ xy, REGRESSION_RIDGES.to(values) * values.mean()
     damped = 1 / (values + ridges[:, None])  # (k, D)
     error = yy - (along.square().sum(1) * damped * (2 - values * damped)).sum(1)
-    left = rows - len(values) + (ridges[:, None] * damped).sum(1)  # which does not cancel where rows are few
+    left = (
+        rows - len(values) + (ridges[:, None] * damped).sum(1)
+    )  # which does not cancel where rows are few
     best = (error.clamp(min=EXACT * yy) / left.square()).argmin()
     return Q @ (along * damped[best][:, None])
 
@@ -342,18 +383,24 @@ class Smoothing:
             return batch
         n = len(self.sample)
         first = torch.randint(n, (batch.size,), generator=generator)
-        second = (first + 1 + torch.randint(n - 1, (batch.size,), generator=generator)) % n  # another row each
+        second = (
+            first + 1 + torch.randint(n - 1, (batch.size,), generator=generator)
+        ) % n  # another row each
         if batch.index is not None:
             first, second = first[batch.index], second[batch.index]
         first, second = moved(torch.stack([first, second]), x.device)
         both = self._squares[first] + self._squares[second]
-        relative = ((x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)).sqrt()
+        relative = (
+            (x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)
+        ).sqrt()
         step = (self.width * relative)[:, None]
         moved_x = x + step * (self.sample[first] - self.sample[second])
         if batch.y is x:
             return replace(batch, x=moved_x, y=moved_x)
         assert self.targets is not None
-        return replace(batch, x=moved_x, y=batch.y + step * (self.targets[first] - self.targets[second]))
+        return replace(
+            batch, x=moved_x, y=batch.y + step * (self.targets[first] - self.targets[second])
+        )
 
 
 def part_of(communicator: Communicator) -> Part:

@@ -67,16 +67,26 @@ class Run:
         """What is trained, for a line at the start."""
         plan = self.plan
         tests = 0 if plan.test_rows is None else plan.test_rows.rows
-        return (f"{plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents on {self.stores.d_in} "
-                f"dimensions, {plan.train_rows.rows:,} training and {tests:,} test rows, {plan.steps:,} steps"
-                + ("" if plan.training.precision == "float32" else f", products in {plan.training.precision}")
-                + (f", from {plan.start.name}" if plan.start else ""))
+        return (
+            f"{plan.solver.name}, {plan.activation.name}, {plan.training.d_sae} latents on {self.stores.d_in} "
+            f"dimensions, {plan.train_rows.rows:,} training and {tests:,} test rows, {plan.steps:,} steps"
+            + (
+                ""
+                if plan.training.precision == "float32"
+                else f", products in {plan.training.precision}"
+            )
+            + (f", from {plan.start.name}" if plan.start else "")
+        )
 
     def options(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The options that repeat the run: those to set, and all that are settled."""
         plan = self.plan
-        chosen = {"solver": plan.solver.name, "act": plan.activation.name, **self.stores.options(),
-                  "precision": plan.training.precision}  # which auto would choose anew on another device
+        chosen = {
+            "solver": plan.solver.name,
+            "act": plan.activation.name,
+            **self.stores.options(),
+            "precision": plan.training.precision,
+        }  # which auto would choose anew on another device
         if plan.start is not None:
             chosen["init"] = plan.start.name
         settled = plan.training.to_json() | plan.solver.to_json() | plan.activation.to_json()
@@ -87,21 +97,40 @@ class Run:
     def write(self, folder: Path, result: dict[str, Any] | None) -> None:
         """Write the run's `run.json`: complete if there is a result."""
         plan = self.plan
-        start = {} if plan.start is None else {"init": {"name": plan.start.name, "hash": plan.start.hash}}
-        write_json(folder / RUN_MARKER, {
-            "format_version": RUN_VERSION, "created": self.created, "complete": result is not None,
-            **self.stores.names(), "training": plan.training.to_json(),
-            "solver": {"name": plan.solver.name, **plan.solver.to_json()},
-            "activation": activation_to_json(plan.activation), **start, "result": result})
+        start = (
+            {}
+            if plan.start is None
+            else {"init": {"name": plan.start.name, "hash": plan.start.hash}}
+        )
+        write_json(
+            folder / RUN_MARKER,
+            {
+                "format_version": RUN_VERSION,
+                "created": self.created,
+                "complete": result is not None,
+                **self.stores.names(),
+                "training": plan.training.to_json(),
+                "solver": {"name": plan.solver.name, **plan.solver.to_json()},
+                "activation": activation_to_json(plan.activation),
+                **start,
+                "result": result,
+            },
+        )
 
     def write_config(self, folder: Path, given: Mapping[str, Any]) -> None:
         """Write a file for `--config` that repeats the run: the options given, and as comments those filled in."""
         chosen, settled = self.options()
         shown = {**chosen, **{name: value for name, value in given.items() if name != "precision"}}
         filled = {name: value for name, value in settled.items() if name not in shown}
-        lines = [f"# sae {self.command} --config {CONFIG} makes this run again, to the same weights, on the same rows.",
-                 f"# Options on the command line win. Written by saecli {version('saecli')}.", "", *toml_lines(shown),
-                 "", "# Not given, and so by default:", *(f"# {line}" for line in toml_lines(filled))]
+        lines = [
+            f"# sae {self.command} --config {CONFIG} makes this run again, to the same weights, on the same rows.",
+            f"# Options on the command line win. Written by saecli {version('saecli')}.",
+            "",
+            *toml_lines(shown),
+            "",
+            "# Not given, and so by default:",
+            *(f"# {line}" for line in toml_lines(filled)),
+        ]
         with appearing_whole(folder / CONFIG) as temporary:
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -118,14 +147,19 @@ class RunRecord(Record):
     def begin(self, step: int, epochs: int) -> None:
         self.epochs, plan = epochs, self.run.plan
         settings = self.run.stores.names() | plan.settings()
-        for log in logs_of(Logged(self.folder, self.run.created, settings, step, self.listener), plan.training.log_to):
+        for log in logs_of(
+            Logged(self.folder, self.run.created, settings, step, self.listener),
+            plan.training.log_to,
+        ):
             self.logs.append(log)
 
     def line(self, line: dict[str, Any]) -> None:
         for log in self.logs:
             log.write(line)
 
-    def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
+    def epoch(
+        self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
+    ) -> None:
         """Write the SAE and the checkpoint, and if `--keep-every` asks for it, a run folder of this epoch."""
         self._save(sae, self.folder)
         save_checkpoint(self.folder, state, progress)
@@ -135,8 +169,14 @@ class RunRecord(Record):
         folder = self.folder / KEPT / f"epoch-{progress.epoch:0{len(str(self.epochs))}}"
         folder.mkdir(parents=True, exist_ok=True)
         self._save(sae, folder)
-        self.run.write(folder, {"epochs": progress.epoch, "steps": progress.step,
-                                "final": {"test_fvu": test["fvu"], "test_l0": test["l0"]}})
+        self.run.write(
+            folder,
+            {
+                "epochs": progress.epoch,
+                "steps": progress.step,
+                "final": {"test_fvu": test["fvu"], "test_l0": test["l0"]},
+            },
+        )
 
     def keep(self, sae: SAE) -> None:
         self._save(sae, self.folder)
@@ -162,27 +202,57 @@ class Job:
     def document(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """What `sae train --json` prints."""
         stores, plan = self.run.stores, self.run.plan
-        return {"run": self.folder.name, "path": str(self.folder), "solver": plan.solver.name,
-                "act": plan.activation.name, "data": stores.name, "d_in": stores.d_in, "d_sae": plan.d_sae, **result,
-                **({"varied": dict(self.varied)} if self.varied else {})}
+        return {
+            "run": self.folder.name,
+            "path": str(self.folder),
+            "solver": plan.solver.name,
+            "act": plan.activation.name,
+            "data": stores.name,
+            "d_in": stores.d_in,
+            "d_sae": plan.d_sae,
+            **result,
+            **({"varied": dict(self.varied)} if self.varied else {}),
+        }
 
 
 def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
     """The names of runs, with the varied values appended; None for a generated name."""
     if name is None:
         return [None] * len(varied)
-    names = ["-".join([name, *(re.sub(r"[^A-Za-z0-9._+-]", "_", f"{key}{value:g}" if isinstance(value, float) else
-                                      f"{key}{value}") for key, value in values.items())]) for values in varied]
+    names = [
+        "-".join(
+            [
+                name,
+                *(
+                    re.sub(
+                        r"[^A-Za-z0-9._+-]",
+                        "_",
+                        f"{key}{value:g}" if isinstance(value, float) else f"{key}{value}",
+                    )
+                    for key, value in values.items()
+                ),
+            ]
+        )
+        for values in varied
+    ]
     if len(set(names)) < len(names):
-        raise ConfigError(f"--name {name} makes one name of several runs: their values differ in characters that a "
-                          "name cannot hold; leave --name out")
+        raise ConfigError(
+            f"--name {name} makes one name of several runs: their values differ in characters that a "
+            "name cannot hold; leave --name out"
+        )
     return [checked_name(one) for one in names]
 
 
-def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: ExitStack,
-                    communicator: Communicator) -> list[Path]:
+def claimed_folders(
+    home: Home,
+    names: Sequence[str | None],
+    stem: str,
+    claims: ExitStack,
+    communicator: Communicator,
+) -> list[Path]:
     """The folders of new runs, claimed by rank 0 until `claims` is closed; runs that start at once get different
     generated names."""
+
     def new_folder(name: str | None) -> Path:
         if name is None:
             for folder in (home.runs.path / f"{stem}-{number}" for number in count(1)):
@@ -193,15 +263,20 @@ def claimed_folders(home: Home, names: Sequence[str | None], stem: str, claims: 
         try:
             claims.enter_context(claimed(folder))
         except FileExistsError:
-            raise RunError(f"there is a run named {name!r} already; give another --name, or if it is not finished "
-                           "continue it by --resume") from None
+            raise RunError(
+                f"there is a run named {name!r} already; give another --name, or if it is not finished "
+                "continue it by --resume"
+            ) from None
         return folder
 
     return communicator.broadcast_object(lambda: [new_folder(name) for name in names])
 
 
-def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitStack, communicator: Communicator) -> Job:
+def resumed_job(
+    home: Home, name: str | None, listener: Listener, claims: ExitStack, communicator: Communicator
+) -> Job:
     """The run `name`, else the newest unfinished one, to resume; its folder is claimed until `claims` is closed."""
+
     def begun_before() -> Job:
         folder, document = unfinished_run(home, name, listener, "train")
         return Job(folder, run_again(home, folder, document, listener, "go on with"))
@@ -216,24 +291,33 @@ def resumed_job(home: Home, name: str | None, listener: Listener, claims: ExitSt
     return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
 
 
-def known_job(home: Home, new: Job, listener: Listener, claims: ExitStack, communicator: Communicator) -> Job | None:
+def known_job(
+    home: Home, new: Job, listener: Listener, claims: ExitStack, communicator: Communicator
+) -> Job | None:
     """The run that has the name of a new one, finished or to resume from its checkpoint; None if there is none.
     RunError if its options are others."""
     name, path = new.folder.name, new.folder / RUN_MARKER
-    document = communicator.broadcast_object(lambda: read_run(path).settings if path.exists() else None)
-    if document is None or not (document["complete"] or communicator.broadcast_object(
-            (new.folder / CHECKPOINT).exists)):
+    document = communicator.broadcast_object(
+        lambda: read_run(path).settings if path.exists() else None
+    )
+    if document is None or not (
+        document["complete"] or communicator.broadcast_object((new.folder / CHECKPOINT).exists)
+    ):
         return None
     known = run_again(home, new.folder, document, Silent(), "go on with")
     if known.options() != new.run.options():
-        raise RunError(f"there is a run named {name!r} already, with other options; give another --name")
+        raise RunError(
+            f"there is a run named {name!r} already, with other options; give another --name"
+        )
     if document["complete"]:
         listener.note(f"{name}: finished already")
         return replace(new, result=document["result"])
     return replace(resumed_job(home, name, listener, claims, communicator), varied=new.varied)
 
 
-def unfinished_run(home: Home, name: str | None, listener: Listener, command: str) -> tuple[Path, dict[str, Any]]:
+def unfinished_run(
+    home: Home, name: str | None, listener: Listener, command: str
+) -> tuple[Path, dict[str, Any]]:
     """The folder and document of the run `name`, else of the newest unfinished one that the command began."""
     runs = home.runs
 
@@ -241,54 +325,82 @@ def unfinished_run(home: Home, name: str | None, listener: Listener, command: st
         return "finetune" if document["solver"].get("name") == "finetune" else "train"
 
     if name is None:
-        unfinished = [one for one in runs.unfinished()
-                      if began(read_run(runs.path / one / runs.marker).settings) == command]
+        unfinished = [
+            one
+            for one in runs.unfinished()
+            if began(read_run(runs.path / one / runs.marker).settings) == command
+        ]
         if not unfinished:
-            raise RunError(f"there is no unfinished run in {runs.path}; start one with `sae {command}`")
+            raise RunError(
+                f"there is no unfinished run in {runs.path}; start one with `sae {command}`"
+            )
         name = unfinished[0]
         listener.note(f"going on with {name}")
     folder = runs.find(name)
     document = read_run(folder / runs.marker).settings
     if document["complete"]:
-        raise RunError(f"{folder.name} is finished; there is nothing to resume, start from its SAE by `sae train "
-                       f"--init {folder.name}`")
+        raise RunError(
+            f"{folder.name} is finished; there is nothing to resume, start from its SAE by `sae train "
+            f"--init {folder.name}`"
+        )
     if began(document) != command:
-        raise RunError(f"{folder.name} was begun by another command; go on by `sae {began(document)} --resume --name "
-                       f"{folder.name}`")
+        raise RunError(
+            f"{folder.name} was begun by another command; go on by `sae {began(document)} --resume --name "
+            f"{folder.name}`"
+        )
     return folder, document
 
 
-def run_again(home: Home, folder: Path, document: Mapping[str, Any], listener: Listener, purpose: str) -> Run:
+def run_again(
+    home: Home, folder: Path, document: Mapping[str, Any], listener: Listener, purpose: str
+) -> Run:
     """The run that a `run.json` describes, without the SAE it started from; RunError, "cannot PURPOSE NAME", if its
     settings are not of this version, or its store has changed."""
     name, path = folder.name, folder / home.runs.marker
     if "streamed" in document:
-        raise RunError(f"cannot {purpose} {name}: its rows came from a model as it trained, and are not stored; train "
-                       f"it again by `sae train --config {folder / CONFIG}`, or on a store, made by `sae extract`")
-    stores = open_joined(home, [document["data"], *document.get("beside", [])], document.get("target"), listener)
+        raise RunError(
+            f"cannot {purpose} {name}: its rows came from a model as it trained, and are not stored; train "
+            f"it again by `sae train --config {folder / CONFIG}`, or on a store, made by `sae extract`"
+        )
+    stores = open_joined(
+        home, [document["data"], *document.get("beside", [])], document.get("target"), listener
+    )
     try:
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])
-        plan = Plan.resolved(training.rows_of(stores), training.test_rows_of(stores), training,
-                             SOLVERS[settings.pop("name")].from_json(settings),
-                             activation_from_json(document["activation"]))
-        if plan.training != training:  # a setting was missing, and today's default would be filled in
+        plan = Plan.resolved(
+            training.rows_of(stores),
+            training.test_rows_of(stores),
+            training,
+            SOLVERS[settings.pop("name")].from_json(settings),
+            activation_from_json(document["activation"]),
+        )
+        if (
+            plan.training != training
+        ):  # a setting was missing, and today's default would be filled in
             raise ConfigError("not all of its settings are filled in")
         if "init" in document:
-            plan = replace(plan, start=Start(document["init"]["name"], document["init"]["hash"], None))
+            plan = replace(
+                plan, start=Start(document["init"]["name"], document["init"]["hash"], None)
+            )
         run, trained_on = Run(stores, plan, document["created"]), document["data_hash"]
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"cannot {purpose} {name}: {path} is not what this version of `sae train` writes "
-                       f"({error}); train it anew") from error
+        raise RunError(
+            f"cannot {purpose} {name}: {path} is not what this version of `sae train` writes "
+            f"({error}); train it anew"
+        ) from error
     if trained_on != stores.hash:
         what = "is not the store" if stores.is_single else "are not the stores"
-        raise RunError(f"cannot {purpose} {name}: {stores.name} {what} that it was begun on; make the same again, or "
-                       "train anew")
+        raise RunError(
+            f"cannot {purpose} {name}: {stores.name} {what} that it was begun on; make the same again, or "
+            "train anew"
+        )
     return run
 
 
-def train_runs(jobs: Sequence[Job], listener: Listener, communicator: Communicator,
-               alone: bool) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
+def train_runs(
+    jobs: Sequence[Job], listener: Listener, communicator: Communicator, alone: bool
+) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
     """Train runs, which differ only in numeric options of the SAE and its solver, to the end.
 
     Returns the document that `sae train --json` prints for each run that did not fail, and the errors of the others, by
@@ -300,22 +412,33 @@ def train_runs(jobs: Sequence[Job], listener: Listener, communicator: Communicat
         for job in jobs:
             folder, run = job.folder, job.run
             if job.given is not None and communicator.is_main:
-                run.write_config(folder, job.given)  # before run.json, which marks a run that can be resumed
+                run.write_config(
+                    folder, job.given
+                )  # before run.json, which marks a run that can be resumed
                 run.write(folder, None)
             listener.note(f"{folder.name}: {run.summary}")
             for warning in doubts_at_start(run.plan):
                 listener.note(f"{folder.name}: warning: {warning}")
-        documents, errors = _trained(jobs, listener, communicator, alone or communicator.world_size > 1)
+        documents, errors = _trained(
+            jobs, listener, communicator, alone or communicator.world_size > 1
+        )
     except (KeyboardInterrupt, PeerError) as stop:
         interrupts.told(stop)
         for job in jobs:
             name = job.folder.name
-            listener.note(f"stopped; `sae {job.run.command} --resume --name {name}` goes on after the last whole epoch"
-                          if (job.folder / CHECKPOINT).exists() else
-                          f"stopped before the end of the first epoch; nothing was saved of {name}")
+            listener.note(
+                f"stopped; `sae {job.run.command} --resume --name {name}` goes on after the last whole epoch"
+                if (job.folder / CHECKPOINT).exists()
+                else f"stopped before the end of the first epoch; nothing was saved of {name}"
+            )
         raise
-    for job, document in zip([job for job in jobs if job.folder.name not in errors], documents, strict=True):
-        before, said = f"{document['run']}: " if len(jobs) > 1 else "", doubts_at_start(job.run.plan)
+    for job, document in zip(
+        [job for job in jobs if job.folder.name not in errors], documents, strict=True
+    ):
+        before, said = (
+            f"{document['run']}: " if len(jobs) > 1 else "",
+            doubts_at_start(job.run.plan),
+        )
         for warning in document["warnings"]:
             if warning not in said:
                 listener.note(f"{before}warning: {warning}")
@@ -324,11 +447,16 @@ def train_runs(jobs: Sequence[Job], listener: Listener, communicator: Communicat
     return documents, errors
 
 
-def _trained(jobs: Sequence[Job], listener: Listener, communicator: Communicator,
-             alone: bool) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
+def _trained(
+    jobs: Sequence[Job], listener: Listener, communicator: Communicator, alone: bool
+) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
     trainings: dict[str, Training] = {}
     errors: dict[str, Exception] = {}
-    title, total = ("training", jobs[0].run.plan.steps) if len(jobs) == 1 else (f"training {len(jobs)} SAEs", None)
+    title, total = (
+        ("training", jobs[0].run.plan.steps)
+        if len(jobs) == 1
+        else (f"training {len(jobs)} SAEs", None)
+    )
     with listener.progress(title, total, "steps") as show:
         steps: dict[str, float] = {}
 
@@ -339,10 +467,18 @@ def _trained(jobs: Sequence[Job], listener: Listener, communicator: Communicator
         for job in jobs:
             name = job.folder.name
             try:
-                record = RunRecord(job.run, job.folder, listener) if communicator.is_main else Record()
+                record = (
+                    RunRecord(job.run, job.folder, listener) if communicator.is_main else Record()
+                )
                 shared = next((training.rows for training in trainings.values()), None)
-                trainings[name] = start_training(job.run.plan, record, show if alone else partial(step, name),
-                                                 len(jobs), communicator, shared)
+                trainings[name] = start_training(
+                    job.run.plan,
+                    record,
+                    show if alone else partial(step, name),
+                    len(jobs),
+                    communicator,
+                    shared,
+                )
             except Exception as error:  # reported at the end, when the others have finished
                 if alone:
                     raise
@@ -356,10 +492,16 @@ def _trained(jobs: Sequence[Job], listener: Listener, communicator: Communicator
     for name, training in trainings.items():
         if training in loop.errors:
             failure = loop.errors[training]
-            errors[name] = (failure.within(after=_what_is_kept(training)) if isinstance(failure, TrainingError) else
-                            failure)
-    errors = {job.folder.name: found.within(job.folder.name) if isinstance(found, SaeError) else found
-              for job in jobs if (found := errors.get(job.folder.name))}
+            errors[name] = (
+                failure.within(after=_what_is_kept(training))
+                if isinstance(failure, TrainingError)
+                else failure
+            )
+    errors = {
+        job.folder.name: found.within(job.folder.name) if isinstance(found, SaeError) else found
+        for job in jobs
+        if (found := errors.get(job.folder.name))
+    }
     finished = [job for job in jobs if job.folder.name not in errors]
     if communicator.is_main:
         for job, result in zip(finished, results, strict=True):
@@ -371,5 +513,7 @@ def _what_is_kept(training: Training) -> str:
     kept, epochs = training.progress, training.plan.epochs
     if not kept.epoch:
         return f"the run stops in epoch 1 of {epochs}, and nothing of it is kept"
-    return (f"the run stops in epoch {kept.epoch + 1} of {epochs}; its checkpoint of epoch {kept.epoch}, step "
-            f"{kept.step}, is kept")
+    return (
+        f"the run stops in epoch {kept.epoch + 1} of {epochs}; its checkpoint of epoch {kept.epoch}, step "
+        f"{kept.step}, is kept"
+    )

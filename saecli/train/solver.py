@@ -36,8 +36,12 @@ class Task:
     lr: float  # the peak
     # Spread over all rows, (n, D) with targets (n, E), for smoothing and an activation's estimates; may be empty.
     sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
-    B: Tensor | None = None  # the targets' linear regression on the rows, (D, E); None if they are the rows
-    held: str | None = None  # W_enc or W_dec, kept bit for bit; then no latent is revived, silenced or rescaled
+    B: Tensor | None = (
+        None  # the targets' linear regression on the rows, (D, E); None if they are the rows
+    )
+    held: str | None = (
+        None  # W_enc or W_dec, kept bit for bit; then no latent is revived, silenced or rescaled
+    )
     begun: bool = False  # from an SAE: latents are revived once, before the first step
     memory: float = math.inf  # bytes that the solver may use
 
@@ -84,17 +88,34 @@ class Solver:
 
     passes: Mapping[tuple[int, int], Pass] = {}
 
-    def __init__(self, dictionary: Dictionary, held: Collection[str], task: Task, config: SolverConfig, every: int,
-                 communicator: Communicator = ALONE) -> None:
-        self.dictionary, self.task, self.config, self.communicator = dictionary, task, config, communicator
+    def __init__(
+        self,
+        dictionary: Dictionary,
+        held: Collection[str],
+        task: Task,
+        config: SolverConfig,
+        every: int,
+        communicator: Communicator = ALONE,
+    ) -> None:
+        self.dictionary, self.task, self.config, self.communicator = (
+            dictionary,
+            task,
+            config,
+            communicator,
+        )
         self.every = every
         self.smoothing = Smoothing(float(task.training.smoothing), task.sample.x, task.sample.y)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
-            parameter.requires_grad_(name not in (*held, task.held, *dictionary.activation.estimates))
-        self.optimizer = Adam(dict(dictionary.named_parameters()), config.clip_norm,
-                              communicator.all_reduce if communicator.world_size > 1 else None)
+            parameter.requires_grad_(
+                name not in (*held, task.held, *dictionary.activation.estimates)
+            )
+        self.optimizer = Adam(
+            dict(dictionary.named_parameters()),
+            config.clip_norm,
+            communicator.all_reduce if communicator.world_size > 1 else None,
+        )
         self.steps = 0
         self.revived = 0
         self._window: list[Batch] = []
@@ -146,7 +167,12 @@ class Solver:
 
     def descend(self, batch: Batch) -> tuple[StepReport, Codes]:
         """One step of the optimiser on a batch, and its codes, smoothed."""
-        task, training, dictionary, step = self.task, self.task.training, self.dictionary, self.steps
+        task, training, dictionary, step = (
+            self.task,
+            self.task.training,
+            self.dictionary,
+            self.steps,
+        )
         batch = self.smoothing(batch, self.draws(step))
         self.optimizer.zero_grad()
         with products_in(training.precision):
@@ -160,8 +186,13 @@ class Solver:
             estimates = dictionary.activation.estimated(codes, parameters, self.steps / task.steps)
             for name, estimate in estimates.items():
                 parameters[name].copy_(self.communicator.mean(estimate))
-        return StepReport(self.steps, batch.size, value.detach(), loss.squared_error.detach(),
-                          codes.count().double() / batch.size), codes
+        return StepReport(
+            self.steps,
+            batch.size,
+            value.detach(),
+            loss.squared_error.detach(),
+            codes.count().double() / batch.size,
+        ), codes
 
     def trained(self, codes: Codes, rows: int) -> None:
         """Take a batch's codes, (b, F), once per epoch."""
@@ -185,18 +216,26 @@ class Solver:
             total = total + weight * (getattr(self.dictionary, name) - held).square().sum()
         if self.config.weight_decay:
             weights = (tensor for tensor in self.optimizer.tensors.values() if tensor.dim() == 2)
-            total = total + self.config.weight_decay * sum(tensor.square().sum() for tensor in weights)
+            total = total + self.config.weight_decay * sum(
+                tensor.square().sum() for tensor in weights
+            )
         return total / self.task.rows
 
     def hold_encoder(self) -> None:
         """Take this encoder as the reference of its proximal terms."""
-        self._held = {name: getattr(self.dictionary, name).detach().clone() for name, weight in PROXIMAL.items()
-                      if getattr(self.config, weight)}
+        self._held = {
+            name: getattr(self.dictionary, name).detach().clone()
+            for name, weight in PROXIMAL.items()
+            if getattr(self.config, weight)
+        }
 
     @property
     def revives(self) -> bool:
-        return (self.config.revive and not self.task.held
-                and self.steps < (1 if self.task.begun else REVIVAL * self.task.steps))
+        return (
+            self.config.revive
+            and not self.task.held
+            and self.steps < (1 if self.task.begun else REVIVAL * self.task.steps)
+        )
 
     def revive(self, fired: Tensor, rows: float) -> None:
         """Re-aim latents that did not fire, a mask (F,), at the sampled rows reconstructed worst."""
@@ -208,7 +247,9 @@ class Solver:
             return
         with torch.no_grad():
             residuals = sample.y - self.dictionary(sample.x)
-            if not residuals.isfinite().all():  # training has diverged, and the check of the loss will say so
+            if (
+                not residuals.isfinite().all()
+            ):  # training has diverged, and the check of the loss will say so
                 return
             directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
             directions = self.communicator.broadcast(directions)
@@ -244,12 +285,20 @@ class Solver:
         return self.dictionary.sae().without_training_parameters()
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
-        return torch.Generator().manual_seed(((self.task.training.seed * 7 + kind) * 1_000_000_007 + number) % 2**63)
+        return torch.Generator().manual_seed(
+            ((self.task.training.seed * 7 + kind) * 1_000_000_007 + number) % 2**63
+        )
 
     def state(self) -> dict[str, Tensor]:
         """All tensors needed to resume."""
-        own = {f"dictionary.{name}": tensor for name, tensor in self.dictionary.state_dict().items()}
-        return own | self.optimizer.state() | {"steps": torch.tensor(self.steps), "revived": torch.tensor(self.revived)}
+        own = {
+            f"dictionary.{name}": tensor for name, tensor in self.dictionary.state_dict().items()
+        }
+        return (
+            own
+            | self.optimizer.state()
+            | {"steps": torch.tensor(self.steps), "revived": torch.tensor(self.revived)}
+        )
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.steps, self.revived = int(state["steps"]), int(state["revived"])
@@ -262,15 +311,21 @@ class Solver:
 
 def sgd(initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE) -> "SgdSolver":
     start = initial.sae()
-    return SgdSolver(Coupled(start, 1.0, None, task.B) if config.tied else start, task, config, communicator)
+    return SgdSolver(
+        Coupled(start, 1.0, None, task.B) if config.tied else start, task, config, communicator
+    )
 
 
 class SgdSolver(Solver):
     """Encoder and decoder by descent together."""
 
-    def __init__(self, dictionary: Dictionary, task: Task, config: Sgd, communicator: Communicator = ALONE) -> None:
+    def __init__(
+        self, dictionary: Dictionary, task: Task, config: Sgd, communicator: Communicator = ALONE
+    ) -> None:
         looks = max(1, round(task.batches * config.rounds * REVIVALS / task.steps))
-        super().__init__(dictionary, (), task, config, math.ceil(task.batches / looks), communicator)
+        super().__init__(
+            dictionary, (), task, config, math.ceil(task.batches / looks), communicator
+        )
 
     def begin_epoch(self) -> None:
         super().begin_epoch()
@@ -278,7 +333,11 @@ class SgdSolver(Solver):
 
     def step(self, batch: Batch) -> list[StepReport]:
         reports = super().step(batch)
-        if self.batches % self.every == 0 and self.batches < self.task.batches and not self.finished:
+        if (
+            self.batches % self.every == 0
+            and self.batches < self.task.batches
+            and not self.finished
+        ):
             self._revive_silent()
         return reports
 
@@ -309,8 +368,12 @@ class Adam:
     `clip_norm` limits the norm of all gradients together; `all_reduce` sums those of several processes.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], clip_norm: float | None = None,
-                 all_reduce: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        clip_norm: float | None = None,
+        all_reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.clip_norm, self.all_reduce = clip_norm, all_reduce
         self.tensors: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
@@ -333,30 +396,60 @@ class Adam:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         if self.all_reduce is None:
-            found = {name: tensor.grad for name, tensor in self.tensors.items() if tensor.grad is not None}
+            found = {
+                name: tensor.grad
+                for name, tensor in self.tensors.items()
+                if tensor.grad is not None
+            }
         else:
             found = self._reduced(self.all_reduce)
         if self.clip_norm is not None:
             norm = torch.stack([gradient.norm() for gradient in found.values()]).norm()
             for gradient in found.values():
                 gradient *= (self.clip_norm / norm).clamp(max=1.0)
-        adam([self.tensors[name] for name in found], [*found.values()], [self._average[name] for name in found],
-             [self._square[name] for name in found], [], [self._steps[name] for name in found], fused=True,
-             amsgrad=False, beta1=0.9, beta2=0.999, lr=lr, weight_decay=0.0, eps=1e-8, maximize=False)
+        adam(
+            [self.tensors[name] for name in found],
+            [*found.values()],
+            [self._average[name] for name in found],
+            [self._square[name] for name in found],
+            [],
+            [self._steps[name] for name in found],
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=lr,
+            weight_decay=0.0,
+            eps=1e-8,
+            maximize=False,
+        )
 
     def _reduced(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """All gradients, in one buffer."""
         tensors = self.tensors
-        flat = all_reduce(torch.cat([
-            tensor.new_zeros(tensor.numel()) if tensor.grad is None else tensor.grad.reshape(-1)
-            for tensor in tensors.values()]))
+        flat = all_reduce(
+            torch.cat(
+                [
+                    tensor.new_zeros(tensor.numel())
+                    if tensor.grad is None
+                    else tensor.grad.reshape(-1)
+                    for tensor in tensors.values()
+                ]
+            )
+        )
         parts = flat.split([tensor.numel() for tensor in tensors.values()])
-        return {name: torch.empty_like(tensor).copy_(part.view_as(tensor))  # with the tensor's strides
-                for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
+        return {
+            name: torch.empty_like(tensor).copy_(part.view_as(tensor))  # with the tensor's strides
+            for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+        }
 
     def state(self) -> dict[str, Tensor]:
         kept = {"step": self._steps, "exp_avg": self._average, "exp_avg_sq": self._square}
-        return {f"adam.{key}.{name}": value for key, values in kept.items() for name, value in values.items()}
+        return {
+            f"adam.{key}.{name}": value
+            for key, values in kept.items()
+            for name, value in values.items()
+        }
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -372,8 +465,12 @@ class Adam:
         for name in self.tensors:
             if (along := dimension(name)) is None:
                 continue
-            average, square = (moments[name].movedim(along, -1) for moments in (self._average, self._square))
-            average.masked_fill_(latents, 0)  # unlike indexing by a mask, masked_fill does not synchronise
+            average, square = (
+                moments[name].movedim(along, -1) for moments in (self._average, self._square)
+            )
+            average.masked_fill_(
+                latents, 0
+            )  # unlike indexing by a mask, masked_fill does not synchronise
             mean = square.masked_fill(latents, 0).sum(-1, keepdim=True) / (~latents).sum()
             square.copy_(torch.where(latents, mean, square))
 

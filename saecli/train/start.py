@@ -30,7 +30,9 @@ ENOUGH_FIRINGS, FIRINGS_POWER = 8, 2 / 3
 POWER_ITERATIONS = 30  # for two digits of an eigenvalue
 
 
-def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, B: Tensor | None = None) -> SAE:
+def initial_sae(
+    activation: Activation, d_sae: int, batch: Batch, seed: int, B: Tensor | None = None
+) -> SAE:
     """An SAE with random unit directions, `W_dec = W_enc' B`, its scale fitted to a batch of normalised rows. B,
     (D, E), is the targets' regression on them, None if the targets are the rows.
 
@@ -39,13 +41,17 @@ def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, B: 
     over 700 rows of tiny-gemma2: 1e-7 instead of 1e-3).
     """
     x, d_in = batch.x, batch.x.shape[1]
-    directions = torch.randn(d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    directions = torch.randn(
+        d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     if activation.opposites and d_sae >= 2 * d_in:
         half = d_sae // 2
-        directions[:, half:2 * half] = -directions[:, :half]
+        directions[:, half : 2 * half] = -directions[:, :half]
     W_enc = (directions / directions.norm(dim=0)).to(x)
     start = activation.parameters(d_sae) | activation.training_parameters(d_sae)
-    parameters = activation.fitted(x @ W_enc, {name: tensor.to(x) for name, tensor in start.items()})
+    parameters = activation.fitted(
+        x @ W_enc, {name: tensor.to(x) for name, tensor in start.items()}
+    )
     codes = activation.training_codes(x @ W_enc, parameters | {"W_enc": W_enc})
     y_hat = codes.times(W_enc.T if B is None else W_enc.T @ B)
     size = y_hat.square().sum()
@@ -53,14 +59,29 @@ def initial_sae(activation: Activation, d_sae: int, batch: Batch, seed: int, B: 
     W_enc = W_enc * fit.sqrt()
     parameters = activation.fitted(x @ W_enc, parameters)
     W_dec, d_out = W_enc.T if B is None else W_enc.T @ B, batch.y.shape[1]
-    return SAE(W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters)
+    return SAE(
+        W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters
+    )
 
 
 def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
     """The SAE nested and with an affine skip, 0 if new, as the settings ask; `widths` of a crosscoder's hook points."""
-    skip = sae.W_enc.new_zeros(sae.d_in, sae.d_out) if training.skip and sae.W_skip is None else sae.W_skip
-    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, sae.activation, sae.activation_parameters,
-               prefixes=training.nested, W_skip=skip, widths=tuple(widths))
+    skip = (
+        sae.W_enc.new_zeros(sae.d_in, sae.d_out)
+        if training.skip and sae.W_skip is None
+        else sae.W_skip
+    )
+    return SAE(
+        sae.W_enc,
+        sae.b_enc,
+        sae.W_dec,
+        sae.b_dec,
+        sae.activation,
+        sae.activation_parameters,
+        prefixes=training.nested,
+        W_skip=skip,
+        widths=tuple(widths),
+    )
 
 
 def fitted_learning_rate(batch: Tensor, firings: float) -> float:
@@ -119,8 +140,10 @@ class Start:
         """The same with its SAE, opened again; RunError if that has changed."""
         found = Start.open(home, self.name, listener)
         if found.hash != self.hash:
-            raise RunError(f"{self.name} is not the SAE that this run was begun from, though it has its name; train "
-                           "anew")
+            raise RunError(
+                f"{self.name} is not the SAE that this run was begun from, though it has its name; train "
+                "anew"
+            )
         return replace(self, sae=found.sae)
 
     def settings(self, act: str, given: Collection[str]) -> dict[str, Any]:
@@ -131,39 +154,72 @@ class Start:
             return {}
         settings = {name: getattr(own, name) for name in own.of_codes}
         if {"sparsity", *PENALTY_OPTIONS, "fixed_threshold"}.isdisjoint(given):
-            settings |= {name: known[name] for name in ("sparsity", "sparsity_weight", *PENALTY_OPTIONS)
-                         if known.get(name) is not None}
+            settings |= {
+                name: known[name]
+                for name in ("sparsity", "sparsity_weight", *PENALTY_OPTIONS)
+                if known.get(name) is not None
+            }
         return settings
 
-    def settled(self, training: TrainingConfig, activation: Activation,
-                rows: RowSource) -> tuple[TrainingConfig, Activation]:
+    def settled(
+        self, training: TrainingConfig, activation: Activation, rows: RowSource
+    ) -> tuple[TrainingConfig, Activation]:
         """The settings, with what they leave open inherited from the SAE: `d_sae`, `prefixes`, `skip`, and as a target
         its L0 on these rows; smoothing and the penalty's rise are for random directions. ConfigError if the SAE does
         not fit the rows or the settings."""
         sae = self._sae
-        for what, wanted, got in (("rows", sae.d_in, rows.d_in), ("targets", sae.d_out, rows.d_target or rows.d_in)):
+        for what, wanted, got in (
+            ("rows", sae.d_in, rows.d_in),
+            ("targets", sae.d_out, rows.d_target or rows.d_in),
+        ):
             if wanted != got:
-                raise ConfigError(f"--init {self.name} cannot be trained on these rows: expected {what} of {wanted} "
-                                  f"dimensions, got {got}; use other rows, or another SAE")
+                raise ConfigError(
+                    f"--init {self.name} cannot be trained on these rows: expected {what} of {wanted} "
+                    f"dimensions, got {got}; use other rows, or another SAE"
+                )
         if sae.W_skip is not None and not rows.d_target:
-            raise ConfigError(f"--init {self.name} is a transcoder: expected the store of what it predicts, got none; "
-                              "name it with --target")
+            raise ConfigError(
+                f"--init {self.name} is a transcoder: expected the store of what it predicts, got none; "
+                "name it with --target"
+            )
         if training.d_sae not in (None, sae.d_sae):
-            raise ConfigError(f"--d-sae must be {sae.d_sae}, as in --init {self.name}, got {training.d_sae}; leave it "
-                              "out")
-        if isinstance(activation, JumpRelu) and activation.threshold is not None and self._has_parameters(activation):
-            raise ConfigError(f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "
-                              "leave it out")
+            raise ConfigError(
+                f"--d-sae must be {sae.d_sae}, as in --init {self.name}, got {training.d_sae}; leave it "
+                "out"
+            )
+        if (
+            isinstance(activation, JumpRelu)
+            and activation.threshold is not None
+            and self._has_parameters(activation)
+        ):
+            raise ConfigError(
+                f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "
+                "leave it out"
+            )
         prefixes = training.prefixes or ",".join(map(str, sae.prefixes)) or None
-        rise, smoothing, sparsity = (training.sparsity_warm_up, training.smoothing,
-                                     training.sparsity or activation.default_sparsity)
-        training = replace(training, d_sae=sae.d_sae, prefixes=prefixes, skip=training.skip or sae.W_skip is not None,
-                           sparsity_warm_up=0.0 if rise is None and sparsity != "none" else rise,
-                           smoothing=0.0 if smoothing == "auto" else smoothing)
-        if (isinstance(activation, TargetsL0) and self._has_parameters(activation) and sparsity == "target-l0"
-                and activation.target_l0 is None):
-            some = torch.from_numpy(next(rows.batches(SAMPLED_ROWS, seed=training.shuffle_seed, epoch=0)))
-            l0 = sae.codes(some[:, :sae.d_in].to(sae.W_enc)).count().item() / len(some)
+        rise, smoothing, sparsity = (
+            training.sparsity_warm_up,
+            training.smoothing,
+            training.sparsity or activation.default_sparsity,
+        )
+        training = replace(
+            training,
+            d_sae=sae.d_sae,
+            prefixes=prefixes,
+            skip=training.skip or sae.W_skip is not None,
+            sparsity_warm_up=0.0 if rise is None and sparsity != "none" else rise,
+            smoothing=0.0 if smoothing == "auto" else smoothing,
+        )
+        if (
+            isinstance(activation, TargetsL0)
+            and self._has_parameters(activation)
+            and sparsity == "target-l0"
+            and activation.target_l0 is None
+        ):
+            some = torch.from_numpy(
+                next(rows.batches(SAMPLED_ROWS, seed=training.shuffle_seed, epoch=0))
+            )
+            l0 = sae.codes(some[:, : sae.d_in].to(sae.W_enc)).count().item() / len(some)
             activation = replace(activation, target_l0=max(float(f"{l0:.3g}"), 1.0))
         return training, activation
 
@@ -176,25 +232,34 @@ class Start:
         mean, scale, target_mean, target_scale = (part.double() for part in normalisation.of_sae())
         own = self._sae.copy_to(torch.float64).copy_to(sample.device)
         # Raw rows are normalised ones, normalised by these.
-        own = own.on_raw_rows(-mean / scale, 1 / scale, -target_mean / target_scale, 1 / target_scale)
+        own = own.on_raw_rows(
+            -mean / scale, 1 / scale, -target_mean / target_scale, 1 / target_scale
+        )
         factor = (own.W_dec.norm() / own.W_enc.norm()).sqrt().item()
         own = rescaled(own, factor)
         start = activation.parameters(own.d_sae) | activation.training_parameters(own.d_sae)
         x = sample.double()
-        parameters = activation.continuing({name: tensor.to(own.W_enc) for name, tensor in start.items()},
-                                           own.codes(x).count().item() / len(x))
+        parameters = activation.continuing(
+            {name: tensor.to(own.W_enc) for name, tensor in start.items()},
+            own.codes(x).count().item() / len(x),
+        )
         if self._has_parameters(activation):
             parameters |= own.activation_parameters
         else:
             pre = own.pre_activations(x)
-            positive = (pre > 0).sum().item() / len(pre)  # per row, the most that thresholds from 0 can keep
+            positive = (pre > 0).sum().item() / len(
+                pre
+            )  # per row, the most that thresholds from 0 can keep
             target = activation.target_l0 if isinstance(activation, TargetsL0) else None
             if target is not None and positive < target:
-                raise ConfigError(f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row "
-                                  f"of --init {self.name}, got {target:g}; lower it, or use another --act")
+                raise ConfigError(
+                    f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row "
+                    f"of --init {self.name}, got {target:g}; lower it, or use another --act"
+                )
             parameters = activation.fitted(pre, parameters)
-        return SAE(own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters,
-                   W_skip=own.W_skip).copy_to(sample.dtype)
+        return SAE(
+            own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters, W_skip=own.W_skip
+        ).copy_to(sample.dtype)
 
     def _has_parameters(self, activation: Activation) -> bool:
         return type(activation) is type(self._sae.activation)
@@ -202,9 +267,22 @@ class Start:
 
 def rescaled(sae: SAE, factor: float) -> SAE:
     """The same SAE with all codes times a factor, where its activation allows that."""
-    parameters = sae.activation.rescaled(sae.activation_parameters, factor) if 0 < factor < math.inf else None
-    return sae if parameters is None else sae.changed(None, W_enc=sae.W_enc * factor, b_enc=sae.b_enc * factor,
-                                                      W_dec=sae.W_dec / factor, **parameters)
+    parameters = (
+        sae.activation.rescaled(sae.activation_parameters, factor)
+        if 0 < factor < math.inf
+        else None
+    )
+    return (
+        sae
+        if parameters is None
+        else sae.changed(
+            None,
+            W_enc=sae.W_enc * factor,
+            b_enc=sae.b_enc * factor,
+            W_dec=sae.W_dec / factor,
+            **parameters,
+        )
+    )
 
 
 def fingerprint(sae: SAE) -> str:
@@ -212,5 +290,7 @@ def fingerprint(sae: SAE) -> str:
     digest = hashlib.sha256(to_json([activation_to_json(sae.activation), sae.prefixes]).encode())
     for name, tensor in sorted(sae.tensors().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())  # NumPy has no bfloat16
+        digest.update(
+            tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )  # NumPy has no bfloat16
     return digest.hexdigest()

@@ -39,7 +39,10 @@ from .solver import Solver, StepReport, Task
 STEP_TOKENS = 3072  # of a step, about: 24 windows of 128
 EPOCH = 50  # steps between checkpoints, each with measures on held-out windows
 ON_GPU = 8  # times the logits of a forward pass on a CPU
-THRESHOLD_RATE, WEIGHT_RATE = 0.05, 0.5  # change per step, of the logarithm, over the relative excess of L0
+THRESHOLD_RATE, WEIGHT_RATE = (
+    0.05,
+    0.5,
+)  # change per step, of the logarithm, over the relative excess of L0
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,19 +69,32 @@ class Through:
     @property
     def most(self) -> int:
         """Tokens of one forward pass."""
-        return BATCH_LOGITS * (ON_GPU if self.model.device.type == "cuda" else 1) // self.model.vocabulary
+        return (
+            BATCH_LOGITS
+            * (ON_GPU if self.model.device.type == "cuda" else 1)
+            // self.model.vocabulary
+        )
 
     def clean(self, windows: list[list[int]]) -> CleanPass:
-        return CleanPass.of(self.model, windows, self.special, self.hooked.reads, self.hooked.writes)
+        return CleanPass.of(
+            self.model, windows, self.special, self.hooked.reads, self.hooked.writes
+        )
 
     def step(self, number: int, seed: int) -> np.ndarray:
         """The windows of a step, out of passes over all of them, each in an order of its own."""
         wanted = np.arange(number * self.per_step, (number + 1) * self.per_step)
         passes, places = np.divmod(wanted, len(self.train))
-        order = {one: np.random.default_rng((seed, one)).permutation(len(self.train)) for one in {*passes.tolist()}}
-        return np.array([order[one][place] for one, place in zip(passes.tolist(), places.tolist(), strict=True)])
+        order = {
+            one: np.random.default_rng((seed, one)).permutation(len(self.train))
+            for one in {*passes.tolist()}
+        }
+        return np.array(
+            [order[one][place] for one, place in zip(passes.tolist(), places.tolist(), strict=True)]
+        )
 
-    def activations(self, windows: Sequence[list[int]], tokens: int) -> tuple[Tensor, Tensor | None]:
+    def activations(
+        self, windows: Sequence[list[int]], tokens: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Those of about the first `tokens` plain tokens, and a transcoder's targets."""
         reads, writes = self.hooked.reads, self.hooked.writes
         points, parts, left = list(dict.fromkeys((*reads, *writes))), [], tokens
@@ -119,7 +135,10 @@ class WindowRows(TrainingRows):
         through, communicator = self.stored.through, self.communicator
         for number in range(epoch * EPOCH, (epoch + 1) * EPOCH):
             windows = through.step(number, self.seed)
-            own = [through.train[window] for window in windows[communicator.rank :: communicator.world_size]]
+            own = [
+                through.train[window]
+                for window in windows[communicator.rank :: communicator.world_size]
+            ]
             yield StepWindows(through, self.normalisation, own, int(through.plain[windows].sum()))
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
@@ -135,8 +154,12 @@ class WindowRows(TrainingRows):
 class ThroughModel(Solver):
     """Descent on windows of tokens, through the language model."""
 
-    def __init__(self, initial: SAE, task: Task, config: Finetune, communicator: Communicator = ALONE) -> None:
-        codes_stay = ("W_enc", "b_enc", *initial.activation_parameters) if config.only == "decoder" else ()
+    def __init__(
+        self, initial: SAE, task: Task, config: Finetune, communicator: Communicator = ALONE
+    ) -> None:
+        codes_stay = (
+            ("W_enc", "b_enc", *initial.activation_parameters) if config.only == "decoder" else ()
+        )
         super().__init__(initial.sae(), ("threshold", *codes_stay), task, config, 1, communicator)
         self.options, self.codes_stay, self.most = config, bool(codes_stay), math.inf
         with torch.no_grad():
@@ -170,7 +193,9 @@ class ThroughModel(Solver):
 
     def _step(self, batch: StepWindows) -> StepReport:
         if self.options.windows != "auto":
-            self.most = min(self.most, int(self.options.windows) * max(map(len, batch.token_ids), default=1))
+            self.most = min(
+                self.most, int(self.options.windows) * max(map(len, batch.token_ids), default=1)
+            )
         sums = None
         while sums is None:
             self.optimizer.zero_grad()
@@ -182,7 +207,9 @@ class ThroughModel(Solver):
                 if not is_out_of_memory(error):
                     raise
                 sums = None
-            if sums is None:  # outside of the except clause, where the error has released its tensors
+            if (
+                sums is None
+            ):  # outside of the except clause, where the error has released its tensors
                 self._halve(batch)
         self.optimizer.step(self.task.learning_rate(self.steps))
         self.steps += 1
@@ -205,19 +232,26 @@ class ThroughModel(Solver):
         errors = (y_hat - y[:, None]).square().sum(-1).sum(0).double()  # (L,)
         loss = objective + options.fvu_weight * errors.mean() / normalisation.variance
         if self.weight:
-            norms = dictionary.weighed(dictionary.decoder()).norm(dim=1).detach()  # or it would shrink what is exact
+            norms = (
+                dictionary.weighed(dictionary.decoder()).norm(dim=1).detach()
+            )  # or it would shrink what is exact
             penalty = self.weight * codes.times(norms[:, None]).sum()
             loss = loss + max(options.fvu_weight, 1.0) * penalty / normalisation.variance
         (loss / batch.size).backward()
-        return torch.stack([loss.detach(), errors[-1].detach(), codes.count().double() * batch.size]) / batch.size
+        return (
+            torch.stack([loss.detach(), errors[-1].detach(), codes.count().double() * batch.size])
+            / batch.size
+        )
 
     def _halve(self, batch: StepWindows) -> None:
         longest = max(map(len, batch.token_ids))
         most = int(min(self.most, batch.through.most, longest * len(batch.token_ids)))
         if most <= longest:
-            raise ModelError(f"a window of {longest:,} tokens does not fit in the memory of "
-                             f"{batch.through.model.device} with its gradient; lower --context, or use "
-                             "--model-dtype bfloat16")
+            raise ModelError(
+                f"a window of {longest:,} tokens does not fit in the memory of "
+                f"{batch.through.model.device} with its gradient; lower --context, or use "
+                "--model-dtype bfloat16"
+            )
         self.most = most // 2
         if batch.through.model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -228,17 +262,26 @@ class ThroughModel(Solver):
         excess = (l0 / self.target - 1).clamp(max=1.0)
         if self.weight:
             self.weight *= (WEIGHT_RATE * excess).exp()
-        elif not self.codes_stay and (threshold := self.dictionary.activation_parameters.get("threshold")) is not None:
+        elif (
+            not self.codes_stay
+            and (threshold := self.dictionary.activation_parameters.get("threshold")) is not None
+        ):
             threshold *= (THRESHOLD_RATE * excess).exp()
 
     @torch.no_grad()
     def calibrate(self) -> None:
         """Scale the thresholds to give the sample the L0 that it had at the start."""
         activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-        if self.codes_stay or "threshold" not in parameters or not isinstance(activation, Thresholded):
+        if (
+            self.codes_stay
+            or "threshold" not in parameters
+            or not isinstance(activation, Thresholded)
+        ):
             return
         pre = self.dictionary.pre_activations(self.task.sample.x)
-        thresholds = activation.thresholds(parameters, pre.shape[1]).clamp(min=torch.finfo(pre.dtype).tiny)
+        thresholds = activation.thresholds(parameters, pre.shape[1]).clamp(
+            min=torch.finfo(pre.dtype).tiny
+        )
         kept = round(self.target.item() * len(pre))
         if 0 < kept < pre.numel():
             factor = (pre / thresholds).flatten().topk(kept + 1).values[-2:].mean()
@@ -276,9 +319,21 @@ class FinetunePlan(Plan):
         """On held-out windows FVU, L0, CE and KL, and as `loss` the objective."""
         assert self.test_rows is not None and isinstance(self.solver, Finetune)
         through, solver = self.through, self.solver
-        found = [one for (one,) in effects([through.model], through.test, through.special, through.hooked.reads,
-                                           [through.hooked.writes], saes, lambda tokens: None)]
-        measured = [reconstruction(one, raw_batches(self.test_rows)) | effect for one, effect in
-                    zip(saes, found, strict=True)]
+        found = [
+            one
+            for (one,) in effects(
+                [through.model],
+                through.test,
+                through.special,
+                through.hooked.reads,
+                [through.hooked.writes],
+                saes,
+                lambda tokens: None,
+            )
+        ]
+        measured = [
+            reconstruction(one, raw_batches(self.test_rows)) | effect
+            for one, effect in zip(saes, found, strict=True)
+        ]
         name = "kl" if solver.objective == "kl" else "ce_spliced"
         return [one | {"loss": one[name] + solver.fvu_weight * one["fvu"]} for one in measured]

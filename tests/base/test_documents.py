@@ -27,8 +27,11 @@ DEEP = "[" * 100_000
 def edits(document: Any, path: tuple = ()) -> Iterator[tuple]:
     """The places of a JSON document, the whole among them, at which something else can stand."""
     yield path
-    for key, value in document.items() if isinstance(document, dict) else enumerate(
-            document if isinstance(document, list) else ()):
+    for key, value in (
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document if isinstance(document, list) else ())
+    ):
         yield from edits(value, (*path, key))
 
 
@@ -50,11 +53,16 @@ def deleted():
     """Stands for a field that is not there."""
 
 
-def try_each_edit(text: str, write: Callable[[str], None], use: Callable[[], Any]) -> tuple[int, int]:
+def try_each_edit(
+    text: str, write: Callable[[str], None], use: Callable[[], Any]
+) -> tuple[int, int]:
     """Put each odd value at each place in turn; returns how many were taken and how many refused by a sentence."""
     document, taken, refused = json.loads(text), 0, 0
-    texts = [json.dumps(edited(document, path, value)) for path in edits(document)
-             for value in (*ODD, *([deleted] if path else []))]
+    texts = [
+        json.dumps(edited(document, path, value))
+        for path in edits(document)
+        for value in (*ODD, *([deleted] if path else []))
+    ]
     for changed in [*texts, "", "{", DEEP, '{"a":' * 100_000, "9" * 10_000, "\x00"]:
         write(changed)
         try:
@@ -70,11 +78,18 @@ def try_each_edit(text: str, write: Callable[[str], None], use: Callable[[], Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transcodes", [False, True])
-@pytest.mark.parametrize(("format", "config"), [("saelens", "cfg.json"), ("sparsify", "cfg.json"),
-                                                ("dictionary-learning", "config.json"),
-                                                ("circuit-tracer", "config.yaml")])
+@pytest.mark.parametrize(
+    ("format", "config"),
+    [
+        ("saelens", "cfg.json"),
+        ("sparsify", "cfg.json"),
+        ("dictionary-learning", "config.json"),
+        ("circuit-tracer", "config.yaml"),
+    ],
+)
 def test_another_librarys_configuration_changed_is_read_or_refused(
-        tmp_path: Path, format: str, config: str, transcodes: bool):
+    tmp_path: Path, format: str, config: str, transcodes: bool
+):
     saved = sae_for(format, "relu-topk", "jumprelu")
     saved = SavedSAE(saved.sae, MLP) if transcodes else saved
     if FORMATS[format].lacks(saved):
@@ -91,19 +106,26 @@ def test_another_librarys_configuration_changed_is_read_or_refused(
 def test_a_native_header_with_an_entry_changed_is_read_or_refused(tmp_path: Path, act: str):
     kind = ACTIVATIONS[act]
     activation = kind(k=3) if "k" in kind.__dataclass_fields__ else kind()
-    save(SavedSAE(random_sae(activation), {"model": "gpt2", "layer": 3}), "native", tmp_path / "sae")
+    save(
+        SavedSAE(random_sae(activation), {"model": "gpt2", "layer": 3}), "native", tmp_path / "sae"
+    )
     path = tmp_path / "sae" / "sae.safetensors"
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         header = file.metadata()["saecli"]
-    taken, refused = try_each_edit(header, lambda text: save_file(tensors, path, {"saecli": text}),
-                                   lambda: load(tmp_path / "sae"))
+    taken, refused = try_each_edit(
+        header,
+        lambda text: save_file(tensors, path, {"saecli": text}),
+        lambda: load(tmp_path / "sae"),
+    )
     assert taken and refused > 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["list", "eval", "report"])
-def test_a_run_json_with_any_entry_changed_is_read_or_refused(sae: CommandLine, tmp_path: Path, command: str):
+def test_a_run_json_with_any_entry_changed_is_read_or_refused(
+    sae: CommandLine, tmp_path: Path, command: str
+):
     make_store(sae.home, "rows", some_rows(40))
     path = make_run(sae.home, "run", random_sae()) / "run.json"
     words = [command] if command == "list" else [command, "run"]
@@ -138,23 +160,39 @@ def test_a_run_to_resume_with_a_setting_changed_is_no_bug(sae: CommandLine, ever
     folder = unfinished_run(sae)
     path = folder / "run.json"
     document = json.loads(path.read_text())
-    whole = {name: (folder / name).read_bytes() for name in ("checkpoint.safetensors", "sae.safetensors")}
-    changes = [(place, value) for place in edits(document) if place for value in (None, "x", -1, [], deleted)]
+    whole = {
+        name: (folder / name).read_bytes() for name in ("checkpoint.safetensors", "sae.safetensors")
+    }
+    changes = [
+        (place, value)
+        for place in edits(document)
+        if place
+        for value in (None, "x", -1, [], deleted)
+    ]
     for place, value in changes[::every]:
         for name, content in whole.items():
             (folder / name).write_bytes(content)
         path.write_text(json.dumps(edited(document, place, value)))
         done = sae("train", "--resume", "--name", "run")
-        assert done.status in (0, 1, 2) and "sae: unexpected" not in done.err, (place, value, done.err)
+        assert done.status in (0, 1, 2) and "sae: unexpected" not in done.err, (
+            place,
+            value,
+            done.err,
+        )
 
 
-@pytest.mark.parametrize("change", [
-    lambda tensors: tensors.pop("dictionary.W_enc"),
-    lambda tensors: tensors.update({"dictionary.b_enc": torch.zeros(1)}),
-    lambda tensors: tensors.update({"adam.exp_avg.W_enc": torch.zeros(1)}),
-    lambda tensors: tensors.update({"normalisation.mean": torch.zeros(1)}),
-])
-def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(sae: CommandLine, change: Callable):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop("dictionary.W_enc"),
+        lambda tensors: tensors.update({"dictionary.b_enc": torch.zeros(1)}),
+        lambda tensors: tensors.update({"adam.exp_avg.W_enc": torch.zeros(1)}),
+        lambda tensors: tensors.update({"normalisation.mean": torch.zeros(1)}),
+    ],
+)
+def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(
+    sae: CommandLine, change: Callable
+):
     path = unfinished_run(sae) / "checkpoint.safetensors"
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
@@ -168,15 +206,30 @@ def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(sae: CommandL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "checkpoint.safetensors", "sae.safetensors",
-                                  "store.json", "shards/00000.h5"])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(sae: CommandLine, tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run.json",
+        "metrics.jsonl",
+        "checkpoint.safetensors",
+        "sae.safetensors",
+        "store.json",
+        "shards/00000.h5",
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
+    sae: CommandLine, tmp_path: Path, name: str
+):
     folder = unfinished_run(sae)
     path = (folder if (folder / name).exists() else sae.home / "activations" / "rows") / name
     path.unlink()
     os.mkfifo(path)
-    for words in (["eval", "run"], ["list", "--check"], ["train", "--resume", "--name", "run"],
-                  ["report", "run", "--out", tmp_path / "pages", "--latents", "0"]):
+    for words in (
+        ["eval", "run"],
+        ["list", "--check"],
+        ["train", "--resume", "--name", "run"],
+        ["report", "run", "--out", tmp_path / "pages", "--latents", "0"],
+    ):
         done = sae(*words)
         assert done.status in (0, 1) and "unexpected" not in done.err
         said = " ".join((done.out + done.err).split())

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from saecli.base.files import NotAFile, appearing_whole, as_named, check_place, partial_path, regular, to_json
+from saecli.base.files import (
+    NotAFile,
+    appearing_whole,
+    as_named,
+    check_place,
+    partial_path,
+    regular,
+    to_json,
+)
 
 
 def test_only_a_regular_file_or_a_link_to_one_is_one(tmp_path: Path):
@@ -36,11 +44,17 @@ def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
     (tmp_path / "there").write_text("kept")
     for path in (tmp_path / "new.png", tmp_path / "there"):
         check_place(path)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"] and (tmp_path / "there").read_text() == "kept"
-    for path, refused in {tmp_path / "there" / "x.png": "Not a directory", tmp_path: "expected a file, got a folder",
-                          tmp_path / "a" / "new.png": "there is no folder",
-                          tmp_path / ("x" * 300): "File name too long", Path("/proc/new/x.png"): "there is no folder",
-                          Path("/dev/null"): "got a device"}.items():
+    assert [path.name for path in tmp_path.iterdir()] == ["there"] and (
+        tmp_path / "there"
+    ).read_text() == "kept"
+    for path, refused in {
+        tmp_path / "there" / "x.png": "Not a directory",
+        tmp_path: "expected a file, got a folder",
+        tmp_path / "a" / "new.png": "there is no folder",
+        tmp_path / ("x" * 300): "File name too long",
+        Path("/proc/new/x.png"): "there is no folder",
+        Path("/dev/null"): "got a device",
+    }.items():
         with pytest.raises(OSError, match=refused):
             check_place(path)
 
@@ -49,11 +63,18 @@ def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
 def test_a_message_names_files_as_they_were_to_be_called(name: str):
     path = Path("/some/.config.d/folder") / name
     inner = partial_path(partial_path(path) / "ae.pt")
-    for message in ("cannot use {}: Is a directory", "[Errno 2] No such file: '{}'", "file path: {}"):
+    for message in (
+        "cannot use {}: Is a directory",
+        "[Errno 2] No such file: '{}'",
+        "file path: {}",
+    ):
         assert as_named(message.format(inner)) == message.format(path / "ae.pt")
     assert as_named("a.partial of 0.5 and b.partial") == "a.partial of 0.5 and b.partial"
 
 
 def test_json_holds_a_files_name_that_is_no_utf8_as_other_programs_read_it():
     name = os.fsdecode(b"\xffa\xc3\xa4")
-    assert json.loads(to_json({"file": name, "rows": float("nan")})) == {"file": "\\udcffaä", "rows": None}
+    assert json.loads(to_json({"file": name, "rows": float("nan")})) == {
+        "file": "\\udcffaä",
+        "rows": None,
+    }

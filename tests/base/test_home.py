@@ -32,9 +32,14 @@ def test_the_newest_complete_entry_is_found_first_and_then_the_newest(tmp_path):
 def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
     names = [f"{kind}-{number}" for kind in ("topk", "relu") for number in range(9)]
     shelf = shelf_of(tmp_path, **{name: {"created": "2026", "complete": True} for name in names})
-    with pytest.raises(RunError, match=r"^there is no run named 'tokp-3'; did you mean topk-3, topk-\d or topk-\d\?$"):
+    with pytest.raises(
+        RunError,
+        match=r"^there is no run named 'tokp-3'; did you mean topk-3, topk-\d or topk-\d\?$",
+    ):
         shelf.find("tokp-3")
-    with pytest.raises(RunError, match=r"; there are: topk-8, topk-7, topk-6 and 15 more, which `sae list` shows$"):
+    with pytest.raises(
+        RunError, match=r"; there are: topk-8, topk-7, topk-6 and 15 more, which `sae list` shows$"
+    ):
         shelf.find("something else")
 
 
@@ -43,7 +48,9 @@ def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damage
     shelf = shelf_of(tmp_path, worn=damaged, good={"created": "2026-01-01", "complete": False})
     assert shelf.names() == ["good", "worn"]
     assert shelf.find(None).name == shelf.find("good").name == "good"
-    with pytest.raises(RunError, match=r"cannot read .*worn.run\.json: .*; restore it, or remove the folder"):
+    with pytest.raises(
+        RunError, match=r"cannot read .*worn.run\.json: .*; restore it, or remove the folder"
+    ):
         shelf.find("worn")
     (tmp_path / "runs" / "good" / "run.json").unlink()
     with pytest.raises(RunError, match="remove the folder to go on without it"):
@@ -52,7 +59,11 @@ def test_a_damaged_marker_is_passed_over_unless_it_is_asked_for(tmp_path, damage
 
 @pytest.mark.parametrize("created", [5, None, [], {}])
 def test_a_date_that_is_no_text_is_the_oldest(tmp_path, created):
-    shelf = shelf_of(tmp_path, odd={"created": created, "complete": True}, good={"created": "2026", "complete": True})
+    shelf = shelf_of(
+        tmp_path,
+        odd={"created": created, "complete": True},
+        good={"created": "2026", "complete": True},
+    )
     assert shelf.names() == ["good", "odd"]
 
 
@@ -61,8 +72,25 @@ def test_a_printable_name_is_taken(name):
     assert checked_name(name) == name
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "/", "a\nb", "a\x1b[1m", "a\u202eb", "a\udcff", "a\0",
-                                  "\u200b", "x" * 201, "日" * 67])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        ".a",
+        "a/b",
+        "/",
+        "a\nb",
+        "a\x1b[1m",
+        "a\u202eb",
+        "a\udcff",
+        "a\0",
+        "\u200b",
+        "x" * 201,
+        "日" * 67,
+    ],
+)
 def test_any_other_name_is_refused_and_shown_escaped(name):
     with pytest.raises(ConfigError, match=r"^name must be a plain folder name, .*, got ") as told:
         checked_name(name)
@@ -72,7 +100,10 @@ def test_any_other_name_is_refused_and_shown_escaped(name):
 def test_a_home_that_cannot_be_one_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     (tmp_path / "file").touch()
-    for name, said in {"a\udcff": r"expected a path in UTF-8, got .*udcff", "file": "expected a folder, got a file",
-                       "link": r"it is a link to .*gone, which does not exist; make that folder, or"}.items():
+    for name, said in {
+        "a\udcff": r"expected a path in UTF-8, got .*udcff",
+        "file": "expected a folder, got a file",
+        "link": r"it is a link to .*gone, which does not exist; make that folder, or",
+    }.items():
         with pytest.raises(ConfigError, match=said):
             Home(tmp_path / name)

@@ -43,8 +43,16 @@ def large_model(folder: Path) -> Path:
     """A random Gemma-2 with the bundled model's tokenizer."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED[TINY_GEMMA2])
-    config = Gemma2Config(vocab_size=len(tokenizer), hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
-                          num_attention_heads=12, num_key_value_heads=4, head_dim=64, query_pre_attn_scalar=64)
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+    )
     Gemma2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -56,27 +64,42 @@ def write_text(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def all_blocks(model: LanguageModel, text: TextSource, rows: int, cursor: Cursor = START) -> Iterator[Block]:
+def all_blocks(
+    model: LanguageModel, text: TextSource, rows: int, cursor: Cursor = START
+) -> Iterator[Block]:
     """The blocks of an extraction."""
+
     def documents_from(begin: Cursor) -> Iterator[Document]:
         return text.documents(begin.document, begin.mark)
 
     return in_blocks(documents_from, Windows(model.tokenizer, CONTEXT), rows, cursor)
 
 
-def extract(model: LanguageModel, text: TextSource, place: HookPoint, rows: int, folder: Path) -> None:
+def extract(
+    model: LanguageModel, text: TextSource, place: HookPoint, rows: int, folder: Path
+) -> None:
     """Run an extraction, from opening the text to the finished store."""
     width = model.source.d_model
     meta = StoreMeta({}, "", "bfloat16", width, rows_per_shard(width, "bfloat16"), columns=COLUMNS)
     with StoreWriter.open(folder, meta, limit=rows) as writer:
         forward = Forward(model, "bfloat16", batch_tokens(model, "auto", CONTEXT, [place]), print)
-        fill({place: writer}, partial(all_blocks, model, text, rows), forward, rows, lambda tokens, rows: None)
+        fill(
+            {place: writer},
+            partial(all_blocks, model, text, rows),
+            forward,
+            rows,
+            lambda tokens, rows: None,
+        )
 
 
-def recorded(model: LanguageModel, text: TextSource, place: HookPoint, rows: int, folder: Path) -> list[dict[str, Any]]:
+def recorded(
+    model: LanguageModel, text: TextSource, place: HookPoint, rows: int, folder: Path
+) -> list[dict[str, Any]]:
     """What the model was called with in an extraction."""
     batches = []
-    handle = model.model.register_forward_pre_hook(lambda _, args, given: batches.append(dict(given)), with_kwargs=True)
+    handle = model.model.register_forward_pre_hook(
+        lambda _, args, given: batches.append(dict(given)), with_kwargs=True
+    )
     extract(model, text, place, rows, folder)
     handle.remove()
     return batches
@@ -98,36 +121,75 @@ def cut_off(model: LanguageModel, layer: int) -> torch.nn.Module:
     return plain
 
 
-def compare(name: str, model: LanguageModel, text: TextSource, place: HookPoint, rows: int, repeats: int,
-            folder: Path) -> None:
+def compare(
+    name: str,
+    model: LanguageModel,
+    text: TextSource,
+    place: HookPoint,
+    rows: int,
+    repeats: int,
+    folder: Path,
+) -> None:
     """Time both in turn, and say what share of the batches was padding."""
-    plain, batches = cut_off(model, place.layer), recorded(model, text, place, rows, folder / "recorded")
+    plain, batches = (
+        cut_off(model, place.layer),
+        recorded(model, text, place, rows, folder / "recorded"),
+    )
     slots = sum(batch["attention_mask"].numel() for batch in batches)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     pairs = []
     for repeat in range(repeats):
         alone = timed(lambda: bare(plain, batches))
-        pairs.append((alone, timed(lambda repeat=repeat: extract(model, text, place, rows, folder / str(repeat)))))
+        pairs.append(
+            (
+                alone,
+                timed(
+                    lambda repeat=repeat: extract(model, text, place, rows, folder / str(repeat))
+                ),
+            )
+        )
     alone, whole = np.array(pairs).transpose(1, 2, 0)  # each (wall and processor, repeats)
-    print(f"{name}, {rows:,} rows: {tokens:,} tokens in {len(batches)} batches, {1 - tokens / slots:.1%} padding\n"
-          f"  bare pass {tokens / alone[0].min():,.0f} tokens/s, extraction {tokens / whole[0].min():,.0f}")
+    print(
+        f"{name}, {rows:,} rows: {tokens:,} tokens in {len(batches)} batches, {1 - tokens / slots:.1%} padding\n"
+        f"  bare pass {tokens / alone[0].min():,.0f} tokens/s, extraction {tokens / whole[0].min():,.0f}"
+    )
     for what, ratio in zip(("time", "processor"), whole / alone - 1, strict=True):
-        print(f"  {what} over a bare pass: {np.median(ratio):+.1%} ({ratio.min():+.1%} to {ratio.max():+.1%})")
+        print(
+            f"  {what} over a bare pass: {np.median(ratio):+.1%} ({ratio.min():+.1%} to {ratio.max():+.1%})"
+        )
 
 
 def peak_memory(text: Path, rows: int, home: Path) -> float:
     """Peak memory of `sae extract`, MB; read by the process itself, as a parent's counts what it was forked from."""
-    words = ["sae", "--home", home, "extract", "--model", TINY_GEMMA2, "--dataset", text, "--rows", rows, "--json"]
-    script = (f"import re, sys; from saecli.cli.main import main; sys.argv = {[str(word) for word in words]!r}\n"
-              "try: main()\nexcept SystemExit as stop: assert not stop.code\n"
-              "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    words = [
+        "sae",
+        "--home",
+        home,
+        "extract",
+        "--model",
+        TINY_GEMMA2,
+        "--dataset",
+        text,
+        "--rows",
+        rows,
+        "--json",
+    ]
+    script = (
+        f"import re, sys; from saecli.cli.main import main; sys.argv = {[str(word) for word in words]!r}\n"
+        "try: main()\nexcept SystemExit as stop: assert not stop.code\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     return int(done.stdout.split()[-1]) / 1e3
 
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=40_000)
     parser.add_argument("--large-rows", type=int, default=2_500)
     parser.add_argument("--repeats", type=int, default=5)
@@ -136,15 +198,30 @@ def main() -> None:
         folder = Path(scratch)
         write_text(folder / "text.jsonl")
         large = large_model(folder / "gemma2-104m")
-        for model_name, layer, rows in ((TINY_GEMMA2, 1, arguments.rows), (str(large), 5, arguments.large_rows)):
+        for model_name, layer, rows in (
+            (TINY_GEMMA2, 1, arguments.rows),
+            (str(large), 5, arguments.large_rows),
+        ):
             model = LanguageModel(find_model(model_name), torch.device("cpu"))
             name = Path(model_name).name
-            compare(name, model, TextSource(str(folder / "text.jsonl")), HookPoint(layer, "resid_post"), rows,
-                    arguments.repeats, folder / name)
+            compare(
+                name,
+                model,
+                TextSource(str(folder / "text.jsonl")),
+                HookPoint(layer, "resid_post"),
+                rows,
+                arguments.repeats,
+                folder / name,
+            )
             del model
-        peaks = [peak_memory(folder / "text.jsonl", rows, folder) for rows in (MEMORY_ROWS, 4 * MEMORY_ROWS)]
-        print(f"peak memory of sae extract: {peaks[0]:,.0f} MB for {MEMORY_ROWS:,} rows of {TINY_GEMMA2}, "
-              f"{peaks[1]:,.0f} MB for four times the rows")
+        peaks = [
+            peak_memory(folder / "text.jsonl", rows, folder)
+            for rows in (MEMORY_ROWS, 4 * MEMORY_ROWS)
+        ]
+        print(
+            f"peak memory of sae extract: {peaks[0]:,.0f} MB for {MEMORY_ROWS:,} rows of {TINY_GEMMA2}, "
+            f"{peaks[1]:,.0f} MB for four times the rows"
+        )
 
 
 if __name__ == "__main__":

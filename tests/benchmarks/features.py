@@ -64,8 +64,10 @@ STORES: dict[str, Making] = {
     "world-20k": ("import_synthetic", {"rows": 22_200, "seed": 5}),
     "world-1m": ("import_synthetic", {"rows": 1_111_000, "seed": 5}),
     "world-correlated": ("import_synthetic", {"rows": 111_000, "correlation": 0.75, "seed": 7}),
-    "flat": ("import_synthetic", {"rows": 111_000, "features": 1536, "d_in": 192, "l0": 23.0, "hierarchy": False,
-                                  "seed": 6}),
+    "flat": (
+        "import_synthetic",
+        {"rows": 111_000, "features": 1536, "d_in": 192, "l0": 23.0, "hierarchy": False, "seed": 6},
+    ),
 }
 
 
@@ -75,7 +77,9 @@ class Cell:
 
     store: str
     options: dict[str, Any]
-    weights: tuple[float, ...] = ()  # of a penalty: measures are interpolated in log L0 to `l0`, and L0 to `fvu`
+    weights: tuple[
+        float, ...
+    ] = ()  # of a penalty: measures are interpolated in log L0 to `l0`, and L0 to `fvu`
     l0: float = 0.0
     fvu: float = 0.0
 
@@ -85,27 +89,40 @@ class Cell:
         return STORES[self.store][1].get("model")
 
 
-TOPK, BATCHTOPK = {"act": "topk", "k": 16, "d_sae": 512}, {"act": "batchtopk", "k": 16, "d_sae": 512}
+TOPK, BATCHTOPK = (
+    {"act": "topk", "k": 16, "d_sae": 512},
+    {"act": "batchtopk", "k": 16, "d_sae": 512},
+)
 WORLD = {"act": "batchtopk", "k": 10, "d_sae": 1024}
 CELLS = {
-    "docs": Cell("docs", TOPK), "docs-batchtopk": Cell("docs", BATCHTOPK),
+    "docs": Cell("docs", TOPK),
+    "docs-batchtopk": Cell("docs", BATCHTOPK),
     "docs-jumprelu": Cell("docs", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
     "docs-relu": Cell("docs", {"act": "relu", "d_sae": 512}, (0.8, 1.2, 1.8), 16, 0.15),
-    "docs-6000": Cell("docs-6000", TOPK), "docs-6000-batchtopk": Cell("docs-6000", BATCHTOPK),
-    "code": Cell("code", TOPK), "code-batchtopk": Cell("code", BATCHTOPK),
+    "docs-6000": Cell("docs-6000", TOPK),
+    "docs-6000-batchtopk": Cell("docs-6000", BATCHTOPK),
+    "code": Cell("code", TOPK),
+    "code-batchtopk": Cell("code", BATCHTOPK),
     "digits": Cell("digits", {"act": "topk", "k": 15, "d_sae": 256}),
     "patches": Cell("patches", {"act": "topk", "k": 32, "d_sae": 512}),
     "world": Cell("world", WORLD),
     "world-jumprelu": Cell("world", {"act": "jumprelu", "target_l0": 10, "d_sae": 1024}),
     "flat": Cell("flat", {"act": "batchtopk", "k": 23, "d_sae": 1536}),
-    "world-20k": Cell("world-20k", WORLD), "world-correlated": Cell("world-correlated", WORLD),
+    "world-20k": Cell("world-20k", WORLD),
+    "world-correlated": Cell("world-correlated", WORLD),
 }
 HEADLINES = tuple(CELLS)
 CELLS |= {
-    "world-10k": Cell("world-10k", WORLD), "world-1m": Cell("world-1m", WORLD),
-    "world-half": Cell("world", WORLD | {"d_sae": 512}), "world-twice": Cell("world", WORLD | {"d_sae": 2048}),
-    **{f"world-{act}": Cell("world", WORLD | {"act": act}) for act in ("topk", "relu-topk", "abs-topk", "soft-topk")},
-    "code-6000": Cell("code-6000", TOPK), "reference": Cell("reference", TOPK),
+    "world-10k": Cell("world-10k", WORLD),
+    "world-1m": Cell("world-1m", WORLD),
+    "world-half": Cell("world", WORLD | {"d_sae": 512}),
+    "world-twice": Cell("world", WORLD | {"d_sae": 2048}),
+    **{
+        f"world-{act}": Cell("world", WORLD | {"act": act})
+        for act in ("topk", "relu-topk", "abs-topk", "soft-topk")
+    },
+    "code-6000": Cell("code-6000", TOPK),
+    "reference": Cell("reference", TOPK),
     "docs-gated": Cell("docs", {"act": "gated", "target_l0": 16, "d_sae": 512}),
     "docs-pursuit": Cell("docs", TOPK | {"act": "matching-pursuit"}),
     "world-gated": Cell("world", {"act": "gated", "target_l0": 10, "d_sae": 1024}),
@@ -113,8 +130,10 @@ CELLS |= {
     "world-relu": Cell("world", {"act": "relu", "d_sae": 1024}, (1.5, 2.5, 4.0), 10, 0.2),
     "code-jumprelu": Cell("code", {"act": "jumprelu", "target_l0": 16, "d_sae": 512}),
 }
-CELLS |= {f"{name}-{steps}": Cell(CELLS[name].store, CELLS[name].options | {"steps": steps})
-          for name, steps in product(("docs", "world"), (500, 1000, 2000, 8000, 16000))}  # by processor time
+CELLS |= {
+    f"{name}-{steps}": Cell(CELLS[name].store, CELLS[name].options | {"steps": steps})
+    for name, steps in product(("docs", "world"), (500, 1000, 2000, 8000, 16000))
+}  # by processor time
 BySeed = Mapping[str, Mapping[str, Any]]
 Results = Mapping["Job", Mapping[str, Any]]
 
@@ -139,8 +158,12 @@ def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
     else:
         began = time.process_time()
         sweep = [{"sparsity_weight": weight} for weight in cell.weights] or [{}]
-        saes = [saecli.fit(store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options, **one)
-                for one in sweep]
+        saes = [
+            saecli.fit(
+                store, solver=job.solver, seed=seed, shuffle_seed=seed, **cell.options, **one
+            )
+            for one in sweep
+        ]
         known = {"seconds": time.process_time() - began}
     found = [saecli.evaluate(sae, store, model=cell.model) for sae in saes]
     if cell.weights:
@@ -152,9 +175,14 @@ def interpolated(sweep: Sequence[Mapping[str, Any]], cell: Cell) -> dict[str, fl
     """The measures of a sweep of weights, largest L0 first, at the cell's L0, and the L0 at its FVU."""
     logs, fvu = [-np.log(one["l0"]) for one in sweep], [one["fvu"] for one in sweep]
     if not (logs[0] < -np.log(cell.l0) < logs[-1] and fvu[0] < cell.fvu < fvu[-1]):
-        raise RuntimeError(f"expected L0 around {cell.l0} and FVU around {cell.fvu}, got {logs} and {fvu}")
-    at = {name: float(np.interp(-np.log(cell.l0), logs, [one[name] for one in sweep]))
-          for name in MEASURES if name in sweep[0]}
+        raise RuntimeError(
+            f"expected L0 around {cell.l0} and FVU around {cell.fvu}, got {logs} and {fvu}"
+        )
+    at = {
+        name: float(np.interp(-np.log(cell.l0), logs, [one[name] for one in sweep]))
+        for name in MEASURES
+        if name in sweep[0]
+    }
     return at | {"l0": float(np.exp(-np.interp(cell.fvu, fvu, logs)))}
 
 
@@ -176,17 +204,32 @@ def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE",
     with tempfile.TemporaryDirectory() as folder:
         for name, rows in (("train", train), ("test", test)):
             np.save(Path(folder) / f"{name}.npy", normalisation(every_row(rows)).numpy())
-        words = [folder, f"{job.solver}-{options['k']}", options["d_sae"], steps(store, options), 256, job.rate,
-                 f"--seed={job.seed}", f"--decay={SAELENS_DECAY}"]
-        done = subprocess.run([python, SAELENS_SCRIPT, *map(str, words)], text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL, check=True)
+        words = [
+            folder,
+            f"{job.solver}-{options['k']}",
+            options["d_sae"],
+            steps(store, options),
+            256,
+            job.rate,
+            f"--seed={job.seed}",
+            f"--decay={SAELENS_DECAY}",
+        ]
+        done = subprocess.run(
+            [python, SAELENS_SCRIPT, *map(str, words)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=True,
+        )
         found = json.loads(done.stdout.splitlines()[-1])
         sae = on_raw_rows(saecli.load_sae(Path(folder) / job.rate), normalisation)
     ours = reconstruction(sae, map(torch.from_numpy, test.sequential(2048)))
     for name in ("fvu", "l0"):
         if abs(ours[name] - found[name]) > AGREEMENT * found[name]:
-            raise RuntimeError(f"{name} of SAELens' SAE: expected {found[name]}, as it measures itself, "
-                               f"got {ours[name]}")
+            raise RuntimeError(
+                f"{name} of SAELens' SAE: expected {found[name]}, as it measures itself, "
+                f"got {ours[name]}"
+            )
     return sae, {"seconds": found["processor"], "dead": found["dead"]}
 
 
@@ -212,7 +255,9 @@ def ceiling(cell: Cell, home: Path) -> dict[str, Any]:
     train, directions = store.split("train"), torch.from_numpy(World.of_store(store).directions)
     normalisation = fit_normalisation("scale", train.spread(), torch.float32)
     x = normalisation(every_row(train))
-    true = torch.cat([torch.from_numpy(codes.toarray() > 0) for codes in train.codes(2048)])  # (N, G)
+    true = torch.cat(
+        [torch.from_numpy(codes.toarray() > 0) for codes in train.codes(2048)]
+    )  # (N, G)
     linear = torch.nn.Linear(x.shape[1], len(directions))
     count = CEILING_EPOCHS * len(x) // 512
     optimizer = torch.optim.Adam(linear.parameters(), lr=CEILING_RATE)
@@ -220,7 +265,12 @@ def ceiling(cell: Cell, home: Path) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         chosen = torch.randint(len(x), (512,), generator=generator)
-        loss = binary_cross_entropy_with_logits(linear(x[chosen]), true[chosen].float(), reduction="sum") / 512
+        loss = (
+            binary_cross_entropy_with_logits(
+                linear(x[chosen]), true[chosen].float(), reduction="sum"
+            )
+            / 512
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -243,16 +293,25 @@ def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     from saecli.train.plan import Plan
 
     rows = store.split("train")
-    plan = Plan.resolved(rows, None, TrainingConfig(d_sae=options["d_sae"]), SOLVERS["sgd"](),
-                         ACTIVATIONS[options["act"]](k=options["k"]))
+    plan = Plan.resolved(
+        rows,
+        None,
+        TrainingConfig(d_sae=options["d_sae"]),
+        SOLVERS["sgd"](),
+        ACTIVATIONS[options["act"]](k=options["k"]),
+    )
     return plan.steps
 
 
-def fill(run: Callable[..., Any], jobs: Sequence[Any], log: Path, processes: int, *given: Any) -> dict[Any, Any]:
+def fill(
+    run: Callable[..., Any], jobs: Sequence[Any], log: Path, processes: int, *given: Any
+) -> dict[Any, Any]:
     """`run(job, *given)` of each job, a tuple: read from the log, a line of JSON each, or run in a process of one
     thread and added."""
     lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
-    entries = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill cuts the last one short
+    entries = [
+        json.loads(line) for line in lines if line.endswith("\n")
+    ]  # a kill cuts the last one short
     log.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries), encoding="utf-8")
     results = {tuple(entry["words"]): entry["result"] for entry in entries}
     missing = [job for job in jobs if job not in results]
@@ -285,9 +344,17 @@ def stores(cells: Sequence[str], out: Path) -> Path:
 def write_text(file: Path) -> Path:
     """Write the sources of Python's standard library, or the sections of its reference, a line of JSON each."""
     if not file.exists():
-        texts = ([path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
-                 if file.name == CODE else topics.values())
-        file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts), encoding="utf-8")
+        texts = (
+            [
+                path.read_text(encoding="utf-8")
+                for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+            ]
+            if file.name == CODE
+            else topics.values()
+        )
+        file.write_text(
+            "".join(f"{json.dumps({'text': text})}\n" for text in texts), encoding="utf-8"
+        )
     return file
 
 
@@ -328,7 +395,9 @@ def by_rate(results: Results, cell: str, solvers: Sequence[str]) -> dict[tuple[s
 def best(rates: Mapping[tuple[str, str], BySeed], measure: str) -> tuple[tuple[str, str], BySeed]:
     """The solver and rate of the best mean of a measure, the least fvu or the greatest other; its results."""
     sign = 1 if measure == "fvu" else -1
-    return min(rates.items(), key=lambda rate: sign * np.mean([one[measure] for one in rate[1].values()]))
+    return min(
+        rates.items(), key=lambda rate: sign * np.mean([one[measure] for one in rate[1].values()])
+    )
 
 
 def compared(ours: BySeed, theirs: BySeed, measure: str) -> tuple[str, str, str]:
@@ -344,18 +413,28 @@ def compared(ours: BySeed, theirs: BySeed, measure: str) -> tuple[str, str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default=",".join(HEADLINES), help=f"out of {', '.join(CELLS)}")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("feature-benchmark"), help="folder of stores and runs"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
-    parser.add_argument("--ceiling", action="store_true", help="of worlds, what a linear encoder can reach")
-    parser.add_argument("--saelens-python", type=Path, help="Python that has sae-lens: train it too")
+    parser.add_argument(
+        "--ceiling", action="store_true", help="of worlds, what a linear encoder can reach"
+    )
+    parser.add_argument(
+        "--saelens-python", type=Path, help="Python that has sae-lens: train it too"
+    )
     chosen = parser.parse_args()
     cells = chosen.data.split(",")
     unknown = set(cells) - CELLS.keys()
     if unknown:
-        parser.error(f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}")
+        parser.error(
+            f"--data: expected some of {', '.join(CELLS)}, got {', '.join(sorted(unknown))}"
+        )
     home = stores(cells, chosen.out)
     if chosen.ceiling:
         for cell in cells:
@@ -363,10 +442,17 @@ def main() -> None:
         return
     ways = [(solver, "auto") for solver in SOLVERS]
     ways += product(SAELENS_CASES, SAELENS_RATES) if chosen.saelens_python else []
-    jobs = [Job(cell, *way, str(seed)) for seed in range(chosen.seeds) for cell in cells for way in ways
-            if way[0] not in SAELENS_CASES or "k" in CELLS[cell].options]
+    jobs = [
+        Job(cell, *way, str(seed))
+        for seed in range(chosen.seeds)
+        for cell in cells
+        for way in ways
+        if way[0] not in SAELENS_CASES or "k" in CELLS[cell].options
+    ]
 
-    print(table(fill(run, jobs, chosen.out / "runs.jsonl", chosen.jobs, home, chosen.saelens_python)))
+    print(
+        table(fill(run, jobs, chosen.out / "runs.jsonl", chosen.jobs, home, chosen.saelens_python))
+    )
 
 
 if __name__ == "__main__":

@@ -27,12 +27,19 @@ import numpy as np
 from features import CELLS, MODEL, SOLVERS, STORES, fill, stores
 from scipy.stats import t
 
-ACTS: dict[str, dict[str, Any]] = {"topk": {"k": 16}, "batchtopk": {"k": 16}, "jumprelu": {"target_l0": 16},
-                                   "relu": {"sparsity_weight": 1.2}, "transcoder": {"act": "topk", "k": 16},
-                                   "crosscoder": {"act": "topk", "k": 16}}
+ACTS: dict[str, dict[str, Any]] = {
+    "topk": {"k": 16},
+    "batchtopk": {"k": 16},
+    "jumprelu": {"target_l0": 16},
+    "relu": {"sparsity_weight": 1.2},
+    "transcoder": {"act": "topk", "k": 16},
+    "crosscoder": {"act": "topk", "k": 16},
+}
 # The hook points of its stores, by extraction.
-HOOK_POINTS: dict[str, dict[str, Any]] = {"transcoder": {"layer": 2, "site": ["mlp_in", "mlp_out"]},
-                                          "crosscoder": {"layer": [1, 3]}}
+HOOK_POINTS: dict[str, dict[str, Any]] = {
+    "transcoder": {"layer": 2, "site": ["mlp_in", "mlp_out"]},
+    "crosscoder": {"layer": [1, 3]},
+}
 PROBED = "*5_*,*0_*"  # about a fifth of the sets
 MEASURES = ("fvu", "l0", "kl", "gap")  # gap: cross-entropy spliced less clean, nats per token
 
@@ -76,13 +83,20 @@ def run(job: Job, home: Path, tokens: int) -> dict[str, dict[str, float]]:
 
     given = rows(job, home)
     options = {"act": job.act} | ACTS[job.act]
-    sae = saecli.fit(given, solver=job.solver, d_sae=512, seed=job.seed, shuffle_seed=job.seed, **options)
+    sae = saecli.fit(
+        given, solver=job.solver, d_sae=512, seed=job.seed, shuffle_seed=job.seed, **options
+    )
     saecli.save_sae(sae, kept(job, home, "before"), store=given)
     data = None if job.act in HOOK_POINTS else CELLS[job.text].store
-    tuned = saecli.finetune(str(kept(job, home, "before")), MODEL, data=data, home=home, tokens=tokens, seed=job.seed)
+    tuned = saecli.finetune(
+        str(kept(job, home, "before")), MODEL, data=data, home=home, tokens=tokens, seed=job.seed
+    )
     saecli.save_sae(tuned, kept(job, home, "after"))
-    return {when: {name: one[name] for name in MEASURES[:3]} | {"gap": one["ce_spliced"] - one["ce_clean"]}
-            for when, one in ((when, tuned.metadata[when]) for when in ("before", "after"))}
+    return {
+        when: {name: one[name] for name in MEASURES[:3]}
+        | {"gap": one["ce_spliced"] - one["ce_clean"]}
+        for when, one in ((when, tuned.metadata[when]) for when in ("before", "after"))
+    }
 
 
 def features(jobs: list[Job], home: Path) -> str:
@@ -95,20 +109,34 @@ def features(jobs: list[Job], home: Path) -> str:
         found = {"pw_mcc": math.nan, "matched_fraction": math.nan}
         found |= saecli.stability(saes, home=home) if len(saes) > 1 else {}
         probes = saecli.probe(saes[:1], model=MODEL, sets=PROBED, k=(1, 16), home=home)["probes"]
-        cells.append(", ".join([f"{found['pw_mcc']:.3f}", f"{found['matched_fraction']:.3f}",
-                                *(f"{one['auc_difference']:+.4f}" for one in probes if one["run"] is not None)]))
+        cells.append(
+            ", ".join(
+                [
+                    f"{found['pw_mcc']:.3f}",
+                    f"{found['matched_fraction']:.3f}",
+                    *(f"{one['auc_difference']:+.4f}" for one in probes if one["run"] is not None),
+                ]
+            )
+        )
     return f"| {' | '.join(cells)} |"
 
 
 def line(jobs: list[Job], results: dict[Job, dict[str, dict[str, float]]]) -> str:
     cells = [f"{jobs[0].text}, {jobs[0].act}, {jobs[0].solver}"]
     for name in MEASURES:
-        before, after = (np.array([results[job][when][name] for job in jobs]) for when in ("before", "after"))
+        before, after = (
+            np.array([results[job][when][name] for job in jobs]) for when in ("before", "after")
+        )
         change = 100 * (after / before - 1)
-        spread = (f" ± {t.ppf(0.975, len(jobs) - 1) * change.std(ddof=1) / len(jobs) ** 0.5:.1f}" if len(jobs) > 1
-                  else "")
+        spread = (
+            f" ± {t.ppf(0.975, len(jobs) - 1) * change.std(ddof=1) / len(jobs) ** 0.5:.1f}"
+            if len(jobs) > 1
+            else ""
+        )
         digits = 2 if name == "l0" else 4
-        cells.append(f"{before.mean():.{digits}f}, {after.mean():.{digits}f} ({change.mean():+.1f}{spread}%)")
+        cells.append(
+            f"{before.mean():.{digits}f}, {after.mean():.{digits}f} ({change.mean():+.1f}{spread}%)"
+        )
     return f"| {' | '.join(cells)} |"
 
 
@@ -129,21 +157,43 @@ def gemma() -> None:
     from saecli.train.start import Start
 
     with tempfile.TemporaryDirectory() as scratch:
-        shutil.copytree(BUNDLED[MODEL], scratch, dirs_exist_ok=True, ignore=lambda _, names: [
-            name for name in names if "safetensors" in name])
+        shutil.copytree(
+            BUNDLED[MODEL],
+            scratch,
+            dirs_exist_ok=True,
+            ignore=lambda _, names: [name for name in names if "safetensors" in name],
+        )
         Gemma2Config().save_pretrained(scratch)  # whose defaults are Gemma-2-2B's sizes
         model = LanguageModel(find_model(scratch), torch.device("cpu"), head=True, weights_seed=0)
     W_dec = torch.nn.functional.normalize(torch.randn(16_384, model.source.d_model))
-    sae = SAE(W_dec.T.contiguous(), torch.zeros(16_384), W_dec, torch.zeros(model.source.d_model), TopK(k=32))
+    sae = SAE(
+        W_dec.T.contiguous(),
+        torch.zeros(16_384),
+        W_dec,
+        torch.zeros(model.source.d_model),
+        TopK(k=32),
+    )
     points = (HookPoint(12, "resid_post"),)
     windows = torch.randint(100, 2000, (2, 128)).tolist()
     through.STEP_TOKENS = 128
-    passes = through.Through(model, Hooked("sae", sae, None, points, points), torch.tensor([2]), windows, windows)
+    passes = through.Through(
+        model, Hooked("sae", sae, None, points, points), torch.tensor([2]), windows, windows
+    )
     rows = through.Sampled(passes, passes.activations(windows, 256))
-    plan = Plan.resolved(rows, rows, TrainingConfig(steps=3, smoothing=0.0), Finetune(), sae.activation,
-                         Start("sae", "", sae))
-    training = start_training(through.FinetunePlan(rows, rows, plan.training, plan.solver, plan.activation, plan.start,
-                                                   through=passes), Record())
+    plan = Plan.resolved(
+        rows,
+        rows,
+        TrainingConfig(steps=3, smoothing=0.0),
+        Finetune(),
+        sae.activation,
+        Start("sae", "", sae),
+    )
+    training = start_training(
+        through.FinetunePlan(
+            rows, rows, plan.training, plan.solver, plan.activation, plan.start, through=passes
+        ),
+        Record(),
+    )
     for batch in islice(training.rows.shuffled(0), 3):
         began = time.perf_counter()
         training.solver.step(batch)
@@ -152,15 +202,21 @@ def gemma() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--texts", default="docs,reference")
     parser.add_argument("--acts", default=",".join(ACTS))
     parser.add_argument("--solvers", default=",".join(SOLVERS))
     parser.add_argument("--seeds", default="1,2,3,4,5")
     parser.add_argument("--tokens", type=int, default=500_000)
-    parser.add_argument("--out", type=Path, default=Path("feature-benchmark"), help="folder of stores")
+    parser.add_argument(
+        "--out", type=Path, default=Path("feature-benchmark"), help="folder of stores"
+    )
     parser.add_argument("--features", action="store_true", help="measure stability and probes too")
-    parser.add_argument("--gemma", action="store_true", help="measure the cost of a step through Gemma-2-2B")
+    parser.add_argument(
+        "--gemma", action="store_true", help="measure the cost of a step through Gemma-2-2B"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="SAEs at a time")
     chosen = parser.parse_args()
     if chosen.gemma:
@@ -174,14 +230,27 @@ def compare(chosen: argparse.Namespace) -> None:
     home = stores(texts, chosen.out)
     for text, act in product(texts, chosen.acts.split(",")):
         stores_of(text, act, home)
-    cells = [[Job(*cell, int(seed)) for seed in chosen.seeds.split(",")]
-             for cell in product(texts, chosen.acts.split(","), chosen.solvers.split(","))]
+    cells = [
+        [Job(*cell, int(seed)) for seed in chosen.seeds.split(",")]
+        for cell in product(texts, chosen.acts.split(","), chosen.solvers.split(","))
+    ]
     log = chosen.out / f"finetuned-{chosen.tokens}.jsonl"
-    results = fill(run, [job for cell in cells for job in cell], log, chosen.jobs, home, chosen.tokens)
+    results = fill(
+        run, [job for cell in cells for job in cell], log, chosen.jobs, home, chosen.tokens
+    )
     heads = ["before, after", "FVU", "L0", "KL", "CE gap"]
-    print(f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(line(cell, results) for cell in cells), sep="\n")
+    print(
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
+        *(line(cell, results) for cell in cells),
+        sep="\n",
+    )
     if chosen.features:
-        print("| before, after | PW-MCC, matched, AUC at k = 1, 16 | the same after |", "|---" * 3 + "|", sep="\n")
+        print(
+            "| before, after | PW-MCC, matched, AUC at k = 1, 16 | the same after |",
+            "|---" * 3 + "|",
+            sep="\n",
+        )
         for cell in [one for one in cells if one[0].act not in HOOK_POINTS]:
             print(features(cell, home), flush=True)
 

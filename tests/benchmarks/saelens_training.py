@@ -50,18 +50,31 @@ def new_sae(case: str, d_in: int, d_sae: int, **topk: Any) -> TrainingSAE:
         return TopKTrainingSAE(TopKTrainingSAEConfig(**shape, k=int(k), **topk))
     if kind == "batchtopk":
         return BatchTopKTrainingSAE(BatchTopKTrainingSAEConfig(**shape, k=float(k)))
-    return MatryoshkaBatchTopKTrainingSAE(MatryoshkaBatchTopKTrainingSAEConfig(
-        **shape, k=float(k), matryoshka_widths=[d_sae // part for part in PARTS]))
+    return MatryoshkaBatchTopKTrainingSAE(
+        MatryoshkaBatchTopKTrainingSAEConfig(
+            **shape, k=float(k), matryoshka_widths=[d_sae // part for part in PARTS]
+        )
+    )
 
 
 def least_step(case: str, d_in: int, d_sae: int, batch: int, steps: int) -> float:
     """The least seconds of a step of a case."""
     # Without topk's loss on dead latents and its rescaling by norms, which the other side has not either.
-    sae = new_sae(case.removesuffix("-bf16"), d_in, d_sae, aux_loss_coefficient=0.0,
-                  rescale_acts_by_decoder_norm=False)
+    sae = new_sae(
+        case.removesuffix("-bf16"),
+        d_in,
+        d_sae,
+        aux_loss_coefficient=0.0,
+        rescale_acts_by_decoder_norm=False,
+    )
     rows = torch.randn(batch, d_in, generator=torch.Generator().manual_seed(0))
-    config = SAETrainerConfig(total_training_samples=10**9, train_batch_size_samples=batch, lr=1e-3, lr_end=1e-4,
-                              autocast=case.endswith("-bf16"))
+    config = SAETrainerConfig(
+        total_training_samples=10**9,
+        train_batch_size_samples=batch,
+        lr=1e-3,
+        lr_end=1e-4,
+        autocast=case.endswith("-bf16"),
+    )
     trainer = SAETrainer(config, sae, repeat(rows))
     taken = []
     for _ in range(steps + 2):
@@ -77,7 +90,7 @@ def shuffled(rows: torch.Tensor, batch: int, seed: int) -> Iterator[torch.Tensor
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator)
-        for chosen in order[:len(rows) // batch * batch].split(batch):
+        for chosen in order[: len(rows) // batch * batch].split(batch):
             yield rows[chosen]
 
 
@@ -95,9 +108,13 @@ def main() -> None:
     if sys.argv[1] == "steps":
         d_in, d_sae, batch, steps, threads = map(int, sys.argv[2:7])
         torch.set_num_threads(threads)
-        print(json.dumps({case: least_step(case, d_in, d_sae, batch, steps) for case in sys.argv[7:]}))
+        print(
+            json.dumps({case: least_step(case, d_in, d_sae, batch, steps) for case in sys.argv[7:]})
+        )
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("case")
     for name in ("d_sae", "steps", "batch"):
@@ -107,19 +124,30 @@ def main() -> None:
     parser.add_argument("--decay", type=float, default=0.2)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    train, test = (torch.from_numpy(np.load(chosen.folder / f"{name}.npy")) for name in ("train", "test"))
+    train, test = (
+        torch.from_numpy(np.load(chosen.folder / f"{name}.npy")) for name in ("train", "test")
+    )
     torch.manual_seed(chosen.seed)
     sae = new_sae(chosen.case, train.shape[1], chosen.d_sae)
     rate = float(chosen.rate)
-    config = SAETrainerConfig(total_training_samples=chosen.steps * chosen.batch, lr=rate, lr_end=rate / 10,
-                              train_batch_size_samples=chosen.batch, lr_decay_steps=int(chosen.decay * chosen.steps))
+    config = SAETrainerConfig(
+        total_training_samples=chosen.steps * chosen.batch,
+        lr=rate,
+        lr_end=rate / 10,
+        train_batch_size_samples=chosen.batch,
+        lr_decay_steps=int(chosen.decay * chosen.steps),
+    )
     trainer = SAETrainer(config, sae, shuffled(train, chosen.batch, chosen.seed))
     started = time.process_time()
     trainer.fit()
     spent = time.process_time() - started
     sae.save_inference_model(chosen.folder / chosen.rate)
-    print(json.dumps({"processor": spent, "dead": trainer.dead_neurons.double().mean().item()}
-                     | measures(SAE.load_from_disk(chosen.folder / chosen.rate), test)))
+    print(
+        json.dumps(
+            {"processor": spent, "dead": trainer.dead_neurons.double().mean().item()}
+            | measures(SAE.load_from_disk(chosen.folder / chosen.rate), test)
+        )
+    )
 
 
 if __name__ == "__main__":

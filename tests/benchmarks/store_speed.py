@@ -31,13 +31,17 @@ WAYS = {
     "batches(256)": lambda rows: rows.batches(256, seed=0, epoch=0),
     "batches(2048)": lambda rows: rows.batches(2048, seed=0, epoch=0),
     "batches(2048), as stored": lambda rows: rows.as_stored().batches(2048, seed=0, epoch=0),
-    "batches(2048), training rows": lambda rows: rows.store.split("train").batches(2048, seed=0, epoch=0),
+    "batches(2048), training rows": lambda rows: rows.store.split("train").batches(
+        2048, seed=0, epoch=0
+    ),
 }
 
 
 def write(path: Path, dtype: str, d_in: int, size: int) -> float:
     """Write a store of about `size` bytes; returns the seconds it took, its checksums included."""
-    meta = StoreMeta({"dataset": "random"}, "", dtype, d_in, rows_per_shard(d_in, dtype), columns=("document",))
+    meta = StoreMeta(
+        {"dataset": "random"}, "", dtype, d_in, rows_per_shard(d_in, dtype), columns=("document",)
+    )
     block = np.random.default_rng(0).standard_normal((8192, d_in), np.float32)
     started = time.perf_counter()
     with StoreWriter.open(path, meta) as writer:
@@ -94,16 +98,21 @@ def measure(path: Path, place: str, passes: int) -> None:
         rows = (kept or ActivationStore.open(path)).split("all")
         shares[name] = consume(batches(rows)) / rows.rows
 
-    actions = {"raw": lambda: read_raw(files)} | {name: partial(read, name, way) for name, way in WAYS.items()}
+    actions = {"raw": lambda: read_raw(files)} | {
+        name: partial(read, name, way) for name, way in WAYS.items()
+    }
     for _ in range(passes):
         for name, action in actions.items():
             if place == "disk":
                 drop(files)
             best[name] = np.minimum(best.get(name, np.inf), timed(action))
     for name, (seconds, processor) in best.items():
-        print(f"{path.name:9} {place:10} {name:29} {shares[name] * stored / seconds / 1e9:6.2f} "
-              f"{shares[name] * best['raw'][0] / seconds:7.2f} "
-              f"{shares[name] * best['raw'][1] / processor:12.2f}", flush=True)
+        print(
+            f"{path.name:9} {place:10} {name:29} {shares[name] * stored / seconds / 1e9:6.2f} "
+            f"{shares[name] * best['raw'][0] / seconds:7.2f} "
+            f"{shares[name] * best['raw'][1] / processor:12.2f}",
+            flush=True,
+        )
 
 
 def main() -> None:

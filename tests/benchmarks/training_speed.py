@@ -57,10 +57,20 @@ def ours(case: str, chosen: argparse.Namespace) -> float:
     activation, config, _, _ = CASES[case]
     rows = torch.randn(chosen.batch, chosen.d_in, generator=torch.Generator().manual_seed(0))
     sparsity = activation.default_sparsity
-    task = Task(TrainingConfig(sparsity=sparsity, smoothing=0.0,
-                               sparsity_weight=activation.default_weight(sparsity, chosen.d_in),
-                               precision="bf16" if "bf16" in case else "float32"), 10**6, 10**6, 1e-3)
-    solver = config.resolved(None).build(initial_sae(activation, chosen.d_sae, Batch.of(rows), seed=0), task)
+    task = Task(
+        TrainingConfig(
+            sparsity=sparsity,
+            smoothing=0.0,
+            sparsity_weight=activation.default_weight(sparsity, chosen.d_in),
+            precision="bf16" if "bf16" in case else "float32",
+        ),
+        10**6,
+        10**6,
+        1e-3,
+    )
+    solver = config.resolved(None).build(
+        initial_sae(activation, chosen.d_sae, Batch.of(rows), seed=0), task
+    )
     return least(lambda: solver.descend(Batch.of(rows)), chosen.steps)
 
 
@@ -74,11 +84,21 @@ def saelens(chosen: argparse.Namespace) -> dict[str, float]:
     """The least seconds of SAELens' steps, by case."""
     if chosen.saelens_python is None:
         return {}
-    words = (chosen.d_in, chosen.d_sae, chosen.batch, chosen.steps, chosen.threads,
-             *dict.fromkeys(theirs for *_, theirs, _ in CASES.values()))
+    words = (
+        chosen.d_in,
+        chosen.d_sae,
+        chosen.batch,
+        chosen.steps,
+        chosen.threads,
+        *dict.fromkeys(theirs for *_, theirs, _ in CASES.values()),
+    )
     script = Path(__file__).with_name("saelens_training.py")
-    done = subprocess.run([chosen.saelens_python, script, "steps", *map(str, words)], text=True,
-                          stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        [chosen.saelens_python, script, "steps", *map(str, words)],
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -92,27 +112,35 @@ def benchmark(chosen: argparse.Namespace) -> None:
             theirs[case] = min(seconds, theirs.get(case, seconds))
         for case in CASES:
             found[case] = min(ours(case, chosen), found.get(case, math.inf))
-    print(f"matrix product: {max(rates) / 1e9:.0f} GFLOP/s; d_in {chosen.d_in}, d_sae {chosen.d_sae}, batch "
-          f"{chosen.batch}, {chosen.threads} threads; {SAELENS}, torch {torch.__version__}\n")
+    print(
+        f"matrix product: {max(rates) / 1e9:.0f} GFLOP/s; d_in {chosen.d_in}, d_sae {chosen.d_sae}, batch "
+        f"{chosen.batch}, {chosen.threads} threads; {SAELENS}, torch {torch.__version__}\n"
+    )
     print("| step | SAELens, rows/s | saecli, rows/s | ratio | of peak |\n|---|---|---|---|---|")
     for case, seconds in found.items():
         *_, name, factor = CASES[case]
         their = theirs.get(name, math.nan)
         share = factor * chosen.d_in * chosen.d_sae * chosen.batch / seconds / max(rates)
-        print(f"| {case} | {chosen.batch / their:,.0f} | {chosen.batch / seconds:,.0f} | {their / seconds:.2f} | "
-              f"{share:.2f} |")
+        print(
+            f"| {case} | {chosen.batch / their:,.0f} | {chosen.batch / seconds:,.0f} | {their / seconds:.2f} | "
+            f"{share:.2f} |"
+        )
 
 
 def main() -> None:
     """Read the options, and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--d-in", type=int, default=2304)
     parser.add_argument("--d-sae", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4, help="of which the least counts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--saelens-python", type=Path, help="Python of an environment that has sae-lens")
+    parser.add_argument(
+        "--saelens-python", type=Path, help="Python of an environment that has sae-lens"
+    )
     benchmark(parser.parse_args())
 
 

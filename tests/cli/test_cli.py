@@ -19,18 +19,26 @@ from saecli.cli.main import COMMANDS, loaded, sentence_for
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_every_option_and_help_all_the_advanced(sae: CommandLine, monkeypatch, name: str):
+def test_help_shows_every_option_and_help_all_the_advanced(
+    sae: CommandLine, monkeypatch, name: str
+):
     monkeypatch.setenv("COLUMNS", "400")
     command = loaded(name)
     short, every = sae(name, "--help"), sae(name, "--help-all" if command.advanced else "--help")
     assert (short.status, short.err, every.status) == (0, "", 0)
     assert "--json" in [flag for parameter in command.params for flag in parameter.opts]
     for parameter in command.params:
-        assert parameter.help.endswith((".", ")")) and not re.search(r"(?<!\\)\[[a-z]", parameter.help)  # as markup
-        words = " ".join(parameter.help.replace("\\[", "[").split())  # square brackets are rich's markup
+        assert parameter.help.endswith((".", ")")) and not re.search(
+            r"(?<!\\)\[[a-z]", parameter.help
+        )  # as markup
+        words = " ".join(
+            parameter.help.replace("\\[", "[").split()
+        )  # square brackets are rich's markup
         assert words[:90] in every.out
         assert (words[:90] in short.out) == (parameter.name not in command.advanced)
-    assert (f"--help-all shows {len(command.advanced)} more options" in short.out) == bool(command.advanced)
+    assert (f"--help-all shows {len(command.advanced)} more options" in short.out) == bool(
+        command.advanced
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -49,36 +57,63 @@ def test_every_page_has_one_example_that_the_command_takes(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "absent"), [
-    *(([*words, "--help"], ("torch", "transformers", "h5py", "numpy"))
-      for words in ([], *([name] for name in COMMANDS), ["train", "--name", "x"])),
-    (["train", "--help-all"], ("torch", "numpy")), (["train", "--d-sae", "x"], ("torch", "numpy")),
-    (["list"], ("torch", "transformers")),
-])
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        *(
+            ([*words, "--help"], ("torch", "transformers", "h5py", "numpy"))
+            for words in ([], *([name] for name in COMMANDS), ["train", "--name", "x"])
+        ),
+        (["train", "--help-all"], ("torch", "numpy")),
+        (["train", "--d-sae", "x"], ("torch", "numpy")),
+        (["list"], ("torch", "transformers")),
+    ],
+)
 def test_quick_commands_import_nothing_slow(tmp_path: Path, words: list[str], absent: tuple):
-    script = ("import sys; from saecli.cli.main import main\n"
-              f"sys.argv = ['sae', '--home', {str(tmp_path)!r}, *{words!r}]\n"
-              "try: main()\nexcept SystemExit: pass\n"
-              f"sys.exit(', '.join(name for name in {absent!r} if name in sys.modules) or 0)")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    script = (
+        "import sys; from saecli.cli.main import main\n"
+        f"sys.argv = ['sae', '--home', {str(tmp_path)!r}, *{words!r}]\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        f"sys.exit(', '.join(name for name in {absent!r} if name in sys.modules) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_python_m_saecli_is_sae():
-    done = subprocess.run([sys.executable, "-m", "saecli", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "saecli", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"sae {__version__}\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", *(pytest.param(one, marks=pytest.mark.long)
-                                                 for one in ("ascii:strict", "utf-8", "latin-1"))])
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        "ascii",
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ("ascii:strict", "utf-8", "latin-1")
+        ),
+    ],
+)
 def test_names_that_no_encoding_has_are_printed_escaped(tmp_path: Path, encoding: str):
     make_run(tmp_path, "ä日\udcff", random_sae())
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    for words, status in ((["list"], 0), (["eval", "ä日\udcfe\u202e\33"], 1),
-                          (["train", "--data", "a", "--name", "ä日\udcff"], 2)):
-        done = subprocess.run([sys.executable, "-m", "saecli", "--home", tmp_path, *words], capture_output=True,
-                              env=environment, check=False)
+    for words, status in (
+        (["list"], 0),
+        (["eval", "ä日\udcfe\u202e\33"], 1),
+        (["train", "--data", "a", "--name", "ä日\udcff"], 2),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "saecli", "--home", tmp_path, *words],
+            capture_output=True,
+            env=environment,
+            check=False,
+        )
         assert done.returncode == status
         assert b"\\udcf" in done.stdout + done.stderr
         assert not {b"\xff", b"\xfe", b"\33", "\u202e".encode()} & {*done.stderr.split(b"'")}
@@ -90,7 +125,9 @@ def test_an_unexpected_error_is_named_as_a_bug(sae: CommandLine, monkeypatch):
     monkeypatch.setattr("saecli.store.opening.open_joined", lambda *_: 1 / 0)
     done = sae("train")
     assert (done.status, done.out) == (1, "")
-    assert done.err.startswith("sae: unexpected ZeroDivisionError: division by zero; SAE_DEBUG=1 shows where")
+    assert done.err.startswith(
+        "sae: unexpected ZeroDivisionError: division by zero; SAE_DEBUG=1 shows where"
+    )
     assert done.err.count("\n") == 1
     monkeypatch.setenv("SAE_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
@@ -103,8 +140,13 @@ def test_the_home_is_the_options_else_the_environments(sae, tmp_path, monkeypatc
     environment = {name: value for name, value in os.environ.items() if name != "SAE_HOME"}
 
     def home_named(*words: str, **extra: str) -> str:
-        done = subprocess.run([sys.executable, "-m", "saecli", *words, "list"], capture_output=True, text=True,
-                              env={**environment, "PYTHONPATH": str(Path(__file__).parents[2]), **extra}, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "saecli", *words, "list"],
+            capture_output=True,
+            text=True,
+            env={**environment, "PYTHONPATH": str(Path(__file__).parents[2]), **extra},
+            check=False,
+        )
         return (done.stdout + done.stderr).split(" holds nothing yet")[0]
 
     assert home_named() == "sae-data"
@@ -112,34 +154,72 @@ def test_the_home_is_the_options_else_the_environments(sae, tmp_path, monkeypatc
     assert home_named("--home", "a", SAE_HOME="b") == "a"
 
 
-@pytest.mark.parametrize(("error", "said"), [
-    (MemoryError(), "out of memory: the machine refused an allocation; use a smaller --batch-size"),
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "out of memory: the GPU refused"),
-    (RuntimeError("CUDA error: out of memory"), "out of memory: the GPU refused"),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "out of memory: the GPU"),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
-                  "allocate 40 bytes. Error code 12 (Cannot allocate memory)"), "out of memory: the machine refused"),
-    (RuntimeError("can't start new thread"), "out of memory: the system refused a thread"),
-    (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: a library could not be"),
-    (OSError(12, "Cannot allocate memory"), "out of memory: the machine refused"),
-    (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."), None),
-    (RuntimeError("Expected memory format contiguous"), None), (KeyError("x"), None),
-    (OSError(28, "No space left on device", "/x/y"), "the disk is full, writing /x/y; nothing half-written was kept"),
-    (ImportError("no module named x"), None),
-])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            MemoryError(),
+            "out of memory: the machine refused an allocation; use a smaller --batch-size",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            "out of memory: the GPU refused",
+        ),
+        (RuntimeError("CUDA error: out of memory"), "out of memory: the GPU refused"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            "out of memory: the GPU",
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
+                "allocate 40 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            "out of memory: the machine refused",
+        ),
+        (RuntimeError("can't start new thread"), "out of memory: the system refused a thread"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            "out of memory: a library could not be",
+        ),
+        (OSError(12, "Cannot allocate memory"), "out of memory: the machine refused"),
+        (
+            RuntimeError(
+                "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."
+            ),
+            None,
+        ),
+        (RuntimeError("Expected memory format contiguous"), None),
+        (KeyError("x"), None),
+        (
+            OSError(28, "No space left on device", "/x/y"),
+            "the disk is full, writing /x/y; nothing half-written was kept",
+        ),
+        (ImportError("no module named x"), None),
+    ],
+)
 def test_a_full_disk_or_memory_is_told_in_a_sentence(error: Exception, said: str | None):
     sentence = sentence_for(error)
     assert sentence is None if said is None else sentence.startswith(said)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [100, 410, 980, 2047])  # MiB; by 410 and 980 a library aborts as it is loaded
+@pytest.mark.parametrize(
+    "limit", [100, 410, 980, 2047]
+)  # MiB; by 410 and 980 a library aborts as it is loaded
 def test_too_little_address_space_is_told_in_a_sentence(tmp_path: Path, limit: int):
     def limited():
         resource.setrlimit(resource.RLIMIT_AS, (limit << 20, limit << 20))
 
-    done = subprocess.run([sys.executable, "-m", "saecli", "--home", str(tmp_path), "train"], capture_output=True,
-                          text=True, check=False, preexec_fn=limited)
+    done = subprocess.run(
+        [sys.executable, "-m", "saecli", "--home", str(tmp_path), "train"],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=limited,
+    )
     assert done.returncode == 1
-    assert done.stderr == (f"sae: too little address space to load the libraries: expected 2,048 MiB or more, got "
-                           f"{limit:,} MiB; raise the limit with `ulimit -v`\n")
+    assert done.stderr == (
+        f"sae: too little address space to load the libraries: expected 2,048 MiB or more, got "
+        f"{limit:,} MiB; raise the limit with `ulimit -v`\n"
+    )

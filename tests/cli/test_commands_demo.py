@@ -22,13 +22,20 @@ def test_demo_ends_with_error_sparsity_effect_and_cost_of_both_runs(sae: Command
     assert done.status == 0, done.err
     printed = re.findall(r"^\d\. .*?\$ sae --home \S+ (\w+)", done.out, re.MULTILINE | re.DOTALL)
     assert printed == ["extract", "train", "train", "eval", "sparsity", "geometry", "list"]
-    last = done.out[done.out.index("both SAEs"):]
-    header, *lines = [[cell.strip() for cell in line[1:-1].split(line[0])] for line in last.splitlines()
-                      if line[0:1] in ("┃", "│")]
+    last = done.out[done.out.index("both SAEs") :]
+    header, *lines = [
+        [cell.strip() for cell in line[1:-1].split(line[0])]
+        for line in last.splitlines()
+        if line[0:1] in ("┃", "│")
+    ]
     assert header == ["run", "l0", "fvu", "ce recovered", "kl", "steps", "seconds"]
     assert " unbeaten (*): every other run" in " " + " ".join(last.split())
-    evaluated = {run["run"]: run for run in sae("eval", "demo-1-sgd", "demo-1-pam-sgd", "--model", "tiny-gemma2",
-                                                "--json").json["runs"]}
+    evaluated = {
+        run["run"]: run
+        for run in sae(
+            "eval", "demo-1-sgd", "demo-1-pam-sgd", "--model", "tiny-gemma2", "--json"
+        ).json["runs"]
+    }
     assert {name.removesuffix(" *") for name, *_ in lines} == evaluated.keys()
     for marked, *figures in lines:
         run = evaluated[marked.removesuffix(" *")]

@@ -13,20 +13,43 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.split import is_test
 
-KEYS = ["run", "data", "split", "rows", "mse", "fvu", "explained_variance", "cosine", "l0", "l1", "silent_fraction",
-        "dead_fraction", "unbeaten"]
+KEYS = [
+    "run",
+    "data",
+    "split",
+    "rows",
+    "mse",
+    "fvu",
+    "explained_variance",
+    "cosine",
+    "l0",
+    "l1",
+    "silent_fraction",
+    "dead_fraction",
+    "unbeaten",
+]
 
 
 def relu_oracle(sae: SAE, rows: np.ndarray) -> dict[str, float]:
-    W_enc, b_enc, W_dec, b_dec = (t.double().numpy() for t in (sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec))
+    W_enc, b_enc, W_dec, b_dec = (
+        t.double().numpy() for t in (sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec)
+    )
     x = rows.astype(np.float64)
     z = np.maximum(x @ W_enc + b_enc, 0)
     x_hat = z @ W_dec + b_dec
     error = ((x_hat - x) ** 2).sum(1).mean()
     fvu = error / x.var(0).sum()
     cosine = ((x * x_hat).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(x_hat, axis=1)).mean()
-    return {"rows": len(x), "mse": error / D, "fvu": fvu, "explained_variance": 1 - fvu, "cosine": cosine,
-            "l0": (z > 0).sum(1).mean(), "l1": z.sum(1).mean(), "silent_fraction": (~(z > 0).any(0)).mean()}
+    return {
+        "rows": len(x),
+        "mse": error / D,
+        "fvu": fvu,
+        "explained_variance": 1 - fvu,
+        "cosine": cosine,
+        "l0": (z > 0).sum(1).mean(),
+        "l1": z.sum(1).mean(),
+        "silent_fraction": (~(z > 0).any(0)).mean(),
+    }
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
@@ -42,12 +65,33 @@ def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae: CommandLine
     assert {key: found[key] for key in oracle} == pytest.approx(oracle, rel=1e-5)
 
 
-def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(sae: CommandLine, tmp_path: Path):
+def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(
+    sae: CommandLine, tmp_path: Path
+):
     make_store(sae.home, "rows", some_rows())
-    run = sae("train", "--act", "topk", "--k", "1", "--d-sae", "64", "--epochs", "2", "--solver", "sgd", "--lr",
-              "0.1", "--keep-every", "1", "--json").json
+    run = sae(
+        "train",
+        "--act",
+        "topk",
+        "--k",
+        "1",
+        "--d-sae",
+        "64",
+        "--epochs",
+        "2",
+        "--solver",
+        "sgd",
+        "--lr",
+        "0.1",
+        "--keep-every",
+        "1",
+        "--json",
+    ).json
     dead = run["final"]["dead_fraction"]
-    train, test = (sae("eval", run["run"], "--split", split, "--json").json["runs"][0] for split in ("train", "test"))
+    train, test = (
+        sae("eval", run["run"], "--split", split, "--json").json["runs"][0]
+        for split in ("train", "test")
+    )
     assert 0 < train["dead_fraction"] == test["dead_fraction"] == dead == train["silent_fraction"]
     assert test["silent_fraction"] >= dead
     assert sae("sparsity", run["run"], "--json").json["runs"][0]["dead_fraction"] == dead
@@ -89,12 +133,19 @@ def test_runs_make_one_table_sparsest_first_unbeaten_marked(sae: CommandLine):
     make_run(sae.home, "exact", exact_sae())
     out = sae("eval", "random", "exact", "sparse").out
     assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == [
-        "sparse *", "exact *", "random"]
+        "sparse *",
+        "exact *",
+        "random",
+    ]
     document = sae("eval", "random", "exact", "sparse", "--json").json
     assert [(run["run"], run["unbeaten"]) for run in document["runs"]] == [
-        ("random", False), ("exact", True), ("sparse", True)]
+        ("random", False),
+        ("exact", True),
+        ("sparse", True),
+    ]
     assert document["unbeaten_means"] == (
-        "unbeaten (*): every other run on the same rows with at most 1.05 times its l0 is worse in fvu")
+        "unbeaten (*): every other run on the same rows with at most 1.05 times its l0 is worse in fvu"
+    )
     assert document["unbeaten_means"] in " ".join(out.split())
 
 
@@ -104,7 +155,9 @@ def test_a_run_alone_on_its_rows_is_compared_with_none(sae: CommandLine):
         make_run(sae.home, name, random_sae(seed=ord(name)), split_seed=seed)
     assert "*" not in sae("eval", "a").out + sae("eval", "a", "c").out
     assert [run["unbeaten"] for run in sae("eval", "a", "c", "--json").json["runs"]] == [None, None]
-    one, other, alone = (run["unbeaten"] for run in sae("eval", "a", "b", "c", "--json").json["runs"])
+    one, other, alone = (
+        run["unbeaten"] for run in sae("eval", "a", "b", "c", "--json").json["runs"]
+    )
     assert alone is None and {one, other} <= {True, False} and (one or other)
 
 
@@ -117,10 +170,13 @@ def test_runs_on_different_rows_are_pointed_out(sae: CommandLine):
     assert "measured on different rows" not in done.err and len(done.json["runs"]) == 1
 
 
-@pytest.mark.parametrize(("name", "activation"), [("saelens", Relu()), ("sparsify", Relu()),
-                                                  ("dictionary-learning", JumpRelu())])
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("saelens", Relu()), ("sparsify", Relu()), ("dictionary-learning", JumpRelu())],
+)
 def test_a_folder_of_another_library_is_measured_on_the_newest_store(
-        sae: CommandLine, tmp_path: Path, name: str, activation: Relu | JumpRelu):
+    sae: CommandLine, tmp_path: Path, name: str, activation: Relu | JumpRelu
+):
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "native", random_sae(activation))
     save(SavedSAE(random_sae(activation)), name, tmp_path / "theirs")
@@ -136,8 +192,16 @@ def test_csv_holds_every_digit_of_the_json_the_sparsest_run_first(sae: CommandLi
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "random", random_sae())
     make_run(sae.home, "exact", exact_sae())
-    found = sae("eval", "random", "exact", "--csv", tmp_path / "x.csv", "--plot", tmp_path / "x.png",
-                "--json").json["runs"]
+    found = sae(
+        "eval",
+        "random",
+        "exact",
+        "--csv",
+        tmp_path / "x.csv",
+        "--plot",
+        tmp_path / "x.png",
+        "--json",
+    ).json["runs"]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "x.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))

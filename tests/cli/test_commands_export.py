@@ -8,32 +8,60 @@ import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 import saecli
-from saecli.sae.activations import AbsTopK, Activation, JumpRelu, Relu, ReluTopK, SoftTopK, Swish, TopK
+from saecli.sae.activations import (
+    AbsTopK,
+    Activation,
+    JumpRelu,
+    Relu,
+    ReluTopK,
+    SoftTopK,
+    Swish,
+    TopK,
+)
 from saecli.sae.formats import load, recognise
 from saecli.store.split import is_test
 
 FORMATS = ["saelens", "sparsify", "dictionary-learning"]
 
 
-@pytest.mark.parametrize(("name", "activation"), [
-    *((name, activation) for name in FORMATS for activation in (Relu(), ReluTopK(k=4))),
-    ("gemma-scope", Relu()), ("gemma-scope", JumpRelu())], ids=lambda value: getattr(value, "name", value))
-def test_an_exported_run_reconstructs_alike(sae: CommandLine, tmp_path: Path, name: str, activation: Activation):
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        *((name, activation) for name in FORMATS for activation in (Relu(), ReluTopK(k=4))),
+        ("gemma-scope", Relu()),
+        ("gemma-scope", JumpRelu()),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_an_exported_run_reconstructs_alike(
+    sae: CommandLine, tmp_path: Path, name: str, activation: Activation
+):
     make_run(sae.home, "run", random_sae(activation))
     done = sae("export", "run", "--to", name, "--out", tmp_path / "deep" / "out", "--json")
     assert done.status == 0
-    assert done.json == {"run": "run", "format": name, "path": str(tmp_path / "deep" / "out"),
-                         "activation": activation.name, "written_as": activation.name, "deviation": None,
-                         "files": sorted(path.name for path in (tmp_path / "deep" / "out").iterdir())}
+    assert done.json == {
+        "run": "run",
+        "format": name,
+        "path": str(tmp_path / "deep" / "out"),
+        "activation": activation.name,
+        "written_as": activation.name,
+        "deviation": None,
+        "files": sorted(path.name for path in (tmp_path / "deep" / "out").iterdir()),
+    }
     assert recognise(tmp_path / "deep" / "out") == name
     rows = torch.from_numpy(some_rows(100))
-    torch.testing.assert_close(load(tmp_path / "deep" / "out").sae(rows), random_sae(activation)(rows),
-                               atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        load(tmp_path / "deep" / "out").sae(rows),
+        random_sae(activation)(rows),
+        atol=1e-4,
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_signed_topk_is_written_clipped_and_the_difference_measured_on_held_out_rows(
-        sae: CommandLine, tmp_path: Path, name: str):
+    sae: CommandLine, tmp_path: Path, name: str
+):
     rows = make_store(sae.home, "rows", some_rows())
     mine = random_sae(TopK(k=4))
     mine.b_enc.sub_(4)  # so that many rows have fewer than 4 positive pre-activations
@@ -47,13 +75,20 @@ def test_a_signed_topk_is_written_clipped_and_the_difference_measured_on_held_ou
     variance = x.double().var(0, correction=0).sum()
     assert done.json["written_as"] == "relu-topk"
     assert done.json["deviation"] == {
-        "data": "rows", "rows": len(x), "rows_that_differ": int(short.sum()),
+        "data": "rows",
+        "rows": len(x),
+        "rows_that_differ": int(short.sum()),
         "max_difference": pytest.approx(float((x_hat - clipped).abs().max()), rel=1e-5),
         "fvu": pytest.approx(float((x_hat - x).square().sum(1).mean() / variance), rel=1e-5),
-        "fvu_written": pytest.approx(float((clipped - x).square().sum(1).mean() / variance), rel=1e-5)}
-    assert (f"the topk of {name} applies a ReLU to the k largest pre-activations, and topk here keeps their signs: "
-            f"wrote relu-topk, which {name} calls topk; {short.double().mean():.2%} of the {len(x)} held-out rows of "
-            "rows have negative codes, which become 0") in done.err
+        "fvu_written": pytest.approx(
+            float((clipped - x).square().sum(1).mean() / variance), rel=1e-5
+        ),
+    }
+    assert (
+        f"the topk of {name} applies a ReLU to the k largest pre-activations, and topk here keeps their signs: "
+        f"wrote relu-topk, which {name} calls topk; {short.double().mean():.2%} of the {len(x)} held-out rows of "
+        "rows have negative codes, which become 0"
+    ) in done.err
     assert "train with --act relu-topk to have the same SAE in both" in done.err
 
 
@@ -75,28 +110,45 @@ def test_a_signed_topk_without_negative_codes_is_said_to_agree(sae: CommandLine,
     mine = random_sae(TopK(k=4))
     mine.b_enc.add_(50)
     make_run(sae.home, "run", mine)
-    assert "both give the same codes on all" in sae("export", "run", "--to", "saelens", "--out", tmp_path / "out").err
+    assert (
+        "both give the same codes on all"
+        in sae("export", "run", "--to", "saelens", "--out", tmp_path / "out").err
+    )
 
 
 def test_a_signed_topk_without_rows_to_measure_on_is_refused(sae: CommandLine, tmp_path: Path):
     make_run(sae.home, "run", random_sae(TopK(k=4)))
     done = sae("export", "run", "--to", "saelens", "--out", tmp_path / "out")
     assert done.status == 2
-    assert "needs rows to measure the difference on, but there is no activation store named 'rows'" in done.err
+    assert (
+        "needs rows to measure the difference on, but there is no activation store named 'rows'"
+        in done.err
+    )
     assert not (tmp_path / "out").exists()
 
 
 ELSEWHERE, NOWHERE = "use saelens", "hand on the run folder"
 
 
-@pytest.mark.parametrize(("name", "activation", "advice"), [
-    ("sparsify", AbsTopK(k=4), ELSEWHERE), ("sparsify", JumpRelu(), ELSEWHERE),
-    ("dictionary-learning", AbsTopK(k=4), ELSEWHERE), ("gemma-scope", ReluTopK(k=4), ELSEWHERE),
-    ("gemma-scope", TopK(k=4), ELSEWHERE),
-    *((name, activation, NOWHERE) for name in [*FORMATS, "gemma-scope"] for activation in (Swish(), SoftTopK(k=4)))],
-    ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("name", "activation", "advice"),
+    [
+        ("sparsify", AbsTopK(k=4), ELSEWHERE),
+        ("sparsify", JumpRelu(), ELSEWHERE),
+        ("dictionary-learning", AbsTopK(k=4), ELSEWHERE),
+        ("gemma-scope", ReluTopK(k=4), ELSEWHERE),
+        ("gemma-scope", TopK(k=4), ELSEWHERE),
+        *(
+            (name, activation, NOWHERE)
+            for name in [*FORMATS, "gemma-scope"]
+            for activation in (Swish(), SoftTopK(k=4))
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_what_a_format_lacks_is_refused_by_name_with_what_to_do(
-        sae: CommandLine, tmp_path: Path, name: str, activation: Activation, advice: str):
+    sae: CommandLine, tmp_path: Path, name: str, activation: Activation, advice: str
+):
     make_run(sae.home, "run", random_sae(activation))
     done = sae("export", "run", "--to", name, "--out", tmp_path / "out")
     assert done.status == 1

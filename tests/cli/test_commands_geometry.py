@@ -15,9 +15,25 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import reconstruction
 from saecli.store.split import is_test
 
-KEYS = ["run", "data", "split", "act", "rows", "l0", "cells_visited", "cells_possible_log10", "cells_share_log10",
-        "occupancy", "rank", "degenerate", "power_diagram", "margin", "complexity", "other_split",
-        "references"]
+KEYS = [
+    "run",
+    "data",
+    "split",
+    "act",
+    "rows",
+    "l0",
+    "cells_visited",
+    "cells_possible_log10",
+    "cells_share_log10",
+    "occupancy",
+    "rank",
+    "degenerate",
+    "power_diagram",
+    "margin",
+    "complexity",
+    "other_split",
+    "references",
+]
 SPREAD = ["mean", "min", "p5", "p25", "median", "p75", "p95", "max"]
 
 
@@ -29,7 +45,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+def sae(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> CommandLine:
     command = CommandLine(tmp_path / "home", monkeypatch, capsys)
     make_store(command.home, "rows", all_rows())
     return command
@@ -46,7 +64,9 @@ def held_out() -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", [Relu(), BatchTopK(3), TopK(3), AbsTopK(3)], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "activation", [Relu(), BatchTopK(3), TopK(3), AbsTopK(3)], ids=lambda a: a.name
+)
 def test_document_equals_brute_force(sae: CommandLine, activation: Relu):
     trained = random_sae(activation)
     make_run(sae.home, "one", trained)
@@ -56,23 +76,40 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu):
     assert [found[key] for key in KEYS[:5]] == ["one", "rows", "test", activation.name, len(rows)]
     supports = exact.encode(rows) != 0
     assert found["cells_visited"] == len(supports.unique(dim=0)) >= found["rank"]["cells"]
-    assert found["cells_share_log10"] == pytest.approx(np.log10(found["cells_visited"]) - found["cells_possible_log10"])
+    assert found["cells_share_log10"] == pytest.approx(
+        np.log10(found["cells_visited"]) - found["cells_possible_log10"]
+    )
     assert found["l0"] == pytest.approx(supports.sum(1).double().mean())
     distances = [sorted(distance for distance, _ in walls(exact, row)) for row in rows.numpy()]
     nearest, near = np.array([one[0] for one in distances]), found["complexity"]
     assert list(found["margin"]) == [*SPREAD, "relative"]
-    assert found["margin"]["median"] == pytest.approx(np.sort(nearest)[round(0.5 * (len(nearest) - 1))], rel=1e-9)
+    assert found["margin"]["median"] == pytest.approx(
+        np.sort(nearest)[round(0.5 * (len(nearest) - 1))], rel=1e-9
+    )
     assert found["margin"]["mean"] == pytest.approx(nearest.mean(), rel=1e-9)
-    assert found["margin"]["relative"]["max"] == pytest.approx((nearest / rows.norm(dim=1).numpy()).max(), rel=1e-5)
-    assert near["radius"] == pytest.approx(0.01 * np.median((rows - rows.mean(0)).norm(dim=1)), rel=1e-4)
-    assert near["mean"] == pytest.approx(np.mean([np.sum(np.array(one) < near["radius"]) for one in distances]))
+    assert found["margin"]["relative"]["max"] == pytest.approx(
+        (nearest / rows.norm(dim=1).numpy()).max(), rel=1e-5
+    )
+    assert near["radius"] == pytest.approx(
+        0.01 * np.median((rows - rows.mean(0)).norm(dim=1)), rel=1e-4
+    )
+    assert near["mean"] == pytest.approx(
+        np.mean([np.sum(np.array(one) < near["radius"]) for one in distances])
+    )
     assert (found["power_diagram"] or {}).get("agreement", 1.0) == 1.0
     assert (found["power_diagram"] is not None) == isinstance(activation, TopK | AbsTopK)
     references, other = found["references"], found["other_split"]
     assert references["sae_fvu"] == pytest.approx(reconstruction(exact, [rows])["fvu"], rel=1e-4)
     assert references["local_pca_rank"] == min(D, round(found["l0"]))
-    assert 0 <= references["local_pca_fvu"] < references["kmeans_fvu"] < 1 and references["held_out"] is True
-    assert (other["split"], other["rows"]) == ("train", 3000 - len(rows)) == ("train", references["rows_fitted"])
+    assert (
+        0 <= references["local_pca_fvu"] < references["kmeans_fvu"] < 1
+        and references["held_out"] is True
+    )
+    assert (
+        (other["split"], other["rows"])
+        == ("train", 3000 - len(rows))
+        == ("train", references["rows_fitted"])
+    )
 
 
 def test_twins_and_latents_without_weights_are_told(sae: CommandLine):
@@ -81,7 +118,11 @@ def test_twins_and_latents_without_weights_are_told(sae: CommandLine):
     tensors["b_enc"][:2] = tensors["b_enc"][5].clone()
     make_run(sae.home, "twins", SAE(**tensors, activation=TopK(3)))
     assert sae("geometry", "--json").json["degenerate"] == {
-        "zero_encoder": 0, "equal_encoder": 3, "zero_decoder": 1, "equal_decoder": 0}
+        "zero_encoder": 0,
+        "equal_encoder": 3,
+        "zero_decoder": 1,
+        "equal_decoder": 0,
+    }
     out = sae("geometry").out
     assert "latents equal to another" in out
     assert "1 with a decoder of zeros" in out
@@ -96,7 +137,10 @@ def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: Comma
     make_run(sae.home, "half", random_sae(TopK(3)), fraction=0.5)
     found = sae("geometry", "half", "--split", "train", "--json").json
     assert found["rows"] == found["references"]["rows_fitted"] < 1500
-    assert (found["other_split"]["split"], found["other_split"]["rows"]) == ("test", len(held_out()))
+    assert (found["other_split"]["split"], found["other_split"]["rows"]) == (
+        "test",
+        len(held_out()),
+    )
     assert found["references"]["held_out"] is False
     everything = sae("geometry", "half", "--split", "all", "--json").json
     assert (everything["rows"], everything["other_split"]) == (3000, None)
@@ -123,18 +167,27 @@ def test_several_runs_are_measured_as_each_alone(sae: CommandLine, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["--rows", "1"], ["--fit-rows", "1"], ["--split", "train", "--rows", "2"]])
+@pytest.mark.parametrize(
+    "words", [["--rows", "1"], ["--fit-rows", "1"], ["--split", "train", "--rows", "2"]]
+)
 def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, words: list[str]):
     for activation in (TopK(3), Relu(), AbsTopK(F)):
         make_run(sae.home, activation.name, random_sae(activation))
-        done = sae("geometry", activation.name, "--plot", tmp_path / "x.png", "--slice", "pca", *words)
-        assert (done.status, done.out.count("FVU of")) == (0, 4 + ("PCA on own cells" in done.out)), done.err
+        done = sae(
+            "geometry", activation.name, "--plot", tmp_path / "x.png", "--slice", "pca", *words
+        )
+        assert (done.status, done.out.count("FVU of")) == (
+            0,
+            4 + ("PCA on own cells" in done.out),
+        ), done.err
 
 
 def test_lambda_sets_what_a_dimension_costs(sae: CommandLine):
     make_run(sae.home, "one", random_sae(TopK(3)))
-    auto, free, dear = (sae("geometry", "--json", "--lambda", words).json["references"]
-                        for words in ("auto", "0", "1e9"))
+    auto, free, dear = (
+        sae("geometry", "--json", "--lambda", words).json["references"]
+        for words in ("auto", "0", "1e9")
+    )
     assert auto["variable_rank_mean"] == pytest.approx(3, abs=0.1)
     assert free["variable_rank_fvu"] < auto["variable_rank_fvu"] < dear["variable_rank_fvu"]
     assert (dear["variable_rank_lambda"], dear["variable_rank_mean"]) == (1e9, 0)
@@ -143,7 +196,9 @@ def test_lambda_sets_what_a_dimension_costs(sae: CommandLine):
 
 def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLine):
     make_run(sae.home, "one", random_sae(TopK(3)))
-    first, second = (sae("geometry", "--split", "all", "--rows", "1500", "--json").json for _ in range(2))
+    first, second = (
+        sae("geometry", "--split", "all", "--rows", "1500", "--json").json for _ in range(2)
+    )
     assert first == second
     assert first["rows"] == first["references"]["rows_measured"] == 1500
     whole = sae("geometry", "--split", "all", "--json").json
@@ -153,7 +208,11 @@ def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLin
 def test_a_row_at_the_origin_and_an_sae_without_boundaries_are_no_error(sae: CommandLine):
     make_run(sae.home, "whole", random_sae(TopK(F)))
     found = sae("geometry", "--split", "all", "--json").json
-    assert (found["cells_visited"], found["occupancy"]["max"], found["occupancy"]["entropy"]) == (1, 3000, 0)
+    assert (found["cells_visited"], found["occupancy"]["max"], found["occupancy"]["entropy"]) == (
+        1,
+        3000,
+        0,
+    )
     assert found["margin"]["median"] is None  # infinite
     assert found["power_diagram"]["agreement"] == 1.0
 

@@ -29,16 +29,31 @@ def stored(sae: CommandLine, name: str) -> tuple[np.ndarray, ActivationStore]:
 def test_import_of_the_digits(sae):
     document = sae("import", "digits", "--json").json
     assert document.keys() == {*KEYS, "dropped", "norms", "dropped_norms", "source"}
-    assert [document[key] for key in KEYS if key != "path"] == ["digits", 1797, 64, "float32", 1, False]
+    assert [document[key] for key in KEYS if key != "path"] == [
+        "digits",
+        1797,
+        64,
+        "float32",
+        1,
+        False,
+    ]
     images, labels = load_digits(return_X_y=True)
     lengths = np.linalg.norm(images, axis=1)
-    quantiles = {share: pytest.approx(np.quantile(lengths, float(share), method="inverted_cdf"), rel=0.009)
-                 for share in ("0.01", "0.1", "0.5", "0.9", "0.99")}
-    assert document["norms"] == {"rows": 1797, "mean": pytest.approx(lengths.mean()),
-                                 "max": pytest.approx(lengths.max()), "quantiles": quantiles}
+    quantiles = {
+        share: pytest.approx(np.quantile(lengths, float(share), method="inverted_cdf"), rel=0.009)
+        for share in ("0.01", "0.1", "0.5", "0.9", "0.99")
+    }
+    assert document["norms"] == {
+        "rows": 1797,
+        "mean": pytest.approx(lengths.mean()),
+        "max": pytest.approx(lengths.max()),
+        "quantiles": quantiles,
+    }
     rows, store = stored(sae, "digits")
     np.testing.assert_array_equal(rows, images)
-    np.testing.assert_array_equal(np.concatenate(list(store.split("all").column("label", 100))), labels)
+    np.testing.assert_array_equal(
+        np.concatenate(list(store.split("all").column("label", 100))), labels
+    )
 
 
 def test_an_import_again_is_a_cache_hit_another_of_its_name_refused(sae, tmp_path):
@@ -54,22 +69,41 @@ def test_an_import_again_is_a_cache_hit_another_of_its_name_refused(sae, tmp_pat
         assert refused.status == 1
         assert "there is a store named 'a' already" in refused.err
         assert "--name" in refused.err
-    assert sae("import", tmp_path / "a.npy", "--name", "b", "--dtype", "bfloat16", "--json").json["dtype"] == "bfloat16"
+    assert (
+        sae("import", tmp_path / "a.npy", "--name", "b", "--dtype", "bfloat16", "--json").json[
+            "dtype"
+        ]
+        == "bfloat16"
+    )
     np.testing.assert_array_equal(stored(sae, "a")[0], rows)
 
 
 def test_mnist_files_are_flattened_and_labelled(sae, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (70, 6, 5), np.uint8)
     labels = (np.arange(70) % 10).astype(np.uint8)
-    for name, values in (("train-images-idx3-ubyte.gz", images), ("train-labels-idx1-ubyte.gz", labels)):
+    for name, values in (
+        ("train-images-idx3-ubyte.gz", images),
+        ("train-labels-idx1-ubyte.gz", labels),
+    ):
         head = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
         (tmp_path / name).write_bytes(gzip.compress(head + values.tobytes()))
-    done = sae("import", tmp_path / "train-images-idx3-ubyte.gz", "--labels", tmp_path / "train-labels-idx1-ubyte.gz",
-               "--name", "mnist", "--shard-rows", "32", "--json")
+    done = sae(
+        "import",
+        tmp_path / "train-images-idx3-ubyte.gz",
+        "--labels",
+        tmp_path / "train-labels-idx1-ubyte.gz",
+        "--name",
+        "mnist",
+        "--shard-rows",
+        "32",
+        "--json",
+    )
     assert (done.json["rows"], done.json["d_in"], done.json["shards"]) == (70, 30, 3)
     rows, store = stored(sae, "mnist")
     np.testing.assert_array_equal(rows, images.reshape(70, 30))
-    np.testing.assert_array_equal(np.concatenate(list(store.split("all").column("label", 9))), labels)
+    np.testing.assert_array_equal(
+        np.concatenate(list(store.split("all").column("label", 9))), labels
+    )
 
 
 def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
@@ -103,20 +137,32 @@ def test_list_shows_stores_and_runs_newest_first(sae):
     make_run(sae.home, "first", random_sae(), data="digits", created="2026-01-01")
     make_run(sae.home, "second", random_sae(), data="digits", created="2026-01-02", complete=False)
     document = sae("list", "--json").json
-    assert [(store["name"], store["rows"], store["dtype"], store["shards"]) for store in document["stores"]] == [
-        ("half", 1797, "float16", 2), ("digits", 1797, "float32", 1)]
+    assert [
+        (store["name"], store["rows"], store["dtype"], store["shards"])
+        for store in document["stores"]
+    ] == [("half", 1797, "float16", 2), ("digits", 1797, "float32", 1)]
     assert [(run["name"], run["state"], run["data"]) for run in document["runs"]] == [
-        ("second", "unfinished", "digits"), ("first", "complete", "digits")]
+        ("second", "unfinished", "digits"),
+        ("first", "complete", "digits"),
+    ]
     for entry in (*document["stores"], *document["runs"]):
-        assert entry["bytes"] == sum(path.stat().st_size for path in Path(entry["path"]).rglob("*") if path.is_file())
+        assert entry["bytes"] == sum(
+            path.stat().st_size for path in Path(entry["path"]).rglob("*") if path.is_file()
+        )
     shown = sae("list").out
-    assert all(word in shown for word in ("half", "digits", "first", "second", "unfinished", "1,797", "float16"))
+    assert all(
+        word in shown
+        for word in ("half", "digits", "first", "second", "unfinished", "1,797", "float16")
+    )
 
 
 def test_folders_without_a_marker_are_listed_with_what_to_do(sae):
     sae("import", "digits")
     make_run(sae.home, "run", random_sae(), data="digits")
-    lost = [sae.home / "activations" / "digits" / "store.json", sae.home / "runs" / "run" / "run.json"]
+    lost = [
+        sae.home / "activations" / "digits" / "store.json",
+        sae.home / "runs" / "run" / "run.json",
+    ]
     assert sae("list", "--check").status == 0
     for marker in lost:
         marker.unlink()
@@ -129,12 +175,15 @@ def test_folders_without_a_marker_are_listed_with_what_to_do(sae):
     document = sae("list", "--json").json
     found = (*document["stores"], *document["runs"])
     assert {(entry["name"], entry["state"]) for entry in found} == {
-        (name, "unreadable") for name in ("digits", "run", "newer")}
+        (name, "unreadable") for name in ("digits", "run", "newer")
+    }
     shown = sae("list").out
     assert "expected format version 1 or older, got 99" in shown
     for marker, noun in zip(lost, ("activation store", "run"), strict=True):
-        assert (f"{marker.parent} is no {noun}: expected {marker.name} in it, got none; restore it, or remove the "
-                "folder to go on without it") in shown
+        assert (
+            f"{marker.parent} is no {noun}: expected {marker.name} in it, got none; restore it, or remove the "
+            "folder to go on without it"
+        ) in shown
     checked = sae("list", "--check")
     assert checked.status == 1
     assert "found 2 problems" in checked.err
@@ -162,7 +211,12 @@ def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
     (sae.home / "activations" / "other" / "store.json").write_text("{")
     done, document = sae("list", "--check"), sae("list", "--check", "--json")
     assert (done.status, document.status, sae("list").status) == (1, 1, 0)
-    assert [(done.out + done.err).count(part) for part in (*map(str, shards), "store.json")] == [1, 1, 1, 1]
+    assert [(done.out + done.err).count(part) for part in (*map(str, shards), "store.json")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
     assert len(document.json["problems"]) == 4
     assert "found 4 problems" in done.err and done.err.count("\n") == 1
 
@@ -175,27 +229,45 @@ def test_three_rows_can_be_trained_on(sae, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "shard_rows", "name", "nth", "saved"), [
-    ("import", 1000, "00000.h5", 1, False), ("import", 1000, "00002.h5", 1, True),
-    ("import", 1000, "store.json", 1, False),
-    pytest.param("extract", 30_000, "00000.h5", 1, False, marks=pytest.mark.long),
-    pytest.param("extract", 500, "00002.h5", 1, True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("command", "shard_rows", "name", "nth", "saved"),
+    [
+        ("import", 1000, "00000.h5", 1, False),
+        ("import", 1000, "00002.h5", 1, True),
+        ("import", 1000, "store.json", 1, False),
+        pytest.param("extract", 30_000, "00000.h5", 1, False, marks=pytest.mark.long),
+        pytest.param("extract", 500, "00002.h5", 1, True, marks=pytest.mark.long),
+    ],
+)
 def test_a_stopped_command_says_what_is_saved_and_goes_on_from_there(
-        sae: CommandLine, tmp_path: Path, command: str, shard_rows: int, name: str, nth: int, saved: bool):
+    sae: CommandLine,
+    tmp_path: Path,
+    command: str,
+    shard_rows: int,
+    name: str,
+    nth: int,
+    saved: bool,
+):
     if command == "import":
         np.save(tmp_path / "s.npy", np.tile(np.arange(16, dtype=np.float32), (5000, 1)))
-    words = {"import": [tmp_path / "s.npy"],
-             "extract": ["--model", "tiny-gemma2", "--rows", "5000", "--name", "s"]}[command]
+    words = {
+        "import": [tmp_path / "s.npy"],
+        "extract": ["--model", "tiny-gemma2", "--rows", "5000", "--name", "s"],
+    }[command]
     words = [command, *words, "--shard-rows", shard_rows]
     process = signalled(sae.home, words, name, nth, signal.SIGINT)
     folder, (*_, last) = sae.home / "activations" / "s", process.said.splitlines()
     assert process.returncode == 130 and "Traceback" not in process.said
     rows = read_meta(folder).rows if folder.exists() else 0
     assert (rows > 0) == saved
-    assert last == (f"stopped; {rows:,} rows are saved, and the same command goes on from there" if rows else
-                    "stopped before anything was saved; the same command begins again")
-    assert not rows or [(one["state"], one["rows"]) for one in sae("list", "--json").json["stores"]] == [
-        ("unfinished", rows)]
+    assert last == (
+        f"stopped; {rows:,} rows are saved, and the same command goes on from there"
+        if rows
+        else "stopped before anything was saved; the same command begins again"
+    )
+    assert not rows or [
+        (one["state"], one["rows"]) for one in sae("list", "--json").json["stores"]
+    ] == [("unfinished", rows)]
     again = sae(*words, "--json")
     assert again.json["rows"] == 5000
     assert f"going on after {rows:,} rows" in again.err if rows else "going on" not in again.err
@@ -217,11 +289,22 @@ def left(home: Path) -> set[str]:
 ALL = {"activations/rows", "activations/both", "runs/first", "runs/both"}
 
 
-def test_what_is_removed_is_shown_and_asked_for_first(filled: CommandLine, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_removed_is_shown_and_asked_for_first(
+    filled: CommandLine, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     done = filled("rm", "rows")
-    assert "store rows: " in done.err and "trained on it: first, both" in done.err and "remove 1 folder?" in done.err
-    assert (done.status, done.out, "nothing was removed" in done.err, left(filled.home)) == (0, "", True, ALL)
+    assert (
+        "store rows: " in done.err
+        and "trained on it: first, both" in done.err
+        and "remove 1 folder?" in done.err
+    )
+    assert (done.status, done.out, "nothing was removed" in done.err, left(filled.home)) == (
+        0,
+        "",
+        True,
+        ALL,
+    )
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     done = filled("rm", "rows", "first")
     assert (done.status, left(filled.home)) == (0, {"activations/both", "runs/both"})
@@ -233,13 +316,20 @@ def test_nobody_is_asked_with_yes_and_the_kind_tells_two_of_a_name_apart(filled:
     assert [(one["kind"], one["name"]) for one in done.json["removed"]] == [("run", "both")]
     assert done.json["bytes"] == done.json["removed"][0]["bytes"] > 1000
     assert left(filled.home) == ALL - {"runs/both"}
-    assert filled("rm", "both", "-y").status == 0 and left(filled.home) == {"activations/rows", "runs/first"}
+    assert filled("rm", "both", "-y").status == 0 and left(filled.home) == {
+        "activations/rows",
+        "runs/first",
+    }
 
 
 def test_what_is_being_written_stays(filled: CommandLine):
     lock_folder(filled.home / "runs" / "first")  # held until the process ends
     done = filled("rm", "first", "--yes")
-    assert done.status == 1 and "another process is writing it" in done.err and left(filled.home) == ALL
+    assert (
+        done.status == 1
+        and "another process is writing it" in done.err
+        and left(filled.home) == ALL
+    )
     done = filled("rm", "rows", "--yes")
     assert done.status == 1 and "or training on it" in done.err and left(filled.home) == ALL
 

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
-from reports import NASTY, WORDS, Texts, index_of, make_text_run, make_text_store, pages_of, save_model
+from reports import (
+    NASTY,
+    WORDS,
+    Texts,
+    index_of,
+    make_text_run,
+    make_text_store,
+    pages_of,
+    save_model,
+)
 
 from saecli.measure.latents import LEAST, bin_edges
 from saecli.sae.activations import AbsTopK, Relu, ReluTopK
@@ -25,8 +34,12 @@ def codes_of(texts: Texts, sae: SAE) -> np.ndarray:
     return sae.copy_to(torch.float64).encode(torch.from_numpy(texts.rows).double()).numpy()
 
 
-@pytest.mark.parametrize("activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name)
-def test_pages_show_strongest_and_random_texts_and_partners(sae: CommandLine, tmp_path: Path, model: str, activation):
+@pytest.mark.parametrize(
+    "activation", [Relu(), AbsTopK(k=5)], ids=lambda activation: activation.name
+)
+def test_pages_show_strongest_and_random_texts_and_partners(
+    sae: CommandLine, tmp_path: Path, model: str, activation
+):
     texts, mine = make_text_run(sae.home, model, activation)
     done = sae("report", "run", "--out", tmp_path / "deep" / "out", "--examples", "3", "--json")
     assert done.status == 0, done.err
@@ -42,18 +55,28 @@ def test_pages_show_strongest_and_random_texts_and_partners(sae: CommandLine, tm
         for document, example in zip(best, page["examples"], strict=True):
             rows = slice(30 * document, 30 * document + 30)
             peak = int(documents[document].argmax())
-            assert (example["peak"], example["position"], example["row"]) == (peak, peak + 1, 30 * document + peak)
+            assert (example["peak"], example["position"], example["row"]) == (
+                peak,
+                peak + 1,
+                30 * document + peak,
+            )
             assert example["code"] == pytest.approx(codes[rows, latent][peak], rel=1e-4)
             # To one part in LEVELS of the latent's largest, halved by rounding.
             assert example["codes"] == pytest.approx(codes[rows, latent], abs=0.51e-3 * sizes.max())
-            assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
+            assert example["tokens"] == [
+                " " + WORDS[token] for token in texts.columns["token_id"][rows]
+            ]
         fires = sizes[sizes > 0]
         assert np.sum(page["counts"]) == len(fires)
-        assert index["latents"]["frequency"][latent] == pytest.approx(len(fires) / len(codes), rel=1e-3)
-        assert index["latents"]["mean"][latent] == pytest.approx(fires.mean() if len(fires) else 0, rel=1e-3)
+        assert index["latents"]["frequency"][latent] == pytest.approx(
+            len(fires) / len(codes), rel=1e-3
+        )
+        assert index["latents"]["mean"][latent] == pytest.approx(
+            fires.mean() if len(fires) else 0, rel=1e-3
+        )
         assert index["latents"]["largest"][latent] == pytest.approx(sizes.max(), rel=1e-3)
         if len(fires):
-            edges = bin_edges()[page["low"]:][: len(page["counts"]) + 1]
+            edges = bin_edges()[page["low"] :][: len(page["counts"]) + 1]
             assert edges[0] <= fires.min() * (1 + 1e-6) < edges[1] * (1 + 1e-6)
             assert edges[-2] * (1 - 1e-6) <= fires.max() * (1 - 1e-6) <= edges[-1]
     # Random texts, and what fires together.
@@ -64,16 +87,26 @@ def test_pages_show_strongest_and_random_texts_and_partners(sae: CommandLine, tm
     chosen = set()
     for latent, page in pages.items():
         documents = [example["document"] for example in page["samples"]]
-        assert len(documents) == len(set(documents)) == min(SAMPLES, len(set(np.flatnonzero(codes[:, latent]) // 30)))
+        assert (
+            len(documents)
+            == len(set(documents))
+            == min(SAMPLES, len(set(np.flatnonzero(codes[:, latent]) // 30)))
+        )
         chosen.add(tuple(sorted(documents)))
         for example in page["samples"]:
             code = codes[example["row"], latent]  # the difference of larger numbers in float32
-            assert example["code"] == pytest.approx(code, rel=1e-4, abs=1e-6) and example["code"] != 0
+            assert (
+                example["code"] == pytest.approx(code, rel=1e-4, abs=1e-6) and example["code"] != 0
+            )
             rows = slice(30 * example["document"], 30 * example["document"] + 30)
             assert example["codes"] == pytest.approx(codes[rows, latent], abs=0.51 * page["scale"])
-            assert example["tokens"] == [" " + WORDS[token] for token in texts.columns["token_id"][rows]]
+            assert example["tokens"] == [
+                " " + WORDS[token] for token in texts.columns["token_id"][rows]
+            ]
         partners = [other for other, _ in page["together"]]
-        assert [value for _, value in page["together"]] == pytest.approx(phi[latent, partners], rel=1e-3)
+        assert [value for _, value in page["together"]] == pytest.approx(
+            phi[latent, partners], rel=1e-3
+        )
         most = max((value for _, value in page["together"]), default=0)
         assert most == pytest.approx(max(phi[latent].max(), 0), rel=1e-3, abs=1e-6)
     assert len(chosen) == F  # each latent has its own
@@ -84,10 +117,15 @@ def test_interest_is_contrast_times_agreement(sae: CommandLine, tmp_path: Path, 
     assert sae("report", "run", "--out", tmp_path / "out", "--latents", "2-19").status == 0
     codes, index = codes_of(texts, mine), index_of(tmp_path / "out")["latents"]
     frequency = (codes != 0).mean(0)
-    assert {"some", "dense"} <= {"dense" if one > 0.1 else "some" for one in frequency[2:]}  # the test sees both
+    assert {"some", "dense"} <= {
+        "dense" if one > 0.1 else "some" for one in frequency[2:]
+    }  # the test sees both
     for latent, told in zip(range(2, F), index["interest"], strict=True):
         sizes = codes[codes[:, latent] != 0, latent]
-        peaks = [example["tokens"][example["peak"]] for example in pages_of(tmp_path / "out")[latent]["examples"]]
+        peaks = [
+            example["tokens"][example["peak"]]
+            for example in pages_of(tmp_path / "out")[latent]["examples"]
+        ]
         pairs = [a == b for at, a in enumerate(peaks) for b in peaks[:at]]
         expected = (1 - sizes.mean() / sizes.max()) * (1 + np.mean(pairs)) / 2 if len(sizes) else 0
         rare = frequency[latent] > 0.1 or len(sizes) < 10
@@ -95,11 +133,16 @@ def test_interest_is_contrast_times_agreement(sae: CommandLine, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("split", ["test", "train", "all"])
-def test_first_page_has_the_measures_of_eval_and_sparsity(sae: CommandLine, tmp_path: Path, model: str, split: str):
+def test_first_page_has_the_measures_of_eval_and_sparsity(
+    sae: CommandLine, tmp_path: Path, model: str, split: str
+):
     make_text_run(sae.home, model)
     done = sae("report", "--out", tmp_path / "out", "--split", split, "--json")
     index = index_of(tmp_path / "out")
-    (held_out,), (fires,) = sae("eval", "--json").json["runs"], sae("sparsity", "--split", split, "--json").json["runs"]
+    (held_out,), (fires,) = (
+        sae("eval", "--json").json["runs"],
+        sae("sparsity", "--split", split, "--json").json["runs"],
+    )
     frequency = fires.pop("frequency")
     assert index["latents"]["frequency"] == pytest.approx(frequency, rel=1e-3)
     held_out.pop("unbeaten")
@@ -118,41 +161,65 @@ def test_headline_is_of_all_rows_where_none_are_held_out(sae: CommandLine, tmp_p
     texts = make_text_store(sae.home, "texts", None, rows=30)  # one document
     make_run(sae.home, "run", random_sae(), data="texts")
     done = sae("report", "run", "--out", tmp_path / "out", "--json")
-    assert done.json["measures"]["split"] == "all" and done.json["measures"]["rows"] == len(texts.rows)
+    assert done.json["measures"]["split"] == "all" and done.json["measures"]["rows"] == len(
+        texts.rows
+    )
     assert "texts holds out no rows, so FVU, L0 and cosine are of all rows" in done.err
 
 
-def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(sae: CommandLine, tmp_path: Path, model: str):
+def test_what_is_written_is_what_the_json_says_and_nothing_beside_it(
+    sae: CommandLine, tmp_path: Path, model: str
+):
     make_text_run(sae.home, model)
     done = sae("report", "run", "--out", tmp_path / "out", "--json")
     files = sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.*"))
     assert [str(path) for path in files] == ["index.html", "latents/00000.js", "latents/00001.js"]
     sizes = [(tmp_path / "out" / path).stat().st_size for path in files]
     assert done.json == {
-        "run": "run", "data": "texts", "split": "all", "path": str(tmp_path / "out"),
-        "index": str(tmp_path / "out" / "index.html"), "latents": F, "pages": F, "files": 3, "bytes": sum(sizes),
-        "index_bytes": sizes[0], "measures": done.json["measures"],
-        "firing": done.json["firing"], "notes": []}
+        "run": "run",
+        "data": "texts",
+        "split": "all",
+        "path": str(tmp_path / "out"),
+        "index": str(tmp_path / "out" / "index.html"),
+        "latents": F,
+        "pages": F,
+        "files": 3,
+        "bytes": sum(sizes),
+        "index_bytes": sizes[0],
+        "measures": done.json["measures"],
+        "firing": done.json["firing"],
+        "notes": [],
+    }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out"]
 
 
-def test_pages_fetch_nothing_and_no_text_ends_a_script(sae: CommandLine, tmp_path: Path, model: str):
+def test_pages_fetch_nothing_and_no_text_ends_a_script(
+    sae: CommandLine, tmp_path: Path, model: str
+):
     make_text_run(sae.home, model)
     sae("report", "run", "--out", tmp_path / "out", "--examples", "20", "--model", model)
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in page
     assert page.replace("http://www.w3.org/2000/svg", "").count("http") == page.count("http-equiv")
     assert page.lower().count("</script") == page.lower().count("<script") == 2
-    read = {text.strip() for one in pages_of(tmp_path / "out").values() for example in one["examples"]
-            for text in example["tokens"]}
+    read = {
+        text.strip()
+        for one in pages_of(tmp_path / "out").values()
+        for example in one["examples"]
+        for text in example["tokens"]
+    }
     assert {word.strip() for word in NASTY} <= read
     for path in (tmp_path / "out" / "latents").iterdir():
         assert not set("<>&\u2028\u2029") & set(path.read_text(encoding="utf-8"))
 
 
-def test_a_model_adds_the_tokens_that_each_latent_promotes(sae: CommandLine, tmp_path: Path, model: str):
+def test_a_model_adds_the_tokens_that_each_latent_promotes(
+    sae: CommandLine, tmp_path: Path, model: str
+):
     _, mine = make_text_run(sae.home, model)
-    done = sae("report", "run", "--out", tmp_path / "out", "--model", model, "--latents", "3,7-8", "--json")
+    done = sae(
+        "report", "run", "--out", tmp_path / "out", "--model", model, "--latents", "3,7-8", "--json"
+    )
     assert done.json["notes"] == [f"3 of {F} latents have pages of their own"]
     from transformers import AutoModelForCausalLM
 
@@ -165,10 +232,16 @@ def test_a_model_adds_the_tokens_that_each_latent_promotes(sae: CommandLine, tmp
     for latent, page in pages.items():
         upwards = logits[latent].argsort()
         for name, order in (("promoted", upwards.flip(0)), ("suppressed", upwards)):
-            assert [text for text, _ in page[name]] == [" " + WORDS[token] for token in order[:10].tolist()]
-            assert [value for _, value in page[name]] == pytest.approx(logits[latent][order[:10]].tolist(), rel=1e-3)
+            assert [text for text, _ in page[name]] == [
+                " " + WORDS[token] for token in order[:10].tolist()
+            ]
+            assert [value for _, value in page[name]] == pytest.approx(
+                logits[latent][order[:10]].tolist(), rel=1e-3
+            )
         assert page["logits"] == np.histogram(logits[latent].detach().numpy(), 40)[0].tolist()
-    assert index_of(tmp_path / "out")["latents"]["promoted"][0][0] in " " + pages[3]["promoted"][0][0]
+    assert (
+        index_of(tmp_path / "out")["latents"]["promoted"][0][0] in " " + pages[3]["promoted"][0][0]
+    )
 
 
 def test_top_chooses_the_latents_that_fire_most_often(sae: CommandLine, tmp_path: Path, model: str):
@@ -195,19 +268,28 @@ def test_a_store_without_tokens_gives_row_numbers_and_says_so(sae: CommandLine, 
     assert index_of(tmp_path / "out")["curves"]["loss"][0]["points"] == []
 
 
-@pytest.mark.parametrize(("model", "said"), [
-    ("/gone", "showing token ids"),
-    (None, "texts does not say which model its tokens are of, so they are shown as numbers; --model names it"),
-])
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("/gone", "showing token ids"),
+        (
+            None,
+            "texts does not say which model its tokens are of, so they are shown as numbers; --model names it",
+        ),
+    ],
+)
 def test_tokens_without_a_tokenizer_are_shown_as_numbers(
-        sae: CommandLine, tmp_path: Path, model: str | None, said: str):
+    sae: CommandLine, tmp_path: Path, model: str | None, said: str
+):
     texts, _ = make_text_run(sae.home, model)
     done = sae("report", "run", "--out", tmp_path / "out", "--latents", "0")
     assert done.status == 0
     assert said in done.err
     example = pages_of(tmp_path / "out")[0]["examples"][0]
     start = 30 * example["document"]
-    assert example["tokens"] == [f"[{token}]" for token in texts.columns["token_id"][start : start + 30]]
+    assert example["tokens"] == [
+        f"[{token}]" for token in texts.columns["token_id"][start : start + 30]
+    ]
 
 
 def test_a_report_that_is_stopped_half_way_leaves_nothing(tmp_path: Path):
@@ -226,7 +308,10 @@ def test_pages_name_the_known_feature_nearest_to_each_latent(sae: CommandLine, t
     make_run(sae.home, "run", mine, data="synthetic")
     done = sae("report", "run", "--out", tmp_path / "pages", "--json")
     assert done.json["measures"]["mcc"] == sae("eval", "run", "--json").json["runs"][0]["mcc"]
-    cosines = torch.nn.functional.normalize(mine.W_dec, dim=1).numpy() @ World.of_store(store).directions.T
+    cosines = (
+        torch.nn.functional.normalize(mine.W_dec, dim=1).numpy()
+        @ World.of_store(store).directions.T
+    )
     for latent, page in pages_of(tmp_path / "pages").items():
         feature = int(np.abs(cosines[latent]).argmax())
         assert page["feature"] == [feature, pytest.approx(cosines[latent, feature], rel=1e-3)]

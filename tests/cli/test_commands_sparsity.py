@@ -11,7 +11,19 @@ from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 from saecli.store.split import is_test
 
-KEYS = ["run", "data", "split", "rows", "l0", "l0_std", "density", "silent", "dense", "frequency", "dead_fraction"]
+KEYS = [
+    "run",
+    "data",
+    "split",
+    "rows",
+    "l0",
+    "l0_std",
+    "density",
+    "silent",
+    "dense",
+    "frequency",
+    "dead_fraction",
+]
 
 
 def graded_sae() -> SAE:
@@ -45,7 +57,10 @@ def test_long_lists_end_with_how_many_more(sae: CommandLine):
     make_run(sae.home, "silent", silent)
     listed = ", ".join(map(str, range(12)))
     on = f"on these {is_test(np.arange(3000)).sum()} rows"
-    assert f"silent: dense {on}: none\nsilent: silent {on}: {listed} and 8 more\n" in sae("sparsity").out
+    assert (
+        f"silent: dense {on}: none\nsilent: silent {on}: {listed} and 8 more\n"
+        in sae("sparsity").out
+    )
 
 
 @pytest.mark.slow
@@ -56,4 +71,9 @@ def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLin
     sae("sparsity", "random", "--plot", tmp_path / "one.png")
     sae("sparsity", "random", "graded", "--plot", tmp_path / "two.svg")
     assert sorted(path.name for path in tmp_path.glob("*.*")) == [
-        "one-patterns.png", "one.png", "two-patterns-graded.svg", "two-patterns-random.svg", "two.svg"]
+        "one-patterns.png",
+        "one.png",
+        "two-patterns-graded.svg",
+        "two-patterns-random.svg",
+        "two.svg",
+    ]

@@ -26,8 +26,11 @@ def opened(sae: CommandLine, name: str = "synthetic") -> ActivationStore:
 
 def contents(store: ActivationStore) -> dict[str, bytes]:
     """The bytes of what the store's folder holds; of `store.json` all but times."""
-    files = {str(path.relative_to(store.path)): path.read_bytes() for path in store.path.rglob("*")
-             if path.is_file() and not path.name.startswith(".")}
+    files = {
+        str(path.relative_to(store.path)): path.read_bytes()
+        for path in store.path.rglob("*")
+        if path.is_file() and not path.name.startswith(".")
+    }
     files["store.json"] = re.sub(rb'"created": "[^"]*"', b"", files["store.json"])
     return files
 
@@ -38,7 +41,12 @@ def truth_of(store: ActivationStore, which: str = "all") -> np.ndarray:
 
 def test_rows_and_true_codes_are_the_worlds_and_stay_together(sae):
     document = sae("import", "synthetic", *SMALL, "--shard-rows", "700", "--json").json
-    assert (document["name"], document["rows"], document["d_in"], document["shards"]) == ("synthetic", ROWS, D, 5)
+    assert (document["name"], document["rows"], document["d_in"], document["shards"]) == (
+        "synthetic",
+        ROWS,
+        D,
+        5,
+    )
     assert document["source"]["features"] == G and not document["cached"]
     store, world = opened(sae), world_of(CONFIG)
     codes = world.codes(0, 0)[:ROWS]
@@ -50,7 +58,9 @@ def test_rows_and_true_codes_are_the_worlds_and_stay_together(sae):
         numbers = np.concatenate(list(rows.numbers(100)))
         assert 0 < len(numbers) < ROWS
         np.testing.assert_array_equal(truth_of(store, which), codes.toarray()[numbers] > 0)
-        assert [part.shape[0] for part in rows.codes(64)] == [len(batch) for batch in rows.sequential(64)]
+        assert [part.shape[0] for part in rows.codes(64)] == [
+            len(batch) for batch in rows.sequential(64)
+        ]
 
 
 def test_a_second_import_is_a_cache_hit_fewer_rows_the_first_of_more(sae):
@@ -59,8 +69,10 @@ def test_a_second_import_is_a_cache_hit_fewer_rows_the_first_of_more(sae):
     refused = sae("import", "synthetic", *SMALL, "--seed", "1")
     assert refused.status == 1 and "there is a store named 'synthetic' already" in refused.err
     sae("import", "synthetic", *SMALL[:-1], "1000", "--name", "fewer")
-    np.testing.assert_array_equal(collect(opened(sae, "fewer").split("all").sequential(100)),
-                                  collect(opened(sae).split("all").sequential(100))[:1000])
+    np.testing.assert_array_equal(
+        collect(opened(sae, "fewer").split("all").sequential(100)),
+        collect(opened(sae).split("all").sequential(100))[:1000],
+    )
 
 
 @pytest.mark.parametrize("damaged", ["world.safetensors", "shards/00001.h5"])
@@ -71,7 +83,11 @@ def test_damage_to_the_truth_is_found_by_check_and_by_eval(sae, damaged):
     make_run(sae.home, "run", random_sae(d_in=D), data="synthetic")
     path = opened(sae).path / damaged
     content = bytearray(expected[damaged])
-    at = content.index(opened(sae).chunk_column(1, "codes").data.tobytes()) if damaged.endswith("h5") else -5
+    at = (
+        content.index(opened(sae).chunk_column(1, "codes").data.tobytes())
+        if damaged.endswith("h5")
+        else -5
+    )
     content[at] ^= 64
     path.write_bytes(content)
     for done in (sae("list", "--check"), sae("eval", "run", "--data", "synthetic")):
@@ -95,8 +111,14 @@ def test_a_missing_world_is_refused_an_empty_store_removed(sae, monkeypatch):
 def perfect(world: World) -> SAE:
     """An SAE that is the world: its decoder holds the directions."""
     directions = torch.from_numpy(world.directions)
-    return SAE(directions.T.clone(), -directions @ torch.from_numpy(world.bias), directions,
-               torch.from_numpy(world.bias), Relu(), {})
+    return SAE(
+        directions.T.clone(),
+        -directions @ torch.from_numpy(world.bias),
+        directions,
+        torch.from_numpy(world.bias),
+        Relu(),
+        {},
+    )
 
 
 def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
@@ -111,22 +133,37 @@ def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
     assert saecli.evaluate("run", home=sae.home)["f1"] == done[0]["f1"]
     shown = sae("eval", "run", "random").out
     assert "known features" in shown and "uniqueness" in shown
-    assert "mcc" not in saecli.evaluate("run", np.ones((5, D)) * np.arange(5)[:, None], home=sae.home)
+    assert "mcc" not in saecli.evaluate(
+        "run", np.ones((5, D)) * np.arange(5)[:, None], home=sae.home
+    )
 
 
 def test_import_synthetic_is_a_function_too_which_knows_its_options(sae):
-    store = saecli.import_synthetic(features=G, d_in=D, l0=4, rows=100, dtype="bfloat16", home=sae.home)
-    assert (store.name, store.rows, store.dtype, store.meta.world.features) == ("synthetic", 100, "bfloat16", G)
+    store = saecli.import_synthetic(
+        features=G, d_in=D, l0=4, rows=100, dtype="bfloat16", home=sae.home
+    )
+    assert (store.name, store.rows, store.dtype, store.meta.world.features) == (
+        "synthetic",
+        100,
+        "bfloat16",
+        G,
+    )
     with pytest.raises(saecli.SaeError, match=r"no option feature; did you mean features\?"):
         saecli.import_synthetic(feature=3, home=sae.home)
-    with pytest.raises(saecli.SaeError, match="must be synthetic or a folder in which SAELens saved a world"):
+    with pytest.raises(
+        saecli.SaeError, match="must be synthetic or a folder in which SAELens saved a world"
+    ):
         saecli.import_synthetic("elsewhere", home=sae.home)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "l0"), [
-    ([], 10), (["--features", "1536", "--d-in", "192", "--no-hierarchy", "--l0", "23"], 23)])
-def test_the_worlds_of_the_paper_and_the_flat_one_are_reached_by_options(sae, words: list, l0: float):
+@pytest.mark.parametrize(
+    ("words", "l0"),
+    [([], 10), (["--features", "1536", "--d-in", "192", "--no-hierarchy", "--l0", "23"], 23)],
+)
+def test_the_worlds_of_the_paper_and_the_flat_one_are_reached_by_options(
+    sae, words: list, l0: float
+):
     sae("import", "synthetic", *words, "--rows", "20000")
     active = [np.diff(codes.indptr) for codes in opened(sae).split("all").codes(1000)]
     assert np.concatenate(active).mean() == pytest.approx(l0, rel=0.05)

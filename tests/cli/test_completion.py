@@ -24,21 +24,30 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("sae tr", ["train"]),
-    ("sae train --so", ["--solver", "--solve"]),
-    ("sae train --solver ", ["sgd", "pam-sgd"]),
-    ("sae train --alpha ", ["auto"]),
-    ("sae extract --site res", ["resid_post", "resid_pre"]),
-    ("sae export --to sp", ["sparsify"]),
-    ("sae train --data ", ["second", "first"]),
-    ("sae train --resume --name ", ["half"]),
-    ("sae eval ", ["whole", "half"]),
-    ("sae --home nowhere eval ", []),
-])
-def test_options_choices_and_names_of_runs_and_stores(sae: CommandLine, home: Path, line: str, words: list[str]):
-    asked = {"_SAE_COMPLETE": "complete_bash", "COMP_WORDS": line, "SAE_HOME": str(home),
-             "COMP_CWORD": str(len(line.split()) - (not line.endswith(" ")))}  # what a bash sets
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("sae tr", ["train"]),
+        ("sae train --so", ["--solver", "--solve"]),
+        ("sae train --solver ", ["sgd", "pam-sgd"]),
+        ("sae train --alpha ", ["auto"]),
+        ("sae extract --site res", ["resid_post", "resid_pre"]),
+        ("sae export --to sp", ["sparsify"]),
+        ("sae train --data ", ["second", "first"]),
+        ("sae train --resume --name ", ["half"]),
+        ("sae eval ", ["whole", "half"]),
+        ("sae --home nowhere eval ", []),
+    ],
+)
+def test_options_choices_and_names_of_runs_and_stores(
+    sae: CommandLine, home: Path, line: str, words: list[str]
+):
+    asked = {
+        "_SAE_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "SAE_HOME": str(home),
+        "COMP_CWORD": str(len(line.split()) - (not line.endswith(" "))),
+    }  # what a bash sets
     for name, value in asked.items():
         sae.monkeypatch.setenv(name, value)
     sae.monkeypatch.setattr(sys, "argv", ["sae"])
@@ -53,15 +62,22 @@ def shell_home(tmp_path: Path) -> dict[str, str]:
     """An environment with a home folder of its own, in which `sae` is a command."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "sae"
-    script.write_text(f"#!/bin/sh\nexec {sys.executable} -m saecli \"$@\"\n")
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m saecli "$@"\n')
     script.chmod(0o755)
     (tmp_path / "user").mkdir()
-    return {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-            "HOME": str(tmp_path / "user"), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path / "user"),
+        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+    }
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_completion_is_installed_on_demand_alone(sae: CommandLine, shell_home: dict[str, str], shell: str):
+def test_completion_is_installed_on_demand_alone(
+    sae: CommandLine, shell_home: dict[str, str], shell: str
+):
     user = Path(shell_home["HOME"])
     for name in ("HOME", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"):
         sae.monkeypatch.setenv(name, shell_home[name])
@@ -73,17 +89,28 @@ def test_completion_is_installed_on_demand_alone(sae: CommandLine, shell_home: d
     assert any(shown.out.strip() in path.read_text() for path in written)
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("sae e", ["extract", "eval", "export"]),
-    pytest.param("sae eval ", ["first"], marks=pytest.mark.slow),
-])
-def test_bash_completes_with_the_script_it_is_given(shell_home: dict[str, str], tmp_path: Path, line: str,
-                                                   words: list[str]):
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("sae e", ["extract", "eval", "export"]),
+        pytest.param("sae eval ", ["first"], marks=pytest.mark.slow),
+    ],
+)
+def test_bash_completes_with_the_script_it_is_given(
+    shell_home: dict[str, str], tmp_path: Path, line: str, words: list[str]
+):
     make_run(tmp_path, "first", random_sae())
     *before, last = line.split(" ")
-    program = (f'eval "$(sae --show-completion bash)"\ncomplete -p sae\nCOMP_WORDS=({" ".join(before)} "{last}")\n'
-               f'COMP_CWORD={len(before)}\n_sae_completion sae\nprintf "%s\\n" "${{COMPREPLY[@]}}"')
-    done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, check=True,
-                          env={**shell_home, "SAE_HOME": str(tmp_path)})
+    program = (
+        f'eval "$(sae --show-completion bash)"\ncomplete -p sae\nCOMP_WORDS=({" ".join(before)} "{last}")\n'
+        f'COMP_CWORD={len(before)}\n_sae_completion sae\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**shell_home, "SAE_HOME": str(tmp_path)},
+    )
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["complete -o default -F _sae_completion sae", *words]

@@ -20,14 +20,26 @@ from saecli.sae.formats import SavedSAE, save_native
 
 
 def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path):
-    sentences = {"train": "no activation store in", "eval": "no run in", "export --to saelens": "--out",
-                 "export --out there --to saelens": "no run in", "steer": "--latent"}
-    code = (f"import sys\nfrom saecli.cli.main import main\nfor line in {[*sentences]}:\n"
-            "    sys.argv = ['sae', '--home', 'home', *line.split()]\n"
-            "    try:\n        main()\n    except SystemExit as end:\n"
-            "        print('ended', end.code, 'torch' in sys.modules, file=sys.stderr)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path,
-                          env=os.environ | {"NO_COLOR": "1"})
+    sentences = {
+        "train": "no activation store in",
+        "eval": "no run in",
+        "export --to saelens": "--out",
+        "export --out there --to saelens": "no run in",
+        "steer": "--latent",
+    }
+    code = (
+        f"import sys\nfrom saecli.cli.main import main\nfor line in {[*sentences]}:\n"
+        "    sys.argv = ['sae', '--home', 'home', *line.split()]\n"
+        "    try:\n        main()\n    except SystemExit as end:\n"
+        "        print('ended', end.code, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"NO_COLOR": "1"},
+    )
     *told, rest = re.split(r"ended [12] False\n", done.stderr)
     assert rest == done.stdout == ""
     for said, sentence in zip(told, sentences.values(), strict=True):
@@ -52,8 +64,10 @@ def test_what_is_no_models_name_is_said_to_be_none(name: str):
 
 @pytest.mark.slow
 def test_a_bundled_model_is_found_as_a_shell_completes_a_folder(tmp_path: Path):
-    stores = [saecli.extract(name, rows=50, dataset="stdlib-docs", home=tmp_path) for name in
-              ("tiny-gemma2", "tiny-gemma2/")]
+    stores = [
+        saecli.extract(name, rows=50, dataset="stdlib-docs", home=tmp_path)
+        for name in ("tiny-gemma2", "tiny-gemma2/")
+    ]
     assert stores[0].path == stores[1].path and stores[1].rows == 50
 
 
@@ -63,10 +77,15 @@ def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: P
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(BUNDLED["tiny-gemma2"]).save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: x @ torch.zeros(3, 3))
+        patch.setattr(
+            type(model.model.layers[0].mlp), "forward", lambda self, x: x @ torch.zeros(3, 3)
+        )
         done = sae("extract", "--model", folder, "--dataset", "stdlib-docs", "--rows", 100)
     assert done.status == 1
-    assert f"{folder} cannot run on these tokens: its forward pass failed with RuntimeError: mat1 and mat2" in done.err
+    assert (
+        f"{folder} cannot run on these tokens: its forward pass failed with RuntimeError: mat1 and mat2"
+        in done.err
+    )
 
 
 def test_an_sae_of_an_unknown_site_is_not_steered(sae: CommandLine):
@@ -74,7 +93,9 @@ def test_an_sae_of_an_unknown_site_is_not_steered(sae: CommandLine):
     folder = make_run(sae.home, "run", random_sae(d_in=128))
     (folder / "sae.safetensors").unlink()
     save_native(SavedSAE(random_sae(d_in=128), {"layer": 1, "site": "../../etc"}), folder)
-    done = sae("steer", "run", "--latent", "1", "--scale", "1", "--prompt", "a", "--model", "tiny-gemma2")
+    done = sae(
+        "steer", "run", "--latent", "1", "--scale", "1", "--prompt", "a", "--model", "tiny-gemma2"
+    )
     assert "run names an unknown site in its file: expected resid_post" in done.err
 
 
@@ -84,7 +105,9 @@ def test_stores_are_taken_by_name_from_python(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     make_store(sae.home, "more", some_rows())
     fitted = saecli.fit("rows", d_sae=16, epochs=1)
-    assert torch.equal(fitted.W_enc, saecli.fit(saecli.open_store("rows"), d_sae=16, epochs=1).W_enc)
+    assert torch.equal(
+        fitted.W_enc, saecli.fit(saecli.open_store("rows"), d_sae=16, epochs=1).W_enc
+    )
     with pytest.raises(StoreError, match="there is no activation store named 'row'"):
         saecli.fit("row")
     store = saecli.open_store("rows")
@@ -97,7 +120,9 @@ def test_stores_are_taken_by_name_from_python(sae: CommandLine):
 
 def test_an_epoch_that_was_kept_is_named_as_the_help_says(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
-    assert sae("train", "--d-sae", 16, "--epochs", 2, "--keep-every", 1, "--name", "run").status == 0
+    assert (
+        sae("train", "--d-sae", 16, "--epochs", 2, "--keep-every", 1, "--name", "run").status == 0
+    )
     assert sae("eval", "run/kept/epoch-1", "--json").json["runs"][0]["run"] == "run/kept/epoch-1"
 
 

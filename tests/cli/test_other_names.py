@@ -31,13 +31,26 @@ def test_all_answers_are_whole_sentences_for_every_command(commands: dict[str, C
 
 
 def test_python_is_answered_alike():
-    with pytest.raises(saecli.SaeError, match="fit has no option l1_coefficient; here sparsity_weight: the same"):
+    with pytest.raises(
+        saecli.SaeError, match="fit has no option l1_coefficient; here sparsity_weight: the same"
+    ):
         saecli.fit(some_rows(40), l1_coefficient=3)
 
 
 def test_underscores_and_capitals_in_an_option_are_as_hyphens(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
-    done = sae("train", "--d_sae", "24", "--batch_size=100", "--EPOCHS", "1", "--no_revive", "--name", "a_b", "--json")
+    done = sae(
+        "train",
+        "--d_sae",
+        "24",
+        "--batch_size=100",
+        "--EPOCHS",
+        "1",
+        "--no_revive",
+        "--name",
+        "a_b",
+        "--json",
+    )
     assert done.status == 0, done.err
     assert (done.json["run"], done.json["d_sae"], done.json["steps"]) == ("a_b", 24, 30)
     assert "No such option: --d_saex" in sae("train", "--d_saex", "24").err

@@ -60,13 +60,29 @@ CASES = [
     ("rm ../runs/run --yes", 2, "there is no store and no run named '../runs/run'"),
     ("rm rows rnu --yes", 2, "did you mean run?"),
     ("rm rows", 2, "--yes is needed where nobody can be asked"),
-    ("eval run --data wide", 2, "expected rows of 8 dimensions, got 9; name another store with --data"),
-    ("eval x --plot file.png/a.png", 2, "cannot write file.png/a.png: Not a directory; name another path"),
+    (
+        "eval run --data wide",
+        2,
+        "expected rows of 8 dimensions, got 9; name another store with --data",
+    ),
+    (
+        "eval x --plot file.png/a.png",
+        2,
+        "cannot write file.png/a.png: Not a directory; name another path",
+    ),
     ("sparsity x --plot folder.png", 2, "cannot write folder.png: expected a file, got a folder"),
     ("geometry x --plot new/a.png", 2, "cannot write new/a.png: there is no folder new"),
-    ("export run --to saelens --out folder.png", 2, "expected an empty or a new folder, got one in use"),
+    (
+        "export run --to saelens --out folder.png",
+        2,
+        "expected an empty or a new folder, got one in use",
+    ),
     ("report x --out folder.png", 2, "expected an empty or a new folder, got one in use"),
-    ("train --l1_coefficient=5", 2, "sae train has no option --l1_coefficient; here --sparsity-weight: the same"),
+    (
+        "train --l1_coefficient=5",
+        2,
+        "sae train has no option --l1_coefficient; here --sparsity-weight: the same",
+    ),
     ("train --wandb-project x", 2, "here --log-to: wandb"),
     ("train --output-path x", 2, "here `sae --home`: "),
     ("eval --model-name gpt2", 2, "sae eval has no option --model-name; here --model"),
@@ -93,8 +109,10 @@ CONFIGS = [
     ("[train]\nk = 3", "", "the table [train]"),
     ("d_sae = 3\nd-sae = 4", "", "expected d_sae once, got it spelt d-sae as well"),
     ("act: topk", "", "expected TOML, lines such as d_sae = 512"),
-    ("act = " + "[" * 5000, "", "cannot read"), ("d_sae = " + "9" * 5000, "", "cannot "),
-    ('name = "a\\u0000b"', "", "cannot use"), ("\0", "", "cannot read"),
+    ("act = " + "[" * 5000, "", "cannot read"),
+    ("d_sae = " + "9" * 5000, "", "cannot "),
+    ('name = "a\\u0000b"', "", "cannot use"),
+    ("\0", "", "cannot read"),
     ("lr = 0", "", "says lr = 0.0: --lr must be above 0, got 0"),
     ("lr = nan", "", "--lr must be a number of ordinary size, got nan"),
     ("tied = true", "", "says tied = true: --tied does nothing with --solver pam-sgd"),
@@ -130,7 +148,9 @@ def refused(sae: CommandLine, folder: Path, *words: str | Path) -> Done:
 
 
 @pytest.mark.parametrize(("line", "status", "said"), CASES)
-def test_exit_status_and_one_sentence(sae: CommandLine, folder: Path, line: str, status: int, said: str):
+def test_exit_status_and_one_sentence(
+    sae: CommandLine, folder: Path, line: str, status: int, said: str
+):
     done = refused(sae, folder, *line.split())
     assert (done.status, done.out) == (status, "")
     assert said in " ".join(done.err.replace("\u2502", " ").split())
@@ -138,8 +158,9 @@ def test_exit_status_and_one_sentence(sae: CommandLine, folder: Path, line: str,
 
 
 @pytest.mark.parametrize(("text", "words", "said"), CONFIGS, ids=lambda value: str(value)[:30])
-def test_what_is_wrong_in_a_config_is_told_with_its_line(sae: CommandLine, folder: Path, tmp_path: Path, text: str,
-                                                         words: str, said: str):
+def test_what_is_wrong_in_a_config_is_told_with_its_line(
+    sae: CommandLine, folder: Path, tmp_path: Path, text: str, words: str, said: str
+):
     config = tmp_path / "run.toml"
     config.write_text(text)
     done = refused(sae, folder, "train", "--config", config, *words.split())
@@ -148,8 +169,14 @@ def test_what_is_wrong_in_a_config_is_told_with_its_line(sae: CommandLine, folde
     assert done.err.strip().splitlines()[-1].startswith("sae: ")
 
 
-@pytest.mark.parametrize(("line", "said"), [
-    ("train", "there is no activation store"), ("eval", "there is no run"), ("geometry", "there is no run")])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train", "there is no activation store"),
+        ("eval", "there is no run"),
+        ("geometry", "there is no run"),
+    ],
+)
 def test_an_empty_home_is_answered_with_the_command_to_run(sae: CommandLine, line: str, said: str):
     done = sae(line)
     assert (done.status, done.out) == (1, "") and said in done.err

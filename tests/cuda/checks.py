@@ -25,48 +25,94 @@ LAYERS, ROWS = (1, 2), 3000
 def correctness(day: Day) -> Figures:
     """Trainings in float64, and commands, on the device against the CPU."""
     far: dict[str, str] = {}
-    cases = list(itertools.product(SOLVERS, ACTS)) if day.full else list(itertools.product(SOLVERS[:3], ACTS[:4]))
+    cases = (
+        list(itertools.product(SOLVERS, ACTS))
+        if day.full
+        else list(itertools.product(SOLVERS[:3], ACTS[:4]))
+    )
     for (solver, of_solver), (act, of_act) in cases:
         _compare(far, f"{solver} {of_solver} {act} {of_act}", day, solver, act, of_act | of_solver)
     with tempfile.TemporaryDirectory() as home:
-        stores = [saecli.extract("tiny-gemma2", layer=layer, rows=ROWS, home=home, name=f"layer-{layer}", device="cpu")
-                  for layer in LAYERS]
+        stores = [
+            saecli.extract(
+                "tiny-gemma2",
+                layer=layer,
+                rows=ROWS,
+                home=home,
+                name=f"layer-{layer}",
+                device="cpu",
+            )
+            for layer in LAYERS
+        ]
         target, places = Joined((stores[0],), stores[1]), Joined(tuple(stores))
         topk = {"k": 8, "d_sae": 64, "batch_size": 512}
         for name, data, act, options in (
-                ("prefixes", stores[0], "topk", topk | {"prefixes": "auto"}), ("target", target, "topk", topk),
-                ("target, skip", target, "batchtopk", topk | {"skip": True}),
-                ("crosscoder", places, "batchtopk", topk)):
+            ("prefixes", stores[0], "topk", topk | {"prefixes": "auto"}),
+            ("target", target, "topk", topk),
+            ("target, skip", target, "batchtopk", topk | {"skip": True}),
+            ("crosscoder", places, "batchtopk", topk),
+        ):
             _compare(far, name, day, "pam-sgd", act, options, data.split("train"))
         sae = saecli.fit(stores[0], act="topk", k=8, d_sae=64, epochs=1, device="cpu")
         devices = ("cpu", day.device)
-        found = {command.__name__: [numbers(command(sae.copy_to(device), stores[0])) for device in devices]
-                 for command in (saecli.evaluate, saecli.sparsity, saecli.geometry)}
-        found["refit"] = [saecli.refit(sae, stores[0], device=device).W_dec.cpu().numpy() for device in devices]
-        extracted = saecli.extract("tiny-gemma2", layer=LAYERS[0], rows=ROWS, home=home, name="device",
-                                   device=day.device, model_dtype="float32")
-        found["extract"] = [next(one.split("all").sequential(ROWS)) for one in (stores[0], extracted)]
+        found = {
+            command.__name__: [
+                numbers(command(sae.copy_to(device), stores[0])) for device in devices
+            ]
+            for command in (saecli.evaluate, saecli.sparsity, saecli.geometry)
+        }
+        found["refit"] = [
+            saecli.refit(sae, stores[0], device=device).W_dec.cpu().numpy() for device in devices
+        ]
+        extracted = saecli.extract(
+            "tiny-gemma2",
+            layer=LAYERS[0],
+            rows=ROWS,
+            home=home,
+            name="device",
+            device=day.device,
+            model_dtype="float32",
+        )
+        found["extract"] = [
+            next(one.split("all").sequential(ROWS)) for one in (stores[0], extracted)
+        ]
         for name, pair in found.items():
-            relative, absolute = (0.02, 0.05) if name == "extract" else (1e-4, 1e-5)  # rows are stored as bfloat16
+            relative, absolute = (
+                (0.02, 0.05) if name == "extract" else (1e-4, 1e-5)
+            )  # rows are stored as bfloat16
             if not np.allclose(*pair, rtol=relative, atol=absolute):
                 far[name] = f"{np.abs(np.subtract(*pair)).max():.2g} apart"
     if far:
         raise AssertionError(f"not as on the CPU: {json.dumps(far)}")
-    return {"trainings in float64 as on the CPU": len(cases) + 4, "commands as on the CPU": len(found)}
+    return {
+        "trainings in float64 as on the CPU": len(cases) + 4,
+        "commands as on the CPU": len(found),
+    }
 
 
-def _compare(far: dict[str, str], name: str, day: Day, solver: str, act: str, options: dict[str, Any],
-             rows: Any = None) -> None:
+def _compare(
+    far: dict[str, str],
+    name: str,
+    day: Day,
+    solver: str,
+    act: str,
+    options: dict[str, Any],
+    rows: Any = None,
+) -> None:
     """Note a training that differs between the device and the CPU, or fails."""
     given = {} if rows is None else {"rows": rows}
     options = options | {"dtype": "float64"}
     try:
-        ours, theirs = (trained(device, solver, act, options, **given)[0] for device in (day.device, "cpu"))
+        ours, theirs = (
+            trained(device, solver, act, options, **given)[0] for device in (day.device, "cpu")
+        )
     except Exception as error:  # all cases are named at once
         far[name] = f"{type(error).__name__}: {error}"[:200]
         return
-    worst = max(((ours.tensors()[key].cpu() - tensor).norm() / tensor.norm().clamp(min=1e-30)).item()
-                for key, tensor in theirs.tensors().items())
+    worst = max(
+        ((ours.tensors()[key].cpu() - tensor).norm() / tensor.norm().clamp(min=1e-30)).item()
+        for key, tensor in theirs.tensors().items()
+    )
     if not worst < FAR:
         far[name] = f"{worst:.2g} apart"
 
@@ -79,7 +125,9 @@ def repeats(day: Day) -> Figures:
         whole, kept = trained(day.device, solver, act, options)
         for what, start in (("again", None), ("resumed", kept)):
             other, _ = trained(day.device, solver, act, options, start)
-            same = all(torch.equal(one, other.tensors()[name]) for name, one in whole.tensors().items())
+            same = all(
+                torch.equal(one, other.tensors()[name]) for name, one in whole.tensors().items()
+            )
             found[f"{solver} {act}, {what}"] = "the same bits" if same else "OTHER BITS"
     return found
 
@@ -90,11 +138,31 @@ def processes(day: Day) -> Figures:
     device = "cuda" if both else "cpu"
     with tempfile.TemporaryDirectory() as home:
         saecli.extract("tiny-gemma2", layer=1, rows=ROWS, home=home, name="rows", device="cpu")
-        words = ["--home", home, "train", "--data", "rows", "--d-sae", "64", "--epochs", "2", "--dtype", "float64",
-                 "--device", device, "--json"]
-        for name, launch in (("one", []), ("two", ["-m", "torch.distributed.run", "--nproc-per-node", "2"])):
-            subprocess.run([sys.executable, *launch, "-m", "saecli", *words, "--name", name], check=True,
-                           stdout=subprocess.DEVNULL)
+        words = [
+            "--home",
+            home,
+            "train",
+            "--data",
+            "rows",
+            "--d-sae",
+            "64",
+            "--epochs",
+            "2",
+            "--dtype",
+            "float64",
+            "--device",
+            device,
+            "--json",
+        ]
+        for name, launch in (
+            ("one", []),
+            ("two", ["-m", "torch.distributed.run", "--nproc-per-node", "2"]),
+        ):
+            subprocess.run(
+                [sys.executable, *launch, "-m", "saecli", *words, "--name", name],
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
         one, two = (saecli.load_sae(Path(home) / "runs" / name) for name in ("one", "two"))
     assert isinstance(one.activation, Relu)
     apart = ((one.W_dec - two.W_dec).norm() / one.W_dec.norm()).item()

@@ -16,8 +16,15 @@ from typing import Any
 
 Figures = dict[str, Any]
 PARTS = {  # the module of each, and the most seconds that it may take
-    "machine": ("speeds", 120), "correctness": ("checks", 300), "repeats": ("checks", 90), "processes": ("checks", 120),
-    "steps": ("speeds", 240), "rows": ("speeds", 120), "decoder": ("speeds", 240), "extraction": ("speeds", 300)}
+    "machine": ("speeds", 120),
+    "correctness": ("checks", 300),
+    "repeats": ("checks", 90),
+    "processes": ("checks", 120),
+    "steps": ("speeds", 240),
+    "rows": ("speeds", 120),
+    "decoder": ("speeds", 240),
+    "extraction": ("speeds", 300),
+}
 ALL_SECONDS = 1440
 
 
@@ -69,7 +76,16 @@ def run_part(name: str, day: Day) -> Figures:
 def in_process(name: str, day: Day, limit: float) -> Figures:
     """A part in a process of its own, with its seconds."""
     began, found = time.perf_counter(), day.folder / f"{name}.json"
-    command = [sys.executable, __file__, "--part", name, "--device", day.device, "--out", str(day.folder)]
+    command = [
+        sys.executable,
+        __file__,
+        "--part",
+        name,
+        "--device",
+        day.device,
+        "--out",
+        str(day.folder),
+    ]
     part = subprocess.Popen(command, start_new_session=True)
     try:
         part.wait(limit)
@@ -77,22 +93,29 @@ def in_process(name: str, day: Day, limit: float) -> Figures:
         os.killpg(part.pid, signal.SIGKILL)
         part.wait()
         return {"FAILED": f"took longer than {limit:.0f} s"}
-    figures = (json.loads(found.read_text(encoding="utf-8")) if found.exists()
-               else {"FAILED": f"its process ended with status {part.returncode}"})
+    figures = (
+        json.loads(found.read_text(encoding="utf-8"))
+        if found.exists()
+        else {"FAILED": f"its process ended with status {part.returncode}"}
+    )
     found.unlink(missing_ok=True)
     return figures | {"seconds": round(time.perf_counter() - began, 1)}
 
 
 def table(found: dict[str, Figures]) -> str:
     """A line for each figure, in Markdown."""
+
     def shown(value: Any) -> str:
         if isinstance(value, float):
             return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
         return str(value).replace("|", "\\|").replace("\n", " ")
 
     lines = ["| part | what | figure |", "|---|---|---|"]
-    lines += [f"| {part} | {what} | {shown(value)} |" for part, figures in found.items()
-              for what, value in figures.items()]
+    lines += [
+        f"| {part} | {what} | {shown(value)} |"
+        for part, figures in found.items()
+        for what, value in figures.items()
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -111,7 +134,9 @@ def main() -> None:
         return
     began, found = time.monotonic(), {}
     for name, (_, limit) in PARTS.items():
-        found[name] = in_process(name, day, max(1, min(limit, ALL_SECONDS - (time.monotonic() - began))))
+        found[name] = in_process(
+            name, day, max(1, min(limit, ALL_SECONDS - (time.monotonic() - began)))
+        )
         print(f"{name}: {found[name]}", flush=True)
         (day.folder / "cuda.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
         (day.folder / "cuda.md").write_text(table(found), encoding="utf-8")

@@ -42,19 +42,30 @@ def sizes(day: Day) -> tuple[int, int, tuple[int, ...]]:
 def machine(day: Day) -> Figures:
     """The device, its products in each precision, and copies to it."""
     B, D, widths = sizes(day)
-    found: Figures = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if day.full else "cpu"}
+    found: Figures = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if day.full else "cpu",
+    }
     x, W = torch.randn(B, D, device=day.device), torch.randn(D, widths[-1], device=day.device)
     for precision in PRECISIONS:
         if precision == "float32" or multiplies_bf16(torch.device(day.device)):
             with products_in(precision):
-                found[f"{precision} product, TFLOP/s"] = 2 * x.numel() * widths[-1] / day.seconds(lambda: x @ W) / 1e12
+                found[f"{precision} product, TFLOP/s"] = (
+                    2 * x.numel() * widths[-1] / day.seconds(lambda: x @ W) / 1e12
+                )
     wide = x.double(), W.double()
-    found["float64 product, TFLOP/s"] = 2 * x.numel() * widths[-1] / day.seconds(lambda: wide[0] @ wide[1], 2) / 1e12
+    found["float64 product, TFLOP/s"] = (
+        2 * x.numel() * widths[-1] / day.seconds(lambda: wide[0] @ wide[1], 2) / 1e12
+    )
     host = torch.randn(B, D)
-    found["pageable copy, GB/s"] = host.nbytes / day.seconds(lambda: host.to(day.device, copy=True)) / 1e9
+    found["pageable copy, GB/s"] = (
+        host.nbytes / day.seconds(lambda: host.to(day.device, copy=True)) / 1e9
+    )
     if day.full:
         pinned = host.pin_memory()
-        found["pinned copy, GB/s"] = host.nbytes / day.seconds(lambda: pinned.to("cuda", non_blocking=True)) / 1e9
+        found["pinned copy, GB/s"] = (
+            host.nbytes / day.seconds(lambda: pinned.to("cuda", non_blocking=True)) / 1e9
+        )
         found["memory, GiB"] = torch.cuda.get_device_properties(0).total_memory / 2**30
     return found
 
@@ -63,17 +74,35 @@ def steps(day: Day) -> Figures:
     """Rows per second of training steps on rows that are there, in each precision."""
     B, D, widths = sizes(day)
     rows, found = torch.randn(B, D, generator=torch.Generator().manual_seed(0)).to(day.device), {}
-    for F, act, solver in product(widths, ("relu", "topk", "batchtopk", "jumprelu"), ("sgd", "pam-sgd")):
-        activation = ACTIVATIONS[act](**({"k": K} if "topk" in act else {"target_l0": K} if act == "jumprelu" else {}))
+    for F, act, solver in product(
+        widths, ("relu", "topk", "batchtopk", "jumprelu"), ("sgd", "pam-sgd")
+    ):
+        activation = ACTIVATIONS[act](
+            **({"k": K} if "topk" in act else {"target_l0": K} if act == "jumprelu" else {})
+        )
         for precision in PRECISIONS:
             if precision != "float32" and not multiplies_bf16(rows.device):
                 continue
             sparsity = activation.default_sparsity
-            task = Task(TrainingConfig(sparsity=sparsity, smoothing=0.0,
-                                       sparsity_weight=activation.default_weight(sparsity, D),
-                                       precision=precision), 10**6, 10**6, 1e-3)
-            solving = SOLVERS[solver]().resolved(None).build(initial_sae(activation, F, Batch.of(rows), seed=0), task)
-            rate = B / day.seconds(lambda solving=solving: solving.descend(Batch.of(rows)), 10 if day.full else 2)
+            task = Task(
+                TrainingConfig(
+                    sparsity=sparsity,
+                    smoothing=0.0,
+                    sparsity_weight=activation.default_weight(sparsity, D),
+                    precision=precision,
+                ),
+                10**6,
+                10**6,
+                1e-3,
+            )
+            solving = (
+                SOLVERS[solver]()
+                .resolved(None)
+                .build(initial_sae(activation, F, Batch.of(rows), seed=0), task)
+            )
+            rate = B / day.seconds(
+                lambda solving=solving: solving.descend(Batch.of(rows)), 10 if day.full else 2
+            )
             found[f"{act}, {solver}, d_sae {F:,}, {precision}: rows/s"] = rate
     return found | {"peak memory, GiB": day.peak()}
 
@@ -86,7 +115,9 @@ def rows(day: Day) -> Figures:
     count, found = (65_536, {}) if day.full else (2048, {})
     with tempfile.TemporaryDirectory() as folder:
         values = np.random.default_rng(0).standard_normal((count, D), np.float32)
-        store = make_store(Path(folder) / "store", values, "bfloat16", block=2048, shard_rows=count, chunk_rows=256)
+        store = make_store(
+            Path(folder) / "store", values, "bfloat16", block=2048, shard_rows=count, chunk_rows=256
+        )
         options = {"k": K, "d_sae": widths[-1], "batch_size": B, "epochs": 4, "smoothing": 0.1}
         chosen = store.split("train")
         for way, most in (("kept on the device", plan.MOST_TAKEN), ("copied", 0.0)):
@@ -109,9 +140,19 @@ def decoder(day: Day) -> Figures:
 
 def _decoder_step(day: Day, d_sae: int) -> Figures:
     device, (B, D, _) = torch.device(day.device), sizes(day)
-    direction = torch.randn(d_sae, D, generator=torch.Generator().manual_seed(1)).to(device) / D**0.5
-    terms = Terms(1.0, 0.0, 0.0, 0.0, direction, torch.zeros_like(direction), direction.new_zeros(D),
-                  direction.new_zeros(d_sae, dtype=torch.float64))
+    direction = (
+        torch.randn(d_sae, D, generator=torch.Generator().manual_seed(1)).to(device) / D**0.5
+    )
+    terms = Terms(
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        direction,
+        torch.zeros_like(direction),
+        direction.new_zeros(D),
+        direction.new_zeros(d_sae, dtype=torch.float64),
+    )
     x, pre = (torch.randn(B, width, device=device) for width in (D, d_sae))
     codes, found = at(pre.relu(), pre.topk(K, sorted=False).indices), {}
     if plan(B, d_sae, D).bytes < free_memory(device):
@@ -120,7 +161,9 @@ def _decoder_step(day: Day, d_sae: int) -> Figures:
         if d_sae <= WIDEST_DENSE:
             dense = DenseCodes(pre.sub(1.5).relu())
             found["sums of dense codes, rows/s"] = B / day.seconds(lambda: sums.add(dense, x), 2)
-            found["alpha chosen, s"] = day.seconds(lambda: choose_alpha(sums, terms, codes.dense(), x, None), 1)
+            found["alpha chosen, s"] = day.seconds(
+                lambda: choose_alpha(sums, terms, codes.dense(), x, None), 1
+            )
         found["solved directly, s"] = day.seconds(lambda: solve(sums, terms), 1)
     system = StreamedCodes(torch.zeros_like(direction), lambda: iter([codes]), 2.0**33)
     system.add(codes, x)
@@ -130,8 +173,12 @@ def _decoder_step(day: Day, d_sae: int) -> Figures:
 
 def gemma2(folder: Path, shrink: int) -> int:
     """Save a random Gemma-2, of 2.6 billion parameters if not shrunk; their number."""
-    config = Gemma2Config(dtype="bfloat16", vocab_size=256_000 // shrink, hidden_size=2304 // shrink,
-                          intermediate_size=9216 // shrink)
+    config = Gemma2Config(
+        dtype="bfloat16",
+        vocab_size=256_000 // shrink,
+        hidden_size=2304 // shrink,
+        intermediate_size=9216 // shrink,
+    )
     with torch.device("meta"):  # never held in float32
         model = Gemma2ForCausalLM(config).to(torch.bfloat16)
     model.to_empty(device="cpu").tie_weights()
@@ -152,12 +199,36 @@ def extraction(day: Day) -> Figures:
         parameters = gemma2(home / "model", shrink)
         write_text(home / "text.jsonl")
         began = time.perf_counter()
-        words = ["--home", home, "extract", "--model", home / "model", "--dataset", home / "text.jsonl",
-                 "--layer", LAYER, "--rows", rows, "--context", CONTEXT, "--device", day.device, "--json"]
-        found = subprocess.run([sys.executable, "-m", "saecli", *map(str, words)], check=True, text=True,
-                               stdout=subprocess.PIPE)
+        words = [
+            "--home",
+            home,
+            "extract",
+            "--model",
+            home / "model",
+            "--dataset",
+            home / "text.jsonl",
+            "--layer",
+            LAYER,
+            "--rows",
+            rows,
+            "--context",
+            CONTEXT,
+            "--device",
+            day.device,
+            "--json",
+        ]
+        found = subprocess.run(
+            [sys.executable, "-m", "saecli", *map(str, words)],
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+        )
         done = json.loads(found.stdout)
         seconds = time.perf_counter() - began
-    found = {"parameters": parameters, "rows": done["rows"], "seconds, loading included": seconds,
-             "rows/s, loading included": done["rows"] / seconds}
+    found = {
+        "parameters": parameters,
+        "rows": done["rows"],
+        "seconds, loading included": seconds,
+        "rows/s, loading included": done["rows"] / seconds,
+    }
     return found | ({"device": torch.cuda.get_device_name()} if day.full else {})

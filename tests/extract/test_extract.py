@@ -20,7 +20,10 @@ from saecli.base.errors import ConfigError
 from saecli.extract import language_model as model
 from saecli.store.reader import ActivationStore
 
-TEXT = "\n\n".join(" ".join("abcdefghijklmnop"[i % 7 : i % 7 + 3 + i % 9] for i in range(n, n + 20)) for n in range(40))
+TEXT = "\n\n".join(
+    " ".join("abcdefghijklmnop"[i % 7 : i % 7 + 3 + i % 9] for i in range(n, n + 20))
+    for n in range(40)
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +35,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("site", ["resid_post", "resid_pre"])
-def test_rows_are_those_of_the_model_run_on_each_window_alone(sae: CommandLine, models, text, architecture, site):
-    document = sae("extract", "--model", models[architecture], "--layer", "1", "--site", site, "--dataset", text,
-                   "--context", "16", "--dtype", "float32", "--batch-size", "5", "--name", "s", "--json").json
+def test_rows_are_those_of_the_model_run_on_each_window_alone(
+    sae: CommandLine, models, text, architecture, site
+):
+    document = sae(
+        "extract",
+        "--model",
+        models[architecture],
+        "--layer",
+        "1",
+        "--site",
+        site,
+        "--dataset",
+        text,
+        "--context",
+        "16",
+        "--dtype",
+        "float32",
+        "--batch-size",
+        "5",
+        "--name",
+        "s",
+        "--json",
+    ).json
     assert document.keys() >= {"name", "path", "rows", "d_in", "dtype", "shards", "cached"}
     assert (document["d_in"], document["dtype"], document["cached"]) == (WIDTH, "float32", False)
     rows, columns = stored(sae.home / "activations" / "s")
@@ -45,7 +68,9 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(sae: CommandLine, 
         for start in range(0, len(ids), 15):
             window = torch.tensor([[1, *ids[start : start + 15]]])
             with torch.no_grad():
-                states = model.model(window, output_hidden_states=True).hidden_states[2 if site == "resid_post" else 1]
+                states = model.model(window, output_hidden_states=True).hidden_states[
+                    2 if site == "resid_post" else 1
+                ]
             plain = ~torch.isin(window[0], torch.tensor(model.tokenizer.all_special_ids))
             expected.append(states[0][plain])
             special.append(states[0][~plain].double().norm(dim=1))
@@ -57,13 +82,27 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(sae: CommandLine, 
     assert 0 not in columns["position"]  # BOS stands there
     norms = torch.cat(special)
     assert document["dropped"] == {"special": len(norms)}
-    assert document["dropped_norms"] == {"special": pytest.approx(
-        {"rows": len(norms), "mean": norms.mean().item(), "max": norms.max().item()}, rel=1e-4)}
+    assert document["dropped_norms"] == {
+        "special": pytest.approx(
+            {"rows": len(norms), "mean": norms.mean().item(), "max": norms.max().item()}, rel=1e-4
+        )
+    }
 
 
 def test_last_position_gives_one_row_a_document(sae: CommandLine, models, text):
-    words = ("extract", "--model", models["gemma2"], "--layer", "1", "--dataset", text, "--context", "16",
-             "--dtype", "float32")
+    words = (
+        "extract",
+        "--model",
+        models["gemma2"],
+        "--layer",
+        "1",
+        "--dataset",
+        text,
+        "--context",
+        "16",
+        "--dtype",
+        "float32",
+    )
     assert sae(*words, "--positions", "last", "--name", "last").status == 0
     assert sae(*words, "--name", "all").status == 0
     last, columns = stored(sae.home / "activations" / "last")
@@ -88,14 +127,31 @@ def test_the_same_request_is_a_cache_hit(sae: CommandLine, models, text):
     assert "made from something else; give another --name" in refused.err
 
 
-SITES = ("--layer", "0", "--layer", "2", "--site", "resid_post", "--site", "mlp_out", "--max-norm-multiple", "1.2")
+SITES = (
+    "--layer",
+    "0",
+    "--layer",
+    "2",
+    "--site",
+    "resid_post",
+    "--site",
+    "mlp_out",
+    "--max-norm-multiple",
+    "1.2",
+)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("words", "kills", "lost"), [
-    (("--rows", "3000", "--shard-rows", "300", "--batch-size", "4"), (3, 5), None),
-    (("--rows", "45000", "--shard-rows", "1500", *SITES), (31, 40), "k-l2-resid_post")])
-def test_killed_extractions_equal_whole_ones(sae: CommandLine, words: tuple, kills: tuple, lost: str | None):
+@pytest.mark.parametrize(
+    ("words", "kills", "lost"),
+    [
+        (("--rows", "3000", "--shard-rows", "300", "--batch-size", "4"), (3, 5), None),
+        (("--rows", "45000", "--shard-rows", "1500", *SITES), (31, 40), "k-l2-resid_post"),
+    ],
+)
+def test_killed_extractions_equal_whole_ones(
+    sae: CommandLine, words: tuple, kills: tuple, lost: str | None
+):
     words = ["extract", "--model", "tiny-gemma2", *words, "--name"]
     assert sae(*words, "w").status == 0
     for nth in kills:
@@ -110,27 +166,46 @@ def test_killed_extractions_equal_whole_ones(sae: CommandLine, words: tuple, kil
 UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("--layer", "7"), "got --layer 7"), (("--context", "65"), "got --context 65; lower it"),
-    (("--model", ""), "--model is empty"), (("--dataset", ""), "--dataset is empty"),
-    (("--dataset-split", "test"), "--dataset-split does nothing with the dataset"),
-    (("--dataset-config", "x"), "--dataset-config does nothing with the dataset"),
-    (("--text-column", "x"), "--text-column does nothing with the dataset"),
-    (("--dataset", "a.jsonl", "--dataset-split", "test"), "--dataset-split does nothing with the dataset a.jsonl"),
-    *((("--" + name, "9" * 10), f"--{name} must be at most 2.14748e+09")
-      for name in ("rows", "context", "batch-size", "shard-rows")),
-    (("--mix", "1"), "--mix does nothing with the dataset"),
-    (("--dataset", "a.txt", "--dataset", "b.txt", "--mix", "1"), "once per --dataset, got 1 for 2 datasets"),
-    (("--dataset", "a.txt", "--dataset", "a.txt"), "must name different texts, got one twice"),
-    (("--dataset", "nowhere.txt"), UNAVAILABLE[0]), (("--model", "google/gemma-2-2b"), UNAVAILABLE[1]),
-    (("--context", "1"), "--context must be above 1"), (("--rows", "0"), "--rows must be at least 1"),
-    (("--name", "a/b"), "--name must be a plain folder name"),
-    (("--packed", "--positions", "last"), "--packed does nothing with --positions last"),
-])
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--layer", "7"), "got --layer 7"),
+        (("--context", "65"), "got --context 65; lower it"),
+        (("--model", ""), "--model is empty"),
+        (("--dataset", ""), "--dataset is empty"),
+        (("--dataset-split", "test"), "--dataset-split does nothing with the dataset"),
+        (("--dataset-config", "x"), "--dataset-config does nothing with the dataset"),
+        (("--text-column", "x"), "--text-column does nothing with the dataset"),
+        (
+            ("--dataset", "a.jsonl", "--dataset-split", "test"),
+            "--dataset-split does nothing with the dataset a.jsonl",
+        ),
+        *(
+            (("--" + name, "9" * 10), f"--{name} must be at most 2.14748e+09")
+            for name in ("rows", "context", "batch-size", "shard-rows")
+        ),
+        (("--mix", "1"), "--mix does nothing with the dataset"),
+        (
+            ("--dataset", "a.txt", "--dataset", "b.txt", "--mix", "1"),
+            "once per --dataset, got 1 for 2 datasets",
+        ),
+        (("--dataset", "a.txt", "--dataset", "a.txt"), "must name different texts, got one twice"),
+        (("--dataset", "nowhere.txt"), UNAVAILABLE[0]),
+        (("--model", "google/gemma-2-2b"), UNAVAILABLE[1]),
+        (("--context", "1"), "--context must be above 1"),
+        (("--rows", "0"), "--rows must be at least 1"),
+        (("--name", "a/b"), "--name must be a plain folder name"),
+        (("--packed", "--positions", "last"), "--packed does nothing with --positions last"),
+    ],
+)
 def test_what_cannot_work_is_refused(sae: CommandLine, models, text, words, sentence, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    rest = [word for name, value in (("--model", models["gpt2"]), ("--dataset", text)) if name not in words
-            for word in (name, value)]
+    rest = [
+        word
+        for name, value in (("--model", models["gpt2"]), ("--dataset", text))
+        if name not in words
+        for word in (name, value)
+    ]
     done = sae("extract", *rest, *words)
     assert done.status == (1 if sentence in UNAVAILABLE else 2)
     assert sentence in done.err
@@ -142,10 +217,14 @@ def test_the_default_context_is_what_the_model_allows(sae: CommandLine, models, 
     words = ("extract", "--dataset", text, "--rows", "50", "--model")
     assert sae(*words, models["gpt2"], "--name", "short", "--json").json["rows"] == 50
     assert sae(*words, models["llama"], "--name", "long", "--json").json["rows"] == 50
-    contexts = [ActivationStore.open(sae.home / "activations" / name).meta.source["context"]
-                for name in ("short", "long")]
+    contexts = [
+        ActivationStore.open(sae.home / "activations" / name).meta.source["context"]
+        for name in ("short", "long")
+    ]
     assert contexts == [64, 128]
-    assert sae(*words, models["gpt2"], "--context", "64", "--name", "short", "--json").json["cached"]
+    assert sae(*words, models["gpt2"], "--context", "64", "--name", "short", "--json").json[
+        "cached"
+    ]
 
 
 class Code:
@@ -174,18 +253,29 @@ def add_token(folder: Path) -> None:
 def bring_code(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     classes = {"AutoConfig": "m.Own", "AutoModel": "m.Model", "AutoModelForCausalLM": "m.Model"}
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": classes}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "own", "auto_map": classes})
+    )
     (folder / "m.py").write_text("open('ran', 'w')\n")
 
 
-@pytest.mark.parametrize(("architecture", "damage", "sentence"), [
-    ("llama", bring_code, "this tool runs no code from a model's folder"),
-    ("llama", pickle, "use a model with model.safetensors"),
-    ("llama", lambda folder: os.truncate(folder / "model.safetensors", 2000), "cannot load the model"),
-    ("llama", add_token, f"cannot read the token {VOCABULARY}"),
-    *((name, drop_tokenizer, "cannot load the tokenizer of") for name in CONFIGS)])
-def test_damaged_models_are_refused(sae: CommandLine, models, tmp_path: Path, monkeypatch, architecture, damage,
-                                    sentence):
+@pytest.mark.parametrize(
+    ("architecture", "damage", "sentence"),
+    [
+        ("llama", bring_code, "this tool runs no code from a model's folder"),
+        ("llama", pickle, "use a model with model.safetensors"),
+        (
+            "llama",
+            lambda folder: os.truncate(folder / "model.safetensors", 2000),
+            "cannot load the model",
+        ),
+        ("llama", add_token, f"cannot read the token {VOCABULARY}"),
+        *((name, drop_tokenizer, "cannot load the tokenizer of") for name in CONFIGS),
+    ],
+)
+def test_damaged_models_are_refused(
+    sae: CommandLine, models, tmp_path: Path, monkeypatch, architecture, damage, sentence
+):
     folder = shutil.copytree(models[architecture], tmp_path / "model")
     damage(folder)
     (tmp_path / "a.txt").write_text("abzzc")
@@ -207,14 +297,30 @@ def test_rows_that_all_overflow_end_the_extraction_early(sae: CommandLine, model
     words = ("extract", "--model", folder, "--layer", "0", "--dataset", tmp_path / "a.txt")
     done = sae(*words, "--dtype", "float16")
     assert done.status == 1
-    found = re.search(r"none of ([\d,]+) is finite in float16; use --dtype bfloat16 or --dtype float32", done.err)
+    found = re.search(
+        r"none of ([\d,]+) is finite in float16; use --dtype bfloat16 or --dtype float32", done.err
+    )
     assert 10_000 <= int(found[1].replace(",", "")) < 20_000
     assert not list((sae.home / "activations").iterdir())
     assert sae(*words, "--dtype", "bfloat16", "--rows", "50").status == 0
 
 
-def test_a_store_finished_meanwhile_by_another_process_is_cached(sae: CommandLine, models, text, monkeypatch):
-    words = ("extract", "--model", models["gpt2"], "--layer", "1", "--dataset", text, "--context", "16", "--name", "s")
+def test_a_store_finished_meanwhile_by_another_process_is_cached(
+    sae: CommandLine, models, text, monkeypatch
+):
+    words = (
+        "extract",
+        "--model",
+        models["gpt2"],
+        "--layer",
+        "1",
+        "--dataset",
+        text,
+        "--context",
+        "16",
+        "--name",
+        "s",
+    )
     load = model.LanguageModel
 
     def slow(*args: object, **options: object) -> object:
@@ -228,11 +334,32 @@ def test_a_store_finished_meanwhile_by_another_process_is_cached(sae: CommandLin
 
 
 def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
-    options = {"layer": 1, "site": "mlp_out", "dataset": str(text), "context": 16, "rows": 300, "home": sae.home}
+    options = {
+        "layer": 1,
+        "site": "mlp_out",
+        "dataset": str(text),
+        "context": 16,
+        "rows": 300,
+        "home": sae.home,
+    }
     store = saecli.extract(str(models["gpt2"]), **options)
     assert (store.complete, store.rows, store.meta.source["site"]) == (True, 300, "mlp_out")
-    words = ("extract", "--model", models["gpt2"], "--layer", "1", "--site", "mlp_out", "--dataset", text, "--context",
-             "16", "--rows", "300", "--json")
+    words = (
+        "extract",
+        "--model",
+        models["gpt2"],
+        "--layer",
+        "1",
+        "--site",
+        "mlp_out",
+        "--dataset",
+        text,
+        "--context",
+        "16",
+        "--rows",
+        "300",
+        "--json",
+    )
     assert sae(*words).json["cached"]
     assert saecli.extract(str(models["gpt2"]), **options, progress=True).path == store.path
     for several in ({"layer": [0, 1]}, {"site": ["resid_post", "mlp_out"]}):
@@ -241,5 +368,7 @@ def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
         saecli.extract(str(models["gpt2"]), contex=16)
     with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):
         saecli.extract(str(models["gpt2"]), site="mlp")
-    with pytest.raises(ConfigError, match="dataset_split does nothing with the dataset stdlib-docs; leave it out"):
+    with pytest.raises(
+        ConfigError, match="dataset_split does nothing with the dataset stdlib-docs; leave it out"
+    ):
         saecli.extract(str(models["gpt2"]), dataset="stdlib-docs", dataset_split="train")

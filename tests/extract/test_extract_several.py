@@ -17,7 +17,9 @@ from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore
 
-TEXT = "\n\n".join("".join("abcdefghijklmnop"[(i * n) % 16] for i in range(n % 37)) or "a" for n in range(120))
+TEXT = "\n\n".join(
+    "".join("abcdefghijklmnop"[(i * n) % 16] for i in range(n % 37)) or "a" for n in range(120)
+)
 SEVERAL = ("--layer", "0", "--layer", "2", "--site", "resid_post", "--site", "mlp_out")
 LETTER_C = 6  # its token
 
@@ -38,21 +40,41 @@ def read(home: Path, name: str) -> tuple[np.ndarray, dict[str, list[int]]]:
 
 @pytest.mark.slow
 def test_several_hook_points_hold_the_rows_of_each_alone(sae: CommandLine, model, text):
-    words = ("extract", "--model", model, "--dataset", text, "--context", "16", "--rows", "900",
-             "--batch-size", "4", "--json")
+    words = (
+        "extract",
+        "--model",
+        model,
+        "--dataset",
+        text,
+        "--context",
+        "16",
+        "--rows",
+        "900",
+        "--batch-size",
+        "4",
+        "--json",
+    )
     together = sae(*words, *SEVERAL).json["stores"]
     assert together[0].keys() >= {"name", "path", "rows", "d_in", "dtype", "shards", "cached"}
     assert [found["cached"] for found in together] == [False] * 4
-    assert len({found["name"].rpartition("-")[2] for found in together}) == 1  # one hash, of the request
+    assert (
+        len({found["name"].rpartition("-")[2] for found in together}) == 1
+    )  # one hash, of the request
     labels = [f"l{layer}-{site}" for layer in "02" for site in ("mlp_out", "resid_post")]
-    for index, (layer, site) in enumerate((layer, site) for layer in "02" for site in ("resid_post", "mlp_out")):
+    for index, (layer, site) in enumerate(
+        (layer, site) for layer in "02" for site in ("resid_post", "mlp_out")
+    ):
         alone = sae(*words, "--layer", layer, "--site", site).json
         assert not alone["cached"] and alone["name"] != together[index]["name"]
         metas = [store(sae.home, found["name"]).meta for found in (alone, together[index])]
-        assert_same_pass(Path(together[index]["path"]), Path(alone["path"]), but_for=("source", "request_hash"))
+        assert_same_pass(
+            Path(together[index]["path"]), Path(alone["path"]), but_for=("source", "request_hash")
+        )
         beside = [label for label in labels if label != f"l{layer}-{site}"]
         assert metas[1].source == {**metas[0].source, "beside": beside}
-    again = sae(*words, "--site", "mlp_out", "--site", "resid_post", "--layer", "2", "--layer", "0").json["stores"]
+    again = sae(
+        *words, "--site", "mlp_out", "--site", "resid_post", "--layer", "2", "--layer", "0"
+    ).json["stores"]
     assert all(found["cached"] for found in again)
     every = sae(*words, "--layer", "all", "--site", "resid_post", "--name", "all").json["stores"]
     assert [found["name"] for found in every] == [f"all-l{layer}-resid_post" for layer in range(3)]
@@ -74,14 +96,38 @@ def overflowing(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_rows_that_one_store_drops_are_dropped_from_all(sae: CommandLine, overflowing, text):
-    words = ("extract", "--model", overflowing, "--dataset", text, "--layer", "1", "--context", "16", "--rows", "500",
-             "--shard-rows", "60", "--dtype", "float16", "--name", "s", "--json")
+    words = (
+        "extract",
+        "--model",
+        overflowing,
+        "--dataset",
+        text,
+        "--layer",
+        "1",
+        "--context",
+        "16",
+        "--rows",
+        "500",
+        "--shard-rows",
+        "60",
+        "--dtype",
+        "float16",
+        "--name",
+        "s",
+        "--json",
+    )
     both = (*words, "--site", "resid_pre", "--site", "mlp_in")
     pre, mlp = sae(*both).json["stores"]
-    counts = [{reason: found["dropped"].get(reason, 0) for reason in ("nonfinite", "beside")} for found in (pre, mlp)]
+    counts = [
+        {reason: found["dropped"].get(reason, 0) for reason in ("nonfinite", "beside")}
+        for found in (pre, mlp)
+    ]
     assert counts[0]["nonfinite"] == counts[1]["beside"] > 20
     assert counts[0]["beside"] == counts[1]["nonfinite"] == 0
-    assert mlp["dropped_norms"]["beside"]["rows"] == counts[1]["beside"] and "beside" not in pre["dropped_norms"]
+    assert (
+        mlp["dropped_norms"]["beside"]["rows"] == counts[1]["beside"]
+        and "beside" not in pre["dropped_norms"]
+    )
     assert read(sae.home, pre["name"])[1] == read(sae.home, mlp["name"])[1]
     columns = read(sae.home, mlp["name"])[1]
     assert LETTER_C not in columns["token_id"] and len(columns["token_id"]) == 500
@@ -92,74 +138,161 @@ def test_rows_that_one_store_drops_are_dropped_from_all(sae: CommandLine, overfl
     assert store(sae.home, mlp["name"]).meta == meta
 
 
-def test_a_row_that_one_model_cannot_store_is_dropped_from_both(sae: CommandLine, model, overflowing, text):
+def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
+    sae: CommandLine, model, overflowing, text
+):
     def by_token(name: str) -> dict[tuple[int, ...], np.ndarray]:
         rows, columns = read(sae.home, name)
         return dict(zip(zip(*columns.values(), strict=True), rows, strict=True))
 
-    words = ("extract", "--dataset", text, "--layer", "1", "--context", "16", "--rows", "300", "--dtype", "float16",
-             "--json")
+    words = (
+        "extract",
+        "--dataset",
+        text,
+        "--layer",
+        "1",
+        "--context",
+        "16",
+        "--rows",
+        "300",
+        "--dtype",
+        "float16",
+        "--json",
+    )
     both = ("--model", model, "--model", overflowing, "--name", "s")
     first, second = sae(*words, *both).json["stores"]
-    assert (first["name"], second["name"]) == ("s-gemma2-l1-resid_post", "s-overflowing-l1-resid_post")
+    assert (first["name"], second["name"]) == (
+        "s-gemma2-l1-resid_post",
+        "s-overflowing-l1-resid_post",
+    )
     assert first["dropped"]["beside"] == second["dropped"]["nonfinite"] > 20
     columns = read(sae.home, second["name"])[1]
     assert read(sae.home, first["name"])[1] == columns and LETTER_C not in columns["token_id"]
     for found, own in ((first, model), (second, overflowing)):
-        alone, together = by_token(sae(*words, "--model", own).json["name"]), by_token(found["name"])
+        alone, together = (
+            by_token(sae(*words, "--model", own).json["name"]),
+            by_token(found["name"]),
+        )
         keys = [*alone.keys() & together.keys()]
         assert len(keys) > 200
-        np.testing.assert_allclose([together[key] for key in keys], [alone[key] for key in keys], rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            [together[key] for key in keys], [alone[key] for key in keys], rtol=2e-3, atol=1e-3
+        )
     assert all(one["cached"] for one in sae(*words, *both).json["stores"])
-    stores = saecli.extract([str(overflowing), str(model)], layer=1, dataset=str(text), rows=50, home=sae.home)
+    stores = saecli.extract(
+        [str(overflowing), str(model)], layer=1, dataset=str(text), rows=50, home=sae.home
+    )
     assert [store.meta.source["model"] for store in stores] == [str(overflowing), str(model)]
 
 
-@pytest.mark.parametrize(("second", "sentence"), [
-    ("model", "--model names {} twice; name each model once"),
-    ("plain", "do not read the same tokens: expected one tokenizer, got windows that begin with the special tokens "
-              "[1] and []"),
-    ("tiny-gemma2", "expected one tokenizer, got 64 and 2,048 tokens")])
-def test_models_that_do_not_read_the_same_tokens_are_refused(sae: CommandLine, model, text, tmp_path, second, sentence):
-    other = {"model": model, "plain": save_model(tmp_path / "plain", "llama", bos=False)}.get(second, second)
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        ("model", "--model names {} twice; name each model once"),
+        (
+            "plain",
+            "do not read the same tokens: expected one tokenizer, got windows that begin with the special tokens "
+            "[1] and []",
+        ),
+        ("tiny-gemma2", "expected one tokenizer, got 64 and 2,048 tokens"),
+    ],
+)
+def test_models_that_do_not_read_the_same_tokens_are_refused(
+    sae: CommandLine, model, text, tmp_path, second, sentence
+):
+    other = {"model": model, "plain": save_model(tmp_path / "plain", "llama", bos=False)}.get(
+        second, second
+    )
     done = sae("extract", "--model", model, "--model", other, "--dataset", text)
     assert done.status == 2 and sentence.format(other) in done.err
 
 
-def test_rows_that_not_all_can_store_end_the_extraction(sae: CommandLine, overflowing, tmp_path: Path):
+def test_rows_that_not_all_can_store_end_the_extraction(
+    sae: CommandLine, overflowing, tmp_path: Path
+):
     (tmp_path / "c.txt").write_text("\n\n".join(["c" * 15] * 800))
-    done = sae("extract", "--model", overflowing, "--dataset", tmp_path / "c.txt", "--layer", "1", "--site", "mlp_in",
-               "--site", "resid_pre", "--context", "16", "--dtype", "float16")
+    done = sae(
+        "extract",
+        "--model",
+        overflowing,
+        "--dataset",
+        tmp_path / "c.txt",
+        "--layer",
+        "1",
+        "--site",
+        "mlp_in",
+        "--site",
+        "resid_pre",
+        "--context",
+        "16",
+        "--dtype",
+        "float16",
+    )
     assert done.status == 1
     assert "at all 2 hook points" in done.err
     assert not list((sae.home / "activations").iterdir())
 
 
 def test_stores_of_different_tokens_are_refused(sae: CommandLine, model, text):
-    words = ("extract", "--model", model, "--dataset", text, "--rows", "300", "--shard-rows", "60", "--name", "s",
-             "--site", "mlp_in", "--site", "mlp_out")
+    words = (
+        "extract",
+        "--model",
+        model,
+        "--dataset",
+        text,
+        "--rows",
+        "300",
+        "--shard-rows",
+        "60",
+        "--name",
+        "s",
+        "--site",
+        "mlp_in",
+        "--site",
+        "mlp_out",
+    )
     assert sae(*words).status == 0
     path = sae.home / "activations" / "s-l1-mlp_out" / "store.json"
     document = json.loads(path.read_text())
     document["shards"][2]["resume"]["skip"] += 1
     path.write_text(json.dumps(document))
-    assert "s-l1-mlp_in and s-l1-mlp_out do not hold the same rows" in " ".join(sae(*words).err.split())
+    assert "s-l1-mlp_in and s-l1-mlp_out do not hold the same rows" in " ".join(
+        sae(*words).err.split()
+    )
 
 
 def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text):
     words = ("extract", "--model", model, "--dataset", text, "--rows", "100", "--json")
     found = sae(*words, *SEVERAL, "--name", "mine").json["stores"]
-    assert [each["name"] for each in found] == [f"mine-l{n}-{site}" for n in "02" for site in ("resid_post", "mlp_out")]
+    assert [each["name"] for each in found] == [
+        f"mine-l{n}-{site}" for n in "02" for site in ("resid_post", "mlp_out")
+    ]
     refused = sae(*words, "--layer", "2", "--name", "mine-l2-resid_post").err
-    assert "there is a store named 'mine-l2-resid_post' already, made from something else" in refused
-    out = sae("extract", "--model", model, "--dataset", text, "--rows", "100", *SEVERAL, "--name", "mine").out
+    assert (
+        "there is a store named 'mine-l2-resid_post' already, made from something else" in refused
+    )
+    out = sae(
+        "extract", "--model", model, "--dataset", text, "--rows", "100", *SEVERAL, "--name", "mine"
+    ).out
     assert out.count("stored already, by the same request") == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [(), ("--packed",)])
 def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model, text, extra):
-    words = ("extract", "--model", model, "--layer", "1", "--dataset", text, "--context", "16", "--dtype", "float32")
+    words = (
+        "extract",
+        "--model",
+        model,
+        "--layer",
+        "1",
+        "--dataset",
+        text,
+        "--context",
+        "16",
+        "--dtype",
+        "float32",
+    )
     for size in ("auto", "1", "3", "1000"):
         assert sae(*words, *extra, "--batch-size", size, "--name", size).status == 0
     rows, columns = read(sae.home, "auto")
@@ -172,30 +305,67 @@ def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model,
 
 @pytest.mark.slow
 def test_packed_rows_match_the_model_on_joined_documents(sae: CommandLine, model, text):
-    words = ("extract", "--model", model, "--layer", "1", "--dataset", text, "--context", "16", "--dtype", "float32")
+    words = (
+        "extract",
+        "--model",
+        model,
+        "--layer",
+        "1",
+        "--dataset",
+        text,
+        "--context",
+        "16",
+        "--dtype",
+        "float32",
+    )
     document = sae(*words, "--packed", "--name", "packed", "--json").json
     rows, columns = read(sae.home, "packed")
     plain = sae(*words, "--name", "plain", "--json").json
-    assert (plain["rows"], sorted(read(sae.home, "plain")[1]["token_id"])) == (document["rows"],
-                                                                               sorted(columns["token_id"]))
+    assert (plain["rows"], sorted(read(sae.home, "plain")[1]["token_id"])) == (
+        document["rows"],
+        sorted(columns["token_id"]),
+    )
     auto = AutoModel.from_pretrained(model, attn_implementation="eager").eval()
-    starts = [i for i in range(len(rows)) if i == 0 or columns["position"][i] <= columns["position"][i - 1]]
+    starts = [
+        i
+        for i in range(len(rows))
+        if i == 0 or columns["position"][i] <= columns["position"][i - 1]
+    ]
     for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
-        window = torch.ones(1, columns["position"][end - 1] + 1, dtype=torch.int64)  # BOS wherever no token was stored
+        window = torch.ones(
+            1, columns["position"][end - 1] + 1, dtype=torch.int64
+        )  # BOS wherever no token was stored
         window[0, columns["position"][start:end]] = torch.tensor(columns["token_id"][start:end])
         with torch.no_grad():
             states = auto(window, output_hidden_states=True).hidden_states[2][0]
-        np.testing.assert_allclose(rows[start:end], states[columns["position"][start:end]], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            rows[start:end], states[columns["position"][start:end]], rtol=1e-4, atol=1e-5
+        )
     assert len(starts) < document["rows"] / 12  # windows of 16, and not of the documents' lengths
-    make_run(sae.home, "run", SAE(torch.eye(WIDTH), torch.zeros(WIDTH), torch.eye(WIDTH), torch.zeros(WIDTH),
-                                  TopK(k=WIDTH)), data="packed")
+    make_run(
+        sae.home,
+        "run",
+        SAE(
+            torch.eye(WIDTH),
+            torch.zeros(WIDTH),
+            torch.eye(WIDTH),
+            torch.zeros(WIDTH),
+            TopK(k=WIDTH),
+        ),
+        data="packed",
+    )
     measured = sae("eval", "run", "--model", model, "--json").json["runs"][0]
     assert measured["ce_spliced"] == pytest.approx(measured["ce_clean"], rel=1e-4)
 
 
 def test_empty_and_short_texts_are_left_out_and_counted(sae: CommandLine, model, tmp_path: Path):
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["abc", "", "  ", "a", "abcdef", None, "ab"]))
+    path.write_text(
+        "".join(
+            json.dumps({"text": text}) + "\n"
+            for text in ["abc", "", "  ", "a", "abcdef", None, "ab"]
+        )
+    )
     words = ("extract", "--model", model, "--dataset", path, "--min-tokens", "3", "--name", "s")
     document = sae(*words, "--json").json
     assert document["rows"] == 9
@@ -208,7 +378,18 @@ def test_empty_and_short_texts_are_left_out_and_counted(sae: CommandLine, model,
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_forward_pass_runs_in_the_given_precision(sae: CommandLine, model, text, dtype):
-    words = ("extract", "--model", model, "--layer", "1", "--dataset", text, "--dtype", "float32", "--json")
+    words = (
+        "extract",
+        "--model",
+        model,
+        "--layer",
+        "1",
+        "--dataset",
+        text,
+        "--dtype",
+        "float32",
+        "--json",
+    )
     automatic, exact = sae(*words).json, sae(*words, "--model-dtype", "float32").json
     assert exact["cached"] and exact["name"] == automatic["name"]
     half = sae(*words, "--model-dtype", dtype).json
@@ -222,7 +403,19 @@ def test_the_forward_pass_runs_in_the_given_precision(sae: CommandLine, model, t
 
 def test_without_a_terminal_a_line_shows_progress(sae: CommandLine, model, text):
     sae.monkeypatch.setattr("saecli.base.console.PLAIN_INTERVAL", 0.0)
-    done = sae("extract", "--model", model, "--dataset", text, "--rows", "600", "--context", "16", "--batch-size", "4")
+    done = sae(
+        "extract",
+        "--model",
+        model,
+        "--dataset",
+        text,
+        "--rows",
+        "600",
+        "--context",
+        "16",
+        "--batch-size",
+        "4",
+    )
     line = next(line for line in done.err.splitlines() if "tokens/s" in line)
     for words in (" of 600 rows, ", " rows/s, ", " left  ", " tokens/s, ", " rows written, ", " B"):
         assert words in line

@@ -15,57 +15,134 @@ from saecli.base.errors import ConfigError
 from saecli.extract.options import SITES, HookPoint
 
 # For all families; each takes what it knows.
-TINY = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
-        "num_key_value_heads": 2, "intermediate_size": 48, "intermediate_size_mlp": 48, "sliding_window": 4,
-        "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "shared_intermediate_size": 48,
-        "interleave_moe_layer_step": 2,
-        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "partial_rotary_factor": 1.0,
-        "attention_types": [[["global", "local"], 1]], "d_model": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 48,
-        "word_embed_proj_dim": 32, "state_size": 4, "attn_layer_indices": [1], "attn_layer_period": 2,
-        "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
-        "mamba_n_groups": 1, "mamba_chunk_size": 8, "mamba_d_ssm": 64, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 8,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 48,
+    "sliding_window": 4,
+    "max_position_embeddings": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 48,
+    "interleave_moe_layer_step": 2,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "rotary_dim": 4,
+    "partial_rotary_factor": 1.0,
+    "attention_types": [[["global", "local"], 1]],
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "state_size": 4,
+    "attn_layer_indices": [1],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "use_mamba_kernels": False,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "mamba_d_ssm": 64,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
-OWN = {"qwen3_next": LINEAR, "qwen3_5_text": LINEAR, "lfm2": {"layer_types": ["conv", "full_attention"]},
-       "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 0}}
+OWN = {
+    "qwen3_next": LINEAR,
+    "qwen3_5_text": LINEAR,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 0},
+}
 FAMILIES = {  # by the modules whose input is mlp_in, and whose outputs are mlp_out and attn_out
     "mlp mlp self_attn": "llama mistral qwen2 qwen3 gemma phi phi3 granite smollm3 starcoder2 stablelm ernie4_5 "
-                         "nemotron cohere2 mixtral qwen3_moe gpt_oss olmoe qwen3_next qwen3_5_text mamba",
+    "nemotron cohere2 mixtral qwen3_moe gpt_oss olmoe qwen3_next qwen3_5_text mamba",
     "mlp post_feedforward_layernorm post_attention_layernorm": "gemma2 gemma3_text olmo2 olmo3 exaone4",
-    "mlp post_mlp_layernorm post_self_attn_layernorm": "glm4", "fc1 fc2 self_attn": "opt",
-    "mlp mlp attn": "gpt2 gptj gpt_neo", "mlp mlp attention": "gpt_neox", "ffn ffn.down_proj attn": "mpt",
+    "mlp post_mlp_layernorm post_self_attn_layernorm": "glm4",
+    "fc1 fc2 self_attn": "opt",
+    "mlp mlp attn": "gpt2 gptj gpt_neo",
+    "mlp mlp attention": "gpt_neox",
+    "ffn ffn.down_proj attn": "mpt",
     "mlp mlp.dense_4h_to_h self_attention.dense": "bloom",
     "feed_forward feed_forward self_attn": "llama4_text lfm2 bamba jamba",
     "feed_forward feed_forward none": "falcon_h1",
-    "block_sparse_moe block_sparse_moe self_attn": "granitemoe", "shared_mlp shared_mlp self_attn": "granitemoehybrid",
-    "none none self_attn": "granitemoeshared"}
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "depth": 2, "num_attention_heads": 4,
-          "num_heads": 4, "image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32,
-          "projector_output_dim": 32, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+    "block_sparse_moe block_sparse_moe self_attn": "granitemoe",
+    "shared_mlp shared_mlp self_attn": "granitemoehybrid",
+    "none none self_attn": "granitemoeshared",
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 TOKENS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
 MASK = (torch.arange(9) < torch.tensor([9, 6, 9])[:, None]).long()
 
 
-@pytest.mark.parametrize(("family", "paths"), [
-    pytest.param(family, paths, marks=() if family in ("gpt2", "gpt_neox", "llama", "gemma2") else pytest.mark.slow)
-    for paths, families in FAMILIES.items() for family in families.split()])
-def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(family: str, paths: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "paths"),
+    [
+        pytest.param(
+            family,
+            paths,
+            marks=() if family in ("gpt2", "gpt_neox", "llama", "gemma2") else pytest.mark.slow,
+        )
+        for paths, families in FAMILIES.items()
+        for family in families.split()
+    ],
+)
+def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
+    family: str, paths: str, tmp_path: Path
+):
     if family not in CONFIG_MAPPING:
         pytest.skip("a newer transformers has it")
     config = AutoConfig.for_model(family, **TINY | OWN.get(family, {}))
     model, seen = loaded(save_model(tmp_path, config), head=True), {}
     for layer, block in enumerate(model.blocks):
+
         def hook(_: Any, args: tuple, kwargs: dict, out: Any, layer: int, site: str) -> None:
             given = args[0] if args else kwargs["hidden_states"]
             found = given if site == "mlp_in" else out[0] if isinstance(out, tuple) else out
             seen[layer, site] = found.reshape(3, 9, 32).clone()
-        for site, path in zip(("mlp_in", "mlp_out", "attn_out", "resid_post"), (*paths.split(), ""), strict=True):
+
+        for site, path in zip(
+            ("mlp_in", "mlp_out", "attn_out", "resid_post"), (*paths.split(), ""), strict=True
+        ):
             if path in (modules := dict(block.named_modules())):
-                modules[path].register_forward_hook(partial(hook, layer=layer, site=site), with_kwargs=True)
-    states = model.model(TOKENS, attention_mask=MASK, use_cache=False, output_hidden_states=True).hidden_states
+                modules[path].register_forward_hook(
+                    partial(hook, layer=layer, site=site), with_kwargs=True
+                )
+    states = model.model(
+        TOKENS, attention_mask=MASK, use_cache=False, output_hidden_states=True
+    ).hidden_states
     if family == "mamba":  # whose states are those after a block
         states = (model.model.get_input_embeddings()(TOKENS), *states)
     torch.testing.assert_close(states[1], seen[0, "resid_post"], rtol=0, atol=0)
@@ -78,34 +155,56 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(family: str, pat
     for layer in (0, 1):
         for site in SITES:
             if (layer, site) in plain:
-                torch.testing.assert_close(read(layer, site), plain[layer, site][MASK == 1], rtol=0, atol=0)
+                torch.testing.assert_close(
+                    read(layer, site), plain[layer, site][MASK == 1], rtol=0, atol=0
+                )
                 with model.intercepted(layer, site, torch.clone):
                     torch.testing.assert_close(model.logits(TOKENS, MASK), clean, rtol=0, atol=0)
                 with model.intercepted(layer, site, torch.zeros_like):
                     assert not torch.allclose(model.logits(TOKENS, MASK), clean, atol=1e-3)
             else:
-                with pytest.raises(ConfigError, match="use layer 1$" if (1, site) in plain else "use resid_post"):
+                with pytest.raises(
+                    ConfigError, match="use layer 1$" if (1, site) in plain else "use resid_post"
+                ):
                     read(layer, site)
         if (layer, "mlp_out") in plain:
             with model.intercepted(layer, "mlp_out", torch.zeros_like):
                 without = read(layer, "resid_post")
             assert (without + read(layer, "mlp_out") - read(layer, "resid_post")).abs().max() < 1e-3
             if (layer, "attn_out") in plain:
-                assert (read(layer, "resid_pre") + read(layer, "attn_out") - without).abs().max() < 1e-3
+                assert (
+                    read(layer, "resid_pre") + read(layer, "attn_out") - without
+                ).abs().max() < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "llama4", "qwen3_vl"])
-def test_a_multimodal_model_is_read_and_spliced_in_its_language_model(sae: CommandLine, tmp_path: Path, family: str):
+def test_a_multimodal_model_is_read_and_spliced_in_its_language_model(
+    sae: CommandLine, tmp_path: Path, family: str
+):
     if family not in CONFIG_MAPPING:
         pytest.skip("a newer transformers has it")
-    config = AutoConfig.for_model(family, text_config=TINY | {"rope_parameters": ROPE}, vision_config=VISION)
+    config = AutoConfig.for_model(
+        family, text_config=TINY | {"rope_parameters": ROPE}, vision_config=VISION
+    )
     folder = save_model(tmp_path / family, config, loader=AutoModelForImageTextToText)
     model = loaded(folder, head=True)
-    states = model.model(TOKENS, attention_mask=MASK, use_cache=False, output_hidden_states=True).hidden_states
+    states = model.model(
+        TOKENS, attention_mask=MASK, use_cache=False, output_hidden_states=True
+    ).hidden_states
     (found,) = model.read(TOKENS, MASK, [HookPoint(1, "resid_pre")], torch.clone)
     torch.testing.assert_close(found, states[1], rtol=0, atol=0)
-    (tmp_path / "text.txt").write_text("\n\n".join("abcdefghij"[n % 7:] for n in range(200)))
-    assert sae("extract", "--model", folder, "--dataset", tmp_path / "text.txt", "--name", "rows").status == 0
-    assert sae("train", "--data", "rows", "--act", "topk", "--k", "4", "--steps", "9", "--name", "run").status == 0
+    (tmp_path / "text.txt").write_text("\n\n".join("abcdefghij"[n % 7 :] for n in range(200)))
+    assert (
+        sae(
+            "extract", "--model", folder, "--dataset", tmp_path / "text.txt", "--name", "rows"
+        ).status
+        == 0
+    )
+    assert (
+        sae(
+            "train", "--data", "rows", "--act", "topk", "--k", "4", "--steps", "9", "--name", "run"
+        ).status
+        == 0
+    )
     assert sae("eval", "run", "--model", folder, "--json").json["runs"][0]["kl"] > 0

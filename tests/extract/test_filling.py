@@ -61,9 +61,18 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
     return ["".join(rng.choice(list(LETTERS), rng.integers(0, 41))) for _ in range(count)]
 
 
-def blocks(texts: list[str], windows: Windows, rows: int, cursor: Cursor = START) -> Generator[Block, None, None]:
+def blocks(
+    texts: list[str], windows: Windows, rows: int, cursor: Cursor = START
+) -> Generator[Block, None, None]:
     """Blocks small enough for a few texts to make many."""
-    return in_blocks(lambda begin: documents(texts, begin.document), windows, rows, cursor, ahead=400, first_rows=100)
+    return in_blocks(
+        lambda begin: documents(texts, begin.document),
+        windows,
+        rows,
+        cursor,
+        ahead=400,
+        first_rows=100,
+    )
 
 
 TEXTS = st.lists(st.text(LETTERS, max_size=25), min_size=1, max_size=8)
@@ -77,31 +86,53 @@ def test_windows_cover_each_document_once(tokenizers, bos):
     assert all(window.token_ids[: len(prefix)].tolist() == prefix for window in windows)
     assert max(len(window.token_ids) for window in windows) == 5
     for number, text in enumerate(texts):
-        joined = [token for window in windows if set(window.documents) == {number}
-                  for token in window.token_ids[len(prefix):]]
+        joined = [
+            token
+            for window in windows
+            if set(window.documents) == {number}
+            for token in window.token_ids[len(prefix) :]
+        ]
         assert joined == tokenizers[bos](text, add_special_tokens=False)["input_ids"]
 
 
 @given(texts=TEXTS, context=st.integers(2, 12), bos=st.booleans())
 def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos):
     windows = list(Windows(tokenizers[bos], context, packed=True).cut(documents(texts)))
-    plain = {number: tokenizers[bos](text, add_special_tokens=False)["input_ids"] for number, text in enumerate(texts)}
+    plain = {
+        number: tokenizers[bos](text, add_special_tokens=False)["input_ids"]
+        for number, text in enumerate(texts)
+    }
     for window in windows:
         ids = window.token_ids.tolist()
         assert (ids[0] == BOS) == bos and ids[-1] not in (BOS, EOS)
         # BOS in the first place, and a separator wherever one document follows another, and nowhere else
-        edges = [i for i in range(1, len(ids)) if window.documents[i] != window.documents[i - 1] and (i > 1 or not bos)]
+        edges = [
+            i
+            for i in range(1, len(ids))
+            if window.documents[i] != window.documents[i - 1] and (i > 1 or not bos)
+        ]
         assert [i for i in range(bos, len(ids)) if ids[i] in (BOS, EOS)] == edges
         assert all(ids[i] == (BOS if bos else EOS) for i in edges)
         assert window.kept.tolist() == [token not in (BOS, EOS) for token in ids]
     assert all(context - 1 <= len(window.token_ids) <= context for window in windows[:-1])
     for number, token_ids in plain.items():
-        assert [token for window in windows
-                for token in window.token_ids[window.kept & (window.documents == number)]] == token_ids
+        assert [
+            token
+            for window in windows
+            for token in window.token_ids[window.kept & (window.documents == number)]
+        ] == token_ids
 
 
-@given(texts=TEXTS, context=st.integers(2, 12), packed=st.booleans(), bos=st.booleans(), least=st.integers(1, 4))
-def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, context, packed, bos, least):
+@given(
+    texts=TEXTS,
+    context=st.integers(2, 12),
+    packed=st.booleans(),
+    bos=st.booleans(),
+    least=st.integers(1, 4),
+)
+def test_cutting_after_a_window_gives_those_that_followed(
+    tokenizers, texts, context, packed, bos, least
+):
     def cutter() -> Windows:
         return Windows(tokenizers[bos], context, packed=packed, min_tokens=least)
 
@@ -109,13 +140,16 @@ def test_cutting_after_a_window_gives_those_that_followed(tokenizers, texts, con
     for window in whole.cut(documents(texts)):
         every.append((window, dict(whole.left_out)))
     lengths = [len(tokenizers[bos](text, add_special_tokens=False)["input_ids"]) for text in texts]
-    expected = {"empty_texts": lengths.count(0), "short_texts": sum(0 < length < least for length in lengths)}
+    expected = {
+        "empty_texts": lengths.count(0),
+        "short_texts": sum(0 < length < least for length in lengths),
+    }
     assert whole.left_out == {reason: count for reason, count in expected.items() if count}
     for index, (window, seen) in enumerate(every):
         again = cutter()
         rest = list(again.cut(documents(texts, window.after.document), window.after.token))
         assert len(rest) == len(every) - index - 1
-        for found, (other, _) in zip(rest, every[index + 1:], strict=True):
+        for found, (other, _) in zip(rest, every[index + 1 :], strict=True):
             assert found.token_ids.tolist() == other.token_ids.tolist()
             assert found.documents[found.kept].tolist() == other.documents[other.kept].tolist()
             assert found.after == other.after
@@ -136,29 +170,58 @@ class Talk:
             self.barrier.wait()
             return found
 
-        return SimpleNamespace(rank=number, world_size=len(self.said), all_gather_object=all_gather_object)
+        return SimpleNamespace(
+            rank=number, world_size=len(self.said), all_gather_object=all_gather_object
+        )
 
 
-@given(texts=TEXTS, rows=st.integers(1, 60), world_size=st.integers(1, 4), positions=st.sampled_from(["all", "last"]),
-       packed=st.booleans(), least=st.integers(1, 4))
-def test_the_ranks_together_are_given_the_rows_of_one_process(tokenizers, texts, rows, world_size, positions, packed,
-                                                            least):
+@given(
+    texts=TEXTS,
+    rows=st.integers(1, 60),
+    world_size=st.integers(1, 4),
+    positions=st.sampled_from(["all", "last"]),
+    packed=st.booleans(),
+    least=st.integers(1, 4),
+)
+def test_the_ranks_together_are_given_the_rows_of_one_process(
+    tokenizers, texts, rows, world_size, positions, packed, least
+):
     packed = packed and positions == "all"
 
     def first_rows(some: list[Document], most: int) -> list[tuple[int, int]]:
         windows = Windows(tokenizers[True], 8, positions, packed, least)
-        found = [(int(document), int(token)) for window in windows.cut(some)
-                 for document, token in zip(window.documents[window.kept], window.token_ids[window.kept], strict=True)]
+        found = [
+            (int(document), int(token))
+            for window in windows.cut(some)
+            for document, token in zip(
+                window.documents[window.kept], window.token_ids[window.kept], strict=True
+            )
+        ]
         return found[:most]
 
     every, talk = documents(texts), Talk(world_size)
     with ThreadPoolExecutor(world_size) as pool:
-        found = list(pool.map(lambda rank: rows_by_rank(
-            every, Windows(tokenizers[True], 8, positions, packed, least), rows, talk.rank(rank), lambda done: None, 3),
-            range(world_size)))
+        found = list(
+            pool.map(
+                lambda rank: rows_by_rank(
+                    every,
+                    Windows(tokenizers[True], 8, positions, packed, least),
+                    rows,
+                    talk.rank(rank),
+                    lambda done: None,
+                    3,
+                ),
+                range(world_size),
+            )
+        )
     assert all(one == found[0] for one in found)
-    stored = [row for rank, count in enumerate(found[0])
-              for row in first_rows([document for document in every if document.number % world_size == rank], count)]
+    stored = [
+        row
+        for rank, count in enumerate(found[0])
+        for row in first_rows(
+            [document for document in every if document.number % world_size == rank], count
+        )
+    ]
     assert sorted(stored) == sorted(first_rows(every, rows))
 
 
@@ -168,13 +231,22 @@ def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, packed):
 
     def from_(cursor: Cursor) -> list[tuple]:
         windows = Windows(tokenizers[True], CONTEXT, packed=packed)
-        return [(block.cursor.to_json(), block.offered, block.lengths.tolist(), block.left_out,
-                 {name: column.tolist() for name, column in block.columns.items()})
-                for block in blocks(texts, windows, 2000, cursor)]
+        return [
+            (
+                block.cursor.to_json(),
+                block.offered,
+                block.lengths.tolist(),
+                block.left_out,
+                {name: column.tolist() for name, column in block.columns.items()},
+            )
+            for block in blocks(texts, windows, 2000, cursor)
+        ]
 
     whole = from_(Cursor())
     assert whole[0][1] == pytest.approx(100, abs=CONTEXT)
-    assert any(2000 <= offered < 2000 + CONTEXT for _, offered, *_ in whole)  # ends where enough are offered
+    assert any(
+        2000 <= offered < 2000 + CONTEXT for _, offered, *_ in whole
+    )  # ends where enough are offered
     assert len(whole) > 8
     for index, (cursor, *_) in enumerate(whole):
         assert from_(Cursor.from_json(cursor)) == whole[index:]
@@ -194,14 +266,20 @@ class CrampedLlama(LlamaModel):
 
     def forward(self, input_ids: torch.Tensor, **settings: Any) -> Any:
         if input_ids.numel() > self.most:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {input_ids.numel()} tokens")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {input_ids.numel()} tokens"
+            )
         return super().forward(input_ids=input_ids, **settings)
 
 
 def rows_of(model: LanguageModel, tokens: int, notes: list[str]) -> list[np.ndarray]:
-    (block,) = in_blocks(lambda begin: documents(some_texts(60)), Windows(model.tokenizer, CONTEXT), 10**6, Cursor())
+    (block,) = in_blocks(
+        lambda begin: documents(some_texts(60)), Windows(model.tokenizer, CONTEXT), 10**6, Cursor()
+    )
     seen = []
-    found = Forward(model, "float32", tokens, notes.append)(block, POINTS, lambda *done: seen.append(done))
+    found = Forward(model, "float32", tokens, notes.append)(
+        block, POINTS, lambda *done: seen.append(done)
+    )
     assert sum(rows for _, rows in seen) == block.rows == len(block.columns["position"])
     assert sum(tokens for tokens, _ in seen) == block.lengths.sum()
     assert all(part.special_norms.shape == (block.specials,) for part in found)
@@ -216,31 +294,50 @@ def test_a_batch_that_does_not_fit_is_halved(model, tmp_path: Path):
     cramped.model.__class__ = CrampedLlama
     for found, rows in zip(rows_of(cramped, 40 * CONTEXT, notes), expected, strict=True):
         np.testing.assert_allclose(found, rows, rtol=1e-4, atol=1e-5)
-    assert notes == [f"{n} windows of {CONTEXT} tokens do not fit in the memory of cpu; going on with {n // 2}"
-                     for n in (40, 20, 10)]
+    assert notes == [
+        f"{n} windows of {CONTEXT} tokens do not fit in the memory of cpu; going on with {n // 2}"
+        for n in (40, 20, 10)
+    ]
     cramped.model.most = CONTEXT - 1
-    with pytest.raises(ModelError, match=f"a window of {CONTEXT} tokens does not fit in the memory of cpu"):
+    with pytest.raises(
+        ModelError, match=f"a window of {CONTEXT} tokens does not fit in the memory of cpu"
+    ):
         rows_of(cramped, 40 * CONTEXT, notes)
 
 
 def test_an_error_that_is_not_of_memory_is_raised(tmp_path: Path):
     broken = loaded(save_model(tmp_path / "llama", "llama"))
     broken.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(ModelError, match="its forward pass failed with RuntimeError: mat1 and mat2 shapes"):
+    with pytest.raises(
+        ModelError, match="its forward pass failed with RuntimeError: mat1 and mat2 shapes"
+    ):
         rows_of(broken, 64, [])
 
 
 def test_automatic_batches_are_powers_of_two_that_fit(model):
     gib = 2**30
-    assert tokens_that_fit(free=10 * gib, window=gib, context=128) == 4 * 128  # seven tenths of ten are seven
-    assert tokens_that_fit(free=gib // 2, window=gib, context=128) == 128  # the forward pass will tell
+    assert (
+        tokens_that_fit(free=10 * gib, window=gib, context=128) == 4 * 128
+    )  # seven tenths of ten are seven
+    assert (
+        tokens_that_fit(free=gib // 2, window=gib, context=128) == 128
+    )  # the forward pass will tell
     assert tokens_that_fit(free=1000 * gib, window=1, context=128) == 1 << 15
     assert batch_tokens(model, "auto", CONTEXT, POINTS) == 2048
     assert batch_tokens(model, 3, CONTEXT, POINTS) == 3 * CONTEXT
 
 
-def fill_stores(home: Path, model: LanguageModel, points: Iterable[HookPoint], stop_at: int | None = None, *,
-                packed: bool = False, batch: int = 64, multiple: float | None = None, rows: int = ROWS) -> None:
+def fill_stores(
+    home: Path,
+    model: LanguageModel,
+    points: Iterable[HookPoint],
+    stop_at: int | None = None,
+    *,
+    packed: bool = False,
+    batch: int = 64,
+    multiple: float | None = None,
+    rows: int = ROWS,
+) -> None:
     """Fill stores by batches of `batch` tokens, interrupted once `stop_at` rows were computed; hook points with a
     complete store only decide which rows are dropped."""
     done = 0
@@ -251,15 +348,40 @@ def fill_stores(home: Path, model: LanguageModel, points: Iterable[HookPoint], s
         if stop_at is not None and done >= stop_at:
             raise KeyboardInterrupt
 
-    writers = {point: StoreWriter.open(
-        home / f"{point.layer}-{point.site}", StoreMeta({"point": str(point)}, "x", "bfloat16", 16, 90, columns=COLUMNS,
-                                                        max_norm_multiple=multiple), limit=rows) for point in points}
+    writers = {
+        point: StoreWriter.open(
+            home / f"{point.layer}-{point.site}",
+            StoreMeta(
+                {"point": str(point)},
+                "x",
+                "bfloat16",
+                16,
+                90,
+                columns=COLUMNS,
+                max_norm_multiple=multiple,
+            ),
+            limit=rows,
+        )
+        for point in points
+    }
     try:
-        fill({point: writer for point, writer in writers.items() if not writer.complete},
-             lambda cursor: blocks(some_texts(100, seed=3), Windows(model.tokenizer, CONTEXT, packed=packed), rows,
-                                   cursor),
-             Forward(model, "bfloat16", batch, print), rows, show,
-             {point: Admission(writer.path, writer.meta) for point, writer in writers.items() if writer.complete})
+        fill(
+            {point: writer for point, writer in writers.items() if not writer.complete},
+            lambda cursor: blocks(
+                some_texts(100, seed=3),
+                Windows(model.tokenizer, CONTEXT, packed=packed),
+                rows,
+                cursor,
+            ),
+            Forward(model, "bfloat16", batch, print),
+            rows,
+            show,
+            {
+                point: Admission(writer.path, writer.meta)
+                for point, writer in writers.items()
+                if writer.complete
+            },
+        )
     finally:
         for writer in writers.values():
             writer.__exit__(None, None, None)
@@ -272,10 +394,15 @@ def opened(home: Path, point: HookPoint) -> ActivationStore:
 def stored_rows(home: Path, point: HookPoint) -> tuple[np.ndarray, np.ndarray]:
     """A store's rows, (R, 16), and their columns, (3, R)."""
     rows = opened(home, point).split("all")
-    return collect(rows.sequential(64)), np.stack([np.concatenate(list(rows.column(name, 64))) for name in COLUMNS])
+    return collect(rows.sequential(64)), np.stack(
+        [np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]
+    )
 
 
-DROPPING, MULTIPLE = [HookPoint(0, "attn_out"), HookPoint(2, "mlp_out"), HookPoint(1, "resid_pre")], 1.15
+DROPPING, MULTIPLE = (
+    [HookPoint(0, "attn_out"), HookPoint(2, "mlp_out"), HookPoint(1, "resid_pre")],
+    1.15,
+)
 
 
 @pytest.mark.slow
@@ -284,7 +411,9 @@ def test_stores_filled_together_drop_what_any_of_them_drops(model, tmp_path: Pat
         fill_stores(tmp_path / "every", model, [point], rows=10**6)
     fill_stores(tmp_path / "together", model, DROPPING, multiple=MULTIPLE)
     every = {point: stored_rows(tmp_path / "every", point) for point in DROPPING}
-    norms = {point: np.linalg.norm(rows.astype(np.float64), axis=1) for point, (rows, _) in every.items()}
+    norms = {
+        point: np.linalg.norm(rows.astype(np.float64), axis=1) for point, (rows, _) in every.items()
+    }
     fit = {point: found <= MULTIPLE * np.median(found[:100]) for point, found in norms.items()}
     common = np.logical_and.reduce(list(fit.values()))
     assert all((each & ~common).sum() > 50 for each in fit.values())
@@ -294,14 +423,24 @@ def test_stores_filled_together_drop_what_any_of_them_drops(model, tmp_path: Pat
         np.testing.assert_allclose(rows, every[point][0][common][:ROWS], rtol=0.02, atol=0.02)
         meta = opened(tmp_path / "together", point).meta
         seen = ROWS + meta.dropped["high_norm"] + meta.dropped["beside"]
-        if common[:seen].sum() == ROWS:  # else the store was full within a block, all of whose dropped rows it counts
+        if (
+            common[:seen].sum() == ROWS
+        ):  # else the store was full within a block, all of whose dropped rows it counts
             assert meta.dropped["beside"] == (fit[point] & ~common)[:seen].sum()
-        assert meta.dropped_norms["beside"].max <= MULTIPLE * meta.median_norm < meta.dropped_norms["high_norm"].max
+        assert (
+            meta.dropped_norms["beside"].max
+            <= MULTIPLE * meta.median_norm
+            < meta.dropped_norms["high_norm"].max
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("multiple", "stops"), [(None, (650, 450, 250)), (MULTIPLE, (1300, 1000, 700))])
-def test_stores_stopped_at_different_shards_equal_whole_ones(model, tmp_path: Path, multiple, stops):
+@pytest.mark.parametrize(
+    ("multiple", "stops"), [(None, (650, 450, 250)), (MULTIPLE, (1300, 1000, 700))]
+)
+def test_stores_stopped_at_different_shards_equal_whole_ones(
+    model, tmp_path: Path, multiple, stops
+):
     fill_stores(tmp_path / "whole", model, DROPPING, multiple=multiple)
     stopped = tmp_path / "stopped"
     folders = [stopped / f"{point.layer}-{point.site}" for point in DROPPING]
@@ -334,7 +473,8 @@ def test_a_store_resumed_with_other_batches_has_every_token(model, tmp_path: Pat
     fill_stores(tmp_path / "stopped", model, [point], packed=packed, batch=100)
     found, wanted = (opened(tmp_path / name, point) for name in ("stopped", "whole"))
     assert (found.complete, found.rows, found.meta.dropped) == (True, ROWS, wanted.meta.dropped)
-    (rows, columns), (expected, expected_columns) = (stored_rows(tmp_path / name, point) for name in
-                                                     ("stopped", "whole"))
+    (rows, columns), (expected, expected_columns) = (
+        stored_rows(tmp_path / name, point) for name in ("stopped", "whole")
+    )
     np.testing.assert_array_equal(columns, expected_columns)
     np.testing.assert_allclose(rows, expected, rtol=0.02, atol=0.02)

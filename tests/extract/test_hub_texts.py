@@ -35,8 +35,14 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelHub]:
 
 def run(hub: ModelHub, home: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Python in a process that knows no hub but this one."""
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=600,
-                          env=hub.environment(home, **more))
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env=hub.environment(home, **more),
+    )
 
 
 RESUMED = f"""
@@ -65,7 +71,17 @@ def test_a_pass_from_any_mark_gives_the_rest(hub: ModelHub, tmp_path: Path):
 
 @pytest.mark.long
 def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: Path, monkeypatch):
-    words = ["extract", "--model", "tiny-gemma2", "--dataset", DATASET, "--rows", "90000", "--shard-rows", "2000"]
+    words = [
+        "extract",
+        "--model",
+        "tiny-gemma2",
+        "--dataset",
+        DATASET,
+        "--rows",
+        "90000",
+        "--shard-rows",
+        "2000",
+    ]
     done = run(hub, tmp_path, "-m", "saecli", *words, "--name", "whole")
     assert done.returncode == 0, done.stderr
     for name, value in hub.environment(tmp_path).items():
@@ -82,9 +98,26 @@ def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: 
 
 
 @pytest.mark.long
-def test_a_killed_mixture_of_datasets_equals_a_whole_one_of_their_commits(hub: ModelHub, tmp_path: Path, monkeypatch):
-    words = ["extract", "--model", "tiny-gemma2", "--rows", "9000", "--shard-rows", "500", "--dataset", DATASET,
-             "--mix", "3", "--dataset", OTHER, "--mix", "1"]
+def test_a_killed_mixture_of_datasets_equals_a_whole_one_of_their_commits(
+    hub: ModelHub, tmp_path: Path, monkeypatch
+):
+    words = [
+        "extract",
+        "--model",
+        "tiny-gemma2",
+        "--rows",
+        "9000",
+        "--shard-rows",
+        "500",
+        "--dataset",
+        DATASET,
+        "--mix",
+        "3",
+        "--dataset",
+        OTHER,
+        "--mix",
+        "1",
+    ]
     assert run(hub, tmp_path, "-m", "saecli", *words, "--name", "whole").returncode == 0
     for name, value in hub.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
@@ -94,21 +127,31 @@ def test_a_killed_mixture_of_datasets_equals_a_whole_one_of_their_commits(hub: M
     assert_same_pass(killed, whole)
     meta = ActivationStore.open(whole).meta
     assert [one["dataset_revision"] for one in meta.source["mixture"]] == [
-        hub.repos[name].head for name in (DATASET, OTHER)]
+        hub.repos[name].head for name in (DATASET, OTHER)
+    ]
     assert meta.sources[DATASET] / 9000 == pytest.approx(0.75, abs=0.02)
 
 
 @pytest.mark.slow
 def test_refusals_of_a_hub_are_sentences(hub: ModelHub, tmp_path: Path):
-    expected = {f"{DATASET!r}, column='body'": "row 0 of the dataset some/texts has no column 'body'; expected one of "
-                                               "its columns, text",
-                f"{DATASET!r}, revision='nowhere'": "check its id and dataset_revision",
-                f"{DATASET!r}, split='tests'": "check its id, configuration and split",
-                "'some/nothing'": "cannot be found"}
-    tries = "".join(f"try:\n    next(TextSource({source}).pinned().documents())\n"
-                    "except ModelError as error:\n    print(error)\n" for source in expected)
-    done = run(hub, tmp_path, "-c",
-               f"from saecli.base.errors import ModelError\nfrom saecli.extract.texts import TextSource\n{tries}")
+    expected = {
+        f"{DATASET!r}, column='body'": "row 0 of the dataset some/texts has no column 'body'; expected one of "
+        "its columns, text",
+        f"{DATASET!r}, revision='nowhere'": "check its id and dataset_revision",
+        f"{DATASET!r}, split='tests'": "check its id, configuration and split",
+        "'some/nothing'": "cannot be found",
+    }
+    tries = "".join(
+        f"try:\n    next(TextSource({source}).pinned().documents())\n"
+        "except ModelError as error:\n    print(error)\n"
+        for source in expected
+    )
+    done = run(
+        hub,
+        tmp_path,
+        "-c",
+        f"from saecli.base.errors import ModelError\nfrom saecli.extract.texts import TextSource\n{tries}",
+    )
     lines = done.stdout.splitlines()
     assert len(lines) == len(expected), done.stderr
     for line, said in zip(lines, expected.values(), strict=True):
@@ -116,13 +159,19 @@ def test_refusals_of_a_hub_are_sentences(hub: ModelHub, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}])
+@pytest.mark.parametrize(
+    "environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}]
+)
 def test_without_network_the_error_names_other_sources(hub: ModelHub, tmp_path: Path, environment):
-    program = ("from saecli.extract.texts import TextSource\n"
-               "try:\n    next(TextSource('some/dataset').documents())\nexcept OSError as error:\n    print(error)")
+    program = (
+        "from saecli.extract.texts import TextSource\n"
+        "try:\n    next(TextSource('some/dataset').documents())\nexcept OSError as error:\n    print(error)"
+    )
     done = run(hub, tmp_path, "-c", program, **environment)
     assert done.stdout.count("\n") == 1
-    assert "cannot be fetched" in done.stdout and "dataset stdlib-docs or a local .txt" in done.stdout
+    assert (
+        "cannot be fetched" in done.stdout and "dataset stdlib-docs or a local .txt" in done.stdout
+    )
 
 
 def test_a_commit_needs_no_hub(monkeypatch):

@@ -17,8 +17,12 @@ from saecli.extract.tokens import LOGIT_BINS, TokenTexts, Unembedding
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    return loaded(save_model(tmp_path_factory.mktemp("models") / request.param, request.param), head=True)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> LanguageModel:
+    return loaded(
+        save_model(tmp_path_factory.mktemp("models") / request.param, request.param), head=True
+    )
 
 
 @pytest.fixture
@@ -50,8 +54,9 @@ def kept(activations: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_mlp_in_is_the_output_of_the_norm_before_the_mlp(model, tokens, layer):
     block = model.blocks[layer]
-    norm = {"gemma2": "pre_feedforward_layernorm", "gpt2": "ln_2"}.get(model.source.config.model_type,
-                                                                       "post_attention_layernorm")
+    norm = {"gemma2": "pre_feedforward_layernorm", "gpt2": "ln_2"}.get(
+        model.source.config.model_type, "post_attention_layernorm"
+    )
     expected = by_plain_hook(model, getattr(block, norm), tokens)
     found = read(model, tokens, layer, "mlp_in")
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -62,7 +67,10 @@ def test_mlp_in_is_the_output_of_the_norm_before_the_mlp(model, tokens, layer):
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_replacing_mlp_in_repoints_what_the_mlp_computes_from(model, tokens, layer):
-    block, other = model.blocks[layer], torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(2))
+    block, other = (
+        model.blocks[layer],
+        torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(2)),
+    )
     seen = []
     handle = block.mlp.register_forward_hook(lambda _, __, output: seen.append(output))
     with model.intercepted(layer, "mlp_in", lambda activations: other):
@@ -73,8 +81,10 @@ def test_replacing_mlp_in_repoints_what_the_mlp_computes_from(model, tokens, lay
 
 def test_forward_pass_stops_at_the_site(model, tokens):
     ran = []
-    handles = [block.register_forward_hook(lambda *_, index=index: ran.append(index))
-               for index, block in enumerate(model.blocks)]
+    handles = [
+        block.register_forward_hook(lambda *_, index=index: ran.append(index))
+        for index, block in enumerate(model.blocks)
+    ]
     for site in SITES:
         read(model, tokens, 1, site)
     for handle in handles:
@@ -97,10 +107,19 @@ def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():
     assert source.default_layer() == 12
 
 
-@pytest.mark.parametrize(("name", "sentence"), [
-    ("nowhere", "no network|cannot be reached"), ("./missing", "no model ../missing'"), ("a/b/c", "no model 'a/b/c'"),
-    ("google/gemma-2-2b", "licence accepted at https://huggingface.co/google/gemma-2-2b, and `hf auth"),
-    (".", "give the files of a Hugging Face causal language model")])
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nowhere", "no network|cannot be reached"),
+        ("./missing", "no model ../missing'"),
+        ("a/b/c", "no model 'a/b/c'"),
+        (
+            "google/gemma-2-2b",
+            "licence accepted at https://huggingface.co/google/gemma-2-2b, and `hf auth",
+        ),
+        (".", "give the files of a Hugging Face causal language model"),
+    ],
+)
 def test_a_missing_model_is_refused(name, sentence, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -109,8 +128,12 @@ def test_a_missing_model_is_refused(name, sentence, tmp_path: Path, monkeypatch)
 
 
 # Where each architecture keeps its final norm, whether that is a LayerNorm, and what is added to its parameter.
-NORMS = {"gemma2": ("model.norm", False, 1.0), "llama": ("model.norm", False, 0.0),
-         "gpt2": ("transformer.ln_f", True, 0.0), "gpt-neox": ("gpt_neox.final_layer_norm", True, 0.0)}
+NORMS = {
+    "gemma2": ("model.norm", False, 1.0),
+    "llama": ("model.norm", False, 0.0),
+    "gpt2": ("transformer.ln_f", True, 0.0),
+    "gpt-neox": ("gpt_neox.final_layer_norm", True, 0.0),
+}
 
 
 @pytest.mark.parametrize("architecture", NORMS)
@@ -131,11 +154,17 @@ def test_output_tokens_match_final_norm_and_unembedding(tmp_path: Path, architec
     logits -= logits.mean(1, keepdims=True)
     assert (outputs.promoted.numpy() == np.argsort(-logits, axis=1)[:, :3]).all()
     assert (outputs.suppressed.numpy() == np.argsort(logits, axis=1)[:, :3]).all()
-    assert outputs.promoted_logits.numpy() == pytest.approx(-np.sort(-logits, axis=1)[:, :3], rel=1e-4)
-    assert outputs.suppressed_logits.numpy() == pytest.approx(np.sort(logits, axis=1)[:, :3], rel=1e-4)
+    assert outputs.promoted_logits.numpy() == pytest.approx(
+        -np.sort(-logits, axis=1)[:, :3], rel=1e-4
+    )
+    assert outputs.suppressed_logits.numpy() == pytest.approx(
+        np.sort(logits, axis=1)[:, :3], rel=1e-4
+    )
     for counts, own in zip(outputs.counts.numpy(), logits, strict=True):
         assert counts.sum() == len(own)
-        assert np.abs(counts - np.histogram(own, LOGIT_BINS)[0]).sum() <= 4  # rounding may move one over an edge
+        assert (
+            np.abs(counts - np.histogram(own, LOGIT_BINS)[0]).sum() <= 4
+        )  # rounding may move one over an edge
         assert counts[0] > 0 < counts[-1]
 
 

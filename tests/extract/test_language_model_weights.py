@@ -30,7 +30,9 @@ from saecli.extract.options import SITES, HookPoint
 MORE = {
     "gemma3": lambda: Gemma3TextConfig(**DEEP, num_key_value_heads=1, head_dim=8, sliding_window=4),
     "mistral": lambda: MistralConfig(**DEEP, num_key_value_heads=1, sliding_window=4),
-    "opt": lambda: OPTConfig(**{**DEEP, "ffn_dim": 24, "word_embed_proj_dim": 16}, max_position_embeddings=64),
+    "opt": lambda: OPTConfig(
+        **{**DEEP, "ffn_dim": 24, "word_embed_proj_dim": 16}, max_position_embeddings=64
+    ),
     "phi": lambda: PhiConfig(**DEEP),
     "qwen2": lambda: Qwen2Config(**DEEP, num_key_value_heads=1),
     "qwen3": lambda: Qwen3Config(**DEEP, num_key_value_heads=1, head_dim=8),
@@ -55,7 +57,11 @@ def test_activations_without_later_blocks_equal_the_whole_models(folder: Path, l
     whole, cut = loaded(folder), first_blocks(folder, last)
     assert (len(cut.blocks), len(whole.blocks)) == (last + 1, LAYERS)
     assert cut.size == whole.size == AutoModel.from_pretrained(folder).num_parameters()
-    sites = [site for site in SITES if hasattr(whole.blocks[0], "mlp") or site in ("resid_pre", "resid_post")]
+    sites = [
+        site
+        for site in SITES
+        if hasattr(whole.blocks[0], "mlp") or site in ("resid_pre", "resid_post")
+    ]
     places = [HookPoint(layer, site) for layer in range(last + 1) for site in sites]
     token_ids = torch.randint(3, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(token_ids)
@@ -73,7 +79,9 @@ def test_weights_are_those_of_the_library_in_every_precision(tmp_path: Path, dty
         assert torch.equal(weight, expected[name]) and weight.dtype == expected[name].dtype
 
 
-def test_loading_draws_no_random_numbers_and_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_loading_draws_no_random_numbers_and_says_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     folder = save_model(tmp_path / "llama", "llama")
     torch.manual_seed(5)
     state = torch.get_rng_state()
@@ -108,7 +116,9 @@ def without(folder: Path, name: str) -> None:
 def test_missing_weights_are_refused_where_needed(tmp_path: Path):
     folder = save_model(tmp_path / "llama", "llama")
     without(folder, "model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(ModelError, match=r"no weights for layers\.1\.mlp\.up_proj\.weight; use a complete"):
+    with pytest.raises(
+        ModelError, match=r"no weights for layers\.1\.mlp\.up_proj\.weight; use a complete"
+    ):
         first_blocks(folder, 1)
     with pytest.raises(ModelError, match=r"no weights for layers\.1\.mlp"):
         loaded(folder)
@@ -118,7 +128,9 @@ def test_missing_weights_are_refused_where_needed(tmp_path: Path):
         loaded(folder, head=True)
 
 
-def test_blocks_that_share_weights_with_earlier_ones_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_blocks_that_share_weights_with_earlier_ones_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = save_model(tmp_path / "llama", "llama")
     made = AutoModel.from_config
 

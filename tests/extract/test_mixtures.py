@@ -17,16 +17,20 @@ from saecli.extract.texts import Mixture, TextSource
 
 def write(path: Path, counts: list[int]) -> str:
     """A file of documents with these numbers of words."""
-    path.write_text("".join(json.dumps({"text": " ".join(["word"] * count)}) + "\n" for count in counts))
+    path.write_text(
+        "".join(json.dumps({"text": " ".join(["word"] * count)}) + "\n" for count in counts)
+    )
     return str(path)
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), min_size=2, max_size=4),
-       st.lists(st.floats(0.05, 1), min_size=4, max_size=4))
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), min_size=2, max_size=4),
+    st.lists(st.floats(0.05, 1), min_size=4, max_size=4),
+)
 def test_rows_keep_their_proportions_and_any_mark_gives_the_rest(tmp_path_factory, counts, weights):
     folder = tmp_path_factory.mktemp("mixture")
     names = [write(folder / f"{index}.jsonl", some) for index, some in enumerate(counts)]
-    shares = np.array(weights[:len(counts)]) / sum(weights[:len(counts)])
+    shares = np.array(weights[: len(counts)]) / sum(weights[: len(counts)])
     sources, told = tuple(map(TextSource, names)), []
     text = Mixture(sources, tuple(names), tuple(shares.tolist()), lambda one: one.text.count("w"))
     whole = list(text.documents(note=told.append))
@@ -40,19 +44,40 @@ def test_rows_keep_their_proportions_and_any_mark_gives_the_rest(tmp_path_factor
         if left.all():  # none is ahead of another by more than a document
             assert np.ptp(rows / shares) <= max(np.array([*map(max, counts)]) / shares) * (1 + 1e-9)
         for start in (document.number, document.number + 1):
-            assert [one[:2] + one[3:] for one in text.documents(start, json.loads(json.dumps(document.mark)))] == [
-                one[:2] + one[3:] for one in whole[start:]]
-    assert [[one.text.count("w") for one in whole if one.source == index] for index in range(len(counts))] == counts
+            assert [
+                one[:2] + one[3:]
+                for one in text.documents(start, json.loads(json.dumps(document.mark)))
+            ] == [one[:2] + one[3:] for one in whole[start:]]
+    assert [
+        [one.text.count("w") for one in whole if one.source == index]
+        for index in range(len(counts))
+    ] == counts
 
 
 @pytest.mark.slow
-def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(sae: CommandLine, tmp_path: Path):
+def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
+    sae: CommandLine, tmp_path: Path
+):
     files = [write(tmp_path / name, [*range(3, 40)] * 25) for name in ("a.jsonl", "b.jsonl")]
-    mixed = ["extract", "--model", "tiny-gemma2", "--rows", "14000", "--shard-rows", "1000", "--name"]
-    mixed[1:1] = [word for pair in zip(["stdlib-docs", *files], "532", strict=True)
-                  for word in ("--dataset", pair[0], "--mix", pair[1])]
+    mixed = [
+        "extract",
+        "--model",
+        "tiny-gemma2",
+        "--rows",
+        "14000",
+        "--shard-rows",
+        "1000",
+        "--name",
+    ]
+    mixed[1:1] = [
+        word
+        for pair in zip(["stdlib-docs", *files], "532", strict=True)
+        for word in ("--dataset", pair[0], "--mix", pair[1])
+    ]
     made = sae(*mixed, "whole", "--json").json
-    assert np.array([*made["sources"].values()]) / 14_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
+    assert np.array([*made["sources"].values()]) / 14_000 == pytest.approx(
+        [0.5, 0.3, 0.2], abs=0.02
+    )
     for nth in (3, 12):
         signalled(sae.home, [*mixed, "killed"], ".h5", nth)
     assert sae(*mixed, "killed").status == 0
@@ -60,45 +85,123 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(sae: Comm
     rows = saecli.open_store("whole", home=sae.home).split("all")
     source = np.concatenate(list(rows.column("source", 512)))
     assert np.bincount(source).tolist() == [*made["sources"].values()]
-    assert sae("train", "--act", "topk", "--k", "4", "--d-sae", "64", "--steps", "50", "--name", "run", "--data",
-               "whole").status == 0
-    x, run = np.concatenate([batch.copy() for batch in rows.sequential(512)]), saecli.load_sae("run", home=sae.home)
+    assert (
+        sae(
+            "train",
+            "--act",
+            "topk",
+            "--k",
+            "4",
+            "--d-sae",
+            "64",
+            "--steps",
+            "50",
+            "--name",
+            "run",
+            "--data",
+            "whole",
+        ).status
+        == 0
+    )
+    x, run = (
+        np.concatenate([batch.copy() for batch in rows.sequential(512)]),
+        saecli.load_sae("run", home=sae.home),
+    )
     found = sae("eval", "run", "--split", "all", "--json").json["runs"][0]["sources"]
     fired = sae("sparsity", "run", "--split", "all", "--json").json["runs"][0]
     for number, (one, other) in enumerate(zip(found, fired["sources"], strict=True)):
         alone = saecli.evaluate(run, x[source == number])
-        assert [one[name] for name in ("rows", "fvu", "l0")] == pytest.approx([alone[n] for n in ("rows", "fvu", "l0")])
-        assert other["frequency"] == pytest.approx(saecli.sparsity(run, x[source == number])["frequency"], abs=1e-3)
+        assert [one[name] for name in ("rows", "fvu", "l0")] == pytest.approx(
+            [alone[n] for n in ("rows", "fvu", "l0")]
+        )
+        assert other["frequency"] == pytest.approx(
+            saecli.sparsity(run, x[source == number])["frequency"], abs=1e-3
+        )
         assert np.multiply(other["firings"], fired["frequency"]) * 14_000 == pytest.approx(
-            np.array(other["frequency"]) * other["rows"])
+            np.array(other["frequency"]) * other["rows"]
+        )
     rates = np.array([one["frequency"] for one in fired["sources"]])
-    enough = np.array([[14_000 - one["rows"]] for one in fired["sources"]]) * np.array(fired["frequency"]) >= 10
+    enough = (
+        np.array([[14_000 - one["rows"]] for one in fired["sources"]])
+        * np.array(fired["frequency"])
+        >= 10
+    )
     own = ((rates >= 0.9 * rates.sum(0)) & enough).sum(1).tolist()
     assert [one["mainly"] for one in fired["sources"]] == own != [0, 0, 0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sites", [["mlp_out"], pytest.param(["mlp_in", "mlp_out"], marks=pytest.mark.long)],
-                         ids=["SAE", "crosscoder"])
-def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alone(sae: CommandLine, tmp_path, sites):
+@pytest.mark.parametrize(
+    "sites",
+    [["mlp_out"], pytest.param(["mlp_in", "mlp_out"], marks=pytest.mark.long)],
+    ids=["SAE", "crosscoder"],
+)
+def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alone(
+    sae: CommandLine, tmp_path, sites
+):
     files = [write(tmp_path / f"{name}.jsonl", [*range(3, 30)] * 4) for name in "ab"]
     Path(files[1]).write_text(Path(files[1]).read_text().replace("word", "return the value"))
-    words = ["extract", "--model", "tiny-gemma2", "--layer", "1", *(word for site in sites for word in (
-        "--site", site)), "--rows", "100000", "--name"]
+    words = [
+        "extract",
+        "--model",
+        "tiny-gemma2",
+        "--layer",
+        "1",
+        *(word for site in sites for word in ("--site", site)),
+        "--rows",
+        "100000",
+        "--name",
+    ]
     mixed = [word for file in files for word in ("--dataset", file, "--mix", "1")]
     for name, texts in (("mixed", mixed), ("a", mixed[:2]), ("b", mixed[4:6])):
         assert sae(*words, name, *texts).status == 0
-    stores = [[f"{name}-l1-{site}" if sites[1:] else name for site in sites] for name in ("mixed", "a", "b")]
+    stores = [
+        [f"{name}-l1-{site}" if sites[1:] else name for site in sites]
+        for name in ("mixed", "a", "b")
+    ]
     data = [[word for name in names for word in ("--data", name)] for names in stores]
-    assert sae("train", *data[0], "--act", "topk", "--k", "4", "--d-sae", "64", "--steps", "50", "--name",
-               "run").status == 0
-    run, *alone = (sae("eval", "run", *some, "--split", "all", "--model", "tiny-gemma2", "--tokens", "1000000",
-                       "--json").json["runs"][0] for some in data)
+    assert (
+        sae(
+            "train",
+            *data[0],
+            "--act",
+            "topk",
+            "--k",
+            "4",
+            "--d-sae",
+            "64",
+            "--steps",
+            "50",
+            "--name",
+            "run",
+        ).status
+        == 0
+    )
+    run, *alone = (
+        sae(
+            "eval",
+            "run",
+            *some,
+            "--split",
+            "all",
+            "--model",
+            "tiny-gemma2",
+            "--tokens",
+            "1000000",
+            "--json",
+        ).json["runs"][0]
+        for some in data
+    )
     for found, expected in zip(run["sources"], alone, strict=True):
-        for one, other in zip([found, *found.get("hook_points", [])], [expected, *expected.get("hook_points", [])],
-                              strict=True):
+        for one, other in zip(
+            [found, *found.get("hook_points", [])],
+            [expected, *expected.get("hook_points", [])],
+            strict=True,
+        ):
             names = ("ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens")
-            assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-4)
+            assert [one[name] for name in names] == pytest.approx(
+                [other[name] for name in names], rel=1e-4
+            )
     assert alone[0]["kl"] != pytest.approx(alone[1]["kl"], rel=0.1)
     done = sae("eval", "run", "--model", "tiny-gemma2", "--csv", tmp_path / "c")
     assert done.out.count("a.jsonl") >= 2 and "kl_on_" in (tmp_path / "c").read_text()

@@ -47,24 +47,39 @@ def documents(dataset: str, start: int = 0, **options: str) -> list[tuple[int, s
 def test_stdlib_docs_are_the_docstrings_in_a_fixed_order():
     found = documents(STDLIB_DOCS)
     texts = [text for _, text in found]
-    for thing in (json, json.dumps, argparse.ArgumentParser, ast.walk, fractions.Fraction.limit_denominator):
+    for thing in (
+        json,
+        json.dumps,
+        argparse.ArgumentParser,
+        ast.walk,
+        fractions.Fraction.limit_denominator,
+    ):
         assert inspect.getdoc(thing) in texts
     assert inspect.getdoc(math) not in texts  # compiled modules have no source to read
     assert [number for number, _ in found] == list(range(len(texts)))
     assert len(set(texts)) == len(texts) > 2000
     assert all(text == text.strip("\n") and len(text) >= 40 for text in texts)
     assert documents(STDLIB_DOCS, 1000) == found[1000:]
-    program = ("from hashlib import sha256; from saecli.extract.texts import TextSource; "
-               "texts = [(number, text) for number, text, *_ in TextSource('stdlib-docs').documents()]; "
-               "print(sha256(repr(texts).encode()).hexdigest())")
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
-                             env={**os.environ, "PYTHONHASHSEED": "77"})
+    program = (
+        "from hashlib import sha256; from saecli.extract.texts import TextSource; "
+        "texts = [(number, text) for number, text, *_ in TextSource('stdlib-docs').documents()]; "
+        "print(sha256(repr(texts).encode()).hexdigest())"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+    )
     assert printed.stdout.strip() == hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def test_importing_texts_does_not_import_datasets():
     program = "import sys, saecli.extract.texts; print('datasets' in sys.modules or 'huggingface_hub' in sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert printed.stdout.strip() == "False"
 
 
@@ -83,10 +98,16 @@ def test_txt_documents_match_a_split_of_the_whole_content(tmp_path_factory, line
             documents(path)
 
 
-@pytest.mark.parametrize(("content", "expected"), [
-    ("one\ntwo\n", ["one", "two"]), ("one\ntwo\n\nthree\n", ["one\ntwo", "three"]),
-    ("\n\none\ntwo\n\n", ["one", "two"]), ("one\r\ntwo\r\n \t\r\nthree", ["one\ntwo", "three"]),
-    ("\ufeffone", ["one"])])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("one\ntwo\n", ["one", "two"]),
+        ("one\ntwo\n\nthree\n", ["one\ntwo", "three"]),
+        ("\n\none\ntwo\n\n", ["one", "two"]),
+        ("one\r\ntwo\r\n \t\r\nthree", ["one\ntwo", "three"]),
+        ("\ufeffone", ["one"]),
+    ],
+)
 def test_txt_blank_lines_between_texts_separate_documents(tmp_path, content, expected):
     assert [text for _, text in documents(write(tmp_path / "a.txt", content))] == expected
 
@@ -95,8 +116,14 @@ def test_txt_blank_lines_between_texts_separate_documents(tmp_path, content, exp
 @pytest.mark.parametrize("suffix", [".txt", ".TXT", ".jsonl", ".JSONL", ".parquet", ".PARQUET"])
 def test_starting_later_gives_the_tail_of_the_whole_pass(tmp_path_factory, suffix, start):
     path = tmp_path_factory.mktemp("resume") / f"a [1]*{suffix}"
-    source = write(path, "one\ntwo\n\nthree\n\nfour") if suffix.lower() == ".txt" else write_table(path)
-    whole = [(0, "one\ntwo"), (1, "three"), (2, "four")] if suffix.lower() == ".txt" else TABLE_DOCUMENTS
+    source = (
+        write(path, "one\ntwo\n\nthree\n\nfour") if suffix.lower() == ".txt" else write_table(path)
+    )
+    whole = (
+        [(0, "one\ntwo"), (1, "three"), (2, "four")]
+        if suffix.lower() == ".txt"
+        else TABLE_DOCUMENTS
+    )
     assert documents(source) == whole
     assert documents(source, start) == whole[start:]
 
@@ -117,22 +144,39 @@ def test_identity_follows_the_content_of_a_local_file(tmp_path):
 def test_identity_of_hub_datasets_tells_sources_apart():
     identity = TextSource("Salesforce/wikitext").identity()
     assert identity["config"] == "wikitext-103-raw-v1"
-    assert TextSource("Salesforce/wikitext", config="wikitext-2-v1").identity()["config"] == "wikitext-2-v1"
+    assert (
+        TextSource("Salesforce/wikitext", config="wikitext-2-v1").identity()["config"]
+        == "wikitext-2-v1"
+    )
     assert TextSource("Salesforce/wikitext", column="body").identity() != identity
     assert TextSource(STDLIB_DOCS, column="body").identity() == TextSource(STDLIB_DOCS).identity()
 
 
-@pytest.mark.parametrize(("name", "content", "column", "message"), [
-    ("none.txt", None, "text", "does not exist"),
-    (".", None, "text", "got a folder"),
-    ("a.csv", "a,b", "text", "expected a .txt, .jsonl or .parquet file"),
-    ("a.txt", b"caf\xe9\n", "text", "it has the byte 0xe9"),
-    ("a.jsonl", '{"body": "b", "n": 1}', "text", "no column 'text'; expected one of its columns, body, n"),
-    ("a.jsonl", '{"body": "b", "n": 1}', "n", r"expected a string, got int; .*\(body here\)"),
-    ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 of .* expected one JSON object per line"),
-    ("a.jsonl", "[1]", "text", "expected a JSON object, got list"),
-    ("a.parquet", b"PAR1 but not really", "text", "write it as Parquet again"),
-    ("a.parquet", TABLE, "body", "no column 'body'; expected one of its columns, text, number")])
+@pytest.mark.parametrize(
+    ("name", "content", "column", "message"),
+    [
+        ("none.txt", None, "text", "does not exist"),
+        (".", None, "text", "got a folder"),
+        ("a.csv", "a,b", "text", "expected a .txt, .jsonl or .parquet file"),
+        ("a.txt", b"caf\xe9\n", "text", "it has the byte 0xe9"),
+        (
+            "a.jsonl",
+            '{"body": "b", "n": 1}',
+            "text",
+            "no column 'text'; expected one of its columns, body, n",
+        ),
+        ("a.jsonl", '{"body": "b", "n": 1}', "n", r"expected a string, got int; .*\(body here\)"),
+        (
+            "a.jsonl",
+            '{"text": "b"}\n{"text"',
+            "text",
+            "line 2 of .* expected one JSON object per line",
+        ),
+        ("a.jsonl", "[1]", "text", "expected a JSON object, got list"),
+        ("a.parquet", b"PAR1 but not really", "text", "write it as Parquet again"),
+        ("a.parquet", TABLE, "body", "no column 'body'; expected one of its columns, text, number"),
+    ],
+)
 def test_files_that_cannot_be_read_give_one_sentence(tmp_path, name, content, column, message):
     path = tmp_path / name
     if content is TABLE:
@@ -145,8 +189,16 @@ def test_files_that_cannot_be_read_give_one_sentence(tmp_path, name, content, co
 
 
 GOOD = b'{"text": "t"}\n'
-BAD = [b'{"text"\n', b"[1]\n", b'{"body": "b"}\n', b'{"text": 1}\n', b'{"text": "\xe9"}\n', b'{"text": "\\udc80"}\n',
-       b"[" * 100_000 + b"\n", b"9" * 5000 + b"\n"]
+BAD = [
+    b'{"text"\n',
+    b"[1]\n",
+    b'{"body": "b"}\n',
+    b'{"text": 1}\n',
+    b'{"text": "\xe9"}\n',
+    b'{"text": "\\udc80"}\n',
+    b"[" * 100_000 + b"\n",
+    b"9" * 5000 + b"\n",
+]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
@@ -164,12 +216,21 @@ def test_a_bad_line_is_left_out_with_a_note_at_the_end(tmp_path, bad):
     assert told[1].startswith("left out 1 of 71 lines")
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (GOOD * 99 + BAD[0] * 2, "line 100 of .*; bad lines: 2 of the first 101, and no more than 1% are left out"),
-    (BAD[0] * 2 + GOOD * 98 + GOOD * 9000, "line 1 of .*; bad lines: 2 of the first 100"),
-    (GOOD * 9 + BAD[0], "line 10 of .*; bad lines: 1 of the first 10"),
-    (BAD[2] * 7, "line 1 of .* has no column 'text'; expected one of its columns, body; name one with text_column$"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            GOOD * 99 + BAD[0] * 2,
+            "line 100 of .*; bad lines: 2 of the first 101, and no more than 1% are left out",
+        ),
+        (BAD[0] * 2 + GOOD * 98 + GOOD * 9000, "line 1 of .*; bad lines: 2 of the first 100"),
+        (GOOD * 9 + BAD[0], "line 10 of .*; bad lines: 1 of the first 10"),
+        (
+            BAD[2] * 7,
+            "line 1 of .* has no column 'text'; expected one of its columns, body; name one with text_column$",
+        ),
+    ],
+)
 def test_more_than_one_bad_line_in_a_hundred_is_refused(tmp_path, content, message):
     told = []
     with pytest.raises(ModelError, match=message):

@@ -35,8 +35,12 @@ def test_held_out_cross_entropy_is_as_recorded(model, tokenizer):
     texts = [text for _, text, *_ in TextSource(STDLIB_DOCS).documents()]
     held_out = [text for text in texts if hashlib.sha256(text.encode()).digest()[0] <= 25]
     windows = [tokenizer(text, return_tensors="pt")["input_ids"][:, :128] for text in held_out[:80]]
-    losses = torch.cat([functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
-                        for ids in windows])
+    losses = torch.cat(
+        [
+            functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+            for ids in windows
+        ]
+    )
     assert losses.mean() < RECORD["unigram_cross_entropy"] - 2.5
     # only the first window of some documents, perhaps of another Python: near the record, not on it
     assert losses.mean() == pytest.approx(RECORD["held_out_cross_entropy"], abs=0.4)
@@ -53,12 +57,18 @@ def test_the_bundle_is_small_and_as_recorded(model, tokenizer):
 
 @pytest.mark.slow
 def test_every_auto_class_loads_it_offline_without_a_warning():
-    program = ("import warnings; warnings.simplefilter('error')\n"
-               "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer\n"
-               "from transformers.utils import logging; logging.disable_progress_bar()\n"
-               f"for auto in (AutoTokenizer, AutoModel, AutoModelForCausalLM): auto.from_pretrained({str(FOLDER)!r})")
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                            env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    program = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer\n"
+        "from transformers.utils import logging; logging.disable_progress_bar()\n"
+        f"for auto in (AutoTokenizer, AutoModel, AutoModelForCausalLM): auto.from_pretrained({str(FOLDER)!r})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
@@ -66,8 +76,18 @@ def test_every_auto_class_loads_it_offline_without_a_warning():
 def test_the_script_writes_the_same_weights_from_the_same_seed(tmp_path):
     written = []
     for seed in ("3", "3", "4"):
-        command = [sys.executable, "examples/train_tiny_gemma2.py", "--steps", "3", "--seed", seed, "--out"]
+        command = [
+            sys.executable,
+            "examples/train_tiny_gemma2.py",
+            "--steps",
+            "3",
+            "--seed",
+            seed,
+            "--out",
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run([*command, str(tmp_path)], cwd=ROOT, env=environment, check=True, capture_output=True)
+        subprocess.run(
+            [*command, str(tmp_path)], cwd=ROOT, env=environment, check=True, capture_output=True
+        )
         written.append((tmp_path / "model.safetensors").read_bytes())
     assert written[0] == written[1] != written[2]

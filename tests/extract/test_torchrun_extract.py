@@ -25,9 +25,15 @@ def by_document(home: Path, name: str) -> tuple[np.ndarray, np.ndarray, Activati
     """A store's rows in the order of the text, and their columns: document, position and token."""
     store = ActivationStore.open(home / "activations" / name)
     rows = store.split("all")
-    columns = [np.concatenate(list(rows.column(one, 4096))) for one in ("token_id", "position", "document")]
+    columns = [
+        np.concatenate(list(rows.column(one, 4096))) for one in ("token_id", "position", "document")
+    ]
     order = np.argsort(columns[2], kind="stable")
-    return np.concatenate([batch.copy() for batch in rows.sequential(4096)])[order], np.stack(columns)[:, order], store
+    return (
+        np.concatenate([batch.copy() for batch in rows.sequential(4096)])[order],
+        np.stack(columns)[:, order],
+        store,
+    )
 
 
 def shards_of(folder: Path) -> int:
@@ -37,7 +43,10 @@ def shards_of(folder: Path) -> int:
 
 def assert_same_documents(home: Path, name: str, expected: str) -> None:
     """The store holds the rows of the same documents, but for the last bits, which depend on batches."""
-    (x, columns, store), (wanted, wanted_columns, one) = by_document(home, name), by_document(home, expected)
+    (x, columns, store), (wanted, wanted_columns, one) = (
+        by_document(home, name),
+        by_document(home, expected),
+    )
     np.testing.assert_array_equal(columns, wanted_columns)
     np.testing.assert_allclose(x, wanted, rtol=0.02, atol=0.05)
     assert store.complete
@@ -47,8 +56,23 @@ def assert_same_documents(home: Path, name: str, expected: str) -> None:
 
 
 SITES = ("mlp_out", "resid_post")
-BOTH = ("extract", "--model", "tiny-gemma2", "--layer", "1", "--site", SITES[0], "--site", SITES[1],
-        "--max-norm-multiple", "1.05", "--rows", "11000", "--shard-rows", "450")
+BOTH = (
+    "extract",
+    "--model",
+    "tiny-gemma2",
+    "--layer",
+    "1",
+    "--site",
+    SITES[0],
+    "--site",
+    SITES[1],
+    "--max-norm-multiple",
+    "1.05",
+    "--rows",
+    "11000",
+    "--shard-rows",
+    "450",
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +90,32 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_drop_rows_from_both_sites(both: Path, monkeypatch, capsys):
     alone = CommandLine(both, monkeypatch, capsys)
     assert alone(*BOTH, "--name", "one").status == 0
-    found = {name: [by_document(both, f"{name}-l1-{site}") for site in SITES] for name in ("one", "two")}
+    found = {
+        name: [by_document(both, f"{name}-l1-{site}") for site in SITES] for name in ("one", "two")
+    }
     for (_, columns, mlp), (_, others, post) in found.values():
         np.testing.assert_array_equal(columns, others)
-        assert min(store.meta.dropped[reason] for store in (mlp, post) for reason in ("beside", "high_norm")) > 30
+        assert (
+            min(
+                store.meta.dropped[reason]
+                for store in (mlp, post)
+                for reason in ("beside", "high_norm")
+            )
+            > 30
+        )
     (_, wanted, one), (_, columns, two) = found["one"][0], found["two"][0]
     assert two.meta.median_norm == pytest.approx(one.meta.median_norm, rel=1e-3)
-    assert two.meta.dropped["high_norm"] == pytest.approx(one.meta.dropped["high_norm"], rel=0.3)  # of whole blocks
-    last = min(columns[2].max(), wanted[2].max())  # who makes up for rows left out decides the last documents
+    assert two.meta.dropped["high_norm"] == pytest.approx(
+        one.meta.dropped["high_norm"], rel=0.3
+    )  # of whole blocks
+    last = min(
+        columns[2].max(), wanted[2].max()
+    )  # who makes up for rows left out decides the last documents
     for documents in (columns, wanted):
         assert (documents[2] < last - 20).sum() > 8_000
-    np.testing.assert_array_equal(columns[:, columns[2] < last - 20], wanted[:, wanted[2] < last - 20])
+    np.testing.assert_array_equal(
+        columns[:, columns[2] < last - 20], wanted[:, wanted[2] < last - 20]
+    )
     lost = both / "activations" / "two-l1-mlp_out"
     before = shutil.move(lost, both / "before")  # alone, its rows would come in another order
     refused = alone(*BOTH, "--name", "two").err
@@ -109,7 +148,9 @@ def test_two_processes_pack_the_documents_of_one(sae: CommandLine):
     assert sae(*words, "--name", "one").status == 0
     assert together(2, "--home", sae.home, *words, "--name", "two").status == 0
     (_, columns, _), (_, wanted, _) = by_document(sae.home, "two"), by_document(sae.home, "one")
-    np.testing.assert_array_equal(columns[[0, 2]], wanted[[0, 2]])  # windows, and so positions, are others
+    np.testing.assert_array_equal(
+        columns[[0, 2]], wanted[[0, 2]]
+    )  # windows, and so positions, are others
 
 
 @pytest.mark.long
@@ -152,7 +193,9 @@ def test_a_killed_process_ends_the_others_and_is_resumed(whole: Path, victim: in
     assert said[-1].startswith(f"sae: process {1 - victim} of 2: ")
     assert "run the same command again to go on from what was saved" in said[-1]
     before = saved_rows(folder)
-    assert 1500 * (shards - 2) <= before < 36_000  # each rank may have one that its store.json does not name yet
+    assert (
+        1500 * (shards - 2) <= before < 36_000
+    )  # each rank may have one that its store.json does not name yet
     other = together(3, "--home", whole, *MANY, "--name", name)
     assert other.status == 1
     assert "expected the number of processes that began it, 2, got 3" in own_words(other.err)[-1]
@@ -172,15 +215,25 @@ def test_control_c_keeps_the_whole_shards_of_all_processes(whole: Path, monkeypa
     assert done.status != 0
     rows = saved_rows(folder)
     assert rows > 0
-    assert own_words(done.err) == [f"stopped; {rows:,} rows are saved, and the same command goes on from there"]
+    assert own_words(done.err) == [
+        f"stopped; {rows:,} rows are saved, and the same command goes on from there"
+    ]
     alone = CommandLine(whole, monkeypatch, capsys)
-    listed = next(store for store in alone("list", "--json").json["stores"] if store["name"] == "stopped")
+    listed = next(
+        store for store in alone("list", "--json").json["stores"] if store["name"] == "stopped"
+    )
     assert (listed["rows"], listed["state"]) == (rows, "unfinished")
     refused = alone(*words)
-    assert "expected the number of processes that began it, 2, got 1; run the command with `torchrun" in refused.err
+    assert (
+        "expected the number of processes that began it, 2, got 1; run the command with `torchrun"
+        in refused.err
+    )
     again = together(2, "--home", whole, *words)
     assert own_words(again.err) == [f"stopped: going on after {rows:,} rows"]
-    (x, columns, _), (wanted, wanted_columns, _) = by_document(whole, "stopped"), by_document(whole, "alone")
+    (x, columns, _), (wanted, wanted_columns, _) = (
+        by_document(whole, "stopped"),
+        by_document(whole, "alone"),
+    )
     np.testing.assert_array_equal(columns, wanted_columns)
     np.testing.assert_allclose(x, wanted, rtol=0.02, atol=0.05)
 
@@ -189,8 +242,10 @@ def test_control_c_keeps_the_whole_shards_of_all_processes(whole: Path, monkeypa
 def test_an_error_names_its_process_once(sae: CommandLine, tmp_path: Path):
     refused = together(2, "--home", sae.home, "list")
     assert refused.status == 1
-    assert own_words(refused.err)[-1].endswith("sae list runs in one process: expected extract or train or finetune, "
-                                               "which run in several, got 2 processes; run it without torchrun")
+    assert own_words(refused.err)[-1].endswith(
+        "sae list runs in one process: expected extract or train or finetune, "
+        "which run in several, got 2 processes; run it without torchrun"
+    )
     assert len(own_words(refused.err)) == 1
     wrong = together(2, "--home", sae.home, *WORDS, "--rows", "none")
     assert wrong.err.count("Invalid value for '--rows'") == 1

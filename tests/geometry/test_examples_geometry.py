@@ -16,7 +16,11 @@ from saecli.geometry.diagram import PowerDiagram
 SCRIPTS = Path(__file__).parents[2] / "examples" / "geometry"
 QUICK = {"bridge.py": ["--steps", "40"]}
 HELPERS = ("diagrams.py", "recovery.py")
-SAYS = {"orders.py": "residual", "lift.py": "10,000 of 10,000 points", "kth_order_or_not.py": "around: refused"}
+SAYS = {
+    "orders.py": "residual",
+    "lift.py": "10,000 of 10,000 points",
+    "kth_order_or_not.py": "around: refused",
+}
 
 
 def run(name: str, out: Path, *words: str) -> None:
@@ -35,8 +39,12 @@ def fvus(said: str, k: int) -> tuple[float, float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.name for path in SCRIPTS.glob("*.py") if path.name not in HELPERS))
-def test_script_runs_and_draws(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in SCRIPTS.glob("*.py") if path.name not in HELPERS)
+)
+def test_script_runs_and_draws(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(name, tmp_path / "x.svg", *QUICK.get(name, []))
     said = capsys.readouterr().out
     assert f"drew {tmp_path / 'x.svg'}" in said
@@ -47,12 +55,15 @@ def test_script_runs_and_draws(name: str, tmp_path: Path, capsys: pytest.Capture
         held, same = re.search(r"; (\d+) of 9999 points hold them, and (\d+)", said).groups()
         assert int(held) == int(same) > 100
     if name == "bridge.py":
-        assert all(fvus(said, k)[1] >= fvus(said, k)[2] for k in (1, 3))  # however badly it is trained
+        assert all(
+            fvus(said, k)[1] >= fvus(said, k)[2] for k in (1, 3)
+        )  # however badly it is trained
 
 
 @pytest.mark.long
 def test_kmeans_is_worse_than_the_sae_and_the_sae_worse_than_local_pca(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("bridge.py", tmp_path / "x.png")
     said = capsys.readouterr().out
     for k in (1, 3):
@@ -61,13 +72,17 @@ def test_kmeans_is_worse_than_the_sae_and_the_sae_worse_than_local_pca(
 
 
 @pytest.mark.parametrize(("d", "k"), [(4, 2), (5, 3), (6, 1)])
-def test_sites_are_recovered_from_their_kth_order_diagram(d: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_are_recovered_from_their_kth_order_diagram(
+    d: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     from diagrams import sites_of
     from recovery import recover
 
     rng = np.random.default_rng(d)
-    diagram = PowerDiagram(torch.from_numpy(rng.normal(size=(d, 2))), torch.from_numpy(rng.normal(size=d)))
+    diagram = PowerDiagram(
+        torch.from_numpy(rng.normal(size=(d, 2))), torch.from_numpy(rng.normal(size=d))
+    )
     supports = rng.permutation(list(itertools.combinations(range(d), k)))
     nu = sites_of(diagram, torch.from_numpy(supports))
     found = recover(nu, k, supports.tolist())
@@ -77,5 +92,7 @@ def test_sites_are_recovered_from_their_kth_order_diagram(d: int, k: int, monkey
     x = torch.from_numpy(3 * rng.normal(size=(500, 2)))
     kept = torch.from_numpy(supports)[nu.nearest(x, 1)[:, 0]]
     assert torch.equal(kept.sort(1).values, diagram.nearest(x, k).sort(1).values)
-    random = PowerDiagram(torch.from_numpy(rng.normal(size=(math.comb(d, k), 2))), torch.zeros(math.comb(d, k)))
+    random = PowerDiagram(
+        torch.from_numpy(rng.normal(size=(math.comb(d, k), 2))), torch.zeros(math.comb(d, k))
+    )
     assert k == 1 or not recover(random, k, supports.tolist()).is_kth_order

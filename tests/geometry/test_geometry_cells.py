@@ -14,7 +14,16 @@ from saecli.base.errors import ConfigError
 from saecli.geometry.cells import Cells, cells_of
 from saecli.geometry.diagram import PowerDiagram, agreement, kth_order_diagram
 from saecli.geometry.survey import degenerate, rank
-from saecli.sae.activations import AbsTopK, Activation, JumpRelu, Relu, ReluTopK, SoftTopK, Swish, TopK
+from saecli.sae.activations import (
+    AbsTopK,
+    Activation,
+    JumpRelu,
+    Relu,
+    ReluTopK,
+    SoftTopK,
+    Swish,
+    TopK,
+)
 from saecli.sae.dictionary import SAE
 
 
@@ -31,7 +40,10 @@ def test_supports_are_the_latents_whose_codes_are_not_zero(case: Case) -> None:
 def test_margins_equal_the_nearest_of_all_walls(case: Case) -> None:
     cells = cells_of(case.sae)
     margins = cells.margins(cells.pre_activations(case.rows)).numpy()
-    expected = [min((distance for distance, _ in walls(case.sae, row)), default=np.inf) for row in case.rows.numpy()]
+    expected = [
+        min((distance for distance, _ in walls(case.sae, row)), default=np.inf)
+        for row in case.rows.numpy()
+    ]
     scale = max(1.0, float(case.sae.W_enc.abs().max()))
     np.testing.assert_allclose(margins, expected, rtol=1e-9, atol=1e-9 * scale)
 
@@ -63,21 +75,39 @@ def test_crossings_count_the_walls_within_the_radius(case: Case, radius: float) 
     counts = cells.crossings(cells.pre_activations(case.rows), radius)
     for row, count in zip(case.rows.numpy(), counts.tolist(), strict=True):
         distances = np.array([distance for distance, _ in walls(case.sae, row)])
-        assert (distances < radius * (1 - 1e-6)).sum() <= count <= (distances < radius * (1 + 1e-6)).sum()
+        assert (
+            (distances < radius * (1 - 1e-6)).sum()
+            <= count
+            <= (distances < radius * (1 + 1e-6)).sum()
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("activation", "shape"), [
-    (TopK(24), "plain"), (TopK(24), "clustered"), (AbsTopK(24), "shifted"), (AbsTopK(24), "plain"), (Relu(), "plain"),
-    (ReluTopK(24), "plain"), (ReluTopK(400), "plain")])
-def test_margins_of_many_latents_equal_the_nearest_of_all_walls(activation: Activation, shape: str) -> None:
+@pytest.mark.parametrize(
+    ("activation", "shape"),
+    [
+        (TopK(24), "plain"),
+        (TopK(24), "clustered"),
+        (AbsTopK(24), "shifted"),
+        (AbsTopK(24), "plain"),
+        (Relu(), "plain"),
+        (ReluTopK(24), "plain"),
+        (ReluTopK(400), "plain"),
+    ],
+)
+def test_margins_of_many_latents_equal_the_nearest_of_all_walls(
+    activation: Activation, shape: str
+) -> None:
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 32, 600, shape), activation, rng)
     rows = torch.from_numpy(rng.normal(size=(4, 32)))
     cells = cells_of(sae)
     margins = cells.margins(cells.pre_activations(rows)).numpy()
-    np.testing.assert_allclose(margins, [min(walls(sae, row), key=lambda wall: wall[0])[0] for row in rows.numpy()],
-                               rtol=1e-9)
+    np.testing.assert_allclose(
+        margins,
+        [min(walls(sae, row), key=lambda wall: wall[0])[0] for row in rows.numpy()],
+        rtol=1e-9,
+    )
 
 
 @pytest.mark.parametrize("activation", [Relu(), TopK(2), AbsTopK(2), ReluTopK(2)], ids=repr)
@@ -104,20 +134,34 @@ def test_a_cell_that_is_the_whole_space_has_no_boundary(kind: type) -> None:
 def test_possible_cells_are_counted_exactly(F: int, k: int) -> None:
     W, b = np.zeros((2, F)), np.zeros(F)
     rng = np.random.default_rng(0)
-    assert cells_of(sae_of(W, b, TopK(k), rng)).possible_log10 == pytest.approx(math.log10(math.comb(F, k)), abs=1e-9)
+    assert cells_of(sae_of(W, b, TopK(k), rng)).possible_log10 == pytest.approx(
+        math.log10(math.comb(F, k)), abs=1e-9
+    )
     clipped = math.log10(sum(math.comb(F, j) for j in range(k + 1)))
-    assert cells_of(sae_of(W, b, ReluTopK(k), rng)).possible_log10 == pytest.approx(clipped, abs=1e-9)
+    assert cells_of(sae_of(W, b, ReluTopK(k), rng)).possible_log10 == pytest.approx(
+        clipped, abs=1e-9
+    )
     assert cells_of(sae_of(W, b, Relu(), rng)).possible_log10 == pytest.approx(math.log10(2**F))
 
 
-@pytest.mark.parametrize("activation", [Swish(), SoftTopK(2)], ids=lambda activation: activation.name)
+@pytest.mark.parametrize(
+    "activation", [Swish(), SoftTopK(2)], ids=lambda activation: activation.name
+)
 def test_an_activation_without_cells_is_refused_in_one_sentence(activation: Activation) -> None:
     rng = np.random.default_rng(0)
-    with pytest.raises(ConfigError, match=f"the activation {activation.name} has no cells .*; expected one of relu, "):
+    with pytest.raises(
+        ConfigError,
+        match=f"the activation {activation.name} has no cells .*; expected one of relu, ",
+    ):
         cells_of(sae_of(*encoder(rng, 2, 3, "plain"), activation, rng))
 
 
-@given(cases(kinds=("relu", "topk", "abs-topk", "jumprelu"), shapes=("plain", "clustered", "twins", "zeros")))
+@given(
+    cases(
+        kinds=("relu", "topk", "abs-topk", "jumprelu"),
+        shapes=("plain", "clustered", "twins", "zeros"),
+    )
+)
 def test_ranks_are_those_of_the_jacobian(case: Case) -> None:
     sae = case.sae.copy_to(torch.float64)
     for row, support in zip(case.rows, case.sae.encode(case.rows) != 0, strict=True):
@@ -125,14 +169,20 @@ def test_ranks_are_those_of_the_jacobian(case: Case) -> None:
         values = np.linalg.svd(jacobian.numpy(), compute_uv=False)
         relative = values / max(values[0], np.finfo(float).tiny)
         found = rank(sae, support.nonzero()[:, 0])
-        assert (relative > 1e-12).sum() <= found <= (relative > 1e-18).sum()  # between them lies rounding
+        assert (
+            (relative > 1e-12).sum() <= found <= (relative > 1e-18).sum()
+        )  # between them lies rounding
 
 
 def test_equal_and_zero_latents_are_counted() -> None:
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 4, 12, "plain"), JumpRelu(), rng)
     assert set(degenerate(sae).values()) == {0}
-    W_enc, W_dec, threshold = sae.W_enc.clone(), sae.W_dec.clone(), sae.activation_parameters["threshold"].clone()
+    W_enc, W_dec, threshold = (
+        sae.W_enc.clone(),
+        sae.W_dec.clone(),
+        sae.activation_parameters["threshold"].clone(),
+    )
     b_enc = sae.b_enc.clone()
     W_enc[:, [0, 1, 2]], b_enc[[0, 1]], threshold[[0, 1]] = 0, 5, 0.5
     W_dec[[3, 4]], W_dec[[5, 6, 7]] = 0, W_dec[8].clone()
@@ -147,7 +197,9 @@ def test_equal_and_zero_latents_are_counted() -> None:
 
 def powers(diagram: PowerDiagram, rows: torch.Tensor) -> np.ndarray:
     """`||x - mu_i||^2 - alpha_i` in numpy's longest floats, (B, n)."""
-    mu, alpha, x = (t.numpy().astype(np.longdouble) for t in (diagram.centroids, diagram.weights, rows))
+    mu, alpha, x = (
+        t.numpy().astype(np.longdouble) for t in (diagram.centroids, diagram.weights, rows)
+    )
     return np.square(x[:, None] - mu).sum(-1) - alpha
 
 
@@ -162,7 +214,9 @@ def test_every_row_without_a_tie_lies_in_the_cell_of_its_nearest_sites(case: Cas
 def test_nearest_sites_are_the_largest_pre_activations(case: Case) -> None:
     diagram, k = PowerDiagram.from_encoder(case.sae.W_enc, case.sae.b_enc), case.sae.activation.k
     nearest = np.sort(diagram.nearest(case.rows, k), axis=1)
-    np.testing.assert_array_equal(nearest, np.sort(np.argsort(powers(diagram, case.rows), axis=1)[:, :k], axis=1))
+    np.testing.assert_array_equal(
+        nearest, np.sort(np.argsort(powers(diagram, case.rows), axis=1)[:, :k], axis=1)
+    )
     kept = np.argsort(-case.sae.pre_activations(case.rows).numpy(), axis=1)[:, :k]
     np.testing.assert_array_equal(nearest, np.sort(kept, axis=1))
 
@@ -201,7 +255,13 @@ def test_equal_latents_at_the_boundary_are_ties_and_counted_apart(kind: type) ->
     W = np.array([[1.0, 1.0, -0.5], [0.0, 0.0, 0.5]])
     sae = sae_of(W, np.zeros(3), kind(1), np.random.default_rng(0))
     found = agreement(sae, [torch.tensor([[1.0, 0.0], [2.0, 0.1], [-1.0, 8.0]])])
-    assert found == {"rows": 3, "ties": 2, "agreement": 1.0, "sites": 3 * (1 + (kind is AbsTopK)), "order": 1}
+    assert found == {
+        "rows": 3,
+        "ties": 2,
+        "agreement": 1.0,
+        "sites": 3 * (1 + (kind is AbsTopK)),
+        "order": 1,
+    }
     assert agreement(sae, [torch.tensor([[1.0, 0.0]])])["agreement"] is None
 
 

@@ -15,7 +15,9 @@ from saecli.sae.activations import TopK
 
 
 @given(st.integers(0, 2**32), st.integers(1, 400), st.integers(1, 20), st.integers(1, 90))
-def test_streamed_counts_equal_a_set_over_all_rows(seed: int, rows: int, F: int, batch: int) -> None:
+def test_streamed_counts_equal_a_set_over_all_rows(
+    seed: int, rows: int, F: int, batch: int
+) -> None:
     supports = np.random.default_rng(seed).random((rows, F)) < 0.15
     census = Census()
     for part in torch.from_numpy(supports).split(batch):
@@ -41,7 +43,7 @@ def test_a_stream_that_fits_is_kept_whole_and_in_order(batch: int) -> None:
     stream = np.random.default_rng(0).normal(size=(100, 3))
     reservoir = Reservoir(100)
     for start in range(0, 100, batch):
-        reservoir.add(stream[start:start + batch])
+        reservoir.add(stream[start : start + batch])
     np.testing.assert_array_equal(reservoir.rows, stream)
 
 

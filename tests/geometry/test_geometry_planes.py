@@ -31,11 +31,15 @@ def test_pixels_lie_in_the_cells_of_the_sae(activation: Activation) -> None:
     supports = (sae.encode(torch.from_numpy(pixel_centres(40))) != 0).numpy()
     _, first, expected = np.unique(supports, axis=0, return_index=True, return_inverse=True)
     assert len(drawn.keys) == len(first) > 5
-    assert len(set(zip(drawn.labels.ravel().tolist(), expected.tolist(), strict=True))) == len(first)
+    assert len(set(zip(drawn.labels.ravel().tolist(), expected.tolist(), strict=True))) == len(
+        first
+    )
     np.testing.assert_array_equal(drawn.kept[drawn.labels.ravel()], supports.sum(1))
     points = torch.from_numpy(rng.uniform(-1, 1, size=(300, 2)))
     counts = plane_cells(section, WINDOW, 100).occupancy(keys_at(section, points))
-    assert sorted(counts[counts > 0]) == sorted((sae.encode(points) != 0).unique(dim=0, return_counts=True)[1])
+    assert sorted(counts[counts > 0]) == sorted(
+        (sae.encode(points) != 0).unique(dim=0, return_counts=True)[1]
+    )
 
 
 @given(cases(shapes=("plain", "uneven")), st.integers(0, 2**32))
@@ -46,7 +50,9 @@ def test_a_section_does_on_the_plane_what_the_sae_does_on_its_points(case: Case,
     u = torch.from_numpy(rng.normal(size=(30, 2)))
     points, section = plane.origin + u @ plane.basis, plane.section(case.sae)
     torch.testing.assert_close(section.encode(u), case.sae.encode(points), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(section(u), plane.coordinates(case.sae(points)), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(
+        section(u), plane.coordinates(case.sae(points)), rtol=1e-7, atol=1e-7
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(2, 9))
@@ -57,12 +63,20 @@ def test_a_plane_through_three_rows_holds_them_with_their_distances(seed: int, D
     torch.testing.assert_close(plane.origin + places @ plane.basis, rows)
     torch.testing.assert_close(torch.cdist(places, places), torch.cdist(rows, rows))
     torch.testing.assert_close(plane.basis @ plane.basis.T, torch.eye(2).double())
-    torch.testing.assert_close(places[1], torch.stack([(rows[1] - rows[0]).norm(), torch.tensor(0.0).double()]))
+    torch.testing.assert_close(
+        places[1], torch.stack([(rows[1] - rows[0]).norm(), torch.tensor(0.0).double()])
+    )
 
 
-@pytest.mark.parametrize("rows", [
-    torch.tensor([[0.0, 0, 0], [1, 2, 3], [2, 4, 6]]), torch.zeros(3, 4), torch.tensor([[0.0], [1], [3]]),
-    torch.tensor([[1.0, 1, 1], [1, 1, 1], [2, 4, 6]])])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.tensor([[0.0, 0, 0], [1, 2, 3], [2, 4, 6]]),
+        torch.zeros(3, 4),
+        torch.tensor([[0.0], [1], [3]]),
+        torch.tensor([[1.0, 1, 1], [1, 1, 1], [2, 4, 6]]),
+    ],
+)
 def test_three_rows_on_a_line_are_refused(rows: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="span no plane"):
         Plane.through(rows)

@@ -29,8 +29,10 @@ def clusters(seed: int, rows: int = 400) -> np.ndarray:
     rng = np.random.default_rng(seed)
     which = rng.integers(0, 10, rows)
     stretch = rng.normal(size=(10, D, D))
-    return (5 * rng.normal(size=(10, D))[which] + np.einsum("nd,nde->ne", rng.normal(size=(rows, D)), stretch[which])
-            ).astype(np.float32)
+    return (
+        5 * rng.normal(size=(10, D))[which]
+        + np.einsum("nd,nde->ne", rng.normal(size=(rows, D)), stretch[which])
+    ).astype(np.float32)
 
 
 def a_sae(F: int = 30, k: int = 3) -> SAE:
@@ -54,7 +56,11 @@ def pca_residual(fitted: np.ndarray, measured: np.ndarray, centre: np.ndarray, r
     if rank < 1:
         return ((measured - (fitted.mean(0) if len(fitted) else centre)) ** 2).sum()
     pca = PCA(rank, svd_solver="full").fit(fitted)
-    return ((pca.inverse_transform(pca.transform(measured)) - measured) ** 2).sum() if len(measured) else 0.0
+    return (
+        ((pca.inverse_transform(pca.transform(measured)) - measured) ** 2).sum()
+        if len(measured)
+        else 0.0
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(1, 12))
@@ -63,16 +69,27 @@ def test_local_pca_equals_sklearn_pca_of_each_cell(seed: int, count: int) -> Non
     train, rows = rng.normal(size=(60, D)), rng.normal(size=(20, D))
     train_cells, cells = rng.integers(0, count, 60), rng.integers(0, count, 20)
     centres, ranks = rng.normal(size=(count, D)), rng.integers(0, D + 3, count)
-    expected = sum(pca_residual(train[train_cells == c], rows[cells == c], centres[c], ranks[c]) for c in range(count))
+    expected = sum(
+        pca_residual(train[train_cells == c], rows[cells == c], centres[c], ranks[c])
+        for c in range(count)
+    )
     fitted = LocalPCA(train, train_cells, centres)
-    assert fitted.spectrum(rows, cells).residual(ranks) == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    assert np.square(fitted.reconstruct(rows, cells, ranks) - rows).sum() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert fitted.spectrum(rows, cells).residual(ranks) == pytest.approx(
+        expected, rel=1e-9, abs=1e-9
+    )
+    assert np.square(fitted.reconstruct(rows, cells, ranks) - rows).sum() == pytest.approx(
+        expected, rel=1e-9, abs=1e-9
+    )
     none = np.zeros(count, int)
-    assert fitted.means_residual(rows, cells) == pytest.approx(fitted.spectrum(rows, cells).residual(none), rel=1e-9)
+    assert fitted.means_residual(rows, cells) == pytest.approx(
+        fitted.spectrum(rows, cells).residual(none), rel=1e-9
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 60), st.sampled_from([0, 1000]))
-def test_local_pca_of_a_stream_equals_that_of_the_rows_in_memory(seed: int, count: int, batch: int, far: int) -> None:
+def test_local_pca_of_a_stream_equals_that_of_the_rows_in_memory(
+    seed: int, count: int, batch: int, far: int
+) -> None:
     rng = np.random.default_rng(seed)
     train, rows = rng.normal(size=(60, D)) + far, rng.normal(size=(20, D)) + far
     train_cells, cells = rng.integers(0, count, 60), rng.integers(0, count, 20)
@@ -80,24 +97,32 @@ def test_local_pca_of_a_stream_equals_that_of_the_rows_in_memory(seed: int, coun
     held, streamed = LocalPCA(train, train_cells, centres), StreamedPCA(centres, directions=True)
     means = StreamedPCA(centres, directions=False)
     for at in range(0, 60, batch):
-        streamed.add(train[at:at + batch], train_cells[at:at + batch])
-        means.add(train[at:at + batch], train_cells[at:at + batch])
+        streamed.add(train[at : at + batch], train_cells[at : at + batch])
+        means.add(train[at : at + batch], train_cells[at : at + batch])
     expected, found = held.spectrum(rows, cells), streamed.spectrum(rows, cells)
     np.testing.assert_array_equal(found.rows, expected.rows)
     for some, own in zip(found.variances, expected.variances, strict=True):
         np.testing.assert_allclose(some, own, atol=1e-9)
     assert found.residual(ranks) == pytest.approx(expected.residual(ranks), rel=1e-6)
-    np.testing.assert_allclose(streamed.reconstruct(rows, cells, ranks), held.reconstruct(rows, cells, ranks),
-                               atol=1e-5)
-    assert means.means_residual(rows, cells) == pytest.approx(held.means_residual(rows, cells), rel=1e-9)
+    np.testing.assert_allclose(
+        streamed.reconstruct(rows, cells, ranks), held.reconstruct(rows, cells, ranks), atol=1e-5
+    )
+    assert means.means_residual(rows, cells) == pytest.approx(
+        held.means_residual(rows, cells), rel=1e-9
+    )
 
 
-def test_references_of_a_stream_are_about_those_of_all_rows_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_of_a_stream_are_about_those_of_all_rows_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     train, rows, sae = clusters(0, 6000), clusters(1, 300), a_sae()
-    stream = Stream(6000, lambda: (train[at:at + 500] for at in range(0, 6000, 500)))
+    stream = Stream(6000, lambda: (train[at : at + 500] for at in range(0, 6000, 500)))
     own = visited(sae, train[:200], rows)
     streamed = Bridge.fit(sae, train[:200], rank=2, stream=stream)
-    found, held = streamed.measure(rows, own), Bridge.fit(sae, train, rank=2).measure(rows, visited(sae, train, rows))
+    found, held = (
+        streamed.measure(rows, own),
+        Bridge.fit(sae, train, rank=2).measure(rows, visited(sae, train, rows)),
+    )
     assert (found.rows_fitted, found.kmeans_cells, found.local_pca_cells) == (6000, 30, 30)
     assert found.own_cells.rows_fitted <= 200
     assert found.kmeans_fvu == pytest.approx(held.kmeans_fvu, rel=0.2)
@@ -164,7 +189,11 @@ def test_arrows_lead_to_the_reconstructions_that_were_measured() -> None:
     sae = a_sae()
     bridge = Bridge.fit(sae, train, rank=2)
     found, arrows = bridge.measure(rows, visited(sae, train, rows)), bridge.reconstructions(rows)
-    for name, fvu in (("k-means", found.kmeans_fvu), ("SAE", found.sae_fvu), ("local PCA", found.local_pca_fvu)):
+    for name, fvu in (
+        ("k-means", found.kmeans_fvu),
+        ("SAE", found.sae_fvu),
+        ("local PCA", found.local_pca_fvu),
+    ):
         assert np.square(arrows[name] - rows).sum() / scatter(rows) == pytest.approx(fvu, rel=1e-6)
 
 
@@ -188,8 +217,10 @@ def test_price_of_shared_vectors_equals_brute_force(sae: SAE) -> None:
         fitted, measured = train[(patterns == pattern).all(1)], rows[(found == pattern).all(1)]
         if len(fitted) >= 4 * sae.activation.k and len(measured):
             errors = sae(torch.from_numpy(measured).double()).numpy() - measured
-            sae_error += (errors ** 2).sum()
-            pca_error += pca_residual(fitted.astype(np.float64), measured, measured[0], sae.activation.k)
+            sae_error += (errors**2).sum()
+            pca_error += pca_residual(
+                fitted.astype(np.float64), measured, measured[0], sae.activation.k
+            )
             used.append(measured)
             count += 1
     residual = np.square(sae(torch.from_numpy(rows).double()).numpy() - rows).sum(1)
@@ -201,12 +232,16 @@ def test_price_of_shared_vectors_equals_brute_force(sae: SAE) -> None:
     assert result.local_pca_fvu == pytest.approx(pca_error / total, rel=1e-6)
     assert result.price == pytest.approx((sae_error - pca_error) / total, rel=1e-6)
     assert result.price > 0
-    assert result.enough == (result.rows_measured >= 100 and (count >= 20 or result.rows_measured >= 450))
+    assert result.enough == (
+        result.rows_measured >= 100 and (count >= 20 or result.rows_measured >= 450)
+    )
 
 
 def test_cells_with_too_few_rows_give_no_price() -> None:
     sae = a_sae(500, 20)
-    found = Bridge.fit(sae, clusters(0), rank=5).measure(clusters(1), visited(sae, clusters(0), clusters(1)))
+    found = Bridge.fit(sae, clusters(0), rank=5).measure(
+        clusters(1), visited(sae, clusters(0), clusters(1))
+    )
     assert (found.kmeans_cells, found.local_pca_cells) == (100, 20)
     own = found.own_cells
     assert (own.cells, own.price, own.sae_fvu, own.enough) == (0, None, None, False)
@@ -219,7 +254,9 @@ def test_a_rank_that_spans_the_space_leaves_nothing_unexplained() -> None:
     assert found.local_pca_fvu < 1e-12
 
 
-def test_many_rows_are_clustered_in_mini_batches_about_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_clustered_in_mini_batches_about_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     train = clusters(0, 2000)
     careful = kmeans(train, 10, 0)
     monkeypatch.setattr(kmeans_module, "CAREFUL_WORK", 0)

@@ -24,8 +24,13 @@ D, F = 24, 60
 
 def record(folder: Path, rows: torch.Tensor) -> None:
     """Keeps codes and predictions of the rows."""
-    transcoders, config = load_transcoders_from_cache(folder.name, cache_dir=folder.parent, lazy_decoder=False)
-    assert (config["feature_input_hook"], config["feature_output_hook"]) == ("mlp.hook_in", "hook_mlp_out")
+    transcoders, config = load_transcoders_from_cache(
+        folder.name, cache_dir=folder.parent, lazy_decoder=False
+    )
+    assert (config["feature_input_hook"], config["feature_output_hook"]) == (
+        "mlp.hook_in",
+        "hook_mlp_out",
+    )
     codes = transcoders[0].encode(rows)
     np.savez(folder.with_suffix(".npz"), codes=codes.numpy(), x_hat=transcoders[0](rows).numpy())
 
@@ -39,16 +44,28 @@ def main() -> None:
         record(path, rows)
     torch.manual_seed(0)
     for skip in (False, True):
-        for name, act in {"relu": torch.nn.functional.relu, "jumprelu": JumpReLU(torch.rand(F) * 4, 0.1)}.items():
+        for name, act in {
+            "relu": torch.nn.functional.relu,
+            "jumprelu": JumpReLU(torch.rand(F) * 4, 0.1),
+        }.items():
             path = folder / "theirs" / f"{name}{'-skip' if skip else ''}"
             one = SingleLayerTranscoder(D, F, act, 0, skip_connection=skip, dtype=torch.float32)
             for key, parameter in one.named_parameters():
                 if "threshold" not in key:
                     parameter.normal_()
             TranscoderSet({0: one}, "mlp.hook_in", "hook_mlp_out", "scan").to_safetensors(str(path))
-            (path / "config.yaml").write_text(yaml.dump({
-                "model_name": "gpt2", "model_kind": "transcoder_set", "feature_input_hook": "mlp.hook_in",
-                "feature_output_hook": "hook_mlp_out", "scan": "scan", "revision": None}))
+            (path / "config.yaml").write_text(
+                yaml.dump(
+                    {
+                        "model_name": "gpt2",
+                        "model_kind": "transcoder_set",
+                        "feature_input_hook": "mlp.hook_in",
+                        "feature_output_hook": "hook_mlp_out",
+                        "scan": "scan",
+                        "revision": None,
+                    }
+                )
+            )
             record(path, rows)
 
 

@@ -34,7 +34,12 @@ def record(sae: Dictionary, rows: torch.Tensor, path: Path) -> None:
     """Keeps codes and reconstructions of the rows, and the library's own measure of them."""
     codes = sae.encode(rows)
     explained = evaluate(sae, iter([rows]))["frac_variance_explained"]
-    np.savez(path, codes=codes.numpy(), x_hat=sae.decode(codes).numpy(), frac_variance_explained=explained)
+    np.savez(
+        path,
+        codes=codes.numpy(),
+        x_hat=sae.decode(codes).numpy(),
+        frac_variance_explained=explained,
+    )
 
 
 @torch.no_grad()
@@ -45,9 +50,15 @@ def main() -> None:
     for path in sorted((folder / "ours").iterdir()):
         record(load_dictionary(str(path), "cpu")[0], rows, path.with_suffix(".npz"))
     torch.manual_seed(0)
-    for kind, further in ((AutoEncoder, ()), (AutoEncoderNew, ()), (AutoEncoderTopK, (K,)), (BatchTopKSAE, (K,)),
-                          (MatryoshkaBatchTopKSAE, (K, [20, F - 20])), (JumpReluAutoEncoder, ()),
-                          (GatedAutoEncoder, ())):
+    for kind, further in (
+        (AutoEncoder, ()),
+        (AutoEncoderNew, ()),
+        (AutoEncoderTopK, (K,)),
+        (BatchTopKSAE, (K,)),
+        (MatryoshkaBatchTopKSAE, (K, [20, F - 20])),
+        (JumpReluAutoEncoder, ()),
+        (GatedAutoEncoder, ()),
+    ):
         sae = kind(D, F, *further)
         for name, parameter in sae.named_parameters():
             parameter.normal_()
@@ -58,7 +69,9 @@ def main() -> None:
         path = folder / "theirs" / kind.__name__
         path.mkdir()
         torch.save(sae.state_dict(), path / "ae.pt")
-        (path / "config.json").write_text(json.dumps({"trainer": {"dict_class": kind.__name__, "k": K}}))
+        (path / "config.json").write_text(
+            json.dumps({"trainer": {"dict_class": kind.__name__, "k": K}})
+        )
         record(sae, rows, path.with_suffix(".npz"))
 
 

@@ -1,6 +1,6 @@
 """Loads an SAE from the hub at HF_ENDPOINT as a library does: run by the Python of an environment that has it.
 
-    python from_hub.py saelens|sparsify|circuit-tracer REPO FOLDER ROWS.npy OUT.npy
+python from_hub.py saelens|sparsify|circuit-tracer REPO FOLDER ROWS.npy OUT.npy
 """
 
 import sys

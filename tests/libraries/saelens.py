@@ -1,20 +1,20 @@
 """SAELens' side of tests: run by the Python of an environment that has sae-lens.
 
-    python saelens.py formats FOLDER
-    python saelens.py gemma_scope FOLDER
-        FOLDER/ours/CASE holds SAEs that saecli wrote; codes and reconstructions of FOLDER/rows.npy go to
-        FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives SAEs that SAELens makes, or arrays as Gemma Scope publishes
-        them, with what SAELens makes of them next to them.
-    python saelens.py scopes FOLDER NAME=PATH=FACTOR ...
-        PATH, in FOLDER, is a folder or a file of a release, laid out as on the hub, NAME its converter up to a `-`,
-        FACTOR multiplies its rows; codes and reconstructions of FOLDER/rows.npy go to FOLDER/NAME.npz.
-    python saelens.py evaluate MODEL HOOK WINDOWS.json SAE ...
-        Prints SAELens' evaluation of each SAE, a JSON line each. The windows are lists of token ids, each a batch;
-        HOOK is a module of the Hugging Face model, which SAELens loads itself.
-    python saelens.py score TRUTH.npz SAE ...
-        Prints the scores of each SAE on a world, a JSON line each.
-    python saelens.py save FOLDER KIND ROWS
-        Saves a world in FOLDER, and samples of its codes in FOLDER/codes.npz.
+python saelens.py formats FOLDER
+python saelens.py gemma_scope FOLDER
+    FOLDER/ours/CASE holds SAEs that saecli wrote; codes and reconstructions of FOLDER/rows.npy go to
+    FOLDER/ours/CASE.npz. FOLDER/theirs/CASE receives SAEs that SAELens makes, or arrays as Gemma Scope publishes
+    them, with what SAELens makes of them next to them.
+python saelens.py scopes FOLDER NAME=PATH=FACTOR ...
+    PATH, in FOLDER, is a folder or a file of a release, laid out as on the hub, NAME its converter up to a `-`,
+    FACTOR multiplies its rows; codes and reconstructions of FOLDER/rows.npy go to FOLDER/NAME.npz.
+python saelens.py evaluate MODEL HOOK WINDOWS.json SAE ...
+    Prints SAELens' evaluation of each SAE, a JSON line each. The windows are lists of token ids, each a batch;
+    HOOK is a module of the Hugging Face model, which SAELens loads itself.
+python saelens.py score TRUTH.npz SAE ...
+    Prints the scores of each SAE on a world, a JSON line each.
+python saelens.py save FOLDER KIND ROWS
+    Saves a world in FOLDER, and samples of its codes in FOLDER/codes.npz.
 """
 
 import json
@@ -55,8 +55,10 @@ MADE = {
     "gated": ("GatedSAE", {}),
     "gated-subtracting": ("GatedSAE", {"apply_b_dec_to_input": True}),
     "topk": ("TopKSAE", {"k": K}),
-    "topk-rescaled": ("TopKSAE", {
-        "k": K, "rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": True}),
+    "topk-rescaled": (
+        "TopKSAE",
+        {"k": K, "rescale_acts_by_decoder_norm": True, "apply_b_dec_to_input": True},
+    ),
     "abstopk": ("AbsTopKSAE", {"k": K}),
     "transcoder": ("Transcoder", {"d_out": E}),
     "skip-transcoder": ("SkipTranscoder", {"d_out": E}),
@@ -65,30 +67,65 @@ MADE = {
 }
 
 OLD = {  # what versions before 6 wrote, by the case above whose weights it is said of
-    "standard": {"activation_fn_str": "relu", "apply_b_dec_to_input": False, "normalize_activations": False,
-                 "hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2-small"},
-    "standard-subtracting": {"architecture": "standard", "activation_fn_str": "relu", "normalize_activations": "none"},
-    "jumprelu": {"architecture": "jumprelu", "activation_fn": "relu", "sae_lens_training_version": "3.0.0"},
-    "gated-subtracting": {"architecture": "gated", "activation_fn_str": "relu", "normalize_activations": "none"},
-    "topk": {"architecture": "standard", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": K},
-             "apply_b_dec_to_input": False, "normalize_activations": None},
+    "standard": {
+        "activation_fn_str": "relu",
+        "apply_b_dec_to_input": False,
+        "normalize_activations": False,
+        "hook_point": "blocks.8.hook_resid_pre",
+        "model_name": "gpt2-small",
+    },
+    "standard-subtracting": {
+        "architecture": "standard",
+        "activation_fn_str": "relu",
+        "normalize_activations": "none",
+    },
+    "jumprelu": {
+        "architecture": "jumprelu",
+        "activation_fn": "relu",
+        "sae_lens_training_version": "3.0.0",
+    },
+    "gated-subtracting": {
+        "architecture": "gated",
+        "activation_fn_str": "relu",
+        "normalize_activations": "none",
+    },
+    "topk": {
+        "architecture": "standard",
+        "activation_fn_str": "topk",
+        "activation_fn_kwargs": {"k": K},
+        "apply_b_dec_to_input": False,
+        "normalize_activations": None,
+    },
 }
 
-CONVERTERS = {**dict.fromkeys(("gemma", "transcoder", "mlp_out"), ("google", "gemma_3")),
-              "llama": ("fnlp", "llama_scope"), "r1": ("fnlp", "llama_scope_r1_distill"),
-              "qwen": ("Qwen", "qwen_scope"), "gemma2": ("google", "gemma_2"),
-              "gemma2transcoder": ("google", "gemma_2_transcoder"),
-              "goodfire": ("Goodfire", "goodfire"), "deepseek": ("qresearch", "deepseek_r1"),
-              "attention": ("ckkissane", "connor_rob_hook_z"), "mwhanna": ("mwhanna", "mwhanna_transcoder"),
-              "learning": ("canrager", "dictionary_learning_1"), "saelens": ("jbloom", "sae_lens")}
+CONVERTERS = {
+    **dict.fromkeys(("gemma", "transcoder", "mlp_out"), ("google", "gemma_3")),
+    "llama": ("fnlp", "llama_scope"),
+    "r1": ("fnlp", "llama_scope_r1_distill"),
+    "qwen": ("Qwen", "qwen_scope"),
+    "gemma2": ("google", "gemma_2"),
+    "gemma2transcoder": ("google", "gemma_2_transcoder"),
+    "goodfire": ("Goodfire", "goodfire"),
+    "deepseek": ("qresearch", "deepseek_r1"),
+    "attention": ("ckkissane", "connor_rob_hook_z"),
+    "mwhanna": ("mwhanna", "mwhanna_transcoder"),
+    "learning": ("canrager", "dictionary_learning_1"),
+    "saelens": ("jbloom", "sae_lens"),
+}
 
 BATCH = 500
 HIERARCHIES = {
     "flat": None,
     "tree": HierarchyConfig(4, 3, 2, compensate_probabilities=True),
-    "exclusive": HierarchyConfig(4, 3, 2, 1.0, compensate_probabilities=True, scale_children_by_parent=True),
+    "exclusive": HierarchyConfig(
+        4, 3, 2, 1.0, compensate_probabilities=True, scale_children_by_parent=True
+    ),
 }
-MEANS = {"flat": LinearMagnitudeConfig(1.0, 2.0), "tree": 1.0, "exclusive": ExponentialMagnitudeConfig(1.0, 2.0)}
+MEANS = {
+    "flat": LinearMagnitudeConfig(1.0, 2.0),
+    "tree": 1.0,
+    "exclusive": ExponentialMagnitudeConfig(1.0, 2.0),
+}
 
 
 def rows_in(folder: Path) -> torch.Tensor:
@@ -111,7 +148,9 @@ def formats(folder: Path) -> None:
         record(SAE.load_from_disk(path), rows, path.with_suffix(".npz"))
     torch.manual_seed(0)
     for case, (kind, settings) in MADE.items():
-        config = getattr(kinds, f"{kind}Config")(d_in=D, d_sae=F, **({"apply_b_dec_to_input": False} | settings))
+        config = getattr(kinds, f"{kind}Config")(
+            d_in=D, d_sae=F, **({"apply_b_dec_to_input": False} | settings)
+        )
         sae = getattr(kinds, kind)(config)
         for name, parameter in sae.named_parameters():
             parameter.data.normal_()
@@ -124,18 +163,26 @@ def formats(folder: Path) -> None:
             path.mkdir()
             scaling = {} if case == "jumprelu" else {"scaling_factor": torch.ones(F)}
             save_file(sae.state_dict() | scaling, path / "sae_weights.safetensors")
-            (path / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | OLD[case]))
+            (path / "cfg.json").write_text(
+                json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | OLD[case])
+            )
             record(SAE.load_from_disk(path), rows, path.with_suffix(".npz"))
 
 
 def gemma_scope_sae(folder: Path) -> SAE:
     """The SAE of a folder, as SAELens reads it after its download from google/gemma-scope-2b-pt-res."""
-    loaders.hf_hub_download = lambda repo_id, filename, subfolder, force_download: str(folder / filename)
+    loaders.hf_hub_download = lambda repo_id, filename, subfolder, force_download: str(
+        folder / filename
+    )
 
     def load(cfg_overrides: dict[str, Any], **further: Any) -> tuple:
-        return loaders.gemma_2_sae_huggingface_loader(cfg_overrides=cfg_overrides | {"d_in": D, "d_sae": F}, **further)
+        return loaders.gemma_2_sae_huggingface_loader(
+            cfg_overrides=cfg_overrides | {"d_in": D, "d_sae": F}, **further
+        )
 
-    return SAE.from_pretrained("someone/gemma-scope-2b-pt-res", "layer_12/width_16k/average_l0_82", converter=load)
+    return SAE.from_pretrained(
+        "someone/gemma-scope-2b-pt-res", "layer_12/width_16k/average_l0_82", converter=load
+    )
 
 
 @torch.no_grad()
@@ -145,7 +192,9 @@ def gemma_scope(folder: Path) -> None:
     theirs = folder / "theirs" / "published"
     theirs.mkdir()
     shapes = {"W_dec": (F, D), "W_enc": (D, F), "b_dec": (D,), "b_enc": (F,), "threshold": (F,)}
-    arrays = {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays = {
+        name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()
+    }
     np.savez(theirs / "params.npz", **arrays | {"threshold": np.abs(arrays["threshold"])})
     for path in [*sorted((folder / "ours").iterdir()), theirs]:
         record(gemma_scope_sae(path), rows_in(folder), path.with_suffix(".npz"))
@@ -164,15 +213,19 @@ def scope(folder: Path, name: str, repo: Path, place: Path, factor: float) -> No
 
     loaders.hf_hub_download = download
     loaders.get_safetensors_tensor_shapes = lambda repo_id, filename: {
-        key: list(one.shape) for key, one in load_file(repo / filename).items()}
+        key: list(one.shape) for key, one in load_file(repo / filename).items()
+    }
 
     def load(cfg_overrides: dict[str, Any], **further: Any) -> tuple:
         widths = {"d_in": rows.shape[1], "d_sae": 20}  # else of the release's own models
         widths |= {"d_out": rows.shape[1]} if "transcoder" in converter else {}
         return loaders.NAMED_PRETRAINED_SAE_LOADERS[converter](
-            cfg_overrides=cfg_overrides | widths | {"dtype": "float32"}, **further)
+            cfg_overrides=cfg_overrides | widths | {"dtype": "float32"}, **further
+        )
 
-    sae = SAE.from_pretrained(f"{owner}/{repo.name}", place.as_posix(), converter=load, dtype="float32")
+    sae = SAE.from_pretrained(
+        f"{owner}/{repo.name}", place.as_posix(), converter=load, dtype="float32"
+    )
     if factor != 1:  # which SAELens folds in for the releases that it knows by name
         sae.fold_activation_norm_scaling_factor(factor)
     record(sae, rows, folder / f"{name}.npz")
@@ -207,16 +260,25 @@ class Windows:
 
 def evaluate(model_folder: Path, hook: str, windows_file: str, *folders: str) -> None:
     """Evaluates each SAE."""
-    model = load_model("AutoModelForCausalLM", str(model_folder), device="cpu", hook_names=[hook],
-                       model_from_pretrained_kwargs={"dtype": torch.float32})  # as saecli runs it on a CPU
+    model = load_model(
+        "AutoModelForCausalLM",
+        str(model_folder),
+        device="cpu",
+        hook_names=[hook],
+        model_from_pretrained_kwargs={"dtype": torch.float32},
+    )  # as saecli runs it on a CPU
     store = Windows(json.loads(Path(windows_file).read_text()))
     count = len(store.windows)
     for folder in folders:
         sae = SAE.load_from_disk(folder)
         sae.cfg.metadata.hook_name = hook
-        metrics, _ = run_evals(sae, store, model, ActivationScaler(), get_eval_everything_config(1, count, count))
+        metrics, _ = run_evals(
+            sae, store, model, ActivationScaler(), get_eval_everything_config(1, count, count)
+        )
         store.reset_input_dataset()
-        print(json.dumps({name: value for group in metrics.values() for name, value in group.items()}))
+        print(
+            json.dumps({name: value for group in metrics.values() for name, value in group.items()})
+        )
 
 
 class Replay:
@@ -236,17 +298,24 @@ def score(truth: Path, *saes: str) -> None:
     world = FeatureDictionary(features, d_in, bias=True, initializer=None)
     world.feature_vectors.data, world.bias.data = arrays["directions"], arrays["bias"]
     for folder in saes:
-        found = eval_sae_on_synthetic_data(SAE.load_from_disk(folder), world, Replay(arrays["codes"]),
-                                           len(arrays["codes"]), BATCH)
+        found = eval_sae_on_synthetic_data(
+            SAE.load_from_disk(folder), world, Replay(arrays["codes"]), len(arrays["codes"]), BATCH
+        )
         print(json.dumps(found.to_dict()))
 
 
 def save(folder: Path, kind: str, rows: str) -> None:
     config = SyntheticModelConfig(
-        num_features=60, hidden_dim=12, firing_probability=ZipfianFiringProbabilityConfig(0.5, 0.4, 0.02),
-        hierarchy=HIERARCHIES[kind], correlation=LowRankCorrelationConfig(rank=5, correlation_scale=0.3),
-        std_firing_magnitudes=FoldedNormalMagnitudeConfig(0.3, 0.2), mean_firing_magnitudes=MEANS[kind], bias=2.0,
-        seed=3)
+        num_features=60,
+        hidden_dim=12,
+        firing_probability=ZipfianFiringProbabilityConfig(0.5, 0.4, 0.02),
+        hierarchy=HIERARCHIES[kind],
+        correlation=LowRankCorrelationConfig(rank=5, correlation_scale=0.3),
+        std_firing_magnitudes=FoldedNormalMagnitudeConfig(0.3, 0.2),
+        mean_firing_magnitudes=MEANS[kind],
+        bias=2.0,
+        seed=3,
+    )
     model = SyntheticModel(config)
     model.save(str(folder))
     torch.manual_seed(0)
@@ -255,6 +324,12 @@ def save(folder: Path, kind: str, rows: str) -> None:
 
 
 if __name__ == "__main__":
-    action = {"formats": formats, "gemma_scope": gemma_scope, "scopes": scopes, "evaluate": evaluate, "score": score,
-              "save": save}[sys.argv[1]]
+    action = {
+        "formats": formats,
+        "gemma_scope": gemma_scope,
+        "scopes": scopes,
+        "evaluate": evaluate,
+        "score": score,
+        "save": save,
+    }[sys.argv[1]]
     action(Path(sys.argv[2]), *sys.argv[3:])

@@ -35,10 +35,12 @@ def main() -> None:
     for path in sorted((folder / "ours").iterdir()):
         record(SparseCoder.load_from_disk(path), rows, path.with_suffix(".npz"))
     torch.manual_seed(0)
-    for case, config in {"fresh": SparseCoderConfig(num_latents=F, k=K),
-                         "drifted": SparseCoderConfig(num_latents=F, k=K, normalize_decoder=False),
-                         "transcoder": SparseCoderConfig(num_latents=F, k=K, transcode=True),
-                         "skip": SparseCoderConfig(num_latents=F, k=K, transcode=True, skip_connection=True)}.items():
+    for case, config in {
+        "fresh": SparseCoderConfig(num_latents=F, k=K),
+        "drifted": SparseCoderConfig(num_latents=F, k=K, normalize_decoder=False),
+        "transcoder": SparseCoderConfig(num_latents=F, k=K, transcode=True),
+        "skip": SparseCoderConfig(num_latents=F, k=K, transcode=True, skip_connection=True),
+    }.items():
         sae = SparseCoder(D, config)
         for parameter in [sae.encoder.bias, sae.b_dec] if case == "fresh" else sae.parameters():
             parameter.normal_()

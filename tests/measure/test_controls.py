@@ -23,7 +23,9 @@ QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64")
 NAMES = ["none", "fixed encoder", "fixed decoder", "shuffled rows", "random weights"]
 
 
-def trained(held: str, solver: str, act: str, **options: Any) -> tuple[dict[str, torch.Tensor], Training]:
+def trained(
+    held: str, solver: str, act: str, **options: Any
+) -> tuple[dict[str, torch.Tensor], Training]:
     """The weights at the start, and the training at its end, with some of them held."""
     given = {"d_sae": 24, "epochs": 3, "batch_size": 64} | options
     plan = replace(planned(some_rows(900), solver, act, given), held=held)
@@ -33,13 +35,23 @@ def trained(held: str, solver: str, act: str, **options: Any) -> tuple[dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("held", "solver", "act", "options"), [
-    ("W_enc", "pam-sgd", "topk", {"k": 4}), ("W_enc", "pam-sgd", "topk", {"k": 1, "d_sae": 200}),
-    ("W_enc", "pam-sgd", "relu", {"sparsity_weight": 50.0}), ("W_enc", "pam-sgd", "jumprelu", {"target_l0": 3}),
-    ("W_enc", "pam-sgd", "batchtopk", {"k": 4, "release": 0.0}), ("W_enc", "sgd", "relu", {}),
-    ("W_enc", "sgd", "topk", {"k": 1, "d_sae": 200}), ("W_dec", "sgd", "topk", {"k": 1, "d_sae": 200}),
-    ("W_dec", "sgd", "relu", {"sparsity_weight": 50.0}), ("W_dec", "sgd", "jumprelu", {"target_l0": 3}),
-    ("W_dec", "sgd", "batchtopk", {"k": 4, "mu_enc": 1.0})], ids=str)
+@pytest.mark.parametrize(
+    ("held", "solver", "act", "options"),
+    [
+        ("W_enc", "pam-sgd", "topk", {"k": 4}),
+        ("W_enc", "pam-sgd", "topk", {"k": 1, "d_sae": 200}),
+        ("W_enc", "pam-sgd", "relu", {"sparsity_weight": 50.0}),
+        ("W_enc", "pam-sgd", "jumprelu", {"target_l0": 3}),
+        ("W_enc", "pam-sgd", "batchtopk", {"k": 4, "release": 0.0}),
+        ("W_enc", "sgd", "relu", {}),
+        ("W_enc", "sgd", "topk", {"k": 1, "d_sae": 200}),
+        ("W_dec", "sgd", "topk", {"k": 1, "d_sae": 200}),
+        ("W_dec", "sgd", "relu", {"sparsity_weight": 50.0}),
+        ("W_dec", "sgd", "jumprelu", {"target_l0": 3}),
+        ("W_dec", "sgd", "batchtopk", {"k": 4, "mu_enc": 1.0}),
+    ],
+    ids=str,
+)
 def test_held_weights_equal_their_start_bit_for_bit_and_the_others_move(held, solver, act, options):
     start, trainer = trained(held, solver, act, **options)
     end = trainer.solver.sae().tensors()
@@ -52,19 +64,26 @@ def test_held_weights_equal_their_start_bit_for_bit_and_the_others_move(held, so
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ["batchtopk", "jumprelu"])
 def test_thresholds_beside_a_held_encoder_are_trained_to_the_l0_asked_for(act):
-    _, trainer = trained("W_enc", "pam-sgd", act, epochs=40, **({"k": 4} if act == "batchtopk" else {"target_l0": 4}))
+    _, trainer = trained(
+        "W_enc", "pam-sgd", act, epochs=40, **({"k": 4} if act == "batchtopk" else {"target_l0": 4})
+    )
     codes = trainer.sae.encode(torch.from_numpy(some_rows(900)))
     assert (codes != 0).sum(1).double().mean() == pytest.approx(4, rel=0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"release": 1.0}, {"decoder": "free", "alpha": 0.5},
-                                     {"decoder": "free", "alpha": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"release": 1.0}, {"decoder": "free", "alpha": 0.5}, {"decoder": "free", "alpha": 0.0}],
+    ids=str,
+)
 def test_the_decoder_of_a_held_encoder_is_the_exact_optimum(options):
     _, trainer = trained("W_enc", "pam-sgd", "topk", k=4, dtype="float64", smoothing=0.0, **options)
     x = torch.cat([batch.x for batch in trainer.rows.shuffled(0)])
     sae, decoder = trainer.solver.sae(), trainer.solver.decoder
-    terms = terms_of((decoder.alpha, 0, 0, 0), sae.W_enc.T, torch.zeros_like(sae.W_dec), torch.zeros(8))
+    terms = terms_of(
+        (decoder.alpha, 0, 0, 0), sae.W_enc.T, torch.zeros_like(sae.W_dec), torch.zeros(8)
+    )
     exact = least_squares(sae.encode(x), x, terms, c=decoder.c)
     np.testing.assert_allclose(sae.W_dec, exact.W, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(sae.b_dec, exact.b, rtol=1e-6, atol=1e-7)
@@ -75,7 +94,9 @@ def test_shuffled_rows_keep_every_marginal_and_lose_correlation(tmp_path: Path):
     x = make_store(tmp_path, "rows", (some_rows(3000, 2) @ factors).astype(np.float32))
     rows = saecli.open_store("rows", tmp_path).split("train")
     before = np.concatenate([batch.copy() for batch in rows.sequential(500)])
-    first, again, other = (np.concatenate(list(shuffled(rows, seed).sequential(500))) for seed in (0, 0, 1))
+    first, again, other = (
+        np.concatenate(list(shuffled(rows, seed).sequential(500))) for seed in (0, 0, 1)
+    )
     np.testing.assert_array_equal(np.sort(first, axis=0), np.sort(before, axis=0))
     np.testing.assert_array_equal(first, again)
     assert (first != other).mean() > 0.9
@@ -87,8 +108,23 @@ def test_shuffled_rows_keep_every_marginal_and_lose_correlation(tmp_path: Path):
 @pytest.fixture
 def notes(sae: CommandLine) -> Iterator[CommandLine]:
     """A home with activations of the bundled model, in float32 so that they can be compared."""
-    done = sae("extract", "--model", "tiny-gemma2", "--rows", "3000", "--name", "notes", "--dtype", "float32", "--site",
-               "mlp_in", "--site", "mlp_out", "--layer", "1")
+    done = sae(
+        "extract",
+        "--model",
+        "tiny-gemma2",
+        "--rows",
+        "3000",
+        "--name",
+        "notes",
+        "--dtype",
+        "float32",
+        "--site",
+        "mlp_in",
+        "--site",
+        "mlp_out",
+        "--layer",
+        "1",
+    )
     assert done.status == 0, done.err
     return sae
 
@@ -101,26 +137,50 @@ def test_rows_of_random_weights_are_of_the_same_tokens_and_other_numbers(notes: 
     source, cpu, shown = find_model("tiny-gemma2"), torch.device("cpu"), []
     stored = np.concatenate([batch.copy() for batch in rows.sequential(500)])
     own, one, again, other = (
-        np.concatenate(list(of_model(LanguageModel(source, cpu, weights_seed=seed), rows, shown.append).sequential(99)))
-        for seed in (None, 0, 0, 1))
-    np.testing.assert_allclose(own, stored, rtol=1e-3, atol=1e-3)  # which proves the tokens and their order
+        np.concatenate(
+            list(
+                of_model(
+                    LanguageModel(source, cpu, weights_seed=seed), rows, shown.append
+                ).sequential(99)
+            )
+        )
+        for seed in (None, 0, 0, 1)
+    )
+    np.testing.assert_allclose(
+        own, stored, rtol=1e-3, atol=1e-3
+    )  # which proves the tokens and their order
     assert one.shape == stored.shape and shown[-1] == len(stored)
     np.testing.assert_array_equal(one, again)
     for x in (one, other):
         assert abs(np.corrcoef(x.ravel(), stored.ravel())[0, 1]) < 0.4
     assert not np.allclose(one, other)
     alone = of_model(LanguageModel(source, cpu, weights_seed=0), rows.inputs[0], shown.append)
-    np.testing.assert_allclose(np.concatenate(list(alone.sequential(99))), one[:, :128], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.concatenate(list(alone.sequential(99))), one[:, :128], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.slow
 def test_windows_without_all_tokens_are_left_out_of_a_models_rows(sae: CommandLine):
-    done = sae("extract", "--model", "tiny-gemma2", "--rows", "3000", "--name", "few", "--dtype", "float32",
-               "--max-norm-multiple", "1.2")
+    done = sae(
+        "extract",
+        "--model",
+        "tiny-gemma2",
+        "--rows",
+        "3000",
+        "--name",
+        "few",
+        "--dtype",
+        "float32",
+        "--max-norm-multiple",
+        "1.2",
+    )
     assert done.status == 0, done.err
     rows = saecli.open_store("few", sae.home).split("all")
     stored = np.concatenate([batch.copy() for batch in rows.sequential(500)])
-    found = of_model(LanguageModel(find_model("tiny-gemma2"), torch.device("cpu")), rows, lambda done: None)
+    found = of_model(
+        LanguageModel(find_model("tiny-gemma2"), torch.device("cpu")), rows, lambda done: None
+    )
     assert 0 < found.rows < len(stored)
     for row in np.concatenate(list(found.sequential(99)))[::50]:
         assert np.abs(stored - row).max(1).min() < 1e-3
@@ -132,11 +192,15 @@ def test_with_a_model_every_control_is_measured_and_the_table_says_so(notes: Com
     words = ["--steps", "30", "--d-sae", "64", "--act", "topk", "--k", "8", "--name", "run"]
     words += [word for site in sites for word in ("--data", f"notes-l1-{site}")]
     assert notes("train", *words).status == 0
-    done = notes("controls", "run", "--model", "tiny-gemma2", "--tokens", "200", "--seeds", "1", "--json")
+    done = notes(
+        "controls", "run", "--model", "tiny-gemma2", "--tokens", "200", "--seeds", "1", "--json"
+    )
     assert done.status == 0, done.err
     lines = {line["control"]: line for line in done.json["controls"]}
     assert list(lines) == NAMES and done.json["seeds"] == [0] and done.json["notes"] == []
-    evaluated = notes("eval", "run", "--model", "tiny-gemma2", "--tokens", "200", "--json").json["runs"][0]
+    evaluated = notes("eval", "run", "--model", "tiny-gemma2", "--tokens", "200", "--json").json[
+        "runs"
+    ][0]
     for name in ("fvu", "l0", "dead_fraction", "ce_recovered", "kl", "rows"):
         assert lines["none"][name] == evaluated[name]
     for name, line in lines.items():
@@ -147,9 +211,27 @@ def test_with_a_model_every_control_is_measured_and_the_table_says_so(notes: Com
 
 @pytest.mark.long
 @pytest.mark.parametrize("solver", ["pam-sgd", "sgd"])
-def test_a_run_finds_known_features_and_its_controls_do_not(sae: CommandLine, solver, tmp_path: Path):
-    assert sae("import", "synthetic", "--features", "64", "--d-in", "32", "--l0", "4", "--rows", "6000").status == 0
-    words = ("--d-sae", "64", "--act", "batchtopk", "--k", "4", "--solver", solver, "--steps", "800")
+def test_a_run_finds_known_features_and_its_controls_do_not(
+    sae: CommandLine, solver, tmp_path: Path
+):
+    assert (
+        sae(
+            "import", "synthetic", "--features", "64", "--d-in", "32", "--l0", "4", "--rows", "6000"
+        ).status
+        == 0
+    )
+    words = (
+        "--d-sae",
+        "64",
+        "--act",
+        "batchtopk",
+        "--k",
+        "4",
+        "--solver",
+        solver,
+        "--steps",
+        "800",
+    )
     assert sae("train", *words, "--name", "run").status == 0
     before = set(sae.home.rglob("*"))
     done = sae("controls", "run", "--json", "--csv", tmp_path / "controls.csv")
@@ -164,12 +246,18 @@ def test_a_run_finds_known_features_and_its_controls_do_not(sae: CommandLine, so
         assert line["l0"] == pytest.approx(4, rel=0.15)
         assert (line["f1"] is None) == (name == "shuffled rows")
         # Independent dimensions are themselves features, so that shuffled rows give every seed the axes.
-        assert line["stability"] > 0.8 if name == "shuffled rows" else run["stability"] > line["stability"] + 0.1
+        assert (
+            line["stability"] > 0.8
+            if name == "shuffled rows"
+            else run["stability"] > line["stability"] + 0.1
+        )
     read = list(csv.DictReader((tmp_path / "controls.csv").read_text().splitlines()))
     assert [line["control"] for line in read] == NAMES[:4]
     assert float(read[1]["mcc"]) == lines["fixed encoder"]["mcc"]
     assert sae("train", *words, "--seed", "1", "--name", "other").status == 0
-    assert run["stability"] == pytest.approx(saecli.stability(["run", "other"], home=sae.home)["pw_mcc"], rel=1e-6)
+    assert run["stability"] == pytest.approx(
+        saecli.stability(["run", "other"], home=sae.home)["pw_mcc"], rel=1e-6
+    )
     assert saecli.controls("run", home=sae.home) == done.json
 
 
@@ -177,13 +265,19 @@ def test_a_run_finds_known_features_and_its_controls_do_not(sae: CommandLine, so
 def test_what_makes_no_sense_is_left_out_with_a_note(sae: CommandLine, monkeypatch):
     x = make_store(sae.home, "x", some_rows(1500))
     make_store(sae.home, "y", targets_of(x))
-    for name, words in (("tied", ("--solver", "sgd", "--tied")), ("across", ("--target", "y", "--skip"))):
+    for name, words in (
+        ("tied", ("--solver", "sgd", "--tied")),
+        ("across", ("--target", "y", "--skip")),
+    ):
         assert sae("train", "--data", "x", *words, *QUICK, "--name", name).status == 0
     tied = saecli.controls("tied", seeds=1, home=sae.home)
     assert [line["control"] for line in tied["controls"]] == ["none", "shuffled rows"]
     assert "to fix one is to fix both" in tied["notes"][0]
     done = sae("controls", "across", "--seeds", "1")
-    assert (done.status, "shuffled rows are left out: a transcoder's targets" in done.err) == (0, True)
+    assert (done.status, "shuffled rows are left out: a transcoder's targets" in done.err) == (
+        0,
+        True,
+    )
     assert "fixed encoder" in done.out and "stability" not in done.out
     monkeypatch.setattr("saecli.measure.controls.available_memory", lambda: 1000)
     (note,) = saecli.controls("across", seeds=1, home=sae.home)["notes"]
@@ -191,4 +285,7 @@ def test_what_makes_no_sense_is_left_out_with_a_note(sae: CommandLine, monkeypat
     assert sae("train", "--data", "x", *QUICK, "--name", "plain").status == 0
     document = saecli.controls("plain", seeds=1, home=sae.home)
     assert [line["control"] for line in document["controls"]] == NAMES[:3]
-    assert "shuffled rows are left out: the rows, in memory, take 48 kB: expected 500 B at most" in document["notes"][0]
+    assert (
+        "shuffled rows are left out: the rows, in memory, take 48 kB: expected 500 B at most"
+        in document["notes"][0]
+    )

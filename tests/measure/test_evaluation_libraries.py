@@ -21,24 +21,60 @@ SCRIPTS = Path(__file__).parents[1] / "libraries"
 LAYER, D = 1, 128
 RUNS = {"relu": [], "jumprelu": ["--sparsity", "l0"], "batchtopk": ["--k", "8"]}
 
-SAME = {"explained_variance": "explained_variance", "cosine": "cossim", "l0": "l0", "l1": "l1",  # and SAELens' names
-        "ce_clean": "ce_loss_without_sae", "ce_spliced": "ce_loss_with_sae", "ce_zero": "ce_loss_with_ablation",
-        "ce_recovered": "ce_loss_score", "kl": "kl_div_with_sae"}
+SAME = {
+    "explained_variance": "explained_variance",
+    "cosine": "cossim",
+    "l0": "l0",
+    "l1": "l1",  # and SAELens' names
+    "ce_clean": "ce_loss_without_sae",
+    "ce_spliced": "ce_loss_with_sae",
+    "ce_zero": "ce_loss_with_ablation",
+    "ce_recovered": "ce_loss_score",
+    "kl": "kl_div_with_sae",
+}
 
 
 @pytest.fixture
 def trained(sae: CommandLine) -> CommandLine:
     """A home with rows of tiny-gemma2, and a short run of each activation on them."""
-    done = sae("extract", "--model", TINY_GEMMA2, "--layer", str(LAYER), "--dataset", "stdlib-docs", "--rows", "4000",
-               "--dtype", "float32", "--name", "rows")
+    done = sae(
+        "extract",
+        "--model",
+        TINY_GEMMA2,
+        "--layer",
+        str(LAYER),
+        "--dataset",
+        "stdlib-docs",
+        "--rows",
+        "4000",
+        "--dtype",
+        "float32",
+        "--name",
+        "rows",
+    )
     assert done.status == 0, done.err
     for act, words in RUNS.items():
-        done = sae("train", "--data", "rows", "--act", act, *words, "--d-sae", "256", "--epochs", "2", "--name", act)
+        done = sae(
+            "train",
+            "--data",
+            "rows",
+            "--act",
+            act,
+            *words,
+            "--d-sae",
+            "256",
+            "--epochs",
+            "2",
+            "--name",
+            act,
+        )
         assert done.status == 0, done.err
     return sae
 
 
-def test_every_measure_agrees_with_saelens_on_the_same_tokens(trained: CommandLine, tmp_path: Path) -> None:
+def test_every_measure_agrees_with_saelens_on_the_same_tokens(
+    trained: CommandLine, tmp_path: Path
+) -> None:
     python = python_with("saelens")
     for act in RUNS:
         assert trained("export", act, "--to", "saelens", "--out", tmp_path / act).status == 0
@@ -48,11 +84,20 @@ def test_every_measure_agrees_with_saelens_on_the_same_tokens(trained: CommandLi
     windows = list(stored_windows(rows, cutter.prefix, 10**9))
     assert sum(len(window) - len(cutter.prefix) for window in windows) == rows.rows
     (tmp_path / "windows.json").write_text(json.dumps(windows))
-    words = (BUNDLED[TINY_GEMMA2], f"model.layers.{LAYER}", tmp_path / "windows.json", *(tmp_path / a for a in RUNS))
-    done = subprocess.run([python, SCRIPTS / "saelens.py", "evaluate", *words], capture_output=True, text=True)
+    words = (
+        BUNDLED[TINY_GEMMA2],
+        f"model.layers.{LAYER}",
+        tmp_path / "windows.json",
+        *(tmp_path / a for a in RUNS),
+    )
+    done = subprocess.run(
+        [python, SCRIPTS / "saelens.py", "evaluate", *words], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    ours = trained("eval", *RUNS, "--split", "all", "--model", TINY_GEMMA2, "--tokens", "1000000", "--json").json
-    for found, line in zip(ours["runs"], done.stdout.splitlines()[-len(RUNS):], strict=True):
+    ours = trained(
+        "eval", *RUNS, "--split", "all", "--model", TINY_GEMMA2, "--tokens", "1000000", "--json"
+    ).json
+    for found, line in zip(ours["runs"], done.stdout.splitlines()[-len(RUNS) :], strict=True):
         theirs = json.loads(line)
         assert found["tokens"] == found["rows"] == 4000
         assert found["mse"] * D == pytest.approx(theirs["mse"], rel=1e-4)

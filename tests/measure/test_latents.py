@@ -46,14 +46,22 @@ class Corpus:
         documents = np.repeat(np.arange(60) // 2, lengths)
         positions = np.concatenate([1 + np.arange(length) for length in lengths])
         # Few letters, so that short windows repeat; every third window is a run of one of them.
-        tokens = np.concatenate([np.full(n, 7) if i % 3 == 0 else rng.integers(0, 5, n) for i, n in enumerate(lengths)])
-        return cls(codes.astype(np.float32), np.stack([documents, positions, tokens]),
-                   np.concatenate([[0], np.cumsum(lengths)]))
+        tokens = np.concatenate(
+            [np.full(n, 7) if i % 3 == 0 else rng.integers(0, 5, n) for i, n in enumerate(lengths)]
+        )
+        return cls(
+            codes.astype(np.float32),
+            np.stack([documents, positions, tokens]),
+            np.concatenate([[0], np.cumsum(lengths)]),
+        )
 
     def blocks(self, rng: np.random.Generator) -> list[slice]:
         """Stretches of whole windows."""
         cuts = np.sort(rng.choice(np.arange(1, 60), 12, replace=False))
-        return [slice(self.starts[a], self.starts[b]) for a, b in zip([0, *cuts], [*cuts, 60], strict=True)]
+        return [
+            slice(self.starts[a], self.starts[b])
+            for a, b in zip([0, *cuts], [*cuts, 60], strict=True)
+        ]
 
     def best(self, latent: int) -> list[dict]:
         """The examples of a latent by looking at every window, in float64."""
@@ -64,9 +72,17 @@ class Corpus:
             first = max(begin, min(row - BEFORE, end - TOKENS))
             last = min(end, first + TOKENS)
             if sizes.max() > 0:
-                found.append({"rank": sizes.max(), "number": row, "token": tuple(self.columns[2, first:last]),
-                              "code": tuple(self.codes[first:last, latent]), "peak": row - first,
-                              "document": self.columns[0, row], "position": self.columns[1, row]})
+                found.append(
+                    {
+                        "rank": sizes.max(),
+                        "number": row,
+                        "token": tuple(self.columns[2, first:last]),
+                        "code": tuple(self.codes[first:last, latent]),
+                        "peak": row - first,
+                        "document": self.columns[0, row],
+                        "position": self.columns[1, row],
+                    }
+                )
         kept = []
         for one in sorted(found, key=lambda one: (-one["rank"], one["number"])):
             if one["token"] not in seen:
@@ -75,11 +91,16 @@ class Corpus:
         return kept[:COUNT]
 
 
-def filled(examples: Examples, codes: np.ndarray, columns: np.ndarray | None, parts: list[slice]) -> Examples:
+def filled(
+    examples: Examples, codes: np.ndarray, columns: np.ndarray | None, parts: list[slice]
+) -> Examples:
     """Examples that have taken in codes by parts."""
     for part in parts:
-        block = Block(torch.empty(part.stop - part.start, 2), np.arange(part.start, part.stop),
-                      None if columns is None else columns[:, part])
+        block = Block(
+            torch.empty(part.stop - part.start, 2),
+            np.arange(part.start, part.stop),
+            None if columns is None else columns[:, part],
+        )
         examples.update(torch.from_numpy(codes[part]), block)
     return examples
 
@@ -99,9 +120,21 @@ def check(found: dict[str, np.ndarray], place: int, expected: list[dict]) -> Non
 @pytest.mark.parametrize("seed", range(5))
 def test_examples_are_those_that_looking_at_every_window_finds(seed: int, signed: bool):
     corpus = Corpus.random(seed, signed)
-    everything, some = (filled(Examples(latents, F, COUNT, True), corpus.codes, corpus.columns,
-                               corpus.blocks(np.random.default_rng(seed))) for latents in (range(F), [1, 5, 7]))
-    for examples, latents in ((everything, range(F)), (everything, [2, 8]), (some, [1, 5, 7]), (some, [5])):
+    everything, some = (
+        filled(
+            Examples(latents, F, COUNT, True),
+            corpus.codes,
+            corpus.columns,
+            corpus.blocks(np.random.default_rng(seed)),
+        )
+        for latents in (range(F), [1, 5, 7])
+    )
+    for examples, latents in (
+        (everything, range(F)),
+        (everything, [2, 8]),
+        (some, [1, 5, 7]),
+        (some, [5]),
+    ):
         for place, latent in enumerate(latents):
             check(examples.of(latents), place, corpus.best(latent))
 
@@ -118,13 +151,22 @@ def test_examples_without_tokens_are_rows_of_the_largest_codes():
 def test_random_examples_do_not_depend_on_batches():
     corpus = Corpus.random(0, signed=True)
     rng = np.random.default_rng(1)
-    first, second = (filled(Examples(range(F), F, COUNT, True, at_random), corpus.codes, corpus.columns,
-                            corpus.blocks(rng)).of(range(F)) for _ in range(2))
+    first, second = (
+        filled(
+            Examples(range(F), F, COUNT, True, at_random),
+            corpus.codes,
+            corpus.columns,
+            corpus.blocks(rng),
+        ).of(range(F))
+        for _ in range(2)
+    )
     for name, values in first.items():
         assert (values == second[name]).all(), name
     for latent, numbers in enumerate(first["number"]):
         assert (corpus.codes[numbers, latent] != 0).all()
-        assert len(set(np.searchsorted(corpus.starts, numbers, side="right"))) == COUNT  # one of a window
+        assert (
+            len(set(np.searchsorted(corpus.starts, numbers, side="right"))) == COUNT
+        )  # one of a window
         for which, row in enumerate(numbers):
             begin = row - first["peak"][latent, which]
             length = (first["token"][latent, which] >= 0).sum()
@@ -136,18 +178,33 @@ def test_random_examples_do_not_depend_on_batches():
 def test_random_examples_are_spread_evenly_over_rows_and_sizes():
     rng = np.random.default_rng(0)
     rows, latents, count = 20_000, 60, 40
-    codes = (rng.exponential(size=(rows, latents)) * (rng.random((rows, latents)) < 0.3)).astype(np.float32)
-    found = filled(Examples(range(latents), latents, count, False, at_random), codes, None,
-                   [slice(0, 7000), slice(7000, rows)]).of(range(latents))
+    codes = (rng.exponential(size=(rows, latents)) * (rng.random((rows, latents)) < 0.3)).astype(
+        np.float32
+    )
+    found = filled(
+        Examples(range(latents), latents, count, False, at_random),
+        codes,
+        None,
+        [slice(0, 7000), slice(7000, rows)],
+    ).of(range(latents))
     assert (found["rank"] > 0).all()
     sizes = [np.sort(own[own > 0]) for own in codes.T]
-    ranks = [np.searchsorted(own, code) / len(own) for own, code in zip(sizes, found["code"][..., 0], strict=True)]
-    for uniform in (found["number"].ravel() / rows, np.concatenate(ranks), found["number"][:, :5].ravel() / rows):
+    ranks = [
+        np.searchsorted(own, code) / len(own)
+        for own, code in zip(sizes, found["code"][..., 0], strict=True)
+    ]
+    for uniform in (
+        found["number"].ravel() / rows,
+        np.concatenate(ranks),
+        found["number"][:, :5].ravel() / rows,
+    ):
         sorted_ = np.sort(uniform)
         distance = np.abs(sorted_ - np.arange(len(sorted_)) / len(sorted_)).max()
         assert distance < 1.95 / np.sqrt(len(sorted_))  # Kolmogorov and Smirnov's bound at 0.1%
     shared = len(found["number"].ravel()) - len(set(found["number"].ravel().tolist()))
-    assert shared < 3 * (latents * count) ** 2 / (2 * rows)  # three times the number of independent draws
+    assert shared < 3 * (latents * count) ** 2 / (
+        2 * rows
+    )  # three times the number of independent draws
 
 
 @pytest.mark.parametrize("density", [0.03, 0.6])
@@ -172,7 +229,9 @@ def test_partners_are_the_highest_correlations_of_firing(density: float):
     np.fill_diagonal(phi, 0)
     for place, latent in enumerate(chosen.tolist()):
         order = np.argsort(-phi[latent], kind="stable")[:10]
-        assert found.phi[place].numpy() == pytest.approx(np.maximum(phi[latent, order], 0), abs=1e-5)
+        assert found.phi[place].numpy() == pytest.approx(
+            np.maximum(phi[latent, order], 0), abs=1e-5
+        )
         there = found.phi[place] > 1e-4
         partners = found.latents[place][there].numpy()
         assert phi[latent, partners] == pytest.approx(found.phi[place][there].numpy(), abs=1e-5)
@@ -188,13 +247,18 @@ def test_cofiring_of_many_rows_looks_at_evenly_spaced_ones(monkeypatch: pytest.M
     for part in np.split(fires, [1, 2, 60, 345]):
         gathered.update(torch.from_numpy(part.astype(np.float32)))
     alone.update(torch.from_numpy(fires[::9].astype(np.float32)))
-    found, expected = (one.partners(torch.arange(12), 3, lambda done: None) for one in (gathered, alone))
+    found, expected = (
+        one.partners(torch.arange(12), 3, lambda done: None) for one in (gathered, alone)
+    )
     for values, own in zip(found, expected, strict=True):
         assert torch.equal(values, own)
 
 
 def test_a_gap_is_marked_at_the_token_after_a_missing_row():
-    columns, codes = np.array([[0] * 5, [1, 2, 5, 6, 7], [10, 11, 12, 13, 14]]), np.eye(1, 5, 1, dtype=np.float32).T
+    columns, codes = (
+        np.array([[0] * 5, [1, 2, 5, 6, 7], [10, 11, 12, 13, 14]]),
+        np.eye(1, 5, 1, dtype=np.float32).T,
+    )
     found = filled(Examples(range(1), 1, 1, True), codes, columns, [slice(0, 5)]).of([0])
     assert found["gap"][0, 0, :6].tolist() == [False, False, True, False, False, False]
 
@@ -206,10 +270,16 @@ def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, bat
     rows = np.random.default_rng(0).normal(size=(len(corpus.codes), 4)).astype(np.float32)
     with memory_folder() as folder:
         columns = dict(zip(COLUMNS, corpus.columns, strict=True))
-        chosen = make_store(folder / "store", rows, columns=columns, shard_rows=500, chunk_rows=64).split(which)
+        chosen = make_store(
+            folder / "store", rows, columns=columns, shard_rows=500, chunk_rows=64
+        ).split(which)
         kept = np.flatnonzero(is_test(corpus.columns[0]) | (which == "all"))
-        blocks = [(block.x.clone(), block.numbers, block.columns, block.starts) for block in in_blocks(
-            map(torch.from_numpy, chosen.sequential(batch_rows)), chosen, batch_rows)]
+        blocks = [
+            (block.x.clone(), block.numbers, block.columns, block.starts)
+            for block in in_blocks(
+                map(torch.from_numpy, chosen.sequential(batch_rows)), chosen, batch_rows
+            )
+        ]
     x, numbers, columns, starts = zip(*blocks, strict=True)
     assert (np.concatenate(numbers) == kept).all()
     assert (torch.cat(x).numpy() == rows[kept]).all()
@@ -222,7 +292,11 @@ def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, bat
 @pytest.mark.parametrize("share", [0.02, 0.7], ids=["sparse", "dense"])
 def test_magnitudes_are_numpys_histogram_mean_and_maximum(share: float):
     rng = np.random.default_rng(0)
-    codes = rng.normal(size=(700, 30)) * 10.0 ** rng.uniform(-9, 9, (700, 30)) * (rng.random((700, 30)) < share)
+    codes = (
+        rng.normal(size=(700, 30))
+        * 10.0 ** rng.uniform(-9, 9, (700, 30))
+        * (rng.random((700, 30)) < share)
+    )
     codes = codes.astype(np.float32)
     codes[:, 4] = 0
     magnitudes = Magnitudes(30)

@@ -24,8 +24,11 @@ def home(sae: CommandLine) -> Path:
 @pytest.mark.parametrize("split", ["test", "all"])
 @pytest.mark.parametrize("command", ["eval", "sparsity", "geometry"])
 def test_a_measurement_is_the_json_of_its_command(
-        sae: CommandLine, home: Path, capsys: pytest.CaptureFixture[str], command: str, split: str) -> None:
-    function = {"eval": saecli.evaluate, "sparsity": saecli.sparsity, "geometry": saecli.geometry}[command]
+    sae: CommandLine, home: Path, capsys: pytest.CaptureFixture[str], command: str, split: str
+) -> None:
+    function = {"eval": saecli.evaluate, "sparsity": saecli.sparsity, "geometry": saecli.geometry}[
+        command
+    ]
     printed = sae(command, "first", "--split", split, "--json").json
     expected = printed["runs"][0] if command != "geometry" else printed
     assert function("first", split=split, home=home) == expected
@@ -48,20 +51,26 @@ def test_strides_of_an_sae_change_no_bit_of_its_measures(home: Path, act: Activa
         rows = np.random.default_rng(d_in).standard_normal((50, d_in), np.float32)
         strided = random_sae(act, d_in)
         plain = strided.changed(W_enc=strided.W_enc.contiguous(), W_dec=strided.W_dec.contiguous())
-        strided = plain.changed(W_enc=plain.W_enc.T.contiguous().T, W_dec=plain.W_dec.T.contiguous().T)
+        strided = plain.changed(
+            W_enc=plain.W_enc.T.contiguous().T, W_dec=plain.W_dec.T.contiguous().T
+        )
         assert saecli.evaluate(strided, rows) == saecli.evaluate(plain, rows)
     fitted = saecli.fit(rows, d_sae=32, epochs=1)
     assert all(tensor.is_contiguous() for tensor in fitted.tensors().values())
 
 
-def test_several_saes_are_compared_as_by_the_command_and_one_is_not(sae: CommandLine, home: Path) -> None:
+def test_several_saes_are_compared_as_by_the_command_and_one_is_not(
+    sae: CommandLine, home: Path
+) -> None:
     found = saecli.compare(["first", "second"], home=home)
     assert found == sae("eval", "first", "second", "--json").json["runs"]
     assert {run["unbeaten"] for run in found} <= {True, False}
     assert saecli.evaluate(home=home) == {**found[1], "unbeaten": None}  # the newest
 
 
-def test_progress_says_on_stderr_what_was_chosen(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_says_on_stderr_what_was_chosen(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saecli.sparsity(home=home, progress=True)
     out, err = capsys.readouterr()
     assert (out, err.splitlines()[0]) == ("", "using the newest run, second")
@@ -82,9 +91,14 @@ def test_a_report_of_an_sae_in_memory_matches_its_runs(sae: CommandLine, tmp_pat
 
 def test_an_export_matches_the_commands(sae: CommandLine, home: Path, tmp_path: Path) -> None:
     printed = sae("export", "first", "--to", "saelens", "--out", tmp_path / "one", "--json").json
-    assert saecli.export("first", "saelens", tmp_path / "two", home=home) == printed | {"path": str(tmp_path / "two")}
+    assert saecli.export("first", "saelens", tmp_path / "two", home=home) == printed | {
+        "path": str(tmp_path / "two")
+    }
     first, store = saecli.load_sae("first", home=home), saecli.open_store("rows", home=home)
-    assert saecli.export(first, "saelens", tmp_path / "three", store)["deviation"] == printed["deviation"]
+    assert (
+        saecli.export(first, "saelens", tmp_path / "three", store)["deviation"]
+        == printed["deviation"]
+    )
 
 
 def test_an_array_is_imported_once_and_listed(sae: CommandLine, home: Path, tmp_path: Path) -> None:

@@ -19,8 +19,12 @@ from saecli.extract.options import TINY_GEMMA2
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
 
-TRAINED = ("train --data rows --keep-every 1 --name run", "train --data rows --init run --name from",
-           "train --data rows --data others --name both", "refit run")
+TRAINED = (
+    "train --data rows --keep-every 1 --name run",
+    "train --data rows --init run --name from",
+    "train --data rows --data others --name both",
+    "refit run",
+)
 READS = {"model": TINY_GEMMA2, "layer": 1, "site": "resid_post"}
 TWO = [{"layer": layer, "site": "resid_post"} for layer in (1, 2)]
 COLUMNS = ("document", "position", "token_id")
@@ -30,23 +34,45 @@ COLUMNS = ("document", "position", "token_id")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with runs that a command takes, and runs that it does not."""
     home = tmp_path_factory.mktemp("refusals") / "home"
-    for store, rows in {"rows": some_rows(400), "others": some_rows(400, seed=1), "narrow": some_rows(50, 5)}.items():
+    for store, rows in {
+        "rows": some_rows(400),
+        "others": some_rows(400, seed=1),
+        "narrow": some_rows(50, 5),
+    }.items():
         make_store(home, store, rows)
-    storing.make_store(home / "activations" / "last", some_rows(20), columns=dict.fromkeys(COLUMNS, np.arange(20)),
-                       source=READS | {"context": 12, "positions": "last"})
-    for seed, name, data in ((0, "seed-0", "rows"), (1, "seed-1", "rows"), (2, "other", "others"), (3, "old", "rows"),
-                             (4, "last", "last")):
+    storing.make_store(
+        home / "activations" / "last",
+        some_rows(20),
+        columns=dict.fromkeys(COLUMNS, np.arange(20)),
+        source=READS | {"context": 12, "positions": "last"},
+    )
+    for seed, name, data in (
+        (0, "seed-0", "rows"),
+        (1, "seed-1", "rows"),
+        (2, "other", "others"),
+        (3, "old", "rows"),
+        (4, "last", "last"),
+    ):
         make_run(home, name, random_sae(seed=seed), data=data)
     make_run(home, "thin", random_sae(d_in=5), data="narrow")
     make_run(home, "half", random_sae(), complete=False)
-    for name, sae, more in (("first", steerable(d_in=128), {}), ("wide", steerable(), {}),
-                            ("deep", steerable(d_in=128), {"layer": 9}), ("two", steerable(d_in=128), {"inputs": TWO}),
-                            ("backwards", steerable(d_in=128), {"target_layer": 0, "target_site": "resid_post"})):
+    for name, sae, more in (
+        ("first", steerable(d_in=128), {}),
+        ("wide", steerable(), {}),
+        ("deep", steerable(d_in=128), {"layer": 9}),
+        ("two", steerable(d_in=128), {"inputs": TWO}),
+        ("backwards", steerable(d_in=128), {"target_layer": 0, "target_site": "resid_post"}),
+    ):
         widths = (64, 64) if name == "two" else ()
-        save_native(SavedSAE(SAE(**sae.tensors(), activation=sae.activation, widths=widths), READS | more),
-                    make_run(home, name, sae))
+        save_native(
+            SavedSAE(SAE(**sae.tensors(), activation=sae.activation, widths=widths), READS | more),
+            make_run(home, name, sae),
+        )
     saecli.save_sae(steerable(d_in=128), home / "saved")
-    saecli.save_sae(random_sae(d_in=128).changed(W_dec=torch.zeros(20, 64), b_dec=torch.zeros(64)), home / "across")
+    saecli.save_sae(
+        random_sae(d_in=128).changed(W_dec=torch.zeros(20, 64), b_dec=torch.zeros(64)),
+        home / "across",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("saecli.show.pictures.loss_curves", lambda path, runs: path.touch())
         for line in TRAINED:
@@ -61,16 +87,40 @@ ONE = "--latent 1 --scale 1 --prompt Return"
 AT = "--layer 1 --site mlp_in"
 # The command line, its exit status, and words of the sentence.
 COMMANDS = [
-    ("eval seed-0 --stability", 2, "--stability compares runs that differ in seed: expected two or more, got 1; name"),
+    (
+        "eval seed-0 --stability",
+        2,
+        "--stability compares runs that differ in seed: expected two or more, got 1; name",
+    ),
     ("eval --stability", 2, "got none"),
-    ("eval seed-0 seed-1 --match-threshold 0.7", 2, "--match-threshold does nothing without --stability"),
-    ("eval seed-0 seed-1 --stability --match-threshold 7", 2, "--match-threshold must be in [0, 1), got 7"),
-    ("eval seed-0 other --stability", 2, "expected other to be trained on rows as seed-0, got others; name runs"),
-    ("eval seed-0 thin --stability", 2, "compares runs of one d_in: expected thin to have 8 as seed-0, got 5"),
+    (
+        "eval seed-0 seed-1 --match-threshold 0.7",
+        2,
+        "--match-threshold does nothing without --stability",
+    ),
+    (
+        "eval seed-0 seed-1 --stability --match-threshold 7",
+        2,
+        "--match-threshold must be in [0, 1), got 7",
+    ),
+    (
+        "eval seed-0 other --stability",
+        2,
+        "expected other to be trained on rows as seed-0, got others; name runs",
+    ),
+    (
+        "eval seed-0 thin --stability",
+        2,
+        "compares runs of one d_in: expected thin to have 8 as seed-0, got 5",
+    ),
     ("eval seed-0 --tokens 5", 2, "--tokens does nothing without --model"),
     ("eval seed-0 --model tiny-gemma2", 1, "got one that names no layer; leave --model out"),
     ("eval last --model tiny-gemma2", 1, "extract a store with --positions all"),
-    ("controls refit-run", 1, "expected a finished run of `sae train`, got one of `sae refit`; name the run that it"),
+    (
+        "controls refit-run",
+        1,
+        "expected a finished run of `sae train`, got one of `sae refit`; name the run that it",
+    ),
     ("controls half", 1, "got an unfinished one; finish it by `sae train --resume --name half`"),
     ("controls from", 1, "got one that began from run; name one without --init"),
     ("controls old", 1, "cannot make controls of old: "),
@@ -84,7 +134,11 @@ COMMANDS = [
     ("refit run --name run", 1, "there is a run named 'run' already"),
     ("refit run --name a/b", 2, "--name must be a plain folder name"),
     ("refit run --tokens 5", 2, "--tokens does nothing without --model"),
-    ("refit run --data narrow", 2, "expected rows of 8 dimensions, got 5; name another store with --data"),
+    (
+        "refit run --data narrow",
+        2,
+        "expected rows of 8 dimensions, got 5; name another store with --data",
+    ),
     ("refit run --data nowhere", 1, "there is no activation store named 'nowhere'"),
     ("refit nowhere", 1, "there is no run and no folder named 'nowhere'"),
     ("refit run --model tiny-gemma2 --name new", 1, "expected a store that `sae extract` made"),
@@ -95,8 +149,16 @@ COMMANDS = [
     ("probe first --layer 2", 2, "--layer must be 1, as first says, got 2"),
     ("probe nowhere", 1, "there is no run and no folder named 'nowhere'"),
     ("probe first --plot x.docx", 2, "cannot draw --plot x.docx"),
-    ("steer first --prompt a --latent 20 --scale 1", 2, "--latent must be from 0 to 19, the last of first, got 20"),
-    ("steer first --prompt a --latent -1 --scale 1", 2, "--latent must be from 0 to 19, the last of first, got -1"),
+    (
+        "steer first --prompt a --latent 20 --scale 1",
+        2,
+        "--latent must be from 0 to 19, the last of first, got 20",
+    ),
+    (
+        "steer first --prompt a --latent -1 --scale 1",
+        2,
+        "--latent must be from 0 to 19, the last of first, got -1",
+    ),
     (f"steer first {ONE} --latent 1", 2, "--latent names a latent twice"),
     ("steer first --prompt a --latent 1", 2, "--scale is needed with --method add"),
     (f"steer first {ONE} --scale 2", 2, "--scale must be given once, or once for each"),
@@ -110,10 +172,22 @@ COMMANDS = [
     (f"steer first {ONE} --temperature inf", 2, "--temperature must be at least 0, and finite"),
     (f"steer wide {ONE}", 2, "expected an SAE of the model's width, 128, got 16"),
     (f"steer deep {ONE}", 2, "--layer must be from 0 to 3, the last of tiny-gemma2, got 9"),
-    (f"steer two {ONE}", 2, "must choose one hook point of two, layer 1 resid_post of tiny-gemma2, layer 2"),
-    (f"steer two {ONE} --method clamp", 2, "--method must be add with two: a crosscoder's codes need the activations"),
+    (
+        f"steer two {ONE}",
+        2,
+        "must choose one hook point of two, layer 1 resid_post of tiny-gemma2, layer 2",
+    ),
+    (
+        f"steer two {ONE} --method clamp",
+        2,
+        "--method must be add with two: a crosscoder's codes need the activations",
+    ),
     (f"steer backwards {ONE}", 2, "reads layer 1, resid_post after layer 0, resid_post"),
-    (f"steer {{home}}/saved {ONE}", 2, "expected a block and a site, got neither; give --layer and"),
+    (
+        f"steer {{home}}/saved {ONE}",
+        2,
+        "expected a block and a site, got neither; give --layer and",
+    ),
     (f"steer {{home}}/saved {ONE} {AT}", 2, "--model is needed: "),
     (f"steer {{home}}/across {ONE} {AT}", 2, "does not say what it pred"),
     (f"steer nowhere {ONE}", 1, "there is no run and no folder named 'nowhere'"),
@@ -121,7 +195,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("line", "status", "said"), COMMANDS)
-def test_exit_status_and_one_sentence(sae: CommandLine, home: Path, line: str, status: int, said: str):
+def test_exit_status_and_one_sentence(
+    sae: CommandLine, home: Path, line: str, status: int, said: str
+):
     before = sorted(path for path in home.rglob("*") if path.name != ".lock")
     done = replace(sae, home=home)(*shlex.split(line.format(home=home)))
     assert (done.status, done.out) == (status, "")
@@ -132,37 +208,102 @@ def test_exit_status_and_one_sentence(sae: CommandLine, home: Path, line: str, s
 ANOTHER, NAN = random_sae(seed=1), random_sae().changed(W_dec=torch.full((20, 8), torch.nan))
 # The function, its arguments, and words of the sentence, which has Python's names.
 FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (saecli.evaluate, {"sae": "seed-0", "tokens": 5}, "tokens does nothing without model; leave it out"),
+    (
+        saecli.evaluate,
+        {"sae": "seed-0", "tokens": 5},
+        "tokens does nothing without model; leave it out",
+    ),
     (saecli.evaluate, {"sae": "seed-0", "split": "other"}, "split must be one of train, test, all"),
-    (saecli.geometry, {"sae": "seed-0", "data": some_rows(50)}, "data must be a store or rows of one here, got"),
+    (
+        saecli.geometry,
+        {"sae": "seed-0", "data": some_rows(50)},
+        "data must be a store or rows of one here, got",
+    ),
     (saecli.geometry, {"sae": "seed-0", "radius": 0.0}, "radius must be a number above 0, got 0"),
-    (saecli.geometry, {"sae": "seed-0", "lambda_": "much"}, "lambda must be auto or a number that is at least 0"),
-    (saecli.sparsity, {"sae": "seed-0", "data": some_rows(50, 9)}, "expected rows of 8 dimensions, got 9"),
-    (saecli.sparsity, {"sae": "seed-0", "device": "tpu"}, "device must be cpu, cuda, cuda:N or auto, got 'tpu'"),
+    (
+        saecli.geometry,
+        {"sae": "seed-0", "lambda_": "much"},
+        "lambda must be auto or a number that is at least 0",
+    ),
+    (
+        saecli.sparsity,
+        {"sae": "seed-0", "data": some_rows(50, 9)},
+        "expected rows of 8 dimensions, got 9",
+    ),
+    (
+        saecli.sparsity,
+        {"sae": "seed-0", "device": "tpu"},
+        "device must be cpu, cuda, cuda:N or auto, got 'tpu'",
+    ),
     (saecli.push, {"sae": "seed-0", "repo": "one"}, "cannot push to 'one': expected USER/REPO"),
     (saecli.export, {"sae": "seed-0", "to": "other", "out": "x"}, "to must be one of saelens, "),
     (saecli.controls, {"run": "run", "seeds": 0}, "seeds must be at least 1, got 0"),
-    (saecli.refit, {"sae": random_sae(), "data": some_rows(100) * np.float32(1e25)}, "expected finite products"),
-    (saecli.stability, {"saes": []}, "stability compares runs that differ in seed: expected two or more, got none"),
-    (saecli.stability, {"saes": [ANOTHER, random_sae(d_in=5)]}, "expected sae 2 to have 8 as sae 1, got 5"),
+    (
+        saecli.refit,
+        {"sae": random_sae(), "data": some_rows(100) * np.float32(1e25)},
+        "expected finite products",
+    ),
+    (
+        saecli.stability,
+        {"saes": []},
+        "stability compares runs that differ in seed: expected two or more, got none",
+    ),
+    (
+        saecli.stability,
+        {"saes": [ANOTHER, random_sae(d_in=5)]},
+        "expected sae 2 to have 8 as sae 1, got 5",
+    ),
     (saecli.stability, {"saes": [ANOTHER, NAN]}, "latents of sae 2: expected finite weights"),
-    (saecli.stability, {"saes": [ANOTHER] * 2, "match_threshold": 1}, "match_threshold must be in [0, 1), got 1"),
-    (saecli.stability, {"saes": [ANOTHER] * 2, "match_threshold": float("nan")}, "must be in [0, 1), got nan"),
+    (
+        saecli.stability,
+        {"saes": [ANOTHER] * 2, "match_threshold": 1},
+        "match_threshold must be in [0, 1), got 1",
+    ),
+    (
+        saecli.stability,
+        {"saes": [ANOTHER] * 2, "match_threshold": float("nan")},
+        "must be in [0, 1), got nan",
+    ),
     (saecli.probe, {"saes": "first", "rows": 10}, "rows must be at least 20, got 10"),
     (saecli.probe, {"saes": "first", "k": ()}, "k must be different numbers of at least 1, got no"),
-    (saecli.probe, {"saes": "first", "k": (0, 2)}, "k must be different numbers of at least 1, got 0, 2"),
+    (
+        saecli.probe,
+        {"saes": "first", "k": (0, 2)},
+        "k must be different numbers of at least 1, got 0, 2",
+    ),
     (saecli.probe, {"saes": "first", "context": 0}, "context must be at least 1, got 0"),
     (saecli.probe, {"saes": ["first", "first"]}, "cannot probe first twice"),
-    (saecli.steer, {"sae": "first", "prompts": "a", "latents": []}, "latent must be the number of a latent, got []"),
-    (saecli.steer, {"sae": "first", "prompts": "a", "latents": 1.5}, "latent must be the number of a latent, got 1.5"),
-    (saecli.steer, {"sae": "first", "prompts": "a", "latents": 1, "method": "set"}, "method must be one of add, "),
-    (saecli.steer, {"sae": "first", "prompts": "a", "latents": 1, "site": "resid"}, "site must be one of "),
+    (
+        saecli.steer,
+        {"sae": "first", "prompts": "a", "latents": []},
+        "latent must be the number of a latent, got []",
+    ),
+    (
+        saecli.steer,
+        {"sae": "first", "prompts": "a", "latents": 1.5},
+        "latent must be the number of a latent, got 1.5",
+    ),
+    (
+        saecli.steer,
+        {"sae": "first", "prompts": "a", "latents": 1, "method": "set"},
+        "method must be one of add, ",
+    ),
+    (
+        saecli.steer,
+        {"sae": "first", "prompts": "a", "latents": 1, "site": "resid"},
+        "site must be one of ",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("function", "arguments", "said"), FUNCTIONS,
-                         ids=[f"{function.__name__}: {said}" for function, _, said in FUNCTIONS])
-def test_a_function_refuses_in_the_names_of_its_arguments(home: Path, function, arguments, said: str):
+@pytest.mark.parametrize(
+    ("function", "arguments", "said"),
+    FUNCTIONS,
+    ids=[f"{function.__name__}: {said}" for function, _, said in FUNCTIONS],
+)
+def test_a_function_refuses_in_the_names_of_its_arguments(
+    home: Path, function, arguments, said: str
+):
     with pytest.raises(saecli.SaeError) as refused:
         function(home=home, **arguments)
     assert said in str(refused.value)

@@ -50,16 +50,27 @@ def labelled(rows: int = 120, width: int = 12) -> tuple[np.ndarray, np.ndarray]:
 
 
 # A probe whose C scikit-learn searches itself.
-SEARCH = GridSearchCV(make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
-                      {"logisticregression__C": CS}, scoring="roc_auc",
-                      cv=StratifiedKFold(3, shuffle=True, random_state=0))
+SEARCH = GridSearchCV(
+    make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
+    {"logisticregression__C": CS},
+    scoring="roc_auc",
+    cv=StratifiedKFold(3, shuffle=True, random_state=0),
+)
 
 
 @pytest.mark.slow
 def test_dense_probe_is_the_one_that_scikit_learn_searches():
     x, y = labelled()
-    found, expected = dense_score(x, y), cross_validate(SEARCH, x, y, scoring=("accuracy", "roc_auc"),
-                                                        cv=StratifiedKFold(5, shuffle=True, random_state=0))
+    found, expected = (
+        dense_score(x, y),
+        cross_validate(
+            SEARCH,
+            x,
+            y,
+            scoring=("accuracy", "roc_auc"),
+            cv=StratifiedKFold(5, shuffle=True, random_state=0),
+        ),
+    )
     np.testing.assert_allclose(found["auc"], expected["test_roc_auc"], atol=1e-12)
     np.testing.assert_allclose(found["accuracy"], expected["test_accuracy"], atol=1e-12)
 
@@ -74,7 +85,9 @@ def test_sparse_probes_choose_latents_on_the_training_part_alone():
         for train, test in StratifiedKFold(5, shuffle=True, random_state=0).split(x, y):
             own, size = codes[train], np.abs(codes[train])
             units = size.sum(0) / (size > 0).sum(0)
-            order = np.argsort(-np.abs(own[y[train]].mean(0) - own[~y[train]].mean(0)) / units)[:count]
+            order = np.argsort(-np.abs(own[y[train]].mean(0) - own[~y[train]].mean(0)) / units)[
+                :count
+            ]
             aucs.append(SEARCH.fit(own[:, order], y[train]).score(codes[test][:, order], y[test]))
         np.testing.assert_allclose(score["auc"], aucs, atol=1e-12)
     assert found[12]["auc"].mean() > 0.8
@@ -95,7 +108,9 @@ def test_interval_of_a_mean_is_students_and_near_the_bootstraps():
     mean, low, high = mean_and_interval(values)
     ends = bootstrap((values,), np.mean, random_state=np.random.default_rng(2)).confidence_interval
     assert (mean, low, high) == pytest.approx((values.mean(), ends.low, ends.high), abs=0.02)
-    assert mean_and_interval(np.array([1.0, 2.0])) == pytest.approx((1.5, 1.5 - 12.706 / 2, 1.5 + 12.706 / 2), rel=1e-4)
+    assert mean_and_interval(np.array([1.0, 2.0])) == pytest.approx(
+        (1.5, 1.5 - 12.706 / 2, 1.5 + 12.706 / 2), rel=1e-4
+    )
     assert mean_and_interval(np.array([0.7])) == (0.7, None, None)
 
 
@@ -107,7 +122,7 @@ def test_activations_match_each_texts_last_token_alone(tmp_path: Path, architect
     found = LastTokens(model, places, 12)(texts)
     bos = [] if architecture == "gpt2" else [1]
     for row, text in enumerate(texts):
-        token_ids = [*bos, *(ord(letter) - 93 for letter in text[-(12 - len(bos)):])]
+        token_ids = [*bos, *(ord(letter) - 93 for letter in text[-(12 - len(bos)) :])]
         with torch.no_grad():
             states = model.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         torch.testing.assert_close(found[places[0]][row], states[1][0, -1], rtol=1e-4, atol=1e-4)
@@ -131,19 +146,45 @@ def write(path: Path, lines: list[dict[str, str]]) -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The data of a package sae-probes with three sets, of which the first is told by the last word."""
     data = tmp_path / "site" / "sae_probes" / "data"
-    names = ["cleaned_data/5_last_word.csv", "cleaned_data/12_no word.csv", "cleaned_data/87_long.csv"]
-    write(data / "probing_datasets_MASTER.csv.zst",
-          [{"Dataset save name": name, "Data type": "Binary Classification"} for name in names]
-          + [{"Dataset save name": "cleaned_data/9_other.csv", "Data type": "Multiclass"}])
-    (data.parent / "__init__.py").write_text("raise ImportError('its data need none of its code')\n")
+    names = [
+        "cleaned_data/5_last_word.csv",
+        "cleaned_data/12_no word.csv",
+        "cleaned_data/87_long.csv",
+    ]
+    write(
+        data / "probing_datasets_MASTER.csv.zst",
+        [{"Dataset save name": name, "Data type": "Binary Classification"} for name in names]
+        + [{"Dataset save name": "cleaned_data/9_other.csv", "Data type": "Multiclass"}],
+    )
+    (data.parent / "__init__.py").write_text(
+        "raise ImportError('its data need none of its code')\n"
+    )
     draw = random.Random(0)
-    words = ["the", "file", "returns", "a", "string,", "and", "list", "of", '"names"', "if", "value", "is\nnone"]
+    words = [
+        "the",
+        "file",
+        "returns",
+        "a",
+        "string,",
+        "and",
+        "list",
+        "of",
+        '"names"',
+        "if",
+        "value",
+        "is\nnone",
+    ]
     for name, ends in zip(names, (("zip", "net"), ("end", "end"), ("zip", "net")), strict=True):
         texts = [" ".join(draw.choices(words, k=draw.randrange(4, 20))) for _ in range(100)]
         if "long" in name:
             texts = ["word " * 50_000 if number < 2 else text for number, text in enumerate(texts)]
-        write(data / f"{name}.zst", [{"prompt": f"{text} {ends[number % 2]}", "target": ("yes", "no")[number % 2]}
-                                     for number, text in enumerate(texts)])
+        write(
+            data / f"{name}.zst",
+            [
+                {"prompt": f"{text} {ends[number % 2]}", "target": ("yes", "no")[number % 2]}
+                for number, text in enumerate(texts)
+            ],
+        )
     monkeypatch.syspath_prepend(data.parents[1])
     return data
 
@@ -153,8 +194,10 @@ def home(sae: CommandLine, package: Path) -> CommandLine:
     """A home with two SAEs of the bundled model's width."""
     one = steerable(d_in=128)
     for name, layer in (("first", 1), ("second", 2)):
-        save_native(SavedSAE(one, {"model": TINY_GEMMA2, "layer": layer, "site": "resid_post"}),
-                    make_run(sae.home, name, one))
+        save_native(
+            SavedSAE(one, {"model": TINY_GEMMA2, "layer": layer, "site": "resid_post"}),
+            make_run(sae.home, name, one),
+        )
     return sae
 
 
@@ -163,32 +206,67 @@ WORDS = ("--rows", "60", "--k", "8", "--k", "2")
 
 @pytest.mark.slow
 def test_a_word_is_found_and_the_document_is_that_of_python(home: CommandLine, tmp_path: Path):
-    done = home("probe", "first", "second", *WORDS, "--sets", "5,no*", "--json", "--csv", tmp_path / "probes.csv",
-                "--plot", tmp_path / "probes.png")
+    done = home(
+        "probe",
+        "first",
+        "second",
+        *WORDS,
+        "--sets",
+        "5,no*",
+        "--json",
+        "--csv",
+        tmp_path / "probes.csv",
+        "--plot",
+        tmp_path / "probes.png",
+    )
     assert done.status == 0, done.err
     found = done.json
-    assert saecli.probe(["first", "second"], sets=["last_word", "12_no word"], rows=60, k=(2, 8),
-                        home=home.home) == found
-    assert (found["model"], found["context"], found["rows"], found["folds"]) == (TINY_GEMMA2, 128, 60, 5)
+    assert (
+        saecli.probe(
+            ["first", "second"], sets=["last_word", "12_no word"], rows=60, k=(2, 8), home=home.home
+        )
+        == found
+    )
+    assert (found["model"], found["context"], found["rows"], found["folds"]) == (
+        TINY_GEMMA2,
+        128,
+        60,
+        5,
+    )
     keys = ("run", "layer", "site", "k")
     assert [tuple(line[key] for key in keys) for line in found["probes"]] == [
-        ("first", 1, "resid_post", 2), ("first", 1, "resid_post", 8), ("second", 2, "resid_post", 2),
-        ("second", 2, "resid_post", 8), (None, 1, "resid_post", None), (None, 2, "resid_post", None)]
+        ("first", 1, "resid_post", 2),
+        ("first", 1, "resid_post", 8),
+        ("second", 2, "resid_post", 2),
+        ("second", 2, "resid_post", 8),
+        (None, 1, "resid_post", None),
+        (None, 2, "resid_post", None),
+    ]
     assert [line["set"] for line in found["by_set"]] == ["5_last_word"] * 6 + ["12_no word"] * 6
     word, noise = found["by_set"][:6], found["by_set"][6:]
     for own, line in zip(word, found["probes"], strict=True):
         other = next(one for one in noise if all(one[key] == line[key] for key in keys))
         assert line["auc"] == pytest.approx((own["auc"] + other["auc"]) / 2)
-        dense, nothing = (next(one for one in lines if one["run"] is None and one["layer"] == line["layer"])
-                          for lines in (word, noise))
+        dense, nothing = (
+            next(one for one in lines if one["run"] is None and one["layer"] == line["layer"])
+            for lines in (word, noise)
+        )
         if line["run"] is not None:
-            assert line["auc_difference"] == pytest.approx(line["auc"] - (dense["auc"] + nothing["auc"]) / 2)
+            assert line["auc_difference"] == pytest.approx(
+                line["auc"] - (dense["auc"] + nothing["auc"]) / 2
+            )
         assert 0.2 < other["auc"] < 0.8 and line["auc_low"] < line["auc"] < line["auc_high"]
-    assert all(line["auc"] > 0.97 and line["accuracy"] > 0.9 for line in word if line["run"] is None or line["k"] == 8)
+    assert all(
+        line["auc"] > 0.97 and line["accuracy"] > 0.9
+        for line in word
+        if line["run"] is None or line["k"] == 8
+    )
     assert len(word[1]["latents"]) == 8 and word[1]["latents"][:2] == word[0]["latents"]
     read = list(csv.DictReader((tmp_path / "probes.csv").read_text().splitlines()))
     assert [line["set"] for line in read] == [line["set"] for line in found["by_set"]]
-    assert float(read[0]["auc"]) == word[0]["auc"] and read[1]["latents"].split() == list(map(str, word[1]["latents"]))
+    assert float(read[0]["auc"]) == word[0]["auc"] and read[1]["latents"].split() == list(
+        map(str, word[1]["latents"])
+    )
     assert (tmp_path / "probes.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -198,15 +276,31 @@ def test_a_single_set_has_no_interval_over_sets(home: CommandLine):
     over, by_set = home(*words).out.split("AUC by set")
     assert "AUC, mean over 1 set\n" in over and "±" not in over and "±" in by_set
     one = home(*words, "--json").json
-    assert one["context"] == 5 and one["probes"][0]["auc_low"] is None and one["by_set"][0]["rows"] == 20
+    assert (
+        one["context"] == 5
+        and one["probes"][0]["auc_low"] is None
+        and one["by_set"][0]["rows"] == 20
+    )
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("--sets", "5_last_wrd"), "must name sets of sae-probes, got '5_last_wrd'; did you mean 5_last_word"),
-    (("--sets", ""), "got ''; there are 5_last_word, 12_no word, 87_long and more"),
-    (("--context", "129"), "tiny-gemma2 takes windows of at most 128 tokens, got --context 129"),
-    (("--context", "1"), "--context must be above 1, the number of special tokens")])
-def test_sets_and_context_are_refused_in_one_sentence(home: CommandLine, words: tuple, sentence: str):
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ("--sets", "5_last_wrd"),
+            "must name sets of sae-probes, got '5_last_wrd'; did you mean 5_last_word",
+        ),
+        (("--sets", ""), "got ''; there are 5_last_word, 12_no word, 87_long and more"),
+        (
+            ("--context", "129"),
+            "tiny-gemma2 takes windows of at most 128 tokens, got --context 129",
+        ),
+        (("--context", "1"), "--context must be above 1, the number of special tokens"),
+    ],
+)
+def test_sets_and_context_are_refused_in_one_sentence(
+    home: CommandLine, words: tuple, sentence: str
+):
     done = home("probe", "first", *words)
     assert (done.status, sentence in done.err) == (2, True), done.err
 
@@ -214,11 +308,19 @@ def test_sets_and_context_are_refused_in_one_sentence(home: CommandLine, words: 
 def test_missing_and_damaged_sets_are_refused(home: CommandLine, package: Path, monkeypatch):
     path = package / "cleaned_data" / "5_last_word.csv.zst"
     whole = path.read_bytes()
-    for damage in (lambda: path.write_bytes(whole[:40]), lambda: path.write_bytes(b"text"), path.unlink,
-                   lambda: write(path, [{"prompt": "a", "label": "1"}])):
+    for damage in (
+        lambda: path.write_bytes(whole[:40]),
+        lambda: path.write_bytes(b"text"),
+        path.unlink,
+        lambda: write(path, [{"prompt": "a", "label": "1"}]),
+    ):
         damage()
         done = home("probe", "first", "--sets", "5")
-        assert (done.status, str(path) in done.err, "install sae-probes again" in done.err) == (1, True, True), done.err
+        assert (done.status, str(path) in done.err, "install sae-probes again" in done.err) == (
+            1,
+            True,
+            True,
+        ), done.err
     write(path, [{"prompt": "a", "target": str(number % 3)} for number in range(30)])
     assert "expected targets of two classes, got 3" in home("probe", "first", "--sets", "5").err
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one != str(package.parents[1])])
@@ -228,19 +330,28 @@ def test_missing_and_damaged_sets_are_refused(home: CommandLine, package: Path, 
 
 def with_package(script: str) -> list[str]:
     """The lines that a script prints in an environment with the package itself."""
-    done = subprocess.run([python_with("sae-probes"), "-c", script], capture_output=True, text=True, check=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [python_with("sae-probes"), "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     return done.stdout.splitlines()
 
 
 @pytest.mark.slow
 def test_the_package_has_113_readable_sets_of_two_classes():
-    assert with_package("from saecli.measure.probes import Sets\n"
-                        "sets = Sets()\n"
-                        "for name in sets.names:\n"
-                        "    found = sets.read(name, 200)\n"
-                        "    print(len(found.texts), found.labels.sum(), all(map(str.strip, found.texts)))\n"
-                        ) == ["200 100 True"] * 113
+    assert (
+        with_package(
+            "from saecli.measure.probes import Sets\n"
+            "sets = Sets()\n"
+            "for name in sets.names:\n"
+            "    found = sets.read(name, 200)\n"
+            "    print(len(found.texts), found.labels.sum(), all(map(str.strip, found.texts)))\n"
+        )
+        == ["200 100 True"] * 113
+    )
 
 
 @pytest.mark.slow

@@ -7,7 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import PREFIXES, CommandLine, make_run, make_store, nested_rows, nested_sae, random_sae, some_rows
+from homes import (
+    PREFIXES,
+    CommandLine,
+    make_run,
+    make_store,
+    nested_rows,
+    nested_sae,
+    random_sae,
+    some_rows,
+)
 from ridge_problems import least_squares, terms_of
 
 import saecli
@@ -35,7 +44,9 @@ def solved(sae: SAE, rows: np.ndarray) -> decoder.Refitted:
 @pytest.mark.parametrize("rows", [900, 15])
 def test_decoder_matches_stacked_least_squares_with_the_best_c(act: str, rows: int):
     kind = ACTIVATIONS[act]
-    sae = random_sae(kind(k=4) if "k" in kind.__dataclass_fields__ else kind()).copy_to(torch.float64)
+    sae = random_sae(kind(k=4) if "k" in kind.__dataclass_fields__ else kind()).copy_to(
+        torch.float64
+    )
     x = some_rows(rows).astype(np.float64)
     found = solved(sae, x)
     z, T0 = sae.encode(torch.from_numpy(x)), sae.W_dec.detach()
@@ -43,7 +54,9 @@ def test_decoder_matches_stacked_least_squares_with_the_best_c(act: str, rows: i
     exact = least_squares(z, torch.from_numpy(x), terms, c=found.decoder.c)
     np.testing.assert_allclose(found.sae.W_dec, exact.W, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(found.sae.b_dec, exact.b, rtol=1e-6, atol=1e-7)
-    pull = (T0 * (found.sae.W_dec - found.decoder.c * T0)).sum() / (T0.norm() * found.sae.W_dec.norm())
+    pull = (T0 * (found.sae.W_dec - found.decoder.c * T0)).sum() / (
+        T0.norm() * found.sae.W_dec.norm()
+    )
     assert abs(pull) < 1e-6  # the objective's derivative in c
     for name in ("W_enc", "b_enc", *sae.activation_parameters):
         assert torch.equal(found.sae.tensors()[name], sae.tensors()[name])
@@ -55,7 +68,9 @@ def test_nested_decoder_matches_stacked_least_squares():
     found = solved(sae, x)
     T0 = sae.W_dec.detach()
     terms = terms_of((found.decoder.alpha, 0, 0, 0), T0, torch.zeros_like(T0), torch.zeros(8))
-    exact = least_squares(sae.encode(torch.from_numpy(x)), torch.from_numpy(x), terms, PREFIXES, c=found.decoder.c)
+    exact = least_squares(
+        sae.encode(torch.from_numpy(x)), torch.from_numpy(x), terms, PREFIXES, c=found.decoder.c
+    )
     np.testing.assert_allclose(found.sae.W_dec, exact.W, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(found.sae.b_dec, exact.b, rtol=1e-6, atol=1e-7)
     assert found.sae.prefixes == PREFIXES
@@ -66,7 +81,9 @@ def test_decoder_solved_on_the_very_rows_stays_as_it_is(sae: SAE):
     rows = some_rows(1500)
     z = np.hstack([sae.encode(torch.from_numpy(rows)).double().numpy(), np.ones((1500, 1))])
     both, *_ = np.linalg.lstsq(z, rows.astype(np.float64), rcond=None)
-    exact = sae.changed(W_dec=torch.from_numpy(both[:-1]).float(), b_dec=torch.from_numpy(both[-1]).float())
+    exact = sae.changed(
+        W_dec=torch.from_numpy(both[:-1]).float(), b_dec=torch.from_numpy(both[-1]).float()
+    )
     again = saecli.refit(exact, rows)
     torch.testing.assert_close(again.W_dec, exact.W_dec, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(again.b_dec, exact.b_dec, rtol=1e-3, atol=1e-4)
@@ -74,7 +91,9 @@ def test_decoder_solved_on_the_very_rows_stays_as_it_is(sae: SAE):
 
 def test_rows_moved_and_scaled_have_the_decoder_moved_and_scaled():
     sae, rows = random_sae(TopK(k=4)).copy_to(torch.float64), some_rows(800).astype(np.float64)
-    other = sae.on_raw_rows(torch.full((8,), 5.0, dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64))
+    other = sae.on_raw_rows(
+        torch.full((8,), 5.0, dtype=torch.float64), torch.tensor([3.0], dtype=torch.float64)
+    )
     one, two = solved(sae, rows), solved(other, 3 * rows + 5)
     torch.testing.assert_close(two.sae.W_dec, 3 * one.sae.W_dec)
     torch.testing.assert_close(two.sae.b_dec, 3 * one.sae.b_dec + 5)
@@ -106,7 +125,9 @@ def test_without_room_for_its_matrix_the_decoder_is_solved_by_iteration(monkeypa
         assert fvu(found.sae, rows) == pytest.approx(fvu(direct.sae, rows), rel=0.02)
     assert alpha[0] == pytest.approx(alpha[1])
     monkeypatch.setattr(decoder, "free_memory", lambda device: beside)
-    with pytest.raises(saecli.SaeError, match=r"refitting 400 latents needs 0.0 GiB of memory, .* are free"):
+    with pytest.raises(
+        saecli.SaeError, match=r"refitting 400 latents needs 0.0 GiB of memory, .* are free"
+    ):
         solved(sae, rows)
     assert free_memory(torch.device("cpu"), 2) < free_memory(torch.device("cpu"))
 
@@ -118,15 +139,26 @@ def test_command_saves_a_run_and_prints_what_eval_measures(sae: CommandLine, tmp
     done = sae("refit", "run", "--json")
     assert done.status == 0
     document = done.json
-    assert [document[name] for name in ("run", "source", "data", "act")] == ["refit-run", "run", "rows", "topk"]
+    assert [document[name] for name in ("run", "source", "data", "act")] == [
+        "refit-run",
+        "run",
+        "rows",
+        "topk",
+    ]
     assert Path(document["path"]).name == "refit-run"
-    assert {path.name for path in Path(document["path"]).iterdir()} == {"run.json", "sae.safetensors"}
+    assert {path.name for path in Path(document["path"]).iterdir()} == {
+        "run.json",
+        "sae.safetensors",
+    }
     measured = {run["run"]: run for run in sae("eval", "run", "refit-run", "--json").json["runs"]}
     for name, which in (("run", "before"), ("refit-run", "after")):
         assert list(document[which]) == [key for key in measured[name] if key != "unbeaten"]
         for key, value in document[which].items():
-            assert value == (pytest.approx(measured[name][key], rel=1e-6) if isinstance(value, float) else
-                             measured[name][key]), key
+            assert value == (
+                pytest.approx(measured[name][key], rel=1e-6)
+                if isinstance(value, float)
+                else measured[name][key]
+            ), key
     assert document["after"]["fvu"] < 0.1 * document["before"]["fvu"]
     assert document["after"]["l0"] == document["before"]["l0"]
     new = saecli.load_sae("refit-run", sae.home)
@@ -135,10 +167,17 @@ def test_command_saves_a_run_and_prints_what_eval_measures(sae: CommandLine, tmp
     torch.testing.assert_close(new.W_dec, solved(old, rows[~held_out]).sae.W_dec)
     assert torch.equal(new.encode(torch.from_numpy(rows)), old.encode(torch.from_numpy(rows)))
     (listed,) = [run for run in sae("list", "--json").json["runs"] if run["name"] == "refit-run"]
-    assert (listed["solver"], listed["act"], listed["d_sae"], listed["state"]) == ("refit", "topk", 20, "complete")
+    assert (listed["solver"], listed["act"], listed["d_sae"], listed["state"]) == (
+        "refit",
+        "topk",
+        20,
+        "complete",
+    )
     assert (listed["test_fvu"], listed["test_l0"]) == (document["after"]["fvu"], 4)
     dead = 1 - (old.encode(torch.from_numpy(rows[~held_out])) != 0).any(0).double().mean()
-    assert sae("sparsity", "refit-run", "--json").json["runs"][0]["dead_fraction"] == pytest.approx(dead.item())
+    assert sae("sparsity", "refit-run", "--json").json["runs"][0]["dead_fraction"] == pytest.approx(
+        dead.item()
+    )
     assert sae("geometry", "refit-run", "--rows", "50", "--fit-rows", "200").status == 0
     assert sae("report", "refit-run", "--top", "2", "--out", tmp_path / "pages").status == 0
     assert sae("export", "refit-run", "--to", "saelens", "--out", tmp_path / "out").status == 0
@@ -155,7 +194,15 @@ def test_table_shows_both_and_notes_say_how_far_it_went(sae: CommandLine):
     assert done.status == 0
     assert "using the newest run, nested" in done.err
     assert "effective degrees of freedom" in done.out
-    for words in ("mine: the decoder for", "before", "after", "fvu", "cosine", "l0", "fvu of the first 3"):
+    for words in (
+        "mine: the decoder for",
+        "before",
+        "after",
+        "fvu",
+        "cosine",
+        "l0",
+        "fvu of the first 3",
+    ):
         assert words in done.out
     assert saecli.load_sae("mine", sae.home).prefixes == PREFIXES
 
@@ -173,14 +220,32 @@ def test_a_run_on_a_fraction_is_refitted_on_all_its_training_rows(sae: CommandLi
 @pytest.mark.slow
 def test_effect_on_the_model_is_measured_before_and_after(sae: CommandLine):
     assert sae("extract", "--model", "tiny-gemma2", "--rows", "3000", "--name", "notes").status == 0
-    assert sae("train", "--solver", "sgd", "--act", "topk", "--k", "8", "--d-sae", "64", "--steps", "20", "--name",
-               "run").status == 0
+    assert (
+        sae(
+            "train",
+            "--solver",
+            "sgd",
+            "--act",
+            "topk",
+            "--k",
+            "8",
+            "--d-sae",
+            "64",
+            "--steps",
+            "20",
+            "--name",
+            "run",
+        ).status
+        == 0
+    )
     done = sae("refit", "run", "--model", "tiny-gemma2", "--tokens", "50", "--json")
     assert done.status == 0, done.err
     for which in ("before", "after"):
         assert {"ce_recovered", "kl"} < done.json[which].keys()
     assert done.json["after"]["ce_clean"] == done.json["before"]["ce_clean"]
-    again = sae("eval", "run", "refit-run", "--model", "tiny-gemma2", "--tokens", "50", "--json").json["runs"]
+    again = sae(
+        "eval", "run", "refit-run", "--model", "tiny-gemma2", "--tokens", "50", "--json"
+    ).json["runs"]
     told = [done.json[which]["kl"] for which in ("before", "after")]
     assert [run["kl"] for run in again] == pytest.approx(told, abs=1e-6)
 
@@ -192,10 +257,17 @@ def test_refit_from_python_equals_the_command(sae: CommandLine, capsys):
     saved, before = saecli.load_sae("refit-run", sae.home), set(sae.home.rglob("*"))
     capsys.readouterr()
     store = saecli.open_store("rows", sae.home)
-    for given, data in (("run", "rows"), ("run", None), (random_sae(), store), (random_sae(), store.split("train"))):
+    for given, data in (
+        ("run", "rows"),
+        ("run", None),
+        (random_sae(), store),
+        (random_sae(), store.split("train")),
+    ):
         torch.testing.assert_close(saecli.refit(given, data, home=sae.home).W_dec, saved.W_dec)
-    torch.testing.assert_close(saecli.refit(random_sae(), rows).W_dec,
-                               saecli.refit("run", store.split("all"), home=sae.home).W_dec)
+    torch.testing.assert_close(
+        saecli.refit(random_sae(), rows).W_dec,
+        saecli.refit("run", store.split("all"), home=sae.home).W_dec,
+    )
     assert set(sae.home.rglob("*")) == before
     assert tuple(capsys.readouterr()) == ("", "")
 

@@ -17,10 +17,17 @@ from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 
 
-def sae_of(W_dec: torch.Tensor, W_enc: torch.Tensor | None = None, b_enc: torch.Tensor | None = None) -> SAE:
+def sae_of(
+    W_dec: torch.Tensor, W_enc: torch.Tensor | None = None, b_enc: torch.Tensor | None = None
+) -> SAE:
     """An SAE of these decoder vectors (F, D), tied unless told otherwise."""
-    return SAE(W_dec.T if W_enc is None else W_enc, torch.zeros(len(W_dec)) if b_enc is None else b_enc, W_dec,
-               torch.zeros(W_dec.shape[1]), Relu())
+    return SAE(
+        W_dec.T if W_enc is None else W_enc,
+        torch.zeros(len(W_dec)) if b_enc is None else b_enc,
+        W_dec,
+        torch.zeros(W_dec.shape[1]),
+        Relu(),
+    )
 
 
 def vectors(latents: int, seed: int, d_in: int = 6) -> torch.Tensor:
@@ -28,7 +35,10 @@ def vectors(latents: int, seed: int, d_in: int = 6) -> torch.Tensor:
 
 
 def cosines(one: torch.Tensor, other: torch.Tensor) -> np.ndarray:
-    units = [w.double().numpy() / np.linalg.norm(w.double().numpy(), axis=1, keepdims=True) for w in (one, other)]
+    units = [
+        w.double().numpy() / np.linalg.norm(w.double().numpy(), axis=1, keepdims=True)
+        for w in (one, other)
+    ]
     return units[0] @ units[1].T
 
 
@@ -38,7 +48,10 @@ def test_the_matching_is_the_best_of_all_permutations(latents: int, others: int,
     one, other = sae_of(vectors(latents, seed)), sae_of(vectors(others, seed + 100))
     table = np.abs(cosines(one.W_dec, other.W_dec))
     small = table if latents <= others else table.T
-    best = max(sum(small[range(len(small)), chosen]) for chosen in permutations(range(small.shape[1]), len(small)))
+    best = max(
+        sum(small[range(len(small)), chosen])
+        for chosen in permutations(range(small.shape[1]), len(small))
+    )
     found = matching(one, other)
     assert found.cosine.sum() == pytest.approx(best, abs=1e-6)
     np.testing.assert_allclose(found.cosine, table[found.first, found.second], atol=1e-12)
@@ -47,7 +60,9 @@ def test_the_matching_is_the_best_of_all_permutations(latents: int, others: int,
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 1024])
-def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(blocks: int, monkeypatch) -> None:
+def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(
+    blocks: int, monkeypatch
+) -> None:
     monkeypatch.setattr("saecli.measure.stability.BLOCK_ROWS", blocks)
     one = sae_of(vectors(10, 0))
     order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
@@ -56,7 +71,9 @@ def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(blocks: i
     for scale in (1e-25, 3.0, 1e25):
         (pair,) = saecli.stability([one, sae_of(W * scale, W.T / scale)])["pairs"]
         assert pair["counterparts"] == torch.argsort(order).tolist()
-        assert [pair[name] for name in ("latents", "pw_mcc", "matched_fraction")] == pytest.approx([10, 1, 1])
+        assert [pair[name] for name in ("latents", "pw_mcc", "matched_fraction")] == pytest.approx(
+            [10, 1, 1]
+        )
 
 
 def kept(latents: int, fresh: int) -> SAE:
@@ -71,7 +88,12 @@ def test_matched_fractions_are_those_that_the_runs_were_made_with() -> None:
         assert found[measure] == pytest.approx(1 / 3)
     first, _, third = found["runs"]
     assert first["cosine"] == first["match_fraction"] == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
-    assert (third["run"], third["silent"], third["frequency"], found["firing"]) == ("sae 3", None, None, None)
+    assert (third["run"], third["silent"], third["frequency"], found["firing"]) == (
+        "sae 3",
+        None,
+        None,
+        None,
+    )
 
 
 def test_a_latent_is_matched_above_the_threshold_and_not_at_it() -> None:
@@ -89,9 +111,13 @@ def test_saes_of_different_width_are_matched_over_the_narrower() -> None:
         found = saecli.stability(saes)
         (pair,) = found["pairs"]
         assert (pair["latents"], pair["pw_mcc"]) == (3, pytest.approx(1))
-        assert pair["counterparts"] == ([None, None, 1, None, None, 2, None, 0, None] if saes[0] is wide else [7, 2, 5])
+        assert pair["counterparts"] == (
+            [None, None, 1, None, None, 2, None, 0, None] if saes[0] is wide else [7, 2, 5]
+        )
         of_wide = found["runs"][saes.index(wide)]
-        assert [latent for latent, cosine in enumerate(of_wide["cosine"]) if cosine is not None] == [2, 5, 7]
+        assert [
+            latent for latent, cosine in enumerate(of_wide["cosine"]) if cosine is not None
+        ] == [2, 5, 7]
 
 
 def test_a_decoder_vector_of_length_zero_has_cosine_zero() -> None:
@@ -111,9 +137,13 @@ def test_silent_latents_are_matched_but_not_counted_as_firing() -> None:
     fires = [latent for latent in range(4) if pair["counterparts"][latent] < 4]
     table = np.abs(cosines(W, other))
     assert pair["firing"]["latents"] == len(fires)
-    assert pair["firing"]["pw_mcc"] == pytest.approx(np.mean([table[i, pair["counterparts"][i]] for i in fires]))
+    assert pair["firing"]["pw_mcc"] == pytest.approx(
+        np.mean([table[i, pair["counterparts"][i]] for i in fires])
+    )
     assert [run["silent"] for run in found["runs"]] == [2, 2]
-    all_silent = saecli.stability([sae_of(W, b_enc=torch.full((6,), -1e9)), sae_of(other, b_enc=dead)], some_rows(200))
+    all_silent = saecli.stability(
+        [sae_of(W, b_enc=torch.full((6,), -1e9)), sae_of(other, b_enc=dead)], some_rows(200)
+    )
     assert all_silent["firing"]["pw_mcc"] is None
 
 
@@ -123,11 +153,15 @@ def test_frequencies_are_those_of_sparsity() -> None:
         assert run["frequency"] == saecli.sparsity(one, some_rows(500))["frequency"]
 
 
-def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path, monkeypatch) -> None:
+def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "memory.max").write_text("1500")
     (tmp_path / "memory.current").write_text("1000")
     monkeypatch.setattr(machine, "CGROUP", tmp_path)  # a container with 500 bytes left
-    with pytest.raises(MachineError, match="8 latents with 8: expected 512 B or more free, got 500 B"):
+    with pytest.raises(
+        MachineError, match="8 latents with 8: expected 512 B or more free, got 500 B"
+    ):
         saecli.stability([sae_of(vectors(8, 0)), sae_of(vectors(8, 1))])
 
 
@@ -135,7 +169,9 @@ def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path,
 def runs(sae: CommandLine) -> CommandLine:
     make_store(sae.home, "rows", some_rows())
     for seed in range(3):
-        make_run(sae.home, f"seed-{seed}", random_sae(seed=seed).changed(b_enc=torch.ones(F)))  # all of them fire
+        make_run(
+            sae.home, f"seed-{seed}", random_sae(seed=seed).changed(b_enc=torch.ones(F))
+        )  # all of them fire
     return sae
 
 
@@ -144,13 +180,25 @@ NAMES = ("seed-0", "seed-1", "seed-2")
 
 def test_the_command_prints_the_functions_result(runs: CommandLine, tmp_path: Path) -> None:
     bare = runs("eval", *NAMES, "--json").json
-    done = runs("eval", *NAMES, "--stability", "--match-threshold", "0.6", "--plot", tmp_path / "x.png", "--json")
+    done = runs(
+        "eval",
+        *NAMES,
+        "--stability",
+        "--match-threshold",
+        "0.6",
+        "--plot",
+        tmp_path / "x.png",
+        "--json",
+    )
     assert list(done.json) == ["runs", "unbeaten_means", "stability"]
     assert done.json["runs"] == bare["runs"]
     expected = saecli.stability(NAMES, "rows", match_threshold=0.6, home=runs.home)
     assert done.json["stability"] == expected
-    assert [pair["runs"] for pair in expected["pairs"]] == [[NAMES[0], NAMES[1]], [NAMES[0], NAMES[2]],
-                                                            [NAMES[1], NAMES[2]]]
+    assert [pair["runs"] for pair in expected["pairs"]] == [
+        [NAMES[0], NAMES[1]],
+        [NAMES[0], NAMES[2]],
+        [NAMES[1], NAMES[2]],
+    ]
     assert [run["d_sae"] for run in expected["runs"]] == [F] * 3
     assert {path.name for path in tmp_path.glob("*.png")} == {"x.png", "x-stability.png"}
     without_rows = saecli.stability(NAMES, match_threshold=0.6, home=runs.home)
@@ -169,5 +217,8 @@ def test_table_has_the_mean_and_firing_latents_if_some_are_silent(runs: CommandL
 
 def test_runs_with_the_same_decoder_are_pointed_out(runs: CommandLine) -> None:
     make_run(runs.home, "copy", random_sae(seed=0), split_seed=1)
-    assert "warning: seed-0 and copy have the same decoder" in runs("eval", "seed-0", "copy", "--stability").err
+    assert (
+        "warning: seed-0 and copy have the same decoder"
+        in runs("eval", "seed-0", "copy", "--stability").err
+    )
     assert "same decoder" not in runs("eval", *NAMES, "--stability").err

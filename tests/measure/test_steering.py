@@ -31,7 +31,9 @@ def by_hand(sae: SAE, method: str, x: Tensor, scales: list[float] = SCALES) -> T
 
 @pytest.fixture(params=CONFIGS)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(save_model(tmp_path / request.param, request.param)).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        save_model(tmp_path / request.param, request.param)
+    ).eval()
 
 
 def blocks(model: nn.Module) -> nn.ModuleList:
@@ -63,15 +65,24 @@ def hooked(model: nn.Module, block: nn.Module, change: Any, token_ids: Tensor) -
 def test_a_latent_of_a_crosscoder_is_added_at_the_hook_point_of_the_named_model(tmp_path: Path):
     folders = [save_model(tmp_path / name, "llama") for name in ("base", "chat")]
     cross = steerable(Relu(), d_in=2 * WIDTH)
-    inputs = [{"layer": layer, "site": "resid_post", "model": str(folder.resolve())}
-              for layer, folder in ((1, folders[0]), (0, folders[1]))]
+    inputs = [
+        {"layer": layer, "site": "resid_post", "model": str(folder.resolve())}
+        for layer, folder in ((1, folders[0]), (0, folders[1]))
+    ]
     cross = SAE(**cross.tensors(), activation=cross.activation, widths=(WIDTH, WIDTH))
-    cross.metadata = {"model": inputs[0]["model"], "layer": 1, "site": "resid_post", "inputs": inputs}
+    cross.metadata = {
+        "model": inputs[0]["model"],
+        "layer": 1,
+        "site": "resid_post",
+        "inputs": inputs,
+    }
     for folder, layer, place in zip(folders, (1, 0), cross.places, strict=True):
         model, step = AutoModelForCausalLM.from_pretrained(folder).eval(), 3 * cross.W_dec[7, place]
         with torch.no_grad(), saecli.steering(model, cross, 7, scale=3):
             found = model(prompt()).logits
-        torch.testing.assert_close(found, hooked(model, blocks(model)[layer], lambda x, step=step: x + step, prompt()))
+        torch.testing.assert_close(
+            found, hooked(model, blocks(model)[layer], lambda x, step=step: x + step, prompt())
+        )
     with pytest.raises(saecli.SaeError, match="must choose one hook point of"):
         saecli.steer(cross, 7, "ab", scale=3)
 
@@ -79,14 +90,23 @@ def test_a_latent_of_a_crosscoder_is_added_at_the_hook_point_of_the_named_model(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["add", "clamp", "ablate"])
 @pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu()], ids=lambda one: one.name)
-def test_logits_are_those_of_a_hook_written_by_hand(model: nn.Module, method: str, activation: Activation):
+def test_logits_are_those_of_a_hook_written_by_hand(
+    model: nn.Module, method: str, activation: Activation
+):
     sae, token_ids = steerable(activation), prompt()
     scale = None if method == "ablate" else SCALES
     expected = hooked(model, blocks(model)[1], lambda x: by_hand(sae, method, x), token_ids)
     with torch.no_grad():
         before = model(token_ids).logits
-        with saecli.steering(model, sae, torch.tensor(LATENTS), method=method, scale=scale, layer=1,
-                             site="resid_post"):
+        with saecli.steering(
+            model,
+            sae,
+            torch.tensor(LATENTS),
+            method=method,
+            scale=scale,
+            layer=1,
+            site="resid_post",
+        ):
             found = model(token_ids).logits
         after = model(input_ids=token_ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -95,18 +115,31 @@ def test_logits_are_those_of_a_hook_written_by_hand(model: nn.Module, method: st
 
 
 def test_generation_with_a_cache_writes_what_generation_without_one_does(model: nn.Module):
-    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones(1, 7)}
+    settings = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "eos_token_id": None,
+        "attention_mask": torch.ones(1, 7),
+    }
     with saecli.steering(model, steerable(), LATENTS, scale=[90, 70], layer=1, site="resid_post"):
-        cached, whole = (model.generate(prompt()[:1], use_cache=cache, **settings) for cache in (True, False))
+        cached, whole = (
+            model.generate(prompt()[:1], use_cache=cache, **settings) for cache in (True, False)
+        )
     assert torch.equal(cached, whole)
     assert not torch.equal(cached, model.generate(prompt()[:1], **settings))
 
 
 def test_one_scale_is_for_all_latents_and_special_tokens_are_the_users(model: nn.Module):
     sae, token_ids = steerable(), prompt()
-    hook = hooked(model, blocks(model)[0], lambda x: by_hand(sae, "clamp", x, [3.0, 3.0]), token_ids + 3)
-    with torch.no_grad(), saecli.steering(model, sae, LATENTS, method="clamp", scale=3, layer=0, site="resid_post",
-                                          special=[]):
+    hook = hooked(
+        model, blocks(model)[0], lambda x: by_hand(sae, "clamp", x, [3.0, 3.0]), token_ids + 3
+    )
+    with (
+        torch.no_grad(),
+        saecli.steering(
+            model, sae, LATENTS, method="clamp", scale=3, layer=0, site="resid_post", special=[]
+        ),
+    ):
         found = model(token_ids + 3).logits
         embedded = model(inputs_embeds=model.get_input_embeddings()(token_ids + 3)).logits
     torch.testing.assert_close(found, hook, rtol=1e-4, atol=1e-4)
@@ -115,17 +148,28 @@ def test_one_scale_is_for_all_latents_and_special_tokens_are_the_users(model: nn
 
 
 @pytest.mark.parametrize("method", ["add", "clamp", "ablate"])
-def test_a_transcoder_changes_what_it_predicts_by_codes_of_what_it_reads(tmp_path: Path, method: str):
+def test_a_transcoder_changes_what_it_predicts_by_codes_of_what_it_reads(
+    tmp_path: Path, method: str
+):
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "llama", "llama")).eval()
     sae, seen, token_ids, folder = steerable(), [], prompt(), tmp_path / "transcoder"
     folder.mkdir()
-    save_native(SavedSAE(sae, {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}), folder)
+    save_native(
+        SavedSAE(sae, {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}),
+        folder,
+    )
     mlp = blocks(model)[1].mlp
     handle = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    expected = hooked(model, mlp, lambda y: y + by_hand(sae, method, seen[-1]) - seen[-1], token_ids)
+    expected = hooked(
+        model, mlp, lambda y: y + by_hand(sae, method, seen[-1]) - seen[-1], token_ids
+    )
     handle.remove()
-    with torch.no_grad(), saecli.steering(model, folder, LATENTS, method=method,
-                                          scale=None if method == "ablate" else SCALES):
+    with (
+        torch.no_grad(),
+        saecli.steering(
+            model, folder, LATENTS, method=method, scale=None if method == "ablate" else SCALES
+        ),
+    ):
         found = model(token_ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -133,7 +177,10 @@ def test_a_transcoder_changes_what_it_predicts_by_codes_of_what_it_reads(tmp_pat
 def test_a_model_is_itself_again_after_an_error(tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "gpt2", "gpt2")).eval()
     before = model(prompt()).logits
-    with pytest.raises(KeyError), saecli.steering(model, steerable(), 3, scale=9, layer=1, site="resid_post"):
+    with (
+        pytest.raises(KeyError),
+        saecli.steering(model, steerable(), 3, scale=9, layer=1, site="resid_post"),
+    ):
         raise KeyError
     torch.testing.assert_close(model(prompt()).logits, before)
 
@@ -142,13 +189,25 @@ def test_a_model_is_itself_again_after_an_error(tmp_path: Path):
 def home(sae: CommandLine) -> CommandLine:
     """A home with an SAE of the bundled model's width, and the same SAE without its hook point."""
     one = steerable(d_in=128)
-    save_native(SavedSAE(one, {"model": TINY_GEMMA2, "layer": 1, "site": "resid_post"}),
-                make_run(sae.home, "first", one))
+    save_native(
+        SavedSAE(one, {"model": TINY_GEMMA2, "layer": 1, "site": "resid_post"}),
+        make_run(sae.home, "first", one),
+    )
     saecli.save_sae(one, sae.home / "nowhere")
     return sae
 
 
-WORDS = ("--latent", "3", "--latent", "11", "--prompt", "Return the number of", "--max-new-tokens", "12", "--json")
+WORDS = (
+    "--latent",
+    "3",
+    "--latent",
+    "11",
+    "--prompt",
+    "Return the number of",
+    "--max-new-tokens",
+    "12",
+    "--json",
+)
 
 
 @torch.no_grad()
@@ -156,7 +215,9 @@ def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: Co
     done = home("steer", "first", *WORDS, "--scale", "20", "--scale", "-9")
     assert done.status == 0, done.err
     (found,) = done.json["continuations"]
-    tokenizer, model = (kind.from_pretrained(BUNDLED[TINY_GEMMA2]) for kind in (AutoTokenizer, AutoModelForCausalLM))
+    tokenizer, model = (
+        kind.from_pretrained(BUNDLED[TINY_GEMMA2]) for kind in (AutoTokenizer, AutoModelForCausalLM)
+    )
     model = model.float()
     given = tokenizer("Return the number of", return_tensors="pt")
     texts = []
@@ -167,24 +228,56 @@ def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: Co
             logits = hooked(model, blocks(model)[1], change if steered else lambda x: x, token_ids)
             token_ids = torch.cat([token_ids, logits[:, -1:].argmax(-1)], 1)
         texts.append(tokenizer.decode(token_ids[0], skip_special_tokens=True))
-    assert [found["prompt"] + found[name] for name in ("plain", "steered")] == texts and texts[0] != texts[1]
-    assert saecli.steer("first", LATENTS, "Return the number of", scale=[20, -9], max_new_tokens=12,
-                        home=home.home) == done.json
-    assert [(one["latent"], one["scale"]) for one in done.json["latents"]] == [(3, 20.0), (11, -9.0)]
+    assert [found["prompt"] + found[name] for name in ("plain", "steered")] == texts and texts[
+        0
+    ] != texts[1]
+    assert (
+        saecli.steer(
+            "first",
+            LATENTS,
+            "Return the number of",
+            scale=[20, -9],
+            max_new_tokens=12,
+            home=home.home,
+        )
+        == done.json
+    )
+    assert [(one["latent"], one["scale"]) for one in done.json["latents"]] == [
+        (3, 20.0),
+        (11, -9.0),
+    ]
     x = model(**given, output_hidden_states=True).hidden_states[2][0, 1:]
     assert done.json["activation_norm"] == pytest.approx(x.norm(dim=1).mean().item(), rel=1e-4)
     codes = steerable(d_in=128).encode(x)[:, LATENTS]
-    assert [one["prompt_max"] for one in done.json["latents"]] == pytest.approx(codes.amax(0).tolist(), rel=1e-3)
+    assert [one["prompt_max"] for one in done.json["latents"]] == pytest.approx(
+        codes.amax(0).tolist(), rel=1e-3
+    )
 
 
 @pytest.mark.slow
 def test_sampling_is_repeated_by_its_seed_and_the_table_has_both_texts(home: CommandLine):
-    words = ("steer", "first", "--prompt", "The\nquick [b]", *WORDS, "--method", "ablate", "--temperature", "1.5")
-    first, again, other = (home(*words, *seed).json["continuations"] for seed in ((), ("--seed", "0"), ("--seed", "1")))
+    words = (
+        "steer",
+        "first",
+        "--prompt",
+        "The\nquick [b]",
+        *WORDS,
+        "--method",
+        "ablate",
+        "--temperature",
+        "1.5",
+    )
+    first, again, other = (
+        home(*words, *seed).json["continuations"] for seed in ((), ("--seed", "0"), ("--seed", "1"))
+    )
     assert first == again != other and len(first) == 2
     done = home(*(word for word in words if word != "--json"))
     assert done.status == 0
-    assert r"prompt: The\nquick [b]" in done.out and "steered: " in done.out and "scale" not in done.out
+    assert (
+        r"prompt: The\nquick [b]" in done.out
+        and "steered: " in done.out
+        and "scale" not in done.out
+    )
 
 
 @pytest.mark.slow
@@ -193,8 +286,13 @@ def test_places_that_a_file_does_not_say_are_given(home: CommandLine):
     places = ("--layer", "1", "--site", "resid_post", "--model", TINY_GEMMA2)
     found = home("steer", home.home / "nowhere", *words, *places).json
     known = home("steer", "first", *words).json
-    assert found["continuations"] == known["continuations"] and (found["layer"], found["site"]) == (1, "resid_post")
+    assert found["continuations"] == known["continuations"] and (found["layer"], found["site"]) == (
+        1,
+        "resid_post",
+    )
     model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2])
-    with pytest.raises(saecli.SaeError, match="layer must be from 0 to 3"), \
-            saecli.steering(model, steerable(d_in=128), 3, scale=1, layer=7, site="resid_post"):
+    with (
+        pytest.raises(saecli.SaeError, match="layer must be from 0 to 3"),
+        saecli.steering(model, steerable(d_in=128), 3, scale=1, layer=7, site="resid_post"),
+    ):
         pass

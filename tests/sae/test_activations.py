@@ -24,7 +24,9 @@ from saecli.train.options import TrainingConfig
 from saecli.train.plan import settled
 
 B, F, K = 20, 12, 3
-W_ENC = {"W_enc": torch.randn(5, F, generator=torch.Generator().manual_seed(9), dtype=torch.float64)}
+W_ENC = {
+    "W_enc": torch.randn(5, F, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+}
 EVERY = [kind(k=K) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
 
 
@@ -49,9 +51,14 @@ def test_batchtopk_keeps_the_largest_of_a_training_batch() -> None:
 def test_batchtopk_calibrated_on_rows_keeps_k_of_them_on_average() -> None:
     pre, parameters = random_pre() + 0.5, {"threshold": torch.tensor(9.0, dtype=torch.float64)}
     for k in (1, K, 6):
-        assert BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters, lambda _: pre)).count() == B * k
+        assert (
+            BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters, lambda _: pre)).count()
+            == B * k
+        )
     few = (pre > 0).sum() // B + 1
-    kept_all = BatchTopK(k=int(few))(pre, BatchTopK(k=int(few)).calibrated(pre, parameters, lambda _: pre)).dense()
+    kept_all = BatchTopK(k=int(few))(
+        pre, BatchTopK(k=int(few)).calibrated(pre, parameters, lambda _: pre)
+    ).dense()
     assert torch.equal(kept_all, pre.relu())
     assert BatchTopK(k=F).calibrated(pre, parameters, lambda _: pre)["threshold"] == 0
 
@@ -77,19 +84,27 @@ def test_batchtopk_threshold_is_a_running_mean() -> None:
     for value in smallest[1:]:
         expected = 0.7 * expected + 0.3 * value
     assert parameters["threshold"].item() == pytest.approx(expected, rel=1e-12)
-    silent = activation.estimated(DenseCodes(torch.zeros(B, F, dtype=torch.float64)), parameters, 0.5)
+    silent = activation.estimated(
+        DenseCodes(torch.zeros(B, F, dtype=torch.float64)), parameters, 0.5
+    )
     assert torch.equal(silent["threshold"], parameters["threshold"])
 
 
 @pytest.mark.parametrize("factor", [0.2, 3.0])
 @pytest.mark.parametrize("activation", EVERY, ids=lambda activation: activation.name)
-def test_rescaled_parameters_scale_codes_with_pre_activations(activation: Activation, factor: float) -> None:
+def test_rescaled_parameters_scale_codes_with_pre_activations(
+    activation: Activation, factor: float
+) -> None:
     pre = random_pre()
-    parameters = {name: torch.full_like(start, 0.6) for name, start in activation.parameters(F).items()}
+    parameters = {
+        name: torch.full_like(start, 0.6) for name, start in activation.parameters(F).items()
+    }
     rescaled = activation.rescaled(parameters, factor)
     if rescaled is None:
         found = activation(pre * factor, parameters | W_ENC).dense()
-        assert not torch.allclose(found, activation(pre, parameters | W_ENC).dense() * factor, rtol=0.01)
+        assert not torch.allclose(
+            found, activation(pre, parameters | W_ENC).dense() * factor, rtol=0.01
+        )
     else:
         found = activation(pre * factor, rescaled | {"W_enc": factor * W_ENC["W_enc"]}).dense()
         torch.testing.assert_close(found, activation(pre, parameters | W_ENC).dense() * factor)
@@ -116,27 +131,67 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
         activation_from_json(document | {"colour": 1})
 
 
-@pytest.mark.parametrize(("activation", "sparsity", "message"), [
-    (Relu(), "l0", "sparsity l0 cannot be used with act relu; use one of l1, lp, l1-codes, kl, none"),
-    (TopK(k=3), "kl", "sparsity kl cannot be used with act topk; use one of none, l1"),
-    (Relu(target_rate=0.1), None, "target_rate does nothing with sparsity l1; leave it out, or use sparsity kl"),
-    (Swish(target_rate=0.1), None, "target_rate does nothing with sparsity none"),
-    (JumpRelu(fixed_threshold=True), "target-l0", "sparsity target-l0 trains thresholds, which fixed_threshold holds"),
-    (JumpRelu(fixed_threshold=True, target_l0=5), None, "target_l0 does nothing with sparsity l1; leave"),
-    (JumpRelu(target_l0=5), "l1", "target_l0 does nothing with sparsity l1"),
-    (JumpRelu(target_l0=5), "l0", "target_l0 does nothing with sparsity l0"),
-    (TopK(k=3), "lp", "sparsity lp cannot be used with act topk"),
-    (Relu(last_p=0.3), None, "last_p does nothing with sparsity l1; leave it out, or use sparsity lp"),
-    (Gated(), "kl", "sparsity kl cannot be used with act gated; use one of target-l0, l1, lp, none"),
-    (Gated(target_l0=5), "l1", "target_l0 does nothing with sparsity l1"),
-    (Gated(target_l0=33), None, "target_l0 must be at most d_sae, 32, got 33"),
-    (JumpRelu(threshold=0.2), None, "threshold does nothing with sparsity target-l0"),
-    (JumpRelu(target_l0=33), None, "target_l0 must be at most d_sae, 32, got 33; lower target_l0 or raise d_sae"),
-    (JumpRelu(fixed_threshold=True), "l0", "sparsity l0 trains thresholds, which fixed_threshold holds"),
-    *((kind(k=33), None, "k must be at most d_sae, 32, got 33") for kind in (TopK, BatchTopK, SoftTopK)),
-], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "sparsity", "message"),
+    [
+        (
+            Relu(),
+            "l0",
+            "sparsity l0 cannot be used with act relu; use one of l1, lp, l1-codes, kl, none",
+        ),
+        (TopK(k=3), "kl", "sparsity kl cannot be used with act topk; use one of none, l1"),
+        (
+            Relu(target_rate=0.1),
+            None,
+            "target_rate does nothing with sparsity l1; leave it out, or use sparsity kl",
+        ),
+        (Swish(target_rate=0.1), None, "target_rate does nothing with sparsity none"),
+        (
+            JumpRelu(fixed_threshold=True),
+            "target-l0",
+            "sparsity target-l0 trains thresholds, which fixed_threshold holds",
+        ),
+        (
+            JumpRelu(fixed_threshold=True, target_l0=5),
+            None,
+            "target_l0 does nothing with sparsity l1; leave",
+        ),
+        (JumpRelu(target_l0=5), "l1", "target_l0 does nothing with sparsity l1"),
+        (JumpRelu(target_l0=5), "l0", "target_l0 does nothing with sparsity l0"),
+        (TopK(k=3), "lp", "sparsity lp cannot be used with act topk"),
+        (
+            Relu(last_p=0.3),
+            None,
+            "last_p does nothing with sparsity l1; leave it out, or use sparsity lp",
+        ),
+        (
+            Gated(),
+            "kl",
+            "sparsity kl cannot be used with act gated; use one of target-l0, l1, lp, none",
+        ),
+        (Gated(target_l0=5), "l1", "target_l0 does nothing with sparsity l1"),
+        (Gated(target_l0=33), None, "target_l0 must be at most d_sae, 32, got 33"),
+        (JumpRelu(threshold=0.2), None, "threshold does nothing with sparsity target-l0"),
+        (
+            JumpRelu(target_l0=33),
+            None,
+            "target_l0 must be at most d_sae, 32, got 33; lower target_l0 or raise d_sae",
+        ),
+        (
+            JumpRelu(fixed_threshold=True),
+            "l0",
+            "sparsity l0 trains thresholds, which fixed_threshold holds",
+        ),
+        *(
+            (kind(k=33), None, "k must be at most d_sae, 32, got 33")
+            for kind in (TopK, BatchTopK, SoftTopK)
+        ),
+    ],
+    ids=str,
+)
 def test_penalties_and_their_settings_that_do_nothing_are_refused(
-        activation: Activation, sparsity: str | None, message: str) -> None:
+    activation: Activation, sparsity: str | None, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         settled(TrainingConfig(sparsity=sparsity), activation, 100, 8)
 
@@ -148,8 +203,26 @@ def test_a_target_rate_that_no_rate_can_meet_is_refused(rate: float) -> None:
 
 
 def test_defaults_of_the_penalty_fit_the_activation() -> None:
-    chosen = {str(activation): settled(TrainingConfig(), activation, 100, 64) for activation in
-              (Relu(), JumpRelu(), JumpRelu(fixed_threshold=True), Swish(), BatchTopK(k=3), SoftTopK(k=3))}
-    assert [one.sparsity for one in chosen.values()] == ["l1", "target-l0", "l1", "none", "none", "none"]
-    assert settled(TrainingConfig(sparsity="kl"), Relu(), 100, 64).sparsity_weight == pytest.approx(0.64)
+    chosen = {
+        str(activation): settled(TrainingConfig(), activation, 100, 64)
+        for activation in (
+            Relu(),
+            JumpRelu(),
+            JumpRelu(fixed_threshold=True),
+            Swish(),
+            BatchTopK(k=3),
+            SoftTopK(k=3),
+        )
+    }
+    assert [one.sparsity for one in chosen.values()] == [
+        "l1",
+        "target-l0",
+        "l1",
+        "none",
+        "none",
+        "none",
+    ]
+    assert settled(TrainingConfig(sparsity="kl"), Relu(), 100, 64).sparsity_weight == pytest.approx(
+        0.64
+    )
     assert settled(TrainingConfig(), JumpRelu(), 100, 64).sparsity_weight == pytest.approx(3.2)

@@ -17,22 +17,49 @@ B, F, D, WEIGHT, PRESSURE = 40, 60, 12, 0.7, 1.7
 
 def gated(shift: float = 0.0, **parts: object) -> SAE:
     activation = Gated(target_l0=5.0)
-    learned = {"threshold": torch.linspace(0, 1.2, F, dtype=torch.float64), "r_mag": normal(F, seed=7) / 3,
-               "aim": torch.tensor(7.0).double(), "multiplier": torch.tensor(PRESSURE).double().log()}
-    return SAE(normal(D, F, seed=1) / 4, torch.full((F,), shift).double(), normal(F, D, seed=2), normal(D, seed=3),
-               activation, learned, **parts)
+    learned = {
+        "threshold": torch.linspace(0, 1.2, F, dtype=torch.float64),
+        "r_mag": normal(F, seed=7) / 3,
+        "aim": torch.tensor(7.0).double(),
+        "multiplier": torch.tensor(PRESSURE).double().log(),
+    }
+    return SAE(
+        normal(D, F, seed=1) / 4,
+        torch.full((F,), shift).double(),
+        normal(F, D, seed=2),
+        normal(D, seed=3),
+        activation,
+        learned,
+        **parts,
+    )
 
 
 @pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, DenseCodes)])
-@pytest.mark.parametrize(("sparsity", "pressure"), [("target-l0", PRESSURE), ("l1", 1.0), ("none", 0.0)])
-@pytest.mark.parametrize("made", [
-    lambda sae: sae, lambda sae: Coupled(sae, 1.0, None), lambda sae: Coupled(sae, 0.6, normal(F, D, seed=9))],
-    ids=["free", "tied", "residual"])
+@pytest.mark.parametrize(
+    ("sparsity", "pressure"), [("target-l0", PRESSURE), ("l1", 1.0), ("none", 0.0)]
+)
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda sae: sae,
+        lambda sae: Coupled(sae, 1.0, None),
+        lambda sae: Coupled(sae, 0.6, normal(F, D, seed=9)),
+    ],
+    ids=["free", "tied", "residual"],
+)
 def test_gradients_of_the_loss_equal_the_papers_formula(
-        shift: float, kind: type[Codes], sparsity: str, pressure: float, made: Callable[[SAE], Dictionary]) -> None:
+    shift: float,
+    kind: type[Codes],
+    sparsity: str,
+    pressure: float,
+    made: Callable[[SAE], Dictionary],
+) -> None:
     one = made(gated(shift))
-    leaves = [tensor.requires_grad_() for name, tensor in one.named_parameters()
-              if name not in one.activation.estimates]
+    leaves = [
+        tensor.requires_grad_()
+        for name, tensor in one.named_parameters()
+        if name not in one.activation.estimates
+    ]
     x = normal(B, D, seed=4)
     found = one.loss(Batch.of(x), sparsity, WEIGHT)
 
@@ -40,25 +67,36 @@ def test_gradients_of_the_loss_equal_the_papers_formula(
     pi, W_dec = x @ W_gate + b_gate, one.decoder()
     z = (pi > 0) * (one.r_mag.exp() * (x @ W_gate) + one.b_enc).relu()
     frozen = W_dec.detach()
-    expected = ((z @ W_dec + one.b_dec - x).square().sum(1) + (
-        pi.relu() @ frozen + one.b_dec.detach() - x).square().sum(1)
-        + WEIGHT * pressure * pi.relu() @ frozen.norm(dim=1)).mean()
+    expected = (
+        (z @ W_dec + one.b_dec - x).square().sum(1)
+        + (pi.relu() @ frozen + one.b_dec.detach() - x).square().sum(1)
+        + WEIGHT * pressure * pi.relu() @ frozen.norm(dim=1)
+    ).mean()
 
     assert isinstance(found.codes, kind) and 0 < found.codes.count() < B * F
     torch.testing.assert_close(found.codes.dense(), z)
     torch.testing.assert_close(found.value, expected)
-    for ours, theirs in zip(torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves),
-                            strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("parts", [{"prefixes": (7, F)}, {"W_skip": normal(D, D, seed=8)}], ids=["nested", "skip"])
+@pytest.mark.parametrize(
+    "parts", [{"prefixes": (7, F)}, {"W_skip": normal(D, D, seed=8)}], ids=["nested", "skip"]
+)
 def test_gates_reconstruct_by_prefixes_and_besides_a_skip(parts: dict) -> None:
     one, x = gated(**parts), normal(B, D, seed=4)
-    found = one.loss(Batch.of(x)).value - one.squared_errors(Batch.of(x), one.codes(x), one.W_dec).mean() / B
+    found = (
+        one.loss(Batch.of(x)).value
+        - one.squared_errors(Batch.of(x), one.codes(x), one.W_dec).mean() / B
+    )
     g = (x @ one.W_enc + one.b_enc - one.threshold).relu() / one.r_mag.exp()
     base = one.b_dec + (x @ one.W_skip if "W_skip" in parts else 0)
-    errors = [(g[:, :m] @ one.W_dec[:m] + base - x).square().sum(1).mean() for m in parts.get("prefixes", (F,))]
+    errors = [
+        (g[:, :m] @ one.W_dec[:m] + base - x).square().sum(1).mean()
+        for m in parts.get("prefixes", (F,))
+    ]
     torch.testing.assert_close(found, torch.stack(errors).mean())
 
 
@@ -73,11 +111,20 @@ def test_the_multiplier_moves_with_l0_and_thresholds_stay_above_0(active: int, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free"), Sgd(tied=True)], ids=str)
+@pytest.mark.parametrize(
+    "config", [Sgd(), PamSgd(), PamSgd(decoder="free"), Sgd(tied=True)], ids=str
+)
 def test_training_lowers_fvu_and_gives_rows_held_out_the_target(config: SolverConfig) -> None:
     x, activation = sparse_mixture(8000).x, Gated(target_l0=3.0)
     data = RowsInMemory(x[:4000], batch_size=50)
-    solver = started(config, data, activation, 10, "target-l0", activation.default_weight("target-l0", x.shape[1]))
+    solver = started(
+        config,
+        data,
+        activation,
+        10,
+        "target-l0",
+        activation.default_weight("target-l0", x.shape[1]),
+    )
     sae, held_out = trained(solver, data, 10), x[4000:]
     assert sae.codes(held_out).count().item() / 4000 == pytest.approx(3, rel=0.1)
     assert (sae(held_out) - held_out).square().sum() < 0.2 * held_out.square().sum()

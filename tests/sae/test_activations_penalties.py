@@ -11,8 +11,12 @@ from saecli.sae.codes import DenseCodes
 
 B, F, D = 30, 7, 16
 RHO = 0.2
-OFFERS = [(kind(target_rate=RHO) if sparsity == "kl" else kind(), sparsity) for kind in ACTIVATIONS.values()
-          for sparsity in kind.sparsities if sparsity in ("l1", "kl")]
+OFFERS = [
+    (kind(target_rate=RHO) if sparsity == "kl" else kind(), sparsity)
+    for kind in ACTIVATIONS.values()
+    for sparsity in kind.sparsities
+    if sparsity in ("l1", "kl")
+]
 POWER = {"p": torch.tensor(0.4, dtype=torch.float64)}
 NORMS = torch.linspace(0.5, 3, F, dtype=torch.float64)
 
@@ -32,8 +36,12 @@ def rates(z: np.ndarray, norms: np.ndarray) -> np.ndarray:
 
 def test_l1_is_the_sum_of_sizes_in_the_reconstruction() -> None:
     z, W_dec = codes_and_decoder()
-    expected = np.mean([sum(abs(z[row, i]) * np.linalg.norm(W_dec[i]) for i in range(F)) for row in range(B)])
-    assert Relu().penalty("l1", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(expected, rel=1e-12)
+    expected = np.mean(
+        [sum(abs(z[row, i]) * np.linalg.norm(W_dec[i]) for i in range(F)) for row in range(B)]
+    )
+    assert Relu().penalty("l1", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", [Relu, JumpRelu, Swish])
@@ -42,25 +50,40 @@ def test_kl_is_the_divergence_of_firing_rates_from_the_target(kind: type[Activat
     found = rates(z.numpy(), NORMS.numpy())
     assert found.min() < RHO < found.max()
     expected = (RHO * np.log(RHO / found) + (1 - RHO) * np.log((1 - RHO) / (1 - found))).sum()
-    assert kind(target_rate=RHO).penalty("kl", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(expected, rel=1e-12)
+    assert kind(target_rate=RHO).penalty("kl", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_kl_is_zero_where_every_rate_is_the_target() -> None:
     _, W_dec = codes_and_decoder()
     u = 0.03 * D**0.5 * RHO / (1 - RHO)
     z = (u / NORMS).expand(B, F)
-    assert Relu(target_rate=RHO).penalty("kl", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(0, abs=1e-12)
+    assert Relu(target_rate=RHO).penalty("kl", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(
+        0, abs=1e-12
+    )
 
 
-@pytest.mark.parametrize(("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value))
-def test_gradient_of_a_penalty_equals_finite_differences(activation: Activation, sparsity: str) -> None:
+@pytest.mark.parametrize(
+    ("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value)
+)
+def test_gradient_of_a_penalty_equals_finite_differences(
+    activation: Activation, sparsity: str
+) -> None:
     z, W_dec = (tensor.requires_grad_() for tensor in codes_and_decoder())
-    assert torch.autograd.gradcheck(lambda z, W: activation.penalty(sparsity, z, DenseCodes(z), W, {}), (z, W_dec))
+    assert torch.autograd.gradcheck(
+        lambda z, W: activation.penalty(sparsity, z, DenseCodes(z), W, {}), (z, W_dec)
+    )
 
 
-@pytest.mark.parametrize(("activation", "sparsity"), [*OFFERS, (Relu(), "lp")],
-                         ids=lambda value: getattr(value, "name", value))
-def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(activation: Activation, sparsity: str) -> None:
+@pytest.mark.parametrize(
+    ("activation", "sparsity"),
+    [*OFFERS, (Relu(), "lp")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(
+    activation: Activation, sparsity: str
+) -> None:
     z, W_dec = codes_and_decoder()
     scale = torch.linspace(0.1, 9, F, dtype=torch.float64)
     before = activation.penalty(sparsity, z, DenseCodes(z), W_dec, POWER)
@@ -68,12 +91,18 @@ def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(activation: 
     torch.testing.assert_close(after, before, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value))
-def test_norm_weights_are_the_positive_derivative_in_decoder_norms(activation: Activation, sparsity: str) -> None:
+@pytest.mark.parametrize(
+    ("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value)
+)
+def test_norm_weights_are_the_positive_derivative_in_decoder_norms(
+    activation: Activation, sparsity: str
+) -> None:
     z, W_dec = codes_and_decoder()
     norms = NORMS.clone().requires_grad_()
     scaled = W_dec / NORMS[:, None] * norms[:, None]
-    (derivative,) = torch.autograd.grad(B * activation.penalty(sparsity, z, DenseCodes(z), scaled, {}), norms)
+    (derivative,) = torch.autograd.grad(
+        B * activation.penalty(sparsity, z, DenseCodes(z), scaled, {}), norms
+    )
     found = activation.norm_weights(sparsity, DenseCodes(z), W_dec, {})
     if isinstance(activation, Gated):  # which penalises gates, by norms without gradient
         assert not found.any()
@@ -100,18 +129,25 @@ def test_kl_and_its_gradient_are_finite_also_for_silent_latents(rate: float) -> 
 
 @pytest.mark.parametrize("active", [0.9, 0.02])
 @pytest.mark.parametrize("p", [1.0, 0.4])
-def test_lp_has_the_value_of_l1_and_the_gradients_of_a_sum_of_powers(p: float, active: float) -> None:
+def test_lp_has_the_value_of_l1_and_the_gradients_of_a_sum_of_powers(
+    p: float, active: float
+) -> None:
     z, W_dec = codes_and_decoder()
     mask = torch.rand(B, F, generator=torch.Generator().manual_seed(3)) < active
-    z, norms, power = (z * mask).requires_grad_(), NORMS.clone().requires_grad_(), {"p": torch.tensor(p).double()}
+    z, norms, power = (
+        (z * mask).requires_grad_(),
+        NORMS.clone().requires_grad_(),
+        {"p": torch.tensor(p).double()},
+    )
     codes, scaled = where(z, mask), W_dec / NORMS[:, None] * norms[:, None]
     found = Relu().penalty("lp", z, codes, scaled, power)
     torch.testing.assert_close(found, Relu().penalty("l1", z, codes, scaled, power))
     u = z.abs() * norms
     edge = (0.01 * u.sum() / mask.sum()).detach()
     powers = ((u + edge) ** p - edge**p).sum()
-    for ours, theirs in zip(torch.autograd.grad(found, [z, norms]), torch.autograd.grad(powers, [z, norms]),
-                            strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(found, [z, norms]), torch.autograd.grad(powers, [z, norms]), strict=True
+    ):
         torch.testing.assert_close(ours.to_dense(), theirs * (u.sum() / powers).detach() / B)
     torch.testing.assert_close(Relu().norm_weights("lp", codes.detach(), W_dec, power), B * ours)
 
@@ -119,9 +155,14 @@ def test_lp_has_the_value_of_l1_and_the_gradients_of_a_sum_of_powers(p: float, a
 def test_p_falls_from_1_to_the_last_as_training_goes_on() -> None:
     activation = Relu().resolved("lp", F)
     codes, given = DenseCodes(torch.ones(B, F)), activation.training_parameters(F)
-    found = [activation.estimated(codes, given, progress)["p"].item() for progress in (0.1, 0.2, 0.6, 1.0)]
+    found = [
+        activation.estimated(codes, given, progress)["p"].item()
+        for progress in (0.1, 0.2, 0.6, 1.0)
+    ]
     assert found == pytest.approx([1, 1, 0.6, 0.2])
     assert Relu(last_p=0.5).estimated(codes, given, 1.0)["p"] == 0.5
     assert Relu().resolved("l1", F).estimates == ()
-    silent = Relu().penalty("lp", torch.zeros(B, F), DenseCodes(torch.zeros(B, F)), torch.eye(F), given)
+    silent = Relu().penalty(
+        "lp", torch.zeros(B, F), DenseCodes(torch.zeros(B, F)), torch.eye(F), given
+    )
     assert silent == 0

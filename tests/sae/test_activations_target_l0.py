@@ -21,18 +21,32 @@ SOLVERS = [Sgd(), PamSgd(release=0.3)]
 
 
 def parameters() -> dict[str, Tensor]:
-    return {"threshold": torch.linspace(0.4, 1.2, F, dtype=torch.float64),
-            "aim": torch.tensor(AIM, dtype=torch.float64),
-            "multiplier": torch.tensor(MULTIPLIER, dtype=torch.float64)}
+    return {
+        "threshold": torch.linspace(0.4, 1.2, F, dtype=torch.float64),
+        "aim": torch.tensor(AIM, dtype=torch.float64),
+        "multiplier": torch.tensor(MULTIPLIER, dtype=torch.float64),
+    }
 
 
 @pytest.mark.parametrize("bandwidth", [None, 0.5])
 @pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, DenseCodes)])
-def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Codes], bandwidth: float | None) -> None:
+def test_gradients_of_the_loss_equal_plain_autograd(
+    shift: float, kind: type[Codes], bandwidth: float | None
+) -> None:
     activation = JumpRelu(target_l0=L, bandwidth=bandwidth)
-    sae = SAE(normal(D, F, seed=1) / 4, torch.full((F,), shift).double(), normal(F, D, seed=2), normal(D, seed=3),
-              activation, parameters())
-    leaves = [tensor.requires_grad_() for name, tensor in sae.named_parameters() if name not in activation.estimates]
+    sae = SAE(
+        normal(D, F, seed=1) / 4,
+        torch.full((F,), shift).double(),
+        normal(F, D, seed=2),
+        normal(D, seed=3),
+        activation,
+        parameters(),
+    )
+    leaves = [
+        tensor.requires_grad_()
+        for name, tensor in sae.named_parameters()
+        if name not in activation.estimates
+    ]
     x, threshold = normal(B, D, seed=4), sae.threshold
     found = sae.loss(Batch.of(x), "target-l0", 0.7)
 
@@ -43,14 +57,17 @@ def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Cod
     step = active + straight_through - straight_through.detach()
     z = pre * active + threshold.detach() * (step - active)
     e = (step.sum(1).mean() - AIM) / L
-    expected = (z @ sae.W_dec + sae.b_dec - x).square().sum(1).mean() + 0.7 * (e**2 + 2 * MULTIPLIER * e)
+    expected = (z @ sae.W_dec + sae.b_dec - x).square().sum(1).mean() + 0.7 * (
+        e**2 + 2 * MULTIPLIER * e
+    )
 
     assert isinstance(found.codes, kind)
     assert (near.bool() & (active == 0)).any()
     torch.testing.assert_close(found.value, expected)
     assert len(leaves) == 5
-    for ours, theirs in zip(torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves),
-                            strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -67,7 +84,10 @@ def test_the_quadratic_penaltys_gradients_are_those_found_by_hand() -> None:
 
 
 def test_without_a_target_the_step_has_no_gradient_in_pre_activations() -> None:
-    pre, given = normal(B, F, seed=5).requires_grad_(), {"threshold": parameters()["threshold"].requires_grad_()}
+    pre, given = (
+        normal(B, F, seed=5).requires_grad_(),
+        {"threshold": parameters()["threshold"].requires_grad_()},
+    )
     activation = JumpRelu()
     activation(pre, given).dense().sum().backward()
     assert torch.equal(pre.grad, (pre > given["threshold"]).double())
@@ -88,7 +108,9 @@ def test_the_controller_moves_thresholds_and_multiplier_with_l0(active: int, sid
     higher = JumpRelu(target_l0=L).estimated(codes, given | {"aim": torch.tensor(15.0)}, 0.3)
     assert higher["aim"].item() == pytest.approx(L + 0.4 * (15 - L))  # 15: a quarter of the latents
     assert JumpRelu(target_l0=L).estimated(codes, given, 0.9)["aim"] == L
-    nothing = JumpRelu(target_l0=L).estimated(DenseCodes(torch.zeros(0, F, dtype=torch.float64)), given, 0.3)
+    nothing = JumpRelu(target_l0=L).estimated(
+        DenseCodes(torch.zeros(0, F, dtype=torch.float64)), given, 0.3
+    )
     assert nothing.keys() == found.keys()  # processes all-reduce the same tensors
     assert nothing["multiplier"] == MULTIPLIER
     assert torch.equal(nothing["threshold"], given["threshold"])
@@ -98,7 +120,11 @@ def test_calibrated_on_rows_smoothed_less_as_many_latents_stay_active() -> None:
     pre, given = normal(B, F, seed=5), parameters()
     smoothed = {np.inf: 1.5 * pre, 0.2: pre}
     found = JumpRelu(target_l0=L).calibrated(pre, given, smoothed.__getitem__)["threshold"]
-    assert (pre > found).sum() == (1.5 * pre > given["threshold"]).sum() > (pre > given["threshold"]).sum()
+    assert (
+        (pre > found).sum()
+        == (1.5 * pre > given["threshold"]).sum()
+        > (pre > given["threshold"]).sum()
+    )
     torch.testing.assert_close(found, given["threshold"] / 1.5, rtol=0.01, atol=0)
 
 
@@ -125,7 +151,9 @@ def test_the_default_target_is_32_or_an_eighth_of_the_latents() -> None:
     rows = ArrayRows(sparse_mixture(100).x.numpy())
 
     def planned(activation: JumpRelu, d_sae: int = 512, **options: str) -> JumpRelu:
-        return Plan.resolved(rows, None, TrainingConfig(d_sae=d_sae, **options), Sgd(), activation).activation
+        return Plan.resolved(
+            rows, None, TrainingConfig(d_sae=d_sae, **options), Sgd(), activation
+        ).activation
 
     assert planned(JumpRelu()).expected_l0(8) == planned(JumpRelu()).target_l0 == 32
     assert planned(JumpRelu(), d_sae=24).target_l0 == 3

@@ -43,7 +43,9 @@ def form(request: pytest.FixtureRequest) -> Callable[[Tensor], Codes]:
 
 
 @pytest.mark.parametrize("density", DENSITIES)
-def test_products_equal_those_with_the_matrix(density: float, form: Callable[[Tensor], Codes]) -> None:
+def test_products_equal_those_with_the_matrix(
+    density: float, form: Callable[[Tensor], Codes]
+) -> None:
     dense, right, below = matrix(density), normal(F, D, seed=3), normal(B, D, seed=4)
     codes = form(dense)
     assert codes.shape == (B, F)
@@ -62,7 +64,9 @@ def test_products_equal_those_with_the_matrix(density: float, form: Callable[[Te
 
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("cached", [1, 130, 1 << 18])
-def test_counts_equal_those_of_the_matrix(density: float, cached: int, form: Callable, monkeypatch) -> None:
+def test_counts_equal_those_of_the_matrix(
+    density: float, cached: int, form: Callable, monkeypatch
+) -> None:
     monkeypatch.setattr("saecli.sae.codes.CACHED_CODES", cached)
     dense = matrix(density)
     codes = form(dense)
@@ -77,8 +81,9 @@ def test_counts_equal_those_of_the_matrix(density: float, cached: int, form: Cal
 @pytest.mark.parametrize("pairs", [1, 40, 1 << 19])
 @pytest.mark.parametrize("fraction", [0.0, 1e9], ids=["by panels", "by pairs"])
 @pytest.mark.parametrize("more", [0, 1], ids=["alone", "in a wider array"])
-def test_gram_matrices_are_added_to_the_lower_triangle(density: float, pairs: int, fraction: float, more: int,
-                                                       form: Callable, monkeypatch) -> None:
+def test_gram_matrices_are_added_to_the_lower_triangle(
+    density: float, pairs: int, fraction: float, more: int, form: Callable, monkeypatch
+) -> None:
     monkeypatch.setattr("saecli.sae.codes.PAIRS", pairs)
     for name, value in {"PAIRS_FRACTION": fraction, "PANEL": 16, "SPARSE_PANEL": 12}.items():
         monkeypatch.setattr(f"saecli.sae.codes.{name}", value)
@@ -93,7 +98,9 @@ def test_gram_products_are_added_in_the_precision_of_the_sum(form: Callable) -> 
     dense = matrix(0.05).float()
     codes, gram = form(dense), torch.full((F, F), 1e9, dtype=torch.float64)
     codes.add_gram(gram)
-    torch.testing.assert_close((gram - 1e9).tril(), (dense.T @ dense).double().tril(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        (gram - 1e9).tril(), (dense.T @ dense).double().tril(), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_joined_codes_are_those_of_all_rows() -> None:
@@ -101,7 +108,9 @@ def test_joined_codes_are_those_of_all_rows() -> None:
     parts = [entries_of(part) for part in dense.split([1, 12, 17])]
     assert torch.equal(joined(parts).dense(), dense)
     nothing = entries_of(torch.zeros(4, F).double(), zeros=0)
-    assert torch.equal(joined([nothing, *parts]).dense(), torch.cat([torch.zeros(4, F).double(), dense]))
+    assert torch.equal(
+        joined([nothing, *parts]).dense(), torch.cat([torch.zeros(4, F).double(), dense])
+    )
 
 
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.5])
@@ -130,25 +139,43 @@ def test_selected_pre_activations_and_gradients_equal_autograd(density: float) -
     mask, upstream = matrix(density) != 0, normal(B, F, seed=6)
     pre = leaves[0] @ leaves[1] + leaves[2]
     count = int(mask.sum())
-    top = torch.zeros(B * F).scatter(0, pre.flatten().argsort(descending=True)[:count], 1.0).view(B, F) > 0
-    latents = torch.stack([torch.randperm(F, generator=torch.Generator().manual_seed(row))[:4] for row in range(B)])
-    ways = {"where": (mask, lambda pre: where(pre, mask)),
-            "largest": (top, lambda pre: largest(pre, count)),
-            "at": (torch.zeros(B, F).scatter(1, latents, 1.0) > 0, lambda pre: at(pre, latents)),
-            "all": (mask | True, DenseCodes)}
+    top = (
+        torch.zeros(B * F)
+        .scatter(0, pre.flatten().argsort(descending=True)[:count], 1.0)
+        .view(B, F)
+        > 0
+    )
+    latents = torch.stack(
+        [torch.randperm(F, generator=torch.Generator().manual_seed(row))[:4] for row in range(B)]
+    )
+    ways = {
+        "where": (mask, lambda pre: where(pre, mask)),
+        "largest": (top, lambda pre: largest(pre, count)),
+        "at": (torch.zeros(B, F).scatter(1, latents, 1.0) > 0, lambda pre: at(pre, latents)),
+        "all": (mask | True, DenseCodes),
+    }
     for kept, way in ways.values():
         found, expected = ([leaf.clone().requires_grad_() for leaf in leaves] for _ in range(2))
         ours = way(PreActivations.apply(*found)).dense()
         theirs = (expected[0] @ expected[1] + expected[2]) * kept
         torch.testing.assert_close(ours, theirs)
-        for one, other in zip(torch.autograd.grad((ours * upstream).sum(), found),
-                              torch.autograd.grad((theirs * upstream).sum(), expected), strict=True):
+        for one, other in zip(
+            torch.autograd.grad((ours * upstream).sum(), found),
+            torch.autograd.grad((theirs * upstream).sum(), expected),
+            strict=True,
+        ):
             torch.testing.assert_close(one, other)
 
 
 def activations(k: int) -> list[Activation]:
-    return [kind(k=k) if hasattr(kind, "k") else kind(bandwidth=BANDWIDTH) if kind is JumpRelu else kind()
-            for kind in ACTIVATIONS.values()]
+    return [
+        kind(k=k)
+        if hasattr(kind, "k")
+        else kind(bandwidth=BANDWIDTH)
+        if kind is JumpRelu
+        else kind()
+        for kind in ACTIVATIONS.values()
+    ]
 
 
 def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:
@@ -162,7 +189,9 @@ def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:
     if activation.name == "swish":
         return pre * pre.sigmoid()
     if activation.name == "soft-topk":
-        return activation(pre, {}).dense()  # against its definition in test_activations_soft_topk.py
+        return activation(
+            pre, {}
+        ).dense()  # against its definition in test_activations_soft_topk.py
     if activation.name == "relu":
         return pre.relu()
     if activation.name == "matching-pursuit":
@@ -193,15 +222,27 @@ def sae_of(activation: Activation, many: bool) -> SAE:
     parameters = {name: tensor.double() for name, tensor in activation.parameters(F).items()}
     if activation.name == "jumprelu":
         parameters = {"threshold": torch.linspace(0.05, 1, F, dtype=torch.float64)}
-    b_enc = normal(F, seed=6) / 2 - (0.0 if many or activation.name not in ("relu", "jumprelu") else 1.5)
-    sae = SAE(normal(D, F, seed=4) / 4, b_enc, normal(F, D, seed=5), normal(D, seed=7), activation, parameters)
+    b_enc = normal(F, seed=6) / 2 - (
+        0.0 if many or activation.name not in ("relu", "jumprelu") else 1.5
+    )
+    sae = SAE(
+        normal(D, F, seed=4) / 4,
+        b_enc,
+        normal(F, D, seed=5),
+        normal(D, seed=7),
+        activation,
+        parameters,
+    )
     for name, parameter in sae.named_parameters():
         parameter.requires_grad_(name not in activation.estimates)
     return sae
 
 
-@pytest.mark.parametrize("number", [number for number, name in enumerate(ACTIVATIONS) if name != "gated"],
-                         ids=[name for name in ACTIVATIONS if name != "gated"])  # see test_activations_gated.py
+@pytest.mark.parametrize(
+    "number",
+    [number for number, name in enumerate(ACTIVATIONS) if name != "gated"],
+    ids=[name for name in ACTIVATIONS if name != "gated"],
+)  # see test_activations_gated.py
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("sparsity", ["none", "l1", "l1-codes"])
 def test_gradients_of_the_loss_equal_plain_autograd(number: int, kept: str, sparsity: str) -> None:
@@ -228,7 +269,9 @@ def test_gradients_of_the_loss_equal_plain_autograd(number: int, kept: str, spar
 
 
 @pytest.mark.parametrize("name", ["topk", "relu-topk", "abs-topk", "batchtopk", "matching-pursuit"])
-def test_codes_that_are_known_are_not_searched_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_that_are_known_are_not_searched_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def search(mask: Tensor) -> None:
         pytest.fail("searched")
 

@@ -38,15 +38,20 @@ def old_torch(folder: Path) -> None:
 
 
 WRITE: dict[str, Callable[[Path], object]] = {name: partial(saved, name) for name in WRITABLE} | {
-    "old torch": old_torch, "crosscoder": published.gemma_scope_2_crosscoder,
-    "llama-scope": partial(published.llama_scope, moved=True), "qwen-scope": partial(published.qwen_scope, k=4),
+    "old torch": old_torch,
+    "crosscoder": published.gemma_scope_2_crosscoder,
+    "llama-scope": partial(published.llama_scope, moved=True),
+    "qwen-scope": partial(published.qwen_scope, k=4),
     "llama-scope-r1": partial(published.llama_scope, r1=True),
-    "one-file": lambda folder: published.one_file(folder / "Llama-SAE-l9.pt")}
+    "one-file": lambda folder: published.one_file(folder / "Llama-SAE-l9.pt"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITE)
-def test_damage_is_one_sentence_that_names_the_file_or_does_not_matter(tmp_path: Path, name: str) -> None:
+def test_damage_is_one_sentence_that_names_the_file_or_does_not_matter(
+    tmp_path: Path, name: str
+) -> None:
     folder = tmp_path / "sae"
     WRITE[name](folder)
     for path in sorted(folder.iterdir()):
@@ -69,24 +74,40 @@ def safetensors(dtype: str) -> bytes:
 
 
 def without_device() -> dict[str, torch.Tensor]:
-    return {"encoder.weight": torch.ones(F, D, device="meta"), "encoder.bias": torch.ones(F),
-            "decoder.weight": torch.ones(D, F), "bias": torch.ones(D)}
+    return {
+        "encoder.weight": torch.ones(F, D, device="meta"),
+        "encoder.bias": torch.ones(F),
+        "decoder.weight": torch.ones(D, F),
+        "bias": torch.ones(D),
+    }
 
 
 def without_end() -> dict[str, torch.Tensor]:
     one = torch.ones(1, 1)
-    return {"encoder.weight": one.expand(HUGE, D), "encoder.bias": one[0].expand(HUGE),
-            "decoder.weight": one.expand(D, HUGE), "bias": one[0].expand(D)}
+    return {
+        "encoder.weight": one.expand(HUGE, D),
+        "encoder.bias": one[0].expand(HUGE),
+        "decoder.weight": one.expand(D, HUGE),
+        "bias": one[0].expand(D),
+    }
 
 
-@pytest.mark.parametrize(("tensors", "said"), [
-    (without_device, "expected numbers in 'encoder.weight', got float32, torch.strided, on meta"),
-    (without_end, "TB of free memory, which it takes at once, got .*; end other programs"),
-    (lambda: {"bias": torch.ones(3).to_sparse()}, "got float32, torch.sparse_coo, on cpu"),
-    (lambda: {"bias": torch.ones(3).to(torch.float8_e4m3fn)}, "got float8_e4m3fn"),
-    (lambda: torch.ones(3), "expected a state_dict, tensors by name, got Tensor"),
-])
-def test_tensors_that_nothing_can_be_computed_with_are_refused(tmp_path: Path, tensors: Callable, said: str) -> None:
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (
+            without_device,
+            "expected numbers in 'encoder.weight', got float32, torch.strided, on meta",
+        ),
+        (without_end, "TB of free memory, which it takes at once, got .*; end other programs"),
+        (lambda: {"bias": torch.ones(3).to_sparse()}, "got float32, torch.sparse_coo, on cpu"),
+        (lambda: {"bias": torch.ones(3).to(torch.float8_e4m3fn)}, "got float8_e4m3fn"),
+        (lambda: torch.ones(3), "expected a state_dict, tensors by name, got Tensor"),
+    ],
+)
+def test_tensors_that_nothing_can_be_computed_with_are_refused(
+    tmp_path: Path, tensors: Callable, said: str
+) -> None:
     folder = saved("dictionary-learning", tmp_path / "sae")
     (folder / "config.json").write_text('{"trainer": {"dict_class": "AutoEncoder"}}')
     torch.save(tensors(), folder / "ae.pt")
@@ -94,8 +115,24 @@ def test_tensors_that_nothing_can_be_computed_with_are_refused(tmp_path: Path, t
         load(folder)
 
 
-@pytest.mark.parametrize("dtype", ["U16", "F4", "F6_E2M3", "F8_E4M3", "F8_E8M0", "C64", "I128", np.longdouble, "U3",
-                                   "M8[s]", np.complex64, np.int64, object])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "U16",
+        "F4",
+        "F6_E2M3",
+        "F8_E4M3",
+        "F8_E8M0",
+        "C64",
+        "I128",
+        np.longdouble,
+        "U3",
+        "M8[s]",
+        np.complex64,
+        np.int64,
+        object,
+    ],
+)
 def test_numbers_of_other_types_are_refused(tmp_path: Path, dtype: object) -> None:
     if isinstance(dtype, str) and dtype[0] in "UFCI" and dtype != "U3":
         (tmp_path / "sae.safetensors").write_bytes(safetensors(dtype))
@@ -125,19 +162,31 @@ for name in WRITABLE:
     except (FormatError, OSError) as error:
         print(type(error).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert len(done.stdout.split()) == len(WRITABLE)
     assert set(done.stdout.split()) <= {"FormatError", "OSError"}
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("format", [name for name in WRITABLE if name != "circuit-tracer"])
-@pytest.mark.parametrize(("name", "shape"), [("b_dec", (5,)), ("b_enc", (1,)), ("W_dec", (20, 3)), ("W_enc", (0, 20))])
-def test_weights_that_do_not_fit_each_other_are_refused_by_name(tmp_path: Path, format: str, name: str, shape: tuple):
+@pytest.mark.parametrize(
+    ("name", "shape"), [("b_dec", (5,)), ("b_enc", (1,)), ("W_dec", (20, 3)), ("W_enc", (0, 20))]
+)
+def test_weights_that_do_not_fit_each_other_are_refused_by_name(
+    tmp_path: Path, format: str, name: str, shape: tuple
+):
     save(sae_for(format, "relu-topk", "jumprelu"), format, tmp_path / "sae")
-    theirs = {"sparsify": {"W_enc": "encoder.weight", "b_enc": "encoder.bias"},
-              "dictionary-learning": {"W_enc": "encoder.weight", "b_enc": "encoder.bias", "W_dec": "decoder.weight"},
-              "gemma-scope-2": {"W_enc": "w_enc", "W_dec": "w_dec"}}
+    theirs = {
+        "sparsify": {"W_enc": "encoder.weight", "b_enc": "encoder.bias"},
+        "dictionary-learning": {
+            "W_enc": "encoder.weight",
+            "b_enc": "encoder.bias",
+            "W_dec": "decoder.weight",
+        },
+        "gemma-scope-2": {"W_enc": "w_enc", "W_dec": "w_dec"},
+    }
     rename(tmp_path / "sae", theirs.get(format, {}).get(name, name), torch.zeros(shape))
     with pytest.raises(FormatError, match=f"expected {name} of shape"):
         load(tmp_path / "sae")

@@ -1,7 +1,7 @@
 """SAE formats against the real libraries, each in an environment of its own; `launching` says which.
 
-    python -m venv /tmp/saelens && /tmp/saelens/bin/pip install sae-lens==6.54.12
-    SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/sae/test_formats_libraries.py
+python -m venv /tmp/saelens && /tmp/saelens/bin/pip install sae-lens==6.54.12
+SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/sae/test_formats_libraries.py
 """
 
 import subprocess
@@ -22,8 +22,13 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, Format, SavedSAE, load, save
 
 pytestmark = pytest.mark.slow
-LIBRARIES = {"saelens": "saelens", "sparsify": "sparsify", "dictionary-learning": "dictionary-learning",
-             "gemma-scope": "saelens", "circuit-tracer": "circuit-tracer"}  # which library reads a format
+LIBRARIES = {
+    "saelens": "saelens",
+    "sparsify": "sparsify",
+    "dictionary-learning": "dictionary-learning",
+    "gemma-scope": "saelens",
+    "circuit-tracer": "circuit-tracer",
+}  # which library reads a format
 D, E, F, K = 24, 17, 60, 6
 ORIGIN = {"model": "gpt2", "layer": 8, "site": "resid_post", "context": 128, "prepend_bos": True}
 MLP = homes.MLP | {"layer": 0, "target_layer": 0}
@@ -44,15 +49,26 @@ def sae_with(kind: type[Activation], width: int = D) -> SAE:
     generator = torch.Generator().manual_seed(1)
     activation = kind(k=K) if "k" in kind.__dataclass_fields__ else kind()
     shapes = ((D, F), (F,), (F, width), (width,))
-    parameters = {name: torch.rand(start.shape, generator=generator) * 4
-                  for name, start in activation.parameters(F).items()}
-    return SAE(*(torch.randn(shape, generator=generator) for shape in shapes), activation, parameters)
+    parameters = {
+        name: torch.rand(start.shape, generator=generator) * 4
+        for name, start in activation.parameters(F).items()
+    }
+    return SAE(
+        *(torch.randn(shape, generator=generator) for shape in shapes), activation, parameters
+    )
 
 
 def nested(sae: SAE) -> SAE:
     """The same with prefixes, for which dictionary_learning has a class of its own."""
-    return SAE(sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, sae.activation, sae.activation_parameters,
-               prefixes=(7, 20, F))
+    return SAE(
+        sae.W_enc,
+        sae.b_enc,
+        sae.W_dec,
+        sae.b_dec,
+        sae.activation,
+        sae.activation_parameters,
+        prefixes=(7, 20, F),
+    )
 
 
 def transcoders(form: Format) -> dict[str, SAE]:
@@ -61,7 +77,10 @@ def transcoders(form: Format) -> dict[str, SAE]:
     for kind in form.transcoders:
         plain = sae_with(kind, D if form.one_width else E)
         skip = torch.randn(D, plain.d_out, generator=torch.Generator().manual_seed(3))
-        found |= {f"transcoder-{kind.name}": plain, f"transcoder-{kind.name}-skip": plain.changed(W_skip=skip)}
+        found |= {
+            f"transcoder-{kind.name}": plain,
+            f"transcoder-{kind.name}-skip": plain.changed(W_skip=skip),
+        }
     return found
 
 
@@ -70,7 +89,9 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     python = python_with(LIBRARIES[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "theirs").mkdir()
-    rows = torch.randn(500, D, generator=torch.Generator().manual_seed(2)) + torch.linspace(-3, 3, D)
+    rows = torch.randn(500, D, generator=torch.Generator().manual_seed(2)) + torch.linspace(
+        -3, 3, D
+    )
     np.save(folder / "rows.npy", rows.numpy())
     ours = {kind.name: sae_with(kind) for kind in FORMATS[request.param].activations}
     if request.param == "dictionary-learning":
@@ -79,8 +100,10 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for name, sae in ours.items():
         origin = MLP if name.startswith("transcoder") else ORIGIN
         save(SavedSAE(sae, origin), request.param, folder / "ours" / name)
-    script = {"saelens": ["saelens.py", "formats"], "gemma-scope": ["saelens.py", "gemma_scope"]}.get(
-        request.param, [f"{request.param.replace('-', '_')}.py"])
+    script = {
+        "saelens": ["saelens.py", "formats"],
+        "gemma-scope": ["saelens.py", "gemma_scope"],
+    }.get(request.param, [f"{request.param.replace('-', '_')}.py"])
     done = subprocess.run([python, *script, folder], cwd=SCRIPTS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Exchange(request.param, folder, rows, ours)
@@ -108,7 +131,9 @@ def test_what_the_library_wrote_reconstructs_alike_here(exchange: Exchange) -> N
             assert 0 < (theirs["codes"] != 0).mean() < 1
 
 
-def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchange, sae: CommandLine) -> None:
+def test_eval_sparsity_and_geometry_take_what_the_library_wrote(
+    exchange: Exchange, sae: CommandLine
+) -> None:
     homes.make_store(sae.home, "rows", exchange.rows.numpy())
     for path in (exchange.folder / "theirs").iterdir():
         if not path.is_dir():
@@ -117,7 +142,7 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchan
             theirs = dict(arrays)
         x = exchange.rows.numpy().astype(np.float64)
         if load(path).is_transcoder:
-            y = x[:, ::-1][:, :theirs["x_hat"].shape[1]]
+            y = x[:, ::-1][:, : theirs["x_hat"].shape[1]]
             homes.make_store(sae.home, path.name, y.astype(np.float32))
             stores = ("--data", "rows", "--target", path.name)
             (found,) = sae("eval", path, *stores, "--split", "all", "--json").json["runs"]
@@ -127,45 +152,78 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(exchange: Exchan
             continue
         codes, error, spread = theirs["codes"], theirs["x_hat"] - x, x.var(0).sum()
         (found,) = sae("eval", path, "--data", "rows", "--split", "all", "--json").json["runs"]
-        assert found["fvu"] == pytest.approx((error ** 2).sum(1).mean() / spread, rel=1e-5)
+        assert found["fvu"] == pytest.approx((error**2).sum(1).mean() / spread, rel=1e-5)
         if "fvu" in theirs:  # sparsify's own
             assert found["fvu"] == pytest.approx(float(theirs["fvu"]), rel=1e-5)
-        if "frac_variance_explained" in theirs:  # dictionary_learning's own, which leaves out the mean error
+        if (
+            "frac_variance_explained" in theirs
+        ):  # dictionary_learning's own, which leaves out the mean error
             left_out = (error.mean(0) ** 2).sum() / spread
-            assert found["fvu"] - left_out == pytest.approx(1 - float(theirs["frac_variance_explained"]), rel=1e-4)
+            assert found["fvu"] - left_out == pytest.approx(
+                1 - float(theirs["frac_variance_explained"]), rel=1e-4
+            )
         assert found["l0"] == pytest.approx((codes != 0).sum(1).mean(), rel=1e-4)
         (found,) = sae("sparsity", path, "--data", "rows", "--split", "all", "--json").json["runs"]
         assert found["silent"] == (codes == 0).all(0).sum()
-        assert sae("geometry", path, "--data", "rows", "--split", "all", "--json").json["rows"] == len(x)
+        assert sae("geometry", path, "--data", "rows", "--split", "all", "--json").json[
+            "rows"
+        ] == len(x)
 
 
-@pytest.mark.parametrize(("library", "activation"), [
-    ("saelens", BatchTopK(k=4)), pytest.param("sparsify", ReluTopK(k=4), marks=pytest.mark.long),
-    pytest.param("circuit-tracer", JumpRelu(), marks=pytest.mark.long)],
-    ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("library", "activation"),
+    [
+        ("saelens", BatchTopK(k=4)),
+        pytest.param("sparsify", ReluTopK(k=4), marks=pytest.mark.long),
+        pytest.param("circuit-tracer", JumpRelu(), marks=pytest.mark.long),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
-        tmp_path: Path, library: str, activation: Activation) -> None:
+    tmp_path: Path, library: str, activation: Activation
+) -> None:
     python = python_with(library)
     rows, mine = homes.some_rows(), homes.random_sae(activation)
     if library == "circuit-tracer":
-        rows, _ = homes.make_transcoder(tmp_path / "home", "first", mine, homes.MLP | {"layer": 0, "target_layer": 0})
+        rows, _ = homes.make_transcoder(
+            tmp_path / "home", "first", mine, homes.MLP | {"layer": 0, "target_layer": 0}
+        )
     else:
         homes.make_store(tmp_path / "home", "rows", rows)
         homes.make_run(tmp_path / "home", "first", mine)
     np.save(tmp_path / "rows.npy", rows)
     with serving() as hub:
-        settings = {"env": hub.environment(tmp_path / "home", HF_TOKEN=WRITER), "capture_output": True, "text": True,
-                    "cwd": tmp_path}
-        for words in (("push", "first", "someone/saes", "--format", library),
-                      ("eval", "someone/saes/first@main", "--data", "x", "--target", "y")
-                      if library == "circuit-tracer" else ("geometry", "someone/saes/first@main", "--rows", "200")):
+        settings = {
+            "env": hub.environment(tmp_path / "home", HF_TOKEN=WRITER),
+            "capture_output": True,
+            "text": True,
+            "cwd": tmp_path,
+        }
+        for words in (
+            ("push", "first", "someone/saes", "--format", library),
+            ("eval", "someone/saes/first@main", "--data", "x", "--target", "y")
+            if library == "circuit-tracer"
+            else ("geometry", "someone/saes/first@main", "--rows", "200"),
+        ):
             done = subprocess.run([sys.executable, "-m", "saecli", *words], **settings)
             assert done.returncode == 0, done.stderr
             assert WRITER not in done.stdout + done.stderr
-        done = subprocess.run([python, SCRIPTS / "from_hub.py", library, "someone/saes", "first", tmp_path / "rows.npy",
-                               tmp_path / "x_hat.npy"], **settings)
+        done = subprocess.run(
+            [
+                python,
+                SCRIPTS / "from_hub.py",
+                library,
+                "someone/saes",
+                "first",
+                tmp_path / "rows.npy",
+                tmp_path / "x_hat.npy",
+            ],
+            **settings,
+        )
         assert done.returncode == 0, done.stderr
-        assert "sae eval someone/saes/first" in hub.repos["someone/saes"].files["README.md"].decode()
+        assert (
+            "sae eval someone/saes/first" in hub.repos["someone/saes"].files["README.md"].decode()
+        )
     x_hat = mine(torch.from_numpy(rows)).numpy()
     assert np.abs(np.load(tmp_path / "x_hat.npy") - x_hat).max() <= 1e-5 * np.abs(x_hat).max()
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]

@@ -29,51 +29,101 @@ def rows(sae: CommandLine) -> np.ndarray:
 
 def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
     """A repository laid out as Gemma Scope's, of JumpReLU SAEs."""
-    for seed, name in enumerate(("layer_11/width_16k/average_l0_80", "layer_12/width_16k/average_l0_82",
-                                 "layer_12/width_65k/average_l0_72")):
+    for seed, name in enumerate(
+        (
+            "layer_11/width_16k/average_l0_80",
+            "layer_12/width_16k/average_l0_82",
+            "layer_12/width_65k/average_l0_72",
+        )
+    ):
         save(SavedSAE(random_sae(JumpRelu(), seed=seed)), "gemma-scope", tmp_path / "scope" / name)
-    return files_of(tmp_path / "scope") | {"README.md": b"# Gemma Scope", "layer_12/notes.txt": b"large" * 1000}
+    return files_of(tmp_path / "scope") | {
+        "README.md": b"# Gemma Scope",
+        "layer_12/notes.txt": b"large" * 1000,
+    }
 
 
-@pytest.mark.parametrize(("text", "address"), [
-    ("a/b", Address("a/b")), ("hf://a/b", Address("a/b")), ("a/b/c/d-1.5_x", Address("a/b", "c/d-1.5_x")),
-    ("a/b@v1", Address("a/b", "", "v1")), ("a/b/c@v1", Address("a/b", "c", "v1")),
-    ("a/b@v1/c/d", Address("a/b", "c/d", "v1")), ("a/b@refs/pr/3/c", Address("a/b", "c", "refs/pr/3")),
-    ("a/b/c@refs/pr/3", Address("a/b", "c", "refs/pr/3")), ("a/b/", Address("a/b")),
-    ("https://huggingface.co/a/b", Address("a/b")),
-    ("https://huggingface.co/a/b/tree/main", Address("a/b", "", "main")),
-    ("https://huggingface.co/a/b/tree/main/c/d", Address("a/b", "c/d", "main")),
-    *((text, None) for text in ("a", "", "./a/b", "../a", "~/a", "/a/b", "a/../b", "a/b/../c", "a/b@", "a b/c"))])
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("a/b", Address("a/b")),
+        ("hf://a/b", Address("a/b")),
+        ("a/b/c/d-1.5_x", Address("a/b", "c/d-1.5_x")),
+        ("a/b@v1", Address("a/b", "", "v1")),
+        ("a/b/c@v1", Address("a/b", "c", "v1")),
+        ("a/b@v1/c/d", Address("a/b", "c/d", "v1")),
+        ("a/b@refs/pr/3/c", Address("a/b", "c", "refs/pr/3")),
+        ("a/b/c@refs/pr/3", Address("a/b", "c", "refs/pr/3")),
+        ("a/b/", Address("a/b")),
+        ("https://huggingface.co/a/b", Address("a/b")),
+        ("https://huggingface.co/a/b/tree/main", Address("a/b", "", "main")),
+        ("https://huggingface.co/a/b/tree/main/c/d", Address("a/b", "c/d", "main")),
+        *(
+            (text, None)
+            for text in (
+                "a",
+                "",
+                "./a/b",
+                "../a",
+                "~/a",
+                "/a/b",
+                "a/../b",
+                "a/b/../c",
+                "a/b@",
+                "a b/c",
+            )
+        ),
+    ],
+)
 def test_addresses(text: str, address: Address | None) -> None:
     assert Address.parse(text) == address
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("activation", "form", "files"), [
-    (Relu(), "auto", ["cfg.json", "sae_weights.safetensors"]), (SoftTopK(k=4), "auto", ["sae.safetensors"]),
-    (JumpRelu(), "gemma-scope", ["params.npz"]), (Relu(), "dictionary-learning", ["ae.pt", "config.json"])])
+@pytest.mark.parametrize(
+    ("activation", "form", "files"),
+    [
+        (Relu(), "auto", ["cfg.json", "sae_weights.safetensors"]),
+        (SoftTopK(k=4), "auto", ["sae.safetensors"]),
+        (JumpRelu(), "gemma-scope", ["params.npz"]),
+        (Relu(), "dictionary-learning", ["ae.pt", "config.json"]),
+    ],
+)
 def test_a_pushed_sae_is_fetched_and_measured_alike(
-        sae: CommandLine, hub: ModelHub, rows: np.ndarray, tmp_path: Path, activation: Activation, form: str,
-        files: list[str]) -> None:
+    sae: CommandLine,
+    hub: ModelHub,
+    rows: np.ndarray,
+    tmp_path: Path,
+    activation: Activation,
+    form: str,
+    files: list[str],
+) -> None:
     make_run(sae.home, "run", random_sae(activation))
     pushed = sae("push", "run", "someone/saes", "--format", form, "--json")
     assert pushed.status == 0, pushed.err
     assert pushed.json["files"] == files
-    assert sorted(hub.repos["someone/saes"].files) == sorted(["README.md", *(f"run/{name}" for name in files)])
+    assert sorted(hub.repos["someone/saes"].files) == sorted(
+        ["README.md", *(f"run/{name}" for name in files)]
+    )
     done = sae("eval", "run", "someone/saes/run", "hf://someone/saes", "--json")
     here, *there = done.json["runs"]
     assert [one["run"] for one in there] == ["someone/saes/run"] * 2
     for one in (*there, pushed.json["measures"]):
         assert [one[key] for key in ("rows", "fvu", "l0")] == pytest.approx(
-            [here[key] for key in ("rows", "fvu", "l0")], rel=1e-4)
-    written = [*files_of(tmp_path).values(), *hub.repos["someone/saes"].files.values(),
-               (pushed.out + pushed.err + done.out + done.err).encode()]
+            [here[key] for key in ("rows", "fvu", "l0")], rel=1e-4
+        )
+    written = [
+        *files_of(tmp_path).values(),
+        *hub.repos["someone/saes"].files.values(),
+        (pushed.out + pushed.err + done.out + done.err).encode(),
+    ]
     assert not any(WRITER.encode() in content for content in written)
 
 
 @pytest.mark.slow
 def test_the_card_keeps_a_line_for_each_sae_and_what_others_wrote(
-        sae: CommandLine, hub: ModelHub, rows: np.ndarray) -> None:
+    sae: CommandLine, hub: ModelHub, rows: np.ndarray
+) -> None:
     for name, seed in (("one", 0), ("two", 1)):
         make_run(sae.home, name, random_sae(seed=seed))
         assert sae("push", name, "someone/saes", "--private").status == 0
@@ -88,24 +138,42 @@ def test_the_card_keeps_a_line_for_each_sae_and_what_others_wrote(
     assert table[1][1:5] == ["gpt2, layer 3, resid_post", "relu", "8", "20"]
     found = sae("eval", "two", "--json").json["runs"][0]
     assert table[2][table[0].index("fvu")] == f"{found['fvu']:.4g}"
-    for code in ('SAE.from_pretrained("someone/saes", "two")', "sae eval someone/saes/two",
-                 'saecli.load_sae("someone/saes/two")'):
+    for code in (
+        'SAE.from_pretrained("someone/saes", "two")',
+        "sae eval someone/saes/two",
+        'saecli.load_sae("someone/saes/two")',
+    ):
         assert code in text
-    repo.files["README.md"] = text.replace("\n# someone/saes\n", "\n# Mine\n").encode() + b"\nMine as well."
+    repo.files["README.md"] = (
+        text.replace("\n# someone/saes\n", "\n# Mine\n").encode() + b"\nMine as well."
+    )
     assert sae("push", "one", "someone/saes").status == 0
     again = repo.files["README.md"].decode()
-    assert "\n# Mine\n" in again and again.endswith("Mine as well.") and "# someone/saes" not in again
+    assert (
+        "\n# Mine\n" in again and again.endswith("Mine as well.") and "# someone/saes" not in again
+    )
     assert again.count("| `one` |") == again.count("| `two` |") == 1
     repo.files["README.md"] = b"All mine."
     done = sae("push", "one", "someone/saes", "--json")
-    assert not done.json["card"] and "is left as it is" in done.err and repo.files["README.md"] == b"All mine."
+    assert (
+        not done.json["card"]
+        and "is left as it is" in done.err
+        and repo.files["README.md"] == b"All mine."
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["saelens", "native"])
-def test_no_path_of_this_machine_is_pushed(sae: CommandLine, hub: ModelHub, rows: np.ndarray, form: str) -> None:
+def test_no_path_of_this_machine_is_pushed(
+    sae: CommandLine, hub: ModelHub, rows: np.ndarray, form: str
+) -> None:
     folder = make_run(sae.home, "run", random_sae())
-    save_native(SavedSAE(random_sae(), {"model": "/home/me/models/llama", "layer": 3, "site": "resid_post"}), folder)
+    save_native(
+        SavedSAE(
+            random_sae(), {"model": "/home/me/models/llama", "layer": 3, "site": "resid_post"}
+        ),
+        folder,
+    )
     assert sae("push", "run", "someone/saes", "--format", form).status == 0
     files = hub.repos["someone/saes"].files
     assert not any(b"/home/me" in content for content in files.values())
@@ -115,7 +183,8 @@ def test_no_path_of_this_machine_is_pushed(sae: CommandLine, hub: ModelHub, rows
 
 @pytest.mark.slow
 def test_a_signed_topk_is_native_where_saelens_would_change_rows(
-        sae: CommandLine, hub: ModelHub, rows: np.ndarray) -> None:
+    sae: CommandLine, hub: ModelHub, rows: np.ndarray
+) -> None:
     mine = random_sae(TopK(k=4))
     mine.b_enc.sub_(4)
     make_run(sae.home, "clipped", mine)
@@ -128,80 +197,122 @@ def test_a_signed_topk_is_native_where_saelens_would_change_rows(
     assert done.json["deviation"]["rows_that_differ"] > 0
     files = hub.repos["someone/saes"].files
     assert {name for name in files if name.startswith("clipped/")} == {  # native's are gone
-        "clipped/cfg.json", "clipped/sae_weights.safetensors"}
+        "clipped/cfg.json",
+        "clipped/sae_weights.safetensors",
+    }
     assert "the topk of saelens applies a ReLU" in files["README.md"].decode()
 
 
 @pytest.mark.slow
-def test_circuit_tracer_layers_share_a_folder_without_other_formats(sae: CommandLine, hub: ModelHub) -> None:
+def test_circuit_tracer_layers_share_a_folder_without_other_formats(
+    sae: CommandLine, hub: ModelHub
+) -> None:
     for layer in (0, 1):
         shutil.rmtree(sae.home / "activations", ignore_errors=True)
-        make_transcoder(sae.home, f"layer-{layer}", random_sae(), MLP | {"layer": layer, "target_layer": layer})
+        make_transcoder(
+            sae.home, f"layer-{layer}", random_sae(), MLP | {"layer": layer, "target_layer": layer}
+        )
     assert sae("push", "layer-0", "someone/saes/set", "--json").json["format"] == "saelens"
     for layer in (0, 1):
-        assert sae("push", f"layer-{layer}", "someone/saes/set", "--format", "circuit-tracer").status == 0
+        assert (
+            sae("push", f"layer-{layer}", "someone/saes/set", "--format", "circuit-tracer").status
+            == 0
+        )
     files = hub.repos["someone/saes"].files
     assert {name for name in files if name.startswith("set/")} == {
-        "set/config.yaml", "set/layer_0.safetensors", "set/layer_1.safetensors"}
+        "set/config.yaml",
+        "set/layer_0.safetensors",
+        "set/layer_1.safetensors",
+    }
     card = files["README.md"].decode()
     assert "sae eval someone/saes/set --data STORE --target STORE" in card
     assert 'load_transcoder_from_hub("someone/saes/set")' in card
     assert "gpt2, layer 1, mlp_in, to layer 1, mlp_out" in card
-    assert sae("eval", "someone/saes/set/layer_1.safetensors", "--data", "x", "--target", "y").status == 0
+    assert (
+        sae("eval", "someone/saes/set/layer_1.safetensors", "--data", "x", "--target", "y").status
+        == 0
+    )
     assert sae("eval", "someone/saes/set", "--data", "x", "--target", "y").status == 1  # two layers
 
 
 @pytest.mark.slow
 def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
-        sae: CommandLine, hub: ModelHub, rows: np.ndarray, tmp_path: Path) -> None:
+    sae: CommandLine, hub: ModelHub, rows: np.ndarray, tmp_path: Path
+) -> None:
     first = hub.add("google/gemma-scope-2b-pt-res", gemma_scope_files(tmp_path))
     address = "google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82"
     for _ in range(2):
         (found,) = sae("eval", address, "--json").json["runs"]
     assert found["run"] == address
-    assert len([path for path in hub.asked if path.startswith("GET /lfs/")]) == 1  # where the hub sends for params.npz
+    assert (
+        len([path for path in hub.asked if path.startswith("GET /lfs/")]) == 1
+    )  # where the hub sends for params.npz
     assert hub.downloads() == []
     assert sae("export", address, "--to", "saelens", "--out", tmp_path / "out").status == 0
     x, original = torch.from_numpy(some_rows(50)), random_sae(JumpRelu(), seed=1)
     torch.testing.assert_close(load(tmp_path / "out").sae(x), original(x), atol=1e-4, rtol=1e-5)
     old = first.head
-    first.commit(first.files | {"layer_12/width_16k/average_l0_82/params.npz": first.files[
-        "layer_11/width_16k/average_l0_80/params.npz"]})
+    first.commit(
+        first.files
+        | {
+            "layer_12/width_16k/average_l0_82/params.npz": first.files[
+                "layer_11/width_16k/average_l0_80/params.npz"
+            ]
+        }
+    )
     new, before = sae("eval", address, f"{address}@{old}", "--json").json["runs"]
     assert before | {"run": address, "unbeaten": None} == found != new
 
 
 SCOPES = {  # places, the files fetched from each, and the folder or file as published
     "google/gemma-scope-2-4b-pt/transcoder/layer_17_width_16k_l0_big_affine": (
-        ["config.json", "params.safetensors"], lambda folder: published.gemma_scope_2(folder, "transcoder", True)),
+        ["config.json", "params.safetensors"],
+        lambda folder: published.gemma_scope_2(folder, "transcoder", True),
+    ),
     "google/gemma-scope-2-270m-pt/crosscoder/layer_5_9_12_width_65k_l0_medium": (
         ["config.json", *(f"params_layer_{place}.safetensors" for place in range(3))],
-        published.gemma_scope_2_crosscoder),
+        published.gemma_scope_2_crosscoder,
+    ),
     "OpenMOSS-Team/Llama3_1-8B-Base-LXR-8x/Llama3_1-8B-Base-L15R-8x": (
-        ["checkpoints/final.safetensors", "hyperparams.json"], published.llama_scope),
+        ["checkpoints/final.safetensors", "hyperparams.json"],
+        published.llama_scope,
+    ),
     "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4": (["layer5.sae.pt"], published.qwen_scope),
-    "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (["layer5.sae.pt"], published.qwen_scope)}
+    "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (["layer5.sae.pt"], published.qwen_scope),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", SCOPES)
 def test_only_the_files_of_one_sae_of_a_suite_are_fetched_and_cached(
-        sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     address, (files, write) = Address.parse(place), SCOPES[place]
     one = write(tmp_path / "there" / ("." if address.folder.endswith(".pt") else address.folder))
-    others = {} if address.repo == place else {"layer6.sae.pt": b"large", "other/config.json": b"{}"}
-    hub.add(address.repo, files_of(tmp_path / "there") | others | {"README.md": b"", f"{address.folder}-notes": b""})
+    others = (
+        {} if address.repo == place else {"layer6.sae.pt": b"large", "other/config.json": b"{}"}
+    )
+    hub.add(
+        address.repo,
+        files_of(tmp_path / "there") | others | {"README.md": b"", f"{address.folder}-notes": b""},
+    )
     x = published.WIDE_ROWS if "crosscoder" in place else published.ROWS
     for _ in range(2):
         found = saecli.load_sae(place)
         assert np.abs(found(torch.from_numpy(x)).numpy() - one.predicted).max() < 1e-4
-        monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")  # the second time from the cache
+        monkeypatch.setattr(
+            constants, "ENDPOINT", "http://hub.invalid"
+        )  # the second time from the cache
     (snapshot,) = (tmp_path / "cache").glob("*/snapshots/*")
     folder = snapshot if address.folder.endswith(".pt") else snapshot / address.folder
-    assert sorted(files_of(snapshot)) == [(folder / name).relative_to(snapshot).as_posix() for name in files]
+    assert sorted(files_of(snapshot)) == [
+        (folder / name).relative_to(snapshot).as_posix() for name in files
+    ]
 
 
-def test_of_several_layers_on_the_hub_one_must_be_named(sae: CommandLine, hub: ModelHub, tmp_path: Path) -> None:
+def test_of_several_layers_on_the_hub_one_must_be_named(
+    sae: CommandLine, hub: ModelHub, tmp_path: Path
+) -> None:
     for layer in (5, 11):
         published.qwen_scope(tmp_path / "there", layer)
     repo = "Qwen/SAE-Res-Qwen3-8B-Base-W64K-L0_4"
@@ -209,16 +320,31 @@ def test_of_several_layers_on_the_hub_one_must_be_named(sae: CommandLine, hub: M
     done = sae("eval", repo)
     assert done.status == 1 and f"{repo} holds 2 files layer*.sae.pt" in done.err
     for layer in (11, 5):  # the second with the first in the cache
-        predicted = saecli.load_sae(f"{repo}/layer{layer}.sae.pt")(torch.from_numpy(published.ROWS)).numpy()
+        predicted = saecli.load_sae(f"{repo}/layer{layer}.sae.pt")(
+            torch.from_numpy(published.ROWS)
+        ).numpy()
         one = published.qwen_scope(tmp_path / "again", layer)
         assert np.abs(predicted - one.predicted).max() < 1e-4
 
 
-@pytest.mark.parametrize(("write", "file", "said"), [
-    (partial(published.gemma_scope_2_crosscoder, type="clt"), "config.json", "type 'clt' cannot"),
-    (partial(published.saelens_5, normalize_activations="layer_norm"), "cfg.json", "'layer_norm' cannot")])
+@pytest.mark.parametrize(
+    ("write", "file", "said"),
+    [
+        (
+            partial(published.gemma_scope_2_crosscoder, type="clt"),
+            "config.json",
+            "type 'clt' cannot",
+        ),
+        (
+            partial(published.saelens_5, normalize_activations="layer_norm"),
+            "cfg.json",
+            "'layer_norm' cannot",
+        ),
+    ],
+)
 def test_what_cannot_be_expressed_is_refused_before_it_is_fetched(
-        sae: CommandLine, hub: ModelHub, tmp_path: Path, write: Callable, file: str, said: str) -> None:
+    sae: CommandLine, hub: ModelHub, tmp_path: Path, write: Callable, file: str, said: str
+) -> None:
     write(tmp_path / "there/one")
     hub.add("google/gemma-scope-2-270m-pt", files_of(tmp_path / "there"))
     done = sae("eval", "google/gemma-scope-2-270m-pt")
@@ -228,13 +354,29 @@ def test_what_cannot_be_expressed_is_refused_before_it_is_fetched(
 
 
 def test_a_folder_here_wins_which_is_noted_once_the_hub_has_one_too(
-        sae: CommandLine, hub: ModelHub, rows: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.add("someone/saes", gemma_scope_files(tmp_path) | {"first/params.npz": gemma_scope_files(tmp_path / "more")[
-        "layer_11/width_16k/average_l0_80/params.npz"]})
+    sae: CommandLine,
+    hub: ModelHub,
+    rows: np.ndarray,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub.add(
+        "someone/saes",
+        gemma_scope_files(tmp_path)
+        | {
+            "first/params.npz": gemma_scope_files(tmp_path / "more")[
+                "layer_11/width_16k/average_l0_80/params.npz"
+            ]
+        },
+    )
     monkeypatch.chdir(tmp_path)
     save(SavedSAE(random_sae()), "saelens", Path("someone/saes/first"))
     done = sae("eval", "someone/saes/first", "--json")
-    assert done.json["runs"][0]["run"] == "someone/saes/first" and "hf://" not in done.err and not hub.asked
+    assert (
+        done.json["runs"][0]["run"] == "someone/saes/first"
+        and "hf://" not in done.err
+        and not hub.asked
+    )
     assert sae("eval", "hf://someone/saes/first").status == 0 and hub.asked
     assert "hf://someone/saes/first" in sae("eval", "someone/saes/first").err
 
@@ -243,33 +385,59 @@ PUSH, EVAL = ["push", "run"], ["eval"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "token", "said", "status"), [
-    ([*EVAL, "someone/none"], WRITER, "no model repository someone/none, or it is private", 1),
-    ([*EVAL, "someone/none"], "", "no model repository someone/none, or it is private", 1),
-    ([*EVAL, "someone/secret/a"], "", "no model repository someone/secret, or it is private", 1),
-    ([*EVAL, "google/gated/a"], READER, "google/gated is gated", 1),
-    ([*EVAL, "other/saes@v2"], "", "other/saes@v2", 1),
-    ([*EVAL, "other/saes"], "hf_wrong", "hf auth login", 1),
-    ([*EVAL, "run/s"], "", "no run and no folder here is named 'run/s'", 1),
-    ([*EVAL, "google/scope"], "", "google/scope/layer_11/width_16k/average_l0_80, ", 1),
-    ([*EVAL, "google/scope/layer_12"], "", "holds 2 SAEs", 1),
-    ([*EVAL, "google/scope/layer_13"], "", "no SAE found in google/scope/layer_13", 1),
-    ([*PUSH, "someone/new"], "", "hf auth login", 1),
-    ([*PUSH, "someone/new"], READER, "the token may only read", 1),
-    ([*PUSH, "someone/new"], "hf_wrong", "hf auth login", 1),
-    ([*PUSH, "other/new"], WRITER, "the right", 1),
-    ([*PUSH, "other/saes"], WRITER, "the right", 1),
-    ([*PUSH, "someone/public", "--private"], WRITER, "--private", 2),
-    ([*PUSH, "nonsense"], WRITER, "USER/REPO", 2),
-    ([*PUSH, "someone/saes@v1"], WRITER, "USER/REPO", 2),
-    ([*PUSH, "someone/saes", "--format", "sparsify"], WRITER, "sparsify cannot express the activation jumprelu", 1)])
+@pytest.mark.parametrize(
+    ("words", "token", "said", "status"),
+    [
+        ([*EVAL, "someone/none"], WRITER, "no model repository someone/none, or it is private", 1),
+        ([*EVAL, "someone/none"], "", "no model repository someone/none, or it is private", 1),
+        (
+            [*EVAL, "someone/secret/a"],
+            "",
+            "no model repository someone/secret, or it is private",
+            1,
+        ),
+        ([*EVAL, "google/gated/a"], READER, "google/gated is gated", 1),
+        ([*EVAL, "other/saes@v2"], "", "other/saes@v2", 1),
+        ([*EVAL, "other/saes"], "hf_wrong", "hf auth login", 1),
+        ([*EVAL, "run/s"], "", "no run and no folder here is named 'run/s'", 1),
+        ([*EVAL, "google/scope"], "", "google/scope/layer_11/width_16k/average_l0_80, ", 1),
+        ([*EVAL, "google/scope/layer_12"], "", "holds 2 SAEs", 1),
+        ([*EVAL, "google/scope/layer_13"], "", "no SAE found in google/scope/layer_13", 1),
+        ([*PUSH, "someone/new"], "", "hf auth login", 1),
+        ([*PUSH, "someone/new"], READER, "the token may only read", 1),
+        ([*PUSH, "someone/new"], "hf_wrong", "hf auth login", 1),
+        ([*PUSH, "other/new"], WRITER, "the right", 1),
+        ([*PUSH, "other/saes"], WRITER, "the right", 1),
+        ([*PUSH, "someone/public", "--private"], WRITER, "--private", 2),
+        ([*PUSH, "nonsense"], WRITER, "USER/REPO", 2),
+        ([*PUSH, "someone/saes@v1"], WRITER, "USER/REPO", 2),
+        (
+            [*PUSH, "someone/saes", "--format", "sparsify"],
+            WRITER,
+            "sparsify cannot express the activation jumprelu",
+            1,
+        ),
+    ],
+)
 def test_a_refusal_is_one_sentence_and_changes_nothing(
-        sae: CommandLine, hub: ModelHub, rows: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-        words: list[str], token: str, said: str, status: int) -> None:
+    sae: CommandLine,
+    hub: ModelHub,
+    rows: np.ndarray,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    token: str,
+    said: str,
+    status: int,
+) -> None:
     make_run(sae.home, "run", random_sae(JumpRelu()))
     save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "a")
-    for name, settings in (("someone/secret", {"private": True}), ("google/gated", {"gated": True}),
-                           ("other/saes", {"owner": "other"}), ("someone/public", {})):
+    for name, settings in (
+        ("someone/secret", {"private": True}),
+        ("google/gated", {"gated": True}),
+        ("other/saes", {"owner": "other"}),
+        ("someone/public", {}),
+    ):
         hub.add(name, files_of(tmp_path / "a"), **settings)
     hub.add("google/scope", gemma_scope_files(tmp_path))
     before = {name: repo.files for name, repo in hub.repos.items()}
@@ -281,7 +449,12 @@ def test_a_refusal_is_one_sentence_and_changes_nothing(
 
 
 def test_without_a_network_fetched_files_are_taken_from_the_cache(
-        sae: CommandLine, hub: ModelHub, rows: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sae: CommandLine,
+    hub: ModelHub,
+    rows: np.ndarray,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "first")
     repo = hub.add("someone/saes", files_of(tmp_path / "a"))
     online = sae("eval", "someone/saes", "--json")
@@ -291,7 +464,12 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(
         assert offline.json == online.json
         assert f"someone/saes/first is taken from the cache, as of {repo.head}" in offline.err
         assert "cannot be reached" in sae("push", "someone/saes", "someone/copy").err
-        assert "the Hugging Face hub cannot be reached for some/other" in sae("eval", "some/other").err
-    for name, said in (("someone/saes", "taken from the cache"), ("some/other", "hub cannot be reached")):
+        assert (
+            "the Hugging Face hub cannot be reached for some/other" in sae("eval", "some/other").err
+        )
+    for name, said in (
+        ("someone/saes", "taken from the cache"),
+        ("some/other", "hub cannot be reached"),
+    ):
         hub.failing = [503] * 9
         assert said in sae("eval", name).err

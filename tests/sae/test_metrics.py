@@ -14,7 +14,14 @@ from saecli.sae.activations import Relu
 from saecli.sae.activations.selection import where
 from saecli.sae.codes import DenseCodes, SparseCodes
 from saecli.sae.dictionary import SAE
-from saecli.sae.metrics import DENSE_FREQUENCY, Firing, Reconstruction, doubts, firing, reconstruction
+from saecli.sae.metrics import (
+    DENSE_FREQUENCY,
+    Firing,
+    Reconstruction,
+    doubts,
+    firing,
+    reconstruction,
+)
 
 
 def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,10 +39,16 @@ def reconstruction_oracle(x: Tensor, x_hat: Tensor, z: Tensor) -> dict[str, floa
     residual = ((x_hat - x) ** 2).sum(1)
     variance = x.var(0).sum()
     cosine = (x * x_hat).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(x_hat, axis=1)
-    return {"rows": len(x), "mse": residual.mean() / x.shape[1], "fvu": residual.mean() / variance,
-            "explained_variance": 1 - residual.mean() / variance, "cosine": cosine.mean(),
-            "l0": (z != 0).sum(1).mean(), "l1": np.abs(z).sum(1).mean(),
-            "silent_fraction": (~(z != 0).any(0)).mean()}
+    return {
+        "rows": len(x),
+        "mse": residual.mean() / x.shape[1],
+        "fvu": residual.mean() / variance,
+        "explained_variance": 1 - residual.mean() / variance,
+        "cosine": cosine.mean(),
+        "l0": (z != 0).sum(1).mean(),
+        "l1": np.abs(z).sum(1).mean(),
+        "silent_fraction": (~(z != 0).any(0)).mean(),
+    }
 
 
 def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: Tensor) -> dict:
@@ -46,8 +59,14 @@ def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: 
     return accumulator.result()
 
 
-@given(seed=st.integers(0, 1000), rows=st.integers(2, 60), cuts=st.lists(st.integers(0, 60), max_size=6))
-def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int, cuts: list[int]) -> None:
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(2, 60),
+    cuts=st.lists(st.integers(0, 60), max_size=6),
+)
+def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(
+    seed: int, rows: int, cuts: list[int]
+) -> None:
     tensors = rows_and_codes(seed, rows)
     got = in_batches(Reconstruction(6, 11), [min(c, rows) for c in cuts], *tensors)
     oracle = reconstruction_oracle(*tensors)
@@ -104,22 +123,38 @@ def test_half_precision_rows_are_summed_in_float64() -> None:
 
 def test_a_zero_row_counts_as_cosine_zero_and_constant_rows_have_no_finite_fvu() -> None:
     x = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
-    got = in_batches(Reconstruction(2, 1), [], x, torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.ones(2, 1))
+    got = in_batches(
+        Reconstruction(2, 1), [], x, torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.ones(2, 1)
+    )
     assert got["cosine"] == pytest.approx(0.5)
     x = torch.ones(5, 2)
     assert not np.isfinite(in_batches(Reconstruction(2, 1), [], x, x + 1, torch.ones(5, 1))["fvu"])
 
 
-@given(seed=st.integers(0, 1000), rows=st.integers(1, 60), cuts=st.lists(st.integers(0, 60), max_size=6))
-def test_firing_in_any_batches_matches_numpy_over_all_rows(seed: int, rows: int, cuts: list[int]) -> None:
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(1, 60),
+    cuts=st.lists(st.integers(0, 60), max_size=6),
+)
+def test_firing_in_any_batches_matches_numpy_over_all_rows(
+    seed: int, rows: int, cuts: list[int]
+) -> None:
     _, _, codes = rows_and_codes(seed, rows)
     got = in_batches(Firing(11), [min(c, rows) for c in cuts], codes)
     fires = codes.numpy() != 0
     l0, frequency = fires.sum(1), fires.mean(0)
     assert got.pop("frequency") == pytest.approx(frequency.tolist())
-    assert got == pytest.approx({
-        "rows": rows, "l0": l0.mean(), "l0_std": l0.std(), "density": l0.mean() / 11,
-        "silent": (frequency == 0).sum(), "dense": (frequency > DENSE_FREQUENCY).sum()}, abs=1e-12)
+    assert got == pytest.approx(
+        {
+            "rows": rows,
+            "l0": l0.mean(),
+            "l0_std": l0.std(),
+            "density": l0.mean() / 11,
+            "silent": (frequency == 0).sum(),
+            "dense": (frequency > DENSE_FREQUENCY).sum(),
+        },
+        abs=1e-12,
+    )
 
 
 def test_histogram_and_patterns_count_rows_whatever_the_batches() -> None:
@@ -136,8 +171,19 @@ def test_measuring_no_rows_is_refused(accumulator: Reconstruction | Firing) -> N
         accumulator.result()
 
 
-@pytest.mark.parametrize(("fvu", "l0", "d_in", "d_sae", "doubtful"), [
-    (1.0, 8.0, 8, 16, []), (1.01, 8.0, 8, 16, ["fvu"]), (0.5, 8.01, 8, 16, ["l0"]), (0.5, 5.01, 8, 10, ["l0"]),
-    (float("inf"), 0.0, 8, 16, []), (float("nan"), 0.0, 8, 16, []), (9.0, 9.0, 8, 16, ["fvu", "l0"])])
-def test_a_measure_is_doubtful_above_its_bound_alone(fvu: float, l0: float, d_in: int, d_sae: int, doubtful: list):
+@pytest.mark.parametrize(
+    ("fvu", "l0", "d_in", "d_sae", "doubtful"),
+    [
+        (1.0, 8.0, 8, 16, []),
+        (1.01, 8.0, 8, 16, ["fvu"]),
+        (0.5, 8.01, 8, 16, ["l0"]),
+        (0.5, 5.01, 8, 10, ["l0"]),
+        (float("inf"), 0.0, 8, 16, []),
+        (float("nan"), 0.0, 8, 16, []),
+        (9.0, 9.0, 8, 16, ["fvu", "l0"]),
+    ],
+)
+def test_a_measure_is_doubtful_above_its_bound_alone(
+    fvu: float, l0: float, d_in: int, d_sae: int, doubtful: list
+):
     assert list(doubts({"fvu": fvu, "l0": l0}, d_in, d_sae)) == doubtful

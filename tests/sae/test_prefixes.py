@@ -27,17 +27,25 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
         right = normal(50, 5, seed=3).requires_grad_()
         found, expected = codes.prefix_times(right, ends), (z[:, None] * masks) @ right
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad((found * below).sum(), right, retain_graph=True),
-                                   torch.autograd.grad((expected * below).sum(), right))
+        torch.testing.assert_close(
+            torch.autograd.grad((found * below).sum(), right, retain_graph=True),
+            torch.autograd.grad((expected * below).sum(), right),
+        )
         if codes.values.requires_grad:
             (gradient,) = torch.autograd.grad((found * below).sum(), codes.values)
-            torch.testing.assert_close(gradient, torch.einsum("blc,fc,lf->bf", below, right.detach(), masks))
-        torch.testing.assert_close(codes.prefix_transposed_times(below, ends),
-                                   torch.einsum("bf,lf,blc->fc", z, masks, below))
+            torch.testing.assert_close(
+                gradient, torch.einsum("blc,fc,lf->bf", below, right.detach(), masks)
+            )
+        torch.testing.assert_close(
+            codes.prefix_transposed_times(below, ends),
+            torch.einsum("bf,lf,blc->fc", z, masks, below),
+        )
     torch.testing.assert_close(DenseCodes(z).prefix_times(right, ()), (z @ right)[:, None])
 
 
-@pytest.mark.parametrize("act", [name for name in ACTIVATIONS if name != "gated"])  # see test_activations_gated.py
+@pytest.mark.parametrize(
+    "act", [name for name in ACTIVATIONS if name != "gated"]
+)  # see test_activations_gated.py
 def test_the_loss_is_the_mean_over_prefixes(act: str):
     sae, x = nested_sae(act).requires_grad_(True), normal(25, D, seed=7)
     found = sae.loss(Batch.of(x))
@@ -46,8 +54,10 @@ def test_the_loss_is_the_mean_over_prefixes(act: str):
     torch.testing.assert_close(found.value, sum(errors) / 3)
     torch.testing.assert_close(found.squared_error, errors[-1])
     for name in ("W_enc", "W_dec", "b_enc", "b_dec"):
-        own, expected = (torch.autograd.grad(value, getattr(sae, name), retain_graph=True)[0]
-                         for value in (found.value, sum(errors) / 3))
+        own, expected = (
+            torch.autograd.grad(value, getattr(sae, name), retain_graph=True)[0]
+            for value in (found.value, sum(errors) / 3)
+        )
         torch.testing.assert_close(own, expected)
 
 
@@ -62,16 +72,29 @@ def test_nested_first_latents_reconstruct_better_than_plain_ones(solver: str, ac
     assert nested.prefixes == PREFIXES and plain.prefixes == ()
     x = torch.from_numpy(nested_rows(500, seed=1))
     total = (x - x.mean(0)).square().sum()
-    first, others = (sae.squared_errors(Batch.of(x), sae.codes(x), sae.W_dec)[0] / total if sae.prefixes else
-                     (sae.decode(sae.encode(x) * (torch.arange(F) < 3)) - x).square().sum() / total
-                     for sae in (nested, plain))
+    first, others = (
+        sae.squared_errors(Batch.of(x), sae.codes(x), sae.W_dec)[0] / total
+        if sae.prefixes
+        else (sae.decode(sae.encode(x) * (torch.arange(F) < 3)) - x).square().sum() / total
+        for sae in (nested, plain)
+    )
     assert first < 0.9 and first < 0.8 * others
 
 
 def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
     rows = torch.from_numpy(nested_rows(3000)).double()
-    sae = saecli.fit(rows, act="topk", k=3, d_sae=F, prefixes="3,8", epochs=2, alpha=1e-6, decoder="free",
-                     dtype="float64", device="cpu")
+    sae = saecli.fit(
+        rows,
+        act="topk",
+        k=3,
+        d_sae=F,
+        prefixes="3,8",
+        epochs=2,
+        alpha=1e-6,
+        decoder="free",
+        dtype="float64",
+        device="cpu",
+    )
     z = sae.codes(rows)
     best = sae.squared_errors(Batch.of(rows), z, sae.W_dec).mean()
     for size in (1e-4, 1e-2):
@@ -85,7 +108,9 @@ def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
 
 
 def test_automatic_prefixes_double_up_to_all_latents():
-    assert saecli.fit(nested_rows(100), act="topk", k=3, d_sae=F, prefixes="auto", epochs=1).prefixes == (2, 5, 10, 20)
+    assert saecli.fit(
+        nested_rows(100), act="topk", k=3, d_sae=F, prefixes="auto", epochs=1
+    ).prefixes == (2, 5, 10, 20)
 
 
 QUICK = ("--d-sae", "20", "--act", "topk", "--k", "3", "--epochs", "3", "--json")
@@ -97,7 +122,9 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
     make_store(sae.home, "rows", rows)
     assert sae("train", *QUICK, "--prefixes", "3,8", "--name", "nested").status == 0
     assert sae("train", *QUICK, "--name", "plain").status == 0
-    done = sae("eval", "nested", "plain", "--split", "all", "--json", "--csv", tmp_path / "measures.csv")
+    done = sae(
+        "eval", "nested", "plain", "--split", "all", "--json", "--csv", tmp_path / "measures.csv"
+    )
     found = {run["run"]: run for run in done.json["runs"]}
     assert "prefixes" not in found["plain"]
     trained = load(sae.home / "runs" / "nested").sae
@@ -106,8 +133,14 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
     for prefix, latents in zip(found["nested"]["prefixes"], PREFIXES, strict=True):
         kept = z[:, :latents]
         x_hat = kept @ trained.W_dec[:latents].double() + trained.b_dec
-        assert prefix == pytest.approx({"latents": latents, "l0": (kept != 0).sum(1).double().mean().item(),
-                                        "fvu": ((x_hat - x).square().sum() / total).item()}, rel=1e-4)
+        assert prefix == pytest.approx(
+            {
+                "latents": latents,
+                "l0": (kept != 0).sum(1).double().mean().item(),
+                "fvu": ((x_hat - x).square().sum() / total).item(),
+            },
+            rel=1e-4,
+        )
     assert found["nested"]["prefixes"][-1]["fvu"] == pytest.approx(found["nested"]["fvu"], rel=1e-5)
     assert "fvu_first_8" in (tmp_path / "measures.csv").read_text().splitlines()[0]
     lines = {line["run"]: line for line in read_measures(tmp_path / "measures.csv")}
@@ -120,7 +153,11 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
 
 def test_files_keep_the_prefixes_that_they_can_express(tmp_path: Path):
     sae = nested_sae("batchtopk").copy_to(torch.float32)
-    for name, expected in (("native", PREFIXES), ("dictionary-learning", PREFIXES), ("saelens", ())):
+    for name, expected in (
+        ("native", PREFIXES),
+        ("dictionary-learning", PREFIXES),
+        ("saelens", ()),
+    ):
         save(SavedSAE(sae), name, tmp_path / name)
         again = load(tmp_path / name).sae
         assert again.prefixes == expected

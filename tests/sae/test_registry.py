@@ -27,15 +27,24 @@ from saecli.sae.hub import Address, registered
 from saecli.sae.library import find_subject, lasting_name
 
 X = torch.from_numpy(ROWS).float()
-SCOPE, SCOPE_2, LLAMA, LEARNING = (published.gemma_scope, published.gemma_scope_2, published.llama_scope,
-                                   published.dictionary_learning)
+SCOPE, SCOPE_2, LLAMA, LEARNING = (
+    published.gemma_scope,
+    published.gemma_scope_2,
+    published.llama_scope,
+    published.dictionary_learning,
+)
 GEMMA, R1 = "google/gemma", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 SCALED = "mlp-out/sae_group_gpt2_blocks.8.hook_mlp_out_24576:v1"
 
 
 def scaled(folder: Path) -> Published:
-    return published.saelens_5(folder, factor=0.4, normalize_activations=True, hook_point="blocks.8.hook_mlp_out",
-                               model_name="gpt2-small")
+    return published.saelens_5(
+        folder,
+        factor=0.4,
+        normalize_activations=True,
+        hook_point="blocks.8.hook_mlp_out",
+        model_name="gpt2-small",
+    )
 
 
 def unconfigured(folder: Path) -> Published:
@@ -46,39 +55,111 @@ def unconfigured(folder: Path) -> Published:
 
 TRANSCODER = partial(SCOPE_2, kind="transcoder", affine=True, model_name="gemma-v3-270m-pt")
 FACTORS = {"llama": np.sqrt(D) / 12.5, "r1": np.sqrt(D) / 12.5, "saelens": 0.4}  # of rows
-FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {  # by place; converter, if SAELens' does the same
-    "gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82": ("gemma2", SCOPE, f"{GEMMA}-2-2b 12 resid_post"),
+FILES: dict[
+    str, tuple[str, Callable[[Path], Published], str]
+] = {  # by place; converter, if SAELens' does the same
+    "gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82": (
+        "gemma2",
+        SCOPE,
+        f"{GEMMA}-2-2b 12 resid_post",
+    ),
     "models--google--gemma-scope-9b-it-mlp/snapshots/0b/layer_3/width_16k/average_l0_82": (
-        "", SCOPE, f"{GEMMA}-2-9b-it 3 mlp_out"),
-    "gemma-scope-2b-pt-att/layer_12/width_16k/average_l0_82": ("gemma2-att", SCOPE, f"{GEMMA}-2-2b 12"),
+        "",
+        SCOPE,
+        f"{GEMMA}-2-9b-it 3 mlp_out",
+    ),
+    "gemma-scope-2b-pt-att/layer_12/width_16k/average_l0_82": (
+        "gemma2-att",
+        SCOPE,
+        f"{GEMMA}-2-2b 12",
+    ),
     "gemma-scope-2b-pt-res/embedding/width_4k/average_l0_6": (
-        "", partial(SCOPE, factor=1 / np.sqrt(D)), f"{GEMMA}-2-2b 0 resid_pre"),
+        "",
+        partial(SCOPE, factor=1 / np.sqrt(D)),
+        f"{GEMMA}-2-2b 0 resid_pre",
+    ),
     "gemma-scope-2b-pt-transcoders/layer_4/width_16k/average_l0_76": (
-        "gemma2transcoder", SCOPE, f"{GEMMA}-2-2b 4 - mlp_out"),
-    "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big": ("gemma", SCOPE_2, f"{GEMMA}-3-4b-pt 17 resid_post"),
+        "gemma2transcoder",
+        SCOPE,
+        f"{GEMMA}-2-2b 4 - mlp_out",
+    ),
+    "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big": (
+        "gemma",
+        SCOPE_2,
+        f"{GEMMA}-3-4b-pt 17 resid_post",
+    ),
     "gemma-scope-2-270m-pt/transcoder/layer_17_width_16k_l0_big_affine": (
-        "transcoder", TRANSCODER, f"{GEMMA}-3-270m 17 mlp_in mlp_out"),
+        "transcoder",
+        TRANSCODER,
+        f"{GEMMA}-3-270m 17 mlp_in mlp_out",
+    ),
     "gemma-scope-2-4b-pt/mlp_out_all/layer_17_width_16k_l0_big": (
-        "gemma-bare", unconfigured, f"{GEMMA}-3-4b-pt 17 mlp_out"),
+        "gemma-bare",
+        unconfigured,
+        f"{GEMMA}-3-4b-pt 17 mlp_out",
+    ),
     "gemma-scope-2-4b-pt/transcoder_all/layer_17_width_16k_l0_big_affine": (
-        "transcoder-bare", unconfigured, f"{GEMMA}-3-4b-pt 17 mlp_in mlp_out"),
+        "transcoder-bare",
+        unconfigured,
+        f"{GEMMA}-3-4b-pt 17 mlp_in mlp_out",
+    ),
     "Llama3_1-8B-Base-LXR-8x/Llama3_1-8B-Base-L15R-8x": (
-        "llama", partial(LLAMA, unit_norms=True), "meta-llama/Llama-3.1-8B 15 resid_post"),
-    "Llama-Scope-R1-Distill/400M/L15R": ("r1", partial(LLAMA, r1=True, unit_norms=True), f"{R1} 15 resid_post"),
-    "Llama-Scope-R1-Distill/400M/L15T": ("", partial(LLAMA, r1=True, transcodes=True), f"{R1} 15 mlp_in mlp_out"),
+        "llama",
+        partial(LLAMA, unit_norms=True),
+        "meta-llama/Llama-3.1-8B 15 resid_post",
+    ),
+    "Llama-Scope-R1-Distill/400M/L15R": (
+        "r1",
+        partial(LLAMA, r1=True, unit_norms=True),
+        f"{R1} 15 resid_post",
+    ),
+    "Llama-Scope-R1-Distill/400M/L15T": (
+        "",
+        partial(LLAMA, r1=True, transcodes=True),
+        f"{R1} 15 mlp_in mlp_out",
+    ),
     "SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (
-        "qwen", lambda path: published.qwen_scope(path.parent), "Qwen/Qwen3-8B-Base 5 resid_post"),
+        "qwen",
+        lambda path: published.qwen_scope(path.parent),
+        "Qwen/Qwen3-8B-Base 5 resid_post",
+    ),
     "Llama-3.1-8B-Instruct-SAE-l19/Llama-3.1-8B-Instruct-SAE-l19.pth": (
-        "goodfire", published.one_file, "meta-llama/Llama-3.1-8B-Instruct 19 resid_post"),
+        "goodfire",
+        published.one_file,
+        "meta-llama/Llama-3.1-8B-Instruct 19 resid_post",
+    ),
     "DeepSeek-R1-Distill-Llama-8B-SAE-l19/DeepSeek-R1-Distill-Llama-8B-SAE-l19.pt": (
-        "deepseek", published.one_file, f"{R1} 19 resid_post"),
-    "attn-saes/gpt2-small_L0_Hcat_z_lr1.20e-03_l11.80e+00_v9.pt": ("attention", published.one_file, "gpt2 0"),
+        "deepseek",
+        published.one_file,
+        f"{R1} 19 resid_post",
+    ),
+    "attn-saes/gpt2-small_L0_Hcat_z_lr1.20e-03_l11.80e+00_v9.pt": (
+        "attention",
+        published.one_file,
+        "gpt2 0",
+    ),
     "qwen3-14b-transcoders/layer_5.safetensors": (
-        "mwhanna", published.qwen_transcoder, "Qwen/Qwen3-14B 5 mlp_in mlp_out"),
-    **{f"lm_sae/{name}/trainer_0": (f"learning-{name}", partial(LEARNING, name=name, old=True), "gpt2 8 resid_post")
-       for name in ("AutoEncoder", "AutoEncoderTopK", "BatchTopKSAE", "MatryoshkaBatchTopKSAE", "JumpReluAutoEncoder",
-                    "GatedAutoEncoder")},
-    SCALED: ("saelens", scaled, "gpt2 8 mlp_out")}
+        "mwhanna",
+        published.qwen_transcoder,
+        "Qwen/Qwen3-14B 5 mlp_in mlp_out",
+    ),
+    **{
+        f"lm_sae/{name}/trainer_0": (
+            f"learning-{name}",
+            partial(LEARNING, name=name, old=True),
+            "gpt2 8 resid_post",
+        )
+        for name in (
+            "AutoEncoder",
+            "AutoEncoderTopK",
+            "BatchTopKSAE",
+            "MatryoshkaBatchTopKSAE",
+            "JumpReluAutoEncoder",
+            "GatedAutoEncoder",
+        )
+    },
+    SCALED: ("saelens", scaled, "gpt2 8 mlp_out"),
+}
 
 
 @pytest.mark.parametrize("place", FILES)
@@ -89,8 +170,8 @@ def test_a_release_is_read_by_its_formula(tmp_path: Path, place: str) -> None:
     assert 0.02 < (one.codes != 0).mean() < 0.9
     model, layer, *sites = where.split()
     assert found.origin == {"model": model, "layer": int(layer)} | {
-        key: site for key, site in zip(("site", "target_site"), sites, strict=False) if site != "-"} | (
-        {"target_layer": int(layer)} if len(sites) == 2 else {})
+        key: site for key, site in zip(("site", "target_site"), sites, strict=False) if site != "-"
+    } | ({"target_layer": int(layer)} if len(sites) == 2 else {})
     assert found.is_transcoder == (len(sites) == 2)
     np.testing.assert_allclose(found.sae.encode(X), one.codes, rtol=1e-4, atol=5e-5)
     assert np.abs(found.sae(X).numpy() - one.predicted).max() < 1e-5 * np.abs(one.predicted).max()
@@ -102,21 +183,35 @@ def test_saelens_makes_the_same_of_releases(tmp_path: Path) -> None:
     for place in names:
         FILES[place][1](tmp_path / place)
     for name, skip in (("mlp_out", {}), ("transcoder", {"W_skip": torch.eye(D) / 2})):
-        place, ours = f"gemma-scope-2-4b-pt/{name}/layer_3_width_16k_l0_small", random_sae(JumpRelu())
+        place, ours = (
+            f"gemma-scope-2-4b-pt/{name}/layer_3_width_16k_l0_small",
+            random_sae(JumpRelu()),
+        )
         origin = MLP if skip else {"model": "google/gemma-3-4b-pt", "layer": 3, "site": name}
-        save(SavedSAE(ours.changed(threshold=torch.rand(F), **skip), origin), "gemma-scope-2", tmp_path / place)
+        save(
+            SavedSAE(ours.changed(threshold=torch.rand(F), **skip), origin),
+            "gemma-scope-2",
+            tmp_path / place,
+        )
         names[place] = f"{name}-ours"
     np.save(tmp_path / "rows.npy", X.numpy())
     words = [f"{name}={place}={FACTORS.get(name, 1)}" for place, name in names.items()]
     script = Path(__file__).parents[1] / "libraries/saelens.py"
-    done = subprocess.run([python_with("saelens"), script, "scopes", tmp_path, *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [python_with("saelens"), script, "scopes", tmp_path, *words], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     for place, name in names.items():
         sae = load(tmp_path / place, FACTORS.get(name)).sae
-        sae = sae.changed(activation=ReluTopK(k=K)) if name == "qwen" else sae  # SAELens makes negative codes 0
+        sae = (
+            sae.changed(activation=ReluTopK(k=K)) if name == "qwen" else sae
+        )  # SAELens makes negative codes 0
         with np.load(tmp_path / f"{name}.npz") as theirs:
             np.testing.assert_allclose(sae.encode(X), theirs["codes"], rtol=1e-4, atol=2e-5)
-            assert np.abs(sae(X).numpy() - theirs["x_hat"]).max() < 1e-5 * np.abs(theirs["x_hat"]).max()
+            assert (
+                np.abs(sae(X).numpy() - theirs["x_hat"]).max()
+                < 1e-5 * np.abs(theirs["x_hat"]).max()
+            )
 
 
 def install(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,23 +223,44 @@ def install(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RELEASES = {
-    "scope-canonical": {"conversion_func": "gemma_2", "repo_id": "google/gemma-scope-2b-pt-res", "model": "gemma-2-2b",
-                        "saes": [{"id": "layer_12/canonical", "path": "layer_12/width_16k/average_l0_82"}]},
-    "mlp-tm": {"repo_id": "tm/mlp-out", "model": "gpt2-small", "config_overrides": {
-        "model_from_pretrained_kwargs": {"center_writing_weights": True}}, "saes": [
-        {"id": "blocks.8.hook_mlp_out", "path": Path(SCALED).name, "norm_scaling_factor": 0.4}]},
-    "clt": {"conversion_func": "mntss_clt_layer_transcoder", "repo_id": "a/b", "saes": [{"id": "layer_0", "path": 0}]},
-    "wg": {"repo_id": "a/b", "config_overrides": {"normalize_activations": "constant_norm_rescale"},
-           "saes": [{"id": "layer_8", "path": "layer_8"}]}}
+    "scope-canonical": {
+        "conversion_func": "gemma_2",
+        "repo_id": "google/gemma-scope-2b-pt-res",
+        "model": "gemma-2-2b",
+        "saes": [{"id": "layer_12/canonical", "path": "layer_12/width_16k/average_l0_82"}],
+    },
+    "mlp-tm": {
+        "repo_id": "tm/mlp-out",
+        "model": "gpt2-small",
+        "config_overrides": {"model_from_pretrained_kwargs": {"center_writing_weights": True}},
+        "saes": [
+            {"id": "blocks.8.hook_mlp_out", "path": Path(SCALED).name, "norm_scaling_factor": 0.4}
+        ],
+    },
+    "clt": {
+        "conversion_func": "mntss_clt_layer_transcoder",
+        "repo_id": "a/b",
+        "saes": [{"id": "layer_0", "path": 0}],
+    },
+    "wg": {
+        "repo_id": "a/b",
+        "config_overrides": {"normalize_activations": "constant_norm_rescale"},
+        "saes": [{"id": "layer_8", "path": "layer_8"}],
+    },
+}
 
 
 def test_an_sae_is_named_by_its_release_and_id(
-        sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path / "packages", yaml.safe_dump(RELEASES), monkeypatch)
     make_store(sae.home, "rows", ROWS.astype(np.float32))
     place, name = "layer_12/width_16k/average_l0_82", "scope-canonical/layer_12/canonical"
     published.gemma_scope(tmp_path / "scope" / place)
-    hub.add("google/gemma-scope-2b-pt-res", files_of(tmp_path / "scope") | {"layer_12/other/params.npz": b""})
+    hub.add(
+        "google/gemma-scope-2b-pt-res",
+        files_of(tmp_path / "scope") | {"layer_12/other/params.npz": b""},
+    )
     one = scaled(tmp_path / SCALED)
     hub.add("tm/mlp-out", files_of(tmp_path / "mlp-out"))
     done = sae("eval", name, "--data", "rows", "--split", "all", "--json")
@@ -157,32 +273,45 @@ def test_an_sae_is_named_by_its_release_and_id(
     assert np.abs(predicted - one.predicted).max() < 1e-5 * np.abs(one.predicted).max()
     done = sae("eval", "mlp-tm/blocks.8.hook_mlp_out", "--data", "rows")
     assert done.status == 0 and "center_writing_weights" in done.err
-    for words, said in ((["tm/mlp-out"], "which say it; install sae-lens"),
-                        (["scope-canonical/layer_12/canonicel"], "did you mean layer_12/canonical?"),
-                        (["scope-canonical"], "has 1 SAEs, and is named as scope-canonical/ID"),
-                        (["clt/layer_0"], "cannot be expressed here"), (["wg/layer_8"], "(constant_norm_rescale)")):
+    for words, said in (
+        (["tm/mlp-out"], "which say it; install sae-lens"),
+        (["scope-canonical/layer_12/canonicel"], "did you mean layer_12/canonical?"),
+        (["scope-canonical"], "has 1 SAEs, and is named as scope-canonical/ID"),
+        (["clt/layer_0"], "cannot be expressed here"),
+        (["wg/layer_8"], "(constant_norm_rescale)"),
+    ):
         done = sae("eval", *words, "--data", "rows")
         assert done.status == 1 and said in done.err and done.err.count("\n") <= 2, done.err
     with monkeypatch.context() as patched:
         patched.setattr(constants, "ENDPOINT", "http://hub.invalid")
         patched.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
         done = sae("eval", name, "--data", "rows")
-        assert done.status == 1 and f"{name} is google/gemma-scope-2b-pt-res/{place} on the hub, and the" in done.err
+        assert (
+            done.status == 1
+            and f"{name} is google/gemma-scope-2b-pt-res/{place} on the hub, and the" in done.err
+        )
     hub.add("scope-canonical/layer_12", files_of(tmp_path / "mlp-out"))  # which hf:// means
     assert "blocks.8" in sae("eval", "hf://scope-canonical/layer_12", "--data", "rows").err
 
 
 def test_without_saelens_an_unknown_name_says_what_to_install(
-        sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    sae: CommandLine, hub: ModelHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "sae_lens", None)
     done = sae("eval", "scope-canonical/layer_12/canonical")
     assert done.status == 1 and "install sae-lens or name its place on the hub" in done.err
 
 
 @pytest.mark.slow
-def test_every_release_of_saelens_is_resolved_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = "import importlib.util as u; print(u.find_spec('sae_lens').submodule_search_locations[0])"
-    done = subprocess.run([python_with("saelens"), "-c", where], capture_output=True, text=True, check=True)
+def test_every_release_of_saelens_is_resolved_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = (
+        "import importlib.util as u; print(u.find_spec('sae_lens').submodule_search_locations[0])"
+    )
+    done = subprocess.run(
+        [python_with("saelens"), "-c", where], capture_output=True, text=True, check=True
+    )
     text = (Path(done.stdout.strip()) / "pretrained_saes.yaml").read_text()
     install(tmp_path, text, monkeypatch)
     found: Counter[str] = Counter()
@@ -190,7 +319,10 @@ def test_every_release_of_saelens_is_resolved_or_refused(tmp_path: Path, monkeyp
         for one in release["saes"][:2]:
             try:
                 address, _ = registered(f"{name}/{one['id']}", str)
-                assert address.folder == str(one["path"]) and Address.parse(f"hf://{address}") == address
+                assert (
+                    address.folder == str(one["path"])
+                    and Address.parse(f"hf://{address}") == address
+                )
             except FormatError as error:
                 found[str(error).partition("here: ")[2]] += 1
     assert sorted(found.values()) == [2, 2, 3]  # per-row norms, cross-layer, temporal

@@ -23,23 +23,33 @@ def named(value: Any) -> str:
 @pytest.mark.parametrize("lead", LEADING, ids=named)
 @pytest.mark.parametrize("activation", EVERY, ids=named)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
-def test_any_leading_shape_is_that_of_the_result_row_by_row(activation: Activation, lead: tuple, dtype) -> None:
+def test_any_leading_shape_is_that_of_the_result_row_by_row(
+    activation: Activation, lead: tuple, dtype
+) -> None:
     sae = random_sae(activation).copy_to(dtype)
     x = torch.randn(*lead, D, generator=torch.Generator().manual_seed(1), dtype=dtype)
     z, x_hat = sae.encode(x), sae(x)
     assert (z.shape, x_hat.shape, z.dtype, x_hat.dtype) == ((*lead, F), (*lead, D), dtype, dtype)
-    for row, codes, result in zip(x.reshape(-1, D).unbind(), z.reshape(-1, F), x_hat.reshape(-1, D), strict=True):
+    for row, codes, result in zip(
+        x.reshape(-1, D).unbind(), z.reshape(-1, F), x_hat.reshape(-1, D), strict=True
+    ):
         pre = (row.double() @ sae.W_enc.double() + sae.b_enc.double())[None]
         learned = {name: value.double() for name, value in sae.activation_parameters.items()}
         expected = activation(pre, learned | {"W_enc": sae.W_enc.double()}).dense()[0]
         torch.testing.assert_close(codes.double(), expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(result.double(), expected @ sae.W_dec.double() + sae.b_dec.double(), atol=1e-4,
-                                   rtol=1e-4)
+        torch.testing.assert_close(
+            result.double(),
+            expected @ sae.W_dec.double() + sae.b_dec.double(),
+            atol=1e-4,
+            rtol=1e-4,
+        )
 
 
 @pytest.mark.parametrize("activation", EVERY, ids=named)
 @pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float64], ids=named)
-def test_other_floating_point_types_are_computed_on_in_the_saes_own(activation: Activation, given) -> None:
+def test_other_floating_point_types_are_computed_on_in_the_saes_own(
+    activation: Activation, given
+) -> None:
     sae = random_sae(activation)
     x = torch.from_numpy(some_rows(12)).reshape(3, 4, D).to(given)
     assert torch.equal(sae.encode(x), sae.encode(x.float()))
@@ -54,39 +64,53 @@ def test_rows_in_the_saes_own_type_take_the_path_of_codes() -> None:
     assert torch.equal(sae.encode(x), codes.dense())
     torch.testing.assert_close(sae.decode(codes.dense()), sae.predicted(x, codes)[:, -1])
     assert torch.equal(sae(x), sae.predicted(x, codes)[:, -1])
-    torch.testing.assert_close(sae.predicted(x, DenseCodes(codes.dense()))[:, -1],
-                               torch.addmm(sae.b_dec, codes.dense(), sae.W_dec))
+    torch.testing.assert_close(
+        sae.predicted(x, DenseCodes(codes.dense()))[:, -1],
+        torch.addmm(sae.b_dec, codes.dense(), sae.W_dec),
+    )
     sae(x[None]).sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(("given", "got"), [
-    (torch.ones(3, D + 1), rf"shape \(3, {D + 1}\)"), (torch.tensor(1.0), r"shape \(\)"),
-    (torch.ones(0), r"shape \(0,\)"),
-    (np.ones((3, D), np.float32), r"ndarray; make it one by `torch.as_tensor`"), ([[1.0] * D], "list; make it one"),
-    (None, "NoneType; make it one"), (torch.ones(3, D, dtype=torch.int64), r"torch.int64; convert it by `.float\(\)`"),
-    (torch.ones(3, D, dtype=torch.bool), "torch.bool; convert"),
-    (torch.ones(3, D, dtype=torch.cfloat), "torch.complex64; convert"),
-    (torch.ones(3, D, device="meta"), "one on meta; move one of the two by `.to`"),
-])
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (torch.ones(3, D + 1), rf"shape \(3, {D + 1}\)"),
+        (torch.tensor(1.0), r"shape \(\)"),
+        (torch.ones(0), r"shape \(0,\)"),
+        (np.ones((3, D), np.float32), r"ndarray; make it one by `torch.as_tensor`"),
+        ([[1.0] * D], "list; make it one"),
+        (None, "NoneType; make it one"),
+        (torch.ones(3, D, dtype=torch.int64), r"torch.int64; convert it by `.float\(\)`"),
+        (torch.ones(3, D, dtype=torch.bool), "torch.bool; convert"),
+        (torch.ones(3, D, dtype=torch.cfloat), "torch.complex64; convert"),
+        (torch.ones(3, D, device="meta"), "one on meta; move one of the two by `.to`"),
+    ],
+)
 def test_anything_else_is_refused_in_one_sentence(given: Any, got: str) -> None:
     sae = random_sae()
     expected = rf"expected a floating-point tensor of shape \(\.\.\., {D}\) on cpu, got {got}"
     for refusing in (sae.encode, sae):
         with pytest.raises(saecli.SaeError, match=f"^cannot encode: {expected}"):
             refusing(given)
-    with pytest.raises(saecli.SaeError, match=rf"^cannot decode: expected .* of shape \(\.\.\., {F}\) on cpu, got "):
+    with pytest.raises(
+        saecli.SaeError, match=rf"^cannot decode: expected .* of shape \(\.\.\., {F}\) on cpu, got "
+    ):
         sae.decode(given)
 
 
 @pytest.mark.parametrize("activation", EVERY, ids=named)
 def test_an_sae_is_shown_in_one_line(activation: Activation) -> None:
     kept = ", k=4" if hasattr(activation, "k") else ""
-    assert repr(random_sae(activation)) == f"SAE({activation.name}{kept}, d_in={D}, d_sae={F}, float32, cpu)"
+    assert (
+        repr(random_sae(activation))
+        == f"SAE({activation.name}{kept}, d_in={D}, d_sae={F}, float32, cpu)"
+    )
 
 
 def test_a_store_is_shown_in_one_line(tmp_path: Path) -> None:
     make_store(tmp_path, "rows", some_rows(20))
     where = str(tmp_path / "activations" / "rows")
     assert repr(saecli.open_store("rows", tmp_path)) == (
-        f"ActivationStore('rows', rows=20, d_in={D}, float32, path={where!r})")
+        f"ActivationStore('rows', rows=20, d_in={D}, float32, path={where!r})"
+    )

@@ -36,20 +36,38 @@ def test_without_a_name_the_newest_complete_run_is_meant(home: Home) -> None:
 
 
 def test_a_folder_in_another_librarys_format_knows_no_store_and_a_run_goes_first(
-        home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(SavedSAE(random_sae()), "saelens", tmp_path / "both")
-    assert find_subject(home, str(tmp_path / "both")) == Subject(str(tmp_path / "both"), tmp_path / "both")
+    assert find_subject(home, str(tmp_path / "both")) == Subject(
+        str(tmp_path / "both"), tmp_path / "both"
+    )
     run_in(home, "both")
     monkeypatch.chdir(tmp_path)
     assert find_subject(home, "both").folder == home.runs.path / "both"
 
 
-@pytest.mark.parametrize(("name", "error", "said"), [
-    ("nosuch", RunError, "there are: only"), ("begun", RunError, r"holds no SAE yet.*sae train --resume --name begun"),
-    (".", FormatError, "no SAE found in"),
-    ("runs/first/sae.safetensors", RunError, "is a file: expected .* name the file's folder, runs/first")])
-def test_what_names_no_sae_is_refused(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
-                                      error: type[Exception], said: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("nosuch", RunError, "there are: only"),
+        ("begun", RunError, r"holds no SAE yet.*sae train --resume --name begun"),
+        (".", FormatError, "no SAE found in"),
+        (
+            "runs/first/sae.safetensors",
+            RunError,
+            "is a file: expected .* name the file's folder, runs/first",
+        ),
+    ],
+)
+def test_what_names_no_sae_is_refused(
+    home: Home,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: type[Exception],
+    said: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     for missing in (None, "nosuch"):
         with pytest.raises(RunError, match="make one with `sae train`"):
@@ -62,8 +80,16 @@ def test_what_names_no_sae_is_refused(home: Home, tmp_path: Path, monkeypatch: p
         find_subject(home, name)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format_version": 99, "complete": true, "data": null, '
-                                                      '"training": {"split_seed": 0, "fraction": 1.0}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"format_version": 99, "complete": true, "data": null, '
+        '"training": {"split_seed": 0, "fraction": 1.0}}',
+    ],
+)
 def test_a_run_json_of_another_kind_is_named(home: Home, tmp_path: Path, content: str) -> None:
     folder = run_in(Home(tmp_path / "other"), "odd")
     (folder / "run.json").write_text(content)

@@ -21,30 +21,70 @@ def test_the_namespace_is_what_is_documented():
 
 def test_an_sae_says_what_it_is_and_how_it_was_trained(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
-    assert sae("train", "--act", "topk", "--k", "3", "--d-sae", "24", "--epochs", "2", "--name", "run").status == 0
+    assert (
+        sae(
+            "train", "--act", "topk", "--k", "3", "--d-sae", "24", "--epochs", "2", "--name", "run"
+        ).status
+        == 0
+    )
     loaded = saecli.load_sae("run", sae.home)
     fitted = saecli.fit(saecli.open_store("rows", sae.home), act="topk", k=3, d_sae=24, epochs=2)
     assert (loaded.k, fitted.k, random_sae().k) == (3, 3, None)
     for one in loaded, fitted, loaded.copy_to("cpu"):
-        assert {name: one.cfg[name] for name in ("solver", "act", "k", "d_in", "d_sae", "epochs", "seed")} == {
-            "solver": "pam-sgd", "act": "topk", "k": 3, "d_in": 8, "d_sae": 24, "epochs": 2, "seed": 0}
+        assert {
+            name: one.cfg[name]
+            for name in ("solver", "act", "k", "d_in", "d_sae", "epochs", "seed")
+        } == {
+            "solver": "pam-sgd",
+            "act": "topk",
+            "k": 3,
+            "d_in": 8,
+            "d_sae": 24,
+            "epochs": 2,
+            "seed": 0,
+        }
     assert loaded.cfg["data"] == "rows" and random_sae(TopK(k=2)).cfg["act"] == "topk"
     assert repr(loaded).count("\n") == 0
 
 
 @pytest.mark.slow
-def test_pictures_are_figures_and_no_file_is_written(sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pictures_are_figures_and_no_file_is_written(
+    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     make_store(sae.home, "rows", some_rows(300))
     for seed in "0", "1":
-        sae("train", "--act", "topk", "--k", "3", "--d-sae", "24", "--epochs", "2", "--seed", seed, "--name", seed)
-    monkeypatch.setattr("saecli.show.pictures.loss_curves", loss_curves)  # for which tests of training have a stand-in
+        sae(
+            "train",
+            "--act",
+            "topk",
+            "--k",
+            "3",
+            "--d-sae",
+            "24",
+            "--epochs",
+            "2",
+            "--seed",
+            seed,
+            "--name",
+            seed,
+        )
+    monkeypatch.setattr(
+        "saecli.show.pictures.loss_curves", loss_curves
+    )  # for which tests of training have a stand-in
     home = {"home": sae.home}
-    drawn = {picture: saecli.draw(picture, "0", "1", **home) for picture in ("loss", "frontier", "sparsity",
-                                                                             "stability")}
+    drawn = {
+        picture: saecli.draw(picture, "0", "1", **home)
+        for picture in ("loss", "frontier", "sparsity", "stability")
+    }
     drawn["geometry"] = saecli.draw("geometry", "0", rows=50, **home)
     assert {picture: len(figures) for picture, figures in drawn.items()} == {
-        "loss": 1, "frontier": 1, "sparsity": 3, "stability": 1, "geometry": 1}
+        "loss": 1,
+        "frontier": 1,
+        "sparsity": 3,
+        "stability": 1,
+        "geometry": 1,
+    }
     for figures in drawn.values():
         assert all(figure.axes for figure in figures)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
@@ -63,17 +103,23 @@ def test_the_example_goes_from_a_model_to_pages(tmp_path: Path):
     words = [sys.executable, EXAMPLES / "whole_chain.py", tmp_path, "3000"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.count("CE recovered") == 2
-    assert {"geometry-0.png", "sparsity-0.png", "sparsity-1.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"geometry-0.png", "sparsity-0.png", "sparsity-1.png"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
     assert (tmp_path / "pages" / "index.html").exists()
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_from_top_to_bottom_and_shows_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_notebook_runs_from_top_to_bottom_and_shows_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     notebook = nbformat.read(EXAMPLES / "first_hour.ipynb", as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": tmp_path}}
+    ).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     assert "CE recovered" in str(outputs) and "steered:" in str(outputs)

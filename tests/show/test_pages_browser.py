@@ -29,7 +29,9 @@ def test_pages_open_from_disk_and_fetch_only_the_latents_opened(open_page: Any):
     assert one.page.locator(".example").count() == 12
     link = one.page.locator("a", has_text="Neuronpedia")
     assert link.get_attribute("href") == f"https://www.neuronpedia.org/{SOURCE}/17"
-    assert one.page.locator(".ranked .up").count() == one.page.locator(".ranked .down").count() == 10
+    assert (
+        one.page.locator(".ranked .up").count() == one.page.locator(".ranked .down").count() == 10
+    )
     one.page.click("a[rel=up]")
     assert one.page.locator(".latents").is_visible()
     assert one.said == []
@@ -54,8 +56,10 @@ def test_search_finds_tokens_and_numbers(open_page: Any):
     one = open_page("many")
     index = index_of(one.folder)["latents"]
     one.page.fill("#search", "w7")
-    texts = ["\n".join([*tokens, "".join(snippet)]) for tokens, snippet in zip(index["tokens"], index["snippets"],
-                                                                               strict=True)]
+    texts = [
+        "\n".join([*tokens, "".join(snippet)])
+        for tokens, snippet in zip(index["tokens"], index["snippets"], strict=True)
+    ]
     expected = [latent for latent in interesting(index) if "w7" in texts[latent]]
     assert [int(row[0]) for row in one.rows()] == expected[:50]
     assert one.page.inner_text("#count") == f"1–{min(50, len(expected))} of {len(expected):,}"
@@ -115,12 +119,16 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Any):
 def test_latents_of_a_crosscoder_are_filtered_by_class(open_page: Any):
     one = open_page("two")
     index = index_of(one.folder)["latents"]
-    assert "resid_post of layer 3 of model + resid_post of layer 3 of other" in one.page.inner_text("header:visible")
+    assert "resid_post of layer 3 of model + resid_post of layer 3 of other" in one.page.inner_text(
+        "header:visible"
+    )
     assert len(index["classes"]) > 1
     for number, name in enumerate(index["classes"]):
         one.page.select_option("#kind", name)
         expected = [latent for latent in interesting(index) if index["class"][latent] == number]
-        assert [(int(row[0]), row[5]) for row in one.rows()] == [(latent, name) for latent in expected]
+        assert [(int(row[0]), row[5]) for row in one.rows()] == [
+            (latent, name) for latent in expected
+        ]
     one.page.locator("tbody a").first.click()
     one.page.wait_for_selector(f".class >> text='{name}'")
     assert one.said == []

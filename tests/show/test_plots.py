@@ -15,9 +15,11 @@ from saecli.base.errors import ConfigError
 from saecli.show.measures import l0_bins
 from saecli.show.pictures import firing, frontier, loss_curves, patterns, probes, stability
 
-LINES = [{"step": 20, "loss": 3.0, "batch_fvu": 0.5, "batch_l0": 30.0},
-         {"step": 40, "loss": 2.0, "batch_fvu": 0.25, "batch_l0": 20.0},
-         {"step": 40, "epoch": 1, "test_fvu": 0.3, "test_l0": 21.0, "alpha": 1.0}]
+LINES = [
+    {"step": 20, "loss": 3.0, "batch_fvu": 0.5, "batch_l0": 30.0},
+    {"step": 40, "loss": 2.0, "batch_fvu": 0.25, "batch_l0": 20.0},
+    {"step": 40, "epoch": 1, "test_fvu": 0.3, "test_l0": 21.0, "alpha": 1.0},
+]
 PERFECT = {"step": 1, "batch_fvu": 0.0, "batch_l0": 0.0}
 NO_NUMBER = {"step": 1, "batch_fvu": float("nan"), "batch_l0": None}
 MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
@@ -26,8 +28,13 @@ MAGIC = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 def matched(*runs: tuple) -> dict[str, Any]:
     """A document of stability: cosines, match fractions and frequencies of each run's latents."""
     columns = ("cosine", "match_fraction", "frequency")
-    return {"match_threshold": 0.7, "runs": [{"run": f"run {at}", **dict(zip(columns, run, strict=True))}
-                                             for at, run in enumerate(runs)]}
+    return {
+        "match_threshold": 0.7,
+        "runs": [
+            {"run": f"run {at}", **dict(zip(columns, run, strict=True))}
+            for at, run in enumerate(runs)
+        ],
+    }
 
 
 DRAW: dict[str, Callable[[Path | None], Figure]] = {
@@ -36,29 +43,44 @@ DRAW: dict[str, Callable[[Path | None], Figure]] = {
     "loss curves of no number": lambda path: loss_curves(path, {"one": [NO_NUMBER]}),
     "loss curves of one point": lambda path: loss_curves(path, {"one": LINES[:1]}),
     "loss curves of a perfect run": lambda path: loss_curves(path, {"one": [PERFECT]}),
-    "loss curves of many": lambda path: loss_curves(path, {f"{i} {'long' * 30}": LINES for i in range(30)}),
-    "firing": lambda path: firing(path, {"one": (torch.tensor([0, 5, 3, 0]), torch.tensor([0.0, 0.3, 1.0]))}),
+    "loss curves of many": lambda path: loss_curves(
+        path, {f"{i} {'long' * 30}": LINES for i in range(30)}
+    ),
+    "firing": lambda path: firing(
+        path, {"one": (torch.tensor([0, 5, 3, 0]), torch.tensor([0.0, 0.3, 1.0]))}
+    ),
     "firing of none": lambda path: firing(path, {}),
-    "firing of silent latents": lambda path: firing(path, {"one": (np.array([9, 0, 0]), np.zeros(2))}),
+    "firing of silent latents": lambda path: firing(
+        path, {"one": (np.array([9, 0, 0]), np.zeros(2))}
+    ),
     "patterns": lambda path: patterns(path, torch.eye(5)[:, :3] - 0.5, "one"),
     "patterns of no rows": lambda path: patterns(path, torch.zeros(0, 7), "one"),
     "patterns of silent latents": lambda path: patterns(path, np.zeros((4, 7)), "one"),
     "patterns of many latents": lambda path: patterns(path, np.eye(50, 4000), "one"),
-    "frontier": lambda path: frontier(path, {"one": (32.0, 0.2, "relu", True), "two": (500.0, 0.01, "topk", None)}),
+    "frontier": lambda path: frontier(
+        path, {"one": (32.0, 0.2, "relu", True), "two": (500.0, 0.01, "topk", None)}
+    ),
     "frontier of one": lambda path: frontier(path, {"one": (32.0, 0.2, "relu", None)}),
     "frontier of none": lambda path: frontier(path, {}),
-    "frontier of no number": lambda path: frontier(path, {"one": (32.0, float("nan"), "relu", False),
-                                                           "two": (0.0, 0.0, "relu", True)}),
-    "stability": lambda path: stability(path, matched(([0.5, None], [1, 0], [0.1, 0]), ([1], [1], [1]))),
+    "frontier of no number": lambda path: frontier(
+        path, {"one": (32.0, float("nan"), "relu", False), "two": (0.0, 0.0, "relu", True)}
+    ),
+    "stability": lambda path: stability(
+        path, matched(([0.5, None], [1, 0], [0.1, 0]), ([1], [1], [1]))
+    ),
     "stability of none": lambda path: stability(path, matched()),
-    "stability of silent latents": lambda path: stability(path, matched(([0.5, 0.1], [0, 0], [0, 0]))),
+    "stability of silent latents": lambda path: stability(
+        path, matched(([0.5, 0.1], [0, 0], [0, 0]))
+    ),
     "stability of no counterparts": lambda path: stability(path, matched(([None], [0], [0.5]))),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", DRAW.values(), ids=DRAW.keys())
-def test_every_input_gives_a_picture_that_can_be_read(draw: Callable[[Path | None], Figure], tmp_path: Path) -> None:
+def test_every_input_gives_a_picture_that_can_be_read(
+    draw: Callable[[Path | None], Figure], tmp_path: Path
+) -> None:
     draw(tmp_path / "x.png")
     image = imread(tmp_path / "x.png")
     assert min(image.shape[:2]) > 400
@@ -68,7 +90,9 @@ def test_every_input_gives_a_picture_that_can_be_read(draw: Callable[[Path | Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", MAGIC)
-def test_the_ending_is_the_format_and_the_same_data_the_same_file(suffix: str, tmp_path: Path) -> None:
+def test_the_ending_is_the_format_and_the_same_data_the_same_file(
+    suffix: str, tmp_path: Path
+) -> None:
     first, second = tmp_path / "new" / f"first{suffix}", tmp_path / f"second{suffix.upper()}"
     DRAW["loss curves"](first)
     DRAW["loss curves"](second)
@@ -77,8 +101,12 @@ def test_the_ending_is_the_format_and_the_same_data_the_same_file(suffix: str, t
 
 
 @pytest.mark.parametrize("name", ["x.gif", "x"])
-def test_another_ending_is_refused_in_one_sentence_and_nothing_written(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot draw plot .*: a picture.s name ends in .png, .pdf, .svg; "):
+def test_another_ending_is_refused_in_one_sentence_and_nothing_written(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot draw plot .*: a picture.s name ends in .png, .pdf, .svg; "
+    ):
         frontier(tmp_path / name, {})
     assert not list(tmp_path.iterdir())
 
@@ -97,14 +125,27 @@ def test_any_name_is_drawn_as_it_is_spelt(suffix: str, drawn: list[Figure], tmp_
         ElementTree.parse(tmp_path / "x.svg")
 
 
-def test_loss_curves_draw_each_measure_against_its_own_steps(drawn: list[Figure], tmp_path: Path) -> None:
+def test_loss_curves_draw_each_measure_against_its_own_steps(
+    drawn: list[Figure], tmp_path: Path
+) -> None:
     loss_curves(tmp_path / "x.png", {"one": LINES})
-    curves = [(list(line.get_xdata()), list(line.get_ydata())) for axes in drawn[0].axes for line in axes.lines]
-    assert curves == [([20, 40], [0.5, 0.25]), ([40], [0.3]), ([20, 40], [30.0, 20.0]), ([40], [21.0])]
+    curves = [
+        (list(line.get_xdata()), list(line.get_ydata()))
+        for axes in drawn[0].axes
+        for line in axes.lines
+    ]
+    assert curves == [
+        ([20, 40], [0.5, 0.25]),
+        ([40], [0.3]),
+        ([20, 40], [30.0, 20.0]),
+        ([40], [21.0]),
+    ]
     assert [axes.get_yscale() for axes in drawn[0].axes] == ["log", "linear"]
 
 
-@pytest.mark.parametrize("counts", [[0, 5, 3, 0], [8], [0] * 32 + [100] + [0] * 200, list(range(1000))])
+@pytest.mark.parametrize(
+    "counts", [[0, 5, 3, 0], [8], [0] * 32 + [100] + [0] * 200, list(range(1000))]
+)
 def test_l0_histogram_holds_every_row_once_at_its_place(counts: list[int]) -> None:
     found, edges = l0_bins(np.array(counts), 60)
     values = np.repeat(np.arange(len(counts)), counts)
@@ -112,43 +153,82 @@ def test_l0_histogram_holds_every_row_once_at_its_place(counts: list[int]) -> No
     assert found.sum() == sum(counts) and len(found) <= 61
 
 
-def test_firing_counts_silent_latents_in_the_legend_and_others_in_bars(drawn: list[Figure], tmp_path: Path) -> None:
+def test_firing_counts_silent_latents_in_the_legend_and_others_in_bars(
+    drawn: list[Figure], tmp_path: Path
+) -> None:
     frequency = np.array([0, 0, 1e-4, 0.01, 0.5, 1.0])
     firing(tmp_path / "x.png", {"one": (np.array([3, 4]), frequency)})
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["one (2 of 6 silent on these 7 rows)"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
+        "one (2 of 6 silent on these 7 rows)"
+    ]
     bars = drawn[0].axes[1].patches[0].get_data()
     assert (bars.values.sum(), bars.edges[0], bars.edges[-1]) == (4, pytest.approx(1e-4), 1)
 
 
-def test_patterns_show_sizes_with_the_most_frequent_latents_first(drawn: list[Figure], tmp_path: Path) -> None:
+def test_patterns_show_sizes_with_the_most_frequent_latents_first(
+    drawn: list[Figure], tmp_path: Path
+) -> None:
     codes = np.array([[0, -1, 2, 0], [0, 0, 3, 0], [0, 0, 4, 5]])
     patterns(tmp_path / "x.png", codes, "one")
-    np.testing.assert_array_equal(drawn[0].axes[0].images[0].get_array(), np.abs(codes[:, [2, 1, 3]]))
+    np.testing.assert_array_equal(
+        drawn[0].axes[0].images[0].get_array(), np.abs(codes[:, [2, 1, 3]])
+    )
 
 
-def test_frontier_draws_beaten_runs_hollow_and_joins_families(drawn: list[Figure], tmp_path: Path) -> None:
-    points = {"a": (10.0, 0.3, "topk", False), "b": (20.0, 0.2, "topk", True), "c": (20.0, 0.25, "relu", False),
-              "d": (5.0, 0.3, "relu", None)}
+def test_frontier_draws_beaten_runs_hollow_and_joins_families(
+    drawn: list[Figure], tmp_path: Path
+) -> None:
+    points = {
+        "a": (10.0, 0.3, "topk", False),
+        "b": (20.0, 0.2, "topk", True),
+        "c": (20.0, 0.25, "relu", False),
+        "d": (5.0, 0.3, "relu", None),
+    }
     frontier(tmp_path / "x.png", points)
     lines = drawn[0].axes[0].lines
-    shown = {(line.get_xdata()[0], line.get_ydata()[0]): line for line in lines if line.get_linestyle() == "None"}
+    shown = {
+        (line.get_xdata()[0], line.get_ydata()[0]): line
+        for line in lines
+        if line.get_linestyle() == "None"
+    }
     assert {point[:2]: shown[point[:2]].get_fillstyle() for point in points.values()} == {
-        (10.0, 0.3): "none", (20.0, 0.2): "full", (20.0, 0.25): "none", (5.0, 0.3): "full"}
-    assert shown[10.0, 0.3].get_color() == shown[20.0, 0.2].get_color() != shown[5.0, 0.3].get_color()
-    assert sorted(list(line.get_xdata()) for line in lines if len(line.get_xdata()) == 2) == [[5, 20], [10, 20]]
+        (10.0, 0.3): "none",
+        (20.0, 0.2): "full",
+        (20.0, 0.25): "none",
+        (5.0, 0.3): "full",
+    }
+    assert (
+        shown[10.0, 0.3].get_color() == shown[20.0, 0.2].get_color() != shown[5.0, 0.3].get_color()
+    )
+    assert sorted(list(line.get_xdata()) for line in lines if len(line.get_xdata()) == 2) == [
+        [5, 20],
+        [10, 20],
+    ]
     labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert labels == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)", "hollow: beaten by another run"]
+    assert labels == [
+        "1 a (topk)",
+        "2 b (topk)",
+        "3 c (relu)",
+        "4 d (relu)",
+        "hollow: beaten by another run",
+    ]
 
 
-def test_stability_draws_cosines_and_match_fractions_by_frequency(drawn: list[Figure], tmp_path: Path) -> None:
+def test_stability_draws_cosines_and_match_fractions_by_frequency(
+    drawn: list[Figure], tmp_path: Path
+) -> None:
     frequency = np.repeat([0, 0.01, 0.02, 0.5], [5, 30, 30, 40])
     often = np.where(frequency == 0.02, 0.25, np.where(frequency == 0.5, np.arange(105) % 2, 0))
-    stability(tmp_path / "x.png", matched(([*np.linspace(0, 1, 100), *[None] * 5], often, frequency)))
+    stability(
+        tmp_path / "x.png", matched(([*np.linspace(0, 1, 100), *[None] * 5], often, frequency))
+    )
     left, right = drawn[0].axes
     assert left.patches[0].get_data().values.sum() == pytest.approx(100 / 105)
     (line,) = right.lines
     np.testing.assert_allclose(line.get_xydata(), [[0.01, 0], [0.02, 0.25], [0.5, 0.5]])
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["run 0 (105 latents, 5 silent)"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
+        "run 0 (105 latents, 5 silent)"
+    ]
 
 
 def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list, tmp_path: Path):
@@ -158,12 +238,21 @@ def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list
     def line(run: str | None, k: int | None, mean: float, low: float, high: float) -> dict:
         return {"run": run, **place, "k": k, "auc": mean, "auc_low": low, "auc_high": high}
 
-    document = {"runs": [{"run": run, **place} for run in by_set],
-                "probes": [line("first", 1, 0.6, 0.5, 0.7), line("first", 16, 0.8, 0.7, 0.9),
-                           line("second", 1, 0.7, 0.7, 0.7), line("second", 16, 0.7, 0.6, 0.8),
-                           line(None, None, 0.9, 0.85, 0.95)],
-                "by_set": [{"run": run, **place, "k": run and 16, "auc": auc}
-                           for run, aucs in ({None: sets} | by_set).items() for auc in aucs]}
+    document = {
+        "runs": [{"run": run, **place} for run in by_set],
+        "probes": [
+            line("first", 1, 0.6, 0.5, 0.7),
+            line("first", 16, 0.8, 0.7, 0.9),
+            line("second", 1, 0.7, 0.7, 0.7),
+            line("second", 16, 0.7, 0.6, 0.8),
+            line(None, None, 0.9, 0.85, 0.95),
+        ],
+        "by_set": [
+            {"run": run, **place, "k": run and 16, "auc": auc}
+            for run, aucs in ({None: sets} | by_set).items()
+            for auc in aucs
+        ],
+    }
     probes(tmp_path / "probes.svg", document)
     left, right = drawn[0].axes
     curves = [container.lines[0] for container in left.containers]
@@ -177,17 +266,25 @@ def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list
     assert low < 0.3 and high > 1
     names = [text.get_text() for text in drawn[0].legends[0].texts]
     assert names == ["first", "second", "dense probe on the activations"]
-    assert [list(line.get_ydata()) for line in left.lines if line.get_linestyle() == ":"] == [[0.9, 0.9]]
+    assert [list(line.get_ydata()) for line in left.lines if line.get_linestyle() == ":"] == [
+        [0.9, 0.9]
+    ]
 
 
-TOPK_METRICS = [{"step": step, "batch_fvu": 1 / step, "batch_l0": 4.0, "test_fvu": 1 / step, "test_l0": 4.0}
-                for step in (1, 2, 3)]
+TOPK_METRICS = [
+    {"step": step, "batch_fvu": 1 / step, "batch_l0": 4.0, "test_fvu": 1 / step, "test_l0": 4.0}
+    for step in (1, 2, 3)
+]
 
 
 @pytest.mark.slow
 def test_a_number_of_latents_that_was_chosen_has_no_panel(tmp_path: Path, drawn: list):
-    loss_curves(tmp_path / "a.png", {"run": [line | {"batch_l0": 3.9999998} for line in TOPK_METRICS]})
-    loss_curves(tmp_path / "b.png", {"run": [line | {"test_l0": line["step"]} for line in TOPK_METRICS]})
+    loss_curves(
+        tmp_path / "a.png", {"run": [line | {"batch_l0": 3.9999998} for line in TOPK_METRICS]}
+    )
+    loss_curves(
+        tmp_path / "b.png", {"run": [line | {"test_l0": line["step"]} for line in TOPK_METRICS]}
+    )
     l0 = np.array([0, 0, 9, 0])
     firing(tmp_path / "c.png", {"run": (l0, np.array([0.5, 0.1, 0.2]))})
     firing(tmp_path / "d.png", {"run": (np.array([0, 1, 8, 0]), np.array([0.5, 0.1, 0.2]))})

@@ -35,8 +35,12 @@ def plot(sae: CommandLine, drawn: list[Any], *words: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", [TopK(3), AbsTopK(3), Relu()], ids=lambda activation: activation.name)
-def test_projected_rows_and_those_inside_the_cell_are_counted(sae: CommandLine, drawn: list[Any], activation: Relu):
+@pytest.mark.parametrize(
+    "activation", [TopK(3), AbsTopK(3), Relu()], ids=lambda activation: activation.name
+)
+def test_projected_rows_and_those_inside_the_cell_are_counted(
+    sae: CommandLine, drawn: list[Any], activation: Relu
+):
     rows, mine = held_out(sae.home, 8), random_sae(activation)
     make_run(sae.home, "one", mine)
     panels = plot(sae, drawn, "--slice", ",".join(map(str, CORNERS)))
@@ -46,16 +50,20 @@ def test_projected_rows_and_those_inside_the_cell_are_counted(sae: CommandLine, 
     there = (supports(mine, rows) == supports(mine, projected)).all(1)
     distance = np.sort(np.linalg.norm(rows - projected, axis=1))[(len(rows) - 1) // 2]
     assert there.sum() >= len(CORNERS)  # the plane goes through these
-    assert panels[1].get_title() == (f"{len(rows)} rows projected onto the cells, {there.sum()} really inside\n"
-                                     f"median distance to the plane: {distance:.3g}")
+    assert panels[1].get_title() == (
+        f"{len(rows)} rows projected onto the cells, {there.sum()} really inside\n"
+        f"median distance to the plane: {distance:.3g}"
+    )
     assert panels[0].get_title().endswith(f"dots: {len(rows)} rows projected onto it")
     assert len(panels[0].collections[0].get_offsets()) == len(rows)
     bars = [axes.get_ylabel() for axes in drawn[0].axes if axes.get_label() == "<colorbar>"]
     assert bars[-1] == "rows projected onto the cell; white: none"
     headings = [part.get_suptitle() for part in drawn[0].subfigs]
-    assert headings[1:] == ["Cells and margins of the rows, in all 8 dimensions",
-                            "200 rows (open) and their reconstructions (full), projected onto the plane; FVU of all "
-                            "rows, in all 8 dimensions"]
+    assert headings[1:] == [
+        "Cells and margins of the rows, in all 8 dimensions",
+        "200 rows (open) and their reconstructions (full), projected onto the plane; FVU of all "
+        "rows, in all 8 dimensions",
+    ]
 
 
 @pytest.mark.slow
@@ -64,28 +72,43 @@ def test_in_two_dimensions_each_cell_has_the_colour_of_its_rows(sae: CommandLine
     make_run(sae.home, "one", mine)
     panels = plot(sae, drawn)
     assert panels[1].get_title() == f"{len(rows)} rows in the cells"
-    assert not any("projected" in text.get_text() for text in drawn[0].findobj(lambda some: hasattr(some, "get_text")))
+    assert not any(
+        "projected" in text.get_text()
+        for text in drawn[0].findobj(lambda some: hasattr(some, "get_text"))
+    )
     (shown,) = panels[1].images
     left, right, bottom, top = shown.get_extent()
     image = shown.get_array()
     counts = []
     for at in np.random.default_rng(0).integers(1, len(image) - 1, (60, 2)):
-        around = image[at[0] - 1:at[0] + 2, at[1] - 1:at[1] + 2].reshape(9, 3)
+        around = image[at[0] - 1 : at[0] + 2, at[1] - 1 : at[1] + 2].reshape(9, 3)
         if (around == around[0]).all():  # no line
-            middle = np.array([[left + (at[1] + 0.5) / len(image) * (right - left),
-                                bottom + (at[0] + 0.5) / len(image) * (top - bottom)]])
+            middle = np.array(
+                [
+                    [
+                        left + (at[1] + 0.5) / len(image) * (right - left),
+                        bottom + (at[0] + 0.5) / len(image) * (top - bottom),
+                    ]
+                ]
+            )
             count = (supports(mine, rows) == supports(mine, middle)).all(1).sum()
             assert (around[0] == 1).all() == (count == 0)
             counts.append((count, around[0].sum()))
     some = sorted((count, brightness) for count, brightness in counts if count)
-    assert [brightness for _, brightness in some] == sorted((brightness for _, brightness in some), reverse=True)
+    assert [brightness for _, brightness in some] == sorted(
+        (brightness for _, brightness in some), reverse=True
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("activation", "bars"), [(TopK(3), 1), (AbsTopK(3), 1), (Relu(), 2)],
-                         ids=lambda value: getattr(value, "name", ""))
-def test_cells_are_coloured_only_where_a_bar_says_by_what(sae: CommandLine, drawn: list[Any], activation: Relu,
-                                                          bars: int):
+@pytest.mark.parametrize(
+    ("activation", "bars"),
+    [(TopK(3), 1), (AbsTopK(3), 1), (Relu(), 2)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_cells_are_coloured_only_where_a_bar_says_by_what(
+    sae: CommandLine, drawn: list[Any], activation: Relu, bars: int
+):
     held_out(sae.home, 8)
     make_run(sae.home, "one", random_sae(activation))
     panels = plot(sae, drawn)

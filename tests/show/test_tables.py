@@ -15,10 +15,15 @@ from saecli.show.tables import disagreement, geometries_table, geometry_table, t
 
 NASTY = ("[red]x", "[red", "\\[b]", ":cat:", "$x$", "[/]")
 COLUMNS = ["run", "latents", "mean of a measure", "note"]
-ROWS = [["a-rather-long-name-of-a-run", 4096, 0.160612, "5% to 95%: 0.1 to 0.2"], ["short", 12, None, "none"]]
+ROWS = [
+    ["a-rather-long-name-of-a-run", 4096, 0.160612, "5% to 95%: 0.1 to 0.2"],
+    ["short", 12, None, "none"],
+]
 
 
-def printed(title: str | None, columns: list[str], rows: list[list[object]], width: int) -> list[str]:
+def printed(
+    title: str | None, columns: list[str], rows: list[list[object]], width: int
+) -> list[str]:
     console = Console(width=width, highlight=False)
     with console.capture() as taken:
         console.print(table(title, columns, rows))
@@ -29,14 +34,18 @@ def printed(title: str | None, columns: list[str], rows: list[list[object]], wid
 
 def joined(lines: list[str]) -> list[list[str]]:
     """The cells of each line of a printed table."""
-    return [[cell.strip() for cell in line[1:-1].split("│")] for line in lines if line.startswith("│")]
+    return [
+        [cell.strip() for cell in line[1:-1].split("│")] for line in lines if line.startswith("│")
+    ]
 
 
 def test_a_wide_console_shows_figures_whole_and_names_left():
     lines = printed("the title", COLUMNS, ROWS, 100)
     assert lines[0] == "the title"
-    assert joined(lines) == [["a-rather-long-name-of-a-run", "4,096", "0.1606", "5% to 95%: 0.1 to 0.2"],
-                             ["short", "12", "-", "none"]]
+    assert joined(lines) == [
+        ["a-rather-long-name-of-a-run", "4,096", "0.1606", "5% to 95%: 0.1 to 0.2"],
+        ["short", "12", "-", "none"],
+    ]
 
 
 @pytest.mark.parametrize("width", [50, 60, 70])
@@ -59,7 +68,9 @@ def test_names_that_look_like_markup_are_shown_as_they_are(name: str):
     assert (lines[0], joined(lines)) == (name, [[name, name]])
 
 
-def test_eval_of_nasty_names_prints_within_the_terminal(sae: CommandLine, monkeypatch: pytest.MonkeyPatch):
+def test_eval_of_nasty_names_prints_within_the_terminal(
+    sae: CommandLine, monkeypatch: pytest.MonkeyPatch
+):
     make_store(sae.home, "rows", some_rows())
     for name in NASTY[:5]:
         make_run(sae.home, name, random_sae())
@@ -71,13 +82,22 @@ def test_eval_of_nasty_names_prints_within_the_terminal(sae: CommandLine, monkey
 
 
 def test_latents_of_a_crosscoder_are_listed_by_class_but_for_shared_ones():
-    places = [{"name": name, "width": 4, "fvu": 0.1, "exclusive": 0} for name in ("first", "second")]
-    run = {"run": "x", "places": places, "shared": 2, "class": ["shared", "only first by latent scaling", "in between"]}
+    places = [
+        {"name": name, "width": 4, "fvu": 0.1, "exclusive": 0} for name in ("first", "second")
+    ]
+    run = {
+        "run": "x",
+        "places": places,
+        "shared": 2,
+        "class": ["shared", "only first by latent scaling", "in between"],
+    }
     console = Console(width=250)
     with console.capture() as printed:
         console.print(places_table(run))
     assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in printed.get()
-    assert "1 in between" in printed.get() and "x: only first by latent scaling: 1\n" in printed.get()
+    assert (
+        "1 in between" in printed.get() and "x: only first by latent scaling: 1\n" in printed.get()
+    )
     assert "x: shared" not in printed.get()
 
 
@@ -108,7 +128,9 @@ def test_a_theorem_takes_one_line_with_the_rows_that_it_was_checked_on(document:
     assert about(geometry_table(document), "power") == [["agrees", f"on {rows} rows"]]
     assert disagreement(diagram) is None
     diagram["ties"] = 1
-    assert about(geometry_table(document), "power") == [["agrees", f"on {rows - 1} rows; 1 tie left out"]]
+    assert about(geometry_table(document), "power") == [
+        ["agrees", f"on {rows - 1} rows; 1 tie left out"]
+    ]
     diagram["ties"], diagram["agreement"] = rows, None
     assert about(geometry_table(document), "power") == [["-", f"no row but {rows} ties"]]
     del document["power_diagram"]
@@ -122,7 +144,9 @@ def test_rows_that_break_the_theorem_stand_out(document: dict[str, Any]):
     compared["ties"], decided = 2, compared["rows"] - 2
     for wrong in (1, 3, 100):
         compared["agreement"] = (decided - wrong) / decided
-        assert about(geometry_table(broken), "power") == [["disagrees", f"on {wrong} of {decided} rows"]]
+        assert about(geometry_table(broken), "power") == [
+            ["disagrees", f"on {wrong} of {decided} rows"]
+        ]
         assert disagreement(broken["power_diagram"]) == f"on {wrong} of {decided} rows"
         with console.capture() as taken:
             console.print(geometry_table(broken))
@@ -134,8 +158,12 @@ def test_the_price_comes_with_its_rows_and_cells_or_not_at_all(document: dict[st
     assert own["enough"]
     behind = f"{own['rows_measured']} rows, {own['cells']} own cells"
     table = geometry_table(document)
-    assert about(table, "FVU of local PCA on own cells") == [[f"{own['local_pca_fvu']:.4g}", behind]]
-    assert about(table, "price") == [[f"{own['price']:.4g}", f"SAE {own['sae_fvu']:.4g} there, less that"]]
+    assert about(table, "FVU of local PCA on own cells") == [
+        [f"{own['local_pca_fvu']:.4g}", behind]
+    ]
+    assert about(table, "price") == [
+        [f"{own['price']:.4g}", f"SAE {own['sae_fvu']:.4g} there, less that"]
+    ]
     few = deepcopy(document)
     few["references"]["own_cells"] |= {"enough": False, "rows_measured": 8, "cells": 1}
     table = geometry_table(few)
@@ -145,5 +173,7 @@ def test_the_price_comes_with_its_rows_and_cells_or_not_at_all(document: dict[st
     none["references"]["own_cells"] |= {"rows_measured": 0, "cells": 0, "price": None}
     assert about(geometry_table(none), "price") == [["-", "no own cell has enough rows"]]
     assert [cells[-3:] for cells in about(geometries_table([document, few, none]), "one")][-3:] == [
-        [f"{own['price']:.4g}", str(own["rows_measured"]), str(own["cells"])], ["too few", "8", "1"],
-        ["too few", "0", "0"]]
+        [f"{own['price']:.4g}", str(own["rows_measured"]), str(own["cells"])],
+        ["too few", "8", "1"],
+        ["too few", "0", "0"],
+    ]

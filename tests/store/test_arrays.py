@@ -51,14 +51,25 @@ def write_hdf5(path, values):
 
 
 def write_idx(path, values):
-    head = struct.pack(f">BBBB{values.ndim}I", 0, 0, IDX_CODES[values.dtype.str[1:]], values.ndim, *values.shape)
+    head = struct.pack(
+        f">BBBB{values.ndim}I", 0, 0, IDX_CODES[values.dtype.str[1:]], values.ndim, *values.shape
+    )
     content = head + values.astype(values.dtype.newbyteorder(">")).tobytes()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-WRITERS = {"a.npy": np.save, "a.npz": np.savez_compressed, "a.safetensors": write_safetensors, "a.pt": write_torch,
-           "old.pth": write_old_torch, "a.h5": write_hdf5, "a.hdf5": write_hdf5, "a-idx3-float": write_idx,
-           "a.idx": write_idx, "a-idx3-ubyte.gz": write_idx}
+WRITERS = {
+    "a.npy": np.save,
+    "a.npz": np.savez_compressed,
+    "a.safetensors": write_safetensors,
+    "a.pt": write_torch,
+    "old.pth": write_old_torch,
+    "a.h5": write_hdf5,
+    "a.hdf5": write_hdf5,
+    "a-idx3-float": write_idx,
+    "a.idx": write_idx,
+    "a-idx3-ubyte.gz": write_idx,
+}
 
 
 def rows_of(source, start=0):
@@ -88,11 +99,17 @@ def test_half_precision_is_kept(tmp_path):
     torch.save(tensor, tmp_path / "a.pt")
     stored = make_store(tmp_path / "s", ROWS[:, 0], "bfloat16")
     shard = next((tmp_path / "s" / "shards").iterdir())
-    for path, key in ((tmp_path / "a.safetensors", None), (tmp_path / "a.pt", None), (shard, "activations")):
+    for path, key in (
+        (tmp_path / "a.safetensors", None),
+        (tmp_path / "a.pt", None),
+        (shard, "activations"),
+    ):
         source = open_array(str(path), key)
         assert source.dtype == "bfloat16"
         np.testing.assert_array_equal(rows_of(source), tensor.float().numpy())
-    np.testing.assert_array_equal(collect(stored.split("all").sequential(50)), tensor.float().numpy())
+    np.testing.assert_array_equal(
+        collect(stored.split("all").sequential(50)), tensor.float().numpy()
+    )
     np.save(tmp_path / "a.npy", ROWS[:, 0].astype(np.float16))
     assert open_array(str(tmp_path / "a.npy")).dtype == "float16"
 
@@ -114,8 +131,12 @@ def test_patches_are_centred_and_of_separate_squares():
     assert 0 < 100 * norms.min() < norms.max()
     np.testing.assert_array_equal(rows_of(open_array("patches")), rows)
     photographs = [photograph.mean(-1) for photograph in load_sample_images().images]
-    squares = [grey[top : top + 32, left : left + 32] for grey in photographs
-               for top in range(0, 396, 32) for left in range(0, 609, 32)]
+    squares = [
+        grey[top : top + 32, left : left + 32]
+        for grey in photographs
+        for top in range(0, 396, 32)
+        for left in range(0, 609, 32)
+    ]
     for row in (0, 2079, 2080, 4159):
         windows = sliding_window_view(squares[row // 8], (16, 16)).reshape(-1, 256)
         centred = windows - windows.mean(1, keepdims=True)
@@ -124,7 +145,9 @@ def test_patches_are_centred_and_of_separate_squares():
 
 def test_key_chooses_among_several_arrays(tmp_path):
     np.savez(tmp_path / "a.npz", x=FLAT, y=-FLAT)
-    torch.save({"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}, tmp_path / "a.pt")
+    torch.save(
+        {"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}, tmp_path / "a.pt"
+    )
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npz"), "y")), -FLAT)
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), FLAT)
 
@@ -142,25 +165,80 @@ def test_labels_by_key_or_from_another_file(tmp_path):
 
 SHAPE = r"expected an array of shape \(rows, features\) or with more dimensions, got shape "
 REFUSED = {  # what a.npy or a.npz holds, key, labels, and what is said
-    "49 labels": ({"x": FLAT}, None, LABELS[:49], r"y\.npy do not fit: expected 50, one for each row, got shape \(49"),
-    "two labels": ({"x": FLAT}, None, np.stack([LABELS, LABELS], 1), r"one for each row, got shape \(50, 2\)"),
-    "halves": ({"x": FLAT}, None, LABELS + 0.5, "y.npy do not fit: expected whole numbers, got float64"),
+    "49 labels": (
+        {"x": FLAT},
+        None,
+        LABELS[:49],
+        r"y\.npy do not fit: expected 50, one for each row, got shape \(49",
+    ),
+    "two labels": (
+        {"x": FLAT},
+        None,
+        np.stack([LABELS, LABELS], 1),
+        r"one for each row, got shape \(50, 2\)",
+    ),
+    "halves": (
+        {"x": FLAT},
+        None,
+        LABELS + 0.5,
+        "y.npy do not fit: expected whole numbers, got float64",
+    ),
     "words": ({"x": FLAT}, None, np.array(list("abcde") * 10), "expected whole numbers, got str32"),
     "infinite labels": ({"x": FLAT}, None, np.full(50, np.inf), "expected whole numbers"),
-    "large labels": ({"x": FLAT}, None, np.full(50, 2**64 - 1, np.uint64), "expected whole numbers"),
+    "large labels": (
+        {"x": FLAT},
+        None,
+        np.full(50, 2**64 - 1, np.uint64),
+        "expected whole numbers",
+    ),
     "a vector": ({"x": ROWS[:, 0, 0]}, None, None, rf"a\.npy: {SHAPE}\(50,\)"),
     "a number": ({"x": np.float32(3)}, None, None, rf"a\.npy: {SHAPE}\(\)"),
-    "no rows": ({"x": ROWS[:0]}, None, None, r"expected a row or more, got an empty array of shape \(0, 3, 4\)"),
+    "no rows": (
+        {"x": ROWS[:0]},
+        None,
+        None,
+        r"expected a row or more, got an empty array of shape \(0, 3, 4\)",
+    ),
     "no width": ({"x": ROWS[:, :, :0]}, None, None, "expected a row or more, got an empty array"),
-    "complex": ({"x": ROWS.astype(complex)}, None, None, "expected an array of real numbers, got one of complex128"),
-    "text": ({"x": np.array([["a"]])}, None, None, "expected an array of real numbers, got one of str32"),
+    "complex": (
+        {"x": ROWS.astype(complex)},
+        None,
+        None,
+        "expected an array of real numbers, got one of complex128",
+    ),
+    "text": (
+        {"x": np.array([["a"]])},
+        None,
+        None,
+        "expected an array of real numbers, got one of str32",
+    ),
     "dates": ({"x": np.zeros((3, 2), "M8[s]")}, None, None, "expected an array of real numbers"),
     "records": ({"x": np.zeros((3, 2), "f4,i4")}, None, None, "expected an array of real numbers"),
-    "no key": ({"x": FLAT, "y": FLAT}, None, None, r"one array in .*a\.npz, got 2 \(x, y\); choose one with key"),
-    "another key": ({"x": FLAT, "y": FLAT}, "z", None, r"no array for key z; expected one of its keys \(x, y\)"),
+    "no key": (
+        {"x": FLAT, "y": FLAT},
+        None,
+        None,
+        r"one array in .*a\.npz, got 2 \(x, y\); choose one with key",
+    ),
+    "another key": (
+        {"x": FLAT, "y": FLAT},
+        "z",
+        None,
+        r"no array for key z; expected one of its keys \(x, y\)",
+    ),
     "needless key": ({"x": FLAT}, "x", None, "holds one array, without a key; leave out key"),
-    "no such labels": ({"x": FLAT}, None, "no.npy", r"there is no file no\.npy to take the labels from; check"),
-    "labels of no key": ({"x": FLAT, "y": LABELS}, "x", "no.npy", r"no file no\.npy .*, or give a key of .*\(x, y\)"),
+    "no such labels": (
+        {"x": FLAT},
+        None,
+        "no.npy",
+        r"there is no file no\.npy to take the labels from; check",
+    ),
+    "labels of no key": (
+        {"x": FLAT, "y": LABELS},
+        "x",
+        "no.npy",
+        r"no file no\.npy .*, or give a key of .*\(x, y\)",
+    ),
 }
 
 
@@ -184,13 +262,28 @@ class Opened:
         return (print, ("run",))
 
 
-@pytest.mark.parametrize(("name", "key", "write"), [
-    ("a.npy", None, lambda path: np.save(path, np.array([[Opened()]], object), allow_pickle=True)),
-    ("a.npz", "x", lambda path: np.savez(path, x=np.array([[Opened()]], object), allow_pickle=True)),
-    ("a.pt", None, lambda path: torch.save({"x": torch.ones(3, 2), "y": Opened()}, path)),
-    ("a.pt", None, lambda path: torch.save({"y": Opened()}, path, _use_new_zipfile_serialization=False)),
-    ("a.pt", None, lambda path: path.write_bytes(pickle.dumps(Opened()))),
-])
+@pytest.mark.parametrize(
+    ("name", "key", "write"),
+    [
+        (
+            "a.npy",
+            None,
+            lambda path: np.save(path, np.array([[Opened()]], object), allow_pickle=True),
+        ),
+        (
+            "a.npz",
+            "x",
+            lambda path: np.savez(path, x=np.array([[Opened()]], object), allow_pickle=True),
+        ),
+        ("a.pt", None, lambda path: torch.save({"x": torch.ones(3, 2), "y": Opened()}, path)),
+        (
+            "a.pt",
+            None,
+            lambda path: torch.save({"y": Opened()}, path, _use_new_zipfile_serialization=False),
+        ),
+        ("a.pt", None, lambda path: path.write_bytes(pickle.dumps(Opened()))),
+    ],
+)
 def test_pickled_objects_are_refused_never_run_and_not_advised(tmp_path, capsys, name, key, write):
     write(tmp_path / name)
     with pytest.raises(FormatError, match=f"cannot (read|import) .*{name}") as caught:
@@ -211,7 +304,9 @@ def test_files_of_another_format_are_refused_by_name(tmp_path, name):
 
 def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
     (tmp_path / "a.csv").touch()
-    with pytest.raises(FormatError, match=r"expected a name that ends in \.npy, .*idx3-ubyte.*got a\.csv"):
+    with pytest.raises(
+        FormatError, match=r"expected a name that ends in \.npy, .*idx3-ubyte.*got a\.csv"
+    ):
         open_array(str(tmp_path / "a.csv"))
     with pytest.raises(FormatError, match=r"there is no file .*b\.npy"):
         open_array(str(tmp_path / "b.npy"))
@@ -221,19 +316,26 @@ def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
         open_array("patches", labels="x")
 
 
-ACTS = np.random.default_rng(0).standard_normal((20, 7, 6)).astype(np.float32)  # batch, position, width
+ACTS = (
+    np.random.default_rng(0).standard_normal((20, 7, 6)).astype(np.float32)
+)  # batch, position, width
 DEEP = ACTS.reshape(5, 4, 7, 6)
+
 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.integers(1, 200), st.data())
 def test_blocks_are_a_reshape_read_once_from_any_row_on(shape, most, data):
     values = np.arange(math.prod(shape)).reshape(shape)
     read = []
-    source = ArraySource(tuple(shape), "float32", lambda index: read.append(values[index].size) or values[index])
+    source = ArraySource(
+        tuple(shape), "float32", lambda index: read.append(values[index].size) or values[index]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(array, "BLOCK_BYTES", 4 * most)
         blocks = [(begin, block.copy()) for begin, block in source.blocks()]
         assert sum(read) == values.size
-        np.testing.assert_array_equal(np.concatenate([block for _, block in blocks]), values.reshape(-1, shape[-1]))
+        np.testing.assert_array_equal(
+            np.concatenate([block for _, block in blocks]), values.reshape(-1, shape[-1])
+        )
         assert all(block.size <= max(most, shape[-1]) for _, block in blocks)
         number = data.draw(st.integers(0, len(blocks) - 1))
         again = list(source.blocks(blocks[number][0]))
@@ -245,24 +347,44 @@ def test_blocks_are_a_reshape_read_once_from_any_row_on(shape, most, data):
 
 def test_flatten_is_needed_for_three_dimensions_and_refused_for_two(tmp_path):
     for values, said in (
-            (ACTS, r"got shape \(20, 7, 6\): flatten positions gives 140 rows of 6 dimensions, "
-                   "flatten features 20 rows of 42$"),
-            (DEEP, r"got shape \(5, 4, 7, 6\): .* 140 rows of 6 dimensions, flatten features 5 rows of 168$"),
-            (ACTS[:1, :1], "gives 1 row of 6 dimensions, flatten features 1 row of 6$")):
+        (
+            ACTS,
+            r"got shape \(20, 7, 6\): flatten positions gives 140 rows of 6 dimensions, "
+            "flatten features 20 rows of 42$",
+        ),
+        (
+            DEEP,
+            r"got shape \(5, 4, 7, 6\): .* 140 rows of 6 dimensions, flatten features 5 rows of 168$",
+        ),
+        (ACTS[:1, :1], "gives 1 row of 6 dimensions, flatten features 1 row of 6$"),
+    ):
         np.save(tmp_path / "a.npy", values)
         with pytest.raises(FormatError, match=said):
             open_array(str(tmp_path / "a.npy"))
     np.save(tmp_path / "b.npy", ACTS[0])
-    with pytest.raises(FormatError, match=r"flatten does nothing with .*b\.npy: .* got shape \(7, 6\); leave it out"):
+    with pytest.raises(
+        FormatError,
+        match=r"flatten does nothing with .*b\.npy: .* got shape \(7, 6\); leave it out",
+    ):
         open_array(str(tmp_path / "b.npy"), flatten="features")
     with pytest.raises(FormatError, match="leave out key, labels and flatten"):
         open_array("digits", flatten="features")
 
 
-@pytest.mark.parametrize(("shape", "flatten", "fits"), [
-    ((20, 7), "positions", True), ((140,), "positions", True), ((140, 1), "positions", True),
-    ((20,), "positions", False), ((7, 20), "positions", False), ((20, 7, 2), "positions", False),
-    ((20,), "features", True), ((20, 7), "features", False), ((140,), "features", False)])
+@pytest.mark.parametrize(
+    ("shape", "flatten", "fits"),
+    [
+        ((20, 7), "positions", True),
+        ((140,), "positions", True),
+        ((140, 1), "positions", True),
+        ((20,), "positions", False),
+        ((7, 20), "positions", False),
+        ((20, 7, 2), "positions", False),
+        ((20,), "features", True),
+        ((20, 7), "features", False),
+        ((140,), "features", False),
+    ],
+)
 def test_labels_are_one_for_each_row_in_its_shape_or_flat(tmp_path, shape, flatten, fits):
     labels = 2**40 + np.arange(math.prod(shape)).reshape(shape)  # more than float32 can tell apart
     torch.save({"x": torch.from_numpy(ACTS), "y": torch.from_numpy(labels)}, tmp_path / "a.pt")
@@ -271,7 +393,9 @@ def test_labels_are_one_for_each_row_in_its_shape_or_flat(tmp_path, shape, flatt
         np.testing.assert_array_equal(found.labels, labels.ravel())
         np.testing.assert_array_equal(found.columns(3, 8)["label"], labels.ravel()[3:8])
     else:
-        with pytest.raises(FormatError, match=r"labels y do not fit: expected .*, one for each row, got shape"):
+        with pytest.raises(
+            FormatError, match=r"labels y do not fit: expected .*, one for each row, got shape"
+        ):
             open_array(str(tmp_path / "a.pt"), "x", "y", flatten)
 
 
@@ -280,16 +404,33 @@ def test_imported_positions_hold_out_whole_sequences(sae: CommandLine, tmp_path:
     refused = sae("import", tmp_path / "acts.npy")
     assert refused.status == 1
     assert "flatten positions gives 140 rows" in refused.err
-    assert sae("import", tmp_path / "acts.npy", "--flatten", "positions", "--json").json["rows"] == 140
+    assert (
+        sae("import", tmp_path / "acts.npy", "--flatten", "positions", "--json").json["rows"] == 140
+    )
     store = ActivationStore.open(sae.home / "activations" / "acts")
     np.testing.assert_array_equal(collect(store.split("all").sequential(64)), ACTS.reshape(140, 6))
-    parts = [[np.concatenate(list(store.split(part).column(name, 100))) for name in ("document", "position")]
-             for part in ("train", "test")]
+    parts = [
+        [
+            np.concatenate(list(store.split(part).column(name, 100)))
+            for name in ("document", "position")
+        ]
+        for part in ("train", "test")
+    ]
     (train, _), (test, places) = parts
     assert not set(train) & set(test) and 0 < len(test) < 140
     np.testing.assert_array_equal(places, np.tile(np.arange(7), len(set(test))))
-    assert sae("import", tmp_path / "acts.npy", "--flatten", "features", "--name", "rows").status == 0
+    assert (
+        sae("import", tmp_path / "acts.npy", "--flatten", "features", "--name", "rows").status == 0
+    )
     meta = ActivationStore.open(sae.home / "activations" / "rows").meta
-    source = {"kind": "array", "file": "acts.npy", "key": None, "sha256": meta.source["sha256"], "labels_sha256": None}
+    source = {
+        "kind": "array",
+        "file": "acts.npy",
+        "key": None,
+        "sha256": meta.source["sha256"],
+        "labels_sha256": None,
+    }
     assert (meta.source, meta.columns) == (source, ())
-    assert meta.request_hash == hash_request({**source, "dtype": "float32", "shard_rows": meta.shard_rows})
+    assert meta.request_hash == hash_request(
+        {**source, "dtype": "float32", "shard_rows": meta.shard_rows}
+    )

@@ -38,6 +38,7 @@ def hdf5(fill: Callable[[h5py.File], object]) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         with h5py.File(path, "w") as file:
             fill(file)
+
     return make
 
 
@@ -48,16 +49,21 @@ def virtual(source: str, length: int | None) -> Callable[[Path], None]:
         part = slice(0, length or h5py.h5s.UNLIMITED)
         layout[part] = other[part]
         file.create_virtual_dataset("x", layout)
+
     return hdf5(fill)
 
 
-def chunked(shape: tuple[int, int], chunk: tuple[int, int], contents: bytes) -> Callable[[Path], None]:
+def chunked(
+    shape: tuple[int, int], chunk: tuple[int, int], contents: bytes
+) -> Callable[[Path], None]:
     """All chunks of the same gzipped contents."""
+
     def fill(file: h5py.File) -> None:
         dataset = file.create_dataset("x", shape, "f4", chunks=chunk, compression="gzip")
         for row in range(0, shape[0], chunk[0]):
             for column in range(0, shape[1], chunk[1]):
                 dataset.id.write_direct_chunk((row, column), contents)
+
     return hdf5(fill)
 
 
@@ -65,7 +71,9 @@ def lying_chunk(path: Path) -> None:
     hdf5(lambda file: file.create_dataset("x", data=ROWS, chunks=(20, 6), compression="gzip"))(path)
     with h5py.File(path) as file:
         size = file["x"].id.get_storage_size()
-    path.write_bytes(path.read_bytes().replace(struct.pack("<II", size, 0), struct.pack("<II", 2**31, 0)))
+    path.write_bytes(
+        path.read_bytes().replace(struct.pack("<II", size, 0), struct.pack("<II", 2**31, 0))
+    )
 
 
 HDF5 = {
@@ -73,45 +81,87 @@ HDF5 = {
     "itself again": (virtual(".", 20), "got x, which is virtual"),
     "a pipe": (virtual("pipe", 20), "got x, which is virtual"),
     "a pipe for its shape": (virtual("pipe", None), "got x, which is virtual"),
-    "external": (hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", external=[("pipe", 0, 480)])),
-                 "got x, which is external, with its numbers in the file pipe"),
-    "never written": (hdf5(lambda file: file.create_dataset("x", (10**9, 10**3), "f4")),
-                      r"not written in full \(0 of 4,000,000,000,000 bytes"),
-    "partly written": (hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", chunks=(5, 6)).__setitem__(3, 1)),
-                       r"not written in full \(1 of 4 chunks"),
+    "external": (
+        hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", external=[("pipe", 0, 480)])),
+        "got x, which is external, with its numbers in the file pipe",
+    ),
+    "never written": (
+        hdf5(lambda file: file.create_dataset("x", (10**9, 10**3), "f4")),
+        r"not written in full \(0 of 4,000,000,000,000 bytes",
+    ),
+    "partly written": (
+        hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", chunks=(5, 6)).__setitem__(3, 1)),
+        r"not written in full \(1 of 4 chunks",
+    ),
     "lying chunk": (lying_chunk, "claims 2,147,483,648 bytes of a file of"),
-    "unknown filter": (hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", chunks=(5, 6), compression=32001,
-                                                             allow_unknown_filter=True)),
-                       "compressed by filter 32001; write it with gzip"),
-    "wide chunks": (chunked((10**9, 10**3), (10**9, 1), b"x"), r"expected 4.02 TB of free memory, .* got "),
-    "too short a chunk": (chunked((10**5, 100), (10**5, 100), zlib.compress(b"x" * 400)), "cannot read"),
-    "too long a chunk": (chunked((20, 6), (20, 6), zlib.compress(bytes(5 * 10**8), 1)), "cannot read"),
-    "no number": (hdf5(lambda file: h5py.h5d.create(file.id, b"x", h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((2,)))),
-                  "has a type that NumPy lacks"),
-    "link to a file": (hdf5(lambda file: file.__setitem__("x", h5py.ExternalLink("pipe", "/y"))),
-                       "got x, which is a link to /y of the file pipe"),
-    "link to itself": (hdf5(lambda file: file.__setitem__("x", h5py.SoftLink("/x"))), "got x, which is a link to /x;"),
+    "unknown filter": (
+        hdf5(
+            lambda file: file.create_dataset(
+                "x", (20, 6), "f4", chunks=(5, 6), compression=32001, allow_unknown_filter=True
+            )
+        ),
+        "compressed by filter 32001; write it with gzip",
+    ),
+    "wide chunks": (
+        chunked((10**9, 10**3), (10**9, 1), b"x"),
+        r"expected 4.02 TB of free memory, .* got ",
+    ),
+    "too short a chunk": (
+        chunked((10**5, 100), (10**5, 100), zlib.compress(b"x" * 400)),
+        "cannot read",
+    ),
+    "too long a chunk": (
+        chunked((20, 6), (20, 6), zlib.compress(bytes(5 * 10**8), 1)),
+        "cannot read",
+    ),
+    "no number": (
+        hdf5(
+            lambda file: h5py.h5d.create(
+                file.id, b"x", h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((2,))
+            )
+        ),
+        "has a type that NumPy lacks",
+    ),
+    "link to a file": (
+        hdf5(lambda file: file.__setitem__("x", h5py.ExternalLink("pipe", "/y"))),
+        "got x, which is a link to /y of the file pipe",
+    ),
+    "link to itself": (
+        hdf5(lambda file: file.__setitem__("x", h5py.SoftLink("/x"))),
+        "got x, which is a link to /x;",
+    ),
 }
 
 
 def test_links_of_hdf5_are_no_arrays_to_choose_from(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["deep/x"] = ROWS
-        file["deep/other"], file["again"] = h5py.ExternalLink("pipe", "/y"), h5py.SoftLink("/deep/x")
+        file["deep/other"], file["again"] = (
+            h5py.ExternalLink("pipe", "/y"),
+            h5py.SoftLink("/deep/x"),
+        )
     read(tmp_path / "a.h5")
     with pytest.raises(FormatError, match=r"expected one of its keys \(deep/x\)"):
         read(tmp_path / "a.h5", "y")
-    with pytest.raises(FormatError, match="got again, which is a link to /deep/x; give where it leads to as key"):
+    with pytest.raises(
+        FormatError, match="got again, which is a link to /deep/x; give where it leads to as key"
+    ):
         read(tmp_path / "a.h5", "again")
 
 
-@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.safetensors", "a.pt", "a.h5", "a.idx", "a.idx.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.npy", "a.npz", "a.safetensors", "a.pt", "a.h5", "a.idx", "a.idx.gz"]
+)
 def test_pipes_and_devices_are_refused_and_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
     np.save(tmp_path / "rows.npy", ROWS)
-    with pytest.raises(FormatError, match=rf"cannot read .*{name}: expected a file, got a pipe; give a file"):
+    with pytest.raises(
+        FormatError, match=rf"cannot read .*{name}: expected a file, got a pipe; give a file"
+    ):
         read(tmp_path / name)
-    with pytest.raises(FormatError, match=rf"cannot read .*{name}: expected a file, got a pipe; give a file"):
+    with pytest.raises(
+        FormatError, match=rf"cannot read .*{name}: expected a file, got a pipe; give a file"
+    ):
         read(tmp_path / "rows.npy", None, str(tmp_path / name))
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
@@ -128,7 +178,9 @@ def npy(values: np.ndarray = ROWS, **claimed: object) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def archive(*members: tuple[str, bytes], method: int = zipfile.ZIP_STORED, size: int = 0, flags: int = 0) -> bytes:
+def archive(
+    *members: tuple[str, bytes], method: int = zipfile.ZIP_STORED, size: int = 0, flags: int = 0
+) -> bytes:
     """A zip archive; with another size and other flags claimed of its first member."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", method) as file:
@@ -167,30 +219,56 @@ FILES = {
     "lzma.npz": (lambda: archive(("x.npy", npy()), method=zipfile.ZIP_LZMA), None),
     "encrypted.npz": (lambda: archive(("x.npy", npy()), flags=1), NOT_THIS),
     "twice.npz": (lambda: archive(("x.npy", npy()), ("x", npy())), None),
-    "flipped.npz": (lambda: archive(("x.npy", npy())).replace(ROWS[9].tobytes(), ROWS[8].tobytes()), NOT_THIS),
-    "claimed shape.npz": (lambda: archive(("x.npy", npy(shape=(HUGE, 6)))), "expected memory for it, got none"),
-    "claimed size.npz": (lambda: archive(("x.npy", npy(shape=(HUGE, 1))), size=2 * HUGE * 4), "80 TB of free memory"),
-    "claimed-idx3-ubyte.gz": (lambda: gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 2**32 - 1, 2**20, 1)),
-                              "expected 4.5e.03 TB of free memory"),
+    "flipped.npz": (
+        lambda: archive(("x.npy", npy())).replace(ROWS[9].tobytes(), ROWS[8].tobytes()),
+        NOT_THIS,
+    ),
+    "claimed shape.npz": (
+        lambda: archive(("x.npy", npy(shape=(HUGE, 6)))),
+        "expected memory for it, got none",
+    ),
+    "claimed size.npz": (
+        lambda: archive(("x.npy", npy(shape=(HUGE, 1))), size=2 * HUGE * 4),
+        "80 TB of free memory",
+    ),
+    "claimed-idx3-ubyte.gz": (
+        lambda: gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 2**32 - 1, 2**20, 1)),
+        "expected 4.5e.03 TB of free memory",
+    ),
     "sizes.idx": (lambda: struct.pack(">4BI", 0, 0, 8, 200, 7), NOT_THIS),
-    "compressed.pt": (lambda: torch_file({"x": torch.from_numpy(ROWS)}, zipfile.ZIP_DEFLATED), None),
+    "compressed.pt": (
+        lambda: torch_file({"x": torch.from_numpy(ROWS)}, zipfile.ZIP_DEFLATED),
+        None,
+    ),
     "nested.pt": (lambda: torch_file(nested(60)), None),
     "of no device.pt": (lambda: torch_file(torch.ones(3, 4, device="meta")), NOT_THIS),
     "one wide row.pt": (lambda: torch_file(torch.ones(1, 1).expand(2, HUGE)), "TB of free memory"),
     "claimed.safetensors": (lambda: save({"x": ROWS}).replace(b"[20,6]", b"[99,6]"), NOT_THIS),
-    "old.pth": (lambda: torch_file(torch.ones(3, 4), _use_new_zipfile_serialization=False)[:50], NOT_THIS),
+    "old.pth": (
+        lambda: torch_file(torch.ones(3, 4), _use_new_zipfile_serialization=False)[:50],
+        NOT_THIS,
+    ),
     "none.safetensors": (lambda: struct.pack("<Q", 2**63) + b"{}", NOT_THIS),
 }
 
 
-CASES = [*((name.replace("/", " "), lambda path, make=make: path.write_bytes(make()), said)
-           for name, (make, said) in FILES.items()),
-         *(pytest.param(f"{name}.h5", make, said, marks=pytest.mark.slow) for name, (make, said) in HDF5.items())]
+CASES = [
+    *(
+        (name.replace("/", " "), lambda path, make=make: path.write_bytes(make()), said)
+        for name, (make, said) in FILES.items()
+    ),
+    *(
+        pytest.param(f"{name}.h5", make, said, marks=pytest.mark.slow)
+        for name, (make, said) in HDF5.items()
+    ),
+]
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize(("name", "write", "said"), CASES, ids=[*FILES, *HDF5])
-def test_files_that_claim_hide_or_lead_elsewhere_are_refused(tmp_path, monkeypatch, name, write, said):
+def test_files_that_claim_hide_or_lead_elsewhere_are_refused(
+    tmp_path, monkeypatch, name, write, said
+):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     file = Path("a.h5" if name.endswith("h5") else name)  # some of HDF5's refer to themselves
@@ -198,7 +276,9 @@ def test_files_that_claim_hide_or_lead_elsewhere_are_refused(tmp_path, monkeypat
     if said is None:
         read(file)
     else:
-        with pytest.raises(FormatError, match=rf"(cannot (read|import) .*)?{file}: .*{said}|{said} {file}"):
+        with pytest.raises(
+            FormatError, match=rf"(cannot (read|import) .*)?{file}: .*{said}|{said} {file}"
+        ):
             read(file)
 
 
@@ -207,7 +287,10 @@ def test_rows_that_no_disk_holds_are_refused_and_leave_nothing(sae: CommandLine,
     torch.save({"x": one.expand(HUGE, 100), "y": one[0].expand(HUGE)}, tmp_path / "a.pt")
     refused = sae("import", tmp_path / "a.pt", "--key", "x")
     assert refused.status == 1
-    assert "cannot store a: expected 4e+03 TB of free disk for 10,000,000,000,000 rows of 100 dim" in refused.err
+    assert (
+        "cannot store a: expected 4e+03 TB of free disk for 10,000,000,000,000 rows of 100 dim"
+        in refused.err
+    )
     assert not (sae.home / "activations" / "a").exists()
     refused = sae("import", tmp_path / "a.pt", "--key", "x", "--labels", "y")
     assert "cannot read y: expected 240 TB of free memory" in refused.err

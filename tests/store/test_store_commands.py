@@ -28,21 +28,38 @@ def test_import_drops_outliers_and_says_so_everywhere(sae: CommandLine, tmp_path
     document = sae(*words, "--json").json
     assert (document["rows"], document["dropped"]) == (2960, {"high_norm": 40})
     assert document["dropped_norms"]["high_norm"] == {
-        "rows": 40, "mean": pytest.approx(norms[high].mean()), "max": pytest.approx(norms[high].max())}
+        "rows": 40,
+        "mean": pytest.approx(norms[high].mean()),
+        "max": pytest.approx(norms[high].max()),
+    }
     assert document["norms"]["max"] == pytest.approx(norms[~high].max())
     (listed,) = sae("list", "--json").json["stores"]
-    assert (listed["norms"], listed["dropped_norms"]) == (document["norms"], document["dropped_norms"])
+    assert (listed["norms"], listed["dropped_norms"]) == (
+        document["norms"],
+        document["dropped_norms"],
+    )
     median = f"{document['norms']['quantiles']['0.5']:.4g}"
     shown = sae("list").out
     assert f"1.3% at {norms[high].mean():.4g}" in shown and median in shown
     done = sae(*words)
-    assert f"median {median}, mean {document['norms']['mean']:.4g}, max {document['norms']['max']:.4g}" in done.out
+    assert (
+        f"median {median}, mean {document['norms']['mean']:.4g}, max {document['norms']['max']:.4g}"
+        in done.out
+    )
     assert "stored already" in done.out
-    assert "dropped: high_norm" in done.out and f"40 (1.3%), norm mean {norms[high].mean():.4g}" in done.out
+    assert (
+        "dropped: high_norm" in done.out
+        and f"40 (1.3%), norm mean {norms[high].mean():.4g}" in done.out
+    )
     np.testing.assert_array_equal(
-        collect(ActivationStore.open(sae.home / "activations" / "a").split("all").sequential(64)), rows[~high])
+        collect(ActivationStore.open(sae.home / "activations" / "a").split("all").sequential(64)),
+        rows[~high],
+    )
     for other in ((), ("--max-norm-multiple", "11")):
-        assert "there is a store named 'a' already, made from something else" in sae(*words[:2], *other).err
+        assert (
+            "there is a store named 'a' already, made from something else"
+            in sae(*words[:2], *other).err
+        )
 
 
 def test_a_store_outside_the_home_is_trained_on_and_found_again(sae: CommandLine, tmp_path: Path):
@@ -53,14 +70,18 @@ def test_a_store_outside_the_home_is_trained_on_and_found_again(sae: CommandLine
     assert json.loads((run / "run.json").read_text())["data"] == str(folder)
     assert sae("eval", "run", "--json").json["runs"][0]["rows"] > 0
     assert sae("train", "--config", run / "config.toml", "--name", "again").status == 0
-    assert (run / "sae.safetensors").read_bytes() == (sae.home / "runs" / "again" / "sae.safetensors").read_bytes()
+    assert (run / "sae.safetensors").read_bytes() == (
+        sae.home / "runs" / "again" / "sae.safetensors"
+    ).read_bytes()
     assert saecli.evaluate("run", data=str(folder), home=sae.home)["rows"] > 0
     document = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(document | {"complete": False, "result": None}))
     assert sae("train", "--resume", "--name", "run").status == 0
 
 
-def test_the_folder_of_a_store_in_the_home_is_its_name(sae: CommandLine, monkeypatch: pytest.MonkeyPatch):
+def test_the_folder_of_a_store_in_the_home_is_its_name(
+    sae: CommandLine, monkeypatch: pytest.MonkeyPatch
+):
     make_store(sae.home, "rows", some_rows(300))
     monkeypatch.chdir(sae.home)
     assert sae("train", "--data", "activations/rows", *QUICK, "--name", "run").status == 0
@@ -70,20 +91,29 @@ def test_the_folder_of_a_store_in_the_home_is_its_name(sae: CommandLine, monkeyp
 
 
 def test_a_name_in_the_home_comes_before_a_folder_here(
-        sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     make_store(sae.home, "rows", some_rows(300))
     make_store(tmp_path, "rows", some_rows(200))
     monkeypatch.chdir(tmp_path / "activations")
-    assert sae("train", *QUICK, "--name", "run", "--data", "rows", "--json").json["rows_train"] > 200
-    monkeypatch.chdir(tmp_path / "activations" / "rows")  # has a store.json, which a store's name must not find
+    assert (
+        sae("train", *QUICK, "--name", "run", "--data", "rows", "--json").json["rows_train"] > 200
+    )
+    monkeypatch.chdir(
+        tmp_path / "activations" / "rows"
+    )  # has a store.json, which a store's name must not find
     assert sae("train", *QUICK, "--name", "newest", "--json").json["rows_train"] > 200
     done = sae("train", "--data", tmp_path)
     assert done.status == 1 and f"there is no activation store named '{tmp_path}'" in done.err
 
 
 def started(sae: CommandLine, *words: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "saecli", "--home", sae.home, *words], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-m", "saecli", "--home", sae.home, *words],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.mark.long
@@ -102,8 +132,20 @@ def test_trainers_at_once_get_a_run_each_and_end_alike(sae: CommandLine):
 
 
 @pytest.mark.long
-def test_a_second_extraction_is_refused_and_readers_see_whole_shards(sae: CommandLine, tmp_path: Path):
-    words = ["extract", "--model", "tiny-gemma2", "--rows", "40000", "--shard-rows", "500", "--name", "x"]
+def test_a_second_extraction_is_refused_and_readers_see_whole_shards(
+    sae: CommandLine, tmp_path: Path
+):
+    words = [
+        "extract",
+        "--model",
+        "tiny-gemma2",
+        "--rows",
+        "40000",
+        "--shard-rows",
+        "500",
+        "--name",
+        "x",
+    ]
     path = sae.home / "activations" / "x"
     processes, seen = [started(sae, *words) for _ in range(2)], []
     while any(process.poll() is None for process in processes):
@@ -112,7 +154,10 @@ def test_a_second_extraction_is_refused_and_readers_see_whole_shards(sae: Comman
         time.sleep(0.01)
     refused = [process for process in processes if process.returncode]
     assert [process.returncode for process in refused] == [1]
-    assert "another process is writing it; wait for that one, or choose another --name" in refused[0].communicate()[1]
+    assert (
+        "another process is writing it; wait for that one, or choose another --name"
+        in refused[0].communicate()[1]
+    )
     next(process for process in processes if not process.returncode).communicate()
     whole = collect(ActivationStore.open(path).split("all").sequential(256))
     assert len(whole) == 40000

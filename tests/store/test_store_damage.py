@@ -25,33 +25,53 @@ def flipped(path, at, bit=4):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(("damage", "said"), [
-    (lambda path: path.write_bytes(path.read_bytes()[:-100]), "damaged"),
-    (lambda path: path.write_bytes(path.read_bytes()[:1000]), "truncated"),
-    (lambda path: path.write_bytes(b""), "truncated"),
-    (lambda path: path.write_bytes(b"not HDF5" * 999), "is damaged, or store.json does not fit it: expected"),
-    (lambda path: path.unlink(), "is missing"),
-    (lambda path: (path.unlink(), path.mkdir()), "expected a file, got something else|truncated"),
-    (lambda path: (path.unlink(), os.mkfifo(path)), "expected a file, got something else|truncated"),
-])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "truncated"),
+        (lambda path: path.write_bytes(b""), "truncated"),
+        (
+            lambda path: path.write_bytes(b"not HDF5" * 999),
+            "is damaged, or store.json does not fit it: expected",
+        ),
+        (lambda path: path.unlink(), "is missing"),
+        (
+            lambda path: (path.unlink(), path.mkdir()),
+            "expected a file, got something else|truncated",
+        ),
+        (
+            lambda path: (path.unlink(), os.mkfifo(path)),
+            "expected a file, got something else|truncated",
+        ),
+    ],
+)
 def test_a_damaged_shard_is_refused_by_name_and_not_resumed_from(tmp_path, damage, said):
     store = make_store(tmp_path / "s", ROWS)
     damage(tmp_path / "s" / "shards" / "00001.h5")
-    with pytest.raises(StoreError, match=rf"00001\.h5.*({said}).* remove it with `sae rm s` and run"):
+    with pytest.raises(
+        StoreError, match=rf"00001\.h5.*({said}).* remove it with `sae rm s` and run"
+    ):
         read(tmp_path)
     (problem,) = store.verify()
     assert "00001.h5" in problem
 
 
-@pytest.mark.parametrize(("index", "change", "said"), [
-    (0, {"dtype": "float16"}, "expected type bfloat16, got float16"),
-    (0, {"columns": ["label"]}, "expected columns ['document'], got ['label']"),
-    (0, {"columns": []}, "expected columns ['document'], got []"),
-    (2, {"rows": 49}, "expected shape (50, 4), got (49, 4)"),
-    (0, {"world": {"features": 3, "sha256": ""}}, "expected known features False, got True"),
-    (0, {"dtype": "float32"}, None), (0, {"d_in": 3}, None), (0, {"d_in": 2**40}, None), (0, {"chunk_rows": 9}, None),
-    (0, {"frame": {"start": 64, "xxh3": "0" * 16}}, None),
-])
+@pytest.mark.parametrize(
+    ("index", "change", "said"),
+    [
+        (0, {"dtype": "float16"}, "expected type bfloat16, got float16"),
+        (0, {"columns": ["label"]}, "expected columns ['document'], got ['label']"),
+        (0, {"columns": []}, "expected columns ['document'], got []"),
+        (2, {"rows": 49}, "expected shape (50, 4), got (49, 4)"),
+        (0, {"world": {"features": 3, "sha256": ""}}, "expected known features False, got True"),
+        (0, {"dtype": "float32"}, None),
+        (0, {"d_in": 3}, None),
+        (0, {"d_in": 2**40}, None),
+        (0, {"chunk_rows": 9}, None),
+        (0, {"frame": {"start": 64, "xxh3": "0" * 16}}, None),
+    ],
+)
 def test_a_store_json_that_does_not_fit_its_shards_is_named(tmp_path, index, change, said):
     make_store(tmp_path / "s", ROWS, "bfloat16", documents=np.arange(250))
     marker = tmp_path / "s" / "store.json"
@@ -63,8 +83,12 @@ def test_a_store_json_that_does_not_fit_its_shards_is_named(tmp_path, index, cha
         read(tmp_path)
     (sentence,) = ActivationStore.open(tmp_path / "s").misfits()
     assert str(error.value) == sentence
-    assert (f"{marker} does not fit shard {path}, which is as it was written: {said}; restore it" in sentence if said
-            else f"shard {path} is" in sentence)
+    assert (
+        f"{marker} does not fit shard {path}, which is as it was written: {said}; restore it"
+        in sentence
+        if said
+        else f"shard {path} is" in sentence
+    )
 
 
 @given(st.data())
@@ -72,7 +96,11 @@ def test_one_flipped_bit_anywhere_is_refused_by_name_and_found_by_verify(data):
     with memory_folder() as folder:
         store = make_store(folder / "s", ROWS[:100], "bfloat16", documents=np.arange(100))
         path = folder / "s" / "shards" / "00000.h5"
-        flipped(path, data.draw(st.integers(0, path.stat().st_size - 1)), 1 << data.draw(st.integers(0, 7)))
+        flipped(
+            path,
+            data.draw(st.integers(0, path.stat().st_size - 1)),
+            1 << data.draw(st.integers(0, 7)),
+        )
         with pytest.raises(StoreError, match=r"00000\.h5 is damaged.* expected the XXH3-64"):
             read(folder)
         (problem,) = store.verify()
@@ -90,7 +118,9 @@ def test_a_shard_that_changes_while_the_store_is_open_is_checked_again(tmp_path,
         with pytest.raises(StoreError, match=r"00000\.h5 is damaged"):
             collect(rows.sequential(64))
     os.truncate(path, 1000)
-    with pytest.raises(StoreError, match=r"00000\.h5 (was cut short|is truncated): expected \d+ bytes.*, got 1000"):
+    with pytest.raises(
+        StoreError, match=r"00000\.h5 (was cut short|is truncated): expected \d+ bytes.*, got 1000"
+    ):
         collect(rows.sequential(64))
 
 
@@ -100,37 +130,61 @@ def document(tmp_path_factory):
     return json.loads((path / "store.json").read_text())
 
 
-SHARD = {"file": "../00000.h5", "rows": 1, "sha256": "", "dropped": {}, "resume": {"cursor": {}, "skip": 0},
-         "dropped_norms": {}, "frame": {"start": 0, "xxh3": ""}}
+SHARD = {
+    "file": "../00000.h5",
+    "rows": 1,
+    "sha256": "",
+    "dropped": {},
+    "resume": {"cursor": {}, "skip": 0},
+    "dropped_norms": {},
+    "frame": {"start": 0, "xxh3": ""},
+}
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"format_version": 2}, "expected format version 1 or older, got 2; upgrade saecli"),
-    ({"format_version": None}, "format_version: expected a valid integer, got None"),
-    ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
-    ({"d_in": 0}, "d_in must be from 1 to 1099511627776, got 0"),
-    ({"chunk_rows": 10**30}, "chunk_rows must be from 0 to 1099511627776, got 1000000000000000000000000000000"),
-    ({"dtype": "float8"}, "dtype must be one of float32, float16, bfloat16, got 'float8'"),
-    ({"columns": ["mood"]}, "columns must be some of token_id, .*, role, got 'mood'"),
-    ({"shards": [{"file": "../../etc"}]}, r"expected a field shards\.0\.rows, got none"),
-    ({"shards": [SHARD]}, r"expected shard 0 to be named 00000\.h5, got '\.\./00000\.h5'"),
-    ({"shards": [SHARD | {"frame": None}]}, r"shards\.0\.frame: expected"),
-    ({"shards": None}, "shards: expected a valid array, got None"),
-    ({"ranks": [{"rows": 45, "shards": 7}]}, "expected 7 shards, as `ranks` says, got 3"),
-    ({"ranks": [{"rows": 200, "shards": 1}, {"rows": 50, "shards": 2}], "shard_rows": 110},
-     r"expected 110 rows in shard 00001\.h5, got 100"),
-    ({"shard_rows": 99}, r"expected 99 rows in shard 00000\.h5, got 100"),
-    *((text, "") for text in ("", "{", "[]", "null", "\x00\xff", "[" * 100_000, "9" * 10_000)),
-])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format_version": 2}, "expected format version 1 or older, got 2; upgrade saecli"),
+        ({"format_version": None}, "format_version: expected a valid integer, got None"),
+        ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
+        ({"d_in": 0}, "d_in must be from 1 to 1099511627776, got 0"),
+        (
+            {"chunk_rows": 10**30},
+            "chunk_rows must be from 0 to 1099511627776, got 1000000000000000000000000000000",
+        ),
+        ({"dtype": "float8"}, "dtype must be one of float32, float16, bfloat16, got 'float8'"),
+        ({"columns": ["mood"]}, "columns must be some of token_id, .*, role, got 'mood'"),
+        ({"shards": [{"file": "../../etc"}]}, r"expected a field shards\.0\.rows, got none"),
+        ({"shards": [SHARD]}, r"expected shard 0 to be named 00000\.h5, got '\.\./00000\.h5'"),
+        ({"shards": [SHARD | {"frame": None}]}, r"shards\.0\.frame: expected"),
+        ({"shards": None}, "shards: expected a valid array, got None"),
+        ({"ranks": [{"rows": 45, "shards": 7}]}, "expected 7 shards, as `ranks` says, got 3"),
+        (
+            {"ranks": [{"rows": 200, "shards": 1}, {"rows": 50, "shards": 2}], "shard_rows": 110},
+            r"expected 110 rows in shard 00001\.h5, got 100",
+        ),
+        ({"shard_rows": 99}, r"expected 99 rows in shard 00000\.h5, got 100"),
+        *((text, "") for text in ("", "{", "[]", "null", "\x00\xff", "[" * 100_000, "9" * 10_000)),
+    ],
+)
 def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, change, said):
     (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "store.json").write_text(change if isinstance(change, str) else json.dumps(document | change))
+    (tmp_path / "s" / "store.json").write_text(
+        change if isinstance(change, str) else json.dumps(document | change)
+    )
     with pytest.raises(StoreError, match=rf"cannot read .*store\.json: {said}"):
         ActivationStore.open(tmp_path / "s")
 
 
-ODD = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-3, 300), st.floats(), st.text(),
-                st.sampled_from(["float32", "float16", [], {}, [[]], ["document"], 10**400]))
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(-3, 300),
+    st.floats(),
+    st.text(),
+    st.sampled_from(["float32", "float16", [], {}, [[]], ["document"], 10**400]),
+)
 
 
 @given(st.data())
@@ -141,8 +195,12 @@ def test_a_fuzzed_store_json_gives_a_sentence_or_the_same_rows(data):
         document = json.loads(marker.read_text())
         place, keys = document, []
         while isinstance(place, dict | list) and place and (not keys or data.draw(st.booleans())):
-            parent, key = place, data.draw(st.sampled_from(sorted(place) if isinstance(place, dict)
-                                                           else range(len(place))))
+            parent, key = (
+                place,
+                data.draw(
+                    st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place)))
+                ),
+            )
             place = parent[key]
             keys.append(key)
         if data.draw(st.booleans()):
@@ -153,7 +211,11 @@ def test_a_fuzzed_store_json_gives_a_sentence_or_the_same_rows(data):
         try:
             rows = read(folder)
         except StoreError as error:
-            assert "store.json" in str(error) or ".h5" in str(error) or "holds no whole shard yet" in str(error)
+            assert (
+                "store.json" in str(error)
+                or ".h5" in str(error)
+                or "holds no whole shard yet" in str(error)
+            )
         else:
             np.testing.assert_array_equal(rows, ROWS[: len(rows)])
 

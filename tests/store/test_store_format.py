@@ -31,8 +31,12 @@ def written(tmp_path: Path) -> Path:
     rows[8] *= 100
     meta = StoreMeta({"kind": "array"}, "request", "bfloat16", 4, 6, 4, ("document", "label"), 10.0)
     with StoreWriter.open(tmp_path / "s", meta) as writer:
-        writer.append(rows, {"document": np.arange(10) // 2, "label": np.arange(10) % 3}, {"row": 0},
-                      {"special": np.array([3.0, 5.0])})
+        writer.append(
+            rows,
+            {"document": np.arange(10) // 2, "label": np.arange(10) % 3},
+            {"row": 0},
+            {"special": np.array([3.0, 5.0])},
+        )
         writer.finish()
     return tmp_path / "s"
 
@@ -44,12 +48,16 @@ def test_activations_are_little_endian_chunks_at_the_frames_offset(written: Path
     for shard, rows, padding in zip(document["shards"], np.split(stored, [6]), (2, 0), strict=True):
         content = (written / "shards" / shard["file"]).read_bytes()
         assert content[:9] == b"\x89HDF\r\n\x1a\n\x03"
-        assert struct.unpack_from("<Q", content, 28) == (len(content),)  # the superblock's end of the file
+        assert struct.unpack_from("<Q", content, 28) == (
+            len(content),
+        )  # the superblock's end of the file
         start = shard["frame"]["start"]
         bits = b"".join(struct.pack("<f", value)[2:] for value in rows.ravel()) + bytes(8 * padding)
         assert content[start : start + len(bits)] == bits
         assert shard["sha256"] == hashlib.sha256(content).hexdigest()
-        assert shard["frame"]["xxh3"] == xxh3_64_hexdigest(content[:start] + content[start + len(bits) :])
+        assert shard["frame"]["xxh3"] == xxh3_64_hexdigest(
+            content[:start] + content[start + len(bits) :]
+        )
 
 
 def test_columns_checksums_and_statistics_are_as_specified(written: Path):
@@ -65,8 +73,9 @@ def test_columns_checksums_and_statistics_are_as_specified(written: Path):
 
     assert unpacked("document", "q") == (0, 0, 1, 1, 2, 2)
     assert unpacked("label", "q") == (0, 1, 2, 0, 1, 2)
-    assert unpacked("chunk_xxh3", "Q") == tuple(xxh3_64_intdigest(content[start + at : start + at + 32])
-                                                for at in (0, 32))
+    assert unpacked("chunk_xxh3", "Q") == tuple(
+        xxh3_64_intdigest(content[start + at : start + at + 32]) for at in (0, 32)
+    )
     # Rows are -5, -4.75, -4.5, -4.25 and each of the next five one more; 0, 1, ... 5 scatter by 17.5.
     assert unpacked("statistics/mean", "d") == pytest.approx((-2.5, -2.25, -2.0, -1.75), rel=1e-14)
     assert unpacked("statistics/scatter", "d") == pytest.approx((17.5,) * 4, rel=1e-14)
@@ -76,12 +85,17 @@ def test_columns_checksums_and_statistics_are_as_specified(written: Path):
     assert unpacked("statistics/norm_count", "q") == (1,) * 6
     with h5py.File(path) as file:
         assert dict(file["statistics"].attrs) == pytest.approx(
-            {"norm_mean": np.mean(np.sqrt(squares)), "norm_max": np.sqrt(max(squares))})
+            {"norm_mean": np.mean(np.sqrt(squares)), "norm_max": np.sqrt(max(squares))}
+        )
 
 
 def test_the_readmes_lines_read_a_bfloat16_shard_in_plain_h5py(written: Path):
     readme = (Path(__file__).parents[2] / "saecli/store/README.md").read_text(encoding="utf-8")
-    (lines,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "activations" in block)
+    (lines,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+        if "activations" in block
+    )
     shard = written / "shards" / "00000.h5"
     found: dict = {}
     exec(lines.replace("sae-data/activations/notes/shards/00000.h5", str(shard)), found)
@@ -103,7 +117,9 @@ def test_decoding_equals_torch_for_all_finite_bits(dtype):
 def test_encoding_equals_torch_for_random_bits(dtype):
     bits = np.random.default_rng(0).integers(0, 2**32, (1000, 100), np.uint32)
     values = bits.view(np.float32)
-    values = np.where(np.abs(values) <= DTYPES[dtype].limit, values, 0).astype(np.float32)  # a NaN compares false
+    values = np.where(np.abs(values) <= DTYPES[dtype].limit, values, 0).astype(
+        np.float32
+    )  # a NaN compares false
     encoded = DTYPES[dtype].encode_rows(values)
     expected = torch.from_numpy(values).to(TORCH_TYPES[dtype]).view(torch.uint16).numpy()
     np.testing.assert_array_equal(encoded.view(np.uint16), expected)
@@ -120,21 +136,32 @@ def test_blocks_already_encoded_are_stored_as_they_are(tmp_path, dtype):
     np.testing.assert_array_equal(collect(store.split("all").sequential(9)), kept)
 
 
-@pytest.mark.parametrize(("block", "columns", "said"), [
-    (np.zeros((2, 5), np.float32), {"label": np.zeros(2, int)}, r"shape \(rows, 4\), got \(2, 5\)"),
-    (np.zeros((2, 4), np.int32), {"label": np.zeros(2, int)}, "expected floats, got int32"),
-    (np.zeros((2, 4), np.float32), {}, r"columns \['label'\], got \[\]"),
-    (np.zeros((2, 4), np.float32), {"label": np.zeros(3, int)}, "expected 2 integers"),
-    (np.zeros((2, 4), np.float32), {"label": np.zeros(2)}, "expected 2 integers, got float64"),
-])
+@pytest.mark.parametrize(
+    ("block", "columns", "said"),
+    [
+        (
+            np.zeros((2, 5), np.float32),
+            {"label": np.zeros(2, int)},
+            r"shape \(rows, 4\), got \(2, 5\)",
+        ),
+        (np.zeros((2, 4), np.int32), {"label": np.zeros(2, int)}, "expected floats, got int32"),
+        (np.zeros((2, 4), np.float32), {}, r"columns \['label'\], got \[\]"),
+        (np.zeros((2, 4), np.float32), {"label": np.zeros(3, int)}, "expected 2 integers"),
+        (np.zeros((2, 4), np.float32), {"label": np.zeros(2)}, "expected 2 integers, got float64"),
+    ],
+)
 def test_blocks_that_do_not_fit_are_refused(tmp_path, block, columns, said):
-    with (StoreWriter.open(tmp_path / "s", make_meta(4, columns=("label",))) as writer,
-          pytest.raises(ValueError, match=said)):
+    with (
+        StoreWriter.open(tmp_path / "s", make_meta(4, columns=("label",))) as writer,
+        pytest.raises(ValueError, match=said),
+    ):
         writer.append(block, columns, {})
 
 
 def test_a_store_of_no_rows_is_refused_with_the_counts(tmp_path):
-    with (StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
-          pytest.raises(StoreError, match=r"no rows.*5 special, 2 nonfinite")):
+    with (
+        StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
+        pytest.raises(StoreError, match=r"no rows.*5 special, 2 nonfinite"),
+    ):
         writer.append(np.full((2, 4), np.nan, np.float32), {}, {}, {"special": np.ones(5)})
         writer.finish()

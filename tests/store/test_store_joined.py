@@ -25,8 +25,16 @@ def rows_of(width: int, seed: int) -> np.ndarray:
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[ActivationStore]:
     """Three places of the same tokens, of unlike widths, shards and chunks."""
     folder = tmp_path_factory.mktemp("stores")
-    return [make_store(folder / f"s{width}", rows_of(width, width), documents=DOCUMENTS, shard_rows=shard,
-                       chunk_rows=chunk) for width, shard, chunk in ((5, 700, 20), (2, 900, 64), (40, 3000, 7))]
+    return [
+        make_store(
+            folder / f"s{width}",
+            rows_of(width, width),
+            documents=DOCUMENTS,
+            shard_rows=shard,
+            chunk_rows=chunk,
+        )
+        for width, shard, chunk in ((5, 700, 20), (2, 900, 64), (40, 3000, 7))
+    ]
 
 
 def joined_rows(stores: list[ActivationStore], which: str = "train", **choice) -> JoinedRows:
@@ -44,17 +52,24 @@ def test_every_batch_has_the_rows_of_all_places_in_the_firsts_order(stores, whic
     np.testing.assert_array_equal(found[:, :5], alone)
     numbers = alone[:, 0].astype(int)
     for begin, width in ((0, 5), (5, 2), (7, 40)):
-        np.testing.assert_array_equal(found[:, begin:begin + width], rows_of(width, width)[numbers])
+        np.testing.assert_array_equal(
+            found[:, begin : begin + width], rows_of(width, width)[numbers]
+        )
 
 
 def test_parts_of_batches_are_those_of_the_rows_side_by_side(stores):
     both = joined_rows(stores)
     whole = [batch.copy() for batch in both.batches(50, seed=0, epoch=0)]
-    parts = [[batch.copy() for batch in both.batches(50, seed=0, epoch=0, part=Part(number, 3))] for number in range(3)]
+    parts = [
+        [batch.copy() for batch in both.batches(50, seed=0, epoch=0, part=Part(number, 3))]
+        for number in range(3)
+    ]
     for batch, *some in zip(whole, *parts, strict=True):
         np.testing.assert_array_equal(np.concatenate(some), batch)
-    np.testing.assert_array_equal(np.concatenate([collect(both.sequential(32, Part(n, 2))) for n in range(2)]),
-                                  collect(both.sequential(32)))
+    np.testing.assert_array_equal(
+        np.concatenate([collect(both.sequential(32, Part(n, 2))) for n in range(2)]),
+        collect(both.sequential(32)),
+    )
 
 
 def test_the_spread_is_that_of_all_dimensions(stores):
@@ -69,20 +84,49 @@ def test_names_and_hash_say_what_is_read_and_in_which_order(stores):
     both = Joined((a, b), c)
     assert both.name == "s5 + s2 -> s40"
     assert both.names() == {"data": "s5", "data_hash": both.hash, "beside": ["s2"], "target": "s40"}
-    assert len({Joined(inputs, target).hash for inputs, target in (
-        ((a, b), c), ((b, a), c), ((a, c), b), ((a, b, c), None), ((a,), c), ((a,), None))}) >= 4
+    assert (
+        len(
+            {
+                Joined(inputs, target).hash
+                for inputs, target in (
+                    ((a, b), c),
+                    ((b, a), c),
+                    ((a, c), b),
+                    ((a, b, c), None),
+                    ((a,), c),
+                    ((a,), None),
+                )
+            }
+        )
+        >= 4
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("change", "words"), [
-    ({"rows": COUNT - 6}, "the same rows"), ({"dtype": "float16"}, "the same dtype"),
-    ({"documents": None}, "the same columns"), ({"moved": True}, "the same document in row 1,200")])
-def test_stores_of_other_tokens_are_refused_in_a_sentence(stores, tmp_path: Path, change: dict, words: str):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rows": COUNT - 6}, "the same rows"),
+        ({"dtype": "float16"}, "the same dtype"),
+        ({"documents": None}, "the same columns"),
+        ({"moved": True}, "the same document in row 1,200"),
+    ],
+)
+def test_stores_of_other_tokens_are_refused_in_a_sentence(
+    stores, tmp_path: Path, change: dict, words: str
+):
     count = change.get("rows", COUNT)
     documents = DOCUMENTS[:count].copy() if change.get("documents", DOCUMENTS) is not None else None
     if change.get("moved"):
         documents[1200:1206] = 9999
-    other = make_store(tmp_path / "other", rows_of(3, 0)[:count], change.get("dtype", "float32"), documents=documents)
-    with pytest.raises(ConfigError, match=f"s5 and other are not row for row the same tokens: expected {words}"):
+    other = make_store(
+        tmp_path / "other",
+        rows_of(3, 0)[:count],
+        change.get("dtype", "float32"),
+        documents=documents,
+    )
+    with pytest.raises(
+        ConfigError, match=f"s5 and other are not row for row the same tokens: expected {words}"
+    ):
         Joined((stores[0],), other).demand_alike()
     Joined((stores[0], stores[1]), stores[2]).demand_alike()

@@ -39,20 +39,53 @@ def assert_same(path: Path, whole: dict) -> None:
 
 
 DIGITS = ["import", "digits", "--shard-rows", "300", "--name", "s"]
-WORLD = ["import", "synthetic", "--features", "60", "--d-in", "8", "--rows", "3000", "--shard-rows", "500",
-         "--name", "s"]
-TEXT = ["extract", "--model", "tiny-gemma2", "--rows", "2000", "--shard-rows", "150", "--batch-size", "4",
-        "--name", "s"]
-IMPORTS = ["transformers.models.gemma2.modeling_gemma2", "transformers.models.gemma.tokenization_gemma",
-           "transformers.models.auto.modeling_auto"]
+WORLD = [
+    "import",
+    "synthetic",
+    "--features",
+    "60",
+    "--d-in",
+    "8",
+    "--rows",
+    "3000",
+    "--shard-rows",
+    "500",
+    "--name",
+    "s",
+]
+TEXT = [
+    "extract",
+    "--model",
+    "tiny-gemma2",
+    "--rows",
+    "2000",
+    "--shard-rows",
+    "150",
+    "--batch-size",
+    "4",
+    "--name",
+    "s",
+]
+IMPORTS = [
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.models.gemma.tokenization_gemma",
+    "transformers.models.auto.modeling_auto",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "most", "step"), [
-    ({}, 150, 8), ({"ranks": True}, 340, 12), ({"words": DIGITS, "imports": ["sklearn.datasets"]}, 90, 18),
-    ({"words": WORLD, "imports": []}, 90, 18),
-    pytest.param({"words": TEXT, "imports": IMPORTS}, 300, 12, marks=pytest.mark.long),
-    pytest.param({}, 200, 1, marks=pytest.mark.long)], ids=["rows", "ranks", "import", "world", "extract", "every"])
+@pytest.mark.parametrize(
+    ("command", "most", "step"),
+    [
+        ({}, 150, 8),
+        ({"ranks": True}, 340, 12),
+        ({"words": DIGITS, "imports": ["sklearn.datasets"]}, 90, 18),
+        ({"words": WORLD, "imports": []}, 90, 18),
+        pytest.param({"words": TEXT, "imports": IMPORTS}, 300, 12, marks=pytest.mark.long),
+        pytest.param({}, 200, 1, marks=pytest.mark.long),
+    ],
+    ids=["rows", "ranks", "import", "world", "extract", "every"],
+)
 def test_killed_anywhere_and_run_again_equals_never_killed(produce, tmp_path, command, most, step):
     """Killed before its n-th file operation, again before its n/2-th, then run to the end."""
     whole = tmp_path / "whole" / "activations" / "s"
@@ -89,7 +122,9 @@ def test_a_power_cut_leaves_a_prefix_that_is_completed(produce, uninterrupted, s
                 restore(state, cut)
                 where = cut / "activations" / "s"
                 complete = assert_prefix(where, uninterrupted)
-                if number < -1 and not complete:  # the last two: what was said to be finished outlasts anything
+                if (
+                    number < -1 and not complete
+                ):  # the last two: what was said to be finished outlasts anything
                     assert produce(where)[0] == 0
                 assert_same(where, uninterrupted)
 
@@ -120,7 +155,9 @@ def test_a_second_writer_is_refused_and_an_empty_store_removed(tmp_path, produce
 
 def test_another_request_and_another_folder_are_refused(tmp_path):
     make_store(tmp_path / "s", np.ones((5, 4), np.float32), source={"layer": 6})
-    with pytest.raises(StoreError, match="holds something else: expected layer 12, got 6; choose another name"):
+    with pytest.raises(
+        StoreError, match="holds something else: expected layer 12, got 6; choose another name"
+    ):
         StoreWriter.open(tmp_path / "s", make_meta(4, source={"layer": 12}))
     with StoreWriter.open(tmp_path / "s", make_meta(4, source={"layer": 6})) as writer:
         assert writer.complete
@@ -128,22 +165,31 @@ def test_another_request_and_another_folder_are_refused(tmp_path):
             writer.append(np.ones((5, 4), np.float32), {}, {})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
-    with pytest.raises(StoreError, match=r"expected an empty folder, got one that holds thesis\.tex"):
+    with pytest.raises(
+        StoreError, match=r"expected an empty folder, got one that holds thesis\.tex"
+    ):
         StoreWriter.open(tmp_path / "other", make_meta(4))
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
 
 
 def test_a_source_that_changed_is_refused(tmp_path):
     rows = np.ones((120, 4), np.float32)
-    for block, cursor, said in ((rows[:50], {"row": 0}, "expected 100 rows or more at {'row': 0}, got 50 rows"),
-                                (rows, {"row": 7}, "got 120 rows at {'row': 7}")):
+    for block, cursor, said in (
+        (rows[:50], {"row": 0}, "expected 100 rows or more at {'row': 0}, got 50 rows"),
+        (rows, {"row": 7}, "got 120 rows at {'row': 7}"),
+    ):
         with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer:
             if writer.cursor is None:
                 writer.append(rows, {}, {"row": 0})
-        with StoreWriter.open(tmp_path / "s", make_meta(4)) as writer, pytest.raises(StoreError, match=said):
+        with (
+            StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
+            pytest.raises(StoreError, match=said),
+        ):
             writer.append(block, {}, cursor)
-    with (StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
-          pytest.raises(StoreError, match="got nothing; the source has changed")):
+    with (
+        StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
+        pytest.raises(StoreError, match="got nothing; the source has changed"),
+    ):
         writer.finish()
 
 

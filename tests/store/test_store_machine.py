@@ -35,19 +35,35 @@ def block(number: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     rows[rng.random(count) < 0.1, 1] = rng.choice([np.nan, np.inf, 1e39])
     with np.errstate(over="ignore"):
         rows = rows.astype(np.float32)
-    return rows, 20 * number + np.arange(count) // 3, {"special": rng.lognormal(size=rng.integers(0, 3))}
+    return (
+        rows,
+        20 * number + np.arange(count) // 3,
+        {"special": rng.lognormal(size=rng.integers(0, 3))},
+    )
 
 
 class StoreMachine(RuleBasedStateMachine):
     """The store at `path`, and `kept` and `documents`: all rows that it is to hold in the end."""
 
-    @initialize(dtype=st.sampled_from(list(DTYPES)), shard_rows=st.integers(1, 60), chunk_rows=st.integers(1, 30),
-                limit=st.none() | st.integers(20, 120), documented=st.booleans(), multiple=st.sampled_from([None, 2.0]))
+    @initialize(
+        dtype=st.sampled_from(list(DTYPES)),
+        shard_rows=st.integers(1, 60),
+        chunk_rows=st.integers(1, 30),
+        limit=st.none() | st.integers(20, 120),
+        documented=st.booleans(),
+        multiple=st.sampled_from([None, 2.0]),
+    )
     def begin(self, dtype, shard_rows, chunk_rows, limit, documented, multiple):
         self.folder = Path(tempfile.mkdtemp(dir=SHM))
         self.columns = ("document",) if documented else ()
-        self.meta = make_meta(D_IN, dtype, shard_rows=shard_rows, chunk_rows=chunk_rows, columns=self.columns,
-                              max_norm_multiple=multiple)
+        self.meta = make_meta(
+            D_IN,
+            dtype,
+            shard_rows=shard_rows,
+            chunk_rows=chunk_rows,
+            columns=self.columns,
+            max_norm_multiple=multiple,
+        )
         self.limit, self.writer, self.path, self.copies = limit, None, self.folder / "s", 0
         median, kept, documents, self.until = None, [], [], []
         for number in range(BLOCKS):
@@ -123,22 +139,44 @@ class StoreMachine(RuleBasedStateMachine):
             return
         rows, count = store.split("all"), store.rows
         np.testing.assert_array_equal(collect(rows.sequential(size)), self.kept[:count])
-        several = [batch.copy() for number in range(parts) for batch in rows.sequential(size, Part(number, parts))]
+        several = [
+            batch.copy()
+            for number in range(parts)
+            for batch in rows.sequential(size, Part(number, parts))
+        ]
         np.testing.assert_array_equal(np.concatenate(several), self.kept[:count])
         for name in self.columns:
-            np.testing.assert_array_equal(np.concatenate(list(rows.column(name, size))), self.documents[:count])
-        found, wide = stored_statistics(store.path, store.meta), self.kept[:count].astype(np.float64)
+            np.testing.assert_array_equal(
+                np.concatenate(list(rows.column(name, size))), self.documents[:count]
+            )
+        found, wide = (
+            stored_statistics(store.path, store.meta),
+            self.kept[:count].astype(np.float64),
+        )
         norms = np.linalg.norm(wide, axis=1)
-        np.testing.assert_allclose(found.spread.mean, wide.mean(0), rtol=1e-12, atol=1e-12 * np.abs(wide).max())
-        np.testing.assert_allclose(found.spread.scatter, ((wide - wide.mean(0)) ** 2).sum(0), rtol=1e-9,
-                                   atol=1e-12 * np.square(wide).max())
+        np.testing.assert_allclose(
+            found.spread.mean, wide.mean(0), rtol=1e-12, atol=1e-12 * np.abs(wide).max()
+        )
+        np.testing.assert_allclose(
+            found.spread.scatter,
+            ((wide - wide.mean(0)) ** 2).sum(0),
+            rtol=1e-9,
+            atol=1e-12 * np.square(wide).max(),
+        )
         assert found.norms.rows == store.meta.norms.rows == count
         assert found.norms.max == pytest.approx(norms.max())
-        assert found.norm_quantile(0.5) == pytest.approx(np.quantile(norms, 0.5, method="inverted_cdf"),
-                                                         rel=1.001 * QUANTILE_ERROR)
+        assert found.norm_quantile(0.5) == pytest.approx(
+            np.quantile(norms, 0.5, method="inverted_cdf"), rel=1.001 * QUANTILE_ERROR
+        )
 
-    @rule(size=st.integers(1, 90), window=st.integers(1, 3000), seed=st.integers(0, 9), parts=st.integers(1, 4),
-          in_memory=st.booleans(), run=st.sampled_from([8, 64, 1 << 20]))
+    @rule(
+        size=st.integers(1, 90),
+        window=st.integers(1, 3000),
+        seed=st.integers(0, 9),
+        parts=st.integers(1, 4),
+        in_memory=st.booleans(),
+        run=st.sampled_from([8, 64, 1 << 20]),
+    )
     def split(self, size, window, seed, parts, in_memory, run):
         """Train and test rows are those of the hash, in any order; parts of a batch are the batch."""
         if (store := self.opened()) is None:
@@ -155,15 +193,24 @@ class StoreMachine(RuleBasedStateMachine):
                     assert len(np.unique(ids)) == 1  # the only document is not held out
                     continue
                 if held_out.any() and not held_out.all():
-                    np.testing.assert_array_equal(collect(rows.sequential(size)), self.kept[: store.rows][chosen])
+                    np.testing.assert_array_equal(
+                        collect(rows.sequential(size)), self.kept[: store.rows][chosen]
+                    )
                 asked = {"seed": seed, "epoch": 1, "window_bytes": window}
                 whole = [batch.copy() for batch in rows.batches(size, **asked)]
                 assert [len(batch) for batch in whole[:-1]] == [size] * (len(whole) - 1)
                 found, expected = np.concatenate(whole), collect(rows.sequential(size))
-                np.testing.assert_array_equal(found[np.lexsort(found.T)], expected[np.lexsort(expected.T)])
+                np.testing.assert_array_equal(
+                    found[np.lexsort(found.T)], expected[np.lexsort(expected.T)]
+                )
                 if size >= parts:
-                    some = [[batch.copy() for batch in rows.batches(size, **asked, part=Part(number, parts))]
-                            for number in range(parts)]
+                    some = [
+                        [
+                            batch.copy()
+                            for batch in rows.batches(size, **asked, part=Part(number, parts))
+                        ]
+                        for number in range(parts)
+                    ]
                     for number, batch in enumerate(whole):
                         own = [part[number] for part in some if number < len(part)]
                         np.testing.assert_array_equal(np.concatenate(own), batch)
@@ -190,5 +237,9 @@ class StoreMachine(RuleBasedStateMachine):
 TestStore = StoreMachine.TestCase
 TestStore.pytestmark = [pytest.mark.slow]  # 13 s
 # Shrinking a failure takes minutes.
-TestStore.settings = settings(max_examples=25, stateful_step_count=25, deadline=None,
-                              phases=(Phase.explicit, Phase.reuse, Phase.generate))
+TestStore.settings = settings(
+    max_examples=25,
+    stateful_step_count=25,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)

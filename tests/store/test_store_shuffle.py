@@ -31,7 +31,9 @@ def reading_threads() -> list[str]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    return make_store(tmp_path_factory.mktemp("s") / "s", numbered(5000), shard_rows=700, chunk_rows=20).split("all")
+    return make_store(
+        tmp_path_factory.mktemp("s") / "s", numbered(5000), shard_rows=700, chunk_rows=20
+    ).split("all")
 
 
 def order(rows, **arguments) -> np.ndarray:
@@ -64,10 +66,14 @@ def pairs_of_one_document(documents: np.ndarray, batch_size: int) -> float:
 def documents(tmp_path_factory, request):
     """A store in document order, whose rows hold the number of their document; and that store's documents."""
     of_rows = np.arange(80_000) // request.param
-    rows = np.zeros((len(of_rows), 128), np.float32)  # of 512 bytes, so that a unit has up to 128 of them
+    rows = np.zeros(
+        (len(of_rows), 128), np.float32
+    )  # of 512 bytes, so that a unit has up to 128 of them
     rows[:, 0] = of_rows
     folder = tmp_path_factory.mktemp("documents") / "s"
-    return make_store(folder, rows, block=8000, documents=of_rows, shard_rows=25_000, chunk_rows=256), of_rows
+    return make_store(
+        folder, rows, block=8000, documents=of_rows, shard_rows=25_000, chunk_rows=256
+    ), of_rows
 
 
 @pytest.mark.slow
@@ -75,18 +81,29 @@ def documents(tmp_path_factory, request):
 def test_a_batch_holds_few_pairs_of_one_document(documents, parts):
     store, of_rows = documents
     window = store.rows // parts * 512
-    came = collect(store.split("all").batches(64, seed=0, epoch=0, window_bytes=window))[:, 0].astype(int)
+    came = collect(store.split("all").batches(64, seed=0, epoch=0, window_bytes=window))[
+        :, 0
+    ].astype(int)
     assert pairs_of_one_document(of_rows, 64) > 100  # as stored
     assert pairs_of_one_document(came, 64) < 1.2
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what is in its page cache")
+@pytest.mark.skipif(
+    not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what is in its page cache"
+)
 def test_rows_from_memory_and_from_disk_come_in_the_same_order(tmp_path):
     rows = np.random.default_rng(0).standard_normal((4000, 64)).astype(np.float32)
     path = tmp_path / "s"
-    store = make_store(path, rows, "bfloat16", block=500, documents=np.arange(4000) // 50, shard_rows=700,
-                       chunk_rows=64)
+    store = make_store(
+        path,
+        rows,
+        "bfloat16",
+        block=500,
+        documents=np.arange(4000) // 50,
+        shard_rows=700,
+        chunk_rows=64,
+    )
 
     def epoch(store: ActivationStore) -> np.ndarray:
         return collect(store.split("train").batches(48, seed=3, epoch=1, window_bytes=128 * 900))
@@ -108,9 +125,13 @@ def test_rows_from_memory_and_from_disk_come_in_the_same_order(tmp_path):
 
 
 def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
-    rows = np.random.default_rng(0).standard_normal((7000, 512)).astype(np.float16).astype(np.float32)
+    rows = (
+        np.random.default_rng(0).standard_normal((7000, 512)).astype(np.float16).astype(np.float32)
+    )
     rows[:, 0], rows[:, 1] = np.divmod(np.arange(7000), 100)
-    split = make_store(tmp_path / "s", rows, "float16", block=1000, shard_rows=2500, chunk_rows=100).split("all")
+    split = make_store(
+        tmp_path / "s", rows, "float16", block=1000, shard_rows=2500, chunk_rows=100
+    ).split("all")
     np.testing.assert_array_equal(collect(split.sequential(3000)), rows)
     shuffled = collect(split.batches(3000, seed=0, epoch=0, window_bytes=1024 * 4000))
     np.testing.assert_array_equal(shuffled[np.lexsort((shuffled[:, 1], shuffled[:, 0]))], rows)
@@ -125,7 +146,9 @@ def test_permutation_beyond_a_table_is_one(count, seed):
 def test_permutation_beyond_a_table_scatters_neighbours():
     count = 40_000
     images = Permutation(count, np.random.default_rng(0), largest_table=0)(np.arange(count))
-    for part in np.split(images, 8):  # each eighth is spread evenly over the whole: chi-squared, 49 degrees of freedom
+    for part in np.split(
+        images, 8
+    ):  # each eighth is spread evenly over the whole: chi-squared, 49 degrees of freedom
         found = np.bincount(part * 50 // count, minlength=50)
         assert ((found - 100) ** 2 / 100).sum() < 95
     assert (np.abs(np.diff(images)) <= 10).mean() == pytest.approx(20 / count, abs=5e-4)
@@ -142,7 +165,10 @@ def test_batches_stay_valid_while_held_and_may_be_written_to(rows):
     np.testing.assert_array_equal(np.sort(np.concatenate(seen)[:, 0]), np.arange(5000))
 
 
-STREAMS = [lambda rows: rows.sequential(64), lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000)]
+STREAMS = [
+    lambda rows: rows.sequential(64),
+    lambda rows: rows.batches(64, seed=0, epoch=0, window_bytes=12 * 1000),
+]
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -170,8 +196,12 @@ def test_memory_does_not_grow_with_the_store(dtype):
     window, peaks = 256 << 10, []
     for count in (70_000, 280_000):
         rows = np.ones((count, 16), np.float32)
-        with memory_folder() as folder:  # which does not tell what is in the page cache, so that windows are filled
-            store = make_store(folder / "s", rows, dtype, block=1 << 16, shard_rows=1 << 16, chunk_rows=512)
+        with (
+            memory_folder() as folder
+        ):  # which does not tell what is in the page cache, so that windows are filled
+            store = make_store(
+                folder / "s", rows, dtype, block=1 << 16, shard_rows=1 << 16, chunk_rows=512
+            )
             split = store.split("train")
             tracemalloc.start()
             for _ in split.batches(32, seed=0, epoch=0, window_bytes=window):

@@ -14,8 +14,14 @@ from saecli.store.split import is_test
 def store(tmp_path_factory):
     rows = np.zeros((20_000, 2), np.float32)
     rows[:, 0] = np.arange(20_000)
-    return make_store(tmp_path_factory.mktemp("s") / "s", rows, documents=np.arange(20_000) // 10, block=1000,
-                      shard_rows=3000, chunk_rows=70)
+    return make_store(
+        tmp_path_factory.mktemp("s") / "s",
+        rows,
+        documents=np.arange(20_000) // 10,
+        block=1000,
+        shard_rows=3000,
+        chunk_rows=70,
+    )
 
 
 def numbers(rows) -> set[int]:
@@ -48,8 +54,10 @@ def test_the_rows_held_out_are_for_ever_those_of_splitmix64(seed):
     np.testing.assert_array_equal(is_test(np.arange(3000), seed=seed), expected)
 
 
-@pytest.mark.parametrize(("rows", "unit", "advice"), [
-    (50, "documents", "a store of more documents"), (1, "rows", "import more rows")])
+@pytest.mark.parametrize(
+    ("rows", "unit", "advice"),
+    [(50, "documents", "a store of more documents"), (1, "rows", "import more rows")],
+)
 def test_an_empty_split_is_refused_with_advice(tmp_path, rows, unit, advice):
     one_document = np.zeros(rows, int) if unit == "documents" else None
     store = make_store(tmp_path / "s", np.zeros((rows, 2), np.float32), documents=one_document)
@@ -70,7 +78,9 @@ def test_a_small_store_holds_out_its_lowest_hash(tmp_path, units, by_document):
     store = counted_store(tmp_path / "s", units, by_document)
     for seed in range(40):
         key = splitmix64(splitmix64(seed) ^ 1)
-        hashes = np.array([(splitmix64(splitmix64(unit) ^ key) >> 11) / 2**53 for unit in range(units)])
+        hashes = np.array(
+            [(splitmix64(splitmix64(unit) ^ key) >> 11) / 2**53 for unit in range(units)]
+        )
         expected = set(np.flatnonzero(hashes <= max(np.nextafter(0.1, 0), hashes.min())).tolist())
         assert numbers(store.split("test", seed=seed)) == expected
         if len(expected) < units:
@@ -91,11 +101,14 @@ def test_fractions_of_a_small_store_keep_a_document_and_nest(tmp_path, units, by
     assert len(larger) == 1
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    ({"which": "dev"}, "split must be one of train, test, all, got 'dev'"),
-    ({"which": "train", "fraction": 0}, "fraction must be above 0 and at most 1, got 0"),
-    ({"which": "train", "test_fraction": 1}, "at least 0 and below 1, got 1"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"which": "dev"}, "split must be one of train, test, all, got 'dev'"),
+        ({"which": "train", "fraction": 0}, "fraction must be above 0 and at most 1, got 0"),
+        ({"which": "train", "test_fraction": 1}, "at least 0 and below 1, got 1"),
+    ],
+)
 def test_arguments_out_of_range_are_refused(store, arguments, said):
     with pytest.raises(ConfigError, match=said):
         store.split(**arguments)
@@ -103,7 +116,9 @@ def test_arguments_out_of_range_are_refused(store, arguments, said):
 
 def offset_rows(rng: np.random.Generator, rows: int, d_in: int) -> np.ndarray:
     """Rows far from 0, of sizes that differ a thousandfold, with a dimension that does not vary."""
-    values = 1e4 * rng.standard_normal(d_in) + rng.lognormal(0, 2, (rows, 1)) * rng.standard_normal((rows, d_in))
+    values = 1e4 * rng.standard_normal(d_in) + rng.lognormal(0, 2, (rows, 1)) * rng.standard_normal(
+        (rows, d_in)
+    )
     values[:, -1] = 1 / 3
     return values.astype(np.float32)
 
@@ -116,7 +131,9 @@ def assert_spread(found, rows: np.ndarray) -> None:
     assert found.rows == len(rows)
     # A sum of float64 is good to 1e-16 of its largest term: a mean to that of the mean, a scatter to that of itself.
     np.testing.assert_allclose(found.mean, rows.mean(axis=0), rtol=1e-13)
-    np.testing.assert_allclose(found.scatter, ((rows - rows.mean(axis=0)) ** 2).sum(axis=0), rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(
+        found.scatter, ((rows - rows.mean(axis=0)) ** 2).sum(axis=0), rtol=1e-9, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("documents", [True, False])

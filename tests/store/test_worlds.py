@@ -12,30 +12,49 @@ G, D = 96, 16
 
 def sampled(world: World, blocks: int, seed: int = 0) -> np.ndarray:
     """The true codes of some blocks as a matrix, float64."""
-    return np.concatenate([world.codes(seed, block).toarray().astype(float) for block in range(blocks)])
+    return np.concatenate(
+        [world.codes(seed, block).toarray().astype(float) for block in range(blocks)]
+    )
 
 
 def few(features: int = G, **changes: np.ndarray) -> World:
     """A world of independent features that fire on half of the rows, with magnitude 1, but for the changes."""
     half = np.full(features, 0.5)
-    fields = {"directions": np.eye(features), "bias": np.zeros(features), "firing_probabilities": half,
-              "own_probabilities": half, "mean": np.ones(features), "std": np.zeros(features),
-              "factor": np.empty((features, 0))}
-    kinds = {"parents": np.full(features, -1, np.int32), "groups": np.full(features, -1, np.int32),
-             "scaled": np.zeros(features, bool)}
+    fields = {
+        "directions": np.eye(features),
+        "bias": np.zeros(features),
+        "firing_probabilities": half,
+        "own_probabilities": half,
+        "mean": np.ones(features),
+        "std": np.zeros(features),
+        "factor": np.empty((features, 0)),
+    }
+    kinds = {
+        "parents": np.full(features, -1, np.int32),
+        "groups": np.full(features, -1, np.int32),
+        "scaled": np.zeros(features, bool),
+    }
     fields |= {name: value for name, value in changes.items() if name in fields}
-    kinds |= {name: np.asarray(value, kinds[name].dtype) for name, value in changes.items() if name in kinds}
+    kinds |= {
+        name: np.asarray(value, kinds[name].dtype)
+        for name, value in changes.items()
+        if name in kinds
+    }
     return World(**{name: value.astype(np.float32) for name, value in fields.items()}, **kinds)
 
 
-@pytest.mark.parametrize(("features", "exponent", "l0"), [(1024, 0.5, 10), (1536, 0.5, 23), (20, 3, 4), (5, 1, 1.5)])
+@pytest.mark.parametrize(
+    ("features", "exponent", "l0"), [(1024, 0.5, 10), (1536, 0.5, 23), (20, 3, 4), (5, 1, 1.5)]
+)
 def test_zipfian_probabilities_sum_to_l0_and_fall_by_the_power(features, exponent, l0):
     firing = zipfian(features, exponent, l0)
     assert firing.sum() == pytest.approx(l0)
     assert firing.max() <= 0.4 + 1e-12
     below = np.flatnonzero(firing < 0.4 - 1e-9)
     ranks = below + 1.0
-    np.testing.assert_allclose(firing[below] * ranks**exponent, firing[below[-1]] * ranks[-1] ** exponent)
+    np.testing.assert_allclose(
+        firing[below] * ranks**exponent, firing[below[-1]] * ranks[-1] ** exponent
+    )
 
 
 @pytest.mark.parametrize(("features", "d_in"), [(100, 16), (16, 16), (9, 16)])
@@ -57,7 +76,9 @@ def test_two_thirds_of_features_are_in_trees_of_two_levels():
 @pytest.mark.parametrize("hierarchy", [True, False])
 @pytest.mark.parametrize("correlation", [0, 0.5])
 def test_features_fire_as_often_as_they_say(hierarchy, correlation):
-    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5, correlation=correlation, hierarchy=hierarchy))
+    world = world_of(
+        SyntheticConfig(features=G, d_in=D, l0=5, correlation=correlation, hierarchy=hierarchy)
+    )
     fires = sampled(world, 8) > 0
     p = world.firing_probabilities
     # A magnitude of mean 1 and of a standard deviation that is rarely above 0.4 is rarely cut at 0.
@@ -99,7 +120,13 @@ def test_exclusive_roots_silence_their_children_too():
 
 
 def test_a_scaled_childs_magnitude_follows_its_parents():
-    world = few(2, parents=[-1, 0], scaled=[False, True], mean=np.array([2.0, 3.0]), std=np.array([0.5, 0.0]))
+    world = few(
+        2,
+        parents=[-1, 0],
+        scaled=[False, True],
+        mean=np.array([2.0, 3.0]),
+        std=np.array([0.5, 0.0]),
+    )
     codes = sampled(world, 1)
     both = codes[:, 1] > 0
     assert both.any()

@@ -26,7 +26,9 @@ def saelens(*words: str | Path) -> str:
 
 
 def codes_of(store: ActivationStore, which: str) -> np.ndarray:
-    return np.concatenate([codes.toarray().astype(float) for codes in store.split(which).codes(1000)])
+    return np.concatenate(
+        [codes.toarray().astype(float) for codes in store.split(which).codes(1000)]
+    )
 
 
 def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path):
@@ -34,28 +36,55 @@ def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path
     words = ["--features", str(G), "--d-in", "40", "--l0", "6", "--rows", "12000"]
     assert sae("import", "synthetic", *words, "--name", "world").status == 0
     for act, more in RUNS.items():
-        done = sae("train", "--data", "world", "--act", act, *more, "--d-sae", "220", "--steps", "200", "--name", act)
+        done = sae(
+            "train",
+            "--data",
+            "world",
+            "--act",
+            act,
+            *more,
+            "--d-sae",
+            "220",
+            "--steps",
+            "200",
+            "--name",
+            act,
+        )
         assert done.status == 0, done.err
         assert sae("export", act, "--to", "saelens", "--out", tmp_path / act).status == 0
     store = ActivationStore.open(sae.home / "activations" / "world")
     world = World.of_store(store)
-    np.savez(tmp_path / "truth.npz", directions=world.directions, bias=world.bias,
-             codes=codes_of(store, "test").astype(np.float32))
+    np.savez(
+        tmp_path / "truth.npz",
+        directions=world.directions,
+        bias=world.bias,
+        codes=codes_of(store, "test").astype(np.float32),
+    )
     ours = sae("eval", *RUNS, "--json").json["runs"]
-    lines = saelens("score", tmp_path / "truth.npz", *(tmp_path / act for act in RUNS)).splitlines()[-len(RUNS):]
+    lines = saelens(
+        "score", tmp_path / "truth.npz", *(tmp_path / act for act in RUNS)
+    ).splitlines()[-len(RUNS) :]
     for found, line in zip(ours, lines, strict=True):
         theirs = json.loads(line)
-        expected = {"mcc": theirs["mcc"], "uniqueness": theirs["uniqueness"], "true_l0": theirs["true_l0"],
-                    "f1": theirs["classification"]["f1_score"], "l0": theirs["sae_l0"],
-                    "precision": theirs["classification"]["precision"], "recall": theirs["classification"]["recall"],
-                    "explained_variance": theirs["explained_variance"]}
+        expected = {
+            "mcc": theirs["mcc"],
+            "uniqueness": theirs["uniqueness"],
+            "true_l0": theirs["true_l0"],
+            "f1": theirs["classification"]["f1_score"],
+            "l0": theirs["sae_l0"],
+            "precision": theirs["classification"]["precision"],
+            "recall": theirs["classification"]["recall"],
+            "explained_variance": theirs["explained_variance"],
+        }
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
         assert 0.2 < found["mcc"] < 1
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["flat", "tree", "exclusive"])
-def test_a_world_of_saelens_gives_rows_of_the_same_distribution(sae: CommandLine, tmp_path: Path, kind: str):
+def test_a_world_of_saelens_gives_rows_of_the_same_distribution(
+    sae: CommandLine, tmp_path: Path, kind: str
+):
     saelens("save", tmp_path / kind, kind, str(ROWS))
     done = sae("import", tmp_path / kind, "--rows", str(ROWS), "--json")
     assert done.status == 0, done.err
@@ -87,7 +116,15 @@ def test_a_saved_world_is_recognised_by_folder_or_file(sae: CommandLine, tmp_pat
     saelens("save", tmp_path / "tree", "tree", "10")
     files = ["synthetic_model.safetensors", "synthetic_model_config.json"]
     for number, name in enumerate(files):
-        done = sae("import", tmp_path / "tree" / name, "--rows", "100", "--name", f"by-file{number}", "--json")
+        done = sae(
+            "import",
+            tmp_path / "tree" / name,
+            "--rows",
+            "100",
+            "--name",
+            f"by-file{number}",
+            "--json",
+        )
         assert (done.json["rows"], done.json["d_in"]) == (100, 12)
     refused = sae("import", tmp_path / "tree", "--features", "3")
     assert refused.status == 2 and "--features does nothing with" in refused.err

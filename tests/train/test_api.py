@@ -24,19 +24,29 @@ def unexplained(sae: saecli.SAE, rows: np.ndarray) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    {"solver": "sgd", "act": "topk", "k": 4, "tied": True},
-    {"act": "jumprelu", "seed": 3, "fraction": 0.5, "revive": False, "inner_steps": 2},
-], ids=str)
-def test_fitting_a_store_is_sae_train_to_the_bit_and_writes_nothing(sae: CommandLine, capsys, options: dict):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"solver": "sgd", "act": "topk", "k": 4, "tied": True},
+        {"act": "jumprelu", "seed": 3, "fraction": 0.5, "revive": False, "inner_steps": 2},
+    ],
+    ids=str,
+)
+def test_fitting_a_store_is_sae_train_to_the_bit_and_writes_nothing(
+    sae: CommandLine, capsys, options: dict
+):
     make_store(sae.home, "rows", some_rows(1000))
     before = set(sae.home.rglob("*"))
     store = saecli.open_store("rows", home=sae.home)
     fitted = saecli.fit(store, **QUICK, **options)
     assert tuple(capsys.readouterr()) == ("", "")
     assert set(sae.home.rglob("*")) == before
-    words = [word for name, value in {**QUICK, **options}.items() if value is not False
-             for word in [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]]
+    words = [
+        word
+        for name, value in {**QUICK, **options}.items()
+        if value is not False
+        for word in [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    ]
     words += [f"--no-{name}" for name, value in options.items() if value is False]
     assert sae("train", "--name", "run", *words).status == 0
     assert same(fitted, saecli.load_sae("run", home=sae.home))
@@ -45,9 +55,22 @@ def test_fitting_a_store_is_sae_train_to_the_bit_and_writes_nothing(sae: Command
 @pytest.mark.slow
 def test_rows_in_memory_fit_alike_in_any_container_and_dtype():
     rows = np.round(some_rows(600) * 30 + np.arange(8)).astype(np.float32)  # whole, below 256
-    kinds = {"tensor": torch.from_numpy(rows), "bfloat16": torch.from_numpy(rows).bfloat16(),
-             "whole": rows.astype(np.int16), "wider": rows.astype(np.float64), "list": rows.tolist()}
-    options = {"solver": "sgd", "act": "topk", "k": 6, "d_sae": 24, "epochs": 20, "batch_size": 64, "inner_steps": 1}
+    kinds = {
+        "tensor": torch.from_numpy(rows),
+        "bfloat16": torch.from_numpy(rows).bfloat16(),
+        "whole": rows.astype(np.int16),
+        "wider": rows.astype(np.float64),
+        "list": rows.tolist(),
+    }
+    options = {
+        "solver": "sgd",
+        "act": "topk",
+        "k": 6,
+        "d_sae": 24,
+        "epochs": 20,
+        "batch_size": 64,
+        "inner_steps": 1,
+    }
     fitted = saecli.fit(rows, **options)
     assert unexplained(fitted, rows) < 0.3
     for name, held in kinds.items():
@@ -58,20 +81,26 @@ def test_wider_rows_are_trained_on_in_full_when_asked_to():
     rows = some_rows(300).astype(np.float64) * np.pi
     fitted = saecli.fit(rows, dtype="float64", d_sae=16, epochs=1)
     assert fitted.W_enc.dtype == torch.float64
-    assert not same(fitted, saecli.fit(rows.astype(np.float32), dtype="float64", d_sae=16, epochs=1))
+    assert not same(
+        fitted, saecli.fit(rows.astype(np.float32), dtype="float64", d_sae=16, epochs=1)
+    )
 
 
 def test_an_array_that_may_not_be_written_to_is_read_alone(tmp_path: Path):
     np.save(tmp_path / "rows.npy", some_rows(300))
     mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
-    assert same(saecli.fit(mapped, solver="sgd", **QUICK), saecli.fit(some_rows(300), solver="sgd", **QUICK))
+    assert same(
+        saecli.fit(mapped, solver="sgd", **QUICK), saecli.fit(some_rows(300), solver="sgd", **QUICK)
+    )
 
 
 def test_rows_chosen_from_a_store_are_all_that_is_trained_on(tmp_path: Path):
     make_store(tmp_path, "rows", some_rows(500))
     store = saecli.open_store(tmp_path / "activations" / "rows")
-    whole, chosen, every = (saecli.fit(rows, solver="sgd", **QUICK)
-                            for rows in (store, store.split("train"), store.split("all")))
+    whole, chosen, every = (
+        saecli.fit(rows, solver="sgd", **QUICK)
+        for rows in (store, store.split("train"), store.split("all"))
+    )
     assert same(whole, chosen)
     assert not same(whole, every)
 
@@ -95,21 +124,40 @@ def test_progress_is_shown_on_demand(capsys):
     assert "use --alpha auto" in said.err
 
 
-@pytest.mark.parametrize(("rows", "options", "sentence"), [
-    (some_rows(20), {"dsae": 3}, "fit has no option dsae; did you mean d_sae?"),
-    (some_rows(20), {"xyzzy": 3}, "fit has no option xyzzy; expected one of `sae train`'s"),
-    (some_rows(20), {"solver": "adam"}, "solver must be one of sgd, pam-sgd, got 'adam'"),
-    (some_rows(20), {"act": "tanh"}, "act must be one of relu"),
-    (some_rows(20), {"k": 3}, "k does nothing with act relu; leave it out, or use act topk"),
-    (some_rows(20), {"act": "topk", "d_sae": 3, "k": 9}, "k must be at most d_sae, 3, got 9; lower k or raise d_sae"),
-    (some_rows(20), {"fraction": 0.5}, "fraction does nothing in fit with rows that are chosen already"),
-    (some_rows(20), {"log_to": "wandb"}, "log_to does nothing in fit, which writes no files"),
-    (some_rows(20), {"lr": 1e29, "solver": "sgd", "epochs": 9}, "lower lr"),
-    (some_rows(20)[0], {}, "rows must be numbers in an array (rows, d_in), got one of float32 and shape (8,)"),
-    (some_rows(20)[:0], {}, "shape (0, 8)"),
-    (np.where(np.arange(8) == 3, np.nan, some_rows(5)), {}, "rows must be finite, got 5 of 5 with a NaN or infinity"),
-    (np.ones((5, 3)), {}, "there is nothing to learn"),
-])
+@pytest.mark.parametrize(
+    ("rows", "options", "sentence"),
+    [
+        (some_rows(20), {"dsae": 3}, "fit has no option dsae; did you mean d_sae?"),
+        (some_rows(20), {"xyzzy": 3}, "fit has no option xyzzy; expected one of `sae train`'s"),
+        (some_rows(20), {"solver": "adam"}, "solver must be one of sgd, pam-sgd, got 'adam'"),
+        (some_rows(20), {"act": "tanh"}, "act must be one of relu"),
+        (some_rows(20), {"k": 3}, "k does nothing with act relu; leave it out, or use act topk"),
+        (
+            some_rows(20),
+            {"act": "topk", "d_sae": 3, "k": 9},
+            "k must be at most d_sae, 3, got 9; lower k or raise d_sae",
+        ),
+        (
+            some_rows(20),
+            {"fraction": 0.5},
+            "fraction does nothing in fit with rows that are chosen already",
+        ),
+        (some_rows(20), {"log_to": "wandb"}, "log_to does nothing in fit, which writes no files"),
+        (some_rows(20), {"lr": 1e29, "solver": "sgd", "epochs": 9}, "lower lr"),
+        (
+            some_rows(20)[0],
+            {},
+            "rows must be numbers in an array (rows, d_in), got one of float32 and shape (8,)",
+        ),
+        (some_rows(20)[:0], {}, "shape (0, 8)"),
+        (
+            np.where(np.arange(8) == 3, np.nan, some_rows(5)),
+            {},
+            "rows must be finite, got 5 of 5 with a NaN or infinity",
+        ),
+        (np.ones((5, 3)), {}, "there is nothing to learn"),
+    ],
+)
 def test_what_cannot_be_fitted_is_told_in_words_of_python(rows, options: dict, sentence: str):
     with pytest.raises(saecli.SaeError) as told:
         saecli.fit(rows, **options)
@@ -118,12 +166,16 @@ def test_what_cannot_be_fitted_is_told_in_words_of_python(rows, options: dict, s
 
 
 @pytest.mark.slow
-def test_sae_goes_through_a_folder_and_names_what_its_store_came_from(sae: CommandLine, tmp_path: Path):
+def test_sae_goes_through_a_folder_and_names_what_its_store_came_from(
+    sae: CommandLine, tmp_path: Path
+):
     assert sae("extract", "--model", "tiny-gemma2", "--rows", "40", "--name", "notes").status == 0
     one = random_sae(TopK(k=3))
     saecli.save_sae(one, tmp_path / "native", store=saecli.open_store(home=sae.home))
     assert same(saecli.load_sae(tmp_path / "native"), one)
-    saecli.save_sae(random_sae(), tmp_path / "saelens", "saelens", saecli.open_store("notes", sae.home))
+    saecli.save_sae(
+        random_sae(), tmp_path / "saelens", "saelens", saecli.open_store("notes", sae.home)
+    )
     assert "blocks.1.hook_resid_post" in (tmp_path / "saelens" / "cfg.json").read_text()
     x = torch.from_numpy(some_rows(10))
     torch.testing.assert_close(saecli.load_sae(tmp_path / "saelens")(x), random_sae()(x))
@@ -132,9 +184,25 @@ def test_sae_goes_through_a_folder_and_names_what_its_store_came_from(sae: Comma
 
 
 @pytest.mark.slow
-def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(sae: CommandLine, tmp_path: Path, monkeypatch):
-    assert sae("extract", "--model", "tiny-gemma2", "--rows", "900", "--layer", "1", "--layer", "3", "--name",
-               "notes").status == 0
+def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(
+    sae: CommandLine, tmp_path: Path, monkeypatch
+):
+    assert (
+        sae(
+            "extract",
+            "--model",
+            "tiny-gemma2",
+            "--rows",
+            "900",
+            "--layer",
+            "1",
+            "--layer",
+            "3",
+            "--name",
+            "notes",
+        ).status
+        == 0
+    )
     monkeypatch.setenv("SAE_HOME", str(sae.home))
     one, three = (saecli.open_store(f"notes-l{layer}-resid_post") for layer in (1, 3))
     quick = {"act": "topk", "k": 3, "d_sae": 16, "epochs": 1, "split_seed": 5}
@@ -145,7 +213,9 @@ def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(sae: Command
     assert measured["data"] == one.name and measured["fvu"] == saecli.evaluate(fitted)["fvu"]
     assert [found["data"] for found in saecli.compare([tmp_path / "x", fitted])] == [one.name] * 2
     assert saecli.load_sae(tmp_path / "x").metadata["split_seed"] == 5
-    with pytest.warns(UserWarning, match="was trained on layer 1 resid_post; .* holds layer 3 resid_post"):
+    with pytest.warns(
+        UserWarning, match="was trained on layer 1 resid_post; .* holds layer 3 resid_post"
+    ):
         saecli.evaluate(fitted, three)
     done = sae("eval", str(tmp_path / "x"), "--data", three.name)
     assert done.status == 0 and "was trained on layer 1 resid_post" in done.err
@@ -154,7 +224,9 @@ def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(sae: Command
         saecli.evaluate(tmp_path / "stranger")
     saecli.save_sae(saecli.fit(saecli.join(one, three), **quick), tmp_path / "both")
     assert saecli.evaluate(tmp_path / "both")["data"] == f"{one.name} + {three.name}"
-    with pytest.raises(saecli.SaeError, match=r"in another order.*layer 1 resid_post, layer 3 resid_post"):
+    with pytest.raises(
+        saecli.SaeError, match=r"in another order.*layer 1 resid_post, layer 3 resid_post"
+    ):
         saecli.evaluate(tmp_path / "both", [three.name, one.name])
 
 
@@ -170,9 +242,13 @@ def test_names_are_looked_up_in_the_home_of_the_environment(tmp_path: Path, monk
 
 
 def test_import_is_light_and_every_name_is_there_and_typed():
-    script = ("import sys, saecli\nassert not {'torch', 'numpy', 'typer'} & sys.modules.keys()\n"
-              "assert set(saecli.__all__) <= set(dir(saecli))\nassert not hasattr(saecli, 'nothing')")
+    script = (
+        "import sys, saecli\nassert not {'torch', 'numpy', 'typer'} & sys.modules.keys()\n"
+        "assert set(saecli.__all__) <= set(dir(saecli))\nassert not hasattr(saecli, 'nothing')"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)
     for function in (getattr(saecli, name) for name in saecli.__all__ if name[0].islower()):
-        assert {"return", *inspect.signature(function).parameters} == get_type_hints(function).keys()
+        assert {"return", *inspect.signature(function).parameters} == get_type_hints(
+            function
+        ).keys()
     assert (Path(saecli.__file__).parent / "py.typed").exists()

@@ -22,8 +22,10 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name
-                                  for name in day.PARTS])
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in day.PARTS],
+)
 def test_a_part_finds_figures(part: str, tmp_path: Path):
     found = day.in_process(part, day.Day("cpu", tmp_path), day.PARTS[part][1])
     assert "FAILED" not in found and len(found) > 1
@@ -34,7 +36,9 @@ def test_a_part_finds_figures(part: str, tmp_path: Path):
 @pytest.mark.slow
 def test_a_part_that_fails_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "Error: " in day.run_part("machine", None)["FAILED"]
-    assert day.in_process("machine", day.Day("cpu", tmp_path), 0.2)["FAILED"] == "took longer than 0 s"
+    assert (
+        day.in_process("machine", day.Day("cpu", tmp_path), 0.2)["FAILED"] == "took longer than 0 s"
+    )
     monkeypatch.setenv("PYTHONPATH", "")
     assert "ModuleNotFoundError" in day.in_process("steps", day.Day("cpu", tmp_path), 60)["FAILED"]
 
@@ -42,8 +46,13 @@ def test_a_part_that_fails_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_script_runs_all_parts(tmp_path: Path):
-    done = subprocess.run([ROOT / "tests" / "cuda" / "run.sh", tmp_path / "out", "--device", "cpu"], check=False,
-                          capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable})
+    done = subprocess.run(
+        [ROOT / "tests" / "cuda" / "run.sh", tmp_path / "out", "--device", "cpu"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable},
+    )
     found = json.loads((tmp_path / "out" / "cuda.json").read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stderr
     assert [*found] == [*day.PARTS]

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, assert_same_weights, make_run, make_store, random_sae, some_rows, weights
+from homes import (
+    CommandLine,
+    assert_same_weights,
+    make_run,
+    make_store,
+    random_sae,
+    some_rows,
+    weights,
+)
 from launching import signalled, together
 from tiny_models import WIDTH, save_model
 from torch import Tensor
@@ -54,9 +62,21 @@ def text(tmp_path_factory: pytest.TempPathFactory, documents: dict[str, list[str
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory, model: Path, text: Path) -> Path:
     home = tmp_path_factory.mktemp("home")
-    for site, layers in (("resid_post", [LAYER]), ("mlp_in", [LAYER]), ("mlp_out", [LAYER, LAYER + 1])):
-        saecli.extract(str(model), dataset=str(text), layer=layers, site=[site], home=home, context=LENGTH + 1,
-                       dtype="float32", name=site)
+    for site, layers in (
+        ("resid_post", [LAYER]),
+        ("mlp_in", [LAYER]),
+        ("mlp_out", [LAYER, LAYER + 1]),
+    ):
+        saecli.extract(
+            str(model),
+            dataset=str(text),
+            layer=layers,
+            site=[site],
+            home=home,
+            context=LENGTH + 1,
+            dtype="float32",
+            name=site,
+        )
     return home
 
 
@@ -72,7 +92,9 @@ def sae_of(rows: Tensor, activation: Any) -> SAE:
     W_enc = functional.normalize(directions, dim=1).T.contiguous()
     pre = rows @ W_enc
     level = pre.flatten().topk(4 * len(rows)).values[-1]
-    parameters = {name: torch.full_like(start, level) for name, start in activation.parameters(F).items()}
+    parameters = {
+        name: torch.full_like(start, level) for name, start in activation.parameters(F).items()
+    }
     b_enc = -level.expand(F).clone() if isinstance(activation, Relu) else torch.zeros(F)
     return SAE(W_enc, b_enc, 0.5 * W_enc.T.contiguous(), rows.mean(0), activation, parameters)
 
@@ -80,14 +102,23 @@ def sae_of(rows: Tensor, activation: Any) -> SAE:
 def begun(home: Path, activation: Any) -> SAE:
     """The run `old`."""
     store = saecli.open_store(home / "activations" / "resid_post")
-    rows = torch.from_numpy(np.concatenate([batch.copy() for batch in store.split("train").sequential(500)]))
+    rows = torch.from_numpy(
+        np.concatenate([batch.copy() for batch in store.split("train").sequential(500)])
+    )
     found = sae_of(rows, activation)
     folder = make_run(home, "old", found, data="resid_post")
-    save_native(SavedSAE(found, {"model": store.meta.source["model"], "layer": LAYER, "site": "resid_post"}), folder)
+    save_native(
+        SavedSAE(
+            found, {"model": store.meta.source["model"], "layer": LAYER, "site": "resid_post"}
+        ),
+        folder,
+    )
     return found
 
 
-def oracle(model: Path, windows: list[str], sae: SAE, weight: float, only: bool = False) -> tuple[float, Tensor]:
+def oracle(
+    model: Path, windows: list[str], sae: SAE, weight: float, only: bool = False
+) -> tuple[float, Tensor]:
     """The loss in float64, and its gradient in the decoder."""
     llama, sae = LlamaForCausalLM.from_pretrained(model).double(), sae.copy_to(torch.float64)
     sae.W_dec.requires_grad_()
@@ -112,19 +143,40 @@ def oracle(model: Path, windows: list[str], sae: SAE, weight: float, only: bool 
 
 
 @pytest.mark.parametrize("windows", ["auto", pytest.param("7", marks=pytest.mark.slow)])
-def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(sae, home, model, documents, windows):
+def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(
+    sae, home, model, documents, windows
+):
     old = begun(home, TopK(k=4))
-    done = sae("finetune", "old", "--tokens", "3075", "--only", "decoder", "--fvu-weight", "2", "--lr", "1e-3",
-               "--name", "new", "--windows", windows, "--json")
+    done = sae(
+        "finetune",
+        "old",
+        "--tokens",
+        "3075",
+        "--only",
+        "decoder",
+        "--fvu-weight",
+        "2",
+        "--lr",
+        "1e-3",
+        "--name",
+        "new",
+        "--windows",
+        windows,
+        "--json",
+    )
     assert done.status == 0, done.err
     loss, gradient = oracle(model, documents["train"], old, 2.0)
     (line,) = [line for line in read_metrics(home / "runs" / "new") if "loss" in line]
     assert line["loss"] == pytest.approx(loss, rel=1e-5) and line["batch_l0"] == 4
     moved = weights(home, "new")["W_dec"] - old.W_dec
-    large = gradient.abs() > 1e-3 * gradient.abs().max()  # Adam's first step goes against the gradient's sign
+    large = (
+        gradient.abs() > 1e-3 * gradient.abs().max()
+    )  # Adam's first step goes against the gradient's sign
     assert (moved.sign()[large] == -gradient.sign()[large]).all() and large.sum() > 100
     for name in ("W_enc", "b_enc"):
-        torch.testing.assert_close(weights(home, "new")[name], getattr(old, name), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weights(home, "new")[name], getattr(old, name), rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -136,7 +188,13 @@ def test_held_out_kl_falls_and_l0_stays(sae, home, activation):
     assert document["kept"] == "after" and document["run"] == f"finetune-{activation.name}-1"
     assert after["kl"] < 0.8 * before["kl"]
     assert after["l0"] == pytest.approx(before["l0"], rel=0.15)  # of 330 held-out rows
-    again = sae("eval", document["run"], "--model", str(saecli.load_sae("old", home).metadata["model"]), "--json").json
+    again = sae(
+        "eval",
+        document["run"],
+        "--model",
+        str(saecli.load_sae("old", home).metadata["model"]),
+        "--json",
+    ).json
     assert again["runs"][0]["kl"] == pytest.approx(after["kl"], rel=1e-4)
     assert again["runs"][0]["fvu"] == pytest.approx(after["fvu"], rel=1e-4)
 
@@ -154,9 +212,12 @@ def test_a_streamed_text_trains_what_its_store_does(sae, home, text, model):
     begun(home, BatchTopK(k=4))
     words = ("finetune", "old", "--tokens", "20000", "--json")
     stored = sae(*words, "--name", "stored").json
-    streamed = sae(*words, "--name", "streamed", "--dataset", text, "--context", str(LENGTH + 1)).json
+    streamed = sae(
+        *words, "--name", "streamed", "--dataset", text, "--context", str(LENGTH + 1)
+    ).json
     assert {name: stored[name] for name in ("before", "after")} == {
-        name: streamed[name] for name in ("before", "after")}
+        name: streamed[name] for name in ("before", "after")
+    }
     assert_same_weights(home, "stored", "streamed")
     config = home / "runs" / "streamed" / "config.toml"
     assert sae("finetune", "old", "--config", config, "--name", "again").status == 0
@@ -170,7 +231,10 @@ def test_a_streamed_text_trains_what_its_store_does(sae, home, text, model):
 def test_a_killed_run_resumed_equals_one_never_stopped(sae, home, text, monkeypatch):
     begun(home, Relu())
     words = ["finetune", "old", "--tokens", "160000"]
-    for name, more in (("whole", []), ("whole-text", ["--dataset", text, "--context", str(LENGTH + 1)])):
+    for name, more in (
+        ("whole", []),
+        ("whole-text", ["--dataset", text, "--context", str(LENGTH + 1)]),
+    ):
         assert sae(*words, *more, "--name", name).status == 0
         killed = name.replace("whole", "killed")
         signalled(home, [*words, *more, "--name", killed], "checkpoint.safetensors", 2)
@@ -183,7 +247,10 @@ def test_a_killed_run_resumed_equals_one_never_stopped(sae, home, text, monkeypa
 def test_transcoders_and_crosscoders_are_spliced_and_trained(sae, home):
     one, two = (f"mlp_out-l{layer}-mlp_out" for layer in (LAYER, LAYER + 1))
     quick = ("--d-sae", str(F), "--act", "topk", "--k", "4", "--epochs", "3")
-    assert sae("train", "--data", "mlp_in", "--target", one, *quick, "--name", "transcoder").status == 0
+    assert (
+        sae("train", "--data", "mlp_in", "--target", one, *quick, "--name", "transcoder").status
+        == 0
+    )
     assert sae("train", "--data", one, "--data", two, *quick, "--name", "crosscoder").status == 0
     for run, width in (("transcoder", WIDTH), ("crosscoder", 2 * WIDTH)):
         done = sae("finetune", run, "--tokens", "100000", "--json")
@@ -226,20 +293,30 @@ def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
         torch.testing.assert_close(weights(home, "scarce")[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("words", "status", "sentence"), [
-    (["old", "--data", "resid_post", "--dataset", "x.txt"], 2, "cannot use both --data and --dataset"),
-    (["old", "--data", "bare"], 1, "expected a store that `sae extract` made"),
-    (["narrow"], 2, "expected an SAE of the model's width, 16, got 8"),
-    (["nowhere"], 2, "does not say where it reads"),
-    (["old", "--resume"], 2, "does nothing with --resume"),
-    (["old", "--fvu-weight", "-1"], 2, "--fvu-weight must be at least 0"),
-    (["old", "--only", "encoder"], 2, "--only"),
-    (["old", "--model", "nothing/here"], 1, "nothing/here"),
-])
+@pytest.mark.parametrize(
+    ("words", "status", "sentence"),
+    [
+        (
+            ["old", "--data", "resid_post", "--dataset", "x.txt"],
+            2,
+            "cannot use both --data and --dataset",
+        ),
+        (["old", "--data", "bare"], 1, "expected a store that `sae extract` made"),
+        (["narrow"], 2, "expected an SAE of the model's width, 16, got 8"),
+        (["nowhere"], 2, "does not say where it reads"),
+        (["old", "--resume"], 2, "does nothing with --resume"),
+        (["old", "--fvu-weight", "-1"], 2, "--fvu-weight must be at least 0"),
+        (["old", "--only", "encoder"], 2, "--only"),
+        (["old", "--model", "nothing/here"], 1, "nothing/here"),
+    ],
+)
 def test_what_cannot_work_is_refused_in_a_sentence(sae, home, model, words, status, sentence):
     begun(home, TopK(k=4))
     make_store(home, "bare", some_rows(100, WIDTH))
-    save_native(SavedSAE(random_sae(d_in=WIDTH), {}), make_run(home, "nowhere", random_sae(d_in=WIDTH), data="bare"))
+    save_native(
+        SavedSAE(random_sae(d_in=WIDTH), {}),
+        make_run(home, "nowhere", random_sae(d_in=WIDTH), data="bare"),
+    )
     make_run(home, "narrow", random_sae(), data="resid_post")
     done = sae("finetune", *words, *([] if "--model" in words else ["--model", model]))
     assert (done.status, sentence in " ".join(done.err.split())) == (status, True), done.err

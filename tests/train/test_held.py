@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 
 
 def rows_of(folder: Path, dtype: str, **options) -> Rows:
-    return make_store(folder, VALUES, dtype, documents=DOCUMENTS, shard_rows=300).split("train", **options)
+    return make_store(folder, VALUES, dtype, documents=DOCUMENTS, shard_rows=300).split(
+        "train", **options
+    )
 
 
 @pytest.fixture(params=list(DTYPES))
@@ -30,8 +32,10 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Rows:
 
 
 def joined(tmp_path: Path) -> JoinedRows:
-    stores = [make_store(tmp_path / name, values, "bfloat16", documents=DOCUMENTS)
-              for name, values in (("in", VALUES), ("out", VALUES[:, ::2] ** 2))]
+    stores = [
+        make_store(tmp_path / name, values, "bfloat16", documents=DOCUMENTS)
+        for name, values in (("in", VALUES), ("out", VALUES[:, ::2] ** 2))
+    ]
     return JoinedRows((stores[0].split("train"),), stores[1].split("train"))
 
 
@@ -50,12 +54,17 @@ def test_rows_as_stored_have_the_bits_on_disk_in_the_same_order(rows: Rows):
 
 
 def test_rows_carried_are_the_numbers_that_are_stored(rows: Rows):
-    batches = [batch.float().clone() for batch in carried(rows.as_stored().batches(64, seed=1, epoch=2), CPU)]
+    batches = [
+        batch.float().clone()
+        for batch in carried(rows.as_stored().batches(64, seed=1, epoch=2), CPU)
+    ]
     assert np.array_equal(torch.cat(batches).numpy(), all_ways(rows)[0])
 
 
 @pytest.mark.parametrize("window", [1 << 28, 4096], ids=["one window", "several"])
-def test_kept_rows_come_in_the_order_of_the_store(rows: Rows, window: int, monkeypatch: pytest.MonkeyPatch):
+def test_kept_rows_come_in_the_order_of_the_store(
+    rows: Rows, window: int, monkeypatch: pytest.MonkeyPatch
+):
     defaults = rows.batches.__func__.__kwdefaults__
     monkeypatch.setattr("saecli.store.reader.WINDOW_BYTES", window)
     monkeypatch.setitem(defaults, "window_bytes", window)
@@ -74,5 +83,7 @@ def test_kept_targets_lie_beside_their_rows(tmp_path: Path):
 
 
 def all_held(held: HeldRows) -> tuple[np.ndarray, np.ndarray]:
-    return tuple(torch.cat([batch.float() for batch in batches]).numpy()
-                 for batches in (held.batches(64, seed=1, epoch=2), held.sequential(64)))
+    return tuple(
+        torch.cat([batch.float() for batch in batches]).numpy()
+        for batches in (held.batches(64, seed=1, epoch=2), held.sequential(64))
+    )

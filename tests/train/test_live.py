@@ -34,11 +34,18 @@ D = 6
 TRAIN = ("train", "--model", "tiny-gemma2", "--layer", "2")
 
 
-def source(rows: np.ndarray, documents: np.ndarray, cuts: list[int], block_rows: int = 64,
-           error: Exception | None = None) -> Streamed:
+def source(
+    rows: np.ndarray,
+    documents: np.ndarray,
+    cuts: list[int],
+    block_rows: int = 64,
+    error: Exception | None = None,
+) -> Streamed:
     """A model that gives these rows in blocks, and then fails with an error if there is one."""
     request = StoreRequest(HookPoint(0, "resid_post"), Path("some-model-l0"), {"rows": len(rows)})
-    meta = StoreMeta(source={}, request_hash=request.hash, dtype="float32", d_in=rows.shape[1], shard_rows=1000)
+    meta = StoreMeta(
+        source={}, request_hash=request.hash, dtype="float32", d_in=rows.shape[1], shard_rows=1000
+    )
 
     def blocks(show) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for part in np.split(np.arange(len(rows)), cuts):
@@ -51,7 +58,9 @@ def source(rows: np.ndarray, documents: np.ndarray, cuts: list[int], block_rows:
 
 
 def of_documents(rows: int = 3000, length: int = 4, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    return np.random.default_rng(seed).normal(size=(rows, D)).astype(np.float32), np.arange(rows) // length
+    return np.random.default_rng(seed).normal(size=(rows, D)).astype(np.float32), np.arange(
+        rows
+    ) // length
 
 
 def windows_of(rows: int) -> int:
@@ -60,8 +69,14 @@ def windows_of(rows: int) -> int:
 
 
 def planned(train, test, solver: str, act: str, **options) -> Plan:
-    activation = ACTIVATIONS[act](k=2) if "k" in ACTIVATIONS[act].__dataclass_fields__ else ACTIVATIONS[act]()
-    return Plan.resolved(train, test, TrainingConfig(d_sae=16, **options), SOLVERS[solver](), activation)
+    activation = (
+        ACTIVATIONS[act](k=2)
+        if "k" in ACTIVATIONS[act].__dataclass_fields__
+        else ACTIVATIONS[act]()
+    )
+    return Plan.resolved(
+        train, test, TrainingConfig(d_sae=16, **options), SOLVERS[solver](), activation
+    )
 
 
 def trained(plan: Plan) -> SAE:
@@ -75,7 +90,9 @@ def test_every_training_row_comes_once_in_an_order_independent_of_blocks(window:
     expected = rows[~is_test(documents)][:2000]
     orders = []
     for cuts in ([], [1, 400, 401, 2990], list(range(7, 3000, 7))):
-        with LiveRows(source(rows, documents, cuts), 2000, 0, 100, Silent(), windows_of(window)) as live:
+        with LiveRows(
+            source(rows, documents, cuts), 2000, 0, 100, Silent(), windows_of(window)
+        ) as live:
             orders.append(np.concatenate(list(live.batches(50, seed=3, epoch=0))))
             assert live.rows == 2000 and not live.ended_early and live.ready <= 2 * max(window, 200)
     for order in orders:
@@ -98,7 +115,9 @@ def test_one_window_trains_bit_for_bit_as_its_rows_in_an_array(solver: str, act:
 class InOrder(ArrayRows):
     """Rows that are trained on in the order in which they lie."""
 
-    def batches(self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+    def batches(
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+    ) -> Iterator[np.ndarray]:
         return self.sequential(batch_size)
 
 
@@ -106,14 +125,18 @@ def test_several_windows_train_bit_for_bit_as_stored_rows():
     rows, documents = of_documents(9000)
 
     def opened() -> LiveRows:
-        return LiveRows(source(rows, documents, [900, 5000]), 7500, 0, 1200, Silent(), windows_of(2500))
+        return LiveRows(
+            source(rows, documents, [900, 5000]), 7500, 0, 1200, Silent(), windows_of(2500)
+        )
 
     with opened() as live:
         assert live.ready == 2500
         in_order = np.concatenate(list(live.batches(256, seed=0, epoch=0)))
     with opened() as live:
         found = trained(planned(live, live.test_rows, "sgd", "topk", normalize="none"))
-    assert same(found, trained(planned(InOrder(in_order), None, "sgd", "topk", normalize="none", epochs=1)))
+    assert same(
+        found, trained(planned(InOrder(in_order), None, "sgd", "topk", normalize="none", epochs=1))
+    )
 
 
 def test_decoder_steps_take_rows_of_the_last_two_windows():
@@ -131,13 +154,19 @@ def test_decoder_steps_take_rows_of_the_last_two_windows():
 def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
     rows, documents = of_documents(9000)
     there = int((~is_test(documents)).sum())
-    with LiveRows(source(rows, documents, [900, 5000]), 20_000, 0, 1200, Silent(), windows_of(2500)) as live:
+    with LiveRows(
+        source(rows, documents, [900, 5000]), 20_000, 0, 1200, Silent(), windows_of(2500)
+    ) as live:
         loop = Loop([start_training(planned(live, live.test_rows, solver, "topk"), Record())])
         (result,) = loop.results(loop.train())
-    assert result["rows_train"] == there > result["rows_counted"] and result["steps"] < loop.trainings[0].plan.steps
+    assert (
+        result["rows_train"] == there > result["rows_counted"]
+        and result["steps"] < loop.trainings[0].plan.steps
+    )
     assert result["warnings"][0] == (
         f"the text ended after {there:,} of 20,000 training rows, before the learning rate had fallen; use --rows "
-        f"{there}, or a longer text")
+        f"{there}, or a longer text"
+    )
 
 
 def test_test_rows_are_the_first_held_out_rows():
@@ -145,23 +174,33 @@ def test_test_rows_are_the_first_held_out_rows():
     with LiveRows(source(rows, documents, [1500]), 1000, 0, 100, Silent()) as live:
         (found,) = live.test_rows.sequential(10_000)
     assert np.array_equal(found, rows[:1500][is_test(documents[:1500])])
-    late = np.where(np.arange(3000) < 2000, np.flatnonzero(~is_test(np.arange(9)))[0], np.arange(3000))
+    late = np.where(
+        np.arange(3000) < 2000, np.flatnonzero(~is_test(np.arange(9)))[0], np.arange(3000)
+    )
     with LiveRows(source(rows, late, [500, 2100, 2500]), 300, 0, 100, Silent()) as live:
         (found,) = live.test_rows.sequential(10_000)
         (trained,) = live.sequential(10_000)
-    assert np.array_equal(found, rows[500:2100][is_test(late[500:2100])]) and np.array_equal(trained, rows[:300])
+    assert np.array_equal(found, rows[500:2100][is_test(late[500:2100])]) and np.array_equal(
+        trained, rows[:300]
+    )
     few = np.arange(40) // 20
     assert not is_test(few).any()
-    with pytest.raises(ConfigError, match="expected training rows and held-out ones, got 40 and 0"), \
-            LiveRows(source(rows[:40], few, []), 1000, 0, 100, Silent()):
+    with (
+        pytest.raises(ConfigError, match="expected training rows and held-out ones, got 40 and 0"),
+        LiveRows(source(rows[:40], few, []), 1000, 0, 100, Silent()),
+    ):
         pass
 
 
 def test_an_error_of_the_model_is_raised_and_leaving_ends_the_thread():
     rows, documents = of_documents(9000)
-    broken = source(rows, documents, list(range(500, 9000, 500)), error=ModelError("the network failed"))
-    with LiveRows(broken, 20_000, 0, 1200, Silent(), windows_of(2500)) as live, \
-            pytest.raises(ModelError, match="the network failed"):
+    broken = source(
+        rows, documents, list(range(500, 9000, 500)), error=ModelError("the network failed")
+    )
+    with (
+        LiveRows(broken, 20_000, 0, 1200, Silent(), windows_of(2500)) as live,
+        pytest.raises(ModelError, match="the network failed"),
+    ):
         trained(planned(live, live.test_rows, "sgd", "relu"))
     endless = source(np.tile(rows, (50, 1)), np.tile(documents, 50), list(range(64, 450_000, 64)))
     with LiveRows(endless, 400_000, 0, 1200, Silent(), windows_of(2500)):
@@ -171,12 +210,20 @@ def test_an_error_of_the_model_is_raised_and_leaving_ends_the_thread():
 
 @pytest.mark.slow
 def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
-    text = "".join(f"A text number {number}, about {number * number}.\n\n" * 3 for number in range(60))
+    text = "".join(
+        f"A text number {number}, about {number * number}.\n\n" * 3 for number in range(60)
+    )
     Path(sae.home).mkdir(exist_ok=True)
     (sae.home / "notes.txt").write_text(text)
     options = {"model": "tiny-gemma2", "dataset": str(sae.home / "notes.txt"), "rows": 1500}
-    stream, _ = open_stream(ExtractConfig(**options), given=options.keys(), at=(1, "mlp_out"), device="cpu",
-                         home=Home(sae.home), listener=Silent())
+    stream, _ = open_stream(
+        ExtractConfig(**options),
+        given=options.keys(),
+        at=(1, "mlp_out"),
+        device="cpu",
+        home=Home(sae.home),
+        listener=Silent(),
+    )
     with LiveRows(stream, 1000, 0, 100, Silent()) as live:
         (found,), tested = live.sequential(10_000), live.test_rows
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -192,13 +239,24 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated(sae: CommandLine, solver: str):
+def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated(
+    sae: CommandLine, solver: str
+):
     quick = ("--rows", "1500", "--site", "mlp_out", "--act", "topk", "--k", "4", "--d-sae", "48")
     first = sae(*TRAIN, *quick, "--solver", solver, "--name", "first", "--json").json
     assert (first["rows_train"], first["epochs"]) == (1500, 1) and first["rows_test"] > 50
     assert not (sae.home / "activations").exists()
-    again = sae("train", "--config", sae.home / "runs" / "first" / "config.toml", "--name", "again", "--json").json
-    assert again["final"]["test_fvu"] == pytest.approx(first["final"]["test_fvu"], rel=1e-3)  # the model ran twice
+    again = sae(
+        "train",
+        "--config",
+        sae.home / "runs" / "first" / "config.toml",
+        "--name",
+        "again",
+        "--json",
+    ).json
+    assert again["final"]["test_fvu"] == pytest.approx(
+        first["final"]["test_fvu"], rel=1e-3
+    )  # the model ran twice
     refused = sae("eval", "first").err
     assert "--data is needed: first was trained on rows that were not stored" in refused
     command = refused.split("`")[1]
@@ -207,12 +265,17 @@ def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated(sae: Comma
     assert measured["fvu"] == pytest.approx(first["final"]["test_fvu"], rel=0.2)
     path = sae.home / "runs" / "first" / "run.json"
     path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
-    assert "cannot go on with first: its rows came from a model" in sae("train", "--resume", "--name", "first").err
+    assert (
+        "cannot go on with first: its rows came from a model"
+        in sae("train", "--resume", "--name", "first").err
+    )
 
 
 def test_decoder_steps_over_all_rows_need_them_in_memory():
     rows, documents = of_documents(9000)
-    with LiveRows(source(rows, documents, [900]), 7500, 0, 1200, Silent(), windows_of(2500)) as live:
+    with LiveRows(
+        source(rows, documents, [900]), 7500, 0, 1200, Silent(), windows_of(2500)
+    ) as live:
         for option in ({"decoder": "free"}, {"decoder_first": True}):
             solver = SOLVERS["pam-sgd"](**option)
             with pytest.raises(ConfigError, match="needs all rows in memory, at most 2,500"):
@@ -222,9 +285,15 @@ def test_decoder_steps_over_all_rows_need_them_in_memory():
 @pytest.mark.long
 def test_a_stopped_training_without_a_store_leaves_nothing(sae: CommandLine, tmp_path: Path):
     text = tmp_path / "long.txt"
-    text.write_text("".join(f"Some text, number {number}, of a few words more.\n\n" for number in range(100_000)))
+    text.write_text(
+        "".join(
+            f"Some text, number {number}, of a few words more.\n\n" for number in range(100_000)
+        )
+    )
     words = [*TRAIN, "--dataset", text, "--rows", 1_000_000, "--d-sae", 64, "--name", "x"]
     process = signalled(sae.home, words, "x/run.json", 1, signal.SIGINT)
     assert process.returncode == 130
-    assert process.said.endswith("stopped before the end of the first epoch; nothing was saved of x\n")
+    assert process.said.endswith(
+        "stopped before the end of the first epoch; nothing was saved of x\n"
+    )
     assert "there is no unfinished run" in sae("train", "--resume").err

@@ -15,55 +15,103 @@ from launching import python_with
 import saecli
 from saecli.train.files import read_metrics
 
-QUICK = ("--d-sae", "24", "--epochs", "4", "--batch-size", "64", "--inner-steps", "2", "--name", "run")
+QUICK = (
+    "--d-sae",
+    "24",
+    "--epochs",
+    "4",
+    "--batch-size",
+    "64",
+    "--inner-steps",
+    "2",
+    "--name",
+    "run",
+)
 
 
 def test_without_the_package_a_sentence_says_what_to_install(sae: CommandLine, monkeypatch):
     make_store(sae.home, "rows", some_rows(300))
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *more: None if name == "wandb" else find(name, *more),
+    )
     done = sae("train", "--log-to", "wandb", *QUICK)
     assert done.status == 2
     assert "install it with `pip install 'saecli[wandb]'`" in done.err
     assert not list((sae.home / "runs").iterdir())
 
 
-def run_with(library: str, home: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_with(
+    library: str, home: Path, *words: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """`sae train` in an environment that has a tracker."""
     python = python_with(library)
-    return subprocess.run([python, "-m", "saecli", "--home", home, "train", "--log-to", library, *QUICK, *words],
-                          env={**os.environ, "PYTHONPATH": str(Path(saecli.__file__).parents[1]), **environment},
-                          capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        [python, "-m", "saecli", "--home", home, "train", "--log-to", library, *QUICK, *words],
+        env={**os.environ, "PYTHONPATH": str(Path(saecli.__file__).parents[1]), **environment},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 @pytest.mark.long
 def test_trackio_has_the_curves_and_settings_of_several_runs(sae: CommandLine, tmp_path: Path):
     make_store(sae.home, "rows", some_rows(1000))
-    done = run_with("trackio", sae.home, "--seed", "0", "--seed", "1", "--json", TRACKIO_DIR=str(tmp_path))
+    done = run_with(
+        "trackio", sae.home, "--seed", "0", "--seed", "1", "--json", TRACKIO_DIR=str(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     runs = json.loads(done.stdout)["runs"]  # what trackio prints is on stderr
     with closing(sqlite3.connect(tmp_path / "saecli.db")) as database:
         for run in runs:
-            lines = [(step, json.loads(figures)) for step, figures in database.execute(
-                "select step, metrics from metrics where run_name like ? order by id", (f"{run['run']}-%",))]
-            assert lines == [(line["step"], {name: value for name, value in line.items()
-                                             if name != "step" and value is not None})
-                             for line in read_metrics(Path(run["path"]))]
-        settings = [json.loads(text) for (text,) in database.execute("select config from configs order by id")]
-    assert [(one["seed"], one["d_sae"], one["solver"], one["data"]) for one in settings] == \
-        [(0, 24, "pam-sgd", "rows"), (1, 24, "pam-sgd", "rows")]
+            lines = [
+                (step, json.loads(figures))
+                for step, figures in database.execute(
+                    "select step, metrics from metrics where run_name like ? order by id",
+                    (f"{run['run']}-%",),
+                )
+            ]
+            assert lines == [
+                (
+                    line["step"],
+                    {
+                        name: value
+                        for name, value in line.items()
+                        if name != "step" and value is not None
+                    },
+                )
+                for line in read_metrics(Path(run["path"]))
+            ]
+        settings = [
+            json.loads(text)
+            for (text,) in database.execute("select config from configs order by id")
+        ]
+    assert [(one["seed"], one["d_sae"], one["solver"], one["data"]) for one in settings] == [
+        (0, 24, "pam-sgd", "rows"),
+        (1, 24, "pam-sgd", "rows"),
+    ]
 
 
 @pytest.mark.long
-def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(sae: CommandLine, tmp_path: Path):
+def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(
+    sae: CommandLine, tmp_path: Path
+):
     make_store(sae.home, "rows", some_rows(1000))
     own = {"HOME": str(tmp_path), "WANDB_API_KEY": ""}
     done = run_with("wandb", sae.home, **own)
-    assert done.returncode == 2 and "log in by `wandb login`, or set WANDB_MODE=offline" in done.stderr
+    assert (
+        done.returncode == 2 and "log in by `wandb login`, or set WANDB_MODE=offline" in done.stderr
+    )
     assert not list((sae.home / "runs").iterdir())
     done = run_with("wandb", sae.home, **own, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
     folder = sae.home / "runs" / "run"
     (kept,) = folder.glob("wandb/offline-run-*/*.wandb")
     for line in read_metrics(folder):
-        assert all(repr(value).encode() in kept.read_bytes() for value in line.values() if value is not None)
+        assert all(
+            repr(value).encode() in kept.read_bytes()
+            for value in line.values()
+            if value is not None
+        )

@@ -18,8 +18,13 @@ from saecli.train.plan import settled
 from saecli.train.solver import Solver
 from saecli.train.start import initial_sae
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")  # whose products are cast, wherever the matrices are
-needs_bf16 = pytest.mark.skipif(not multiplies_bf16(CPU), reason="this processor has no bfloat16 products")
+CPU, GPU = (
+    torch.device("cpu"),
+    torch.device("cuda"),
+)  # whose products are cast, wherever the matrices are
+needs_bf16 = pytest.mark.skipif(
+    not multiplies_bf16(CPU), reason="this processor has no bfloat16 products"
+)
 BY_DEVICE = [pytest.param(CPU, marks=needs_bf16), GPU]
 SMALL = {"d_sae": 24, "steps": 30, "batch_size": 64}
 
@@ -28,7 +33,9 @@ def error(found: Tensor, exact: Tensor) -> float:
     return ((found - exact).norm() / exact.norm()).item()
 
 
-def solver_in(name: str, config: SolverConfig, activation: Activation, sparsity: str = "none") -> Solver:
+def solver_in(
+    name: str, config: SolverConfig, activation: Activation, sparsity: str = "none"
+) -> Solver:
     x = torch.randn(256, 48, generator=torch.Generator().manual_seed(0))
     task = task_of(256, 100, 1e-2, sparsity, 0.1, precision=name)
     return config.resolved(None).build(initial_sae(activation, 96, Batch.of(x), seed=0), task)
@@ -38,7 +45,10 @@ def solver_in(name: str, config: SolverConfig, activation: Activation, sparsity:
 def test_products_and_their_gradients_are_rounded_and_stay_float32(device: torch.device):
     def products() -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
-        a, b, c = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((64, 80), (80, 96), (96,)))
+        a, b, c = (
+            torch.randn(*shape, generator=generator).requires_grad_()
+            for shape in ((64, 80), (80, 96), (96,))
+        )
         found = [a @ b, torch.addmm(c, a, b)]
         return [*found, *torch.autograd.grad([one.square().sum() for one in found], [a, b])]
 
@@ -71,7 +81,9 @@ def test_gradients_are_rounded_and_weights_are_float32(config, activation, spars
     for name, tensor in rounded.optimizer.tensors.items():
         assert tensor.dtype == tensor.grad.dtype == torch.float32
         if tensor.dim() == 2:
-            most = 0.1 if sparsity == "l1" else 0.3  # rounding takes another of two latents that are nearly the k-th
+            most = (
+                0.1 if sparsity == "l1" else 0.3
+            )  # rounding takes another of two latents that are nearly the k-th
             assert 1e-4 < error(tensor.grad, exact.optimizer.tensors[name].grad) < most, name
 
 
@@ -82,7 +94,9 @@ def test_decoder_steps_are_bit_for_bit_those_of_float32():
     exact, rounded = (solver_in(name, config, Relu(), "l1") for name in ("float32", "bf16"))
     rounded.descend(Batch.of(x))  # after which nothing of it is left
     for solver in (exact, rounded):
-        solver.dictionary.load_state_dict(solver_in("float32", config, Relu(), "l1").dictionary.state_dict())
+        solver.dictionary.load_state_dict(
+            solver_in("float32", config, Relu(), "l1").dictionary.state_dict()
+        )
         solver.steps = 1
         solver.begin_pass(solver.passes[0, 1], lambda: [Batch.of(x)])
         solver.observe(Batch.of(x))
@@ -96,11 +110,19 @@ def test_decoder_steps_are_bit_for_bit_those_of_float32():
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 def test_bf16_trains_to_the_same_error_and_leaves_float32_alone(solver: str):
     rows = some_rows(2000)
-    found = {name: saecli.fit(rows, solver=solver, precision=name, **SMALL) for name in ("float32", "bf16")}
-    errors = {name: error(sae(torch.from_numpy(rows)).detach(), torch.from_numpy(rows)) for name, sae in found.items()}
+    found = {
+        name: saecli.fit(rows, solver=solver, precision=name, **SMALL)
+        for name in ("float32", "bf16")
+    }
+    errors = {
+        name: error(sae(torch.from_numpy(rows)).detach(), torch.from_numpy(rows))
+        for name, sae in found.items()
+    }
     assert not torch.equal(found["bf16"].W_enc, found["float32"].W_enc)
     assert errors["bf16"] == pytest.approx(errors["float32"], rel=0.1)
-    assert torch.equal(saecli.fit(rows, solver=solver, precision="float32", **SMALL).W_enc, found["float32"].W_enc)
+    assert torch.equal(
+        saecli.fit(rows, solver=solver, precision="float32", **SMALL).W_enc, found["float32"].W_enc
+    )
 
 
 @pytest.mark.slow
@@ -134,7 +156,10 @@ def test_bf16_is_refused_where_a_processor_has_no_such_products(sae: CommandLine
         monkeypatch.setattr(torch.cpu, name, lambda: False)
     make_store(sae.home, "rows", some_rows(1500))
     done = sae("train", "--device", "cpu", "--precision", "bf16")
-    assert done.status == 2 and "slower than float32 here: --device cpu has no bfloat16 products" in done.err
+    assert (
+        done.status == 2
+        and "slower than float32 here: --device cpu has no bfloat16 products" in done.err
+    )
     assert json.loads(sae("train", "--device", "cpu", "--epochs", "1", "--json").out)["run"]
     documents = [json.loads(path.read_text()) for path in (sae.home / "runs").glob("*/run.json")]
     assert [document["training"]["precision"] for document in documents] == ["float32"]

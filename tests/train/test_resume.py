@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, assert_same_weights, make_run, make_store, random_sae, same, some_rows
+from homes import (
+    CommandLine,
+    assert_same_weights,
+    make_run,
+    make_store,
+    random_sae,
+    same,
+    some_rows,
+)
 from launching import signalled
 from torch import Tensor
 
@@ -29,20 +37,43 @@ TARGETS = np.abs(some_rows(300, 5, seed=1)).cumsum(1)
 QUICK = {"d_sae": 24, "epochs": 3, "batch_size": 64, "inner_steps": 2}
 TOPK = {"k": 3}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("sgd", "relu", {}), ("sgd", "relu", {"sparsity": "kl"}), ("sgd", "jumprelu", {}), ("sgd", "batchtopk", TOPK),
-    ("sgd", "topk", TOPK | {"tied": True, "clip_norm": 1.0}), ("sgd", "swish", {"weight_decay": 0.1}),
-    ("sgd", "topk", TOPK | {"mu_enc": 5.0, "nu_enc": 1.0}), ("sgd", "soft-topk", TOPK | {"d_sae": 16}),
-    ("sgd", "abs-topk", TOPK | {"epochs": None, "steps": 23}), ("sgd", "relu-topk", TOPK | {"dtype": "float64"}),
-    ("sgd", "topk", TOPK | {"prefixes": "auto"}), ("sgd", "topk", TOPK | {"smoothing": 0.0, "normalize": "none"}),
-    ("pam-sgd", "relu", {}), ("pam-sgd", "jumprelu", {"target_l0": 4.0}), ("pam-sgd", "batchtopk", TOPK),
-    ("pam-sgd", "topk", TOPK | {"release": 0.0}), ("pam-sgd", "topk", TOPK | {"release": 1.0, "prefixes": "6,12"}),
-    ("pam-sgd", "topk", TOPK | {"decoder_every": 2}), ("pam-sgd", "topk", TOPK | {"solve": "iterative"}),
-    ("pam-sgd", "topk", TOPK | {"decoder": "free", "alpha": 1.0, "bias": "after", "decoder_first": True}),
-    ("pam-sgd", "relu", {"mu_enc": 1.0, "mu_dec": 1.0, "nu_dec": 2.0, "beta": 1.0}), ("pam-sgd", "swish", {"seed": 3}),
-    ("pam-sgd", "topk", TOPK | {"target": True}), ("pam-sgd", "topk", TOPK | {"target": True, "skip": True}),
-    ("sgd", "topk", TOPK | {"target": True, "skip": True}), ("pam-sgd", "topk", TOPK | {"init": True, "d_sae": 20}),
+    ("sgd", "relu", {}),
+    ("sgd", "relu", {"sparsity": "kl"}),
+    ("sgd", "jumprelu", {}),
+    ("sgd", "batchtopk", TOPK),
+    ("sgd", "topk", TOPK | {"tied": True, "clip_norm": 1.0}),
+    ("sgd", "swish", {"weight_decay": 0.1}),
+    ("sgd", "topk", TOPK | {"mu_enc": 5.0, "nu_enc": 1.0}),
+    ("sgd", "soft-topk", TOPK | {"d_sae": 16}),
+    ("sgd", "abs-topk", TOPK | {"epochs": None, "steps": 23}),
+    ("sgd", "relu-topk", TOPK | {"dtype": "float64"}),
+    ("sgd", "topk", TOPK | {"prefixes": "auto"}),
+    ("sgd", "topk", TOPK | {"smoothing": 0.0, "normalize": "none"}),
+    ("pam-sgd", "relu", {}),
+    ("pam-sgd", "jumprelu", {"target_l0": 4.0}),
+    ("pam-sgd", "batchtopk", TOPK),
+    ("pam-sgd", "topk", TOPK | {"release": 0.0}),
+    ("pam-sgd", "topk", TOPK | {"release": 1.0, "prefixes": "6,12"}),
+    ("pam-sgd", "topk", TOPK | {"decoder_every": 2}),
+    ("pam-sgd", "topk", TOPK | {"solve": "iterative"}),
+    (
+        "pam-sgd",
+        "topk",
+        TOPK | {"decoder": "free", "alpha": 1.0, "bias": "after", "decoder_first": True},
+    ),
+    ("pam-sgd", "relu", {"mu_enc": 1.0, "mu_dec": 1.0, "nu_dec": 2.0, "beta": 1.0}),
+    ("pam-sgd", "swish", {"seed": 3}),
+    ("pam-sgd", "topk", TOPK | {"target": True}),
+    ("pam-sgd", "topk", TOPK | {"target": True, "skip": True}),
+    ("sgd", "topk", TOPK | {"target": True, "skip": True}),
+    ("pam-sgd", "topk", TOPK | {"init": True, "d_sae": 20}),
     ("sgd", "relu", {"init": True, "d_sae": 20}),
-    *[(solver, "relu", {"precision": "bf16"}) for solver in SOLVERS if multiplies_bf16(torch.device("cpu"))]]
+    *[
+        (solver, "relu", {"precision": "bf16"})
+        for solver in SOLVERS
+        if multiplies_bf16(torch.device("cpu"))
+    ],
+]
 
 
 class Cut(Record):
@@ -54,7 +85,9 @@ class Cut(Record):
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
         return load_checkpoint(self.folder / str(self.after))
 
-    def epoch(self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None) -> None:
+    def epoch(
+        self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
+    ) -> None:
         (self.folder / str(progress.epoch)).mkdir(exist_ok=True)
         save_checkpoint(self.folder / str(progress.epoch), state, progress)
 
@@ -69,16 +102,22 @@ def plan_of(solver: str, act: str, options: dict[str, Any]) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("solver", "act", "options"), CASES, ids=str)
-def test_resumed_is_bit_for_bit_uninterrupted(solver: str, act: str, options: dict[str, Any], tmp_path: Path):
+def test_resumed_is_bit_for_bit_uninterrupted(
+    solver: str, act: str, options: dict[str, Any], tmp_path: Path
+):
     plan = plan_of(solver, act, options)
     first = start_training(plan, Cut(tmp_path))
     (whole,) = Loop([first]).train()
     if plan.start is not None:
-        plan = replace(plan, start=replace(plan.start, sae=None))  # the checkpoint has all that a start gives
+        plan = replace(
+            plan, start=replace(plan.start, sae=None)
+        )  # the checkpoint has all that a start gives
     for after in range(1, plan.epochs):
         resumed = start_training(plan, Cut(tmp_path, after))
         (found,) = Loop([resumed]).train()
-        assert resumed.compared == first.compared and bool(first.compared) == (plan.start is not None)
+        assert resumed.compared == first.compared and bool(first.compared) == (
+            plan.start is not None
+        )
         assert same(found, whole), after
 
 
@@ -86,7 +125,17 @@ def test_resumed_is_bit_for_bit_uninterrupted(solver: str, act: str, options: di
 def test_a_killed_command_resumed_equals_one_never_stopped(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     make_run(sae.home, "old", random_sae())
-    words = ["train", "--init", "old", "--epochs", "4", "--batch-size", "64", "--sparsity-weight", "1"]
+    words = [
+        "train",
+        "--init",
+        "old",
+        "--epochs",
+        "4",
+        "--batch-size",
+        "64",
+        "--sparsity-weight",
+        "1",
+    ]
     assert sae(*words, "--name", "whole").status == 0
     signalled(sae.home, [*words, "--name", "killed"], "checkpoint.safetensors", 2)
     folder = sae.home / "runs" / "killed"
@@ -104,27 +153,48 @@ def test_one_run_for_each_store_goes_on_after_a_kill_and_past_a_store_that_fails
     for index, name in enumerate(["x-10", "x-2", "y"]):
         make_store(sae.home, name, some_rows(1000, seed=index))
     make_store(sae.home, "x-1", some_rows(1000) * np.float32(1e30))  # whose squares overflow
-    words = ["train", "--solver", "sgd", "--normalize", "none", "--epochs", "3", "--batch-size", "64", "--seed", "0",
-             "--seed", "1"]
-    signalled(sae.home, [*words, "--data", "x-*", "--each", "--name", "a"], "checkpoint.safetensors", 8)
+    words = [
+        "train",
+        "--solver",
+        "sgd",
+        "--normalize",
+        "none",
+        "--epochs",
+        "3",
+        "--batch-size",
+        "64",
+        "--seed",
+        "0",
+        "--seed",
+        "1",
+    ]
+    signalled(
+        sae.home, [*words, "--data", "x-*", "--each", "--name", "a"], "checkpoint.safetensors", 8
+    )
     ended = (sae.home / "runs" / "a-x-2-seed0" / "sae.safetensors").stat()
     done = sae(*words, "--data", "x-*", "--each", "--name", "a", "--json")
     names = [f"a-x-{store}-seed{seed}" for store in (2, 10) for seed in (0, 1)]
     assert [run["run"] for run in done.json["runs"]] == names and done.status == 1
     assert [run["varied"] for run in done.json["runs"]] == [{"seed": 0}, {"seed": 1}] * 2
-    assert "a-x-2-seed0: finished already" in done.err and "a-x-1-seed1: the loss became" in done.err
+    assert (
+        "a-x-2-seed0: finished already" in done.err and "a-x-1-seed1: the loss became" in done.err
+    )
     assert (sae.home / "runs" / "a-x-2-seed0" / "sae.safetensors").stat() == ended
     for name, store in zip(names[1::2], ("x-2", "x-10"), strict=True):
         sae(*words[:-4], "--seed", "1", "--data", store, "--name", f"alone-{store}")
         assert_same_weights(sae.home, name, f"alone-{store}")
     others = sae(*words, "--data", "x-*", "--each", "--name", "a", "--lr", "0.1")
-    assert others.status == 1 and "a run named 'a-x-2-seed0' already, with other options" in others.err
+    assert (
+        others.status == 1 and "a run named 'a-x-2-seed0' already, with other options" in others.err
+    )
     alike = sae("eval", "a-*seed1", "--json").json["runs"]
     assert {run["run"] for run in alike} == set(names[1::2])
 
 
 @pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_starts_from_the_same_sae(sae: CommandLine, tmp_path: Path):
+def test_a_run_killed_before_its_first_checkpoint_starts_from_the_same_sae(
+    sae: CommandLine, tmp_path: Path
+):
     make_store(sae.home, "rows", some_rows(600))
     make_run(sae.home, "old", random_sae(TopK(k=3)))
     words = ["train", "--init", "old", "--solver", "sgd", "--epochs", "1", "--batch-size", "64"]

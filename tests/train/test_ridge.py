@@ -20,22 +20,40 @@ from ridge_problems import (
     with_skip,
 )
 
-from saecli.train.ridge import TOLERANCE, HeldRows, Place, StreamedCodes, Sums, choose_alpha, plan, solve
+from saecli.train.ridge import (
+    TOLERANCE,
+    HeldRows,
+    Place,
+    StreamedCodes,
+    Sums,
+    choose_alpha,
+    plan,
+    solve,
+)
 
 F, E = 12, 4
 PREFIXES = (3, 7, 12)
 F64, F32 = torch.float64, torch.float32
 # A system, the number of rows, prefixes, precision, and the largest error over the norm.
 SYSTEMS = {
-    "sums": ("sums", 40, (), F64, 1e-7), "sums of few rows": ("sums", 5, (), F64, 1e-7),
-    "sums, float32": ("sums", 40, (), F32, 1e-4), "nested sums": ("sums", 40, PREFIXES, F64, 1e-7),
-    "nested sums of few rows": ("sums", 6, PREFIXES, F64, 1e-7), "one prefix": ("sums", 40, (F,), F64, 1e-7),
-    "held rows": ("held rows", 5, (), F64, 1e-7), "many held rows": ("held rows", 40, (), F64, 1e-7),
-    "streamed": ("streamed", 40, (), F64, 5e-3), "nested, streamed": ("streamed", 40, PREFIXES, F64, 5e-3),
+    "sums": ("sums", 40, (), F64, 1e-7),
+    "sums of few rows": ("sums", 5, (), F64, 1e-7),
+    "sums, float32": ("sums", 40, (), F32, 1e-4),
+    "nested sums": ("sums", 40, PREFIXES, F64, 1e-7),
+    "nested sums of few rows": ("sums", 6, PREFIXES, F64, 1e-7),
+    "one prefix": ("sums", 40, (F,), F64, 1e-7),
+    "held rows": ("held rows", 5, (), F64, 1e-7),
+    "many held rows": ("held rows", 40, (), F64, 1e-7),
+    "streamed": ("streamed", 40, (), F64, 5e-3),
+    "nested, streamed": ("streamed", 40, PREFIXES, F64, 5e-3),
     "streamed, float32": ("streamed", 40, (), F32, 5e-3),
 }
-systems = pytest.mark.parametrize(("kind", "rows", "prefixes", "dtype", "most"), SYSTEMS.values(), ids=SYSTEMS)
-weighted = pytest.mark.parametrize("weights", [*WEIGHTS.values(), (0.0, 2.0, 0.3, 5.0)], ids=[*WEIGHTS, "no alpha"])
+systems = pytest.mark.parametrize(
+    ("kind", "rows", "prefixes", "dtype", "most"), SYSTEMS.values(), ids=SYSTEMS
+)
+weighted = pytest.mark.parametrize(
+    "weights", [*WEIGHTS.values(), (0.0, 2.0, 0.3, 5.0)], ids=[*WEIGHTS, "no alpha"]
+)
 both = pytest.mark.parametrize("kind", ["sums", "held rows"])
 
 
@@ -48,25 +66,33 @@ def beside(rows: int) -> torch.Tensor:
 @weighted
 @pytest.mark.parametrize("directed", [False, True])
 @pytest.mark.parametrize("skips", [False, True])
-def test_decoder_equals_stacked_least_squares(kind, rows, prefixes, dtype, most, weights, directed, skips):
+def test_decoder_equals_stacked_least_squares(
+    kind, rows, prefixes, dtype, most, weights, directed, skips
+):
     if skips and rows < F:
         rows += 4  # a skip takes some freedom
     z, y, direction, W_t, b_t = problem(rows, F, E)
     z, y = (part.to(dtype) for part in (z, y))
     x = beside(rows).to(dtype) if skips else None
     terms = terms_of(weights, direction if directed else None, W_t, b_t, decayed=True)
-    exact = least_squares(z.double(), y.double(), terms, prefixes, None if x is None else x.double())
+    exact = least_squares(
+        z.double(), y.double(), terms, prefixes, None if x is None else x.double()
+    )
     if x is not None:
         terms, y = with_skip(terms, x, y), torch.cat([y, x], 1)
     found = solved(system_of(kind, z, y, prefixes), terms)
     assert not found.raised
-    for value, expected in [(found.W, exact.W), (found.b, exact.b)] + ([(found.skip, exact.skip)] if skips else []):
+    for value, expected in [(found.W, exact.W), (found.b, exact.b)] + (
+        [(found.skip, exact.skip)] if skips else []
+    ):
         assert np.linalg.norm(value.numpy() - expected) <= most * np.linalg.norm(expected)
     if weights[0]:
         assert found.c == pytest.approx(exact.c, rel=max(most, 1e-6))
 
 
-@pytest.mark.parametrize(("kind", "d_sae", "prefixes"), [("sums", 6, ()), ("held rows", 20, ()), ("sums", F, PREFIXES)])
+@pytest.mark.parametrize(
+    ("kind", "d_sae", "prefixes"), [("sums", 6, ()), ("held rows", 20, ()), ("sums", F, PREFIXES)]
+)
 @pytest.mark.parametrize("spread", [0.0, 0.7])
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_press_equals_refitting_without_each_row(kind, d_sae, prefixes, spread, weights):
@@ -127,12 +153,20 @@ def test_sums_of_two_processes_equal_those_of_one(offset, split):
     terms, atol = terms_of(WEIGHTS["all"], direction, W_t, b_t), 1e-3 if offset else 1e-6
 
     def figures(sums: Sums) -> tuple:
-        return sums.rows, sums.u, sums.y_bar, sums.cross(b_t), sums.scale(0.9), solved(sums, terms).W
+        return (
+            sums.rows,
+            sums.u,
+            sums.y_bar,
+            sums.cross(b_t),
+            sums.scale(0.9),
+            solved(sums, terms).W,
+        )
 
     def reduced(part: Sums) -> Callable:
         def action(all_reduce: Callable) -> tuple:
             part.reduce(all_reduce)
             return figures(part)
+
         return action
 
     exact = figures(system_of("sums", z, y))
@@ -146,7 +180,10 @@ def test_sums_of_two_processes_equal_those_of_one(offset, split):
 @pytest.mark.parametrize("budgets", [(np.inf, np.inf), (np.inf, 0)])
 def test_an_iteration_of_two_processes_finds_the_decoder_of_one(budgets):
     z, y, direction, W_t, b_t = problem(300, 20, E)
-    z, y = (z * (torch.rand(z.shape, generator=torch.Generator().manual_seed(1)) < 0.08)).float(), y.float()
+    z, y = (
+        (z * (torch.rand(z.shape, generator=torch.Generator().manual_seed(1)) < 0.08)).float(),
+        y.float(),
+    )
     terms = terms_of(WEIGHTS["all"], direction, W_t, b_t)
     exact = solved(system_of("sums", z, y, block=64), terms)
 
@@ -156,15 +193,20 @@ def test_an_iteration_of_two_processes_finds_the_decoder_of_one(budgets):
             system.reduce(all_reduce)
             assert system.rows == 300 and system.streams == (0 in budgets)
             return choose_alpha(system, terms, z, y, None).alpha, solved(system, terms)
+
         return action
 
-    alphas, states = zip(*together(action_of(slice(0, 200), budgets[0]), action_of(slice(200, 300), budgets[1])),
-                         strict=True)
+    alphas, states = zip(
+        *together(action_of(slice(0, 200), budgets[0]), action_of(slice(200, 300), budgets[1])),
+        strict=True,
+    )
     assert torch.equal(states[0].W, states[1].W) and alphas[0] == alphas[1] > 0
     torch.testing.assert_close(states[0].W, exact.W, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "prefixes"), [("sums", ()), ("held rows", ()), ("sums", PREFIXES)])
+@pytest.mark.parametrize(
+    ("kind", "prefixes"), [("sums", ()), ("held rows", ()), ("sums", PREFIXES)]
+)
 @pytest.mark.parametrize("rows", [5, 40])
 @pytest.mark.parametrize("directed", [False, True])
 def test_a_bias_fitted_after_is_the_best_for_a_decoder_without_one(kind, prefixes, rows, directed):
@@ -182,7 +224,9 @@ def test_a_bias_fitted_after_is_the_best_for_a_decoder_without_one(kind, prefixe
     np.testing.assert_allclose(decoder.b, b, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize(("kind", "prefixes"), [("sums", ()), ("held rows", ()), ("sums", PREFIXES)])
+@pytest.mark.parametrize(
+    ("kind", "prefixes"), [("sums", ()), ("held rows", ()), ("sums", PREFIXES)]
+)
 @pytest.mark.parametrize("rows", [5, 40])
 @pytest.mark.parametrize("joint", [True, False])
 def test_effective_dof_is_the_trace_of_the_hat_matrix(kind, prefixes, rows, joint):
@@ -210,7 +254,9 @@ def test_a_latents_effect_is_the_rise_of_the_objective_without_it(case):
     terms, ratios = terms_of((0.7, 0.0, 0.0, 0.0), None, zeros, zeros[0]), [1.0]
     if case == "places":
         ratios = [1.0, 3.0]
-        terms = replace(terms, places=[Place(slice(2), zeros[:, 0], 1.0), Place(slice(2, 4), zeros[:, 0], 3.0)])
+        terms = replace(
+            terms, places=[Place(slice(2), zeros[:, 0], 1.0), Place(slice(2, 4), zeros[:, 0], 3.0)]
+        )
 
     def best(z: torch.Tensor) -> float:
         """The least objective, of each place alone."""
@@ -221,7 +267,10 @@ def test_a_latents_effect_is_the_rise_of_the_objective_without_it(case):
             found = least_squares(z, y[:, columns], own, prefixes, x if case == "skip" else None)
             left = copies(z, prefixes) @ found.W + found.b - y[:, None, columns].numpy()
             left = left + (x.numpy() @ found.skip)[:, None] if case == "skip" else left
-            total += np.square(left).sum() / max(1, len(prefixes)) + 0.7 * ratio * np.square(found.W).sum()
+            total += (
+                np.square(left).sum() / max(1, len(prefixes))
+                + 0.7 * ratio * np.square(found.W).sum()
+            )
         return total
 
     targets = y
@@ -239,8 +288,10 @@ def test_targets_without_the_last_skips_prediction_leave_the_rest_to_it(kind):
     z, y, direction, W_t, b_t = problem(40, F, E)
     x, before = beside(40), torch.ones(3, E).double()
     terms = terms_of((0.7, 0.0, 0.0, 0.0), direction, W_t, b_t)
-    whole, rest = (solve(system_of(kind, z, torch.cat([targets, x], 1)), with_skip(terms, x, targets))
-                   for targets in (y, y - x @ before))
+    whole, rest = (
+        solve(system_of(kind, z, torch.cat([targets, x], 1)), with_skip(terms, x, targets))
+        for targets in (y, y - x @ before)
+    )
     np.testing.assert_allclose(rest.skip + before, whole.skip, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(rest.Delta, whole.Delta, rtol=1e-6, atol=1e-8)
 
@@ -262,7 +313,9 @@ def test_a_skip_of_dimensions_that_codes_explain_is_solvable():
     state = solve(system_of("sums", z, torch.cat([y, x], 1)), terms)
     fitted = z @ state.W(None) + x @ state.skip + state.b
     left = torch.cat([z, torch.ones(40, 1).double()], 1)
-    np.testing.assert_allclose(fitted, left @ torch.linalg.lstsq(left, y).solution, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        fitted, left @ torch.linalg.lstsq(left, y).solution, rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("density", [0.003, 0.06, 0.5])
@@ -292,9 +345,14 @@ def test_an_iteration_reconstructs_as_the_direct_solution(density, budget, rows)
 
 def test_the_plan_is_a_factorisation_where_it_fits_else_an_iteration():
     start = torch.zeros(32, 5)
-    for rows, memory, way, kind in ((10**6, np.inf, "auto", "direct"), (100, np.inf, "auto", "direct"),
-                                    (31, np.inf, "auto", "dual"), (31, np.inf, "iterative", "iterative"),
-                                    (31, 0, "direct", "dual"), (10**6, 0, "direct", "direct")):
+    for rows, memory, way, kind in (
+        (10**6, np.inf, "auto", "direct"),
+        (100, np.inf, "auto", "direct"),
+        (31, np.inf, "auto", "dual"),
+        (31, np.inf, "iterative", "iterative"),
+        (31, 0, "direct", "dual"),
+        (10**6, 0, "direct", "direct"),
+    ):
         chosen = plan(rows, 32, 5, memory, way)
         assert chosen.kind == kind and chosen.bytes > 0
         system = chosen.system(start, lambda: iter([]))
@@ -303,7 +361,11 @@ def test_the_plan_is_a_factorisation_where_it_fits_else_an_iteration():
     assert 16 * 32_768**2 <= wide.bytes < 1.3 * 16 * 32_768**2  # the matrix and its factor
     assert plan(100, 8192, 256).bytes < plan(10**6, 8192, 256).bytes / 3
     narrow = plan(10**6, 32_768, 256, wide.bytes / 4)
-    assert narrow.kind == "iterative" and narrow.bytes < wide.bytes / 4 and 0 < narrow.budget < wide.bytes / 4
+    assert (
+        narrow.kind == "iterative"
+        and narrow.bytes < wide.bytes / 4
+        and 0 < narrow.budget < wide.bytes / 4
+    )
     assert plan(5, F, E).kind == "dual" and plan(5, F, E, prefixes=PREFIXES).kind == "direct"
 
 

@@ -27,7 +27,11 @@ def encoded(x: torch.Tensor, d_sae: int, kept: int, seed: int) -> tuple:
 def inputs(rows: int, d_in: int, seed: int, spread: float = 0.0) -> torch.Tensor:
     """Rows near a subspace; `spread` makes their norms differ, in powers of ten."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, d_in // 2, generator=generator) @ torch.randn(d_in // 2, d_in, generator=generator) / 3
+    x = (
+        torch.randn(rows, d_in // 2, generator=generator)
+        @ torch.randn(d_in // 2, d_in, generator=generator)
+        / 3
+    )
     x += 0.5 * torch.randn(rows, d_in, generator=generator)
     return x * 10 ** (spread * torch.randn(rows, 1, generator=generator))
 
@@ -82,12 +86,17 @@ def test_chosen_alpha_is_within_a_hundredth_of_the_best(data, directed):
 def test_a_search_finds_its_way_to_the_ends_of_the_range(last):
     z, _, _, W_t, b_t = problem(400, 10, 3)
     noise = torch.randn(400, 3, generator=torch.Generator().manual_seed(0)).double()
-    for x, least, most in ((z @ W_t[:, :3], 0.0, 2e-7), (noise, 30.0, 1e3)):  # noise leaves PRESS flat above 30
+    for x, least, most in (
+        (z @ W_t[:, :3], 0.0, 2e-7),
+        (noise, 30.0, 1e3),
+    ):  # noise leaves PRESS flat above 30
         system, terms = system_of("sums", z, x), terms_of(NOTHING, None, W_t[:, :3], b_t)
         chosen = choose_alpha(system, terms, z, x, last).alpha
         assert least <= chosen / system.scale(1.0) <= most * 1.01
         if least:
-            assert press(system, terms, z, x, chosen) <= 1.001 * press(system, terms, z, x, most * system.scale(1.0))
+            assert press(system, terms, z, x, chosen) <= 1.001 * press(
+                system, terms, z, x, most * system.scale(1.0)
+            )
 
 
 @pytest.mark.parametrize("rows", [20, 45, 300])
@@ -97,9 +106,16 @@ def test_a_search_finds_its_way_to_the_ends_of_the_range(last):
 def test_the_model_has_the_value_and_the_slope_of_press(rows, weights, directed, prefixes):
     z, x, direction, W_t, b_t = problem(rows, 60, 4, spread=0.3)
     system = system_of("held rows" if rows < 60 and not prefixes else "sums", z, x, prefixes)
-    terms = replace(terms_of(weights, direction if directed else None, W_t, b_t, decayed=True), alpha=20.0)
-    sampled = replace(Press.of(system, terms, z, x), z=z, y=x, index=torch.arange(rows),
-                      weight=torch.ones(rows).double())
+    terms = replace(
+        terms_of(weights, direction if directed else None, W_t, b_t, decayed=True), alpha=20.0
+    )
+    sampled = replace(
+        Press.of(system, terms, z, x),
+        z=z,
+        y=x,
+        index=torch.arange(rows),
+        weight=torch.ones(rows).double(),
+    )
     near = torch.tensor([20.0, 19.998, 20.002]).double()
     value, below, above = sampled.model(system.factorise(terms), 0.0).press(near) / rows
     assert value.item() == pytest.approx(press(system, terms, z, x), rel=1e-6)
@@ -122,8 +138,10 @@ def test_the_chosen_alpha_of_prefixes_is_the_best_of_many():
 def test_an_iteration_chooses_alpha_as_sums_do(directed):
     z, x, direction = encoded(inputs(2000, 16, 0), 160, 16, 1)
     exact, terms = system_and_terms(z.double(), x.double(), direction if directed else None)
-    best, found = (choose_alpha(system, terms, z, x, None).alpha
-                   for system in (exact, system_of("streamed", z, x, block=64)))
+    best, found = (
+        choose_alpha(system, terms, z, x, None).alpha
+        for system in (exact, system_of("streamed", z, x, block=64))
+    )
     assert press(exact, terms, z, x, found) <= 1.01 * press(exact, terms, z, x, best)
 
 

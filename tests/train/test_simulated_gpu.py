@@ -41,8 +41,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stores(home: Path) -> list[saecli.ActivationStore]:
-    return [saecli.extract("tiny-gemma2", layer=layer, rows=1200, home=home, name=f"layer-{layer}", device="cpu")
-            for layer in LAYERS]
+    return [
+        saecli.extract(
+            "tiny-gemma2", layer=layer, rows=1200, home=home, name=f"layer-{layer}", device="cpu"
+        )
+        for layer in LAYERS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,13 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "prefixes, pam-sgd": {"act": "relu", "prefixes": "auto"},
     "target": {"act": "topk", "k": 3, "of": "target"},
     "target with a skip": {"act": "batchtopk", "k": 3, "of": "target", "skip": True},
-    "target with a skip, iterative": {"act": "topk", "k": 3, "of": "target", "skip": True, "solve": "iterative"},
+    "target with a skip, iterative": {
+        "act": "topk",
+        "k": 3,
+        "of": "target",
+        "skip": True,
+        "solve": "iterative",
+    },
     "crosscoder, sgd": {"solver": "sgd", "act": "relu", "of": "places"},
     "crosscoder, pam-sgd": {"act": "batchtopk", "k": 3, "of": "places"},
     "bf16": {"act": "relu", "precision": "bf16"},
@@ -77,15 +87,23 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAININGS)
-def test_a_device_trains_as_the_cpu(case: str, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(devices, "multiplies_bf16", lambda device: True)  # casts do their work without, only slower
+def test_a_device_trains_as_the_cpu(
+    case: str, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        devices, "multiplies_bf16", lambda device: True
+    )  # casts do their work without, only slower
     options = dict(TRAININGS[case])
-    of = {"target": Joined((stores[0],), stores[1]), "places": Joined(tuple(stores))}.get(options.pop("of", None))
+    of = {"target": Joined((stores[0],), stores[1]), "places": Joined(tuple(stores))}.get(
+        options.pop("of", None)
+    )
     data = (of or stores[0]).split("train", fraction=0.5)
     solver, act = options.pop("solver", "pam-sgd"), options.pop("act")
     options = {"precision": "float32"} | options | {"batch_size": 256}
     ours, theirs = on_both(lambda device: trained(device, solver, act, options, rows=data)[0])
-    close = {"rtol": 0.03, "atol": 0.03} if case == "bf16" else {"rtol": 1e-5, "atol": 1e-6}  # rounds what CPUs don't
+    close = (
+        {"rtol": 0.03, "atol": 0.03} if case == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
+    )  # rounds what CPUs don't
     for name, tensor in ours.tensors().items():
         there = theirs.tensors()[name]
         assert there.device.type == GPU
@@ -94,16 +112,22 @@ def test_a_device_trains_as_the_cpu(case: str, stores: list[saecli.ActivationSto
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [None, "tiny-gemma2"])
-def test_an_sae_is_evaluated_as_on_the_cpu(model: str | None, run: Path, stores: list[saecli.ActivationStore]):
+def test_an_sae_is_evaluated_as_on_the_cpu(
+    model: str | None, run: Path, stores: list[saecli.ActivationStore]
+):
     options = {} if model is None else {"model": model, "tokens": 1500}
     # A CPU's model computes in float32, a device's in the checkpoint's bfloat16.
-    assert_alike(*on_both(lambda device: saecli.evaluate(run, stores[0], device=device, **options)),
-                 1e-5 if model is None else 0.02)
+    assert_alike(
+        *on_both(lambda device: saecli.evaluate(run, stores[0], device=device, **options)),
+        1e-5 if model is None else 0.02,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["evaluate", "sparsity", "geometry"])
-def test_an_sae_that_lies_on_a_device_is_measured(command: str, run: Path, stores: list[saecli.ActivationStore]):
+def test_an_sae_that_lies_on_a_device_is_measured(
+    command: str, run: Path, stores: list[saecli.ActivationStore]
+):
     sae = saecli.load_sae(run)
     assert_alike(*on_both(lambda device: getattr(saecli, command)(sae.copy_to(device), stores[0])))
     if command == "sparsity":  # of an SAE that lies elsewhere
@@ -112,7 +136,9 @@ def test_an_sae_that_lies_on_a_device_is_measured(command: str, run: Path, store
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [False, True])
-def test_a_decoder_is_solved_for_as_on_the_cpu(target: bool, run: Path, stores: list[saecli.ActivationStore]):
+def test_a_decoder_is_solved_for_as_on_the_cpu(
+    target: bool, run: Path, stores: list[saecli.ActivationStore]
+):
     data = stores[0] if not target else saecli.join(stores[0], target=stores[1])
     sae = run if not target else saecli.fit(data, act="topk", k=8, d_sae=64, epochs=1, device="cpu")
     ours, theirs = on_both(lambda device: saecli.refit(sae, data, device=device))
@@ -122,31 +148,52 @@ def test_a_decoder_is_solved_for_as_on_the_cpu(target: bool, run: Path, stores: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [None, "tiny-gemma2"])
-def test_pages_are_those_of_the_cpu(model: str | None, run: Path, stores: list[saecli.ActivationStore], tmp_path: Path):
-    on_both(lambda device: saecli.report(run, tmp_path / device, stores[0], model=model, device=device))
+def test_pages_are_those_of_the_cpu(
+    model: str | None, run: Path, stores: list[saecli.ActivationStore], tmp_path: Path
+):
+    on_both(
+        lambda device: saecli.report(run, tmp_path / device, stores[0], model=model, device=device)
+    )
     ours, theirs = (sorted((tmp_path / device).rglob("*.*")) for device in ("cpu", GPU))
     assert [path.name for path in ours] == [path.name for path in theirs]
     assert len(ours) >= 5
     texts = [path.read_text(encoding="utf-8") for path in theirs]
-    assert model or all(text == path.read_text(encoding="utf-8") for text, path in zip(texts, ours, strict=True))
+    assert model or all(
+        text == path.read_text(encoding="utf-8") for text, path in zip(texts, ours, strict=True)
+    )
 
 
 @pytest.mark.slow
-def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(home: Path, stores: list[saecli.ActivationStore]):
+def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(
+    home: Path, stores: list[saecli.ActivationStore]
+):
     waits = []
     for rows in (600, 1200):
         with simulated_gpu.waits_within() as found:
-            store = saecli.extract("tiny-gemma2", layer=LAYERS[0], rows=rows, home=home, name=f"gpu-{rows}", device=GPU,
-                                   batch_size=2, model_dtype="float32")
-        waits.append({place: count for place, count in found.items() if not place.startswith("extract/")})
+            store = saecli.extract(
+                "tiny-gemma2",
+                layer=LAYERS[0],
+                rows=rows,
+                home=home,
+                name=f"gpu-{rows}",
+                device=GPU,
+                batch_size=2,
+                model_dtype="float32",
+            )
+        waits.append(
+            {place: count for place, count in found.items() if not place.startswith("extract/")}
+        )
     assert waits[0] == waits[1]
     ours, theirs = (next(one.split("all").sequential(1200)) for one in (store, stores[0]))
-    np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.02)  # stored as bfloat16, in other batches
+    np.testing.assert_allclose(
+        ours, theirs, rtol=0.02, atol=0.02
+    )  # stored as bfloat16, in other batches
 
 
 @pytest.mark.slow
-def test_measuring_a_store_does_not_wait_per_batch(run: Path, stores: list[saecli.ActivationStore],
-                                                   monkeypatch: pytest.MonkeyPatch):
+def test_measuring_a_store_does_not_wait_per_batch(
+    run: Path, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch
+):
     waits = []
     for rows in (64, 16):
         monkeypatch.setattr("saecli.measure.measured.BATCH_ROWS", rows)
@@ -158,15 +205,33 @@ def test_measuring_a_store_does_not_wait_per_batch(run: Path, stores: list[saecl
 
 @pytest.mark.parametrize("act", ["topk", "relu"])
 @pytest.mark.parametrize("solve", ["direct", pytest.param("iterative", marks=pytest.mark.slow)])
-def test_a_decoder_step_waits_a_few_times_whatever_its_rows(solve: str, act: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_decoder_step_waits_a_few_times_whatever_its_rows(
+    solve: str, act: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("saecli.train.rows.SUMMED_ROWS", 100)
     random, waits = np.random.default_rng(0), []
     for rows in (600, 2400):
         x = random.standard_normal((rows, 12)).astype(np.float32)
         with simulated_gpu.waits_within() as found:
-            trained(GPU, "pam-sgd", act, {"d_sae": 24, "epochs": 1, "batch_size": rows, "inner_steps": 1, "alpha": 1.0,
-                                          "smoothing": 0, "solve": solve} | ({"k": 2} if act == "topk" else {}), rows=x)
-        waits.append({place: count for place, count in found.items() if not place.startswith("train/ridge/")})
+            trained(
+                GPU,
+                "pam-sgd",
+                act,
+                {
+                    "d_sae": 24,
+                    "epochs": 1,
+                    "batch_size": rows,
+                    "inner_steps": 1,
+                    "alpha": 1.0,
+                    "smoothing": 0,
+                    "solve": solve,
+                }
+                | ({"k": 2} if act == "topk" else {}),
+                rows=x,
+            )
+        waits.append(
+            {place: count for place, count in found.items() if not place.startswith("train/ridge/")}
+        )
         of_ridge = sum(count for place, count in found.items() if place.startswith("train/ridge/"))
     assert waits[0] == waits[1]
     assert solve == "iterative" or of_ridge < 100  # as many as iterations, otherwise
@@ -185,12 +250,20 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "carried"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_device_trains_on_a_store_as_the_cpu(
+    tmp_path: Path, dtype: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("saecli.train.plan.MOST_TAKEN", 0.8 if kept else 0.0)
-    values = (np.random.default_rng(0).normal(size=(700, 5)) @ np.random.default_rng(1).normal(size=(5, 12)) + 1)
+    values = (
+        np.random.default_rng(0).normal(size=(700, 5))
+        @ np.random.default_rng(1).normal(size=(5, 12))
+        + 1
+    )
     rows, saes = make_store(tmp_path / "store", values.astype(np.float32), dtype).split("train"), []
     for where in ("cpu", GPU):
-        plan = planned(rows, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where})
+        plan = planned(
+            rows, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where}
+        )
         training = start_training(plan, Record())
         (sae,) = Loop([training]).train()
         saes.append(sae)
@@ -200,11 +273,19 @@ def test_a_device_trains_on_a_store_as_the_cpu(tmp_path: Path, dtype: str, kept:
 
 
 simulated_gpu.register()
-CASES = [case for case in itertools.product(SOLVERS, ACTS)  # soft-topk's small products take long here
-         if case[1][0] != "soft-topk" or (case[0][1].get("solve") != "iterative" and case[0][1].get("d_sae", 0) < 100)]
+CASES = [
+    case
+    for case in itertools.product(SOLVERS, ACTS)  # soft-topk's small products take long here
+    if case[1][0] != "soft-topk"
+    or (case[0][1].get("solve") != "iterative" and case[0][1].get("d_sae", 0) < 100)
+]
 QUICK = {(0, 5), (2, 7), (3, 0), (4, 5)}  # of solvers and activations, by number
-CASES = [case if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK else pytest.param(*case, marks=pytest.mark.long)
-         for case in CASES]
+CASES = [
+    case
+    if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK
+    else pytest.param(*case, marks=pytest.mark.long)
+    for case in CASES
+]
 
 
 @pytest.mark.slow
@@ -218,7 +299,9 @@ def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> No
     again, _ = trained("gpu", solver[0], act[0], options, kept)
     # Gram matrices of codes that are sparse by kind are added row by row on a CPU, on a device by dense products.
     sums = solver[0] == "pam-sgd" and {"solve", "d_sae"}.isdisjoint(solver[1])
-    rounding = {"topk": 1e-6, "abs-topk": 1e-6, "matching-pursuit": 1e-4}.get(act[0], 0.0) if sums else 0.0
+    rounding = (
+        {"topk": 1e-6, "abs-topk": 1e-6, "matching-pursuit": 1e-4}.get(act[0], 0.0) if sums else 0.0
+    )
     for name, tensor in on_cpu.tensors().items():
         assert on_gpu.tensors()[name].device.type == "gpu"
         found = on_gpu.tensors()[name].cpu()
@@ -229,8 +312,9 @@ def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 @pytest.mark.parametrize("act, options", ACTS[:-1], ids=str)
-def test_a_step_does_not_wait_for_the_device(solver: str, act: str, options: dict,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_wait_for_the_device(
+    solver: str, act: str, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, descend = [], Solver.descend
 
     def counted(self, batch):
@@ -254,7 +338,9 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
         adam.rescale(dict.fromkeys(adam.tensors, 2.0))
     assert waits == {}
     state = adam.state()
-    torch.testing.assert_close(state["adam.exp_avg.W_enc"].cpu()[0], torch.tensor([0, 0.05, 0, 0.15, 0, 0.25]))
+    torch.testing.assert_close(
+        state["adam.exp_avg.W_enc"].cpu()[0], torch.tensor([0, 0.05, 0, 0.15, 0, 0.25])
+    )
     mean = 1e-3 * (1 + 9 + 25) / 3 / 4
     torch.testing.assert_close(state["adam.exp_avg_sq.W_enc"].cpu()[0, ::2], torch.full((3,), mean))
 
@@ -289,8 +375,12 @@ def test_known_features_are_scored_on_a_device_as_on_the_cpu(act: str) -> None:
 
 def test_the_device_refuses_what_cuda_refuses() -> None:
     here, there = torch.ones(3, device="gpu"), torch.ones(3)
-    for wrong in (lambda: here + there, lambda: there[here.long()], lambda: here.numpy(),
-                  lambda: torch.multinomial(here, 1, generator=torch.Generator())):
+    for wrong in (
+        lambda: here + there,
+        lambda: there[here.long()],
+        lambda: here.numpy(),
+        lambda: torch.multinomial(here, 1, generator=torch.Generator()),
+    ):
         with pytest.raises((RuntimeError, TypeError)):
             wrong()
     assert (here + torch.tensor(1.0)).device.type == "gpu"
@@ -298,9 +388,15 @@ def test_the_device_refuses_what_cuda_refuses() -> None:
 
 def test_a_planted_wait_mix_and_unordered_sum_are_named_by_line() -> None:
     planted: dict = {}
-    exec(compile("def wait(x):\n    return x.sum().item()\n\ndef mix(x, y):\n    return x @ y\n\n"
-                 "def sum_up(x):\n    return x.cumsum(0)\n",
-                 f"{simulated_gpu.PACKAGE}/solvers/planted.py", "exec"), planted)
+    exec(
+        compile(
+            "def wait(x):\n    return x.sum().item()\n\ndef mix(x, y):\n    return x @ y\n\n"
+            "def sum_up(x):\n    return x.cumsum(0)\n",
+            f"{simulated_gpu.PACKAGE}/solvers/planted.py",
+            "exec",
+        ),
+        planted,
+    )
     there = torch.ones(3, 3, device="gpu")
     with simulated_gpu.waits_within() as found:
         assert planted["wait"](there) == 9

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 from homes import normal
-from solver_problems import F, RowsInMemory, one_epoch, solve_decoder, sparse_mixture, started, trained
+from solver_problems import (
+    F,
+    RowsInMemory,
+    one_epoch,
+    solve_decoder,
+    sparse_mixture,
+    started,
+    trained,
+)
 from torch import Tensor
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
@@ -31,7 +39,9 @@ def smoothed(x: Tensor, width: float, draws: torch.Generator) -> Tensor:
 
 @pytest.mark.parametrize("width", [0.05, 0.5])
 def test_rows_of_any_norm_move_by_the_width_times_their_distance(width):
-    size = torch.logspace(-2, 2, 2000, dtype=torch.float64)[torch.randperm(2000, generator=generator())]
+    size = torch.logspace(-2, 2, 2000, dtype=torch.float64)[
+        torch.randperm(2000, generator=generator())
+    ]
     x = normal(2000, 12) * size[:, None]
     relative = (smoothed(x, width, generator(1)) - x).norm(dim=1) / (x - x.mean(0)).norm(dim=1)
     for part in (size < 0.1, (size > 0.1) & (size < 10), size > 10):
@@ -46,19 +56,26 @@ def test_a_row_moves_by_the_width_whatever_else_is_in_its_block():
     assert of_its_norm.min() > 0
     assert of_its_norm.square().mean().sqrt().item() == pytest.approx(0.4, rel=0.1)
     together = smoothing(Batch.of(row.expand(800, 12)), generator(3)).x - row
-    torch.testing.assert_close(together.T.cov(), moves.T.cov(), atol=0.15 * moves.T.cov().diagonal().mean(), rtol=0)
+    torch.testing.assert_close(
+        together.T.cov(), moves.T.cov(), atol=0.15 * moves.T.cov().diagonal().mean(), rtol=0
+    )
 
 
 def test_smoothed_rows_vary_more_by_the_inflation():
     x = normal(4000, 12) * torch.linspace(0.2, 2, 12) + 5.0
     smoothing = Smoothing(0.55, x)
-    inflation = (smoothing(Batch.of(x), generator()).x - x.mean(0)).square().sum() / (x - x.mean(0)).square().sum()
+    inflation = (smoothing(Batch.of(x), generator()).x - x.mean(0)).square().sum() / (
+        x - x.mean(0)
+    ).square().sum()
     assert inflation.item() == pytest.approx(smoothing.inflation, rel=0.02)
     assert Smoothing(0.0, x).inflation == Smoothing(0.5, x[:1]).inflation == 1
 
 
-@pytest.mark.parametrize("x", [normal(50, 4), normal(1, 4), torch.zeros(6, 4), torch.ones(6, 4)],
-                         ids=["width 0", "one row", "zeros", "alike"])
+@pytest.mark.parametrize(
+    "x",
+    [normal(50, 4), normal(1, 4), torch.zeros(6, 4), torch.ones(6, 4)],
+    ids=["width 0", "one row", "zeros", "alike"],
+)
 def test_where_there_is_nothing_to_move_along_rows_stay(x):
     assert torch.equal(smoothed(x, 0.0 if len(x) == 50 else 0.5, generator()), x)
 
@@ -79,15 +96,22 @@ def test_the_fitted_learning_rate_is_that_of_its_formula():
     assert fitted_learning_rate(x, 1) == pytest.approx(expected / 4, rel=0.02)
 
 
-@pytest.mark.parametrize(("batches", "inner"), [(None, 1), (10, MOST_INNER_STEPS), (800, 5), (4000, 1), (90_000, 1)])
+@pytest.mark.parametrize(
+    ("batches", "inner"), [(None, 1), (10, MOST_INNER_STEPS), (800, 5), (4000, 1), (90_000, 1)]
+)
 @pytest.mark.parametrize("solver", [Sgd, PamSgd])
 def test_inner_steps_make_up_for_few_batches(solver, batches, inner):
     assert solver().resolved(batches).inner_steps == inner
     assert solver(inner_steps=7).resolved(batches).inner_steps == 7
 
 
-def smoothing_solver(data: RowsInMemory, activation: Activation, seed: int = 0, kind: type[SolverConfig] = PamSgd,
-                     **options: object) -> Solver:
+def smoothing_solver(
+    data: RowsInMemory,
+    activation: Activation,
+    seed: int = 0,
+    kind: type[SolverConfig] = PamSgd,
+    **options: object,
+) -> Solver:
     return started(kind(**options), data, activation, epochs=6, smoothing=0.3, seed=seed)
 
 
@@ -102,10 +126,20 @@ def firing(solver: Solver, data: RowsInMemory) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu(), BatchTopK(k=3)], ids=lambda one: one.name)
-@pytest.mark.parametrize(("kind", "options"), [
-    (PamSgd, {}), (PamSgd, {"decoder": "free"}), (PamSgd, {"release": 0.0}), (Sgd, {}), (Sgd, {"tied": True})],
-    ids=["residual", "free", "released", "untied", "tied"])
+@pytest.mark.parametrize(
+    "activation", [Relu(), TopK(k=3), JumpRelu(), BatchTopK(k=3)], ids=lambda one: one.name
+)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (PamSgd, {}),
+        (PamSgd, {"decoder": "free"}),
+        (PamSgd, {"release": 0.0}),
+        (Sgd, {}),
+        (Sgd, {"tied": True}),
+    ],
+    ids=["residual", "free", "released", "untied", "tied"],
+)
 def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, kind, options):
     data = sparse_mixture()
     solver = smoothing_solver(data, activation, kind=kind, **options)
@@ -119,8 +153,11 @@ def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, kind, op
 
 
 @pytest.mark.parametrize("kind", [PamSgd, Sgd])
-@pytest.mark.parametrize(("rows", "options", "steps"), [(300, {"revive": False}, 0.0), (31, {}, 0.0), (300, {}, 0.9)],
-                         ids=["--no-revive", "fewer than two rows per latent", "the last tenth of steps"])
+@pytest.mark.parametrize(
+    ("rows", "options", "steps"),
+    [(300, {"revive": False}, 0.0), (31, {}, 0.0), (300, {}, 0.9)],
+    ids=["--no-revive", "fewer than two rows per latent", "the last tenth of steps"],
+)
 def test_where_latents_are_not_revived(kind, rows, options, steps):
     data = sparse_mixture(rows)
     solver = smoothing_solver(data, Relu(), kind=kind, **options)
@@ -133,7 +170,9 @@ def test_where_latents_are_not_revived(kind, rows, options, steps):
 
 def test_revival_leaves_latents_that_fire_as_they_are():
     data = sparse_mixture()
-    solver, without = (smoothing_solver(data, Relu(), alpha=0.5, revive=revive) for revive in (True, False))
+    solver, without = (
+        smoothing_solver(data, Relu(), alpha=0.5, revive=revive) for revive in (True, False)
+    )
     for one in (solver, without):
         kill(one)
         one.descend(Batch.of(data.x))
@@ -143,8 +182,14 @@ def test_revival_leaves_latents_that_fire_as_they_are():
     for name, value in solver.sae().tensors().items():
         other = without.sae().tensors()[name]
         axis = 0 if name in ("W_dec", "b_enc") else 1
-        assert torch.equal(value, other) if name == "b_dec" else torch.equal(
-            value.index_select(axis, torch.tensor(alive)), other.index_select(axis, torch.tensor(alive))), name
+        assert (
+            torch.equal(value, other)
+            if name == "b_dec"
+            else torch.equal(
+                value.index_select(axis, torch.tensor(alive)),
+                other.index_select(axis, torch.tensor(alive)),
+            )
+        ), name
 
 
 def test_directions_of_revival_are_of_rows_with_an_error():

@@ -42,19 +42,25 @@ def data() -> RowsInMemory:
     return sparse_mixture()
 
 
-def full_objective(solver: PamSgdSolver, rows: RowsInMemory, W: Tensor, b: Tensor, c: float) -> Tensor:
+def full_objective(
+    solver: PamSgdSolver, rows: RowsInMemory, W: Tensor, b: Tensor, c: float
+) -> Tensor:
     """The sum that PAM-SGD minimises, from its definition: errors, penalty, ridge, and the proximal terms."""
     z = solver.dictionary.encode(rows.x)
     target = c * solver.dictionary.W_enc.T if solver.config.decoder == "residual" else 0.0
     total = ((z @ W + b - rows.x) ** 2).sum() + solver.decoder.alpha * ((W - target) ** 2).sum()
     total = total + solver.config.beta * (b**2).sum()
     if solver.task.training.sparsity == "l1":
-        total = total + solver.task.penalty_weight(solver.steps - 1) * (z.abs() * W.norm(dim=1)).sum()
+        total = (
+            total + solver.task.penalty_weight(solver.steps - 1) * (z.abs() * W.norm(dim=1)).sum()
+        )
     return total
 
 
 @pytest.mark.parametrize("activation", EVERY_ACTIVATION, ids=lambda activation: activation.name)
-@pytest.mark.parametrize(("decoder", "alpha", "rows"), grid(["residual", "free"], ["auto", 0.5], [300, 12]))
+@pytest.mark.parametrize(
+    ("decoder", "alpha", "rows"), grid(["residual", "free"], ["auto", 0.5], [300, 12])
+)
 def test_objective_has_no_gradient_after_a_decoder_step(activation, decoder, alpha, rows):
     data = sparse_mixture(rows)
     solver = started(PamSgd(decoder=decoder, alpha=alpha, beta=0.3), data, activation)
@@ -84,7 +90,9 @@ def test_objective_never_rises_in_a_decoder_step(data, decoder, release, sparsit
             solve_decoder(solver, data)
             after = full_objective(solver, data, *decoder_of(solver), solver.decoder.c)
         assert after <= before * (1 + 1e-12)
-        assert all(torch.equal(held[name], solver.optimizer.tensors[name]) for name in ("W_enc", "b_enc"))
+        assert all(
+            torch.equal(held[name], solver.optimizer.tensors[name]) for name in ("W_enc", "b_enc")
+        )
     assert solver.released == (release == 0)
 
 
@@ -101,7 +109,10 @@ def test_balancing_leaves_the_sae_as_it_was(data, activation, decoder):
         balance(solver.dictionary, 1.0)
         after = solver.sae()
         torch.testing.assert_close(after(data.x), before(data.x), rtol=1e-10, atol=1e-10)
-    movable = activation.name not in ("swish", "soft-topk")  # the others compute something else at another size
+    movable = activation.name not in (
+        "swish",
+        "soft-topk",
+    )  # the others compute something else at another size
     assert torch.allclose(before.W_enc, after.W_enc) != movable
 
 
@@ -160,8 +171,13 @@ def test_proximal_terms_of_sgd_refer_to_the_start_of_the_epoch(data):
         solver.begin_epoch()
         for batch in data.shuffled(epoch):
             solver.step(batch)
-            moved = {name: (tensor.detach() - held[name]).square().sum().item() for name, tensor in encoder.items()}
-            assert solver.extra_loss().item() == pytest.approx((8 * moved["W_enc"] + 3 * moved["b_enc"]) / data.rows)
+            moved = {
+                name: (tensor.detach() - held[name]).square().sum().item()
+                for name, tensor in encoder.items()
+            }
+            assert solver.extra_loss().item() == pytest.approx(
+                (8 * moved["W_enc"] + 3 * moved["b_enc"]) / data.rows
+            )
         solver.end_epoch()
 
 
@@ -172,13 +188,21 @@ def test_inner_steps_and_the_step_limit_count_optimiser_steps(data):
     assert [report.step for report in reports] == list(range(1, 11))
 
 
-@pytest.mark.parametrize(("rise", "fall", "expected"), [
-    (0.0, 0.0, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]), (0.4, 0.2, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.5]),
-    (0.0, 1.0, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
-])
-def test_learning_rate_rises_and_falls_over_fractions_of_all_steps(rise: float, fall: float, expected: list):
+@pytest.mark.parametrize(
+    ("rise", "fall", "expected"),
+    [
+        (0.0, 0.0, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        (0.4, 0.2, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.5]),
+        (0.0, 1.0, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+    ],
+)
+def test_learning_rate_rises_and_falls_over_fractions_of_all_steps(
+    rise: float, fall: float, expected: list
+):
     task = task_of(100, 10, 0.02, lr_warm_up=rise, lr_decay=fall)
-    assert [task.learning_rate(step) for step in range(10)] == pytest.approx([0.02 * share for share in expected])
+    assert [task.learning_rate(step) for step in range(10)] == pytest.approx(
+        [0.02 * share for share in expected]
+    )
 
 
 @pytest.mark.parametrize("activation", [Relu(), Swish()], ids=lambda activation: activation.name)
@@ -195,7 +219,11 @@ def test_codes_of_opposite_latents_reconstruct_all_rows_from_the_start(data, act
 def gradients(solver: Solver, data: RowsInMemory) -> dict[str, Tensor]:
     """Of the loss on all rows, as autograd has them."""
     tensors = solver.optimizer.tensors
-    return dict(zip(tensors, torch.autograd.grad(loss_of(solver, data), list(tensors.values())), strict=True))
+    return dict(
+        zip(
+            tensors, torch.autograd.grad(loss_of(solver, data), list(tensors.values())), strict=True
+        )
+    )
 
 
 @pytest.mark.parametrize("config", [Sgd(), PamSgd()], ids=["sgd", "pam-sgd"])
@@ -205,17 +233,25 @@ def test_adam_steps_by_the_gradient_clipped_to_its_norm(data, config: SolverConf
     norm = math.sqrt(sum(gradient.square().sum().item() for gradient in found.values()))
     solver = started(replace(config, clip_norm=share * norm), data, Relu())
     solver.descend(Batch.of(data.x))
-    for name, gradient in found.items():  # Adam's first moment after one step is a tenth of the gradient
+    for (
+        name,
+        gradient,
+    ) in found.items():  # Adam's first moment after one step is a tenth of the gradient
         moment = solver.optimizer.state()[f"adam.exp_avg.{name}"]
         torch.testing.assert_close(moment, 0.1 * min(1.0, share) * gradient)
 
 
 @pytest.mark.parametrize("config", [Sgd(tied=True), Sgd(), FREE], ids=["tied", "untied", "pam-sgd"])
 def test_weight_decay_adds_the_squares_of_trained_weights(data, config: SolverConfig):
-    plain, decayed = started(config, data, Relu()), started(replace(config, weight_decay=6.0), data, Relu())
+    plain, decayed = (
+        started(config, data, Relu()),
+        started(replace(config, weight_decay=6.0), data, Relu()),
+    )
     names = ("W_enc", "W_dec") if config == Sgd() else ("W_enc",)
     squares = sum((getattr(decayed.dictionary, name) ** 2).sum() for name in names)
-    assert (loss_of(decayed, data) - loss_of(plain, data)).item() == pytest.approx(6 * squares.item() / 300)
+    assert (loss_of(decayed, data) - loss_of(plain, data)).item() == pytest.approx(
+        6 * squares.item() / 300
+    )
 
 
 def test_l1_of_the_codes_is_blind_to_the_decoder(data):
@@ -253,10 +289,16 @@ def test_decoder_first_sets_an_activations_estimates_at_the_end(data):
 
 def test_adam_matches_torchs_bit_for_bit_without_some_gradients():
     generator = torch.Generator().manual_seed(0)
-    start = {"W_enc": torch.randn(5, 7, generator=generator).T, "b_enc": torch.randn(7, generator=generator)}
-    ours, theirs = ({name: tensor.clone().requires_grad_() for name, tensor in start.items()} for _ in range(2))
+    start = {
+        "W_enc": torch.randn(5, 7, generator=generator).T,
+        "b_enc": torch.randn(7, generator=generator),
+    }
+    ours, theirs = (
+        {name: tensor.clone().requires_grad_() for name, tensor in start.items()} for _ in range(2)
+    )
     adam, oracle = Adam(ours), torch.optim.Adam(theirs.values(), fused=True)
     for step in range(6):
+
         def loss(tensors: dict, step: int = step) -> torch.Tensor:
             found = (tensors["W_enc"] ** 2).sin().sum()
             return found if step == 2 else found + (tensors["b_enc"] ** 3).sum()
@@ -291,7 +333,9 @@ def test_adams_moments_follow_rescaled_and_revived_tensors(data):
 
 @pytest.mark.slow
 def test_a_training_does_not_load_torchs_compiler():
-    script = ("import sys, numpy, saecli\n"
-              "saecli.fit(numpy.random.default_rng(0).normal(size=(60, 8)), d_sae=12, epochs=1)\n"
-              "sys.exit('torch._dynamo' in sys.modules)")
+    script = (
+        "import sys, numpy, saecli\n"
+        "saecli.fit(numpy.random.default_rng(0).normal(size=(60, 8)), d_sae=12, epochs=1)\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -24,16 +24,70 @@ COMMON = ("--dtype", "float64", "--d-sae", "32", "--data", "rows", "--json")
 VARIANTS = {
     "sgd": ("--solver", "sgd", "--batch-size", "250"),
     "l1": ("--act", "relu", "--sparsity-weight", "3", "--inner-steps", "2", "--batch-size", "500"),
-    "dead-latents": ("--act", "topk", "--k", "1", "--lr", "0.1", "--inner-steps", "1", "--batch-size",
-                     "1000", "--epochs", "3"),
+    "dead-latents": (
+        "--act",
+        "topk",
+        "--k",
+        "1",
+        "--lr",
+        "0.1",
+        "--inner-steps",
+        "1",
+        "--batch-size",
+        "1000",
+        "--epochs",
+        "3",
+    ),
     "jumprelu-clipped": ("--act", "jumprelu", "--sparsity", "l0", "--clip-norm", "0.5"),
-    "within-epochs": ("--act", "topk", "--k", "3", "--decoder-every", "7", "--inner-steps", "1", "--epochs", "1"),
+    "within-epochs": (
+        "--act",
+        "topk",
+        "--k",
+        "3",
+        "--decoder-every",
+        "7",
+        "--inner-steps",
+        "1",
+        "--epochs",
+        "1",
+    ),
     "nested": ("--act", "topk", "--k", "3", "--prefixes", "4,16", "--inner-steps", "1"),
-    "one-block": ("--fraction", "0.1", "--act", "swish", "--inner-steps", "2"),  # of sums: one process has none
+    "one-block": (
+        "--fraction",
+        "0.1",
+        "--act",
+        "swish",
+        "--inner-steps",
+        "2",
+    ),  # of sums: one process has none
     "iterative": ("--solve", "iterative", "--act", "topk", "--k", "3", "--inner-steps", "2"),
-    "few-rows": ("--fraction", "0.003", "--act", "abs-topk", "--k", "4", "--batch-size", "10", "--epochs", "5"),
-    "paper": ("--decoder", "free", "--alpha", "0.1", "--act", "swish", "--mu-enc", "2", "--nu-dec", "1",
-              "--decoder-first", "--smoothing", "0"),
+    "few-rows": (
+        "--fraction",
+        "0.003",
+        "--act",
+        "abs-topk",
+        "--k",
+        "4",
+        "--batch-size",
+        "10",
+        "--epochs",
+        "5",
+    ),
+    "paper": (
+        "--decoder",
+        "free",
+        "--alpha",
+        "0.1",
+        "--act",
+        "swish",
+        "--mu-enc",
+        "2",
+        "--nu-dec",
+        "1",
+        "--decoder-first",
+        "--smoothing",
+        "0",
+    ),
 }
 
 
@@ -46,7 +100,10 @@ def some_rows() -> np.ndarray:
 
 
 def lines(home: Path, run: str) -> list[dict]:
-    return [json.loads(line) for line in (home / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (home / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def assert_same_run(home: Path, run: str, expected: str, rel: float = 1e-7) -> None:
@@ -54,7 +111,9 @@ def assert_same_run(home: Path, run: str, expected: str, rel: float = 1e-7) -> N
     assert [line["step"] for line in found] == [line["step"] for line in wanted]
     for line, other in zip(found, wanted, strict=True):
         assert line == pytest.approx(other, rel=rel, abs=1e-9)
-    weights, others = (load_file(home / "runs" / name / "sae.safetensors") for name in (run, expected))
+    weights, others = (
+        load_file(home / "runs" / name / "sae.safetensors") for name in (run, expected)
+    )
     for name in others:
         np.testing.assert_allclose(weights[name], others[name], rtol=1e-5, atol=1e-6)
 
@@ -77,7 +136,18 @@ def in_one_and_several(sae: CommandLine, *words: str, processes: int = 2) -> tup
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine):
-    words = ("--act", "topk", "--k", "3", "--epochs", "2", "--batch-size", "255", "--inner-steps", "2")
+    words = (
+        "--act",
+        "topk",
+        "--k",
+        "3",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "255",
+        "--inner-steps",
+        "2",
+    )
     one, done = in_one_and_several(sae, *COMMON, *words)
     assert_same_result(done.json, one)
     assert_same_run(sae.home, "several", "one")
@@ -85,13 +155,22 @@ def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [
-    pytest.param(name, marks=() if name == "jumprelu-clipped" else pytest.mark.long)
-    for name in VARIANTS])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=() if name == "jumprelu-clipped" else pytest.mark.long)
+        for name in VARIANTS
+    ],
+)
 def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant: str):
     more = VARIANTS[variant]
-    one, done = in_one_and_several(sae, *COMMON, *more, *(() if "--epochs" in more else ("--epochs", "2")),
-                                   processes=3 if variant == "few-rows" else 2)
+    one, done = in_one_and_several(
+        sae,
+        *COMMON,
+        *more,
+        *(() if "--epochs" in more else ("--epochs", "2")),
+        processes=3 if variant == "few-rows" else 2,
+    )
     assert_same_result(done.json, one)
     assert_same_run(sae.home, "several", "one")
 
@@ -99,8 +178,9 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
 @pytest.mark.long
 def test_training_on_is_that_of_one_process(sae: CommandLine):
     make_run(sae.home, "old", random_sae(TopK(k=3)))
-    one, done = in_one_and_several(sae, "--init", "old", "--dtype", "float64", "--data", "rows", "--epochs", "1",
-                                   "--json")
+    one, done = in_one_and_several(
+        sae, "--init", "old", "--dtype", "float64", "--data", "rows", "--epochs", "1", "--json"
+    )
     assert_same_result(done.json, one)
     assert_same_run(sae.home, "several", "one")
     assert done.json["kept"] == one["kept"] == "after"
@@ -110,14 +190,22 @@ def test_training_on_is_that_of_one_process(sae: CommandLine):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [("--epochs", "2", "--act", "batchtopk", "--k", "3"),
-                                   ("--steps", "200", "--act", "jumprelu", "--target-l0", "3")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--epochs", "2", "--act", "batchtopk", "--k", "3"),
+        ("--steps", "200", "--act", "jumprelu", "--target-l0", "3"),
+    ],
+    ids=" ".join,
+)
 def test_the_l0_asked_for_is_that_of_each_ranks_rows(sae: CommandLine, words: tuple):
     one, done = in_one_and_several(sae, *COMMON, *words)
     assert done.json["final"]["test_l0"] == pytest.approx(3, rel=0.05)
     assert done.json["final"]["test_fvu"] == pytest.approx(one["final"]["test_fvu"], rel=0.1)
     most = 3 + 1e-9 if "--k" in words else math.inf
-    assert all(line["batch_l0"] <= most for line in lines(sae.home, "several") if "batch_l0" in line)
+    assert all(
+        line["batch_l0"] <= most for line in lines(sae.home, "several") if "batch_l0" in line
+    )
 
 
 @pytest.mark.long
@@ -144,22 +232,32 @@ def test_a_killed_training_goes_on_at_another_number_of_processes(sae: CommandLi
 def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     folder = sae.home / "runs" / "stopped"
-    with launched(torchrun(2), "--home", sae.home, "train", *COMMON, "--epochs", "300", "--name", "stopped") as started:
+    with launched(
+        torchrun(2), "--home", sae.home, "train", *COMMON, "--epochs", "300", "--name", "stopped"
+    ) as started:
         started.until((folder / CHECKPOINT).exists)
         started.process.send_signal(signal.SIGINT)
         done = started.done()
     assert done.status != 0
     assert own_words(done.err)[1:] == [
-        "stopped; `sae train --resume --name stopped` goes on after the last whole epoch"]
+        "stopped; `sae train --resume --name stopped` goes on after the last whole epoch"
+    ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("words", "sentence"), [
-    (("--sparsity", "kl", "--act", "relu"), "--sparsity kl needs one process"),
-    (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this machine"),
-    (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
-    (("--solver", "sgd", "--lr", "1e20"), "lower --lr"),
-    (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process")])
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--sparsity", "kl", "--act", "relu"), "--sparsity kl needs one process"),
+        (
+            ("--device", "cuda:1"),
+            "--device cuda:1 gives one GPU to all 2 processes of this machine",
+        ),
+        (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
+        (("--solver", "sgd", "--lr", "1e20"), "lower --lr"),
+        (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process"),
+    ],
+)
 def test_what_fails_says_so_once_and_leaves_no_run(sae: CommandLine, words: tuple, sentence: str):
     make_store(sae.home, "rows", some_rows())
     done = together(2, "--home", sae.home, "train", *COMMON, *words)
@@ -181,8 +279,22 @@ def hosts() -> Iterator[tuple[str, str]]:
         for name in names:
             if (made := ip("netns", "add", name)).returncode:
                 pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
-        if (made := ip("link", "add", "sae0", "netns", names[0], "type", "veth", "peer", "name", "sae0", "netns",
-                       names[1])).returncode:
+        if (
+            made := ip(
+                "link",
+                "add",
+                "sae0",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "sae0",
+                "netns",
+                names[1],
+            )
+        ).returncode:
             pytest.skip(f"they cannot be joined here: {made.stderr.strip()}")
         for number, name in enumerate(names, 1):
             ip("-n", name, "address", "add", f"{NETWORK}.{number}/24", "dev", "sae0")
@@ -195,7 +307,16 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 def launcher(hosts: tuple[str, str], number: int, port: int) -> list[str]:
-    where = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", f"{NETWORK}.1", "--master-port", str(port)]
+    where = [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        str(number),
+        "--master-addr",
+        f"{NETWORK}.1",
+        "--master-port",
+        str(port),
+    ]
     return ["ip", "netns", "exec", hosts[number], *torchrun(1, *where)]
 
 
@@ -209,8 +330,10 @@ def test_two_hosts_train_as_one_process_does(sae: CommandLine, hosts: tuple[str,
     train = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2")
     assert sae(*train, "--name", "one").status == 0
     both = ("--home", sae.home, *train, "--name", "two")
-    with (launched(launcher(hosts, 0, 29571), *both, GLOO_SOCKET_IFNAME="sae0") as first,
-          launched(launcher(hosts, 1, 29571), *both, GLOO_SOCKET_IFNAME="sae0") as second):
+    with (
+        launched(launcher(hosts, 0, 29571), *both, GLOO_SOCKET_IFNAME="sae0") as first,
+        launched(launcher(hosts, 1, 29571), *both, GLOO_SOCKET_IFNAME="sae0") as second,
+    ):
         done = ended(first, second)
     assert [one.status for one in done] == [0, 0], done
     assert done[0].out and not done[1].out and own_words(done[1].err) == []
@@ -218,16 +341,22 @@ def test_two_hosts_train_as_one_process_does(sae: CommandLine, hosts: tuple[str,
 
 
 @pytest.mark.slow
-def test_a_process_killed_on_one_host_ends_that_of_the_other(sae: CommandLine, hosts: tuple[str, str]):
+def test_a_process_killed_on_one_host_ends_that_of_the_other(
+    sae: CommandLine, hosts: tuple[str, str]
+):
     make_store(sae.home, "rows", some_rows())
     both = ("--home", sae.home, "train", *COMMON, "--epochs", "300", "--name", "killed")
-    with (launched(launcher(hosts, 0, 29573), *both, GLOO_SOCKET_IFNAME="sae0") as first,
-          launched(launcher(hosts, 1, 29573), *both, GLOO_SOCKET_IFNAME="sae0") as second):
+    with (
+        launched(launcher(hosts, 0, 29573), *both, GLOO_SOCKET_IFNAME="sae0") as first,
+        launched(launcher(hosts, 1, 29573), *both, GLOO_SOCKET_IFNAME="sae0") as second,
+    ):
         first.until((sae.home / "runs" / "killed" / CHECKPOINT).exists)
         os.kill(second.ranks()[1], signal.SIGKILL)
         killed = time.monotonic()
         done = ended(first, second)
         assert time.monotonic() - killed < 60
     assert [one.status for one in done] == [1, 1]
-    assert own_words(done[0].err)[-1].startswith("sae: process 0 of 2: lost the others of 2 processes")
+    assert own_words(done[0].err)[-1].startswith(
+        "sae: process 0 of 2: lost the others of 2 processes"
+    )
     assert "goes on after the last whole epoch" in done[0].err

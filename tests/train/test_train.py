@@ -22,50 +22,121 @@ from saecli.train.files import read_metrics
 from saecli.train.options import NORMALISATIONS
 from saecli.train.rows import fit_normalisation
 
-KEYS = ["run", "path", "solver", "act", "data", "d_in", "d_sae", "rows_train", "rows_counted", "rows_test",
-        "epochs", "steps", "seconds", "rows_per_second", "warnings", "notes", "decoder_steps",
-        "final"]
+KEYS = [
+    "run",
+    "path",
+    "solver",
+    "act",
+    "data",
+    "d_in",
+    "d_sae",
+    "rows_train",
+    "rows_counted",
+    "rows_test",
+    "epochs",
+    "steps",
+    "seconds",
+    "rows_per_second",
+    "warnings",
+    "notes",
+    "decoder_steps",
+    "final",
+]
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("solver", "act"), grid(
-    [("sgd",), ("sgd", "--tied"), ("pam-sgd", "--decoder", "free"), ("pam-sgd",)], list(ACTIVATIONS)), ids=str)
-def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(sae: CommandLine, solver: tuple, act: str):
+@pytest.mark.parametrize(
+    ("solver", "act"),
+    grid(
+        [("sgd",), ("sgd", "--tied"), ("pam-sgd", "--decoder", "free"), ("pam-sgd",)],
+        list(ACTIVATIONS),
+    ),
+    ids=str,
+)
+def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(
+    sae: CommandLine, solver: tuple, act: str
+):
     make_store(sae.home, "rows", some_rows(1000))
     k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
     document = sae("train", "--solver", *solver, "--act", act, *k, *QUICK).json
     assert list(document) == KEYS
-    assert {"train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction"} <= document["final"].keys()
+    assert {"train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction"} <= document[
+        "final"
+    ].keys()
     assert ("alpha" in document["final"]) == (solver[0] == "pam-sgd")
     (measured,) = sae("eval", document["run"], "--json").json["runs"]
     assert measured["fvu"] == pytest.approx(document["final"]["test_fvu"], rel=1e-4)
     assert measured["rows"] == document["rows_test"]
     folder = Path(document["path"])
-    assert {path.name for path in folder.iterdir()} == {"run.json", "config.toml", "metrics.jsonl", "loss.png",
-                                                        "checkpoint.safetensors", "sae.safetensors", ".lock"}
+    assert {path.name for path in folder.iterdir()} == {
+        "run.json",
+        "config.toml",
+        "metrics.jsonl",
+        "loss.png",
+        "checkpoint.safetensors",
+        "sae.safetensors",
+        ".lock",
+    }
     assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "said"), [
-    (("--act", "topk", "--k", "24"), "--k 24 is all of d_sae, 24, so codes are not sparse; lower --k"),
-    (("--act", "batchtopk", "--k", "8"), "--k 8 is not below d_in, 8, so codes are not sparse; lower --k"),
-    (("--sparsity-weight", "0.01"), "held-out L0 .* is above d_in, 8, .*; raise --sparsity-weight"),
-    (("--sparsity", "none"), "held-out L0 .* is above d_in, 8, so codes are not sparse; use --sparsity l1"),
-    (("--act", "swish"), "held-out L0 24 is above d_in, .*hardly a code of --act swish is exactly zero"),
-    (("--solver", "sgd", "--act", "topk", "--k", "2", "--lr", "1", "--smoothing", "0", "--inner-steps", "1",
-      "--no-revive"),
-     "held-out FVU .* is above 1, so the mean of the rows would reconstruct them better; lower --lr"),
-])
-def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(sae: CommandLine, words: tuple, said: str):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--act", "topk", "--k", "24"),
+            "--k 24 is all of d_sae, 24, so codes are not sparse; lower --k",
+        ),
+        (
+            ("--act", "batchtopk", "--k", "8"),
+            "--k 8 is not below d_in, 8, so codes are not sparse; lower --k",
+        ),
+        (
+            ("--sparsity-weight", "0.01"),
+            "held-out L0 .* is above d_in, 8, .*; raise --sparsity-weight",
+        ),
+        (
+            ("--sparsity", "none"),
+            "held-out L0 .* is above d_in, 8, so codes are not sparse; use --sparsity l1",
+        ),
+        (
+            ("--act", "swish"),
+            "held-out L0 24 is above d_in, .*hardly a code of --act swish is exactly zero",
+        ),
+        (
+            (
+                "--solver",
+                "sgd",
+                "--act",
+                "topk",
+                "--k",
+                "2",
+                "--lr",
+                "1",
+                "--smoothing",
+                "0",
+                "--inner-steps",
+                "1",
+                "--no-revive",
+            ),
+            "held-out FVU .* is above 1, so the mean of the rows would reconstruct them better; lower --lr",
+        ),
+    ],
+)
+def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(
+    sae: CommandLine, words: tuple, said: str
+):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae("train", *words, *QUICK)
     assert done.status == 0
     (warning,) = done.json["warnings"]
     assert re.match(said, warning)
     assert done.err.count("warning: ") == 1 and f"warning: {warning}\n" in done.err
-    assert json.loads((Path(done.json["path"]) / "run.json").read_text())["result"]["warnings"] == [warning]
+    assert json.loads((Path(done.json["path"]) / "run.json").read_text())["result"]["warnings"] == [
+        warning
+    ]
 
 
 @pytest.mark.slow
@@ -79,8 +150,13 @@ def test_what_comes_to_what_was_wanted_is_not_warned_of(sae: CommandLine):
 @pytest.mark.slow
 def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(20_000))
-    process = signalled(sae.home, ["train", "--d-sae", "64", "--epochs", "100", "--batch-size", "64", "--name",
-                                   "stopped"], "checkpoint.safetensors", 2, signal.SIGINT)
+    process = signalled(
+        sae.home,
+        ["train", "--d-sae", "64", "--epochs", "100", "--batch-size", "64", "--name", "stopped"],
+        "checkpoint.safetensors",
+        2,
+        signal.SIGINT,
+    )
     assert process.returncode == 130
     assert "sae train --resume --name stopped" in process.said
     assert "Traceback" not in process.said
@@ -89,7 +165,9 @@ def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NORMALISATIONS)
-def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(sae: CommandLine, kind: str):
+def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(
+    sae: CommandLine, kind: str
+):
     rows = some_rows(2000) * np.float32(37) + np.arange(8, dtype=np.float32)
     make_store(sae.home, "rows", rows)
     document = sae("train", "--normalize", kind, "--act", "topk", "--k", "6", *QUICK).json
@@ -100,10 +178,19 @@ def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(sae: Com
     assert unexplained < 0.5
     # Mean and scale are those of the training rows alone, though the store's statistics are of all rows.
     train = ~is_test(np.arange(2000))
-    kept, x = load_file(Path(document["path"]) / "checkpoint.safetensors"), rows[train].astype(np.float64)
-    deviation = {"none": 1, "scale": np.sqrt(x.var(axis=0).mean()), "standardize": x.std(axis=0)}[kind]
-    np.testing.assert_allclose(kept["normalisation.mean"], x.mean(axis=0) * (kind != "none"), rtol=1e-6)
-    np.testing.assert_allclose(kept["normalisation.scale"], np.broadcast_to(deviation, 8), rtol=1e-6)
+    kept, x = (
+        load_file(Path(document["path"]) / "checkpoint.safetensors"),
+        rows[train].astype(np.float64),
+    )
+    deviation = {"none": 1, "scale": np.sqrt(x.var(axis=0).mean()), "standardize": x.std(axis=0)}[
+        kind
+    ]
+    np.testing.assert_allclose(
+        kept["normalisation.mean"], x.mean(axis=0) * (kind != "none"), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        kept["normalisation.scale"], np.broadcast_to(deviation, 8), rtol=1e-6
+    )
 
 
 def test_normalisations_match_numpy():
@@ -144,7 +231,9 @@ def test_epochs_that_are_kept_measure_as_they_did_in_training(sae: CommandLine):
     measured = sae("eval", *map(str, kept), "--json")
     assert not measured.err.count("not finished")
     assert [run["run"] for run in measured.json["runs"]] == ["one/kept/epoch-2", "one/kept/epoch-4"]
-    assert [run["fvu"] for run in measured.json["runs"]] == pytest.approx([in_training[2], in_training[4]], rel=1e-5)
+    assert [run["fvu"] for run in measured.json["runs"]] == pytest.approx(
+        [in_training[2], in_training[4]], rel=1e-5
+    )
     assert len(sae("geometry", *map(str, kept), "one", "--json").json["runs"]) == 3
     assert [run["name"] for run in sae("list", "--json").json["runs"]] == ["plain", "one"]
 
@@ -157,14 +246,31 @@ def test_steps_take_the_place_of_epochs(sae: CommandLine):
 
 def test_a_name_that_is_taken_is_refused_and_a_default_name_counts_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
-    assert [sae("train", *QUICK).json["run"] for _ in range(2)] == ["pam-sgd-relu-1", "pam-sgd-relu-2"]
-    assert "a run named 'pam-sgd-relu-1' already" in sae("train", "--name", "pam-sgd-relu-1", *QUICK).err
+    assert [sae("train", *QUICK).json["run"] for _ in range(2)] == [
+        "pam-sgd-relu-1",
+        "pam-sgd-relu-2",
+    ]
+    assert (
+        "a run named 'pam-sgd-relu-1' already"
+        in sae("train", "--name", "pam-sgd-relu-1", *QUICK).err
+    )
     assert "is finished" in sae("train", "--resume", "--name", "pam-sgd-relu-1").err
 
 
 def test_a_batch_larger_than_the_rows_is_the_rows(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
-    done = sae("train", "--d-sae", "24", "--epochs", "2", "--batch-size", "100000000", "--name", "run", "--json")
+    done = sae(
+        "train",
+        "--d-sae",
+        "24",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "100000000",
+        "--name",
+        "run",
+        "--json",
+    )
     assert done.status == 0
     settled = json.loads((sae.home / "runs" / "run" / "run.json").read_text())["training"]
     assert 200 < settled["batch_size"] < 300
@@ -175,7 +281,19 @@ def test_where_a_batch_is_what_needs_the_memory_it_is_named(sae: CommandLine, mo
     said = []
     for mebibytes in (1, *range(20, 400, 20)):
         monkeypatch.setattr(plan, "free_memory", lambda *_, of=mebibytes: of << 20)
-        said.append(sae("train", "--d-sae", "256", "--epochs", "1", "--batch-size", "60000", "--solver", "sgd").err)
+        said.append(
+            sae(
+                "train",
+                "--d-sae",
+                "256",
+                "--epochs",
+                "1",
+                "--batch-size",
+                "60000",
+                "--solver",
+                "sgd",
+            ).err
+        )
         if "--batch-size" in said[-1]:
             break
     assert "--batch-size" not in said[0] and "of memory" in said[0]
@@ -192,7 +310,11 @@ def test_a_store_is_read_while_hdf5_locks_its_shards(sae: CommandLine):
 
 def cells(text: str) -> list[list[str]]:
     """The cells of a table, line by line."""
-    return [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[:1] in "│┃"]
+    return [
+        [cell.strip() for cell in re.split("[│┃]", line)[1:-1]]
+        for line in text.splitlines()
+        if line[:1] in "│┃"
+    ]
 
 
 @pytest.mark.slow
@@ -207,9 +329,16 @@ def test_a_run_prints_its_results_and_its_solvers_figures(sae: CommandLine, solv
     assert line[:5] == ["run", "rows", "24", f"{final['test_fvu']:.4g}", f"{final['test_l0']:.4g}"]
     shown = {name: value for name, value, _ in figures}
     assert shown["peak learning rate"] == f"{final['lr']:.4g}"
-    assert ("ridge of the decoder step" in shown) == (solver == "pam-sgd") == bool(result["decoder_steps"])
+    assert (
+        ("ridge of the decoder step" in shown)
+        == (solver == "pam-sgd")
+        == bool(result["decoder_steps"])
+    )
     assert all(meaning for _, _, meaning in figures)
-    assert done.out.splitlines()[-1] == f"saved in {sae.home / 'runs' / 'run'}; loss.png there has its curves"
+    assert (
+        done.out.splitlines()[-1]
+        == f"saved in {sae.home / 'runs' / 'run'}; loss.png there has its curves"
+    )
 
 
 @pytest.mark.slow
@@ -219,7 +348,12 @@ def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine)
     done = sae(*words, "x", "--d-sae", "24", "--d-sae", "16", "--seed", "0", "--seed", "1")
     head, *lines = cells(done.out)
     assert head == ["run", "seed", "data", "d_sae", "FVU", "L0", "dead latents"]
-    assert [(line[3], line[1]) for line in lines[:4]] == [("24", "0"), ("24", "1"), ("16", "0"), ("16", "1")]
+    assert [(line[3], line[1]) for line in lines[:4]] == [
+        ("24", "0"),
+        ("24", "1"),
+        ("16", "0"),
+        ("16", "1"),
+    ]
     assert lines[4] == ["figure", *(line[0] for line in lines[:4])]
     assert sae(*words, "alone", "--d-sae", "16", "--seed", "1").status == 0
     assert_same_weights(sae.home, lines[3][0], "alone")
@@ -230,7 +364,9 @@ def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine)
 @pytest.mark.slow
 def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
-    done = sae("train", *QUICK[:-1], "--solver", "sgd", "--lr", "0.01", "--lr", "1e30", "--name", "run")
+    done = sae(
+        "train", *QUICK[:-1], "--solver", "sgd", "--lr", "0.01", "--lr", "1e30", "--name", "run"
+    )
     assert done.status == 1
     assert "run-lr1e+30: the loss became" in done.err and "run-lr0.01" in done.out
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]

@@ -50,9 +50,23 @@ def test_test_rows_that_do_not_vary_give_null_and_not_an_error(sae: CommandLine)
 
 @pytest.mark.parametrize("lr", ["1e18", "1e25", "1e30"])
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
-def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae: CommandLine, solver: str, lr: str):
+def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(
+    sae: CommandLine, solver: str, lr: str
+):
     make_store(sae.home, "rows", some_rows(1000))
-    done = sae("train", "--solver", solver, "--batch-size", "2000", "--lr", lr, "--epochs", "9", "--d-sae", "24")
+    done = sae(
+        "train",
+        "--solver",
+        solver,
+        "--batch-size",
+        "2000",
+        "--lr",
+        lr,
+        "--epochs",
+        "9",
+        "--d-sae",
+        "24",
+    )
     assert done.status == 1
     assert "lower --lr" in done.err
     assert "unexpected" not in done.err
@@ -61,31 +75,60 @@ def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(sae: Comman
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("act", [("relu",), ("jumprelu",), ("topk", "--k", "4"), ("batchtopk", "--k", "4")],
-                         ids=" ".join)
-@pytest.mark.parametrize("solver", [("sgd", "--lr", "1e3"), ("pam-sgd", "--lr", "1e4", "--batch-size", "8")],
-                         ids=" ".join)
-def test_a_run_that_diverges_without_overflow_leaves_no_folder(sae: CommandLine, solver: tuple, act: tuple):
+@pytest.mark.parametrize(
+    "act", [("relu",), ("jumprelu",), ("topk", "--k", "4"), ("batchtopk", "--k", "4")], ids=" ".join
+)
+@pytest.mark.parametrize(
+    "solver",
+    [("sgd", "--lr", "1e3"), ("pam-sgd", "--lr", "1e4", "--batch-size", "8")],
+    ids=" ".join,
+)
+def test_a_run_that_diverges_without_overflow_leaves_no_folder(
+    sae: CommandLine, solver: tuple, act: tuple
+):
     make_store(sae.home, "rows", some_rows(1000))
     done = sae("train", "--d-sae", "24", "--epochs", "3", "--solver", *solver, "--act", *act)
     assert done.status == 1
     assert "training diverged: the train FVU is " in done.err
-    assert "; lower --lr, or look at the data; the run stops in epoch 1 of 3, and nothing of it is kept" in done.err
+    assert (
+        "; lower --lr, or look at the data; the run stops in epoch 1 of 3, and nothing of it is kept"
+        in done.err
+    )
     assert not list((sae.home / "runs").iterdir())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_size", "lr", "said"), [  # seen over some steps, at the epoch's end, and at once
-    (8, 1e3, "training diverged: the train FVU is "), (900, 1e3, "training diverged: the train FVU is "),
-    (64, 1e30, "the loss became")])
-def test_a_run_that_diverges_keeps_the_checkpoint_from_before(sae: CommandLine, batch_size: int, lr: float, said: str):
+@pytest.mark.parametrize(
+    ("batch_size", "lr", "said"),
+    [  # seen over some steps, at the epoch's end, and at once
+        (8, 1e3, "training diverged: the train FVU is "),
+        (900, 1e3, "training diverged: the train FVU is "),
+        (64, 1e30, "the loss became"),
+    ],
+)
+def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
+    sae: CommandLine, batch_size: int, lr: float, said: str
+):
     make_store(sae.home, "rows", some_rows(1000))
-    words = ("--solver", "sgd", "--epochs", "2", "--batch-size", batch_size, "--d-sae", "24", "--lr", "0.001")
+    words = (
+        "--solver",
+        "sgd",
+        "--epochs",
+        "2",
+        "--batch-size",
+        batch_size,
+        "--d-sae",
+        "24",
+        "--lr",
+        "0.001",
+    )
     before = sae("train", "--name", "run", *words, "--json").json
     folder = sae.home / "runs" / "run"
     change(folder, complete=False, result=None)
     change_training(folder, epochs=6, lr=lr)
-    kept = {name: (folder / name).read_bytes() for name in ("sae.safetensors", "checkpoint.safetensors")}
+    kept = {
+        name: (folder / name).read_bytes() for name in ("sae.safetensors", "checkpoint.safetensors")
+    }
     for _ in range(2):
         done = sae("train", "--resume", "--name", "run")
         assert done.status == 1
@@ -102,21 +145,49 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before(sae: CommandLine, 
 @pytest.mark.slow
 def test_uncentred_rows_start_above_an_fvu_of_1_without_diverging(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
-    done = sae("train", "--solver", "sgd", "--normalize", "none", "--lr", "0.01", "--batch-size", "8", *QUICK[:2],
-               "--epochs", "1")
+    done = sae(
+        "train",
+        "--solver",
+        "sgd",
+        "--normalize",
+        "none",
+        "--lr",
+        "0.01",
+        "--batch-size",
+        "8",
+        *QUICK[:2],
+        "--epochs",
+        "1",
+    )
     assert done.status == 0, done.err
     first = read_metrics(sae.home / "runs" / "sgd-relu-1")[0]
     assert first["batch_fvu"] > 1e4
 
 
-@pytest.mark.parametrize(("fields", "sentence"), [
-    ({"data_hash": "another"}, "not the store that it was begun on"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ({"format_version": 9}, "expected format version 1 or older, got 9; upgrade saecli"),
-        ({"solver": {"name": "foo"}}, "not what this version of `sae train` writes"),
-        ({"activation": {"name": "foo"}}, "act must be one of relu, jumprelu"),
-        ({"training": {"split_seed": 0, "fraction": 1.0}}, "not all of its settings are filled in")])])
-def test_a_run_of_another_version_or_on_other_rows_is_left_alone(sae: CommandLine, fields: dict, sentence: str):
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"data_hash": "another"}, "not the store that it was begun on"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (
+                    {"format_version": 9},
+                    "expected format version 1 or older, got 9; upgrade saecli",
+                ),
+                ({"solver": {"name": "foo"}}, "not what this version of `sae train` writes"),
+                ({"activation": {"name": "foo"}}, "act must be one of relu, jumprelu"),
+                (
+                    {"training": {"split_seed": 0, "fraction": 1.0}},
+                    "not all of its settings are filled in",
+                ),
+            ]
+        ),
+    ],
+)
+def test_a_run_of_another_version_or_on_other_rows_is_left_alone(
+    sae: CommandLine, fields: dict, sentence: str
+):
     folder = unfinished(sae)
     change(folder, **fields)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -124,7 +195,10 @@ def test_a_run_of_another_version_or_on_other_rows_is_left_alone(sae: CommandLin
     assert done.status == 1
     assert sentence in done.err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert "data_hash" not in fields or "not the store that run was trained on" in sae("eval", "run").err
+    assert (
+        "data_hash" not in fields
+        or "not the store that run was trained on" in sae("eval", "run").err
+    )
 
 
 @pytest.mark.slow
@@ -152,7 +226,17 @@ def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
 def test_a_file_that_may_grow_no_further_costs_at_most_the_current_epoch(sae: CommandLine):
     """A limit on file sizes stands for a full disk: the second epoch's checkpoint does not fit."""
     make_store(sae.home, "rows", some_rows(1000))
-    words = [sys.executable, "-m", "saecli", "--home", str(sae.home), "train", "--name", "full", *QUICK[:-1]]
+    words = [
+        sys.executable,
+        "-m",
+        "saecli",
+        "--home",
+        str(sae.home),
+        "train",
+        "--name",
+        "full",
+        *QUICK[:-1],
+    ]
     script = f"ulimit -f 4; exec {' '.join(words)}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -183,7 +267,9 @@ def test_subnormal_rows_are_refused_and_small_ones_train(sae: CommandLine, norma
     refused = sae(*words, "subnormal")
     assert refused.status == 2
     assert "their spread must be at least 1e-35, got 1e-40; multiply them" in refused.err
-    small, plain = (sae(*words, name, "--json").json["final"]["test_fvu"] for name in ("small", "plain"))
+    small, plain = (
+        sae(*words, name, "--json").json["final"]["test_fvu"] for name in ("small", "plain")
+    )
     assert small == pytest.approx(plain, rel=1e-3)
 
 
@@ -192,7 +278,18 @@ def test_subnormal_rows_are_refused_and_small_ones_train(sae: CommandLine, norma
 def test_a_run_killed_at_any_moment_begins_anew_or_is_resumed(produce: Producer, step: int):
     """Killed before every opening, renaming, removing and flushing of a file: the same command begins a run that has no
     checkpoint anew, and `--resume` goes on with one that is known; both end as one that was never killed."""
-    words = ["train", "--data", "rows", "--d-sae", "12", "--epochs", "2", "--batch-size", "64", "--name"]
+    words = [
+        "train",
+        "--data",
+        "rows",
+        "--d-sae",
+        "12",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "64",
+        "--name",
+    ]
     imports = ["saecli.show.pictures", "matplotlib.backends.backend_agg"]
     with memory_folder() as home:
         make_store(home, "rows", some_rows(300))
@@ -203,7 +300,9 @@ def test_a_run_killed_at_any_moment_begins_anew_or_is_resumed(produce: Producer,
 
         assert train(*words, "whole") == (0, "")
         whole, kills, ways = load_file(runs / "whole" / "sae.safetensors"), 0, set()
-        names = {path.name for path in (runs / "whole").glob("[!.]*")} - {"loss.png"}  # which is drawn at the end
+        names = {path.name for path in (runs / "whole").glob("[!.]*")} - {
+            "loss.png"
+        }  # which is drawn at the end
         for kill_at in range(1, 1000, step):
             folder = runs / f"run{kill_at}"
             status, _ = train(*words, folder.name, kill_at=kill_at)
@@ -211,10 +310,16 @@ def test_a_run_killed_at_any_moment_begins_anew_or_is_resumed(produce: Producer,
                 break
             kills += 1
             known = (folder / "run.json").exists()
-            begun_anew = not (folder / "checkpoint.safetensors").exists() and (kills % 2 or not known)
+            begun_anew = not (folder / "checkpoint.safetensors").exists() and (
+                kills % 2 or not known
+            )
             ways.add((known, bool(begun_anew)))
             complete = known and json.loads((folder / "run.json").read_text())["complete"]
-            again = [*words, folder.name] if begun_anew else ["train", "--resume", "--name", folder.name]
+            again = (
+                [*words, folder.name]
+                if begun_anew
+                else ["train", "--resume", "--name", folder.name]
+            )
             assert complete or train(*again) == (0, ""), (kill_at, again)
             assert json.loads((folder / "run.json").read_text())["complete"]
             found = load_file(folder / "sae.safetensors")
@@ -234,5 +339,7 @@ def test_a_finished_run_without_its_checkpoint_is_not_overwritten(sae: CommandLi
     (sae.home / "runs" / "thesis").mkdir()
     (sae.home / "runs" / "thesis" / "thesis.tex").write_text("x")
     assert "there is a run named 'thesis' already" in sae("train", "--name", "thesis", *QUICK).err
-    assert {path.name: path.read_bytes() for path in (sae.home / "runs" / "run").iterdir()} == before
+    assert {
+        path.name: path.read_bytes() for path in (sae.home / "runs" / "run").iterdir()
+    } == before
     assert [path.name for path in (sae.home / "runs" / "thesis").iterdir()] == ["thesis.tex"]

@@ -18,11 +18,23 @@ CASES = [
     (("--act", "topk", "--k", "25", "--d-sae", "24"), 2, "--k must be at most --d-sae, 24"),
     (("--act", "topk", "--k", "2", "--k", "100000"), 2, "--k must be at most --d-sae"),
     (("--act", "topk", "--sparsity", "l0"), 2, "--sparsity l0 cannot be used with --act topk"),
-    (("--act", "topk", "--sparsity-weight", "1"), 2, "--sparsity-weight does nothing with --sparsity none"),
-    (("--act", "topk", "--sparsity-warm-up", "0"), 2, "--sparsity-warm-up does nothing with --sparsity none"),
+    (
+        ("--act", "topk", "--sparsity-weight", "1"),
+        2,
+        "--sparsity-weight does nothing with --sparsity none",
+    ),
+    (
+        ("--act", "topk", "--sparsity-warm-up", "0"),
+        2,
+        "--sparsity-warm-up does nothing with --sparsity none",
+    ),
     (("--sparsity-weight", "1e30"), 2, "--sparsity-weight must be at most 1e+12"),
     (("--bias", "after"), 2, "--bias after cannot be used with --alpha auto"),
-    (("--decoder-first", "--decoder-every", "5"), 2, "--decoder-first cannot be used with --decoder-every"),
+    (
+        ("--decoder-first", "--decoder-every", "5"),
+        2,
+        "--decoder-first cannot be used with --decoder-every",
+    ),
     (("--epochs", "2", "--steps", "9"), 2, "cannot use both --epochs and --steps"),
     (("--lr", "0"), 2, "--lr must be above 0"),
     (("--lr", "inf"), 2, "--lr must be a number of ordinary size"),
@@ -30,8 +42,16 @@ CASES = [
     (("--fraction", "2"), 2, "--fraction must be at most 1"),
     (("--seed", "0", "--seed", "0"), 2, "--seed 0 is given twice"),
     (("--prefixes", "4,99", "--d-sae", "24"), 2, "--prefixes must be at most --d-sae, 24"),
-    (("--prefixes", "8,3"), 2, "--prefixes must be auto, or numbers of latents with commas between, each larger than"),
-    (("--prefixes", "0,3"), 2, "--prefixes must be auto, or numbers of latents with commas between, each larger than"),
+    (
+        ("--prefixes", "8,3"),
+        2,
+        "--prefixes must be auto, or numbers of latents with commas between, each larger than",
+    ),
+    (
+        ("--prefixes", "0,3"),
+        2,
+        "--prefixes must be auto, or numbers of latents with commas between, each larger than",
+    ),
     (("--prefixes", "3,x"), 2, "--prefixes must be auto, or numbers"),
     (("--data", "nowhere"), 1, "there is no activation store named 'nowhere'"),
     (("--data", "constant"), 2, "there is nothing to learn"),
@@ -39,7 +59,11 @@ CASES = [
     (("--device", "cuda:77"), 2, "--device cuda:77 cannot be used"),
     (("--data", "many", "--d-sae", "500000"), 2, "--solver pam-sgd with --d-sae 500000 needs"),
     (("--device", "cpu", "--precision", "tf32"), 2, "--precision tf32 does nothing here"),
-    (("--precision", "bf16", "--dtype", "float64"), 2, "--precision bf16 cannot be used with --dtype float64"),
+    (
+        ("--precision", "bf16", "--dtype", "float64"),
+        2,
+        "--precision bf16 cannot be used with --dtype float64",
+    ),
     (("--log-to", "comet"), 2, "--log-to must be one of trackio, wandb"),
     (("--log-to", "wandb,wandb"), 2, "--log-to must be one of trackio, wandb"),
     (("--resume", "--lr", "1"), 2, "--lr does nothing with --resume"),
@@ -47,41 +71,78 @@ CASES = [
     (("--resume",), 1, "there is no unfinished run"),
     (("--resume", "--name", "nowhere"), 1, "there is no run named 'nowhere'"),
     ((*INIT, "old", "--d-sae", "24"), 2, "--d-sae must be 20, as in --init old"),
-    (("--data", "narrow", "--init", "old"), 2, "--init old cannot be trained on these rows: expected rows of 8"),
+    (
+        ("--data", "narrow", "--init", "old"),
+        2,
+        "--init old cannot be trained on these rows: expected rows of 8",
+    ),
     ((*INIT, "nowhere"), 1, "there is no run and no folder named 'nowhere'"),
     ((*INIT, "old", "--k", "30"), 2, "--k must be at most --d-sae, 20"),
     ((*INIT, "old", "--act", "relu", "--k", "3"), 2, "--k does nothing with --act relu"),
     ((*INIT, "old", "--act", "jumprelu", "--target-l0", "19"), 2, "--target-l0 must be at most"),
-    ((*INIT, "jumping", "--sparsity", "l1", "--threshold", "1"), 2, "--threshold does nothing with --init jumping"),
+    (
+        (*INIT, "jumping", "--sparsity", "l1", "--threshold", "1"),
+        2,
+        "--threshold does nothing with --init jumping",
+    ),
     (("--data", "rows", "--skip"), 2, "--skip does nothing without --target"),
-    (("--data", "rows", "--target", "many"), 2, "rows and many are not row for row the same tokens"),
+    (
+        ("--data", "rows", "--target", "many"),
+        2,
+        "rows and many are not row for row the same tokens",
+    ),
     (("--data", "rows", "--data", "rows"), 2, "--data names rows twice"),
-    (("--act", "matching-pursuit", "--normalize", "standardize"), 2, "--act matching-pursuit compares directions"),
-    (("--data", "rows", "--data", "beside", "--act", "matching-pursuit"), 2, "--act matching-pursuit compares"),
-    (("--data", "rows", "--data", "beside", "--sparsity", "kl"), 2, "--sparsity kl is defined for one hook point"),
+    (
+        ("--act", "matching-pursuit", "--normalize", "standardize"),
+        2,
+        "--act matching-pursuit compares directions",
+    ),
+    (
+        ("--data", "rows", "--data", "beside", "--act", "matching-pursuit"),
+        2,
+        "--act matching-pursuit compares",
+    ),
+    (
+        ("--data", "rows", "--data", "beside", "--sparsity", "kl"),
+        2,
+        "--sparsity kl is defined for one hook point",
+    ),
     (("--data", "rows", "--rows", "500"), 2, "--rows does nothing without --model"),
     ((*TINY, "--data", "rows"), 2, "--data does nothing with --model tiny-gemma2"),
     ((*TINY, "--fraction", "0.5"), 2, "--fraction does nothing with --model tiny-gemma2"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ((*TINY, "--epochs", "2"), 2, "--epochs must be 1 with --model"),
-        ((*TINY, "--rows", "600", "--steps", "9"), 2, "--steps must be at most 3 with --model"),
-        ((*TINY, "--layer", "9"), 2, "tiny-gemma2 has layers 0 to 3"),
-        ((*TINY, "--dataset", "none.txt"), 1, "the text file none.txt does not exist")])]
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ((*TINY, "--epochs", "2"), 2, "--epochs must be 1 with --model"),
+            ((*TINY, "--rows", "600", "--steps", "9"), 2, "--steps must be at most 3 with --model"),
+            ((*TINY, "--layer", "9"), 2, "tiny-gemma2 has layers 0 to 3"),
+            ((*TINY, "--dataset", "none.txt"), 1, "the text file none.txt does not exist"),
+        ]
+    ),
+]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
-    for name, rows in {"many": some_rows(600_000), "constant": np.ones((300, 8), np.float32),
-                       "narrow": some_rows(50, 5), "beside": some_rows(300), "rows": some_rows(300)}.items():
+    for name, rows in {
+        "many": some_rows(600_000),
+        "constant": np.ones((300, 8), np.float32),
+        "narrow": some_rows(50, 5),
+        "beside": some_rows(300),
+        "rows": some_rows(300),
+    }.items():
         make_store(home, name, rows)
     make_run(home, "old", random_sae(TopK(k=3)))
     make_run(home, "jumping", random_sae(JumpRelu()))
     return home
 
 
-@pytest.mark.parametrize(("words", "status", "sentence"), CASES, ids=lambda value: " ".join(value)[:60] if
-                         isinstance(value, tuple) else "")
+@pytest.mark.parametrize(
+    ("words", "status", "sentence"),
+    CASES,
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
+)
 def test_refused(sae: CommandLine, home: Path, words: tuple[str, ...], status: int, sentence: str):
     done = CommandLine(home, sae.monkeypatch, sae.capsys)("train", *words)
     assert (done.status, done.out) == (status, "")

@@ -17,8 +17,13 @@ from saecli.train.loop import Loop, Record, Training, start_training
 from saecli.train.rows import ArrayRows, TrainingRows
 
 QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
-KINDS = [("pam-sgd", "topk", {"epochs": 1}), ("sgd", "jumprelu", {}), ("sgd", "topk", {"epochs": None, "steps": 5}),
-         ("pam-sgd", "batchtopk", {"k": 2, "inner_steps": 2}), ("pam-sgd", "relu", {"decoder_every": 4, "epochs": 3})]
+KINDS = [
+    ("pam-sgd", "topk", {"epochs": 1}),
+    ("sgd", "jumprelu", {}),
+    ("sgd", "topk", {"epochs": None, "steps": 5}),
+    ("pam-sgd", "batchtopk", {"k": 2, "inner_steps": 2}),
+    ("pam-sgd", "relu", {"decoder_every": 4, "epochs": 3}),
+]
 
 
 class Lines(Record):
@@ -52,8 +57,15 @@ class Failing(Lines):
         raise self.failure
 
 
-def training(rows: Any, solver: str = "sgd", act: str = "topk", record: Record | None = None, test: Any = None,
-             shared: TrainingRows | None = None, **options: Any) -> Training:
+def training(
+    rows: Any,
+    solver: str = "sgd",
+    act: str = "topk",
+    record: Record | None = None,
+    test: Any = None,
+    shared: TrainingRows | None = None,
+    **options: Any,
+) -> Training:
     given = QUICK | ({"k": 3} if act == "topk" else {}) | options
     plan = replace(planned(rows, solver, act, given), test_rows=test)
     return start_training(plan, record or Lines(), shared=shared)
@@ -93,10 +105,21 @@ def test_each_of_several_is_to_the_bit_what_it_is_alone():
     for one, other in zip(together.train(), expected, strict=True):
         assert same(one, other)
     for one, other in zip(together.trainings, alone, strict=True):
-        known = [[{name: value for name, value in line.items() if name != "seconds"} for line in found.record.lines]
-                 for found in (one, other.trainings[0])]
+        known = [
+            [
+                {name: value for name, value in line.items() if name != "seconds"}
+                for line in found.record.lines
+            ]
+            for found in (one, other.trainings[0])
+        ]
         assert known[0] == known[1]
-    assert together.errors == {} and [one.record.epochs for one in together.trainings] == [1, 2, 1, 2, 3]
+    assert together.errors == {} and [one.record.epochs for one in together.trainings] == [
+        1,
+        2,
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.slow
@@ -105,19 +128,31 @@ def test_several_read_the_rows_as_often_as_one(batches: Counter):
     made = [training(rows, "pam-sgd", seed=seed) for seed in range(3)]
     batches.clear()
     Loop(made[:1]).train()
-    one = {key: count for key, count in batches.items() if key[2]}  # the first batches are each one's sample too
+    one = {
+        key: count for key, count in batches.items() if key[2]
+    }  # the first batches are each one's sample too
     batches.clear()
-    Loop([made[0], *(training(rows, "pam-sgd", seed=seed, shared=made[0].rows) for seed in (1, 2))]).train()
-    assert {key: count for key, count in batches.items() if key[2] and key[1] != 0} == \
-        {key: count for key, count in one.items() if key[1] != 0}
+    Loop(
+        [made[0], *(training(rows, "pam-sgd", seed=seed, shared=made[0].rows) for seed in (1, 2))]
+    ).train()
+    assert {key: count for key, count in batches.items() if key[2] and key[1] != 0} == {
+        key: count for key, count in one.items() if key[1] != 0
+    }
     assert batches["batches", 1, 0] == 1
 
 
 @pytest.mark.slow
 def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
     rows = some_rows(900)
-    often = {"decoder_every": 3, "inner_steps": 1, "d_sae": 200}  # too few rows for running sums: it passes over all
-    plain, alone = Loop([training(rows, "pam-sgd", d_sae=200)]), Loop([training(rows, "pam-sgd", **often)])
+    often = {
+        "decoder_every": 3,
+        "inner_steps": 1,
+        "d_sae": 200,
+    }  # too few rows for running sums: it passes over all
+    plain, alone = (
+        Loop([training(rows, "pam-sgd", d_sae=200)]),
+        Loop([training(rows, "pam-sgd", **often)]),
+    )
     expected = plain.train() + alone.train()
     read = []
     for given in ({"d_sae": 200}, often):
@@ -125,14 +160,22 @@ def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
         Loop([training(rows, "pam-sgd", **given)]).train()
         read.append(batches["sequential", None, 0])
     batches.clear()
-    found = Loop([training(rows, "pam-sgd", **options) for options in ({"d_sae": 200}, often)]).train()
+    found = Loop(
+        [training(rows, "pam-sgd", **options) for options in ({"d_sae": 200}, often)]
+    ).train()
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
-    assert batches["sequential", None, 0] == read[1] + 2  # the other's rows are checked and measured too
-    assert read[1] - read[0] == 2 * 4  # within an epoch of 15 batches; both make the pass at its end
+    assert (
+        batches["sequential", None, 0] == read[1] + 2
+    )  # the other's rows are checked and measured too
+    assert (
+        read[1] - read[0] == 2 * 4
+    )  # within an epoch of 15 batches; both make the pass at its end
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing", [{"lr": 1e30}, {"record": Failing(OSError("full"))}], ids=["diverges", "full"])
+@pytest.mark.parametrize(
+    "failing", [{"lr": 1e30}, {"record": Failing(OSError("full"))}], ids=["diverges", "full"]
+)
 def test_a_failure_leaves_the_others_to_go_on(failing: dict):
     rows = some_rows(500)
     (expected,) = Loop([training(rows)]).train()
@@ -174,7 +217,9 @@ def test_rows_that_cannot_be_read_end_all(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_interrupt_reaches_all():
-    loop = several(training(some_rows(500), epochs=9, record=Failing(None)), training(some_rows(500), epochs=9))
+    loop = several(
+        training(some_rows(500), epochs=9, record=Failing(None)), training(some_rows(500), epochs=9)
+    )
     with pytest.raises(KeyboardInterrupt):
         loop.train()
     assert loop.errors == {}
@@ -186,11 +231,17 @@ def test_results_are_measured_on_all_rows_for_those_that_came_through(tmp_path):
     make_store(tmp_path, "rows", some_rows(500))
     store = saecli.open_store("rows", tmp_path)
     test = store.split("test")
-    loop = several(training(store, test=test), training(store, test=test, lr=1e30), training(store, test=test, seed=2))
+    loop = several(
+        training(store, test=test),
+        training(store, test=test, lr=1e30),
+        training(store, test=test, seed=2),
+    )
     saes = loop.train()
     results = loop.results(saes)
     assert len(results) == 2
-    x = torch.from_numpy(np.concatenate([batch.copy() for batch in store.split("test").sequential(64)]))
+    x = torch.from_numpy(
+        np.concatenate([batch.copy() for batch in store.split("test").sequential(64)])
+    )
     for sae, result in zip(saes, results, strict=True):
         fvu = (sae(x) - x).square().sum() / (x - x.mean(0)).square().sum()
         assert result["final"]["test_fvu"] == pytest.approx(fvu.item(), rel=1e-4)

@@ -16,18 +16,52 @@ from .base import PENALTY_OPTIONS, Activation, KeepsK, Parameters, TargetsL0, Th
 from .elementwise import BatchTopK, Gated, JumpRelu, Relu, Swish
 from .topk import AbsTopK, Largest, MatchingPursuit, ReluTopK, SoftTopK, TopK
 
-__all__ = ["ACTIVATIONS", "PENALTY_OPTIONS", "AbsTopK", "Activation", "BatchTopK", "Gated", "JumpRelu", "KeepsK",
-           "Largest", "MatchingPursuit", "Parameters", "Relu", "ReluTopK", "SoftTopK", "Swish", "TargetsL0",
-           "Thresholded", "TopK", "activation_from_json", "activation_to_json", "sparsity_names"]
+__all__ = [
+    "ACTIVATIONS",
+    "PENALTY_OPTIONS",
+    "AbsTopK",
+    "Activation",
+    "BatchTopK",
+    "Gated",
+    "JumpRelu",
+    "KeepsK",
+    "Largest",
+    "MatchingPursuit",
+    "Parameters",
+    "Relu",
+    "ReluTopK",
+    "SoftTopK",
+    "Swish",
+    "TargetsL0",
+    "Thresholded",
+    "TopK",
+    "activation_from_json",
+    "activation_to_json",
+    "sparsity_names",
+]
 
 ACTIVATIONS: dict[str, type[Activation]] = {
-    kind.name: kind for kind in (Relu, JumpRelu, Gated, TopK, ReluTopK, AbsTopK, BatchTopK, MatchingPursuit,
-                                      Swish, SoftTopK)}
+    kind.name: kind
+    for kind in (
+        Relu,
+        JumpRelu,
+        Gated,
+        TopK,
+        ReluTopK,
+        AbsTopK,
+        BatchTopK,
+        MatchingPursuit,
+        Swish,
+        SoftTopK,
+    )
+}
 
 
 def sparsity_names() -> tuple[str, ...]:
     """Every penalty that some activation offers."""
-    return tuple(dict.fromkeys(name for kind in ACTIVATIONS.values() for name in ("none", *kind.sparsities)))
+    return tuple(
+        dict.fromkeys(name for kind in ACTIVATIONS.values() for name in ("none", *kind.sparsities))
+    )
 
 
 def activation_to_json(activation: Activation) -> dict[str, Any]:

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from ..codes import Codes
 
 Parameters: TypeAlias = dict[str, "Tensor"]
-PENALTY_OPTIONS = {"target_rate": "kl", "last_p": "lp", "target_l0": "target-l0"}  # with the one penalty each is of
+PENALTY_OPTIONS = {
+    "target_rate": "kl",
+    "last_p": "lp",
+    "target_l0": "target-l0",
+}  # with the one penalty each is of
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,16 @@ class Activation(Config):
     def check_sparsity(self, sparsity: str) -> None:
         """Raise a ConfigError for a penalty that is not offered, or settings without effect on it."""
         if sparsity not in self.sparsities:
-            raise ConfigError(f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of "
-                              f"{', '.join(self.sparsities)}")
+            raise ConfigError(
+                f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of "
+                f"{', '.join(self.sparsities)}"
+            )
         for name, penalty in PENALTY_OPTIONS.items():
             if getattr(self, name, None) is not None and sparsity != penalty:
-                raise ConfigError(f"{flag_of(name)} does nothing with --sparsity {sparsity}; leave it out, or use "
-                                  f"--sparsity {penalty}")
+                raise ConfigError(
+                    f"{flag_of(name)} does nothing with --sparsity {sparsity}; leave it out, or use "
+                    f"--sparsity {penalty}"
+                )
 
     @property
     def estimates(self) -> tuple[str, ...]:
@@ -101,12 +109,16 @@ class Activation(Config):
         them."""
         return {}
 
-    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
+    def calibrated(
+        self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]
+    ) -> Parameters:
         """Parameters refitted at the end of training to some rows' pre-activations, (n, F); `smoothed`: those of rows
         smoothed as in training, by at most a given width."""
         return {}
 
-    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def norm_weights(
+        self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         """A penalty's derivative in each decoder norm `||W_dec_i||`, summed over rows, (F,)."""
         return codes.map(abs).sums() if sparsity == "l1" else W_dec.new_zeros(len(W_dec))
 
@@ -120,17 +132,25 @@ class Activation(Config):
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
         """For rows of mean squared norm `d_in`."""
-        return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in), "l1-codes": 0.1 * math.sqrt(d_in)}[sparsity]
+        return {"none": 0.0, "l1": 0.1 * math.sqrt(d_in), "l1-codes": 0.1 * math.sqrt(d_in)}[
+            sparsity
+        ]
 
-    def penalty_l1(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_l1(
+        self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         """Scale-free L1, `mean over rows of sum_i |z_i| ||W_dec_i||`."""
         return (codes.map(abs).sums() / len(pre)) @ W_dec.norm(dim=1)
 
-    def penalty_l1_codes(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_l1_codes(
+        self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         """L1 of the codes alone, `mean over rows of sum_i |z_i|`."""
         return codes.values.abs().sum() / len(pre)
 
-    def penalty(self, sparsity: str, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty(
+        self, sparsity: str, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         """A penalty of a batch, unweighted; not for `none`."""
         return getattr(self, f"penalty_{sparsity.replace('-', '_')}")(pre, codes, W_dec, parameters)
 
@@ -152,9 +172,13 @@ class TargetsRate(Activation):
     """
 
     target_rate: float | None = option(
-        None, f"Firing rate that --sparsity kl aims at for every latent, a fraction of the rows; default: "
-              f"{TARGET_RATE}.",
-        minimum=LEAST_RATE, below=1, advanced=True)
+        None,
+        f"Firing rate that --sparsity kl aims at for every latent, a fraction of the rows; default: "
+        f"{TARGET_RATE}.",
+        minimum=LEAST_RATE,
+        below=1,
+        advanced=True,
+    )
 
     @property
     def rho(self) -> float:
@@ -166,19 +190,25 @@ class TargetsRate(Activation):
         rates = codes.with_values(u / (u + _half_firing(W_dec))).sums() / codes.shape[0]
         return rates.clamp(LEAST_RATE, 1 - LEAST_RATE)
 
-    def penalty_kl(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_kl(
+        self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         """`sum_i rho log(rho / rho_i) + (1 - rho) log((1 - rho) / (1 - rho_i))`, in nats."""
         rho, rates = self.rho, self.rates(codes, W_dec)
         return (rho * (rho / rates).log() + (1 - rho) * ((1 - rho) / (1 - rates)).log()).sum()
 
-    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def norm_weights(
+        self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         """As in `Activation`; for `kl` 0 below the target, where a decoder step drawn to larger norms has no minimum. A
         decoder step may raise the objective: no quadratic in the norm majorises the divergence."""
         if sparsity != "kl":
             return super().norm_weights(sparsity, codes, W_dec, parameters)
         rho, rates, half = self.rho, self.rates(codes, W_dec), _half_firing(W_dec)
         size, norms = codes.values.abs(), codes.by_latent(W_dec.norm(dim=1))
-        rise = codes.with_values(size * half / (size * norms + half).square()).sums()  # of B rho_i with the norm
+        rise = codes.with_values(
+            size * half / (size * norms + half).square()
+        ).sums()  # of B rho_i with the norm
         pull = ((1 - rho) / (1 - rates) - rho / rates) * rise
         return pull.where((rates > rho) & (rates < 1 - LEAST_RATE), 0.0)
 
@@ -188,12 +218,14 @@ class TargetsRate(Activation):
 
 
 def _half_firing(W_dec: Tensor) -> float:
-    """s of `TargetsRate`: the norm of a latent's part of x_hat that counts as half a firing, for rows of norm sqrt(D).
-    """
+    """s of `TargetsRate`: the norm of a latent's part of x_hat that is half a firing, for rows of norm sqrt(D)."""
     return 0.03 * math.sqrt(W_dec.shape[1])
 
 
-LAST_P, FALLS_FROM = 0.2, 0.2  # the default last p; the fraction of all steps from which p falls to it, to the end
+LAST_P, FALLS_FROM = (
+    0.2,
+    0.2,
+)  # the default last p; the fraction of all steps from which p falls to it, to the end
 EDGE = 0.01  # size at which the penalty's slope stops rising, over the mean size of active codes
 
 
@@ -209,17 +241,26 @@ class Anneals(Activation):
     Interpretability with Board Game Models" (2024).
     """
 
-    last_p: float | None = option(None, f"Power p that --sparsity lp falls to; default: {LAST_P}.", above=0, maximum=1,
-                                  advanced=True)
+    last_p: float | None = option(
+        None,
+        f"Power p that --sparsity lp falls to; default: {LAST_P}.",
+        above=0,
+        maximum=1,
+        advanced=True,
+    )
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         settled = super().resolved(sparsity, d_sae)
-        return replace(settled, last_p=LAST_P) if sparsity == "lp" and self.last_p is None else settled
+        return (
+            replace(settled, last_p=LAST_P) if sparsity == "lp" and self.last_p is None else settled
+        )
 
     def training_parameters(self, d_sae: int) -> Parameters:
         import torch
 
-        return super().training_parameters(d_sae) | ({} if self.last_p is None else {"p": torch.ones(())})
+        return super().training_parameters(d_sae) | (
+            {} if self.last_p is None else {"p": torch.ones(())}
+        )
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
         found = super().estimated(codes, parameters, progress)
@@ -228,26 +269,34 @@ class Anneals(Activation):
         fallen = max(progress - FALLS_FROM, 0.0) / (1 - FALLS_FROM)
         return found | {"p": parameters["p"].new_full((), 1 - fallen * (1 - self.last_p))}
 
-    def _lp(self, gates: Codes, W_dec: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _lp(
+        self, gates: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u, e, p and s."""
         u = gates.values.abs() * gates.by_latent(W_dec.norm(dim=1))
         e, p = EDGE * u.detach().sum() / gates.count().clamp(min=1), parameters["p"]
         powers = ((u.detach() + e) ** p - e**p).sum()
         return u, e, p, (u.detach().sum() / powers).where(powers > 0, 0.0)
 
-    def penalty_lp(self, pre: Tensor, gates: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_lp(
+        self, pre: Tensor, gates: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         """The mean over rows; see the class."""
         u, e, p, s = self._lp(gates, W_dec, parameters)
         return s * ((u + e) ** p - e**p).sum() / len(pre)
 
-    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def norm_weights(
+        self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         if sparsity != "lp":
             return super().norm_weights(sparsity, codes, W_dec, parameters)
         u, e, p, s = self._lp(codes, W_dec, parameters)
         return codes.with_values(s * p * (u + e) ** (p - 1) * codes.values.abs()).sums()
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
-        return 0.04 * math.sqrt(d_in) if sparsity == "lp" else super().default_weight(sparsity, d_in)
+        return (
+            0.04 * math.sqrt(d_in) if sparsity == "lp" else super().default_weight(sparsity, d_in)
+        )
 
 
 @dataclass(frozen=True)
@@ -256,14 +305,20 @@ class KeepsK(Activation):
 
     of_codes: ClassVar[tuple[str, ...]] = ("k",)
 
-    k: int = option(32, "Active latents per row; with batchtopk on average, with soft-topk in expectation.", minimum=1)
+    k: int = option(
+        32,
+        "Active latents per row; with batchtopk on average, with soft-topk in expectation.",
+        minimum=1,
+    )
 
     def expected_l0(self, d_in: int) -> float:
         return self.k
 
     def check(self, d_sae: int) -> None:
         if self.k > d_sae:
-            raise ConfigError(f"--k must be at most --d-sae, {d_sae}, got {self.k}; lower --k or raise --d-sae")
+            raise ConfigError(
+                f"--k must be at most --d-sae, {d_sae}, got {self.k}; lower --k or raise --d-sae"
+            )
 
 
 @dataclass(frozen=True)
@@ -277,11 +332,17 @@ class Thresholded(Activation):
         return torch.zeros(d_sae)
 
 
-TARGET_L0, MOST_TARGETED = 32.0, 1 / 8  # the default target, and the largest fraction of the latents that it may be
+TARGET_L0, MOST_TARGETED = (
+    32.0,
+    1 / 8,
+)  # the default target, and the largest fraction of the latents that it may be
 
 # Latents find directions while many are active, and then become sparse. FVU in a world of known features at L0 10,
 # after 2,000 steps of SGD: 0.165 with the fall over 0.2 of the steps, 0.160 over 0.5 (batchtopk: 0.174).
-DENSE, FALL = 4.0, 0.5  # the first aim over the target; the fraction of all steps over which it falls to the target
+DENSE, FALL = (
+    4.0,
+    0.5,
+)  # the first aim over the target; the fraction of all steps over which it falls to the target
 # Smoothing at which training rows have about as many active latents as rows held out. Wider smoothing activates more:
 # where it is 0.31 in training (6,000 rows, 2,048 latents), held-out rows had 0.84 of the target.
 HELD_OUT_WIDTH = 0.2
@@ -296,13 +357,19 @@ class TargetsL0(Thresholded):
     multiplier_rate: ClassVar[float]  # change of m per step, over the relative excess of L0
     loose: ClassVar[bool] = False  # whether the controller may miss the target
 
-    target_l0: float | None = option(None, "Active latents per row, on average, that --sparsity target-l0 trains to; "
-                                           f"default: {TARGET_L0:g}, at most an eighth of the latents.", above=0)
+    target_l0: float | None = option(
+        None,
+        "Active latents per row, on average, that --sparsity target-l0 trains to; "
+        f"default: {TARGET_L0:g}, at most an eighth of the latents.",
+        above=0,
+    )
 
     def check(self, d_sae: int) -> None:
         if self.target_l0 is not None and self.target_l0 > d_sae:
-            raise ConfigError(f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
-                              "--target-l0 or raise --d-sae")
+            raise ConfigError(
+                f"--target-l0 must be at most --d-sae, {d_sae}, got {self.target_l0:g}; lower "
+                "--target-l0 or raise --d-sae"
+            )
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         settled = super().resolved(sparsity, d_sae)
@@ -320,7 +387,10 @@ class TargetsL0(Thresholded):
         given = super().training_parameters(d_sae)
         if self.target_l0 is None:
             return given
-        return given | {"aim": torch.tensor(_aim(self.target_l0, 0.0, d_sae)), "multiplier": torch.zeros(())}
+        return given | {
+            "aim": torch.tensor(_aim(self.target_l0, 0.0, d_sae)),
+            "multiplier": torch.zeros(()),
+        }
 
     def continuing(self, parameters: Parameters, l0: float) -> Parameters:
         """With a target, an aim of at most the SAE's L0: it has found its directions."""
@@ -334,7 +404,9 @@ class TargetsL0(Thresholded):
             return parameters
         kept = min(max(1, round(parameters["aim"].item() * len(pre))), pre.numel())
         lowest = pre.flatten().topk(kept).values[-1].clamp(min=1e-3 * pre.std())
-        return parameters | {"threshold": parameters["threshold"].new_full((pre.shape[1],), lowest.item())}
+        return parameters | {
+            "threshold": parameters["threshold"].new_full((pre.shape[1],), lowest.item())
+        }
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
         return parameters["threshold"].clamp(min=0)
@@ -345,11 +417,15 @@ class TargetsL0(Thresholded):
             return found
         aim = parameters["aim"]
         excess = (codes.count() / (rows * aim) - 1).clamp(max=1.0) if rows else aim.new_zeros(())
-        return found | {"threshold": parameters["threshold"] * (THRESHOLD_RATE * excess).exp(),
-                        "multiplier": parameters["multiplier"] + self.multiplier_rate * excess,
-                        "aim": aim.clamp(max=_aim(self.target_l0, progress, d_sae))}  # which may have begun lower
+        return found | {
+            "threshold": parameters["threshold"] * (THRESHOLD_RATE * excess).exp(),
+            "multiplier": parameters["multiplier"] + self.multiplier_rate * excess,
+            "aim": aim.clamp(max=_aim(self.target_l0, progress, d_sae)),
+        }  # which may have begun lower
 
-    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
+    def calibrated(
+        self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]
+    ) -> Parameters:
         """With a target, the thresholds times the factor that gives rows smoothed by `HELD_OUT_WIDTH` the L0 that the
         controller held on rows smoothed as in training, or if it is `loose` the target."""
         import torch
@@ -357,14 +433,21 @@ class TargetsL0(Thresholded):
         if self.target_l0 is None:
             return {}
         thresholds = self.thresholds(parameters, pre.shape[-1])
-        kept = round(self.target_l0 * len(pre)) if self.loose else int((smoothed(math.inf) > thresholds).sum())
-        ratios = (smoothed(HELD_OUT_WIDTH) / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
+        kept = (
+            round(self.target_l0 * len(pre))
+            if self.loose
+            else int((smoothed(math.inf) > thresholds).sum())
+        )
+        ratios = (
+            smoothed(HELD_OUT_WIDTH) / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)
+        ).flatten()
         if not 0 < kept < len(ratios):
             return {}
         return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
         return parameters | {"threshold": parameters["threshold"] * factor}
+
 
 def _aim(target: float, progress: float, d_sae: int) -> float:
     """The L0 to have at a fraction of all steps; at first `DENSE` targets, at most a quarter of the latents."""

@@ -78,7 +78,9 @@ class BatchTopK(Thresholded, KeepsK):
         moved = threshold.lerp(smallest, NEWEST).where(threshold > 0, smallest)
         return {"threshold": moved.where(smallest.isfinite(), threshold)}
 
-    def calibrated(self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]) -> Parameters:
+    def calibrated(
+        self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]
+    ) -> Parameters:
         kept = self.k * len(pre)
         if kept >= pre.numel():
             return {"threshold": parameters["threshold"].new_zeros(())}
@@ -139,14 +141,25 @@ class JumpRelu(TargetsL0, TargetsRate):
     sparsities: ClassVar[tuple[str, ...]] = ("target-l0", "l0", "l1", "l1-codes", "kl", "none")
     multiplier_rate: ClassVar[float] = 0.05
 
-    threshold: float | None = option(None, "Initial threshold of every latent, in units of the normalised rows; "
-                                           f"default: {THRESHOLD}, with --sparsity target-l0 fitted to the rows.",
-                                     minimum=0, advanced=True)
-    bandwidth: float | None = option(None, "Width of the kernel in the gradient of thresholds, in units of the codes; "
-                                           f"default: {BANDWIDTH}, with --sparsity target-l0 half of each threshold.",
-                                     above=0, advanced=True)
-    fixed_threshold: bool = option(False, "Keep every threshold at its initial value; --sparsity is then l1 by "
-                                         "default.", advanced=True)
+    threshold: float | None = option(
+        None,
+        "Initial threshold of every latent, in units of the normalised rows; "
+        f"default: {THRESHOLD}, with --sparsity target-l0 fitted to the rows.",
+        minimum=0,
+        advanced=True,
+    )
+    bandwidth: float | None = option(
+        None,
+        "Width of the kernel in the gradient of thresholds, in units of the codes; "
+        f"default: {BANDWIDTH}, with --sparsity target-l0 half of each threshold.",
+        above=0,
+        advanced=True,
+    )
+    fixed_threshold: bool = option(
+        False,
+        "Keep every threshold at its initial value; --sparsity is then l1 by default.",
+        advanced=True,
+    )
 
     @property
     def estimates(self) -> tuple[str, ...]:
@@ -159,17 +172,25 @@ class JumpRelu(TargetsL0, TargetsRate):
     def check_sparsity(self, sparsity: str) -> None:
         if self.fixed_threshold and sparsity in ("l0", "target-l0"):
             others = ", ".join(name for name in self.sparsities if name not in ("l0", "target-l0"))
-            raise ConfigError(f"--sparsity {sparsity} trains thresholds, which --fixed-threshold holds; leave one of "
-                              f"the two out, or use --sparsity {others}")
+            raise ConfigError(
+                f"--sparsity {sparsity} trains thresholds, which --fixed-threshold holds; leave one of "
+                f"the two out, or use --sparsity {others}"
+            )
         super().check_sparsity(sparsity)
         if self.threshold is not None and sparsity == "target-l0":
-            raise ConfigError("--threshold does nothing with --sparsity target-l0, which fits thresholds to the rows; "
-                              "leave it out, or use another --sparsity")
+            raise ConfigError(
+                "--threshold does nothing with --sparsity target-l0, which fits thresholds to the rows; "
+                "leave it out, or use another --sparsity"
+            )
 
     def parameters(self, d_sae: int) -> Parameters:
         import torch
 
-        return {"threshold": torch.full((d_sae,), THRESHOLD if self.threshold is None else self.threshold)}
+        return {
+            "threshold": torch.full(
+                (d_sae,), THRESHOLD if self.threshold is None else self.threshold
+            )
+        }
 
     def _width(self, thresholds: Tensor) -> Tensor:
         """The width of each latent's kernel, (F,)."""
@@ -192,7 +213,9 @@ class JumpRelu(TargetsL0, TargetsRate):
         from .selection import Gate
 
         near, thresholds, width = self._near(pre, parameters)
-        return near.with_values(Gate.apply(near.values, thresholds, width, self.target_l0 is not None))
+        return near.with_values(
+            Gate.apply(near.values, thresholds, width, self.target_l0 is not None)
+        )
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
         return None if self.fixed_threshold else super().rescaled(parameters, factor)
@@ -201,11 +224,15 @@ class JumpRelu(TargetsL0, TargetsRate):
         weights = {"l0": 0.001 * d_in, "target-l0": 0.05 * d_in}
         return weights[sparsity] if sparsity in weights else super().default_weight(sparsity, d_in)
 
-    def penalty_l0(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_l0(
+        self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         """Mean number of active latents."""
         return self._l0(pre.detach(), parameters)
 
-    def penalty_target_l0(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_target_l0(
+        self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         assert self.target_l0 is not None  # see `resolved`
         excess = (self._l0(pre, parameters) - parameters["aim"]) / self.target_l0
         return excess.square() + 2 * parameters["multiplier"] * excess
@@ -248,19 +275,30 @@ class Gated(TargetsL0, Anneals):
         return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def gates(self, codes: Codes, parameters: Parameters) -> Codes:
-        thresholds, slopes = self.thresholds(parameters, codes.shape[1]), (-parameters["r_mag"]).exp()
-        return codes.with_values((codes.values - codes.by_latent(thresholds)).relu() * codes.by_latent(slopes))
+        thresholds, slopes = (
+            self.thresholds(parameters, codes.shape[1]),
+            (-parameters["r_mag"]).exp(),
+        )
+        return codes.with_values(
+            (codes.values - codes.by_latent(thresholds)).relu() * codes.by_latent(slopes)
+        )
 
     def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
         """Thresholds follow gates alone: with jumprelu's factor on them, FVU was 0.140 instead of 0.125."""
-        return super().estimated(codes, parameters, progress) | {"threshold": parameters["threshold"].clamp(min=0)}
+        return super().estimated(codes, parameters, progress) | {
+            "threshold": parameters["threshold"].clamp(min=0)
+        }
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
         return super().default_weight("l1" if sparsity == "target-l0" else sparsity, d_in)
 
-    def penalty_target_l0(self, pre: Tensor, gates: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def penalty_target_l0(
+        self, pre: Tensor, gates: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         return parameters["multiplier"].exp() * self.penalty_l1(pre, gates, W_dec, parameters)
 
-    def norm_weights(self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+    def norm_weights(
+        self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
         """0, since the decoder of gates has no gradient."""
         return W_dec.new_zeros(len(W_dec))

@@ -40,17 +40,28 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return torch.sparse_coo_tensor(torch.stack(ctx.saved_tensors), gradient, ctx.shape,
-                                       check_invariants=False), None, None
+        return (
+            torch.sparse_coo_tensor(
+                torch.stack(ctx.saved_tensors), gradient, ctx.shape, check_invariants=False
+            ),
+            None,
+            None,
+        )
 
 
-def at(pre: Tensor, indices: Tensor, function: Callable[[Tensor], Tensor] = lambda values: values) -> Codes:
+def at(
+    pre: Tensor, indices: Tensor, function: Callable[[Tensor], Tensor] = lambda values: values
+) -> Codes:
     """Codes of some distinct latents of each row, (B, K): a function of their pre-activations, (B, K)."""
     count = indices.shape[1]
     if count > DENSITY * pre.shape[1]:
-        return DenseCodes(torch.zeros_like(pre).scatter(1, indices, function(pre.gather(1, indices))))
+        return DenseCodes(
+            torch.zeros_like(pre).scatter(1, indices, function(pre.gather(1, indices)))
+        )
     rows = torch.arange(len(pre), device=pre.device)
-    values = function(_Taken.apply(pre, rows.repeat_interleave(count), indices.flatten()).view(indices.shape))
+    values = function(
+        _Taken.apply(pre, rows.repeat_interleave(count), indices.flatten()).view(indices.shape)
+    )
     return SparseCodes(rows * count, indices.flatten(), values.flatten(), pre.shape[1], each=count)
 
 
@@ -59,7 +70,9 @@ def largest(pre: Tensor, count: int) -> Codes:
     flat = pre.flatten()
     entries = _largest(flat.detach(), count)
     if count > DENSITY * len(flat):
-        return DenseCodes(torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries)).view_as(pre))
+        return DenseCodes(
+            torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries)).view_as(pre)
+        )
     return _at_ascending(pre, entries)
 
 
@@ -95,7 +108,9 @@ class Gate(torch.autograd.Function):
     of the pre-activation in the step."""
 
     @staticmethod
-    def forward(ctx: Any, pre: Tensor, threshold: Tensor, width: Tensor | float, to_pre: bool) -> Tensor:
+    def forward(
+        ctx: Any, pre: Tensor, threshold: Tensor, width: Tensor | float, to_pre: bool
+    ) -> Tensor:
         active = pre > threshold
         ctx.save_for_backward(active, _kernel(pre, threshold, width) * threshold)
         ctx.to_pre = to_pre
@@ -144,7 +159,7 @@ class SoftTopKCodes(torch.autograd.Function):
         ctx.save_for_backward(pre)
         ctx.k, ctx.temperature = k, temperature
         _, heads, levels, others = _tree(pre.T.contiguous(), k, temperature)
-        return pre * (heads * others[-1][1, :len(heads)] / levels[-1][k]).T
+        return pre * (heads * others[-1][1, : len(heads)] / levels[-1][k]).T
 
     @staticmethod
     @once_differentiable
@@ -153,13 +168,21 @@ class SoftTopKCodes(torch.autograd.Function):
         v, upstream = pre.T.contiguous(), grad.T
         tails, heads, levels, others = _tree(v, k, ctx.temperature)
         u = upstream * v
-        g0, g1 = others[-1][:, :len(v)]
+        g0, g1 = others[-1][:, : len(v)]
         g0_change, g1_change = _change_of_the_others(levels, others, heads * u, k)
-        covariance = tails * heads / levels[-1][k].square() * (g0 * g1 * u + g0 * g1_change - g1 * g0_change)
-        return (upstream * (heads * g1 / levels[-1][k]) + covariance / ctx.temperature).T, None, None
+        covariance = (
+            tails * heads / levels[-1][k].square() * (g0 * g1 * u + g0 * g1_change - g1 * g0_change)
+        )
+        return (
+            (upstream * (heads * g1 / levels[-1][k]) + covariance / ctx.temperature).T,
+            None,
+            None,
+        )
 
 
-def _tree(v: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+def _tree(
+    v: Tensor, k: int, temperature: float
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     tails, heads = _coins(v, k, temperature)
     levels = _products(torch.stack([tails, heads]), k)
     return tails, heads, levels, _of_the_others(levels, k)
@@ -198,12 +221,14 @@ def _of_the_others(levels: list[Tensor], degree: int) -> list[Tensor]:
     found = [root]
     for level in reversed(levels[:-1]):
         left, right = _halves(level)
-        above = found[-1][:, :left.shape[1]]
+        above = found[-1][:, : left.shape[1]]
         found.append(torch.cat([_pulled(above, right), _pulled(above, left)], 1))
     return found
 
 
-def _change_of_the_others(levels: list[Tensor], others: list[Tensor], change: Tensor, degree: int) -> Tensor:
+def _change_of_the_others(
+    levels: list[Tensor], others: list[Tensor], change: Tensor, degree: int
+) -> Tensor:
     """The derivative of `_of_the_others` at the leaves as their coefficients of t change at the rate `change`."""
     changes = [torch.stack([torch.zeros_like(change), change])]
     for level in levels[:-1]:
@@ -211,12 +236,19 @@ def _change_of_the_others(levels: list[Tensor], others: list[Tensor], change: Te
         (left, right), (left_change, right_change) = _halves(level), _halves(changes[-1])
         changes.append(_times(left_change, right, degree) + _times(left, right_change, degree))
     found = torch.zeros_like(levels[-1])
-    for level, level_change, above in zip(reversed(levels[:-1]), reversed(changes[:-1]), others, strict=False):
+    for level, level_change, above in zip(
+        reversed(levels[:-1]), reversed(changes[:-1]), others, strict=False
+    ):
         (left, right), (left_change, right_change) = _halves(level), _halves(level_change)
-        above, found = above[:, :left.shape[1]], found[:, :left.shape[1]]
-        found = torch.cat([_pulled(found, right) + _pulled(above, right_change),
-                           _pulled(found, left) + _pulled(above, left_change)], 1)
-    return found[:, :change.shape[0]]
+        above, found = above[:, : left.shape[1]], found[:, : left.shape[1]]
+        found = torch.cat(
+            [
+                _pulled(found, right) + _pulled(above, right_change),
+                _pulled(found, left) + _pulled(above, left_change),
+            ],
+            1,
+        )
+    return found[:, : change.shape[0]]
 
 
 def _halves(level: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,7 +270,7 @@ def _times(left: Tensor, right: Tensor, degree: int) -> Tensor:
     product = left.new_zeros(min(2 * (L - 1), degree) + 1, *left.shape[1:])
     for j in range(L):
         terms = min(L, len(product) - j)
-        product[j:j + terms].addcmul_(left[j], right[:terms])
+        product[j : j + terms].addcmul_(left[j], right[:terms])
     return product
 
 
@@ -247,5 +279,5 @@ def _pulled(above: Tensor, sibling: Tensor) -> Tensor:
     found = torch.zeros_like(sibling)
     for j in range(len(sibling)):
         terms = min(len(sibling), len(above) - j)
-        found[:terms].addcmul_(above[j:j + terms], sibling[j])
+        found[:terms].addcmul_(above[j : j + terms], sibling[j])
     return found

@@ -92,20 +92,31 @@ class MatchingPursuit(KeepsK):
         directions = (parameters["W_enc"] / norms).T  # (F, D)
         with torch.no_grad():
             left, chosen, shares = pre / norms, [], []
-            few = len(directions) <= min(self.k, 4) * len(pre)  # then all cosines cost less than those of the chosen
+            few = len(directions) <= min(self.k, 4) * len(
+                pre
+            )  # then all cosines cost less than those of the chosen
             cosines = directions @ directions.T if few else None
             for _ in range(self.k):
                 share, latent = left.max(dim=1)
                 chosen.append(latent)
                 shares.append(share.relu_())
-                explained = directions[latent] @ directions.T if cosines is None else cosines[latent]
-                left = left.addcmul_(explained, share[:, None], value=-1).scatter_(1, latent[:, None], -torch.inf)
+                explained = (
+                    directions[latent] @ directions.T if cosines is None else cosines[latent]
+                )
+                left = left.addcmul_(explained, share[:, None], value=-1).scatter_(
+                    1, latent[:, None], -torch.inf
+                )
             indices, active = torch.stack(chosen, 1), torch.stack(shares, 1) > 0  # (B, K)
 
         def differentiable(values: Tensor) -> Tensor:
             """`z = v ||w||` where `(I + L) v = s`, L the strictly lower part of the cosines of the chosen latents."""
-            own, sizes = embedding(indices, directions), embedding(indices, norms[:, None])  # (B, K, D), (B, K, 1)
-            v = torch.linalg.solve_triangular(own @ own.mT, values[..., None] / sizes, upper=False, unitriangular=True)
+            own, sizes = (
+                embedding(indices, directions),
+                embedding(indices, norms[:, None]),
+            )  # (B, K, D), (B, K, 1)
+            v = torch.linalg.solve_triangular(
+                own @ own.mT, values[..., None] / sizes, upper=False, unitriangular=True
+            )
             return (v * sizes)[..., 0] * active
 
         return at(pre, indices, differentiable)
@@ -123,8 +134,13 @@ class SoftTopK(KeepsK):
     of_codes: ClassVar[tuple[str, ...]] = ("k", "temperature")
     exact_zeros: ClassVar[bool] = False
 
-    temperature: float = option(0.1, "Softness of the choice of latents, in units of the codes: a latent's odds change "
-                                     "e-fold over one temperature.", minimum=LEAST_TEMPERATURE, advanced=True)
+    temperature: float = option(
+        0.1,
+        "Softness of the choice of latents, in units of the codes: a latent's odds change "
+        "e-fold over one temperature.",
+        minimum=LEAST_TEMPERATURE,
+        advanced=True,
+    )
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         import torch
@@ -134,7 +150,11 @@ class SoftTopK(KeepsK):
 
         if self.k == pre.shape[-1]:
             return DenseCodes(pre)
-        return DenseCodes(torch.cat([SoftTopKCodes.apply(rows, self.k, self.temperature) for rows in pre.split(ROWS)]))
+        return DenseCodes(
+            torch.cat(
+                [SoftTopKCodes.apply(rows, self.k, self.temperature) for rows in pre.split(ROWS)]
+            )
+        )
 
     def rescaled(self, parameters: Parameters, factor: float) -> None:
         return None  # the temperature is the user's

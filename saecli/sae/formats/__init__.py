@@ -24,20 +24,42 @@ from . import libraries, native, saelens, scopes
 from .common import SavedSAE, in_words, matching, unscaled
 from .native import load_native, save_native
 
-__all__ = ["FORMATS", "WRITABLE", "Format", "SavedSAE", "format_of", "known_files", "load", "load_native",
-           "matching", "named", "recognise", "save", "save_native", "stand_in"]
+__all__ = [
+    "FORMATS",
+    "WRITABLE",
+    "Format",
+    "SavedSAE",
+    "format_of",
+    "known_files",
+    "load",
+    "load_native",
+    "matching",
+    "named",
+    "recognise",
+    "save",
+    "save_native",
+    "stand_in",
+]
 
 
 @dataclass(frozen=True)
 class Format:
-    files: tuple[str, ...]  # patterns of one SAE's files, the weights last; `|` between alternatives
+    files: tuple[
+        str, ...
+    ]  # patterns of one SAE's files, the weights last; `|` between alternatives
     load: Callable[[Path], SavedSAE]  # from a folder, or with `layers` of each, from a file
-    save: Callable[[SavedSAE, Path], None] | None = None  # in float32, into an existing folder; None if only read
+    save: Callable[[SavedSAE, Path], None] | None = (
+        None  # in float32, into an existing folder; None if only read
+    )
     activations: Collection[type[Activation]] = ()  # of SAEs that `save` can express
     transcoders: Collection[type[Activation]] = ()  # activations of transcoders that it can express
     one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
-    layers: Literal["one", "each", "all"] = "one"  # files of weights: one; each an SAE of its own; all of one SAE
-    check: Callable[[Path], object] | None = None  # of the first file, before the hub's weights are fetched
+    layers: Literal["one", "each", "all"] = (
+        "one"  # files of weights: one; each an SAE of its own; all of one SAE
+    )
+    check: Callable[[Path], object] | None = (
+        None  # of the first file, before the hub's weights are fetched
+    )
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
         """The names of one SAE's files, the weights last; FormatError, which names the `place`, if several SAEs' match.
@@ -47,49 +69,98 @@ class Format:
             here = matching([file] if file and pattern == self.files[-1] else there, pattern)
             if len(here) != 1 and not (self.layers == "all" and pattern == self.files[-1]):
                 such = f"; name it, such as .../{here[0]}" if self.layers == "each" and here else ""
-                raise FormatError(f"{place} holds {len(here)} files {in_words(pattern)}: expected one{such}")
+                raise FormatError(
+                    f"{place} holds {len(here)} files {in_words(pattern)}: expected one{such}"
+                )
             found += here
         return found
 
     def lacks(self, saved: SavedSAE) -> str | None:
         """What `save` cannot express of an SAE, and what it can; None if nothing."""
-        sae, kind = at_inference(saved.sae), "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder"
+        sae, kind = (
+            at_inference(saved.sae),
+            "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder",
+        )
         able = self.transcoders if saved.is_transcoder else self.activations
         if not able:
             return kind
         if type(sae.activation) not in able:
             of = " of a transcoder" if saved.is_transcoder else ""
-            return (f"the activation {saved.sae.activation.name}{of}; expected one of "
-                    f"{', '.join(activation.name for activation in able)}")
+            return (
+                f"the activation {saved.sae.activation.name}{of}; expected one of "
+                f"{', '.join(activation.name for activation in able)}"
+            )
         if self.one_width and sae.d_out != sae.d_in:
             return f"targets of {sae.d_out} dimensions predicted from rows of {sae.d_in}; expected equal widths"
         return None
 
 
-FORMATS: dict[str, Format] = {  # the first whose files are all present is used: sparsify before native
-    "saelens": Format((saelens.CONFIG, saelens.TENSORS), saelens.load_saelens, saelens.save_saelens,
-                      saelens.ARCHITECTURES, saelens.TRANSCODERS, check=saelens.read_config_of),
-    "sparsify": Format((libraries.SPARSIFY_CONFIG, libraries.SPARSIFY_WEIGHTS), libraries.load_sparsify,
-                       libraries.save_sparsify, libraries.SPARSIFY_WRITTEN, libraries.SPARSIFY_WRITTEN, one_width=True),
-    "dictionary-learning": Format((libraries.LEARNING_CONFIG, libraries.LEARNING_WEIGHTS),
-                                  libraries.load_dictionary_learning, libraries.save_dictionary_learning,
-                                  libraries.LEARNING_WRITTEN),
-    "gemma-scope": Format((scopes.GEMMA_ARRAYS,), scopes.load_gemma_scope, scopes.save_gemma_scope,
-                          scopes.GEMMA_WRITTEN),
-    "gemma-scope-2": Format((scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS), scopes.load_gemma_scope_2,
-                            scopes.save_gemma_scope_2, scopes.GEMMA_WRITTEN, scopes.GEMMA_WRITTEN, layers="all",
-                            check=scopes.read_config_of),
+FORMATS: dict[
+    str, Format
+] = {  # the first whose files are all present is used: sparsify before native
+    "saelens": Format(
+        (saelens.CONFIG, saelens.TENSORS),
+        saelens.load_saelens,
+        saelens.save_saelens,
+        saelens.ARCHITECTURES,
+        saelens.TRANSCODERS,
+        check=saelens.read_config_of,
+    ),
+    "sparsify": Format(
+        (libraries.SPARSIFY_CONFIG, libraries.SPARSIFY_WEIGHTS),
+        libraries.load_sparsify,
+        libraries.save_sparsify,
+        libraries.SPARSIFY_WRITTEN,
+        libraries.SPARSIFY_WRITTEN,
+        one_width=True,
+    ),
+    "dictionary-learning": Format(
+        (libraries.LEARNING_CONFIG, libraries.LEARNING_WEIGHTS),
+        libraries.load_dictionary_learning,
+        libraries.save_dictionary_learning,
+        libraries.LEARNING_WRITTEN,
+    ),
+    "gemma-scope": Format(
+        (scopes.GEMMA_ARRAYS,),
+        scopes.load_gemma_scope,
+        scopes.save_gemma_scope,
+        scopes.GEMMA_WRITTEN,
+    ),
+    "gemma-scope-2": Format(
+        (scopes.GEMMA_CONFIG, scopes.GEMMA_WEIGHTS),
+        scopes.load_gemma_scope_2,
+        scopes.save_gemma_scope_2,
+        scopes.GEMMA_WRITTEN,
+        scopes.GEMMA_WRITTEN,
+        layers="all",
+        check=scopes.read_config_of,
+    ),
     "gemma-scope-2-unconfigured": Format((scopes.GEMMA_WHOLE,), scopes.load_gemma_scope_2),
-    "llama-scope": Format((scopes.LLAMA_CONFIG, "|".join(scopes.LLAMA_WEIGHTS)), scopes.load_llama_scope),
-    "llama-scope-r1": Format((scopes.LLAMA_R1_CONFIG, scopes.LLAMA_R1_WEIGHTS), scopes.load_llama_scope_r1),
+    "llama-scope": Format(
+        (scopes.LLAMA_CONFIG, "|".join(scopes.LLAMA_WEIGHTS)), scopes.load_llama_scope
+    ),
+    "llama-scope-r1": Format(
+        (scopes.LLAMA_R1_CONFIG, scopes.LLAMA_R1_WEIGHTS), scopes.load_llama_scope_r1
+    ),
     "qwen-scope": Format((scopes.QWEN_WEIGHTS,), scopes.load_qwen_scope, layers="each"),
     "one-file": Format((scopes.ONE_FILE,), scopes.load_one_file, layers="each"),
-    "circuit-tracer": Format((libraries.TRACER_CONFIG, libraries.TRACER_WEIGHTS), libraries.load_circuit_tracer,
-                             libraries.save_circuit_tracer, (), libraries.TRACER_WRITTEN, one_width=True,
-                             layers="each"),
-    "qwen-transcoders": Format((libraries.WANDB_CONFIG, libraries.TRACER_WEIGHTS), libraries.load_circuit_tracer,
-                               layers="each"),
-    "native": Format((native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()),
+    "circuit-tracer": Format(
+        (libraries.TRACER_CONFIG, libraries.TRACER_WEIGHTS),
+        libraries.load_circuit_tracer,
+        libraries.save_circuit_tracer,
+        (),
+        libraries.TRACER_WRITTEN,
+        one_width=True,
+        layers="each",
+    ),
+    "qwen-transcoders": Format(
+        (libraries.WANDB_CONFIG, libraries.TRACER_WEIGHTS),
+        libraries.load_circuit_tracer,
+        layers="each",
+    ),
+    "native": Format(
+        (native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
+    ),
 }
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
 
@@ -98,7 +169,9 @@ def at_inference(sae: SAE) -> SAE:
     """A `gated` SAE as the `jumprelu` that it is without training; others as they are."""
     if not isinstance(sae.activation, Gated):
         return sae
-    return sae.changed(JumpRelu(), threshold=sae.activation.thresholds(sae.activation_parameters, sae.d_sae))
+    return sae.changed(
+        JumpRelu(), threshold=sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
+    )
 
 
 def stand_in(saved: SavedSAE) -> SavedSAE | None:
@@ -122,27 +195,48 @@ def recognise(path: Path) -> str | None:
 def _files_in(path: Path) -> set[str]:
     """The files of known formats in a folder, or in a file's folder."""
     folder = path.parent if path.is_file() else path
-    return {found.relative_to(folder).as_posix() for form in FORMATS.values() for pattern in form.files
-            for one in pattern.split("|") for found in folder.glob(one) if found.is_file()}
+    return {
+        found.relative_to(folder).as_posix()
+        for form in FORMATS.values()
+        for pattern in form.files
+        for one in pattern.split("|")
+        for found in folder.glob(one)
+        if found.is_file()
+    }
 
 
 def format_of(names: Iterable[str], file: str | None = None) -> str | None:
     """The format whose files are all among these; a `file` must be one of several layers'."""
     there = set(names)
-    return next((name for name, form in FORMATS.items() if all(matching(there, pattern) for pattern in form.files)
-                 and (file is None or (form.layers == "each" and matching([file], form.files[-1])))), None)
+    return next(
+        (
+            name
+            for name, form in FORMATS.items()
+            if all(matching(there, pattern) for pattern in form.files)
+            and (file is None or (form.layers == "each" and matching([file], form.files[-1])))
+        ),
+        None,
+    )
 
 
 def known_files() -> str:
-    return "; ".join(f"{' and '.join(map(in_words, form.files))} ({name})" for name, form in FORMATS.items())
+    return "; ".join(
+        f"{' and '.join(map(in_words, form.files))} ({name})" for name, form in FORMATS.items()
+    )
 
 
 def load(path: Path, row_scale: float | None = None) -> SavedSAE:
     """Read the SAE in a folder, or in one of several layers' files there; for `row_scale` see `SavedSAE.scaled`."""
     name = recognise(path)
     if name is None:
-        there = ", ".join(sorted(found.name for found in path.iterdir())[:8]) if path.is_dir() else "no such folder"
-        raise FormatError(f"no SAE found in {path}; expected {known_files()}, got {there or 'an empty folder'}")
+        there = (
+            ", ".join(sorted(found.name for found in path.iterdir())[:8])
+            if path.is_dir()
+            else "no such folder"
+        )
+        raise FormatError(
+            f"no SAE found in {path}; expected {known_files()}, got {there or 'an empty folder'}"
+        )
     _demand_utf8(path)
     form = FORMATS[name]
     if form.layers == "each" and path.is_dir():
@@ -151,14 +245,18 @@ def load(path: Path, row_scale: float | None = None) -> SavedSAE:
     if not saved.scaled:
         return saved
     if row_scale is None:
-        raise FormatError(f"{path} does not say by how much its rows are scaled (expected_average_only_in): expected "
-                          "SAELens' release and id, such as gemma-2b-res-jb/ID, which say it; install sae-lens")
+        raise FormatError(
+            f"{path} does not say by how much its rows are scaled (expected_average_only_in): expected "
+            "SAELens' release and id, such as gemma-2b-res-jb/ID, which say it; install sae-lens"
+        )
     return replace(saved, sae=unscaled(saved.sae, row_scale), scaled=False)
 
 
 def _demand_utf8(folder: Path) -> None:
     if not is_utf8(folder):
-        raise FormatError(f"cannot use {str(folder)!r}: expected a path in UTF-8, got another; rename it")
+        raise FormatError(
+            f"cannot use {str(folder)!r}: expected a path in UTF-8, got another; rename it"
+        )
 
 
 def save(saved: SavedSAE, name: str, folder: Path) -> None:
@@ -167,10 +265,18 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
     form = FORMATS[name]
     if (lacking := form.lacks(saved)) or form.save is None:
         able = [key for key, other in FORMATS.items() if not other.lacks(saved)]
-        raise FormatError(f"{name} cannot express {lacking}; it can be written as {' or '.join(able)}")
+        raise FormatError(
+            f"{name} cannot express {lacking}; it can be written as {' or '.join(able)}"
+        )
     if not is_free(folder):
-        raise FormatError(f"cannot write to {folder}: expected an empty or a new folder, got one in use; "
-                          f"name another")
+        raise FormatError(
+            f"cannot write to {folder}: expected an empty or a new folder, got one in use; "
+            f"name another"
+        )
     with folder_appearing_whole(folder) as temporary:
-        form.save(saved if name == "native" else replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32)),
-                  temporary)
+        form.save(
+            saved
+            if name == "native"
+            else replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32)),
+            temporary,
+        )

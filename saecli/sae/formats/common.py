@@ -30,8 +30,19 @@ Made = TypeVar("Made")
 
 WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
 PLAIN = {name: name for name in WEIGHTS}
-LINEAR = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc", "decoder.weight": "W_dec.T"}  # of two nn.Linear
-GATED = {"W_enc": "W_enc", "b_gate": "b_gate", "r_mag": "r_mag", "b_mag": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
+LINEAR = {
+    "encoder.weight": "W_enc.T",
+    "encoder.bias": "b_enc",
+    "decoder.weight": "W_dec.T",
+}  # of two nn.Linear
+GATED = {
+    "W_enc": "W_enc",
+    "b_gate": "b_gate",
+    "r_mag": "r_mag",
+    "b_mag": "b_enc",
+    "W_dec": "W_dec",
+    "b_dec": "b_dec",
+}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 TO_FIT = "end other programs, or read it on a machine with more"
@@ -40,11 +51,16 @@ TO_FIT = "end other programs, or read it on a machine with more"
 MLP_IN_HOOK = "ln2.hook_normalized"
 EXACT_MLP_IN_HOOK = "mlp.hook_in"  # circuit-tracer's; its `mlp.hook_out` is before Gemma's second norm: no site here.
 MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
-    "gpt2-small": "gpt2", "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "gpt2-small": "gpt2",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
     r"(google/)?gemma-v?3-(270m|\w+-\w+)(-pt)?": r"google/gemma-3-\2",
-    r"gemma-2?-?\d+b(-it)?": r"google/\g<0>", r"pythia-[\d.]+[mb](-deduped)?": r"EleutherAI/\g<0>"}
-_HOOK = re.compile(rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)}"
-                   rf"|{re.escape(EXACT_MLP_IN_HOOK)})")
+    r"gemma-2?-?\d+b(-it)?": r"google/\g<0>",
+    r"pythia-[\d.]+[mb](-deduped)?": r"EleutherAI/\g<0>",
+}
+_HOOK = re.compile(
+    rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)}"
+    rf"|{re.escape(EXACT_MLP_IN_HOOK)})"
+)
 
 
 @dataclass(frozen=True)
@@ -57,58 +73,108 @@ class SavedSAE:
     scaled: bool = False  # whether it takes scaled rows, by a factor that the file lacks
 
     @classmethod
-    def of(cls, sae: SAE, origin: Origin, transcodes: bool = False, scaled: bool = False) -> "SavedSAE":
+    def of(
+        cls, sae: SAE, origin: Origin, transcodes: bool = False, scaled: bool = False
+    ) -> "SavedSAE":
         known = {name: value for name, value in asdict(origin).items() if value is not None}
         return cls(sae, known, transcodes, scaled)
 
     @property
     def is_transcoder(self) -> bool:
         """Whether its targets differ from its rows, by record or weights."""
-        return (self.transcodes or not self.origin.keys().isdisjoint(("target_layer", "target_site"))
-                or self.sae.W_skip is not None or self.sae.d_out != self.sae.d_in)
+        return (
+            self.transcodes
+            or not self.origin.keys().isdisjoint(("target_layer", "target_site"))
+            or self.sae.W_skip is not None
+            or self.sae.d_out != self.sae.d_in
+        )
 
 
-def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, subtracts: bool = False,
-             prefixes: Prefixes = (), transcodes: bool = False, widths: tuple[int, ...] = ()) -> SAE:
+def assemble(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    activation: Activation,
+    subtracts: bool = False,
+    prefixes: Prefixes = (),
+    transcodes: bool = False,
+    widths: tuple[int, ...] = (),
+) -> SAE:
     """An SAE of a file's tensors, by this tool's names, in at least float32; FormatError if anything does not fit.
 
     `subtracts`: whether the file's encoder subtracts `b_dec` from rows; `transcodes`: whether it may be a transcoder,
     of any output width, with W_skip or without. Of a file's gates, see `GATED`, the encoder is made that of magnitudes.
     """
     gated = "b_gate" in tensors
-    tensors = {"threshold" if name == "b_gate" else name: tensor for name, tensor in tensors.items()}
+    tensors = {
+        "threshold" if name == "b_gate" else name: tensor for name, tensor in tensors.items()
+    }
     skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
     ours(path, tensors, {name: name for name in (*WEIGHTS, *activation.parameters(1), *skip)})
     if tensors["W_enc"].ndim != 2 or not tensors["W_enc"].numel():
-        raise FormatError(f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got "
-                          f"{tuple(tensors['W_enc'].shape)}")
+        raise FormatError(
+            f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got "
+            f"{tuple(tensors['W_enc'].shape)}"
+        )
     d_in, d_sae = tensors["W_enc"].shape
-    d_out = len(tensors["b_dec"]) if transcodes and tensors["b_dec"].shape == tensors["W_dec"].shape[1:] else d_in
+    d_out = (
+        len(tensors["b_dec"])
+        if transcodes and tensors["b_dec"].shape == tensors["W_dec"].shape[1:]
+        else d_in
+    )
     dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
-    copied = [tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()]
+    copied = [
+        tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()
+    ]
     check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)
-    shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_out), "b_dec": (d_out,),
-              "W_skip": (d_in, d_out),
-              **{name: tuple(parameter.shape) for name, parameter in activation.parameters(d_sae).items()}}
+    shapes = {
+        "W_enc": (d_in, d_sae),
+        "b_enc": (d_sae,),
+        "W_dec": (d_sae, d_out),
+        "b_dec": (d_out,),
+        "W_skip": (d_in, d_out),
+        **{
+            name: tuple(parameter.shape) for name, parameter in activation.parameters(d_sae).items()
+        },
+    }
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
-            raise FormatError(f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}")
+            raise FormatError(
+                f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}"
+            )
         if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise FormatError(f"{path}: expected finite floating-point numbers in {name}, got "
-                              f"{'others' if tensor.is_floating_point() else tensor.dtype}; the file is damaged")
+            raise FormatError(
+                f"{path}: expected finite floating-point numbers in {name}, got "
+                f"{'others' if tensor.is_floating_point() else tensor.dtype}; the file is damaged"
+            )
     configured(path, activation.check, d_sae=d_sae)
     if prefixes and (prefixes[-1] != d_sae or not rise(prefixes)):
-        raise FormatError(f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}")
+        raise FormatError(
+            f"{path}: expected prefixes that rise to d_sae, {d_sae}, got {list(prefixes)}"
+        )
     if widths and (min(widths) < 1 or sum(widths) != d_out):
-        raise FormatError(f"{path}: expected widths of places that sum to {d_out}, got {list(widths)}")
+        raise FormatError(
+            f"{path}: expected widths of places that sum to {d_out}, got {list(widths)}"
+        )
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     W_enc, b_enc, W_dec, b_dec = (ready.pop(name) for name in WEIGHTS)
     W_skip = ready.pop("W_skip", None)
-    sae = SAE(W_enc, b_enc, W_dec, b_dec, activation, ready, prefixes=prefixes, W_skip=W_skip, widths=widths)
+    sae = SAE(
+        W_enc,
+        b_enc,
+        W_dec,
+        b_dec,
+        activation,
+        ready,
+        prefixes=prefixes,
+        W_skip=W_skip,
+        widths=widths,
+    )
     if gated:
         slopes = sae.activation_parameters["r_mag"].double().exp()
-        sae = sae.changed(W_enc=(sae.W_enc * slopes).to(dtype),
-                          threshold=(sae.b_enc - slopes * sae.activation_parameters["threshold"]).to(dtype))
+        sae = sae.changed(
+            W_enc=(sae.W_enc * slopes).to(dtype),
+            threshold=(sae.b_enc - slopes * sae.activation_parameters["threshold"]).to(dtype),
+        )
     if not subtracts:
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()
@@ -117,7 +183,12 @@ def assemble(path: Path, tensors: Mapping[str, Tensor], activation: Activation, 
 
 def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE:
     """The same on raw rows x, of an SAE that takes `factor * x` and predicts `target_factor * y`, by default equal."""
-    ends = ((sae.d_in, 0), (sae.d_in, 1 / factor), (sae.d_out, 0), (sae.d_out, 1 / (target_factor or factor)))
+    ends = (
+        (sae.d_in, 0),
+        (sae.d_in, 1 / factor),
+        (sae.d_out, 0),
+        (sae.d_out, 1 / (target_factor or factor)),
+    )
     return sae.on_raw_rows(*(sae.W_dec.new_full((width,), value) for width, value in ends))
 
 
@@ -134,16 +205,25 @@ def ours(path: Path, found: Mapping[str, Tensor], names: Mapping[str, str]) -> d
     """A file's tensors by this tool's names. `names` has exactly the file's names, and for each this tool's, with `.T`
     after it if the file stores the transpose."""
     if found.keys() != names.keys():
-        raise FormatError(f"{path}: expected the tensors {sorted(names)}, got {sorted(found)}; missing "
-                          f"{sorted(names.keys() - found.keys())}, unexpected {sorted(found.keys() - names.keys())}")
-    return {own.removesuffix(".T"): found[name].T if own.endswith(".T") and found[name].ndim == 2 else found[name]
-            for name, own in names.items()}
+        raise FormatError(
+            f"{path}: expected the tensors {sorted(names)}, got {sorted(found)}; missing "
+            f"{sorted(names.keys() - found.keys())}, unexpected {sorted(found.keys() - names.keys())}"
+        )
+    return {
+        own.removesuffix(".T"): found[name].T
+        if own.endswith(".T") and found[name].ndim == 2
+        else found[name]
+        for name, own in names.items()
+    }
 
 
 def theirs(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """The inverse of `ours`, for the tensors that there are."""
-    return {name: tensors[own.removesuffix(".T")].T if own.endswith(".T") else tensors[own]
-            for name, own in names.items() if own.removesuffix(".T") in tensors}
+    return {
+        name: tensors[own.removesuffix(".T")].T if own.endswith(".T") else tensors[own]
+        for name, own in names.items()
+        if own.removesuffix(".T") in tensors
+    }
 
 
 def thresholds_of(sae: SAE) -> Tensor:
@@ -162,8 +242,12 @@ def configured(path: Path, kind: Callable[..., Made], **settings: Any) -> Made:
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
     """The names that match a pattern of a format's files; see `formats.Format`."""
-    return [name for name in names for one in pattern.split("|")
-            if name.count("/") == one.count("/") and fnmatch.fnmatchcase(name, one)]
+    return [
+        name
+        for name in names
+        for one in pattern.split("|")
+        if name.count("/") == one.count("/") and fnmatch.fnmatchcase(name, one)
+    ]
 
 
 def in_words(pattern: str) -> str:
@@ -184,29 +268,49 @@ def read_config(path: Path, kind: type[Document]) -> Document:
 
 def origin_from(fields: Mapping[str, Any]) -> Origin:
     """An origin from another library's entries, without entries of unexpected types."""
-    kinds = {"model": str, "layer": int, "site": str, "dataset": str, "context": int, "prepend_bos": bool,
-             "target_layer": int, "target_site": str}
-    known: dict[str, Any] = {name: value for name, value in fields.items() if type(value) is kinds[name]}
+    kinds = {
+        "model": str,
+        "layer": int,
+        "site": str,
+        "dataset": str,
+        "context": int,
+        "prepend_bos": bool,
+        "target_layer": int,
+        "target_site": str,
+    }
+    known: dict[str, Any] = {
+        name: value for name, value in fields.items() if type(value) is kinds[name]
+    }
     if "model" in known:
-        known["model"] = next((re.sub(pattern, on_hub, known["model"]) for pattern, on_hub in MODELS.items()
-                               if re.fullmatch(pattern, known["model"])), known["model"])
+        known["model"] = next(
+            (
+                re.sub(pattern, on_hub, known["model"])
+                for pattern, on_hub in MODELS.items()
+                if re.fullmatch(pattern, known["model"])
+            ),
+            known["model"],
+        )
     return Origin(**known)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors, and the header's entries."""
     with naming(str(path), TO_FIT), safe_open(regular(path), framework="pt") as file:
-        return _numbers(path, {name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        return _numbers(path, tensors), file.metadata() or {}
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
     """The tensors of a `torch.save` file, with `weights_only`, so that no code is run."""
     with naming(str(path), TO_FIT):
         tensors = load_torch(regular(path), to_fit=TO_FIT)
-    if not isinstance(tensors, dict) or not all(isinstance(key, str) and isinstance(tensor, Tensor)
-                                                for key, tensor in tensors.items()):
-        raise FormatError(f"{path}: expected a state_dict, tensors by name, got {type(tensors).__name__} of something "
-                          "else")
+    if not isinstance(tensors, dict) or not all(
+        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in tensors.items()
+    ):
+        raise FormatError(
+            f"{path}: expected a state_dict, tensors by name, got {type(tensors).__name__} of something "
+            "else"
+        )
     return _numbers(path, tensors)
 
 
@@ -216,38 +320,58 @@ def read_npz(path: Path) -> dict[str, Tensor]:
         arrays = {name: load() for name, load in list_numpy(regular(path)).items()}
         for name, array in arrays.items():
             if array.dtype not in FLOATS:
-                raise FormatError(f"{path}: expected floating-point numbers in {name!r}, got {array.dtype}")
-        return {name: torch.from_numpy(np.asarray(array.read(()))) for name, array in arrays.items()}
+                raise FormatError(
+                    f"{path}: expected floating-point numbers in {name!r}, got {array.dtype}"
+                )
+        return {
+            name: torch.from_numpy(np.asarray(array.read(()))) for name, array in arrays.items()
+        }
 
 
 def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """FormatError unless all tensors are dense numbers on the CPU."""
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or dtype not in (*FLOATS, *WHOLE):
-            raise FormatError(f"{path}: expected numbers in {name!r}, got {dtype}, {tensor.layout}, on "
-                              f"{tensor.device}; the file is damaged, or holds no SAE")
+        if (
+            tensor.layout != torch.strided
+            or tensor.device.type != "cpu"
+            or dtype not in (*FLOATS, *WHOLE)
+        ):
+            raise FormatError(
+                f"{path}: expected numbers in {name!r}, got {dtype}, {tensor.layout}, on "
+                f"{tensor.device}; the file is damaged, or holds no SAE"
+            )
     return tensors
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None,
-                      save: Callable[..., None] = save_file) -> None:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: dict[str, str] | None = None,
+    save: Callable[..., None] = save_file,
+) -> None:
     """Write tensors atomically."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with appearing_whole(path) as temporary:
         try:
             save(ready, temporary, **({} if metadata is None else {"metadata": metadata}))
         except (SafetensorError, RuntimeError) as error:  # neither library raises an OSError
-            raise FormatError(as_named(f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free "
-                                       "some space and run the same command again")) from error
+            raise FormatError(
+                as_named(
+                    f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free "
+                    "some space and run the same command again"
+                )
+            ) from error
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
     """FormatError if an entry of a configuration would change what the SAE computes here."""
     value = config.get(key, allowed[0])
     if not any(type(value) is type(one) and value == one for one in allowed):
-        raise FormatError(f"{path}: {key} {value!r} cannot be expressed here; "
-                          f"expected {' or '.join(map(repr, allowed))}")
+        raise FormatError(
+            f"{path}: {key} {value!r} cannot be expressed here; "
+            f"expected {' or '.join(map(repr, allowed))}"
+        )
 
 
 def hook_name(origin: Mapping[str, Any], of: str = "") -> str | None:

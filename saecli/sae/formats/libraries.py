@@ -31,7 +31,12 @@ from . import common
 from .common import SavedSAE
 
 SPARSIFY_CONFIG, SPARSIFY_WEIGHTS = "cfg.json", "sae.safetensors"
-SPARSIFY_NAMES = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
+SPARSIFY_NAMES = {
+    "encoder.weight": "W_enc.T",
+    "encoder.bias": "b_enc",
+    "W_dec": "W_dec",
+    "b_dec": "b_dec",
+}
 SKIP = {"W_skip": "W_skip.T"}
 SPARSIFY_WRITTEN: tuple[type[Activation], ...] = (ReluTopK, Relu)
 
@@ -43,21 +48,35 @@ def load_sparsify(folder: Path) -> SavedSAE:
     common.refuse_unless(path, config, "signed", False)
     common.refuse_unless(path, config, "transcode", False, True)
     transcodes = config.get("transcode", False)
-    common.refuse_unless(path, config, "skip_connection", *((False, True) if transcodes else (False,)))
+    common.refuse_unless(
+        path, config, "skip_connection", *((False, True) if transcodes else (False,))
+    )
     activation = common.configured(path, ReluTopK, k=config.get("k"))
     names = SPARSIFY_NAMES | (SKIP if config.get("skip_connection", False) else {})
     tensors = common.ours(file, common.read_safetensors(file)[0], names)
-    return SavedSAE(common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes),
-                    transcodes=transcodes)
+    return SavedSAE(
+        common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes),
+        transcodes=transcodes,
+    )
 
 
 def save_sparsify(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE, or a transcoder of one width, so that sparsify's `SparseCoder.load_from_disk` reads it."""
     sae = saved.sae
-    write_json(folder / SPARSIFY_CONFIG, {
-        "activation": "topk", "expansion_factor": max(1, sae.d_sae // sae.d_in), "normalize_decoder": False,
-        "num_latents": sae.d_sae, "k": sae.k or sae.d_sae, "multi_topk": False,
-        "skip_connection": sae.W_skip is not None, "transcode": saved.is_transcoder, "d_in": sae.d_in})
+    write_json(
+        folder / SPARSIFY_CONFIG,
+        {
+            "activation": "topk",
+            "expansion_factor": max(1, sae.d_sae // sae.d_in),
+            "normalize_decoder": False,
+            "num_latents": sae.d_sae,
+            "k": sae.k or sae.d_sae,
+            "multi_topk": False,
+            "skip_connection": sae.W_skip is not None,
+            "transcode": saved.is_transcoder,
+            "d_in": sae.d_in,
+        },
+    )
     tensors = sae.tensors()
     if not saved.is_transcoder:
         tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)
@@ -98,13 +117,33 @@ class Layout:
 CLASSES: dict[str, Layout] = {
     "AutoEncoder": Layout(common.LINEAR | {"bias": "b_dec"}, True, Relu, trainer="StandardTrainer"),
     "AutoEncoderNew": Layout(common.LINEAR | {"decoder.bias": "b_dec"}, False, Relu),
-    "AutoEncoderTopK": Layout(common.LINEAR | {"b_dec": "b_dec"}, True, ReluTopK, ("k", "threshold"), "TopKTrainer"),
-    "BatchTopKSAE": Layout(common.LINEAR | {"b_dec": "b_dec"}, True, BatchTopK, ("k", "threshold"), "BatchTopKTrainer"),
-    "MatryoshkaBatchTopKSAE": Layout(common.PLAIN, True, BatchTopK, ("k", "threshold", "group_sizes"),
-                                     "MatryoshkaBatchTopKTrainer"),
-    "GatedAutoEncoder": Layout({"encoder.weight": "W_enc.T", "gate_bias": "b_gate", "mag_bias": "b_enc",
-                                "r_mag": "r_mag", "decoder.weight": "W_dec.T", "decoder_bias": "b_dec"}, True, Gated),
-    "JumpReluAutoEncoder": Layout(common.PLAIN, False, JumpRelu, ("threshold",), "JumpReluTrainer")}
+    "AutoEncoderTopK": Layout(
+        common.LINEAR | {"b_dec": "b_dec"}, True, ReluTopK, ("k", "threshold"), "TopKTrainer"
+    ),
+    "BatchTopKSAE": Layout(
+        common.LINEAR | {"b_dec": "b_dec"}, True, BatchTopK, ("k", "threshold"), "BatchTopKTrainer"
+    ),
+    "MatryoshkaBatchTopKSAE": Layout(
+        common.PLAIN,
+        True,
+        BatchTopK,
+        ("k", "threshold", "group_sizes"),
+        "MatryoshkaBatchTopKTrainer",
+    ),
+    "GatedAutoEncoder": Layout(
+        {
+            "encoder.weight": "W_enc.T",
+            "gate_bias": "b_gate",
+            "mag_bias": "b_enc",
+            "r_mag": "r_mag",
+            "decoder.weight": "W_dec.T",
+            "decoder_bias": "b_dec",
+        },
+        True,
+        Gated,
+    ),
+    "JumpReluAutoEncoder": Layout(common.PLAIN, False, JumpRelu, ("threshold",), "JumpReluTrainer"),
+}
 LEARNING_WRITTEN = tuple({layout.activation: None for layout in CLASSES.values() if layout.trainer})
 
 
@@ -113,30 +152,50 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     path, file = folder / LEARNING_CONFIG, folder / LEARNING_WEIGHTS
     trainer = common.read_config(path, Config).trainer
     if trainer.dict_class not in CLASSES:
-        raise FormatError(f"{path}: trainer.dict_class {trainer.dict_class!r} cannot be expressed here; "
-                          f"expected one of {', '.join(CLASSES)}")
+        raise FormatError(
+            f"{path}: trainer.dict_class {trainer.dict_class!r} cannot be expressed here; "
+            f"expected one of {', '.join(CLASSES)}"
+        )
     layout, found = CLASSES[trainer.dict_class], common.read_torch(file)
     older = {"k"} if trainer.k is not None else set()
     older |= {"threshold"} if layout.activation is ReluTopK else set()  # which does not use it
     extra = [name for name in layout.extras if name in found or name not in older]
     tensors = common.ours(file, found, layout.names | {name: name for name in extra})
     extras = {name: tensors.pop(name) for name in extra}
-    k = {"k": _whole(file, "k", extras["k"], 1)[0] if "k" in extras else trainer.k} if "k" in layout.extras else {}
+    k = (
+        {"k": _whole(file, "k", extras["k"], 1)[0] if "k" in extras else trainer.k}
+        if "k" in layout.extras
+        else {}
+    )
     activation = common.configured(file, layout.activation, **k)
     if "threshold" in extras and "threshold" in activation.parameters(1):
         tensors["threshold"] = extras["threshold"]
     prefixes: Prefixes = ()
-    if "group_sizes" in extras and len(sizes := _whole(file, "group_sizes", extras["group_sizes"])) > 1:
+    if (
+        "group_sizes" in extras
+        and len(sizes := _whole(file, "group_sizes", extras["group_sizes"])) > 1
+    ):
         prefixes = tuple(torch.tensor(sizes).cumsum(0).tolist())
     named = _SUBMODULE.fullmatch(str(trainer.submodule_name))
-    return SavedSAE.of(common.assemble(file, tensors, activation, layout.subtracts, prefixes), common.origin_from(
-        {"model": trainer.lm_name, "layer": trainer.layer, "site": named and named[1]}))
+    return SavedSAE.of(
+        common.assemble(file, tensors, activation, layout.subtracts, prefixes),
+        common.origin_from(
+            {"model": trainer.lm_name, "layer": trainer.layer, "site": named and named[1]}
+        ),
+    )
 
 
 def _whole(path: Path, name: str, numbers: Tensor, count: int | None = None) -> list[int]:
-    if numbers.is_floating_point() or numbers.is_complex() or numbers.ndim > 1 or count not in (None, numbers.numel()):
-        raise FormatError(f"{path}: {name} must be {'a whole number' if count else 'whole numbers'}, got "
-                          f"{numbers.dtype} of shape {tuple(numbers.shape)}")
+    if (
+        numbers.is_floating_point()
+        or numbers.is_complex()
+        or numbers.ndim > 1
+        or count not in (None, numbers.numel())
+    ):
+        raise FormatError(
+            f"{path}: {name} must be {'a whole number' if count else 'whole numbers'}, got "
+            f"{numbers.dtype} of shape {tuple(numbers.shape)}"
+        )
     return numbers.flatten().tolist()
 
 
@@ -155,23 +214,45 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE so that `load_dictionary` reads it; codes of `relu` are scaled, reconstructions the same."""
     sae, origin = saved.sae, saved.origin
     nested = bool(sae.prefixes) and isinstance(sae.activation, BatchTopK)
-    name, layout = next((name, layout) for name, layout in CLASSES.items() if layout.trainer and
-                        layout.activation is type(sae.activation) and ("group_sizes" in layout.extras) == nested)
-    write_json(folder / LEARNING_CONFIG, {"trainer": {
-        "dict_class": name, "trainer_class": layout.trainer, "activation_dim": sae.d_in, "dict_size": sae.d_sae,
-        "lm_name": origin.get("model"), "layer": origin.get("layer"), "submodule_name": origin.get("site"),
-        **({"k": sae.k} if sae.k else {})}})
+    name, layout = next(
+        (name, layout)
+        for name, layout in CLASSES.items()
+        if layout.trainer
+        and layout.activation is type(sae.activation)
+        and ("group_sizes" in layout.extras) == nested
+    )
+    write_json(
+        folder / LEARNING_CONFIG,
+        {
+            "trainer": {
+                "dict_class": name,
+                "trainer_class": layout.trainer,
+                "activation_dim": sae.d_in,
+                "dict_size": sae.d_sae,
+                "lm_name": origin.get("model"),
+                "layer": origin.get("layer"),
+                "submodule_name": origin.get("site"),
+                **({"k": sae.k} if sae.k else {}),
+            }
+        },
+    )
     sae = common.with_unit_rows(sae) if isinstance(sae.activation, Relu) else sae
     tensors = sae.tensors()
     if layout.subtracts:
         tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)
     extras = {key: _extra(sae, key) for key in layout.extras}
-    common.write_tensors(folder / LEARNING_WEIGHTS, common.theirs(tensors, layout.names) | extras, save=torch.save)
+    common.write_tensors(
+        folder / LEARNING_WEIGHTS, common.theirs(tensors, layout.names) | extras, save=torch.save
+    )
 
 
 TRACER_CONFIG, TRACER_WEIGHTS = "config.yaml", "layer_*.safetensors"
 WANDB_CONFIG = "wan*b-config.yaml"  # of transcoders of Qwen3 without a config.yaml, also misspelt; which is then
-QWEN3 = {"model_kind": "transcoder_set", "feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
+QWEN3 = {
+    "model_kind": "transcoder_set",
+    "feature_input_hook": "mlp.hook_in",
+    "feature_output_hook": "hook_mlp_out",
+}
 TRACER_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec", "b_dec": "b_dec"}
 THRESHOLD = {"activation_function.threshold": "threshold"}
 TRACER_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
@@ -185,24 +266,41 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     path, match = file.parent / TRACER_CONFIG, _LAYER.fullmatch(file.name)
     if match is None:
         raise FormatError(f"{file}: expected layer_L.safetensors, L the number of its layer")
-    config = _read_yaml(path) if path.is_file() else QWEN3 | (
-        {"model_name": f"Qwen/Qwen3-{one[1].upper()}"} if (one := _QWEN3.search(str(file.absolute()))) else {})
-    common.refuse_unless(path, {"model_kind": config.get("model_kind")}, "model_kind", "transcoder_set")
+    config = (
+        _read_yaml(path)
+        if path.is_file()
+        else QWEN3
+        | (
+            {"model_name": f"Qwen/Qwen3-{one[1].upper()}"}
+            if (one := _QWEN3.search(str(file.absolute())))
+            else {}
+        )
+    )
+    common.refuse_unless(
+        path, {"model_kind": config.get("model_kind")}, "model_kind", "transcoder_set"
+    )
     found, _ = common.read_safetensors(file)
     further = {name: own for name, own in (SKIP | THRESHOLD).items() if name in found}
     tensors = common.ours(file, found, TRACER_NAMES | further)
     activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
     if config.get("activation") == "topk":
         k = config.get("k", "")
-        activation = common.configured(path, TopK, k=int(k) if re.fullmatch(r"\d{1,18}", k) else None)
+        activation = common.configured(
+            path, TopK, k=int(k) if re.fullmatch(r"\d{1,18}", k) else None
+        )
     sae = common.assemble(file, tensors, activation, transcodes=True)
     if (lowest := float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())) < 0:
         raise FormatError(f"{file}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
     origin = {"model": config.get("model_name"), "layer": int(match[1])}
-    if config.get("model_name", "").startswith("Qwen/") and config.get("feature_output_hook") == "mlp.hook_out":
+    if (
+        config.get("model_name", "").startswith("Qwen/")
+        and config.get("feature_output_hook") == "mlp.hook_out"
+    ):
         config["feature_output_hook"] = "hook_mlp_out"  # the same without a second norm
     for of, side in (("", "input"), ("target_", "output")):
-        origin |= common.origin_of_hook(f"blocks.{match[1]}.{config.get(f'feature_{side}_hook')}", of)
+        origin |= common.origin_of_hook(
+            f"blocks.{match[1]}.{config.get(f'feature_{side}_hook')}", of
+        )
     return SavedSAE.of(sae, common.origin_from(origin), transcodes=True)
 
 
@@ -215,9 +313,15 @@ def _read_yaml(path: Path) -> dict[str, str]:
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         raise FormatError(f"cannot read {path}: {one_line(error)}") from error
     if not isinstance(document, dict):
-        raise FormatError(f"cannot read {path}: expected the keys and values of circuit-tracer's configuration, got "
-                          f"{type(document).__name__}")
-    return {key: value for key, value in document.items() if isinstance(key, str) and isinstance(value, str)}
+        raise FormatError(
+            f"cannot read {path}: expected the keys and values of circuit-tracer's configuration, got "
+            f"{type(document).__name__}"
+        )
+    return {
+        key: value
+        for key, value in document.items()
+        if isinstance(key, str) and isinstance(value, str)
+    }
 
 
 def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
@@ -225,19 +329,31 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
     import yaml
 
     sae, origin = saved.sae, saved.origin
-    if missing := [name for name in ("layer", "site", "target_layer", "target_site") if name not in origin]:
-        raise FormatError("circuit-tracer needs to know the layer and sites of rows and targets: expected a transcoder "
-                          f"trained on stores that `sae extract` made, got one without {', '.join(missing)}")
+    if missing := [
+        name for name in ("layer", "site", "target_layer", "target_site") if name not in origin
+    ]:
+        raise FormatError(
+            "circuit-tracer needs to know the layer and sites of rows and targets: expected a transcoder "
+            f"trained on stores that `sae extract` made, got one without {', '.join(missing)}"
+        )
     if origin["layer"] != origin["target_layer"]:
-        raise FormatError(f"circuit-tracer cannot express a transcoder from layer {origin['layer']} to layer "
-                          f"{origin['target_layer']}; expected rows and targets of one layer")
-    hooks = {side: common.EXACT_MLP_IN_HOOK if site == "mlp_in" else f"hook_{site}"
-             for side, site in (("input", origin["site"]), ("output", origin["target_site"]))}
+        raise FormatError(
+            f"circuit-tracer cannot express a transcoder from layer {origin['layer']} to layer "
+            f"{origin['target_layer']}; expected rows and targets of one layer"
+        )
+    hooks = {
+        side: common.EXACT_MLP_IN_HOOK if site == "mlp_in" else f"hook_{site}"
+        for side, site in (("input", origin["site"]), ("output", origin["target_site"]))
+    }
     config = ({"model_name": origin["model"]} if "model" in origin else {}) | {
-        "model_kind": "transcoder_set", **{f"feature_{side}_hook": hook for side, hook in hooks.items()}}
+        "model_kind": "transcoder_set",
+        **{f"feature_{side}_hook": hook for side, hook in hooks.items()},
+    }
     with appearing_whole(folder / TRACER_CONFIG) as temporary:
         temporary.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     tensors, names = sae.tensors(), TRACER_NAMES | SKIP
     if not isinstance(sae.activation, Relu):
         tensors, names = tensors | {"threshold": common.thresholds_of(sae)}, names | THRESHOLD
-    common.write_tensors(folder / TRACER_WEIGHTS.replace("*", str(origin["layer"])), common.theirs(tensors, names))
+    common.write_tensors(
+        folder / TRACER_WEIGHTS.replace("*", str(origin["layer"])), common.theirs(tensors, names)
+    )

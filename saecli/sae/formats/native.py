@@ -30,9 +30,14 @@ class Header:
 
 
 def save_native(saved: SavedSAE, folder: Path) -> None:
-    header = {"format_version": FORMAT_VERSION, "activation": activation_to_json(saved.sae.activation),
-              "origin": saved.origin}
-    header |= {name: value for name in ("prefixes", "widths") if (value := getattr(saved.sae, name))}
+    header = {
+        "format_version": FORMAT_VERSION,
+        "activation": activation_to_json(saved.sae.activation),
+        "origin": saved.origin,
+    }
+    header |= {
+        name: value for name in ("prefixes", "widths") if (value := getattr(saved.sae, name))
+    }
     write_tensors(folder / FILE_NAME, saved.sae.tensors(), {"saecli": to_json(header)})
 
 
@@ -41,12 +46,23 @@ def load_native(folder: Path) -> SavedSAE:
     path = folder / FILE_NAME
     tensors, metadata = read_safetensors(path)
     if "saecli" not in metadata:
-        raise FormatError(f"{path} was not written by this tool: expected an entry `saecli` in its header, got none")
+        raise FormatError(
+            f"{path} was not written by this tool: expected an entry `saecli` in its header, got none"
+        )
     try:
         demand_version(metadata["saecli"], FORMAT_VERSION)
         header = parse_json(metadata["saecli"], Header)
         activation = activation_from_json(header.activation)
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
-    return SavedSAE.of(assemble(path, tensors, activation, prefixes=header.prefixes, transcodes=True,
-                             widths=header.widths), header.origin)
+    return SavedSAE.of(
+        assemble(
+            path,
+            tensors,
+            activation,
+            prefixes=header.prefixes,
+            transcodes=True,
+            widths=header.widths,
+        ),
+        header.origin,
+    )

@@ -18,17 +18,29 @@ from .common import SavedSAE
 
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
 SCALED = "expected_average_only_in"
-WRITTEN_FOR = "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
+WRITTEN_FOR = (
+    "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
+)
 
 SKIP = {"W_skip": "W_skip.T"}
-OLD_KEYS = {"hook_point": "hook_name", "activation_fn_str": "activation_fn"}  # keys before version 6
+OLD_KEYS = {
+    "hook_point": "hook_name",
+    "activation_fn_str": "activation_fn",
+}  # keys before version 6
 
 ARCHITECTURES: dict[type[Activation], str] = {
-    Relu: "standard", BatchTopK: "jumprelu", JumpRelu: "jumprelu", ReluTopK: "topk", AbsTopK: "abstopk",
-    Gated: "gated"}  # only read: `formats.save` has made it a jumprelu
+    Relu: "standard",
+    BatchTopK: "jumprelu",
+    JumpRelu: "jumprelu",
+    ReluTopK: "topk",
+    AbsTopK: "abstopk",
+    Gated: "gated",
+}  # only read: `formats.save` has made it a jumprelu
 TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a skip
-    Relu: ("transcoder", "skip_transcoder"), JumpRelu: ("jumprelu_transcoder", "jumprelu_skip_transcoder"),
-    BatchTopK: ("jumprelu_transcoder", "jumprelu_skip_transcoder")}
+    Relu: ("transcoder", "skip_transcoder"),
+    JumpRelu: ("jumprelu_transcoder", "jumprelu_skip_transcoder"),
+    BatchTopK: ("jumprelu_transcoder", "jumprelu_skip_transcoder"),
+}
 
 
 def read_config_of(folder: Path) -> dict[str, Any]:
@@ -41,8 +53,12 @@ def read_config_of(folder: Path) -> dict[str, Any]:
     transcodes = config["architecture"] not in ARCHITECTURES.values()
     for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
         common.refuse_unless(path, config, key, *((False,) if transcodes else (True, False)))
-    common.refuse_unless(path, config, "normalize_activations", "none", SCALED)  # others depend on each row's norm
-    common.refuse_unless(path, config, "reshape_activations", "none", "hook_z")  # rows are flat here either way
+    common.refuse_unless(
+        path, config, "normalize_activations", "none", SCALED
+    )  # others depend on each row's norm
+    common.refuse_unless(
+        path, config, "reshape_activations", "none", "hook_z"
+    )  # rows are flat here either way
     return config
 
 
@@ -53,7 +69,9 @@ def load_saelens(folder: Path) -> SavedSAE:
     found, _ = common.read_safetensors(folder / TENSORS)
     if "scaling_factor" in found and (found["scaling_factor"] == 1).all():
         del found["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
-    skip = SKIP if transcodes and config["architecture"] == TRANSCODERS[type(activation)][True] else {}
+    skip = (
+        SKIP if transcodes and config["architecture"] == TRANSCODERS[type(activation)][True] else {}
+    )
     names = common.PLAIN | {name: name for name in activation.parameters(1)} | skip
     names = common.GATED if isinstance(activation, Gated) else names
     tensors = common.ours(folder / TENSORS, found, names)
@@ -61,46 +79,89 @@ def load_saelens(folder: Path) -> SavedSAE:
     sae = common.assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
     if config.get("rescale_acts_by_decoder_norm", False):
         sae = common.with_unit_rows(sae)
-    return SavedSAE.of(sae, common.origin_from({
-        "model": metadata.get("model_name"), **common.origin_of_hook(metadata.get("hook_name")),
-        **(common.origin_of_hook(metadata.get("hook_name_out"), "target_") if transcodes else {}),
-        "context": metadata.get("context_size"), "prepend_bos": metadata.get("prepend_bos")}), transcodes,
-        config.get("normalize_activations") == SCALED)
+    return SavedSAE.of(
+        sae,
+        common.origin_from(
+            {
+                "model": metadata.get("model_name"),
+                **common.origin_of_hook(metadata.get("hook_name")),
+                **(
+                    common.origin_of_hook(metadata.get("hook_name_out"), "target_")
+                    if transcodes
+                    else {}
+                ),
+                "context": metadata.get("context_size"),
+                "prepend_bos": metadata.get("prepend_bos"),
+            }
+        ),
+        transcodes,
+        config.get("normalize_activations") == SCALED,
+    )
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration from before version 6 as version 6 has it, with SAELens' defaults."""
     old = {OLD_KEYS.get(key, key): value for key, value in config.items()}
     if not {"d_in", "d_sae"} <= old.keys():
-        raise FormatError(f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}")
+        raise FormatError(
+            f"{path}: expected the keys d_in and d_sae of a SAELens configuration, got {sorted(config)}"
+        )
     common.refuse_unless(path, old, "activation_fn", "relu", "topk")
     kept, scaled = old.get("activation_fn_kwargs"), old.get("normalize_activations")
-    return {"architecture": "topk" if old.get("activation_fn") == "topk" else old.get("architecture", "standard"),
-            "k": kept.get("k") if isinstance(kept, dict) else None,
-            "apply_b_dec_to_input": old.get("apply_b_dec_to_input", True),
-            "normalize_activations": "expected_average_only_in" if scaled is True else scaled or "none",
-            "metadata": old}
+    return {
+        "architecture": "topk"
+        if old.get("activation_fn") == "topk"
+        else old.get("architecture", "standard"),
+        "k": kept.get("k") if isinstance(kept, dict) else None,
+        "apply_b_dec_to_input": old.get("apply_b_dec_to_input", True),
+        "normalize_activations": "expected_average_only_in" if scaled is True else scaled or "none",
+        "metadata": old,
+    }
 
 
 def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
-    kinds = {architecture: kind for kind, architecture in ARCHITECTURES.items() if kind is not BatchTopK}
-    kinds |= {architecture: kind for kind, both in TRANSCODERS.items() if kind is not BatchTopK
-              for architecture in both}
+    kinds = {
+        architecture: kind for kind, architecture in ARCHITECTURES.items() if kind is not BatchTopK
+    }
+    kinds |= {
+        architecture: kind
+        for kind, both in TRANSCODERS.items()
+        if kind is not BatchTopK
+        for architecture in both
+    }
     common.refuse_unless(path, config, "architecture", *kinds)
     kind = kinds[config["architecture"]]
-    return common.configured(path, kind, **({"k": config.get("k")} if issubclass(kind, ReluTopK | AbsTopK) else {}))
+    return common.configured(
+        path, kind, **({"k": config.get("k")} if issubclass(kind, ReluTopK | AbsTopK) else {})
+    )
 
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE or a transcoder so that SAELens' `SAE.load_from_disk` reads it."""
     sae, origin = saved.sae, saved.origin
-    metadata = {"sae_lens_version": WRITTEN_FOR, "sae_lens_training_version": None,
-                "model_name": origin.get("model"), "hook_name": common.hook_name(origin),
-                "context_size": origin.get("context"), "prepend_bos": origin.get("prepend_bos")}
-    config = {"d_in": sae.d_in, "d_sae": sae.d_sae, "dtype": "float32", "device": "cpu", "apply_b_dec_to_input": False,
-              "normalize_activations": "none", "reshape_activations": "none", "metadata": metadata}
+    metadata = {
+        "sae_lens_version": WRITTEN_FOR,
+        "sae_lens_training_version": None,
+        "model_name": origin.get("model"),
+        "hook_name": common.hook_name(origin),
+        "context_size": origin.get("context"),
+        "prepend_bos": origin.get("prepend_bos"),
+    }
+    config = {
+        "d_in": sae.d_in,
+        "d_sae": sae.d_sae,
+        "dtype": "float32",
+        "device": "cpu",
+        "apply_b_dec_to_input": False,
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+        "metadata": metadata,
+    }
     if saved.is_transcoder:
-        config |= {"architecture": TRANSCODERS[type(sae.activation)][sae.W_skip is not None], "d_out": sae.d_out}
+        config |= {
+            "architecture": TRANSCODERS[type(sae.activation)][sae.W_skip is not None],
+            "d_out": sae.d_out,
+        }
         metadata["hook_name_out"] = common.hook_name(origin, "target_")
     else:
         config["architecture"] = ARCHITECTURES[type(sae.activation)]
@@ -110,4 +171,6 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     tensors = sae.tensors()
     if "threshold" in tensors:
         tensors["threshold"] = common.thresholds_of(sae)
-    common.write_tensors(folder / TENSORS, common.theirs(tensors, common.PLAIN | {"threshold": "threshold"} | SKIP))
+    common.write_tensors(
+        folder / TENSORS, common.theirs(tensors, common.PLAIN | {"threshold": "threshold"} | SKIP)
+    )

@@ -50,18 +50,35 @@ from . import common
 from .common import SavedSAE
 
 GEMMA_ARRAYS = "params.npz"
-GEMMA_CONFIG, GEMMA_WHOLE, GEMMA_LAYERS = "config.json", "params.safetensors", "params_layer_*.safetensors"
+GEMMA_CONFIG, GEMMA_WHOLE, GEMMA_LAYERS = (
+    "config.json",
+    "params.safetensors",
+    "params_layer_*.safetensors",
+)
 GEMMA_WEIGHTS = f"{GEMMA_WHOLE}|{GEMMA_LAYERS}"
 GEMMA_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
-GEMMA_NAMES = {"w_enc": "W_enc", "b_enc": "b_enc", "w_dec": "W_dec", "b_dec": "b_dec", "threshold": "threshold"}
+GEMMA_NAMES = {
+    "w_enc": "W_enc",
+    "b_enc": "b_enc",
+    "w_dec": "W_dec",
+    "b_dec": "b_dec",
+    "threshold": "threshold",
+}
 SKIP = {"affine_skip_connection": "W_skip"}
-GEMMA_SITES = {"output": "resid_post", "pre_feedforward_layernorm.output": "mlp_in",
-         "post_feedforward_layernorm.output": "mlp_out"}  # attention is read before its output weights: no site here
+GEMMA_SITES = {
+    "output": "resid_post",
+    "pre_feedforward_layernorm.output": "mlp_in",
+    "post_feedforward_layernorm.output": "mlp_out",
+}  # attention is read before its output weights: no site here
 GEMMA_KINDS = {"res": "resid_post", "mlp": "mlp_out", "embedding": "resid_pre"}
 
-_GEMMA = re.compile(r"gemma-scope-(\d+b)-(pt|it)-(res|mlp|att|transcoders)/(?:.*/)?(?:layer_(\d{1,9})|embedding)/")
-_GEMMA_2 = re.compile(r"gemma-scope-2-(\w+-[ip]t)/(?:.*/)?(resid_post|mlp_out|attn_out|transcoder)(?:_all)?"
-                      r"/layer_(\d{1,9})_\w+?(_affine)?/")
+_GEMMA = re.compile(
+    r"gemma-scope-(\d+b)-(pt|it)-(res|mlp|att|transcoders)/(?:.*/)?(?:layer_(\d{1,9})|embedding)/"
+)
+_GEMMA_2 = re.compile(
+    r"gemma-scope-2-(\w+-[ip]t)/(?:.*/)?(resid_post|mlp_out|attn_out|transcoder)(?:_all)?"
+    r"/layer_(\d{1,9})_\w+?(_affine)?/"
+)
 _HOOK = re.compile(r"model\.layers\.(\d{1,9}|\{\d{1,9}(?:, ?\d{1,9})*\})\.(.+)")
 
 
@@ -82,7 +99,9 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
     tensors = saved.sae.tensors() | {"threshold": common.thresholds_of(saved.sae)}
-    arrays: dict[str, Any] = {name: tensors[name].cpu().numpy() for name in (*common.PLAIN, "threshold")}
+    arrays: dict[str, Any] = {
+        name: tensors[name].cpu().numpy() for name in (*common.PLAIN, "threshold")
+    }
     with appearing_whole(folder / GEMMA_ARRAYS) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
 
@@ -101,13 +120,23 @@ def _named_by(folder: Path) -> dict[str, Any]:
     """The configuration that the names of folders on the hub imply."""
     found = _GEMMA_2.search(f"{folder.absolute().as_posix()}/")
     if found is None:
-        raise FormatError(f"{folder} has no {GEMMA_CONFIG}: expected one, or folders named as on the hub, such as "
-                          "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big")
+        raise FormatError(
+            f"{folder} has no {GEMMA_CONFIG}: expected one, or folders named as on the hub, such as "
+            "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big"
+        )
     size, kind, layer, affine = found.groups()
-    modules = {site: module for module, site in GEMMA_SITES.items()} | {"attn_out": "self_attn.o_proj.input"}
+    modules = {site: module for module, site in GEMMA_SITES.items()} | {
+        "attn_out": "self_attn.o_proj.input"
+    }
     ends = {"in": "mlp_in", "out": "mlp_out"} if kind == "transcoder" else {"in": kind, "out": kind}
-    return {"model_name": f"gemma-3-{size}", "affine_connection": affine is not None,
-            **{f"hf_hook_point_{end}": f"model.layers.{layer}.{modules[site]}" for end, site in ends.items()}}
+    return {
+        "model_name": f"gemma-3-{size}",
+        "affine_connection": affine is not None,
+        **{
+            f"hf_hook_point_{end}": f"model.layers.{layer}.{modules[site]}"
+            for end, site in ends.items()
+        },
+    }
 
 
 def load_gemma_scope_2(folder: Path) -> SavedSAE:
@@ -117,11 +146,17 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     origin = {"model": config.get("model_name"), **_origin(ends[0])}
     if config.get("type") == "crosscoder":
         tensors, widths = _concatenated(folder, len(_layers_and_module(ends[0])[0]))
-        return SavedSAE.of(common.assemble(folder, tensors, JumpRelu(), widths=widths), common.origin_from(origin))
+        return SavedSAE.of(
+            common.assemble(folder, tensors, JumpRelu(), widths=widths), common.origin_from(origin)
+        )
     path = folder / GEMMA_WHOLE
     skip = SKIP if config.get("affine_connection", False) else {}
     tensors = common.ours(path, common.read_safetensors(path)[0], GEMMA_NAMES | skip)
-    transcodes = config.get("type") == "transcoder" or bool(skip) or (None not in ends and ends[0] != ends[1])
+    transcodes = (
+        config.get("type") == "transcoder"
+        or bool(skip)
+        or (None not in ends and ends[0] != ends[1])
+    )
     origin |= _origin(ends[1], "target_") if transcodes else {}
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     return SavedSAE.of(sae, common.origin_from(origin), transcodes)
@@ -135,23 +170,39 @@ def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[i
         parts = _unstacked(folder / GEMMA_WHOLE, layers)
         files = [folder / GEMMA_WHOLE] * layers
     elif there != {path.name for path in files}:
-        raise FormatError(f"{folder}: expected a file {GEMMA_LAYERS} for each of the {layers} layers in "
-                          f"hf_hook_point_in, got {', '.join(sorted(there))}; fetch the whole folder again")
+        raise FormatError(
+            f"{folder}: expected a file {GEMMA_LAYERS} for each of the {layers} layers in "
+            f"hf_hook_point_in, got {', '.join(sorted(there))}; fetch the whole folder again"
+        )
     else:
         parts = [common.ours(path, common.read_safetensors(path)[0], GEMMA_NAMES) for path in files]
     width, latents = parts[0]["b_dec"].numel(), parts[0]["b_enc"].numel()
-    shapes = {"W_enc": (width, latents), "b_enc": (latents,), "W_dec": (latents, layers, width), "b_dec": (width,),
-              "threshold": (latents,)}
+    shapes = {
+        "W_enc": (width, latents),
+        "b_enc": (latents,),
+        "W_dec": (latents, layers, width),
+        "b_dec": (width,),
+        "threshold": (latents,),
+    }
     for path, part in zip(files, parts, strict=True):
         for name, shape in shapes.items():
             if tuple(part[name].shape) != shape:
-                raise FormatError(f"{path}: expected {name.lower()} of shape {shape} for each layer, got "
-                                  f"{tuple(part[name].shape)}")
+                raise FormatError(
+                    f"{path}: expected {name.lower()} of shape {shape} for each layer, got "
+                    f"{tuple(part[name].shape)}"
+                )
     entries = layers**2 * width * latents  # of either matrix
     common.check_memory(str(folder), 2 * entries * parts[0]["W_enc"].dtype.itemsize, common.TO_FIT)
-    stacked = {name: torch.cat([part[name].flatten(1) if name == "W_dec" else part[name] for part in parts])
-               for name in shapes if name != "W_enc"}
-    return stacked | {"W_enc": torch.block_diag(*(part["W_enc"] for part in parts))}, (width,) * layers
+    stacked = {
+        name: torch.cat(
+            [part[name].flatten(1) if name == "W_dec" else part[name] for part in parts]
+        )
+        for name in shapes
+        if name != "W_enc"
+    }
+    return stacked | {"W_enc": torch.block_diag(*(part["W_enc"] for part in parts))}, (
+        width,
+    ) * layers
 
 
 def _unstacked(path: Path, layers: int) -> list[dict[str, Tensor]]:
@@ -159,49 +210,75 @@ def _unstacked(path: Path, layers: int) -> list[dict[str, Tensor]]:
     found = common.ours(path, common.read_safetensors(path)[0], GEMMA_NAMES)
     for name, tensor in found.items():
         if not tensor.ndim or len(tensor) != layers or not layers:
-            raise FormatError(f"{path}: expected {name.lower()} of a crosscoder with one entry for each of the "
-                              f"{layers} layers in hf_hook_point_in, got shape {tuple(tensor.shape)}")
+            raise FormatError(
+                f"{path}: expected {name.lower()} of a crosscoder with one entry for each of the "
+                f"{layers} layers in hf_hook_point_in, got shape {tuple(tensor.shape)}"
+            )
     return [{name: tensor[layer] for name, tensor in found.items()} for layer in range(layers)]
 
 
 def _layers_and_module(hook: Any) -> tuple[list[int], str]:
     """The layers and the module in a hook point's name, if any."""
     match = _HOOK.fullmatch(hook) if isinstance(hook, str) else None
-    return ([int(layer) for layer in match[1].strip("{}").split(",")], match[2]) if match else ([], "")
+    return (
+        ([int(layer) for layer in match[1].strip("{}").split(",")], match[2]) if match else ([], "")
+    )
 
 
 def _origin(hook: Any, of: str = "") -> dict[str, Any]:
     """As `common.origin_of_hook`, for these names; of a crosscoder, its first layer."""
     layers, module = _layers_and_module(hook)
-    return {f"{of}layer": layers[0], f"{of}site": GEMMA_SITES[module]} if module in GEMMA_SITES else {}
+    return (
+        {f"{of}layer": layers[0], f"{of}site": GEMMA_SITES[module]} if module in GEMMA_SITES else {}
+    )
 
 
 def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE or a transcoder as published, without hook points that have no name there."""
     sae, origin = saved.sae, saved.origin
     if sae.widths:
-        raise FormatError("gemma-scope-2 cannot express a crosscoder whose latents read several hook points: expected "
-                          "an SAE or a transcoder; use saelens, which takes it for an SAE of concatenated rows")
+        raise FormatError(
+            "gemma-scope-2 cannot express a crosscoder whose latents read several hook points: expected "
+            "an SAE or a transcoder; use saelens, which takes it for an SAE of concatenated rows"
+        )
     modules = {site: module for module, site in GEMMA_SITES.items()}
-    config = {"architecture": "jump_relu", "type": "transcoder" if saved.is_transcoder else "sae", "width": sae.d_sae,
-              "affine_connection": sae.W_skip is not None} | ({"model_name": origin["model"]} if "model" in origin
-                                                              else {})
+    config = {
+        "architecture": "jump_relu",
+        "type": "transcoder" if saved.is_transcoder else "sae",
+        "width": sae.d_sae,
+        "affine_connection": sae.W_skip is not None,
+    } | ({"model_name": origin["model"]} if "model" in origin else {})
     for end, of in (("in", ""), ("out", "target_" if saved.is_transcoder else "")):
         if f"{of}layer" in origin and origin.get(f"{of}site") in modules:
-            config[f"hf_hook_point_{end}"] = f"model.layers.{origin[f'{of}layer']}.{modules[origin[f'{of}site']]}"
+            config[f"hf_hook_point_{end}"] = (
+                f"model.layers.{origin[f'{of}layer']}.{modules[origin[f'{of}site']]}"
+            )
     write_json(folder / GEMMA_CONFIG, config)
     tensors = sae.tensors() | {"threshold": common.thresholds_of(sae)}
     common.write_tensors(folder / GEMMA_WHOLE, common.theirs(tensors, GEMMA_NAMES | SKIP))
 
 
-LLAMA_CONFIG, LLAMA_R1_CONFIG, LLAMA_R1_WEIGHTS = "hyperparams.json", "config.json", "sae_weights.safetensors"
-LLAMA_MODELS = {"Llama3_1-8B-Base": "meta-llama/Llama-3.1-8B",
-                "Llama-Scope-R1-Distill": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"}  # by a part of the folder
-LLAMA_WEIGHTS = ("checkpoints/final.safetensors", "final.safetensors")  # as published, or next to the hyperparameters
+LLAMA_CONFIG, LLAMA_R1_CONFIG, LLAMA_R1_WEIGHTS = (
+    "hyperparams.json",
+    "config.json",
+    "sae_weights.safetensors",
+)
+LLAMA_MODELS = {
+    "Llama3_1-8B-Base": "meta-llama/Llama-3.1-8B",
+    "Llama-Scope-R1-Distill": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+}  # by a part of the folder
+LLAMA_WEIGHTS = (
+    "checkpoints/final.safetensors",
+    "final.safetensors",
+)  # as published, or next to the hyperparameters
 LLAMA_NAMES = common.LINEAR | {"decoder.bias": "b_dec"}
 QWEN_CONFIG, QWEN_WEIGHTS = "config.json", "layer*.sae.pt"
 ONE_FILE = "*-SAE-l*.pt|*-SAE-l*.pth|gpt2-small_L*_Hcat_z_*.pt"
-ONE_FILE_NAMES = (LLAMA_NAMES, {name.replace(".", "_linear."): own for name, own in LLAMA_NAMES.items()}, common.PLAIN)
+ONE_FILE_NAMES = (
+    LLAMA_NAMES,
+    {name.replace(".", "_linear."): own for name, own in LLAMA_NAMES.items()},
+    common.PLAIN,
+)
 QWEN_NAMES = {"W_enc": "W_enc.T", "b_enc": "b_enc", "W_dec": "W_dec.T", "b_dec": "b_dec"}
 
 _LAYER = re.compile(r"layer(\d{1,9})\.sae\.pt")
@@ -231,8 +308,10 @@ def load_llama_scope(folder: Path) -> SavedSAE:
     config = common.read_config(folder / LLAMA_CONFIG, Hyperparameters)
     threshold = config.jump_relu_threshold
     if not 0 <= threshold < math.inf:
-        raise FormatError(f"{folder / LLAMA_CONFIG}: expected jump_relu_threshold of at least 0, got {threshold}; "
-                          "negative codes cannot be expressed here")
+        raise FormatError(
+            f"{folder / LLAMA_CONFIG}: expected jump_relu_threshold of at least 0, got {threshold}; "
+            "negative codes cannot be expressed here"
+        )
     path = next(path for name in LLAMA_WEIGHTS if (path := folder / name).is_file())
     tensors = common.ours(path, common.read_safetensors(path)[0], LLAMA_NAMES)
     tensors["threshold"] = torch.full_like(tensors["b_enc"], threshold, dtype=torch.float32)
@@ -240,35 +319,71 @@ def load_llama_scope(folder: Path) -> SavedSAE:
 
 
 def load_llama_scope_r1(folder: Path) -> SavedSAE:
-    config, path = common.read_config(folder / LLAMA_R1_CONFIG, Hyperparameters), folder / LLAMA_R1_WEIGHTS
-    ends = {end: f"dataset_average_activation_norm.{hook}"
-            for end, hook in (("in", config.hook_point_in), ("out", config.hook_point_out))}
-    found = common.ours(path, common.read_safetensors(path)[0], LLAMA_NAMES | {
-        name: name for name in (*ends.values(), "log_jumprelu_threshold")})
-    tensors = {name: found[name] for name in common.WEIGHTS} | {"threshold": found["log_jumprelu_threshold"].exp()}
-    norms = {end: float(found[name]) if found[name].numel() == 1 else math.nan for end, name in ends.items()}
+    config, path = (
+        common.read_config(folder / LLAMA_R1_CONFIG, Hyperparameters),
+        folder / LLAMA_R1_WEIGHTS,
+    )
+    ends = {
+        end: f"dataset_average_activation_norm.{hook}"
+        for end, hook in (("in", config.hook_point_in), ("out", config.hook_point_out))
+    }
+    found = common.ours(
+        path,
+        common.read_safetensors(path)[0],
+        LLAMA_NAMES | {name: name for name in (*ends.values(), "log_jumprelu_threshold")},
+    )
+    tensors = {name: found[name] for name in common.WEIGHTS} | {
+        "threshold": found["log_jumprelu_threshold"].exp()
+    }
+    norms = {
+        end: float(found[name]) if found[name].numel() == 1 else math.nan
+        for end, name in ends.items()
+    }
     return _folded(path, tensors, config, norms)
 
 
-def _folded(path: Path, tensors: dict[str, Tensor], config: Hyperparameters, norms: Mapping[str, float],
-            raw: bool = False) -> SavedSAE:
+def _folded(
+    path: Path,
+    tensors: dict[str, Tensor],
+    config: Hyperparameters,
+    norms: Mapping[str, float],
+    raw: bool = False,
+) -> SavedSAE:
     """The SAE on raw rows; thresholds are in `raw` or normalised units."""
     if not all(0 < norms.get(end, math.nan) < math.inf for end in ("in", "out")):
-        raise FormatError(f"{path.parent}: expected dataset_average_activation_norm to have positive numbers `in` and "
-                          f"`out`, got {norms}; a file is damaged")
+        raise FormatError(
+            f"{path.parent}: expected dataset_average_activation_norm to have positive numbers `in` and "
+            f"`out`, got {norms}; a file is damaged"
+        )
     transcodes = config.hook_point_out not in (None, config.hook_point_in)
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     if config.d_model != sae.d_in:
-        raise FormatError(f"{path}: expected encoder.weight of d_model columns, {config.d_model}, got {sae.d_in}")
+        raise FormatError(
+            f"{path}: expected encoder.weight of d_model columns, {config.d_model}, got {sae.d_in}"
+        )
     c_in, c_out = (math.sqrt(sae.d_in) / norms[end] for end in ("in", "out"))
     by_norm = config.sparsity_include_decoder_norm
-    compared = sae.W_dec.norm(dim=1) if by_norm else torch.ones_like(sae.b_enc)  # of a code of 1, with the threshold
+    compared = (
+        sae.W_dec.norm(dim=1) if by_norm else torch.ones_like(sae.b_enc)
+    )  # of a code of 1, with the threshold
     compared = compared / (1 if not raw else c_out if by_norm else c_in)
-    sae = sae.changed(threshold=sae.activation_parameters["threshold"] / compared.masked_fill(compared == 0, 1))
-    return SavedSAE.of(common.unscaled(sae, c_in, c_out), common.origin_from({
-        "model": next((model for part, model in LLAMA_MODELS.items() if part in str(path.absolute())), None),
-        **common.origin_of_hook(config.hook_point_in),
-        **(common.origin_of_hook(config.hook_point_out, "target_") if transcodes else {})}), transcodes)
+    sae = sae.changed(
+        threshold=sae.activation_parameters["threshold"] / compared.masked_fill(compared == 0, 1)
+    )
+    return SavedSAE.of(
+        common.unscaled(sae, c_in, c_out),
+        common.origin_from(
+            {
+                "model": next(
+                    (model for part, model in LLAMA_MODELS.items() if part in str(path.absolute())),
+                    None,
+                ),
+                **common.origin_of_hook(config.hook_point_in),
+                **(common.origin_of_hook(config.hook_point_out, "target_") if transcodes else {}),
+            }
+        ),
+        transcodes,
+    )
 
 
 def load_qwen_scope(file: Path) -> SavedSAE:
@@ -281,25 +396,40 @@ def load_qwen_scope(file: Path) -> SavedSAE:
     names = [folder.name for folder in file.absolute().parents]
     found = [int(match[1]) for name in names if (match := _K.fullmatch(name))]
     if "k" not in config and not found:
-        raise FormatError(f"{file} does not say k, the number of latents that fire: expected a folder whose name ends "
-                          f"with it, such as L0_50 or k50, got {names[0]!r}; rename the folder")
-    activation = common.configured(path if "k" in config else file, TopK, k=config.get("k", next(iter(found), None)))
+        raise FormatError(
+            f"{file} does not say k, the number of latents that fire: expected a folder whose name ends "
+            f"with it, such as L0_50 or k50, got {names[0]!r}; rename the folder"
+        )
+    activation = common.configured(
+        path if "k" in config else file, TopK, k=config.get("k", next(iter(found), None))
+    )
     tensors = common.ours(file, common.read_torch(file), QWEN_NAMES)
     models = [f"Qwen/{match[1]}" for name in names if (match := _MODEL.fullmatch(name))]
-    return SavedSAE.of(common.assemble(file, tensors, activation), common.origin_from({
-        "model": config.get("base_model", next(iter(models), None)),
-        "layer": int(layer[1]), "site": "resid_post"}))
+    return SavedSAE.of(
+        common.assemble(file, tensors, activation),
+        common.origin_from(
+            {
+                "model": config.get("base_model", next(iter(models), None)),
+                "layer": int(layer[1]),
+                "site": "resid_post",
+            }
+        ),
+    )
 
 
 def load_one_file(file: Path) -> SavedSAE:
     """Read a single file; SAEs of attention heads subtract the decoder bias from rows, which no site here has."""
     match = _ONE_FILE.fullmatch(file.name)
     if match is None:
-        raise FormatError(f"{file}: expected MODEL-SAE-lL.pt or gpt2-small_LL_Hcat_z_....pt, L the number of its layer")
+        raise FormatError(
+            f"{file}: expected MODEL-SAE-lL.pt or gpt2-small_LL_Hcat_z_....pt, L the number of its layer"
+        )
     found = common.read_torch(file)
     names = next((names for names in ONE_FILE_NAMES if names.keys() == found.keys()), LLAMA_NAMES)
     sae = common.assemble(file, common.ours(file, found, names), Relu(), subtracts=match[1] is None)
     if match[1] is None:
         return SavedSAE(sae, {"model": "gpt2", "layer": int(match[3])})
     owner = "deepseek-ai" if match[1].startswith("DeepSeek") else "meta-llama"
-    return SavedSAE(sae, {"model": f"{owner}/{match[1]}", "layer": int(match[2]), "site": "resid_post"})
+    return SavedSAE(
+        sae, {"model": f"{owner}/{match[1]}", "layer": int(match[2]), "site": "resid_post"}
+    )

@@ -43,39 +43,64 @@ UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "
 
 def as_script(document: Any) -> str:
     """A document as JSON that is also a JavaScript expression, safe inside a script element."""
-    text = json.dumps(storable(document), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(
+        storable(document), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
     return re.sub("[<>&\u2028\u2029]", lambda match: UNSAFE[match[0]], text)
 
 
-def write_pages(folder: Path, title: str, overview: dict[str, Any], details: Iterable[dict[str, Any]]) -> None:
+def write_pages(
+    folder: Path, title: str, overview: dict[str, Any], details: Iterable[dict[str, Any]]
+) -> None:
     """Write `overview` and `Details.contents` to a new or empty folder, which appears whole."""
     with folder_appearing_whole(folder) as temporary:
         (temporary / DETAILS).mkdir()
         for number, content in enumerate(details):
-            (temporary / DETAILS / f"{number:05}.js").write_text(f"saeLatents({number},{as_script(content)});\n",
-                                                                 encoding="utf-8")
-        style, template, *scripts = ((files(__package__) / "assets" / name).read_text(encoding="utf-8")
-                                     for name in ("style.css", INDEX, *SCRIPTS))
-        parts = {"title": html.escape(title), "style": style, "script": "\n".join(scripts), "data": as_script(overview)}
+            (temporary / DETAILS / f"{number:05}.js").write_text(
+                f"saeLatents({number},{as_script(content)});\n", encoding="utf-8"
+            )
+        style, template, *scripts = (
+            (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+            for name in ("style.css", INDEX, *SCRIPTS)
+        )
+        parts = {
+            "title": html.escape(title),
+            "style": style,
+            "script": "\n".join(scripts),
+            "data": as_script(overview),
+        }
         # In one pass, so that nothing in a part is taken for a mark.
         page = re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], template)
         (temporary / INDEX).write_text(page, encoding="utf-8")
 
 
-def _words(one: Measured, model: str | None, has_tokens: bool) -> "tuple[Tokens, Unembedding | None, list[str]]":
+def _words(
+    one: Measured, model: str | None, has_tokens: bool
+) -> "tuple[Tokens, Unembedding | None, list[str]]":
     """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names; the
     model's unembedding if given; and sentences on missing content."""
     store = one.store
     named = store.meta.source.get("model")
-    notes = [] if has_tokens else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
+    notes = (
+        []
+        if has_tokens
+        else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
+    )
     if has_tokens and store.meta.source.get("positions") == "last":
-        notes.append(f"{store.name} keeps only the last token of each document, so examples are single tokens")
+        notes.append(
+            f"{store.name} keeps only the last token of each document, so examples are single tokens"
+        )
     if model is None and not (has_tokens and named):
         if has_tokens:
-            notes.append(f"{store.name} does not say which model its tokens are of, so they are shown as numbers; "
-                         "--model names it")
+            notes.append(
+                f"{store.name} does not say which model its tokens are of, so they are shown as numbers; "
+                "--model names it"
+            )
         return TokenNumbers(), None, notes
-    from ...extract.language_model import LanguageModel, load_tokenizer  # transformers takes seconds to import
+    from ...extract.language_model import (
+        LanguageModel,
+        load_tokenizer,
+    )  # transformers takes seconds to import
     from ...extract.model_source import find_model
     from ...extract.tokens import TokenTexts, Unembedding
 
@@ -87,8 +112,10 @@ def _words(one: Measured, model: str | None, has_tokens: bool) -> "tuple[Tokens,
     place = find_model(model)
     width = one.sae.W_dec[:1, one.sae.places[-1]].shape[1]
     if place.d_model != width:
-        raise ConfigError(f"{one.subject.name} cannot be read through {model}: expected a model of width {width}, got "
-                          f"{place.d_model}; name the model that the rows came from")
+        raise ConfigError(
+            f"{one.subject.name} cannot be read through {model}: expected a model of width {width}, got "
+            f"{place.d_model}; name the model that the rows came from"
+        )
     if named is not None and named != place.identity()["model"]:
         notes.append(f"{store.name} came from {named}, and is read through {model}")
     loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
@@ -101,10 +128,22 @@ NEIGHBOURS, OUTPUT_TOKENS = 10, 10
 SAMPLES = 15  # texts per latent chosen at random, three for each fifth by strength
 
 
-def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str | None = None, split: Which = "all",
-           latents: str | Sequence[int] | None = None, top: int | None = None, model: str | None = None,
-           examples: int = 12, neuronpedia: str | None = None, device: str = "auto", home: str | Path | None = None,
-           progress: bool | Listener = False) -> dict[str, Any]:
+def report(
+    sae: SAELike,
+    out: str | Path,
+    data: RowsLike = None,
+    *,
+    target: str | None = None,
+    split: Which = "all",
+    latents: str | Sequence[int] | None = None,
+    top: int | None = None,
+    model: str | None = None,
+    examples: int = 12,
+    neuronpedia: str | None = None,
+    device: str = "auto",
+    home: str | Path | None = None,
+    progress: bool | Listener = False,
+) -> dict[str, Any]:
     """Write pages to look at an SAE's latents in a browser, from disk. CLI equivalent: `sae report`.
 
     Args:
@@ -119,7 +158,9 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
     """
     folder, listener = Path(out), listening(progress)
     if not is_free(folder):
-        raise ConfigError(f"cannot write to {folder}: expected an empty or a new folder, got one in use; name another")
+        raise ConfigError(
+            f"cannot write to {folder}: expected an empty or a new folder, got one in use; name another"
+        )
     neuronpedia_url("", neuronpedia)
     if latents is not None and top is not None:
         raise ConfigError("cannot use both --latents and --top; leave one of them out")
@@ -130,29 +171,53 @@ def report(sae: SAELike, out: str | Path, data: RowsLike = None, *, target: str 
     chosen = None if latents is None else _numbers(latents, one)
     d_sae, has_tokens = one.sae.d_sae, set(COLUMNS) <= set(one.store.meta.columns)
     texts, unembedding, notes = _words(one, model, has_tokens)
-    gathered = (Examples(chosen or range(d_sae), d_sae, examples, has_tokens),
-                Examples(chosen or range(d_sae), d_sae, SAMPLES, has_tokens, at_random))
-    found = survey(one.sae, in_blocks(one.inputs(listener), one.of_store, one.batch_rows), one.of_store.rows, *gathered)
+    gathered = (
+        Examples(chosen or range(d_sae), d_sae, examples, has_tokens),
+        Examples(chosen or range(d_sae), d_sae, SAMPLES, has_tokens, at_random),
+    )
+    found = survey(
+        one.sae,
+        in_blocks(one.inputs(listener), one.of_store, one.batch_rows),
+        one.of_store.rows,
+        *gathered,
+    )
     if chosen is None:
-        chosen = sorted(found.firing.frequency.argsort(descending=True, stable=True)[:top or MOST_PAGES].tolist())
+        chosen = sorted(
+            found.firing.frequency.argsort(descending=True, stable=True)[
+                : top or MOST_PAGES
+            ].tolist()
+        )
     places = places_document(one, listener)
     details = _details(one, found, chosen, texts, unembedding, places, listener)
     holds_out = one.store.split("train", seed=one.subject.split_seed).rows < one.store.rows
     (measures,) = evaluated([held_out(one) if holds_out else one], None, None, listener)
     if not holds_out:
-        notes.append(f"{one.store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows")
+        notes.append(
+            f"{one.store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows"
+        )
     if len(chosen) < d_sae:
         notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
     curves = [] if one.subject.folder is None else read_metrics(one.subject.folder)
-    content = overview(_heading(one, neuronpedia), measures, found, curves, _facts(one, places), notes)
+    content = overview(
+        _heading(one, neuronpedia), measures, found, curves, _facts(one, places), notes
+    )
     content["latents"] |= details.columns()
     with listener.progress("writing", len(chosen), "latents") as show:
         write_pages(folder, f"{one.subject.name}: latents", content, details.contents(show))
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return {**one.heading, "path": str(folder), "index": str(folder / INDEX), "latents": d_sae,
-            "pages": len(chosen), "files": len(files), "bytes": sum(path.stat().st_size for path in files),
-            "index_bytes": (folder / INDEX).stat().st_size, "measures": content["measures"],
-            "firing": content["firing"], "notes": notes}
+    return {
+        **one.heading,
+        "path": str(folder),
+        "index": str(folder / INDEX),
+        "latents": d_sae,
+        "pages": len(chosen),
+        "files": len(files),
+        "bytes": sum(path.stat().st_size for path in files),
+        "index_bytes": (folder / INDEX).stat().st_size,
+        "measures": content["measures"],
+        "firing": content["firing"],
+        "notes": notes,
+    }
 
 
 def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
@@ -163,17 +228,32 @@ def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
     found: set[int] = set()
     for word in text.split(","):
         ends = [end.strip() for end in word.split("-")]
-        if len(ends) > 2 or not all(end.isdecimal() for end in ends) or int(ends[0]) > int(ends[-1]):
-            raise ConfigError(f"--latents must be all, or numbers and ranges such as 0,5,10-19, got {text!r}")
+        if (
+            len(ends) > 2
+            or not all(end.isdecimal() for end in ends)
+            or int(ends[0]) > int(ends[-1])
+        ):
+            raise ConfigError(
+                f"--latents must be all, or numbers and ranges such as 0,5,10-19, got {text!r}"
+            )
         if int(ends[-1]) >= d_sae:
-            raise ConfigError(f"--latents names latent {ends[-1]}, but {one.subject.name} has {d_sae:,}, counted from "
-                              "0; choose lower numbers")
+            raise ConfigError(
+                f"--latents names latent {ends[-1]}, but {one.subject.name} has {d_sae:,}, counted from "
+                "0; choose lower numbers"
+            )
         found.update(range(int(ends[0]), int(ends[-1]) + 1))
     return sorted(found)
 
 
-def _details(one: Measured, found: Survey, chosen: list[int], texts: "Tokens", unembedding: "Unembedding | None",
-             places: Mapping[str, Any], listener: Listener) -> Details:
+def _details(
+    one: Measured,
+    found: Survey,
+    chosen: list[int],
+    texts: "Tokens",
+    unembedding: "Unembedding | None",
+    places: Mapping[str, Any],
+    listener: Listener,
+) -> Details:
     W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
     with listener.progress("comparing latents", len(chosen), "latents") as show:
         near = neighbours(W_dec, numbers, NEIGHBOURS, show)
@@ -194,24 +274,47 @@ def _details(one: Measured, found: Survey, chosen: list[int], texts: "Tokens", u
 def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
     sae, source = one.sae, one.saved.origin | one.store.meta.source
     if inputs := one.stores.origin.get("inputs"):  # of a crosscoder, in the place of the first's
-        source = {"model": " + ".join(f"{each['site']} of layer {each['layer']} of " + Path(
-            each.get("model", source.get("model"))).name for each in inputs)}
-    return {**one.heading, "neuronpedia": neuronpedia_url(one.subject.name, neuronpedia),
-            "activation": sae.activation.name, "d_in": sae.d_in, "d_sae": sae.d_sae,
-            **{name: source[name] for name in ("model", "layer", "site") if source.get(name) is not None}}
+        source = {
+            "model": " + ".join(
+                f"{each['site']} of layer {each['layer']} of "
+                + Path(each.get("model", source.get("model"))).name
+                for each in inputs
+            )
+        }
+    return {
+        **one.heading,
+        "neuronpedia": neuronpedia_url(one.subject.name, neuronpedia),
+        "activation": sae.activation.name,
+        "d_in": sae.d_in,
+        "d_sae": sae.d_sae,
+        **{
+            name: source[name]
+            for name in ("model", "layer", "site")
+            if source.get(name) is not None
+        },
+    }
 
 
 def _facts(one: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Settings by section and name."""
     store, folder, activation = one.store, one.subject.folder, one.sae.activation
-    found: dict[str, Mapping[str, Any]] = {"activation": {"name": activation.name, **activation.to_json()}}
+    found: dict[str, Mapping[str, Any]] = {
+        "activation": {"name": activation.name, **activation.to_json()}
+    }
     if folder is not None and (folder / RUN_MARKER).is_file():
         run = read_run(folder / RUN_MARKER).settings
-        found |= {"training": run["training"], "solver": run["solver"],
-                  "at the end of training": (run.get("result") or {}).get("final", {})}
+        found |= {
+            "training": run["training"],
+            "solver": run["solver"],
+            "at the end of training": (run.get("result") or {}).get("final", {}),
+        }
     shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
     if places:
-        found["places"] = {"latents shared by all": places["shared"],
-                           **{place["name"]: f"FVU {place['fvu']:.4g}, {place['exclusive']} latents of its own"
-                              for place in places["places"]}}
+        found["places"] = {
+            "latents shared by all": places["shared"],
+            **{
+                place["name"]: f"FVU {place['fvu']:.4g}, {place['exclusive']} latents of its own"
+                for place in places["places"]
+            },
+        }
     return found | {"store": shape | store.meta.source}

@@ -41,5 +41,20 @@ from .solve import DecoderState, plan, solve
 from .sums import HeldRows, Sums
 from .system import AllReduce, Factorisation, Place, SkipSums, System, Terms
 
-__all__ = ["TOLERANCE", "AllReduce", "DecoderState", "Factorisation", "HeldRows", "Place", "SkipSums", "StreamedCodes",
-           "Sums", "System", "Terms", "by_place", "choose_alpha", "plan", "solve"]
+__all__ = [
+    "TOLERANCE",
+    "AllReduce",
+    "DecoderState",
+    "Factorisation",
+    "HeldRows",
+    "Place",
+    "SkipSums",
+    "StreamedCodes",
+    "Sums",
+    "System",
+    "Terms",
+    "by_place",
+    "choose_alpha",
+    "plan",
+    "solve",
+]

@@ -52,9 +52,15 @@ SPACING = 2  # decades between the alphas of a first search
 REACH = 1.0  # decades over which a model is used, doubled while it falls all the way
 STEPS = 41  # alphas at which a model is evaluated to find its minimum
 GAIN = 1e-3  # relative gain in PRESS below which a search stops
-WARM_GAIN = 1e-2  # the same at the previous alpha, since the next outer iteration continues the search
+WARM_GAIN = (
+    1e-2  # the same at the previous alpha, since the next outer iteration continues the search
+)
 LOOKS = 12  # factorisations per search at most
-LEAST_ROWS, FRACTION, MOST_ROWS = 128, 8, 256  # sampled rows: one in 8, between these numbers; nested, the least
+LEAST_ROWS, FRACTION, MOST_ROWS = (
+    128,
+    8,
+    256,
+)  # sampled rows: one in 8, between these numbers; nested, the least
 NULL = 1e-12  # fraction of a row's largest leverage below which an axis is rounding
 MIXED = 64  # random sums of columns that determine c
 UNIFORM = 0.5  # fraction of the sampling probability that is uniform; the rest is by squared norm
@@ -77,7 +83,9 @@ class Model:
         step = d / (1 + self.poles * d)  # (k, n, L)
         slack = self.slack + (self.axes * (self.poles * step)[..., None, :]) @ self.axes.mT
         moved = self.axes * step[..., None, :]
-        errors = inverse(slack) @ torch.cat([torch.eye(step.shape[-1]).to(moved).expand_as(moved), moved], -1)
+        errors = inverse(slack) @ torch.cat(
+            [torch.eye(step.shape[-1]).to(moved).expand_as(moved), moved], -1
+        )
         return ((errors @ self.squares) * errors).sum((1, 2, 3))
 
     @property
@@ -87,12 +95,18 @@ class Model:
     def minimum(self, reach: float) -> tuple[float, float]:
         low, high = max(self.decades - reach, LEAST), min(self.decades + reach, MOST)
         points = np.union1d(np.linspace(low, high, STEPS), self.decades)
-        values = self.press(self.slack.new_tensor(self.alpha * 10 ** (points - self.decades))).cpu().numpy()
+        values = (
+            self.press(self.slack.new_tensor(self.alpha * 10 ** (points - self.decades)))
+            .cpu()
+            .numpy()
+        )
         best = int(values.argmin())
         return float(points[best]), float(values[best])
 
 
-def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float | None) -> Factorisation:
+def choose_alpha(
+    system: System, terms: Terms, z: Tensor, y: Tensor, last: float | None
+) -> Factorisation:
     """The factorisation at the alpha of least PRESS over rows z, (n, F), and y, (n, E), if n = N in the system's order.
 
     The search starts at `last`, or covers all decades. alpha is between 1e-7 and 1e3 times A's mean diagonal: below,
@@ -112,18 +126,25 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
         found = factorised(decades)
         return press.model(found, decades), found
 
-    kept: Factorisation | None = None  # of `here`, as long as no other was made: two would take twice the memory
+    kept: Factorisation | None = (
+        None  # of `here`, as long as no other was made: two would take twice the memory
+    )
     if last is not None:
         start, gain = float(np.log10(max(last, np.finfo(float).tiny)) - np.log10(scale)), WARM_GAIN
         here, kept = look(min(max(start, LEAST), MOST))
     else:
-        coarse, gain = [look(float(decades))[0] for decades in range(LEAST, MOST + 1, SPACING)], GAIN
+        coarse, gain = (
+            [look(float(decades))[0] for decades in range(LEAST, MOST + 1, SPACING)],
+            GAIN,
+        )
         here = min(coarse, key=lambda model: model.minimum(REACH)[1])
     reach = REACH
     for _ in range(LOOKS):
         target, expected = here.minimum(reach)
         away = abs(target - here.decades)
-        falling = away > 0.99 * reach  # up to the end: PRESS may be flat here, with its minimum far away
+        falling = (
+            away > 0.99 * reach
+        )  # up to the end: PRESS may be flat here, with its minimum far away
         if expected > (1 - gain) * here.value and not falling:
             break
         kept, gain = None, GAIN
@@ -138,11 +159,14 @@ def choose_alpha(system: System, terms: Terms, z: Tensor, y: Tensor, last: float
 
 def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
     """The best alpha for each place alone, searched for from `terms.alpha`."""
+
     def best(place: Place) -> float:
         alone = replace(terms, columns=place.columns, decay=place.decay, places=())
         return choose_alpha(system, alone, z, y, terms.alpha).alpha
 
-    return replace(terms, places=[replace(place, ratio=best(place) / terms.alpha) for place in terms.places])
+    return replace(
+        terms, places=[replace(place, ratio=best(place) / terms.alpha) for place in terms.places]
+    )
 
 
 @dataclass(frozen=True)
@@ -164,15 +188,28 @@ class Press:
         rows, y_bar, targets = system.rows, system.y_bar, terms.targets
         y = y[:, targets]
         most = LEAST_ROWS if system.prefixes else MOST_ROWS
-        index, weight = sample_rows(y, y_bar[targets], int(min(max(LEAST_ROWS, rows // FRACTION), most)))
+        index, weight = sample_rows(
+            y, y_bar[targets], int(min(max(LEAST_ROWS, rows // FRACTION), most))
+        )
         centre = terms.centre(rows, y_bar)
-        right = system.cross(centre)[:, targets].add_(terms.W_t[:, targets].double(), alpha=terms.mu)
+        right = system.cross(centre)[:, targets].add_(
+            terms.W_t[:, targets].double(), alpha=terms.mu
+        )
         mixed: tuple[Tensor, ...] = ()
         if terms.direction is not None:
             signs = _mixing(right.shape[1]).to(right)
             mixed = terms.direction[:, targets].double() @ signs, right @ signs
-        return cls(system, terms, z[index].double(), y[index].double(), index if len(z) == rows else None, weight,
-                   centre, right, mixed)
+        return cls(
+            system,
+            terms,
+            z[index].double(),
+            y[index].double(),
+            index if len(z) == rows else None,
+            weight,
+            centre,
+            right,
+            mixed,
+        )
 
     def model(self, factorisation: Factorisation, decades: float) -> Model:
         """Only products of `W = M (right + c alpha T0)` with u and psi are needed, by `psi' M = u'`."""
@@ -183,7 +220,9 @@ class Press:
         own = None if self.index is None else factorisation.own(self.index)
         if own is not None:
             u, slack = own.u(), own.slack[:, None, None]
-            residual = own.residual(self.centre)[:, targets] - terms.mu * (u.T @ terms.W_t[:, targets].double())
+            residual = own.residual(self.centre)[:, targets] - terms.mu * (
+                u.T @ terms.W_t[:, targets].double()
+            )
         else:
             u = factorisation.solve(psi.T)
             bias = 1 / (self.system.rows + terms.beta + terms.nu)
@@ -199,9 +238,15 @@ class Press:
             towards = u.T @ T0
             residual -= c * alpha * towards
             falling += c * alpha * (v.T @ T0) - (c + slope * alpha) * towards
-        axes, inverse_axes, poles = axes_and_poles(products(psi, u.T, rows), products(u.T, u.T, rows))
-        both = torch.cat([residual.view(rows, prefixes, -1), inverse_axes @ falling.view(rows, prefixes, -1)], 1)
-        return Model(decades, alpha, slack, axes, poles, self.weight[:, None, None] * (both @ both.mT))
+        axes, inverse_axes, poles = axes_and_poles(
+            products(psi, u.T, rows), products(u.T, u.T, rows)
+        )
+        both = torch.cat(
+            [residual.view(rows, prefixes, -1), inverse_axes @ falling.view(rows, prefixes, -1)], 1
+        )
+        return Model(
+            decades, alpha, slack, axes, poles, self.weight[:, None, None] * (both @ both.mT)
+        )
 
 
 def products(left: Tensor, right: Tensor, rows: int) -> Tensor:
@@ -242,11 +287,17 @@ def sample_rows(y: Tensor, centre: Tensor, size: int) -> tuple[Tensor, Tensor]:
     large norms dominate PRESS.
     """
     if len(y) <= size:
-        return torch.arange(len(y), device=y.device), torch.ones(len(y), dtype=torch.float64, device=y.device)
+        return torch.arange(len(y), device=y.device), torch.ones(
+            len(y), dtype=torch.float64, device=y.device
+        )
     norms = (y.double() - centre).square().sum(1)
-    fraction = UNIFORM / len(y) + (1 - UNIFORM) * norms / norms.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    fraction = UNIFORM / len(y) + (1 - UNIFORM) * norms / norms.sum().clamp(
+        min=torch.finfo(torch.float64).tiny
+    )
     chance = (size * fraction).clamp(max=1)
-    chances = chance.cpu()  # where the running sum has one order, so that the sample is the same on every call
+    chances = (
+        chance.cpu()
+    )  # where the running sum has one order, so that the sample is the same on every call
     ticks = (chances.cumsum(0) - 0.5).ceil()
     index = moved(torch.diff(ticks, prepend=ticks.new_zeros(1)).nonzero().squeeze(1), y.device)
     return index, 1 / chance[index]

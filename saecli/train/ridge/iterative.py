@@ -18,7 +18,9 @@ from .system import NOT_FINITE, AllReduce, Factorisation, System, reduced
 
 MOST = 500  # iterations at most
 RESTARTS = 3  # from the true residual, from which the recurrence drifts
-COLUMNS = 256  # of the right side at a time: the sums for a row of codes then stay in a core's cache
+COLUMNS = (
+    256  # of the right side at a time: the sums for a row of codes then stay in a core's cache
+)
 TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
 RESOLUTION = 1e-8  # least ridge over the mean diagonal: a smaller one is lost in float32 products
 JOINED_ROWS = 16_384  # of kept blocks: each adds to F sums
@@ -31,8 +33,13 @@ class Descent:
     condition: float  # of the preconditioned matrix, an estimate
 
 
-def conjugate_gradient(times: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, diagonal: Tensor,
-                       tolerance: float) -> tuple[Tensor, Descent]:
+def conjugate_gradient(
+    times: Callable[[Tensor], Tensor],
+    right: Tensor,
+    start: Tensor,
+    diagonal: Tensor,
+    tolerance: float,
+) -> tuple[Tensor, Descent]:
     """Solve `A X = G`, (F, C), float64, for a symmetric positive definite A, given by its products and diagonal.
 
     It ends when each residual's `sqrt(r' diag^-1 r)` is below the tolerance times G's. Iterations grow as the root of
@@ -74,7 +81,9 @@ def _condition(steps: list[tuple[Tensor, Tensor]], column: int) -> float:
     """By the tridiagonal matrix that a column's iterations build (Saad, 6.7.3)."""
     if not steps:
         return 1.0
-    alphas, betas = (torch.stack(values)[:, column].cpu().numpy() for values in zip(*steps, strict=True))
+    alphas, betas = (
+        torch.stack(values)[:, column].cpu().numpy() for values in zip(*steps, strict=True)
+    )
     kept = int(np.argmin(alphas > 0)) or len(alphas)
     alphas, betas = alphas[:kept], betas[: kept - 1]
     diagonal = 1 / alphas
@@ -92,16 +101,28 @@ class StreamedCodes(System):
     `budget` bytes come once more from `again` in each iteration, which starts at the decoder `start`, (F, E).
     """
 
-    def __init__(self, start: Tensor, again: Callable[[], Iterator[Codes]], budget: float,
-                 prefixes: Prefixes = ()) -> None:
+    def __init__(
+        self,
+        start: Tensor,
+        again: Callable[[], Iterator[Codes]],
+        budget: float,
+        prefixes: Prefixes = (),
+    ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=start.device)
 
         d_sae, d_out = start.shape
         self.count = zeros(1)
-        self.sum_z, self.sum_y, self.squares, self.zy = zeros(d_sae), zeros(d_out), zeros(d_sae), zeros(d_sae, d_out)
+        self.sum_z, self.sum_y, self.squares, self.zy = (
+            zeros(d_sae),
+            zeros(d_out),
+            zeros(d_sae),
+            zeros(d_sae, d_out),
+        )
         self.start, self.prefixes = start, prefixes
-        self.streams = False  # whether codes did not fit, in any process, and every iteration encodes again
+        self.streams = (
+            False  # whether codes did not fit, in any process, and every iteration encodes again
+        )
         self._again, self._room = again, budget
         self._kept: list[Codes] | None = []
         self._pending: list[SparseCodes] = []
@@ -210,11 +231,20 @@ class Iterative(Factorisation):
         def times(V: Tensor) -> Tensor:
             return self._codes.times(V, self._shrink).addcmul_(self._added[:, None], V)
 
-        solution, width = torch.empty_like(right), right.shape[1] if self._codes.streams else COLUMNS
+        solution, width = (
+            torch.empty_like(right),
+            right.shape[1] if self._codes.streams else COLUMNS,
+        )
         for begin in range(0, right.shape[1], width):
             some = slice(begin, begin + width)
-            guess = right[:, some] / self._diagonal[:, None] if start is None else start[:, some].double()
-            solution[:, some], descent = conjugate_gradient(times, right[:, some], guess, self._diagonal, TOLERANCE)
+            guess = (
+                right[:, some] / self._diagonal[:, None]
+                if start is None
+                else start[:, some].double()
+            )
+            solution[:, some], descent = conjugate_gradient(
+                times, right[:, some], guess, self._diagonal, TOLERANCE
+            )
             if not math.isfinite(descent.residual):
                 raise TrainingError(NOT_FINITE)
             self._descents.append(descent)

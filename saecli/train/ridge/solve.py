@@ -43,20 +43,34 @@ class Plan:
         if self.kind == "direct":
             d_sae, d_out = start.shape
             return Sums(d_sae, d_out, start.device, self.prefixes)
-        return HeldRows() if self.kind == "dual" else StreamedCodes(start, again, self.budget, self.prefixes)
+        return (
+            HeldRows()
+            if self.kind == "dual"
+            else StreamedCodes(start, again, self.budget, self.prefixes)
+        )
 
 
-def plan(rows: int, d_sae: int, d_out: int, memory: float = math.inf, solve: str = "auto",
-         prefixes: Prefixes = ()) -> Plan:
+def plan(
+    rows: int,
+    d_sae: int,
+    d_out: int,
+    memory: float = math.inf,
+    solve: str = "auto",
+    prefixes: Prefixes = (),
+) -> Plan:
     """The way to solve a decoder step: with `solve` "auto" by a factorisation if it fits in bytes of memory, else by
     iteration."""
     if rows < d_sae and not prefixes:
         # Codes, their centred and weighted copies, targets, products of N x N and their factor.
-        factorised = Plan("dual", 8 * (rows * (5 * d_sae + d_out) + 2 * rows * rows + MATRICES * d_sae * d_out))
+        factorised = Plan(
+            "dual", 8 * (rows * (5 * d_sae + d_out) + 2 * rows * rows + MATRICES * d_sae * d_out)
+        )
     else:  # the Gram matrix and its factor
         factorised = Plan("direct", 8 * d_sae * (2 * d_sae + MATRICES * d_out), prefixes=prefixes)
-    streaming, keeping = (8 * d_sae * (MATRICES * d_out + 6 * columns)  # vectors of the iteration, for each column
-                          for columns in (d_out, min(COLUMNS, d_out)))
+    streaming, keeping = (
+        8 * d_sae * (MATRICES * d_out + 6 * columns)  # vectors of the iteration, for each column
+        for columns in (d_out, min(COLUMNS, d_out))
+    )
     if solve == "direct" or (solve == "auto" and factorised.bytes <= max(memory, streaming)):
         return factorised
     return Plan("iterative", streaming, KEPT_FRACTION * max(memory - keeping, 0), prefixes)
@@ -77,16 +91,27 @@ class DecoderState:
     residual: float  # of an iteration's worst column, over its right side; else nan
     dof: float  # effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for
     skip: Tensor | None = None  # (D, E)
-    effect: Tensor | None = None  # rise of the objective without each latent, c fixed, ||W_i||^2 / M_ii, (F,)
+    effect: Tensor | None = (
+        None  # rise of the objective without each latent, c fixed, ||W_i||^2 / M_ii, (F,)
+    )
     ratios: tuple[float, ...] = (1.0,)  # each place's alpha over `alpha`
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
         """(F, E), given T0."""
-        return self.Delta if direction is None else torch.add(self.Delta, direction.double(), alpha=self.c)
+        return (
+            self.Delta
+            if direction is None
+            else torch.add(self.Delta, direction.double(), alpha=self.c)
+        )
 
 
-def solve(system: System, terms: Terms, factorisation: Factorisation | None = None,
-          z: Tensor | None = None, effects: bool = False) -> DecoderState:
+def solve(
+    system: System,
+    terms: Terms,
+    factorisation: Factorisation | None = None,
+    z: Tensor | None = None,
+    effects: bool = False,
+) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
     `factorisation` replaces the terms'. `z`: codes of some rows, or of all in the system's order, (n, F), for the
     degrees of freedom.
@@ -112,9 +137,13 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
     if along is not None and terms.direction is not None:
         free = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
         parts = [terms.direction.double(), *free]
-        if terms.places:  # times the root of each place's ratio the best multiple is that of all places
-            parts = [torch.cat([place.ratio**0.5 * part[:, place.columns] for place in terms.places], 1)
-                     for part in parts]
+        if (
+            terms.places
+        ):  # times the root of each place's ratio the best multiple is that of all places
+            parts = [
+                torch.cat([place.ratio**0.5 * part[:, place.columns] for place in terms.places], 1)
+                for part in parts
+            ]
         c, _ = best_multiple(parts[0], parts[1], parts[2], alpha)
         W.add_(along, alpha=c * alpha)
     if eliminated is not None:
@@ -130,8 +159,19 @@ def solve(system: System, terms: Terms, factorisation: Factorisation | None = No
         effect = (W.square() / inverse).sum(1)
     if terms.direction is not None:
         W.sub_(terms.direction.double(), alpha=c)
-    return DecoderState(c, W, b, alpha, *figures, solution.condition, solution.residual, dof, skip, effect,
-                        tuple(place.ratio for place in terms.places) or (1.0,))
+    return DecoderState(
+        c,
+        W,
+        b,
+        alpha,
+        *figures,
+        solution.condition,
+        solution.residual,
+        dof,
+        skip,
+        effect,
+        tuple(place.ratio for place in terms.places) or (1.0,),
+    )
 
 
 class _Solution(NamedTuple):
@@ -146,11 +186,17 @@ def _solved(factorisation: Factorisation, terms: Terms, effects: bool) -> _Solut
     system = factorisation.system
     W = factorisation.solve_cross(terms.centre(system.rows, system.y_bar))
     if terms.mu:
-        W[:, :terms.d_out] += factorisation.solve(terms.mu * terms.W_t.double())
+        W[:, : terms.d_out] += factorisation.solve(terms.mu * terms.W_t.double())
     along = None if terms.direction is None else factorisation.solve(terms.direction.double())
     # The figures after the solutions: an iteration estimates them from its steps.
     condition, residual = factorisation.condition(), factorisation.residual()
-    return _Solution(W, along, condition, residual, factorisation.inverse_diagonal()[:, None] if effects else None)
+    return _Solution(
+        W,
+        along,
+        condition,
+        residual,
+        factorisation.inverse_diagonal()[:, None] if effects else None,
+    )
 
 
 def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Solution:
@@ -162,15 +208,25 @@ def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Sol
         del own  # the memory of its factor
         W = W[:, place.columns]
         towards = None if along is None else place.ratio * along[:, place.columns]
-        parts.append(_Solution(W, towards, condition, residual, None if inverse is None else inverse.expand_as(W)))
+        parts.append(
+            _Solution(
+                W, towards, condition, residual, None if inverse is None else inverse.expand_as(W)
+            )
+        )
     alongs = [part.along for part in parts if part.along is not None]
     inverses = [part.inverse for part in parts if part.inverse is not None]
-    return _Solution(torch.cat([part.W for part in parts], 1), torch.cat(alongs, 1) if alongs else None,
-                     max(part.condition for part in parts), max(part.residual for part in parts),
-                     torch.cat(inverses, 1) if inverses else None)
+    return _Solution(
+        torch.cat([part.W for part in parts], 1),
+        torch.cat(alongs, 1) if alongs else None,
+        max(part.condition for part in parts),
+        max(part.residual for part in parts),
+        torch.cat(inverses, 1) if inverses else None,
+    )
 
 
-def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> tuple[float, float]:
+def best_multiple(
+    T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float
+) -> tuple[float, float]:
     """The c that minimises the objective jointly with W, and its derivative in alpha.
 
     Of T0, `untargeted` M (C + mu W_t) and `along` M T0, (F, E) each, columns may be left out, or mixed alike. At
@@ -182,7 +238,9 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
     if curvature <= FLAT * T0.square().sum().item():
         return 1.0, 0.0
     c = (T0 * untargeted).sum().item() / curvature
-    falling = (along * (untargeted - c * T0 + c * alpha * along)).sum().item()  # <M T0, W - c T0>; dM = -M M
+    falling = (
+        (along * (untargeted - c * T0 + c * alpha * along)).sum().item()
+    )  # <M T0, W - c T0>; dM = -M M
     return c, -falling / curvature
 
 
@@ -204,7 +262,9 @@ def slack_of(factorisation: Factorisation, terms: Terms, z: Tensor) -> Tensor:
     `1 / (N + beta + nu) + psi_i' M psi_i`; with prefixes the trace of `choice`'s H_i."""
     system = factorisation.system
     if len(z) == system.rows:
-        own = [factorisation.own(some) for some in torch.arange(len(z), device=z.device).split(PIECE)]
+        own = [
+            factorisation.own(some) for some in torch.arange(len(z), device=z.device).split(PIECE)
+        ]
         held = [rows.slack for rows in own if rows is not None]
         if held:
             return torch.cat(held)

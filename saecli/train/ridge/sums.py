@@ -11,9 +11,13 @@ from ...sae.codes import Codes, DenseCodes, Prefixes
 from .system import PIECE, AllReduce, Cholesky, Factorisation, OwnRows, System, reduced
 
 CONSTANT = 2.0**-23  # spread of a latent over its mean below which float32 cannot tell it from none
-RESOLUTION = 1e-13  # least ridge over the mean diagonal: a smaller one is lost in float64's rounding
+RESOLUTION = (
+    1e-13  # least ridge over the mean diagonal: a smaller one is lost in float64's rounding
+)
 OFFSET = 100  # squared mean over variance above which sums are taken about the mean
-DUAL_RESOLUTION = 1e-9  # the same in N dimensions, where the solution is a difference divided by the ridge
+DUAL_RESOLUTION = (
+    1e-9  # the same in N dimensions, where the solution is a difference divided by the ridge
+)
 
 
 class Sums(System):
@@ -29,7 +33,9 @@ class Sums(System):
     8 F^2 + 8 F E bytes.
     """
 
-    def __init__(self, d_sae: int, d_out: int, device: torch.device | str = "cpu", prefixes: Prefixes = ()) -> None:
+    def __init__(
+        self, d_sae: int, d_out: int, device: torch.device | str = "cpu", prefixes: Prefixes = ()
+    ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
@@ -70,7 +76,12 @@ class Sums(System):
         """`F^2 / 2 + F E` numbers are all-reduced, a panel at a time."""
         count = all_reduce(self.count.clone()).clamp(min=1)
         # Rounded, since later blocks subtract them in float32.
-        self.recentre(*((all_reduce(self.count * offset) / count).float().double() for offset in (self.z_0, self.y_0)))
+        self.recentre(
+            *(
+                (all_reduce(self.count * offset) / count).float().double()
+                for offset in (self.z_0, self.y_0)
+            )
+        )
         reduced([self.count, self.sum_z, self.sum_y, self.zy], all_reduce)
         for begin in range(0, len(self.sum_z), PIECE):
             end = begin + PIECE
@@ -96,7 +107,9 @@ class Sums(System):
         about_means = torch.addr(self.zy, self.sum_z / self.count, self.sum_y, alpha=-1)
         # Else rounding, to be divided:
         about_means[self._spread <= self.count * (CONSTANT * self._z_bar).square()] = 0.0
-        return about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows).mul_(self._membership[..., None])
+        return about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows).mul_(
+            self._membership[..., None]
+        )
 
     def scale(self, shrink: float) -> float:
         between = self._membership * self._z_bar.square() - shrink * self.u.square()
@@ -123,7 +136,9 @@ class Sums(System):
             A.diagonal().copy_(diagonal + ridge)
             return A
 
-        return Direct(self, Cholesky.of(build, max(ridge, RESOLUTION * (diagonal.abs().mean().item() or 1.0))))
+        return Direct(
+            self, Cholesky.of(build, max(ridge, RESOLUTION * (diagonal.abs().mean().item() or 1.0)))
+        )
 
 
 class Direct(Factorisation):
@@ -161,7 +176,9 @@ class HeldRows(System):
     def __init__(self, z: Tensor | None = None, y: Tensor | None = None) -> None:
         self._z = [] if z is None else [z]
         self._y = [] if y is None else [y]
-        self._lifts: tuple[float, Tensor, Tensor] | None = None  # s, Z_h, (N, F), and Z_h Z_h', (N, N)
+        self._lifts: tuple[float, Tensor, Tensor] | None = (
+            None  # s, Z_h, (N, F), and Z_h Z_h', (N, N)
+        )
 
     def add(self, codes: Codes, y: Tensor) -> None:
         self._z.append(codes.dense())
@@ -220,7 +237,9 @@ class HeldRows(System):
 class Dual(Direct):
     """A Cholesky factor of the N x N matrix S; `lifted` is Z_h."""
 
-    def __init__(self, system: HeldRows, factor: Cholesky, shrink: float, lifted: Tensor, decay: Tensor) -> None:
+    def __init__(
+        self, system: HeldRows, factor: Cholesky, shrink: float, lifted: Tensor, decay: Tensor
+    ) -> None:
         super().__init__(system, factor)
         self._rows, self._shrink, self._lifted = system, shrink, lifted
         self._weight = _weight(decay, factor.ridge)  # r E^-1, (F, 1)
@@ -237,7 +256,9 @@ class Dual(Direct):
     def quadratic(self, psi: Tensor) -> Tensor:
         """2 N F + N^2 operations per row."""
         scaled = self._weight * psi.T
-        return ((scaled * psi.T).sum(0) - self._factor.squared_norms(self._lifted @ scaled)) / self.ridge
+        return (
+            (scaled * psi.T).sum(0) - self._factor.squared_norms(self._lifted @ scaled)
+        ) / self.ridge
 
     def own(self, index: Tensor) -> OwnRows:
         """2 N^2 operations for each row."""
@@ -245,8 +266,11 @@ class Dual(Direct):
         units = self._lifted.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
         units[index, columns] += 1  # P's columns
         solved = self._factor.solve(units)
-        return OwnRows(self.ridge * (solved * units).sum(0), lambda: self._lift(solved),
-                       lambda centre: self.ridge * (solved.T @ self._apart(centre)))
+        return OwnRows(
+            self.ridge * (solved * units).sum(0),
+            lambda: self._lift(solved),
+            lambda centre: self.ridge * (solved.T @ self._apart(centre)),
+        )
 
     inverse_diagonal = Factorisation.inverse_diagonal  # the factor's has N entries
 
@@ -257,7 +281,11 @@ class Dual(Direct):
     def _apart(self, centre: Tensor) -> Tensor:
         """`Y = P^-1 (y - centre)`, (N, E); with s = 1 P leaves centred targets as they are."""
         rows = self._rows.y - centre
-        return rows if self._shrink == 1 else rows.add_(rows.mean(0), alpha=(1 - self._shrink) ** -0.5 - 1)
+        return (
+            rows
+            if self._shrink == 1
+            else rows.add_(rows.mean(0), alpha=(1 - self._shrink) ** -0.5 - 1)
+        )
 
 
 def _weight(decay: Tensor, ridge: float) -> Tensor:

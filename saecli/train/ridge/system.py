@@ -21,10 +21,16 @@ from torch.nn.functional import one_hot
 from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes
 
-AllReduce = Callable[[Tensor], Tensor]  # the sum of all processes' tensors, the same bits in each process
+AllReduce = Callable[
+    [Tensor], Tensor
+]  # the sum of all processes' tensors, the same bits in each process
 
-NOT_FINITE = "the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr"
-INFINITE_ALPHA = 1e9  # over A's mean diagonal: W equals T to nine digits, and c would be lost in a difference
+NOT_FINITE = (
+    "the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr"
+)
+INFINITE_ALPHA = (
+    1e9  # over A's mean diagonal: W equals T to nine digits, and c would be lost in a difference
+)
 PIECE = 256  # rows of a matrix all-reduced at a time
 RAISES = 15  # attempts to factorise, each with a ridge ten times larger
 
@@ -46,7 +52,7 @@ class SkipSums:
         """A_xx, (D, D), and A_xy, (D, E), about a centre of (y, x), (E + D,)."""
         E = self.d_out
         centred = self._sums - rows * torch.outer(x_bar, torch.cat([centre[E:], centre[:E]]))
-        return centred[:, :len(x_bar)], centred[:, len(x_bar):]
+        return centred[:, : len(x_bar)], centred[:, len(x_bar) :]
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,10 @@ class Terms:
 
     def bare_bias(self, rows: float, y_bar: Tensor) -> Tensor:
         """`s y_bar + t b_t`, (E,)."""
-        return self.rows_fraction(rows) * y_bar + self.nu / (rows + self.beta + self.nu) * self.b_t.double()
+        return (
+            self.rows_fraction(rows) * y_bar
+            + self.nu / (rows + self.beta + self.nu) * self.b_t.double()
+        )
 
     def centre(self, rows: float, y_bar: Tensor) -> Tensor:
         """Subtracted from targets before solving for W, (E,)."""
@@ -161,7 +170,9 @@ class System(ABC):
         scale = self.scale(shrink)
         alpha = min(terms.alpha, INFINITE_ALPHA * scale) or terms.alpha
         found = self._factorise(alpha + terms.mu, shrink, terms.decay)
-        found.alpha = alpha + (found.ridge - (alpha + terms.mu))  # ridge - mu would lose alpha to a large mu
+        found.alpha = alpha + (
+            found.ridge - (alpha + terms.mu)
+        )  # ridge - mu would lose alpha to a large mu
         found.relative_alpha = found.alpha / max(scale, sys.float_info.min)
         return found
 
@@ -174,7 +185,9 @@ class OwnRows(NamedTuple):
 
     slack: Tensor  # 1 - 1/(N + beta + nu) - psi_i' M psi_i, (m,), 1 less the leverage
     u: Callable[[], Tensor]  # gives M psi_i, (F, m)
-    residual: Callable[[Tensor], Tensor]  # gives y_i - centre - psi_i' M sum z (y - centre)', (m, E)
+    residual: Callable[
+        [Tensor], Tensor
+    ]  # gives y_i - centre - psi_i' M sum z (y - centre)', (m, E)
 
 
 class Factorisation(ABC):
@@ -184,7 +197,11 @@ class Factorisation(ABC):
     relative_alpha: float  # alpha over A's mean diagonal
 
     def __init__(self, system: System, ridge: float, raised: bool) -> None:
-        self.system, self.ridge, self.raised = system, ridge, raised  # raised: a smaller ridge did not factorise
+        self.system, self.ridge, self.raised = (
+            system,
+            ridge,
+            raised,
+        )  # raised: a smaller ridge did not factorise
 
     @abstractmethod
     def solve(self, right: Tensor) -> Tensor:
@@ -201,7 +218,10 @@ class Factorisation(ABC):
         """The diagonal of M, (F,), at F times the cost of `quadratic` at most; called last, as it may overwrite the
         factor."""
         u = self.system.u
-        units = (one_hot(some, len(u)).to(u) for some in torch.arange(len(u), device=u.device).split(PIECE))
+        units = (
+            one_hot(some, len(u)).to(u)
+            for some in torch.arange(len(u), device=u.device).split(PIECE)
+        )
         return torch.cat([self.quadratic(unit) for unit in units])
 
     @abstractmethod
@@ -234,22 +254,31 @@ class Cholesky:
         """Factorise `build(ridge)`, whose lower triangle is read and whose memory the factor takes; F^3 / 3 operations,
         and ten times the ridge, per attempt."""
         for attempt in range(RAISES):
-            R, info = build(ridge).mT, torch.empty((), dtype=torch.int32)  # column-major, as LAPACK writes it
+            R, info = (
+                build(ridge).mT,
+                torch.empty((), dtype=torch.int32),
+            )  # column-major, as LAPACK writes it
             info = info.to(R.device)
             torch.linalg.cholesky_ex(R, upper=True, out=(R, info))
-            if not info.item() and R.diagonal().isfinite().all():  # a NaN need not fail on every device
+            if (
+                not info.item() and R.diagonal().isfinite().all()
+            ):  # a NaN need not fail on every device
                 return cls(R, ridge, attempt > 0)
             del R
             if not build(ridge).sum().isfinite():
                 raise TrainingError(NOT_FINITE)
             ridge *= 10
-        raise TrainingError("the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
-                            f"{ridge / 10:.3g}, since the codes' offset is so large against their spread that "
-                            "float32 sums lose it; normalise the rows, e.g. with --normalize scale")
+        raise TrainingError(
+            "the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
+            f"{ridge / 10:.3g}, since the codes' offset is so large against their spread that "
+            "float32 sums lose it; normalise the rows, e.g. with --normalize scale"
+        )
 
     def solve(self, right: Tensor) -> Tensor:
         """2 F^2 operations per column."""
-        return torch.cholesky_solve(right, self._R, upper=True).contiguous()  # products with it are then faster
+        return torch.cholesky_solve(
+            right, self._R, upper=True
+        ).contiguous()  # products with it are then faster
 
     def squared_norms(self, right: Tensor) -> Tensor:
         """`g' (R' R)^-1 g` of each column g, (C,); half the operations of a solution."""
@@ -272,8 +301,14 @@ class Cholesky:
         signs = (1.0 - 2.0 * (np.arange(side) % 2))[:, None]
 
         def signed(columns: np.ndarray) -> np.ndarray:
-            return signs * times(torch.from_numpy(signs * columns.reshape(side, -1)).to(device)).cpu().numpy()
+            return (
+                signs
+                * times(torch.from_numpy(signs * columns.reshape(side, -1)).to(device))
+                .cpu()
+                .numpy()
+            )
 
-        operator = LinearOperator((side, side), matvec=signed, rmatvec=signed, matmat=signed, rmatmat=signed,
-                                  dtype=float)
+        operator = LinearOperator(
+            (side, side), matvec=signed, rmatvec=signed, matmat=signed, rmatmat=signed, dtype=float
+        )
         return float(onenormest(operator, t=1))  # with t > 1, columns would be drawn at random
