@@ -1,17 +1,18 @@
 """Where an SAE acts in a language model, and the effect of replacing activations there by its reconstructions.
 
-The windows of tokens are rebuilt from the token ids that a store keeps with its rows, so that neither the text nor the
-network is needed. Special tokens (BOS) keep their own activations, and predictions from them are excluded from every
-mean; but zero ablation applies to all tokens. SAELens' current evaluation does the same. A crosscoder is encoded from
-the clean activations at all its hook points, of all its models, and replaces all of a model's at once, or one alone:
-after the last of several residual streams replaced, the model does not see the earlier ones.
+The windows of tokens are rebuilt from the token ids that a store keeps with its rows, so that
+neither the text nor the network is needed. Tokens that are no rows (special ones, BOS) keep their
+own activations, and predictions from them are excluded from every mean; but zero ablation applies
+to all tokens. SAELens' current evaluation does the same. A crosscoder is encoded from the clean
+activations at all its hook points, of all its models, and replaces all of a model's at once, or one
+alone: after the last of several residual streams replaced, the model does not see the earlier ones.
 
-Shapes: B windows, T tokens, n of them plain, D = d_in, E = d_out, V vocabulary.
+Shapes: B windows, T tokens, n of them replaced, D = d_in, E = d_out, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -208,10 +209,21 @@ def largest(rows: Rows, column: str) -> int:
     return max(int(part.max()) for part in rows.column(column, READ))
 
 
+class StoredWindow(NamedTuple):
+    """A window of tokens, and which of them are rows: only these are read, replaced and scored."""
+
+    token_ids: np.ndarray  # (T,) int64, of the whole window, the prefix's too
+    replaced: np.ndarray  # (T,) bool
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+
 def stored_windows(
     rows: Rows, prefix: Sequence[int], tokens: int, source: int | None = None
-) -> Iterator[list[int]]:
-    """The token ids of the first windows, in stored order, of a store that keeps every position of its windows.
+) -> Iterator[StoredWindow]:
+    """The first windows, in stored order, of a store that keeps every position of its windows.
 
     A window from which the store dropped a token outside the prefix is skipped, since it cannot be rebuilt.
 
@@ -230,7 +242,8 @@ def stored_windows(
             or (own and own[0][0] != source)
         ):
             continue
-        yield [*prefix, *token_ids.tolist()]
+        stored = np.arange(len(prefix) + len(token_ids)) >= len(prefix)
+        yield StoredWindow(np.concatenate([prefix, token_ids]).astype(np.int64), stored)
         found += len(token_ids)
         if found >= tokens:
             return
@@ -260,28 +273,27 @@ class CleanPass:
     writes: tuple[HookPoint, ...]
     token_ids: Tensor  # (B, T)
     mask: Tensor  # (B, T), 0 at padding
-    plain: Tensor  # (B, T) bool: neither padding nor special
-    scored: Tensor  # (B, T - 1) bool: plain, with a next token
+    replaced: Tensor  # (B, T) bool
+    scored: Tensor  # (B, T - 1) bool: replaced, with a next token
     log_probabilities: Tensor  # (B, T, V) float32
-    x: Tensor  # activations of plain tokens at the hook points read, side by side, (n, D)
+    x: Tensor  # activations of replaced tokens at the hook points read, side by side, (n, D)
     y: Tensor  # at those written, (n, E)
 
     @classmethod
     def of(
         cls,
         model: "LanguageModel",
-        windows: list[list[int]],
-        special: Tensor,
+        windows: Sequence[StoredWindow],
         reads: tuple[HookPoint, ...],
         writes: tuple[HookPoint, ...],
     ) -> Self:
-        token_ids, mask = padded(windows)
+        token_ids, mask, replaced = padded(windows)
         model.check_tokens(token_ids)
-        plain = is_plain(token_ids, mask, special).to(model.device)
+        replaced = replaced.to(model.device)
         found: dict[HookPoint, Tensor] = {}
 
         def look(point: HookPoint, activations: Tensor) -> Tensor:
-            found[point] = activations[plain]
+            found[point] = activations[replaced]
             return activations
 
         logits = model.logits(token_ids, mask, dict.fromkeys((*reads, *writes), look))
@@ -291,21 +303,21 @@ class CleanPass:
             writes,
             token_ids,
             mask,
-            plain,
-            plain[:, :-1] & mask[:, 1:].bool().to(model.device),
+            replaced,
+            replaced[:, :-1] & mask[:, 1:].bool().to(model.device),
             logits.log_softmax(-1),
             x,
             x if reads == writes else y,
         )
 
     def spliced(self, y_hat: Tensor, writes: tuple[HookPoint, ...] = ()) -> Tensor:
-        """The log-probabilities, (B, T, V), with y_hat, (n, E), at the plain tokens of the hook points written, or of
-        these alone; differentiable in it."""
+        """The log-probabilities, (B, T, V), with y_hat, (n, E), in place of the activations at the hook points written,
+        or at these alone; differentiable in it."""
         writes = writes or self.writes
         parts = dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True))
 
         def replace(point: HookPoint, activations: Tensor) -> Tensor:
-            return activations.clone().index_put((self.plain,), parts[point].to(activations))
+            return activations.clone().index_put((self.replaced,), parts[point].to(activations))
 
         return self.model.logits(
             self.token_ids, self.mask, dict.fromkeys(writes, replace)
@@ -329,18 +341,19 @@ class CleanPass:
         )
 
     def kl(self, log_probabilities: Tensor) -> Tensor:
-        """KL(clean || other), summed over the plain tokens, float64."""
+        """KL(clean || other), summed over the replaced tokens, float64."""
         clean = self.log_probabilities
         return (
-            (clean.exp() * (clean - log_probabilities)).sum(-1)[self.plain].sum(dtype=torch.float64)
+            (clean.exp() * (clean - log_probabilities))
+            .sum(-1)[self.replaced]
+            .sum(dtype=torch.float64)
         )
 
 
 @torch.no_grad()
 def effects(
     models: "Sequence[LanguageModel]",
-    windows: Iterable[list[int]],
-    special: Tensor,
+    windows: Iterable[StoredWindow],
     reads: tuple[HookPoint, ...],
     parts: Sequence[tuple[HookPoint, ...]],
     saes: Sequence[SAE],
@@ -350,7 +363,6 @@ def effects(
 
     Args:
         models: with one tokenizer; a hook point's `model` is a number among them.
-        special: token ids whose activations are not replaced, and whose predictions do not count.
         reads: the hook points whose activations are encoded.
         parts: hook points of one model that are replaced at once: those that are read, some of them, or a transcoder's.
         show: called after each batch with the number of tokens done.
@@ -374,7 +386,7 @@ def effects(
         passes, found = [], dict[HookPoint, Tensor]()
         for number, model in enumerate(models):
             own = tuple(point for point in reads if point.model == number)
-            passes.append(CleanPass.of(model, batch, special, own, own))
+            passes.append(CleanPass.of(model, batch, own, own))
             found |= zip(own, passes[-1].x.chunk(len(own), 1), strict=True)
             cleans[number] += passes[-1].cross_entropy(passes[-1].log_probabilities).cpu()
         x = torch.cat([found[point] for point in reads], 1)
@@ -389,7 +401,7 @@ def effects(
             for both, y_hat in zip(own_sums, predicted, strict=True):
                 spliced = clean.spliced(torch.cat([y_hat[point] for point in part], 1), part)
                 both += torch.stack([clean.cross_entropy(spliced), clean.kl(spliced)]).cpu()
-        tokens += int(passes[0].plain.sum())
+        tokens += int(passes[0].replaced.sum())
         predictions += int(passes[0].scored.sum())
         show(tokens)
 
@@ -412,30 +424,28 @@ def effects(
     ]
 
 
-def plain_activations(
+def stored_activations(
     model: "LanguageModel",
-    windows: Iterable[list[int]],
-    special: Tensor,
+    windows: Iterable[StoredWindow],
     points: Sequence[HookPoint],
     most: int,
 ) -> Iterator[list[Tensor]]:
-    """The activations of windows' plain tokens at distinct hook points, (n, D) each, in batches of at most `most`
+    """The activations at the rows of windows, at distinct hook points, (n, D) each, in batches of at most `most`
     tokens; the model runs up to the last of the points."""
     for batch in in_batches(windows, most):
-        token_ids, mask = padded(batch)
-        plain = is_plain(token_ids, mask, special).to(model.device)
+        token_ids, mask, replaced = padded(batch)
 
-        def take(activations: Tensor, plain: Tensor = plain) -> Tensor:
-            return activations[plain]
+        def take(activations: Tensor, replaced: Tensor = replaced) -> Tensor:
+            return activations[replaced.to(activations.device)]
 
         yield model.read(token_ids, mask, points, take)
 
 
-def in_batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[int]]]:
+def in_batches(windows: Iterable[StoredWindow], most: int) -> Iterator[list[StoredWindow]]:
     """The windows in lists of at most `most` tokens when padded, or of one window."""
-    pending: list[list[int]] = []
+    pending: list[StoredWindow] = []
     for window in windows:
-        longest = max(len(other) for other in [*pending, window])
+        longest = max(other.length for other in [*pending, window])
         if pending and (len(pending) + 1) * longest > most:
             yield pending
             pending = []
@@ -444,17 +454,13 @@ def in_batches(windows: Iterable[list[int]], most: int) -> Iterator[list[list[in
         yield pending
 
 
-def padded(windows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, (B, T) each, padded on the right with token 0 under mask 0."""
-    length = max(map(len, windows))
-    token_ids = torch.zeros(len(windows), length, dtype=torch.int64)
-    mask = torch.zeros(len(windows), length, dtype=torch.int64)
+def padded(windows: Sequence[StoredWindow]) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, mask and `replaced`, (B, T) each, padded on the right with token 0 under mask 0."""
+    shape = len(windows), max(window.length for window in windows)
+    token_ids, mask = torch.zeros(2, *shape, dtype=torch.int64)
+    replaced = torch.zeros(shape, dtype=torch.bool)
     for row, window in enumerate(windows):
-        token_ids[row, : len(window)] = torch.tensor(window)
-        mask[row, : len(window)] = 1
-    return token_ids, mask
-
-
-def is_plain(token_ids: Tensor, mask: Tensor, special: Tensor) -> Tensor:
-    """Whether each token is neither padding nor special, (B, T), bool."""
-    return (mask == 1) & ~torch.isin(token_ids, special)
+        token_ids[row, : window.length] = torch.from_numpy(window.token_ids)
+        mask[row, : window.length] = 1
+        replaced[row, : window.length] = torch.from_numpy(window.replaced)
+    return token_ids, mask, replaced

@@ -43,7 +43,7 @@ from ..base.errors import (
 )
 from ..base.home import KEPT, Home
 from ..base.machine import available_memory
-from ..extract.splice import plain_activations, stored_windows
+from ..extract.splice import stored_activations, stored_windows
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
@@ -375,7 +375,7 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
         stored_windows(ends[0], cutter.prefix, ends[0].rows),
         batch_tokens(model, "auto", context, places),
     )
-    for parts in plain_activations(model, windows, cutter.special, places, most):
+    for parts in stored_activations(model, windows, places, most):
         found[done : done + len(parts[0])] = torch.cat(parts, 1).to("cpu", torch.float32).numpy()
         done += len(parts[0])
         show(done)

@@ -283,7 +283,6 @@ class Splice:
             found = effects(
                 self.models,
                 chain([first], windows),
-                self.cutter.special,
                 self.reads,
                 [self.writes] * alone + each,
                 saes,

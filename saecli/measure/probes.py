@@ -40,7 +40,7 @@ from ..base.home import Home
 from ..extract.forward import batch_tokens
 from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint
-from ..extract.splice import Hooked, hooked, in_batches, model_of, padded
+from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
 from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
@@ -335,22 +335,15 @@ class LastTokens:
     def __call__(self, texts: Sequence[str]) -> dict[HookPoint, Tensor]:
         """The activations at each hook point, (N, D), float32, on the CPU."""
         windows = [self._window(text) for text in texts]
-        order = sorted(range(len(texts)), key=lambda index: -len(windows[index]))
-        found: dict[HookPoint, list[Tensor]] = {place: [] for place in self._places}
-        for batch in in_batches((windows[index] for index in order), self._tokens):
-            last = torch.tensor([len(window) - 1 for window in batch])
-
-            def take(activations: Tensor, last: Tensor = last) -> Tensor:
-                return activations[range(len(last)), last.to(activations.device)].to(
-                    "cpu", torch.float32
-                )
-
-            for parts, part in zip(
-                found.values(), self._model.read(*padded(batch), self._places, take), strict=True
-            ):
-                parts.append(part)
+        order = sorted(range(len(texts)), key=lambda index: -windows[index].length)
         back = torch.from_numpy(np.argsort(order))
-        result = {place: torch.cat(parts)[back] for place, parts in found.items()}
+        batches = stored_activations(
+            self._model, (windows[index] for index in order), self._places, self._tokens
+        )
+        parts = zip(*([part.cpu().float() for part in batch] for batch in batches), strict=True)
+        result = {
+            place: torch.cat(rows)[back] for place, rows in zip(self._places, parts, strict=True)
+        }
         for place, x in result.items():
             if not x.isfinite().all():
                 raise ConfigError(
@@ -360,7 +353,8 @@ class LastTokens:
                 )
         return result
 
-    def _window(self, text: str) -> list[int]:
+    def _window(self, text: str) -> StoredWindow:
+        """A text's last tokens, of which only the last is read."""
         token_ids = self._model.tokenizer(text, add_special_tokens=False, verbose=False)[
             "input_ids"
         ]
@@ -369,7 +363,8 @@ class LastTokens:
                 f"{self._model.source.name} reads no token in the text {text[:40]!r}: expected at least "
                 "one; use another model, or leave its set out of --sets"
             )
-        return [*self._prefix, *token_ids[-self._room :]]
+        whole = np.array([*self._prefix, *token_ids[-self._room :]], np.int64)
+        return StoredWindow(whole, np.arange(len(whole)) == len(whole) - 1)
 
 
 def codes_of(sae: SAE, x: Tensor) -> csr_matrix:

@@ -26,7 +26,7 @@ from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of, intercepted
-from ..extract.splice import Hooked, hooked, model_of, plain_activations
+from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
 from ..extract.tokens import TokenTexts, continuation
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
@@ -268,13 +268,12 @@ def steer(
         TokenTexts(loaded.tokenizer),
         list[dict[str, str]](),
     )
-    windows, places = (
-        [token_ids[0].tolist() for token_ids in inputs],
-        list(dict.fromkeys([one.read, one.written])),
-    )
-    rows = [
-        *zip(*plain_activations(loaded, windows, torch.tensor(special), places, 1), strict=True)
+    windows = [
+        StoredWindow(token_ids[0].numpy(), ~np.isin(token_ids[0].numpy(), special))
+        for token_ids in inputs
     ]
+    places = list(dict.fromkeys([one.read, one.written]))
+    rows = [*zip(*stored_activations(loaded, windows, places, 1), strict=True)]
     read, written = torch.cat(rows[0]), torch.cat(rows[-1])  # (N, D), (N, E)
     codes = one.sae.copy_to(loaded.device).encode(read)  # (N, F)
     with listener.progress(f"continuing with {source.name}", 2 * len(prompts), "texts") as show:

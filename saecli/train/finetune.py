@@ -16,7 +16,16 @@ from ..base.options import demand_known
 from ..base.processes import Communicator, communicator
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
-from ..extract.splice import Hooked, check_rows, hooked, largest, model_of, stored_windows, unfit
+from ..extract.splice import (
+    Hooked,
+    StoredWindow,
+    check_rows,
+    hooked,
+    largest,
+    model_of,
+    stored_windows,
+    unfit,
+)
 from ..extract.streaming import Streamed, open_stream
 from ..extract.windows import Windows
 from ..sae.dictionary import SAE
@@ -104,7 +113,7 @@ class Opened:
 
     def plan(self, config: Finetune, training: TrainingConfig) -> FinetunePlan:
         """The plan of a training; of `training` the seed, device, trackers and the learning rate are used."""
-        tokens = self.through.per_step * self.through.plain.mean()
+        tokens = self.through.per_step * self.through.rows.mean()
         training = replace(
             training,
             lr_warm_up=0.0,
@@ -132,7 +141,6 @@ def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, see
     return Through(
         model,
         acts,
-        cutter.special,
         [*stored_windows(train, cutter.prefix, tokens)],
         [*stored_windows(test, cutter.prefix, TEST_TOKENS)],
     )
@@ -157,13 +165,13 @@ def _streamed(
         listener=listener,
         whole=True,
     )
-    found: tuple[list[list[int]], list[list[int]]] = [], []
+    found: tuple[list[StoredWindow], list[StoredWindow]] = [], []
     left = [config.rows, TEST_TOKENS]
     cutter = extraction.windows()
     for window in cutter.cut(extraction.text.documents(note=listener.note)):
         part = int(is_test(window.documents[-1:], seed=seed)[0])
         if left[part] > 0:
-            found[part].append(window.token_ids.tolist())
+            found[part].append(StoredWindow(window.token_ids, window.kept))
             left[part] -= int(window.kept.sum())
         if max(left) <= 0:
             break
@@ -172,7 +180,7 @@ def _streamed(
             "--dataset has too few documents: expected training windows and held-out ones, got "
             f"{len(found[0])} and {len(found[1])}; name a text of more documents"
         )
-    return stream, Through(extraction.model, acts, cutter.special, *found)
+    return stream, Through(extraction.model, acts, *found)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
     loss = KL(clean || spliced) + w FVU        or, with `--objective ce`, the spliced model's cross-entropy + w FVU
 
-per token that is not special. The clean pass gives the activations that the SAE encodes; the spliced one has its
+per row. The clean pass gives the activations that the SAE encodes; the spliced one has its
 predictions in their place, and a gradient from the hook point up: blocks below keep no activations for it. The SAE acts
 on rows normalised as in training, so that one learning rate fits all models. L0 is held where it starts: by one factor
 on all thresholds, or with relu by the weight of an L1 penalty; with topk it is fixed.
 
 Source: Karvonen, "Revisiting End-To-End Sparse Autoencoder Training: A Short Finetune Is All You Need" (2025).
 
-Shapes: n plain tokens of a forward pass, D = d_in, E = d_out, F = d_sae, L prefixes.
+Shapes: n rows of a forward pass, D = d_in, E = d_out, F = d_sae, L prefixes.
 """
 
 import math
@@ -26,7 +26,15 @@ from ..base.errors import ModelError
 from ..base.machine import is_out_of_memory
 from ..base.processes import ALONE, Communicator
 from ..extract.language_model import LanguageModel
-from ..extract.splice import BATCH_LOGITS, CleanPass, Hooked, effects, in_batches, plain_activations
+from ..extract.splice import (
+    BATCH_LOGITS,
+    CleanPass,
+    Hooked,
+    StoredWindow,
+    effects,
+    in_batches,
+    stored_activations,
+)
 from ..sae.activations import Relu, Thresholded
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
@@ -47,24 +55,22 @@ THRESHOLD_RATE, WEIGHT_RATE = (
 
 @dataclass(frozen=True, eq=False)
 class Through:
-    """A language model, where an SAE acts in it, and windows of token ids: to train on, and held out."""
+    """A language model, where an SAE acts in it, and windows: to train on, and held out."""
 
     model: LanguageModel
     hooked: Hooked
-    special: Tensor
-    train: Sequence[list[int]]
-    test: Sequence[list[int]]
+    train: Sequence[StoredWindow]
+    test: Sequence[StoredWindow]
 
     @cached_property
-    def plain(self) -> np.ndarray:
-        """Tokens per training window that are not special."""
-        special = {*self.special.tolist()}
-        return np.array([sum(token not in special for token in window) for window in self.train])
+    def rows(self) -> np.ndarray:
+        """Rows per training window."""
+        return np.array([window.replaced.sum() for window in self.train])
 
     @cached_property
     def per_step(self) -> int:
         """Windows of a step."""
-        return max(1, round(STEP_TOKENS / self.plain.mean()))
+        return max(1, round(STEP_TOKENS / self.rows.mean()))
 
     @property
     def most(self) -> int:
@@ -75,10 +81,8 @@ class Through:
             // self.model.vocabulary
         )
 
-    def clean(self, windows: list[list[int]]) -> CleanPass:
-        return CleanPass.of(
-            self.model, windows, self.special, self.hooked.reads, self.hooked.writes
-        )
+    def clean(self, windows: Sequence[StoredWindow]) -> CleanPass:
+        return CleanPass.of(self.model, windows, self.hooked.reads, self.hooked.writes)
 
     def step(self, number: int, seed: int) -> np.ndarray:
         """The windows of a step, out of passes over all of them, each in an order of its own."""
@@ -93,12 +97,12 @@ class Through:
         )
 
     def activations(
-        self, windows: Sequence[list[int]], tokens: int
+        self, windows: Sequence[StoredWindow], tokens: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Those of about the first `tokens` plain tokens, and a transcoder's targets."""
+        """Those of about the first `tokens` rows, and a transcoder's targets."""
         reads, writes = self.hooked.reads, self.hooked.writes
         points, parts, left = list(dict.fromkeys((*reads, *writes))), [], tokens
-        for found in plain_activations(self.model, windows, self.special, points, self.most):
+        for found in stored_activations(self.model, windows, points, self.most):
             parts.append([part.float().cpu() for part in found])
             left -= len(found[0])
             if left <= 0:
@@ -110,11 +114,11 @@ class Through:
 
 @dataclass(frozen=True, eq=False)
 class StepWindows:
-    """A step's windows in this process; `size` counts the plain tokens in all processes."""
+    """A step's windows in this process; `size` counts the rows in all processes."""
 
     through: Through
     normalisation: Normalisation
-    token_ids: list[list[int]]
+    windows: list[StoredWindow]
     size: int
 
 
@@ -139,7 +143,7 @@ class WindowRows(TrainingRows):
                 through.train[window]
                 for window in windows[communicator.rank :: communicator.world_size]
             ]
-            yield StepWindows(through, self.normalisation, own, int(through.plain[windows].sum()))
+            yield StepWindows(through, self.normalisation, own, int(through.rows[windows].sum()))
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
         """The first rows of the sample."""
@@ -194,14 +198,15 @@ class ThroughModel(Solver):
     def _step(self, batch: StepWindows) -> StepReport:
         if self.options.windows != "auto":
             self.most = min(
-                self.most, int(self.options.windows) * max(map(len, batch.token_ids), default=1)
+                self.most,
+                int(self.options.windows) * max((one.length for one in batch.windows), default=1),
             )
         sums = None
         while sums is None:
             self.optimizer.zero_grad()
             try:
                 sums = torch.zeros(3, dtype=torch.float64, device=batch.through.model.device)
-                for windows in in_batches(batch.token_ids, int(min(self.most, batch.through.most))):
+                for windows in in_batches(batch.windows, int(min(self.most, batch.through.most))):
                     sums += self._part(batch, windows)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -217,7 +222,7 @@ class ThroughModel(Solver):
         self._hold_l0(self.communicator.all_reduce(active.clone()) / batch.size)
         return StepReport(self.steps, batch.size, loss, squared_error, active / batch.size)
 
-    def _part(self, batch: StepWindows, windows: list[list[int]]) -> Tensor:
+    def _part(self, batch: StepWindows, windows: list[StoredWindow]) -> Tensor:
         """Add the gradient of some of a step's windows; returns their parts of the loss, squared error and L0."""
         dictionary, options, normalisation = self.dictionary, self.options, batch.normalisation
         mean, scale, target_mean, target_scale = normalisation.of_sae()
@@ -244,8 +249,8 @@ class ThroughModel(Solver):
         )
 
     def _halve(self, batch: StepWindows) -> None:
-        longest = max(map(len, batch.token_ids))
-        most = int(min(self.most, batch.through.most, longest * len(batch.token_ids)))
+        longest = max(window.length for window in batch.windows)
+        most = int(min(self.most, batch.through.most, longest * len(batch.windows)))
         if most <= longest:
             raise ModelError(
                 f"a window of {longest:,} tokens does not fit in the memory of "
@@ -313,7 +318,7 @@ class FinetunePlan(Plan):
 
     @property
     def rows_trained(self) -> int:
-        return int(self.through.plain.sum())
+        return int(self.through.rows.sum())
 
     def compared(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
         """On held-out windows FVU, L0, CE and KL, and as `loss` the objective."""
@@ -324,7 +329,6 @@ class FinetunePlan(Plan):
             for (one,) in effects(
                 [through.model],
                 through.test,
-                through.special,
                 through.hooked.reads,
                 [through.hooked.writes],
                 saes,

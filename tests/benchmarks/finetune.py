@@ -147,7 +147,7 @@ def gemma() -> None:
     from saecli.extract.language_model import LanguageModel
     from saecli.extract.model_source import find_model
     from saecli.extract.options import BUNDLED, HookPoint
-    from saecli.extract.splice import Hooked
+    from saecli.extract.splice import Hooked, StoredWindow
     from saecli.sae.activations import TopK
     from saecli.sae.dictionary import SAE
     from saecli.train import through
@@ -174,11 +174,11 @@ def gemma() -> None:
         TopK(k=32),
     )
     points = (HookPoint(12, "resid_post"),)
-    windows = torch.randint(100, 2000, (2, 128)).tolist()
+    windows = [
+        StoredWindow(torch.randint(100, 2000, (128,)).numpy(), np.ones(128, bool)) for _ in range(2)
+    ]
     through.STEP_TOKENS = 128
-    passes = through.Through(
-        model, Hooked("sae", sae, None, points, points), torch.tensor([2]), windows, windows
-    )
+    passes = through.Through(model, Hooked("sae", sae, (None,), points, points), windows, windows)
     rows = through.Sampled(passes, passes.activations(windows, 256))
     plan = Plan.resolved(
         rows,

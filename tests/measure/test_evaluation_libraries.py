@@ -82,8 +82,9 @@ def test_every_measure_agrees_with_saelens_on_the_same_tokens(
     rows = ActivationStore.open(trained.home / "activations" / "rows").split("all")
     cutter = Windows(model.tokenizer, rows.store.meta.source["context"])
     windows = list(stored_windows(rows, cutter.prefix, 10**9))
-    assert sum(len(window) - len(cutter.prefix) for window in windows) == rows.rows
-    (tmp_path / "windows.json").write_text(json.dumps(windows))
+    assert sum(window.replaced.sum() for window in windows) == rows.rows
+    whole = [window.token_ids.tolist() for window in windows]
+    (tmp_path / "windows.json").write_text(json.dumps(whole))
     words = (
         BUNDLED[TINY_GEMMA2],
         f"model.layers.{LAYER}",

@@ -18,7 +18,7 @@ import saecli
 from saecli.extract.forward import COLUMNS, Forward, fill
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.options import HookPoint
-from saecli.extract.splice import stored_windows
+from saecli.extract.splice import StoredWindow, effects, stored_windows
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows, in_blocks
 from saecli.sae.activations import Relu, TopK
@@ -174,6 +174,41 @@ def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: Lan
     ]
 
 
+def test_only_rows_of_a_window_are_replaced_and_scored(folder: Path, model: LanguageModel):
+    draw = np.random.default_rng(1)
+    windows = [
+        StoredWindow(np.array([BOS, *draw.integers(4, 60, length)]), draw.random(length + 1) < 0.6)
+        for length in (11, 7, 11, 3)
+    ]
+    sae = random_sae(d_in=WIDTH)
+    place = (HookPoint(LAYER, "resid_post"),)
+    ((found,),) = effects([model], windows, place, [place], [sae], lambda tokens: None)
+    llama, exact = LlamaForCausalLM.from_pretrained(folder).double(), sae.copy_to(torch.float64)
+    clean, spliced, divergences = [], [], []
+
+    def replace(module: torch.nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return torch.where(stored[:, None], exact(output[0]), output[0])[None]
+
+    with torch.no_grad():
+        for window in windows:
+            ids, stored = torch.from_numpy(window.token_ids), torch.from_numpy(window.replaced)
+            p = llama(input_ids=ids[None]).logits[0].log_softmax(-1)
+            handle = llama.model.layers[LAYER].register_forward_hook(replace)
+            q = llama(input_ids=ids[None]).logits[0].log_softmax(-1)
+            handle.remove()
+            for losses, values in ((clean, p), (spliced, q)):
+                nll = functional.nll_loss(values[:-1], ids[1:], reduction="none")
+                losses.append(nll[stored[:-1]])
+            divergences.append((p.exp() * (p - q)).sum(-1)[stored])
+    expected = {
+        "ce_clean": float(torch.cat(clean).mean()),
+        "ce_spliced": float(torch.cat(spliced).mean()),
+        "kl": float(torch.cat(divergences).mean()),
+        "tokens": sum(int(window.replaced.sum()) for window in windows),
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_crosscoder_of_two_models_is_spliced_into_each(
     sae: CommandLine, folder: Path, tmp_path: Path
 ):
@@ -205,7 +240,9 @@ def test_a_crosscoder_of_two_models_is_spliced_into_each(
         cross, saecli.join(*stores), split="all", model=names[::-1], tokens=10**6, home=sae.home
     )
     assert "kl" not in found and [one["model"] for one in found["hook_points"]] == names
-    windows = list(stored_windows(stores[0].split("all"), [BOS], 10**9))
+    windows = [
+        window.token_ids.tolist() for window in stored_windows(stores[0].split("all"), [BOS], 10**9)
+    ]
     llamas, cross = [one.double() for one in llamas], cross.copy_to(torch.float64)
 
     def predicted(place: slice) -> Iterator[Tensor]:
@@ -243,16 +280,18 @@ def test_windows_rebuilt_from_the_store_match_extraction(
     rows = ActivationStore.open(extracted(tmp_path, model, limit=limit)).split("all")
     cutter = Windows(model.tokenizer, CONTEXT)
     found = list(stored_windows(rows, cutter.prefix, 10**9))
-    cut = [window.token_ids.tolist() for window in cutter.cut(documents())]
+    cut = list(cutter.cut(documents()))
     whole = cut if limit is None else cut[: len(found) - 1]
-    assert found[: len(whole)] == whole
-    assert sum(len(token_ids) - 1 for token_ids in found) == rows.rows
+    for window, expected in zip(found, whole, strict=False):
+        assert window.token_ids.tolist() == expected.token_ids.tolist()
+        assert window.replaced.tolist() == expected.kept.tolist()
+    assert sum(window.replaced.sum() for window in found) == rows.rows
 
 
 def test_windows_are_whole_and_no_more_than_asked_for(tmp_path: Path, model: LanguageModel):
     rows = ActivationStore.open(extracted(tmp_path, model)).split("all")
     windows = list(stored_windows(rows, [BOS], 50))
-    counts = [len(window) - 1 for window in windows]
+    counts = [window.replaced.sum() for window in windows]
     assert sum(counts) >= 50 > sum(counts[:-1])
 
 
