@@ -25,13 +25,20 @@ LARGE = (".safetensors", ".npz", ".pt")
 
 @dataclass
 class Repo:
-    """A repository: the files of each of its commits, and the branch main."""
+    """A repository: the files of each of its commits, the branch main, and other branches and tags."""
 
     private: bool = False
     gated: bool = False
     owner: str = "someone"
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     head: str = ""
+    refs: dict[str, str] = field(default_factory=dict)  # commits of other branches and tags
+
+    def at(self, revision: str | None) -> str:
+        """The commit of a branch, a tag or a commit; an unknown revision is none of `commits`."""
+        if revision in (None, "main"):
+            return self.head
+        return self.refs.get(revision, revision)
 
     def commit(self, files: dict[str, bytes]) -> str:
         """Adds a commit, and returns its id."""
@@ -121,6 +128,18 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
+def sibling(file: str, content: bytes) -> dict[str, Any]:
+    """A file among a repository's, as the hub describes it where asked for blobs."""
+    digest = hashlib.sha256(content).hexdigest()
+    large = {"sha256": digest, "size": len(content), "pointerSize": 134}
+    return {
+        "rfilename": file,
+        "size": len(content),
+        "blobId": digest,
+        **({"lfs": large} if file.endswith(LARGE) else {}),
+    }
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: ModelHub
     protocol_version = "HTTP/1.1"
@@ -174,9 +193,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _info(self, name: str, revision: str | None = None) -> None:
         if (repo := self._repo(name)) is None:
             return None
-        commit = repo.head if revision in (None, "main") else revision
+        commit = repo.at(revision)
         if commit not in repo.commits:
             return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        siblings = [
+            sibling(file, content) for file, content in sorted(repo.commits[commit].items())
+        ]
         return self.json(
             {
                 "id": name,
@@ -187,7 +209,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 "tags": [],
                 "downloads": 0,
                 "likes": 0,
-                "siblings": [{"rfilename": file} for file in sorted(repo.commits[commit])],
+                "siblings": siblings,
             }
         )
 
@@ -195,7 +217,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """All files, or those that are asked for."""
         if (repo := self._repo(name)) is None:
             return None
-        files = repo.commits[repo.head if revision == "main" else revision]
+        files = repo.commits[repo.at(revision)]
         wanted = json.loads(self.body)["paths"] if self.body else files
         return self.json(
             [
@@ -208,7 +230,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _file(self, name: str, revision: str, file: str) -> None:
         if (repo := self._repo(name)) is None:
             return None
-        commit = repo.head if revision == "main" else revision
+        commit = repo.at(revision)
         if commit not in repo.commits:
             return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         if file not in repo.commits[commit]:

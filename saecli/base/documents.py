@@ -38,6 +38,7 @@ class Origin:
     """Where rows came from, as recorded in stores and the files of SAEs; None where unknown."""
 
     model: str | None = None  # hub id, folder or name of the language model
+    revision: str | None = None  # its commit on the hub
     layer: int | None = None  # block, from 0
     site: str | None = None  # hook point in the block
     dataset: str | None = None
@@ -45,7 +46,7 @@ class Origin:
     prepend_bos: bool | None = None  # whether windows begin with special tokens
     target_layer: int | None = None  # of a transcoder
     target_site: str | None = None
-    # Of a crosscoder, layer and site of each input, in order, and its model where these differ.
+    # Of a crosscoder, layer and site of each input, in order, and its model and revision where these differ.
     inputs: tuple[dict[str, Any], ...] | None = None
     data: str | None = None  # reference of the (first) store
     data_hash: str | None = None  # `Joined.hash` of the stores

@@ -2,11 +2,13 @@
 the environment that a launcher such as torchrun sets."""
 
 import errno
+import math
 import os
 import resource
+import time
 from pathlib import Path
 
-from .errors import MachineError
+from .errors import MachineError, one_line
 
 CGROUP = Path("/sys/fs/cgroup")
 LEAST_ADDRESS_SPACE = (
@@ -24,6 +26,11 @@ REFUSALS = (
     "failed to map segment",
     "can't start new thread",
 )
+CONNECT_SECONDS, ANSWER_SECONDS = 3, 10  # for the hub
+ANSWER_HOLDS = 60  # seconds
+_answers: dict[
+    str, tuple[float, str | None]
+] = {}  # why endpoints were silent, and when they were asked
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 LAUNCHED = (
     "RANK",
@@ -89,23 +96,48 @@ def available_memory() -> int:
 
 
 def why_unreachable() -> str | None:
-    """Why the hub cannot be reached, at once; None if nothing indicates that."""
-    import socket  # each of these is slow to import, and most commands do not need them
-    import urllib.request
-    from urllib.parse import urlsplit
-
+    """Why the hub cannot be reached, within seconds; None if it answers."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    if urllib.request.getproxies():
-        return None  # a proxy looks names up itself
-    host = urlsplit(constants.ENDPOINT).hostname
-    try:
-        socket.getaddrinfo(host, None)
-    except socket.gaierror:
-        return f"no address for {host}"
-    return None
+    endpoint, now = constants.ENDPOINT, time.monotonic()
+    asked, answer = _answers.get(endpoint, (-math.inf, None))
+    if now - asked > ANSWER_HOLDS:
+        answer = _why_silent(endpoint)
+        _answers[endpoint] = now, answer
+    return answer
+
+
+def _why_silent(endpoint: str) -> str | None:
+    """Why an endpoint does not answer a request. In a thread, since nothing limits the time to look up a name."""
+    import socket  # each of these is slow to import, and most commands do not need them
+    import urllib.request
+    from threading import Thread
+    from urllib.parse import urlsplit
+
+    from huggingface_hub import get_session
+    from huggingface_hub.errors import HTTPError
+
+    url = urlsplit(endpoint)
+    host, port = url.hostname, url.port or (80 if url.scheme == "http" else 443)
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            if not urllib.request.getproxies():  # a proxy looks names up and connects by itself
+                socket.create_connection((host, port), CONNECT_SECONDS).close()
+            get_session().head(endpoint, timeout=ANSWER_SECONDS)
+            answers.append(None)
+        except socket.gaierror:
+            answers.append(f"no address for {host}")
+        except (OSError, HTTPError) as error:
+            answers.append(f"no connection to {host}, port {port}: {one_line(error)}")
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    return answers[0] if answers else f"no answer from {host} within {ANSWER_SECONDS} s"
 
 
 def why_refused(repo: str, error: BaseException) -> str | None:

@@ -373,7 +373,7 @@ class Extraction:
             request.point: StoreMeta(
                 source={
                     **request.source,
-                    "layers": self.all.models[request.point.model].source.layers,
+                    **self.all.models[request.point.model].source.origin,
                     "prepend_bos": bool(prefix),
                 },
                 request_hash=request.hash,

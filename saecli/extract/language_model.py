@@ -26,7 +26,7 @@ from transformers.utils import logging
 from ..base.devices import moved
 from ..base.errors import ConfigError, ModelError, SaeError, one_line
 from ..base.machine import is_out_of_memory
-from .model_source import DTYPE_WORD, UNLOADABLE, ModelSource, explained, no_tokenizer
+from .model_source import UNLOADABLE, ModelSource, explained, no_tokenizer
 from .options import HookPoint
 
 Taken = TypeVar("Taken")
@@ -53,7 +53,7 @@ class LanguageModel:
     ) -> None:
         self.source, self.device = source, device
         settings: dict[str, Any] = {
-            DTYPE_WORD: getattr(torch, source.dtype_on(device, dtype)),
+            "dtype": getattr(torch, source.dtype_on(device, dtype)),
             "trust_remote_code": False,
         }
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:

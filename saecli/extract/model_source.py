@@ -1,24 +1,27 @@
 """Finding a language model without loading its weights."""
 
+import fnmatch
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub import errors as hub_errors
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig
-from transformers import __version__ as transformers_version
 
-from ..base.errors import ConfigError, ModelError
+from ..base.errors import ConfigError, ModelError, one_line
+from ..base.files import file_sha256
 from ..base.machine import why_refused, why_unreachable
-from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2
+from ..store.schema import hash_request
+from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 
-# What the library raises for damaged or foreign files; older versions of the hub's client lack the last.
+# What the library raises for damaged or foreign files.
 UNLOADABLE: tuple[type[Exception], ...] = (
     AttributeError,
     ImportError,
@@ -29,11 +32,32 @@ UNLOADABLE: tuple[type[Exception], ...] = (
     ValueError,
     SafetensorError,
     UnpicklingError,
-    *([hub_errors.StrictDataclassError] if hasattr(hub_errors, "StrictDataclassError") else []),
+    hub_errors.HTTPError,
+    hub_errors.StrictDataclassError,
 )
-DTYPE_WORD = (
-    "dtype" if tuple(map(int, transformers_version.split(".")[:2])) >= (4, 56) else "torch_dtype"
+CONFIG = "config.json"
+# Files next to the weights on which rows depend, as patterns.
+SMALL_FILES = (
+    CONFIG,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "adapter_config.json",
 )
+# Patterns of weights; transformers reads those of the first that a model has.
+WEIGHTS = (
+    ("model.safetensors",),
+    ("model.safetensors.index.json", "model-*.safetensors"),
+    ("pytorch_model.bin",),
+    ("pytorch_model.bin.index.json", "pytorch_model-*.bin"),
+)
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 OFFLINE_ADVICE = (
     f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
 )
@@ -43,10 +67,30 @@ OFFLINE_ADVICE = (
 class ModelSource:
     """A model that is bundled, in a local folder, or on the Hugging Face hub."""
 
-    name: str  # as the user gave it
-    location: str  # argument of `from_pretrained`
+    name: str  # as the user gave it, without a revision
+    location: (
+        str  # argument of `from_pretrained`; of a hub model without a network its cached folder
+    )
     revision: str | None  # the hub commit; None for folders
     config: Any  # transformers'
+    content: str | None = None  # hash of weights, configuration and tokenizer; None if bundled
+
+    @property
+    def id(self) -> str:
+        """The name in stores and files of SAEs: of a folder its whole path."""
+        local = self.name not in BUNDLED and self.revision is None
+        return str(Path(self.location).resolve()) if local else self.name
+
+    @property
+    def spec(self) -> str:
+        """Its id and commit, as `find_model` takes them."""
+        return at_revision(self.id, self.revision)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a store says of its model besides what its request has."""
+        commit = {} if self.revision is None else {"revision": self.revision}
+        return {"layers": self.layers, **commit}
 
     @property
     def layers(self) -> int:
@@ -75,7 +119,7 @@ class ModelSource:
             (
                 str(found).removeprefix("torch.")
                 for config in (self.config.get_text_config(), self.config)
-                if (found := getattr(config, DTYPE_WORD, None)) is not None
+                if (found := getattr(config, "dtype", None)) is not None
             ),
             None,
         )
@@ -89,44 +133,91 @@ class ModelSource:
             )
 
     def identity(self) -> dict[str, Any]:
-        """The part of a request's hash for the weights: the revision, or sizes and times of a folder's files."""
-        if self.name in BUNDLED or self.revision:
-            return {"model": self.name, "revision": self.revision}
-        files = sorted(path for path in Path(self.location).iterdir() if path.is_file())
-        stamps = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-        return {"model": str(Path(self.location).resolve()), "revision": None, "files": stamps}
+        """The part of a request's hash for the weights, the same for commits that do not change them."""
+        return {"model": self.id, "weights": self.content}
 
 
-def find_model(name: str) -> ModelSource:
-    """The model of a bundled model's name, a folder, or a hub id; ModelError if it is missing or gated, or the hub
-    cannot be reached."""
+def find_model(name: str, revision: str | None = None) -> ModelSource:
+    """The model of a bundled model's name, a folder, or a hub id, with a branch, tag or commit there, which may follow
+    the id after an @; ModelError if it is missing or gated, or the hub cannot be reached."""
     if not name.strip():  # the path of an empty name is the working directory
         raise ConfigError(
             f"--model is empty; give a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}"
         )
     if name.rstrip("/") in BUNDLED:  # as a shell completes the name of a folder
         name = name.rstrip("/")
-    local = name in BUNDLED or Path(name).is_dir()
+    if not Path(name).is_dir():
+        name, _, own = name.partition("@")
+        revision = revision or own or None
+    if name not in BUNDLED and not Path(name).is_dir():
+        return _on_hub(name, revision)
+    if revision is not None:
+        raise ConfigError(
+            f"--model-revision does nothing with {name}, which is not on the hub; leave it out"
+        )
+    location = BUNDLED.get(name, Path(name))
+    config = _config(name, str(location), None, True)
+    return ModelSource(
+        name, str(location), None, config, None if name in BUNDLED else _content_of_folder(location)
+    )
+
+
+def _on_hub(name: str, revision: str | None) -> ModelSource:
+    """A hub model; without a network from the client's cache, with the same commit and content."""
     try:
-        if not local:
-            validate_repo_id(name)
+        validate_repo_id(name)
     except hub_errors.HFValidationError as error:
         raise ModelError(
             f"no model {name!r}: give a folder, a hub id such as google/gemma-2-2b, or "
             f"{TINY_GEMMA2}"
         ) from error
-    location = str(BUNDLED.get(name, name))
-    offline = None if local else why_unreachable()
-    if offline and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+    offline = why_unreachable()
+    api = HfApi()
+    try:
+        commit = api.resolve_revision(
+            name, revision=revision, local_files_only=offline is not None
+        ).resolved
+        if offline is None:
+            info = api.model_info(name, revision=commit, files_metadata=True, timeout=30)
+            ids = {
+                file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id)
+                for file in info.siblings or ()
+            }
+            # Now, so that without a network the cache has what the hash is of; and weights that an earlier
+            # commit has brought.
+            blobs = Path(hf_hub_download(name, CONFIG, revision=commit)).resolve().parent
+            for file in deciding_files(ids):
+                if _matching([file], SMALL_FILES) or (blobs / ids[file]).exists():
+                    hf_hub_download(name, file, revision=commit)
+            location = name
+        else:
+            config_path = hf_hub_download(name, CONFIG, revision=commit, local_files_only=True)
+            folder = Path(config_path).parent
+            location = str(folder)
+            # A snapshot links to blobs that are named by their hash on the hub.
+            ids = {path.name: path.resolve().name for path in folder.iterdir()}
+    except (hub_errors.RevisionResolutionError, hub_errors.LocalEntryNotFoundError) as error:
         raise ModelError(
-            f"{name} is not on this machine and the Hugging Face hub cannot be reached ({offline}): "
-            f"connect to the network (a gated model also wants its licence accepted at "
-            f"https://huggingface.co/{name}, and `hf auth login`), {OFFLINE_ADVICE}"
-        )
+            f"{at_revision(name, revision)} is not on this machine and the Hugging Face hub cannot be "
+            f"reached ({offline or one_line(error)}): connect to the network (a gated model also wants its "
+            f"licence accepted at https://huggingface.co/{name}, and `hf auth login`), {OFFLINE_ADVICE}"
+        ) from error
+    except hub_errors.RevisionNotFoundError as error:
+        raise ModelError(
+            f"{name} has no branch, tag or commit {revision} on the hub; correct --model-revision"
+        ) from error
+    except UNLOADABLE as error:
+        raise explained(name, error) from error
+    config = _config(name, location, commit, offline is not None)
+    content = hash_request({file: ids[file] for file in deciding_files(ids)})
+    return ModelSource(name, location, commit, config, content)
+
+
+def _config(name: str, location: str, commit: str | None, local: bool) -> Any:
     try:
         # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
         config = AutoConfig.from_pretrained(
-            location, local_files_only=local or offline is not None, trust_remote_code=False
+            location, revision=commit, local_files_only=local, trust_remote_code=False
         )
     except UNLOADABLE as error:
         raise explained(name, error) from error
@@ -135,9 +226,31 @@ def find_model(name: str) -> ModelSource:
             f"{name} has no num_hidden_layers in its configuration, and so no layers to read from; use "
             f"another model"
         )
-    return ModelSource(
-        name, location, None if local else getattr(config, "_commit_hash", None), config
-    )
+    return config
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    every = sorted(names)
+    return [name for name in every if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
+
+
+def deciding_files(names: Iterable[str]) -> list[str]:
+    """The files of a model on which its rows depend: weights, configuration, tokenizer."""
+    every = [name for name in names if "/" not in name]
+    weights = next((patterns for patterns in WEIGHTS if patterns[0] in every), ())
+    return _matching(every, {*SMALL_FILES, *weights, *ADAPTERS})
+
+
+def _content_of_folder(folder: Path) -> str:
+    """Hash of small files, and of sizes and times of weights, which are too long to be read for that."""
+    stamps: dict[str, Any] = {}
+    for name in deciding_files(path.name for path in folder.iterdir() if path.is_file()):
+        path = folder / name
+        if _matching([name], SMALL_FILES):
+            stamps[name] = file_sha256(path)
+        else:
+            stamps[name] = [path.stat().st_size, path.stat().st_mtime_ns]
+    return hash_request(stamps)
 
 
 def explained(name: str, error: BaseException) -> ModelError:

@@ -28,6 +28,11 @@ SHARD_ROWS = 32_768  # most rows per shard by default
 MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
 
 
+def at_revision(model: str, revision: str | None) -> str:
+    """A model's name with a revision, as `find_model` takes it."""
+    return f"{model}@{revision}" if revision else model
+
+
 class HookPoint(NamedTuple):
     """A site of a block: `layer` from 0, `site` one of `SITES`; `model` is the number of its model among several.
 

@@ -10,7 +10,7 @@ alone: after the last of several residual streams replaced, the model does not s
 Shapes: B windows, T tokens, n of them replaced, D = d_in, E = d_out, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -25,7 +25,7 @@ from ..sae.formats import SavedSAE
 from ..sae.library import Subject
 from ..store.reader import Rows
 from ..store.split import window_starts
-from .options import SITES, HookPoint
+from .options import SITES, HookPoint, at_revision
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from .language_model import LanguageModel
@@ -43,7 +43,9 @@ class Hooked:
 
     name: str
     sae: SAE
-    models: tuple[str | None, ...]  # that its file names, several of a crosscoder of several
+    models: tuple[
+        str | None, ...
+    ]  # that its file names, see `spec_of`; several of a crosscoder of several
     reads: tuple[HookPoint, ...]
     writes: tuple[HookPoint, ...]
 
@@ -80,6 +82,12 @@ class Hooked:
                 )
 
 
+def spec_of(origin: Mapping[str, Any]) -> str | None:
+    """The model, and the hub commit if any, that a store or an SAE's file names."""
+    model = origin.get("model")
+    return None if model is None else at_revision(model, origin.get("revision"))
+
+
 def hooked(
     opened: tuple[Subject, SavedSAE], layer: int | None, site: str | None, what: str = ""
 ) -> Hooked:
@@ -87,9 +95,8 @@ def hooked(
     crosscoder of several models is refused: "WHAT NAME is not defined"."""
     subject, saved = opened
     name, origin, inputs = subject.name, saved.origin, saved.origin.get("inputs") or []
-    models = tuple(dict.fromkeys(one.get("model", origin.get("model")) for one in inputs)) or (
-        origin.get("model"),
-    )
+    of_inputs = [spec_of(one if "model" in one else origin) for one in inputs]
+    models = tuple(dict.fromkeys(of_inputs)) or (spec_of(origin),)
     if len(models) > 1 and what:
         raise ConfigError(
             f"{what} {name} is not defined: expected an SAE of one model, got a crosscoder whose codes "
@@ -105,8 +112,8 @@ def hooked(
             )
     layer, site = origin.get("layer", layer), origin.get("site", site)
     several = tuple(
-        HookPoint(one["layer"], one["site"], models.index(one.get("model", origin.get("model"))))
-        for one in inputs
+        HookPoint(one["layer"], one["site"], models.index(spec))
+        for one, spec in zip(inputs, of_inputs, strict=True)
         if {"layer", "site"} <= one.keys()
     )
     if len(several) != len(saved.sae.widths):
@@ -138,7 +145,9 @@ def hooked(
     return Hooked(name, saved.sae, models, reads, writes)
 
 
-def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener) -> "ModelSource":
+def model_of(
+    everything: Sequence[Hooked], name: str | None, revision: str | None, listener: Listener
+) -> "ModelSource":
     """The language model that SAEs act in, by default the one that their files name, with a note if theirs is another;
     loads no weights."""
     from .model_source import find_model
@@ -146,20 +155,28 @@ def model_of(everything: Sequence[Hooked], name: str | None, listener: Listener)
     found = {one.models[0] for one in everything}
     if name is None and len(found) == 1:
         (name,) = found
+        if name is not None and revision is not None:
+            name = name.partition("@")[0]
     if name is None:
         raise ConfigError(
             "--model is needed: expected one model in the files of "
             f"{' and '.join(one.name for one in everything)}, got "
             f"{' and '.join(sorted(one or 'none' for one in found))}; name it with --model"
         )
-    source = find_model(name)
+    source = find_model(name, revision or recorded_revision(name, found))
     for one in everything:
         one.check(source.d_model, source.layers, source.name)
-        if one.models[0] not in (None, name, source.identity()["model"]):
+        if one.models[0] not in (None, name, source.id, source.spec):
             listener.note(
-                f"{one.name} was trained on activations of {one.models[0]}, and is used in {name}"
+                f"{one.name} was trained on activations of {one.models[0]}, and is used in {source.spec}"
             )
     return source
+
+
+def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:
+    """The revision of a model in the only one of the recorded specs that is of it."""
+    own = {spec for spec in recorded if spec is not None and spec.startswith(f"{name}@")}
+    return own.pop().removeprefix(f"{name}@") if len(own) == 1 else None
 
 
 def check_rows(rows: Rows, source: "ModelSource") -> None:

@@ -43,7 +43,7 @@ from ..base.errors import (
 )
 from ..base.home import KEPT, Home
 from ..base.machine import available_memory
-from ..extract.splice import stored_activations, stored_windows
+from ..extract.splice import spec_of, stored_activations, stored_windows
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import open_sae
@@ -108,7 +108,7 @@ def controls(
         if (
             len(
                 models := dict.fromkeys(
-                    str(end.store.meta.source.get("model")) for end in one.rows.inputs
+                    str(spec_of(end.store.meta.source)) for end in one.rows.inputs
                 )
             )
             > 1
@@ -117,7 +117,8 @@ def controls(
                 f"--model does nothing for {one.subject.name}, a crosscoder of {' and '.join(models)}: "
                 "random weights are drawn for one model; leave it out"
             )
-        check_model(one, model)
+        ((_, source), *_) = check_model(one, model)
+        model = source.spec
     first = plan.training.seed
     work = _Work(one, plan, range(first, first + seeds), listener, [])
     lines = work.on_own_rows(model, tokens) + work.on_shuffled_rows()

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
-from ..extract.options import HookPoint
-from ..extract.splice import check_rows, effects, largest, stored_windows, unfit
+from ..extract.options import HookPoint, at_revision
+from ..extract.splice import (
+    check_rows,
+    effects,
+    largest,
+    recorded_revision,
+    spec_of,
+    stored_windows,
+    unfit,
+)
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
@@ -208,10 +216,11 @@ def check_model(one: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, 
     from ..extract.model_source import find_model  # transformers takes seconds to import
 
     names = [model] if isinstance(model, str) else model
-    given = {source.identity()["model"]: source for source in map(find_model, names)}
     ends = [one.of_store, *one.rows.inputs[1:], *([one.rows.target] if one.rows.target else [])]
-    of_rows = [end.store.meta.source.get("model") for end in ends]
+    of_rows = [spec_of(end.store.meta.source) for end in ends]
     wanted = list(dict.fromkeys(of_rows))
+    sources = [find_model(name, recorded_revision(name, of_rows)) for name in names]
+    given = {source.spec: source for source in sources}
     if len(wanted) > 1 and one.rows.target:
         one.demand_reconstruction("the effect on a model")
     if len(names) != len(wanted) or len(given) < len(names):
@@ -288,7 +297,8 @@ class Splice:
                 saes,
                 show,
             )
-        at = [{"model": self.models[point.model].source.name, **point.place} for (point,) in each]
+        labels = [at_revision(one.source.name, one.source.revision) for one in self.models]
+        at = [{"model": labels[point.model], **point.place} for (point,) in each]
         return [
             (own[0] if alone else {})
             | (
@@ -311,34 +321,31 @@ def splices(
     all_ends = [check_model(everything[members[0]], name) for members in groups]
     device = everything[0].sae.W_enc.device
     models = {
-        source.name: LanguageModel(source, device, head=True)
-        for source in {source.name: source for ends in all_ends for _, source in ends}.values()
+        source.spec: LanguageModel(source, device, head=True)
+        for source in {source.spec: source for ends in all_ends for _, source in ends}.values()
     }
     found = []
     for ends, members in zip(all_ends, groups, strict=True):
-        rows, own = ends[0][0], list(dict.fromkeys(source.name for _, source in ends))
+        rows, own = ends[0][0], list(dict.fromkeys(source.spec for _, source in ends))
         origin = rows.store.meta.source
         cutter = Windows(
             models[own[0]].tokenizer, origin["context"], control=origin.get("control_tokens")
         )
         for end, source in ends:
-            if (last := largest(end, "token_id")) >= models[source.name].vocabulary:
+            if (last := largest(end, "token_id")) >= models[source.spec].vocabulary:
                 raise unfit(
                     end,
                     source,
-                    f"a token {last}, got token ids below {models[source.name].vocabulary}",
+                    f"a token {last}, got token ids below {models[source.spec].vocabulary}",
                 )
-            if end.store.meta.source["model"] != source.identity()["model"]:
-                listener.note(
-                    f"{end.name} came from {end.store.meta.source['model']}, and is run through "
-                    f"{source.name}"
-                )
+            if (recorded := spec_of(end.store.meta.source)) != source.spec:
+                listener.note(f"{end.name} came from {recorded}, and is run through {source.spec}")
         next(stored_windows(rows, cutter.prefix, 1))  # raises if no window is whole
         places = tuple(
             HookPoint(
                 end.store.meta.source["layer"],
                 end.store.meta.source["site"],
-                own.index(source.name),
+                own.index(source.spec),
             )
             for end, source in ends
         )

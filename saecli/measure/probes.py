@@ -108,7 +108,7 @@ def probe(
         hooked(open_sae(Home.at(home), sae, listener), layer, site) for sae in several or [None]
     ]
     _check(everything, k)
-    source, labelled = model_of(everything, model, listener), Sets()
+    source, labelled = model_of(everything, model, None, listener), Sets()
     names = labelled.chosen(sets)
     context = context or min(CONTEXT, source.positions or CONTEXT)
     source.check_context(context)

@@ -109,7 +109,7 @@ def _opened(
     found = [
         (place, point)
         for place, point in zip(one.sae.places, one.writes, strict=True)
-        if model in (None, one.models[point.model])
+        if model in (None, one.models[point.model], str(one.models[point.model]).partition("@")[0])
         and layer in (None, point.layer)
         and site in (None, point.site)
     ]
@@ -260,7 +260,7 @@ def steer(
     )
     one, encodes = _opened(Home.at(home), sae, listener, method, model, layer, site)
     chosen, scales = _chosen(one, method, latents, scale)
-    source = model_of([one], model, listener)
+    source = model_of([one], model, None, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
     inputs = [_token_ids(loaded, prompt, max_new_tokens) for prompt in prompts]
     special, texts, found = (

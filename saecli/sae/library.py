@@ -29,6 +29,7 @@ ORIGIN = {field.name for field in fields(Origin)}
 # Of the rows' source, kept in an SAE's file.
 SOURCE = (
     "model",
+    "revision",
     "layer",
     "site",
     "dataset",

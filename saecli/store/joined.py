@@ -121,15 +121,12 @@ class Joined:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The first input's source, with layer and site of the target and of several inputs, and their models if they
-        differ."""
+        """The first input's source, with layer and site of the target and of several inputs, and their models and
+        revisions if they differ."""
         first, *others = (store.meta.source for store in self.inputs)
         target = self.target.meta.source if self.target else {}
-        keys = (
-            "layer",
-            "site",
-            *["model"] * (len({source.get("model") for source in (first, *others)}) > 1),
-        )
+        models = {(source.get("model"), source.get("revision")) for source in (first, *others)}
+        keys = ("layer", "site", "model", "revision") if len(models) > 1 else ("layer", "site")
         inputs = [
             {key: source[key] for key in keys if key in source} for source in (first, *others)
         ]

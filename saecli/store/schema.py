@@ -189,7 +189,9 @@ class StoreMeta:
             "request_hash",
         )
         features = {"features": self.world.features} if self.world else {}
-        return {**self.source, **features, **{name: getattr(self, name) for name in names}}
+        # A commit that leaves the model's weights and tokenizer as they were leaves the rows.
+        source = {name: value for name, value in self.source.items() if name != "revision"}
+        return {**source, **features, **{name: getattr(self, name) for name in names}}
 
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)

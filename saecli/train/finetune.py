@@ -71,7 +71,7 @@ class Opened:
         processes = communicator()
         opened = subject, saved = open_sae(home, sae, listener)
         acts = hooked(opened, config.layer, config.site, "fine-tuning")
-        source = model_of([acts], config.model, listener)
+        source = model_of([acts], config.model, None, listener)
         stores: Joined | Streamed
         if "dataset" in text:
             if data:

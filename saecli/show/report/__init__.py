@@ -20,7 +20,7 @@ from ...base.documents import read_run
 from ...base.errors import ConfigError, ModelError, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
-from ...extract.splice import COLUMNS
+from ...extract.splice import COLUMNS, recorded_revision, spec_of
 from ...measure.evaluate import evaluated
 from ...measure.hook_points import places_document
 from ...measure.latents import Examples, Survey, at_random, neighbours, survey
@@ -80,7 +80,7 @@ def _words(
     """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names; the
     model's unembedding if given; and sentences on missing content."""
     store = one.store
-    named = store.meta.source.get("model")
+    named = spec_of(store.meta.source)
     notes = (
         []
         if has_tokens
@@ -109,15 +109,15 @@ def _words(
             return TokenTexts(load_tokenizer(find_model(str(named)))), None, notes
         except ModelError as error:
             return TokenNumbers(), None, [*notes, f"no tokenizer ({error}): showing token ids"]
-    place = find_model(model)
+    place = find_model(model, recorded_revision(model, [named]))
     width = one.sae.W_dec[:1, one.sae.places[-1]].shape[1]
     if place.d_model != width:
         raise ConfigError(
             f"{one.subject.name} cannot be read through {model}: expected a model of width {width}, got "
             f"{place.d_model}; name the model that the rows came from"
         )
-    if named is not None and named != place.identity()["model"]:
-        notes.append(f"{store.name} came from {named}, and is read through {model}")
+    if named is not None and named != place.spec:
+        notes.append(f"{store.name} came from {named}, and is read through {place.spec}")
     loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
     return TokenTexts(loaded.tokenizer), Unembedding(loaded), notes
 

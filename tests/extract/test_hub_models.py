@@ -1,0 +1,179 @@
+"""Language models of a hub on this machine: online, from the cache, at a revision, gated, and hubs that are silent."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from homes import CommandLine
+from model_hub import ModelHub, files_of
+from tiny_models import save_model
+
+from saecli.base import machine
+from saecli.base.errors import ConfigError, ModelError
+from saecli.extract.model_source import deciding_files, find_model
+
+MODEL = "some/llama"
+EXTRACT = ("extract", "--model", MODEL, "--rows", "60", "--layer", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_answer_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_answers", {})
+
+
+@pytest.fixture
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = save_model(tmp_path_factory.mktemp("llama"), "llama")
+    return files_of(folder) | {"README.md": b"# One", "pytorch_model.bin": b"of old times"}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join("abcdefghijk" * length for length in range(1, 9)))
+    return str(path)
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a hub that takes connections and never answers."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(64)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def offline(monkeypatch: pytest.MonkeyPatch, how: str, silent: str) -> None:
+    """Cut this process off from the hub: by the switch, by a name without an address, by silence."""
+    if how == "switch":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    else:
+        address = "http://hub.invalid" if how == "name" else silent
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(machine, "_answers", {})
+
+
+def described(home: Path, store: str) -> dict[str, Any]:
+    return json.loads((home / "activations" / store / "store.json").read_text())
+
+
+@pytest.mark.parametrize("how", ["switch", "name", "silence"])
+def test_without_a_network_the_same_command_is_the_same_request(
+    sae: CommandLine, hub: ModelHub, files, text, monkeypatch, silent, how
+):
+    repo = hub.add(MODEL, files)
+    assert sae(*EXTRACT, "--dataset", text, "--name", "one").status == 0
+    store = described(sae.home, "one")
+    assert store["source"]["model"] == MODEL and store["source"]["revision"] == repo.head
+    assert "pytorch_model.bin" not in hub.downloads()
+    offline(monkeypatch, how, silent)
+    assert sae(*EXTRACT, "--dataset", text, "--name", "one").status == 0  # done already
+    assert (
+        sae(*EXTRACT, "--dataset", text, "--name", "two", "--context", "16").status == 0
+    )  # runs the model
+    assert described(sae.home, "one") == store
+    assert described(sae.home, "two")["source"]["weights"] == store["source"]["weights"]
+
+
+def test_a_commit_counts_if_it_changes_weights_or_tokenizer(hub: ModelHub, files):
+    repo = hub.add(MODEL, files)
+    first = find_model(MODEL)
+    repo.commit(files | {"README.md": b"# Two", "onnx/model.onnx": b"0", "other.safetensors": b"1"})
+    readme = find_model(MODEL)
+    assert readme.revision == repo.head != first.revision
+    assert readme.identity() == first.identity()
+    for file in ("model.safetensors", "tokenizer.json", "config.json"):
+        repo.commit(files | {file: files[file] + b" "})
+        assert find_model(MODEL).identity() != first.identity(), file
+
+
+def test_after_a_commit_to_the_readme_the_cache_has_the_weights(
+    sae: CommandLine, hub: ModelHub, files, text, monkeypatch
+):
+    repo = hub.add(MODEL, files)
+    assert sae(*EXTRACT, "--dataset", text, "--name", "one").status == 0
+    repo.commit(files | {"README.md": b"# Two"})
+    assert sae(*EXTRACT, "--dataset", text, "--name", "one").status == 0
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert sae(*EXTRACT, "--dataset", text, "--name", "one").status == 0
+    assert sae(*EXTRACT, "--dataset", text, "--name", "two", "--context", "16").status == 0
+    assert sum(request.startswith("GET /lfs/") for request in hub.asked) == 1
+
+
+def test_revisions_are_branches_tags_and_commits(hub: ModelHub, files, monkeypatch):
+    repo = hub.add(MODEL, files)
+    early = repo.head
+    repo.refs["step1"] = early
+    repo.commit(files | {"model.safetensors": files["model.safetensors"] + b" "})
+    assert find_model(MODEL).revision == repo.head
+    assert find_model(MODEL, "step1").revision == find_model(f"{MODEL}@step1").revision == early
+    assert find_model(MODEL, early).identity() == find_model(MODEL, "step1").identity()
+    assert find_model(MODEL).identity() != find_model(MODEL, "step1").identity()
+    with pytest.raises(ModelError, match="no branch, tag or commit step2"):
+        find_model(MODEL, "step2")
+    with pytest.raises(ModelError, match=f"no branch, tag or commit {'0' * 40}"):
+        find_model(MODEL, "0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert find_model(MODEL, "step1").revision == early
+    with pytest.raises(ModelError, match=f"{MODEL}@step2 is not on this machine"):
+        find_model(MODEL, "step2")
+
+
+def test_a_revision_of_what_is_not_on_the_hub_is_refused(tmp_path: Path):
+    for name in ("tiny-gemma2", str(save_model(tmp_path, "gpt2"))):
+        for arguments in ((name, "main"), (f"{name}@main",)):
+            with pytest.raises(ConfigError, match="revision does nothing with"):
+                find_model(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"gated": True}, f"{MODEL} is gated: accept its licence at http"),
+        ({"private": True}, f"has no model repository {MODEL}, or it is private"),
+    ],
+)
+def test_a_model_that_is_not_for_everyone_is_refused(
+    hub: ModelHub, files, monkeypatch, settings, sentence
+):
+    hub.add(MODEL, files, **settings)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(ModelError, match=sentence):
+        find_model(MODEL)
+
+
+def test_a_silent_hub_is_asked_once_and_not_for_long(hub: ModelHub, silent, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", silent)
+    monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.3)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"cannot be reached \(no answer from 127.0.0.1"):
+            find_model(MODEL)
+    assert list(machine._answers) == [silent]
+
+
+def test_a_folder_is_its_weights_and_tokenizer(tmp_path: Path):
+    folder = save_model(tmp_path / "model", "gpt2")
+    first = find_model(str(folder)).identity()
+    (folder / "README.md").write_text("# Words")
+    (folder / "notes.txt").write_text("words")
+    assert find_model(str(folder)).identity() == first
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    second = find_model(str(folder)).identity()
+    assert second != first
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert find_model(str(folder)).identity() not in (first, second)
+
+
+def test_weights_are_those_that_transformers_reads():
+    both = ["model.safetensors", "pytorch_model.bin", "README.md", "onnx/model.onnx"]
+    assert deciding_files(both) == ["model.safetensors"]
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = "model.safetensors.index.json"
+    assert deciding_files([*shards, index, "pytorch_model.bin"]) == [*shards, index]
+    assert deciding_files(["pytorch_model.bin", "tf_model.h5"]) == ["pytorch_model.bin"]
