@@ -1,11 +1,17 @@
-"""The contents of a store's `store.json`; README.md specifies the format."""
+"""The contents of a store's `store.json`, and of its journal `shards.jsonl`; README.md specifies the format.
+
+Each finished shard appends a line to the journal, whose cost does not depend on the number of shards; `store.json` is
+written when the store begins and when it is complete.
+"""
 
 import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -14,12 +20,13 @@ import numpy as np
 
 from ..base.documents import Origin, demand_version, parse_json
 from ..base.errors import ConfigError, StoreError, flag_of
-from ..base.files import regular, write_json
+from ..base.files import flush_to_disk, regular, to_json, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
 from .values import CODES, DTYPES, Norms
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHARDS = "shards"
+JOURNAL = "shards.jsonl"
 WORLD_FILE = "world.safetensors"
 ACTIVATIONS = "activations"
 STATISTICS = "statistics"
@@ -94,6 +101,20 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
+class JournalEntry:
+    """A line of `shards.jsonl`: a finished shard, and what `StoreMeta` says of all rows up to its end."""
+
+    shard: ShardRecord
+    dropped: dict[str, int]
+    dropped_norms: dict[str, Norms]
+    median_norm: float | None
+    norms: Norms
+    norm_quantiles: dict[str, float]
+    sources: dict[str, int]
+    control_tokens: dict[str, int]
+
+
+@dataclass(frozen=True)
 class RankShards:
     """The rows that a rank is to store, and its shards; none while the store is unfinished."""
 
@@ -160,7 +181,7 @@ class StoreMeta:
         if not self.chunk_rows:
             object.__setattr__(self, "chunk_rows", rows_per_chunk(self.d_in, self.dtype))
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return sum(shard.rows for shard in self.shards)
 
@@ -193,6 +214,18 @@ class StoreMeta:
         source = {name: value for name, value in self.source.items() if name != "revision"}
         return {**source, **features, **{name: getattr(self, name) for name in names}}
 
+    def extended(self, entries: Sequence[JournalEntry]) -> Self:
+        """With the shards of entries of the journal."""
+        if not entries:
+            return self
+        totals = {
+            each.name: getattr(entries[-1], each.name)
+            for each in dataclasses.fields(JournalEntry)
+            if each.name != "shard"
+        }
+        shards = (*self.shards, *(entry.shard for entry in entries))
+        return dataclasses.replace(self, shards=shards, **totals)
+
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)
         for name in ("sources", "control_tokens", "ranks", "world"):
@@ -208,12 +241,17 @@ class StoreMeta:
         demand_version(text, FORMAT_VERSION)
         parse_json(text, _Demanded)
         meta = parse_json(text, cls)
-        if meta.ranks and sum(rank.shards for rank in meta.ranks) != len(meta.shards):
+        meta.demand_shards()
+        return meta
+
+    def demand_shards(self) -> None:
+        """ValueError if the list of shards is not as a writer makes it."""
+        if self.ranks and sum(rank.shards for rank in self.ranks) != len(self.shards):
             raise ValueError(
-                f"expected {sum(rank.shards for rank in meta.ranks)} shards, as `ranks` says, got "
-                f"{len(meta.shards)}"
+                f"expected {sum(rank.shards for rank in self.ranks)} shards, as `ranks` says, got "
+                f"{len(self.shards)}"
             )
-        for index, shard in enumerate(meta.shards):
+        for index, shard in enumerate(self.shards):
             # An edited name must not lead out of the store.
             if shard.file != shard_name(index):
                 raise ValueError(
@@ -224,13 +262,12 @@ class StoreMeta:
                     f"expected shard {shard.file} to hold a row or more, from byte 0 or later, got "
                     f"{shard.rows} from {shard.frame.start}"
                 )
-            if shard.rows > meta.shard_rows or (
-                shard.rows < meta.shard_rows and not meta.is_last(index)
+            if shard.rows > self.shard_rows or (
+                shard.rows < self.shard_rows and not self.is_last(index)
             ):
                 raise ValueError(
-                    f"expected {meta.shard_rows} rows in shard {shard.file}, got {shard.rows}"
+                    f"expected {self.shard_rows} rows in shard {shard.file}, got {shard.rows}"
                 )
-        return meta
 
 
 @dataclass(frozen=True)
@@ -251,10 +288,20 @@ def shard_name(index: int) -> str:
 
 
 def read_meta(store: Path) -> StoreMeta:
-    """Read a store's `store.json`; StoreError if it is missing, damaged or of a newer version."""
+    """Read a store's `store.json`, and its journal if it is unfinished; StoreError if one is damaged or of a newer
+    version, or there is no `store.json`."""
+    # The journal first: a writer removes it after it has written the complete `store.json`.
+    journal = _journal_bytes(store)
     path = store / STORE_MARKER
     try:
-        return StoreMeta.from_json(regular(path).read_bytes())
+        meta = StoreMeta.from_json(regular(path).read_bytes())
+        if meta.complete:
+            return meta
+        path = store / JOURNAL
+        entries, _ = _entries(journal)
+        meta = meta.extended(entries)
+        meta.demand_shards()
+        return meta
     except FileNotFoundError as error:
         raise StoreError(
             f"no activation store at {store}; expected {STORE_MARKER} in it, got none; "
@@ -265,4 +312,51 @@ def read_meta(store: Path) -> StoreMeta:
 
 
 def write_meta(store: Path, meta: StoreMeta) -> None:
+    """Write `store.json`; a complete one lists all shards, and the journal goes."""
     write_json(store / STORE_MARKER, meta.to_json())
+    if meta.complete:
+        (store / JOURNAL).unlink(missing_ok=True)
+
+
+def append_to_journal(store: Path, entry: JournalEntry) -> None:
+    """Record a shard, flushed to disk."""
+    path = store / JOURNAL
+    is_new = not path.exists()
+    with path.open("ab") as file:
+        file.write(to_json(dataclasses.asdict(entry)).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        flush_to_disk(store)
+
+
+def repair_journal(store: Path) -> None:
+    """Cut off the line that a kill left unfinished, if any, so that lines can be appended; under the store's lock."""
+    journal = _journal_bytes(store)
+    _, length = _entries(journal)
+    if length < len(journal):
+        os.truncate(store / JOURNAL, length)
+
+
+def _journal_bytes(store: Path) -> bytes:
+    try:
+        return regular(store / JOURNAL).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _entries(journal: bytes) -> tuple[list[JournalEntry], int]:
+    """The journal's entries, and the bytes that they take. Each line is on disk before the next begins, so only the
+    last may be torn, and is ignored; ValueError if an earlier one is damaged."""
+    *lines, _ = journal.split(b"\n")  # what follows the last end of a line is torn
+    entries: list[JournalEntry] = []
+    length = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            entries.append(parse_json(line, JournalEntry))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"line {number}: {error}") from None
+        length += len(line) + 1
+    return entries, length

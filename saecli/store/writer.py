@@ -24,13 +24,17 @@ from ..base.errors import StoreError
 from ..base.files import LOCK, flush_to_disk, lock_folder, make_folder
 from ..base.home import STORE_MARKER
 from .schema import (
+    JOURNAL,
     SHARDS,
     WORLD_FILE,
+    JournalEntry,
     RankShards,
     Resume,
     ShardRecord,
     StoreMeta,
+    append_to_journal,
     read_meta,
+    repair_journal,
     shard_name,
     write_meta,
 )
@@ -211,52 +215,63 @@ class StoreWriter(ClaimedStore):
         if not self.rows:
             raise no_rows(self.path, self._ended.counts)
         with self._reporting():
-            self._record(complete=True)
+            self._complete()
         return self.meta
 
-    def _record(self, complete: bool = False) -> None:
-        """Commit the shard, if any, and record it in `store.json`, the last together with the store's completion: else
-        resuming after a short shard would count its dropped rows twice."""
-        shards, sources, control = (
-            self.meta.shards,
-            dict(self.meta.sources),
-            dict(self.meta.control_tokens),
+    def _commit(self) -> JournalEntry:
+        """Make the shard appear, and the entry that records it."""
+        assert self._shard is not None and self._last is not None
+        sources, control = dict(self.meta.sources), dict(self.meta.control_tokens)
+        for number, name in enumerate(sources):
+            sources[name] += self._shard.count("source", number)
+        for token_id in control:
+            control[token_id] += self._shard.count("token_id", int(token_id))
+        digest, frame = self._shard.commit()
+        of_shard = self._shard.statistics
+        assert of_shard is not None
+        self._statistics = of_shard if self._statistics is None else self._statistics + of_shard
+        record = ShardRecord(
+            self._shard.path.name,
+            self._shard.rows,
+            digest,
+            dict(self._ended.counts),
+            self._last,
+            dict(self._ended.norms),
+            frame,
         )
-        if self._shard:
-            assert self._last is not None
-            for number, name in enumerate(sources):
-                sources[name] += self._shard.count("source", number)
-            for token_id in control:
-                control[token_id] += self._shard.count("token_id", int(token_id))
-            digest, frame = self._shard.commit()
-            found = self._shard.statistics
-            assert found is not None
-            self._statistics = found if self._statistics is None else self._statistics + found
-            shards += (
-                ShardRecord(
-                    self._shard.path.name,
-                    self._shard.rows,
-                    digest,
-                    dict(self._ended.counts),
-                    self._last,
-                    dict(self._ended.norms),
-                    frame,
-                ),
-            )
         dropped = Dropped(self.meta.dropped, self.meta.dropped_norms) + self._ended
-        meta = replace(
-            self.meta,
-            complete=complete,
-            shards=shards,
-            dropped=dict(dropped.counts),
-            dropped_norms=dict(dropped.norms),
-            median_norm=self.admission.median,
+        self._shard, self._ended = None, Dropped()
+        return JournalEntry(
+            record,
+            dict(dropped.counts),
+            dict(dropped.norms),
+            self.admission.median,
             sources=sources,
-            control_tokens={name: rows for name, rows in control.items() if rows or not complete},
+            control_tokens=control,
             **norm_fields(self._statistics),
         )
+
+    def _record(self) -> None:
+        """Commit a full shard and append it to the journal."""
+        entry = self._commit()
+        append_to_journal(self.path, entry)
+        self.meta = self.meta.extended([entry])
+
+    def _complete(self) -> None:
+        """Commit the last shard, if any, and write it to `store.json` together with the store's completion: resuming
+        after a short shard would count its dropped rows twice."""
+        meta = self.meta.extended([self._commit()] if self._shard else [])
+        dropped = Dropped(meta.dropped, meta.dropped_norms) + self._ended
+        self._ended = Dropped()
+        meta = replace(
+            meta,
+            complete=True,
+            dropped=dict(dropped.counts),
+            dropped_norms=dict(dropped.norms),
+            control_tokens={name: rows for name, rows in meta.control_tokens.items() if rows},
+        )
         write_meta(self.path, meta)
-        self.meta, self._shard, self._ended = meta, None, Dropped()
+        self.meta = meta
 
     def _differs(self, got: str) -> StoreError:
         assert self._resume is not None
@@ -297,6 +312,7 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
                 f"{path} holds something else: expected {name} {wanted.get(name)}, got {got.get(name)}; "
                 "choose another --name, or remove that store"
             )
+        repair_journal(path)
         return lock, there
     except BaseException as error:
         if not (path / STORE_MARKER).exists():
@@ -315,13 +331,13 @@ def _forsake(path: Path) -> None:
 
 
 def remove_empty(path: Path) -> None:
-    """Remove a store whose `store.json` lists no shard, while its lock is held."""
+    """Remove a store whose list of shards is empty, while its lock is held."""
     with suppress(OSError):
         for folder in (path / SHARDS, path / RANKS):
             if folder.exists():
                 shutil.rmtree(folder)
-        (path / STORE_MARKER).unlink(missing_ok=True)
-        (path / WORLD_FILE).unlink(missing_ok=True)
+        for name in (JOURNAL, STORE_MARKER, WORLD_FILE):
+            (path / name).unlink(missing_ok=True)
     _forsake(path)
 
 

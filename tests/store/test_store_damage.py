@@ -144,7 +144,7 @@ SHARD = {
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format_version": 2}, "expected format version 1 or older, got 2; upgrade saecli"),
+        ({"format_version": 3}, "expected format version 2 or older, got 3; upgrade saecli"),
         ({"format_version": None}, "format_version: expected a valid integer, got None"),
         ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
         ({"d_in": 0}, "d_in must be from 1 to 1099511627776, got 0"),
