@@ -18,11 +18,13 @@ from ..extract.options import BUNDLED
 from ..sae import formats
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
+from ..sae.formats.hooks import unsettled
 from ..sae.hub import Address, upload, writable
 from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Reconstruction
+from ..store.joined import in_words
 from .evaluate import check_tokens_of_model, evaluated
-from .measured import Measured, RowsLike, measured
+from .measured import Measured, RowsLike, hook_points, measured
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -167,7 +169,10 @@ def export(
         raise ConfigError(
             f"--data does nothing here: {to} expresses {saved.sae.activation.name} exactly; leave it out"
         )
-    formats.save(found.written, to, out)
+    written = unsettled(found.written) if to == "saelens" else found.written
+    formats.save(written, to, out)
+    for remark in (*written.remarks, *_without_hook_points(written, to)):
+        listener.note(f"{subject.name} {remark}")
     if found.remark is not None:
         advice = (
             f"; train with --act {found.written.sae.activation.name} to have the same SAE in both"
@@ -185,6 +190,16 @@ def export(
         "deviation": found.deviation,
         "files": sorted(path.name for path in out.iterdir()),
     }
+
+
+def _without_hook_points(saved: SavedSAE, to: str) -> tuple[str, ...]:
+    if not saved.sae.widths or to == "native":
+        return ()
+    points, _ = hook_points(saved.origin)
+    return (
+        f"reads {len(saved.sae.widths)} hook points side by side, which {to} cannot name: the file names "
+        f"none; give it rows of {' + '.join(points) or 'all'}, in this order",
+    )
 
 
 def push(
@@ -235,6 +250,8 @@ def push(
         listener.note(
             f"README.md of {address.repo} was not written by `sae push` and is left as it is"
         )
+    for remark in _without_hook_points(found.written, found.format):
+        listener.note(f"{one.subject.name} {remark}")
     with TemporaryDirectory() as scratch:
         formats.save(found.written, found.format, Path(scratch, address.folder))
         files = sorted(path.name for path in Path(scratch, address.folder).iterdir())
@@ -306,14 +323,11 @@ def _card(
     inside, end, after = rest.partition(END)
     if not end:
         return None
-    hooks = [
-        f"{to}layer {origin[f'{of}layer']}, {origin.get(f'{of}site')}"
-        for of, to in (("", ""), ("target_", "to "))
-        if f"{of}layer" in origin
-    ]
+    points, target = hook_points(origin)
+    at = in_words(points, target) if points else None
     row = {
         "SAE": f"`{address.folder}`",
-        "activations": ", ".join(filter(None, [origin.get("model"), *hooks])) or one.store.name,
+        "activations": ", ".join(filter(None, [origin.get("model"), at])) or one.store.name,
         "activation": f"{sae.activation.name} {sae.k or ''}".strip(),
         "d_in": number(sae.d_in),
         "d_sae": number(sae.d_sae),

@@ -23,6 +23,7 @@ from ..base.options import words_of
 from ..extract.splice import COLUMNS
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
+from ..sae.formats.hooks import settled, why_unsettled
 from ..sae.library import SAELike, Subject, open_sae
 from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
@@ -234,7 +235,9 @@ def measured(
     subject, saved = open_sae(home, sae, listener)
     rows = _rows(home, subject, data, target, split, listener)
     if rows.inputs:
-        _compare_hook_points(subject.name, saved.origin, Joined.of(rows), listener)
+        stores = Joined.of(rows)
+        saved = settled(saved, stores.origin.get("model"))
+        _compare_hook_points(subject.name, saved.origin, stores, listener)
     if saved.is_transcoder and not rows.d_target:
         raise ConfigError(
             f"{subject.name} is a transcoder: expected the store of what it predicts, got {rows.name} "
@@ -251,6 +254,8 @@ def measured(
             f"dimensions, got {rows.d_in}; name another store with --data"
         )
     saved = replace(saved, sae=saved.sae.copy_to(device_named(device)))
+    if rows.places and not saved.sae.widths:  # a crosscoder's, which no other format records
+        saved.sae.widths = rows.places
     return Measured(subject, saved, rows.inputs[0].split.which if rows.inputs else None, rows)
 
 
@@ -295,8 +300,10 @@ def _compare_hook_points(
     name: str, origin: Mapping[str, Any], stores: Joined, listener: Listener
 ) -> None:
     """Warn if an SAE was trained on other hook points than the stores hold; refuse a crosscoder's in another order."""
-    (wanted, wanted_target), (got, got_target) = _hook_points(origin), _hook_points(stores.origin)
+    (wanted, wanted_target), (got, got_target) = hook_points(origin), hook_points(stores.origin)
     models = [Path(one["model"]).name for one in (origin, stores.origin) if one.get("model")]
+    if reason := why_unsettled(origin, stores.origin):
+        raise ConfigError(f"{name} cannot be measured on {stores.name}: {reason}")
     if len(wanted) > 1 and wanted != got and sorted(wanted) == sorted(got):
         raise ConfigError(
             f"--data names the inputs of {name} in another order than it was trained on; name them in "
@@ -313,7 +320,7 @@ def _compare_hook_points(
         )
 
 
-def _hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
+def hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
     """Those of the inputs and of the target, if known."""
     inputs = origin.get("inputs")
     found = [

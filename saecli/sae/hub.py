@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ..base.errors import ConfigError, FormatError, HubError, SaeError, did_you_mean, one_line
 from ..base.machine import LOG_IN, why_refused
@@ -57,9 +57,17 @@ class Address:
         return f"{path}@{self.revision}" if self.revision else path
 
 
-def registered(text: str, note: Callable[[str], None]) -> tuple[Address, float | None] | None:
-    """The address of the SAE that the installed SAELens calls by this release/id, if any, and the factor of rows that
-    its file may lack (`formats.SavedSAE.scaled`); FormatError if it cannot be expressed here."""
+class Registered(NamedTuple):
+    """An SAE in SAELens' registry: its address, and what its file may lack, see `formats.SavedSAE`."""
+
+    address: Address
+    row_scale: float | None
+    processing: dict[str, Any]
+
+
+def registered(text: str) -> Registered | None:
+    """The SAE that the installed SAELens calls by this release/id, if any; FormatError if it cannot be expressed
+    here."""
     name, _, wanted = text.partition("/")
     release = _release(name)
     one = next((one for one in release.get("saes", ()) if one["id"] == wanted), None)
@@ -71,11 +79,11 @@ def registered(text: str, note: Callable[[str], None]) -> tuple[Address, float |
         reason = f"each row is scaled by its own norm ({scaling})"
     if reason:
         raise FormatError(f"{text} cannot be expressed here: {reason}; use SAELens")
-    if overrides.get("model_from_pretrained_kwargs", {}).get("center_writing_weights"):
-        note(
-            f"{name} was trained on rows less their mean over dimensions (center_writing_weights); rows here keep it"
-        )
-    return Address(release["repo_id"], str(one["path"])), one.get("norm_scaling_factor")
+    return Registered(
+        Address(release["repo_id"], str(one["path"])),
+        one.get("norm_scaling_factor"),
+        overrides.get("model_from_pretrained_kwargs") or {},
+    )
 
 
 def registry_hint(text: str, asks: bool = True) -> str:

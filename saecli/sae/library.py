@@ -61,7 +61,8 @@ class Subject:
     target: str | None = None  # name of the store of a transcoder's targets
     streamed: Mapping[str, Any] | None = None  # the options of rows from a model without a store
     registered: str | None = None  # release/id in SAELens' registry, by which it was named
-    row_scale: float | None = None  # from there, for `formats.load`
+    row_scale: float | None = None  # from there, as `processing`, for `formats.load`
+    processing: Mapping[str, Any] | None = None
 
     @property
     def path(self) -> Path:
@@ -148,7 +149,9 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
         listener.note(f"using the newest run, {subject.name}")
     if not subject.complete:
         listener.note(f"{subject.name} is not finished; this is its last checkpoint")
-    saved = formats.load(subject.path, subject.row_scale)
+    saved = formats.load(subject.path, subject.row_scale, subject.processing)
+    for remark in saved.remarks:
+        listener.note(f"{subject.name} {remark}")
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
     saved.sae.metadata = saved.origin | (
@@ -201,13 +204,19 @@ def find_subject(
         return Subject(text, folder)
     if folder.is_dir():
         formats.load(folder)  # raises, with the files expected
-    if listed := registered(text, note):
+    if listed := registered(text):
         try:
-            subject = Subject(*fetch(listed[0], note), registered=text, row_scale=listed[1])
+            name, folder = fetch(listed.address, note)
         except HubError as error:
-            raise HubError(f"{text} is {listed[0]} on the hub, and {error}") from error
-        note(f"{text} is {listed[0]} on the hub")
-        return subject
+            raise HubError(f"{text} is {listed.address} on the hub, and {error}") from error
+        note(f"{text} is {listed.address} on the hub")
+        return Subject(
+            name,
+            folder,
+            registered=text,
+            row_scale=listed.row_scale,
+            processing=listed.processing,
+        )
     if address is not None:
         try:
             return Subject(*fetch(address, note))

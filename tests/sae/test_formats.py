@@ -156,7 +156,9 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
         (
             "llama-scope",
             at(LLAMA, moved=moved, transcodes=transcodes),
-            to_mlp(15) if transcodes else {"layer": 15, "site": "resid_post"},
+            to_mlp(15) | {"site": "ln2.hook_normalized"}
+            if transcodes
+            else {"layer": 15, "site": "resid_post"},
         )
         for moved in (False, True)
         for transcodes in (False, True)
@@ -406,13 +408,16 @@ def test_hook_points_that_circuit_tracer_cannot_express(tmp_path: Path) -> None:
     ("hook", "site"),
     [
         ("hook_mlp_out", "mlp_out"),
-        ("ln2.hook_normalized", "mlp_in"),
+        ("hook_attn_out", "attn_out"),
         ("mlp.hook_in", "mlp_in"),
         ("hook_resid_pre", "resid_pre"),
-        ("hook_mlp_in", None),
-        ("ln1.hook_normalized", None),
-        ("hook_mlp_in.x", None),
-        ("mlp.hook_out", None),
+        ("ln2.hook_normalized", "ln2.hook_normalized"),  # of an unknown model
+        ("mlp.hook_out", "mlp.hook_out"),
+        ("hook_mlp_in", "hook_mlp_in"),
+        ("hook_resid_mid", "hook_resid_mid"),
+        ("attn.hook_z", "attn.hook_z"),
+        ("ln1.hook_normalized", "ln1.hook_normalized"),
+        ("not a hook", None),
     ],
 )
 def test_saelens_hook_names_that_are_sites(tmp_path: Path, hook: str, site: str | None) -> None:
@@ -429,7 +434,10 @@ def test_saelens_hook_names_that_are_sites(tmp_path: Path, hook: str, site: str 
     ("hook", "origin"),
     [
         ("model.layers.3.post_feedforward_layernorm.output", {"layer": 3, "site": "mlp_out"}),
-        ("model.layers.3.self_attn.o_proj.input", {}),
+        (
+            "model.layers.3.self_attn.o_proj.input",
+            {"layer": 3, "site": "self_attn.o_proj.input"},
+        ),
         ("model.layers.{all}.output", {}),
         (None, {}),
         (5, {}),

@@ -81,7 +81,7 @@ FILES: dict[
     "gemma-scope-2b-pt-transcoders/layer_4/width_16k/average_l0_76": (
         "gemma2transcoder",
         SCOPE,
-        f"{GEMMA}-2-2b 4 - mlp_out",
+        f"{GEMMA}-2-2b 4 ln2.hook_normalized mlp_out",
     ),
     "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big": (
         "gemma",
@@ -116,7 +116,7 @@ FILES: dict[
     "Llama-Scope-R1-Distill/400M/L15T": (
         "",
         partial(LLAMA, r1=True, transcodes=True),
-        f"{R1} 15 mlp_in mlp_out",
+        f"{R1} 15 ln2.hook_normalized mlp_out",
     ),
     "SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (
         "qwen",
@@ -169,9 +169,9 @@ def test_a_release_is_read_by_its_formula(tmp_path: Path, place: str) -> None:
     found = load(tmp_path / place, FACTORS.get(name))
     assert 0.02 < (one.codes != 0).mean() < 0.9
     model, layer, *sites = where.split()
-    assert found.origin == {"model": model, "layer": int(layer)} | {
-        key: site for key, site in zip(("site", "target_site"), sites, strict=False) if site != "-"
-    } | ({"target_layer": int(layer)} if len(sites) == 2 else {})
+    ends = dict(zip(("site", "target_site"), sites, strict=False))
+    ends |= {"target_layer": int(layer)} if len(sites) == 2 else {}
+    assert found.origin == {"model": model, "layer": int(layer)} | ends
     assert found.is_transcoder == (len(sites) == 2)
     np.testing.assert_allclose(found.sae.encode(X), one.codes, rtol=1e-4, atol=5e-5)
     assert np.abs(found.sae(X).numpy() - one.predicted).max() < 1e-5 * np.abs(one.predicted).max()
@@ -269,8 +269,10 @@ def test_an_sae_is_named_by_its_release_and_id(
     assert saecli.load_sae(name).cfg["site"] == "resid_post"
     home = Home(sae.home)
     assert lasting_name(home, name, find_subject(home, name)) == name
-    predicted = saecli.load_sae("mlp-tm/blocks.8.hook_mlp_out")(X).numpy()
-    assert np.abs(predicted - one.predicted).max() < 1e-5 * np.abs(one.predicted).max()
+    plain, centred = load(one.path, 0.4).sae, saecli.load_sae("mlp-tm/blocks.8.hook_mlp_out")
+    assert np.abs(plain(X).numpy() - one.predicted).max() < 1e-5 * np.abs(one.predicted).max()
+    expected = plain(X - X.mean(1, keepdim=True))
+    torch.testing.assert_close(centred(X), expected, rtol=1e-5, atol=1e-4)
     done = sae("eval", "mlp-tm/blocks.8.hook_mlp_out", "--data", "rows")
     assert done.status == 0 and "center_writing_weights" in done.err
     for words, said in (
@@ -318,7 +320,7 @@ def test_every_release_of_saelens_is_resolved_or_refused(
     for name, release in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)).items():
         for one in release["saes"][:2]:
             try:
-                address, _ = registered(f"{name}/{one['id']}", str)
+                address = registered(f"{name}/{one['id']}").address
                 assert (
                     address.folder == str(one["path"])
                     and Address.parse(f"hf://{address}") == address

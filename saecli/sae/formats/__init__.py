@@ -1,6 +1,7 @@
 """SAEs in folders, in this tool's own format and in other libraries'; no format runs code from a file.
 
-    common.py       SavedSAE, tables of tensors' names, reading and writing of files, hook points
+    common.py       SavedSAE, tables of tensors' names, reading and writing of files
+    hooks.py        names of hook points
     native.py       this tool's own format
     saelens.py      SAELens
     libraries.py    sparsify, dictionary_learning, circuit-tracer
@@ -9,10 +10,10 @@
 README.md says what each can express. To add a format, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +23,7 @@ from ..activations import ACTIVATIONS, Activation, Gated, JumpRelu, ReluTopK, To
 from ..dictionary import SAE
 from . import libraries, native, saelens, scopes
 from .common import SavedSAE, in_words, matching, unscaled
+from .hooks import settled
 from .native import load_native, save_native
 
 __all__ = [
@@ -162,6 +164,7 @@ FORMATS: dict[
         (native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
     ),
 }
+OF_CROSSCODERS = ("dataset", "context", "prepend_bos")  # entries of their origins, in all formats
 WRITABLE = tuple(name for name, form in FORMATS.items() if form.save is not None)
 
 
@@ -225,8 +228,11 @@ def known_files() -> str:
     )
 
 
-def load(path: Path, row_scale: float | None = None) -> SavedSAE:
-    """Read the SAE in a folder, or in one of several layers' files there; for `row_scale` see `SavedSAE.scaled`."""
+def load(
+    path: Path, row_scale: float | None = None, processing: Mapping[str, Any] | None = None
+) -> SavedSAE:
+    """Read the SAE in a folder, or in one of several layers' files there; for `row_scale` and `processing`, which its
+    file may lack, see `SavedSAE`."""
     name = recognise(path)
     if name is None:
         there = (
@@ -242,6 +248,9 @@ def load(path: Path, row_scale: float | None = None) -> SavedSAE:
     if form.layers == "each" and path.is_dir():
         path /= form.among(_files_in(path), str(path))[-1]
     saved = form.load(path)
+    if processing is not None:
+        saved = replace(saved, processing=saved.processing | dict(processing))
+    saved = settled(saved)
     if not saved.scaled:
         return saved
     if row_scale is None:
@@ -273,10 +282,10 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
             f"cannot write to {folder}: expected an empty or a new folder, got one in use; "
             f"name another"
         )
+    if name != "native":
+        saved = replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32))
+        if saved.sae.widths:  # no other library has a name for several hook points
+            origin = {key: saved.origin[key] for key in OF_CROSSCODERS if key in saved.origin}
+            saved = replace(saved, origin=origin)
     with folder_appearing_whole(folder) as temporary:
-        form.save(
-            saved
-            if name == "native"
-            else replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32)),
-            temporary,
-        )
+        form.save(saved, temporary)

@@ -1,4 +1,4 @@
-"""Common to all formats: an SAE with its origin, names of tensors, reading files without running code in them.
+"""Common to all formats: an SAE with its origin, names of tensors, reading files without running code.
 
 Libraries that subtract the decoder bias from a row before encoding are read and written by
 `(x - b_dec) @ W_enc + b = x @ W_enc + (b - b_dec @ W_enc)`. Shapes: D = d_in, F = d_sae.
@@ -47,9 +47,6 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 TO_FIT = "end other programs, or read it on a machine with more"
 
-# TransformerLens' name of `mlp_in`, but for the norm's weight; its `hook_mlp_in` is before the norm: no site here.
-MLP_IN_HOOK = "ln2.hook_normalized"
-EXACT_MLP_IN_HOOK = "mlp.hook_in"  # circuit-tracer's; its `mlp.hook_out` is before Gemma's second norm: no site here.
 MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
     "gpt2-small": "gpt2",
     "mistral-7b": "mistralai/Mistral-7B-v0.1",
@@ -57,10 +54,6 @@ MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
     r"gemma-2?-?\d+b(-it)?": r"google/\g<0>",
     r"pythia-[\d.]+[mb](-deduped)?": r"EleutherAI/\g<0>",
 }
-_HOOK = re.compile(
-    rf"blocks\.(\d{{1,9}})\.(?:hook_(?!mlp_in$)(\w+)|{re.escape(MLP_IN_HOOK)}"
-    rf"|{re.escape(EXACT_MLP_IN_HOOK)})"
-)
 
 
 @dataclass(frozen=True)
@@ -71,13 +64,20 @@ class SavedSAE:
     origin: dict[str, Any] = field(default_factory=dict)  # the known fields of `documents.Origin`
     transcodes: bool = False  # whether the file calls it a transcoder
     scaled: bool = False  # whether it takes scaled rows, by a factor that the file lacks
+    processing: dict[str, Any] = field(default_factory=dict)  # options of TransformerLens' model
+    remarks: tuple[str, ...] = ()  # what its user should know, each a predicate
 
     @classmethod
     def of(
-        cls, sae: SAE, origin: Origin, transcodes: bool = False, scaled: bool = False
+        cls,
+        sae: SAE,
+        origin: Origin,
+        transcodes: bool = False,
+        scaled: bool = False,
+        processing: dict[str, Any] | None = None,
     ) -> "SavedSAE":
         known = {name: value for name, value in asdict(origin).items() if value is not None}
-        return cls(sae, known, transcodes, scaled)
+        return cls(sae, known, transcodes, scaled, processing or {})
 
     @property
     def is_transcoder(self) -> bool:
@@ -372,17 +372,3 @@ def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any
             f"{path}: {key} {value!r} cannot be expressed here; "
             f"expected {' or '.join(map(repr, allowed))}"
         )
-
-
-def hook_name(origin: Mapping[str, Any], of: str = "") -> str | None:
-    """TransformerLens' name of a hook point, if its layer and site, after `of`, are known."""
-    layer, site = origin.get(f"{of}layer"), origin.get(f"{of}site")
-    if layer is None or site is None:
-        return None
-    return f"blocks.{layer}.{MLP_IN_HOOK if site == 'mlp_in' else f'hook_{site}'}"
-
-
-def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
-    """`layer` and `site` in a TransformerLens hook name, after `of`; empty for other names."""
-    match = _HOOK.fullmatch(name) if isinstance(name, str) else None
-    return {f"{of}layer": int(match[1]), f"{of}site": match[2] or "mlp_in"} if match else {}

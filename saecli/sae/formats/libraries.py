@@ -27,7 +27,7 @@ from ...base.files import appearing_whole, regular, write_json
 from ..activations import Activation, BatchTopK, Gated, JumpRelu, Relu, ReluTopK, TopK
 from ..codes import Prefixes
 from ..dictionary import SAE
-from . import common
+from . import common, hooks
 from .common import SavedSAE
 
 SPARSIFY_CONFIG, SPARSIFY_WEIGHTS = "cfg.json", "sae.safetensors"
@@ -292,15 +292,9 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     if (lowest := float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())) < 0:
         raise FormatError(f"{file}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
     origin = {"model": config.get("model_name"), "layer": int(match[1])}
-    if (
-        config.get("model_name", "").startswith("Qwen/")
-        and config.get("feature_output_hook") == "mlp.hook_out"
-    ):
-        config["feature_output_hook"] = "hook_mlp_out"  # the same without a second norm
     for of, side in (("", "input"), ("target_", "output")):
-        origin |= common.origin_of_hook(
-            f"blocks.{match[1]}.{config.get(f'feature_{side}_hook')}", of
-        )
+        hook = config.get(f"feature_{side}_hook")
+        origin |= hooks.origin_of_hook(f"blocks.{match[1]}.{hook}", of) if hook else {}
     return SavedSAE.of(sae, common.origin_from(origin), transcodes=True)
 
 
@@ -341,13 +335,13 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
             f"circuit-tracer cannot express a transcoder from layer {origin['layer']} to layer "
             f"{origin['target_layer']}; expected rows and targets of one layer"
         )
-    hooks = {
-        side: common.EXACT_MLP_IN_HOOK if site == "mlp_in" else f"hook_{site}"
+    points = {
+        side: hooks.HOOKS.get(site, site)
         for side, site in (("input", origin["site"]), ("output", origin["target_site"]))
     }
     config = ({"model_name": origin["model"]} if "model" in origin else {}) | {
         "model_kind": "transcoder_set",
-        **{f"feature_{side}_hook": hook for side, hook in hooks.items()},
+        **{f"feature_{side}_hook": hook for side, hook in points.items()},
     }
     with appearing_whole(folder / TRACER_CONFIG) as temporary:
         temporary.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

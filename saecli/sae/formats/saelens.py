@@ -13,7 +13,7 @@ from typing import Any
 from ...base.errors import FormatError
 from ...base.files import write_json
 from ..activations import AbsTopK, Activation, BatchTopK, Gated, JumpRelu, Relu, ReluTopK
-from . import common
+from . import common, hooks
 from .common import SavedSAE
 
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
@@ -79,24 +79,27 @@ def load_saelens(folder: Path) -> SavedSAE:
     sae = common.assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
     if config.get("rescale_acts_by_decoder_norm", False):
         sae = common.with_unit_rows(sae)
+    processing = metadata.get("model_from_pretrained_kwargs")
     return SavedSAE.of(
         sae,
         common.origin_from(
             {
                 "model": metadata.get("model_name"),
-                **common.origin_of_hook(metadata.get("hook_name")),
-                **(
-                    common.origin_of_hook(metadata.get("hook_name_out"), "target_")
-                    if transcodes
-                    else {}
-                ),
+                **_origin(metadata.get("hook_name")),
+                **(_origin(metadata.get("hook_name_out"), "target_") if transcodes else {}),
                 "context": metadata.get("context_size"),
                 "prepend_bos": metadata.get("prepend_bos"),
             }
         ),
         transcodes,
         config.get("normalize_activations") == SCALED,
+        processing if isinstance(processing, dict) else {},
     )
+
+
+def _origin(hook: Any, of: str = "") -> dict[str, Any]:
+    """Of TransformerLens' hook point, or of a module of transformers, whose output SAELens then takes."""
+    return hooks.origin_of_hook(hook, of) or hooks.origin_of_module(hook, "output", of)
 
 
 def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,12 +141,13 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE or a transcoder so that SAELens' `SAE.load_from_disk` reads it."""
+    saved = hooks.unsettled(saved)
     sae, origin = saved.sae, saved.origin
     metadata = {
         "sae_lens_version": WRITTEN_FOR,
         "sae_lens_training_version": None,
         "model_name": origin.get("model"),
-        "hook_name": common.hook_name(origin),
+        "hook_name": hooks.hook_name(origin),
         "context_size": origin.get("context"),
         "prepend_bos": origin.get("prepend_bos"),
     }
@@ -162,7 +166,7 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
             "architecture": TRANSCODERS[type(sae.activation)][sae.W_skip is not None],
             "d_out": sae.d_out,
         }
-        metadata["hook_name_out"] = common.hook_name(origin, "target_")
+        metadata["hook_name_out"] = hooks.hook_name(origin, "target_")
     else:
         config["architecture"] = ARCHITECTURES[type(sae.activation)]
     if isinstance(sae.activation, ReluTopK | AbsTopK):

@@ -46,7 +46,7 @@ from torch import Tensor
 from ...base.errors import FormatError
 from ...base.files import appearing_whole, write_json
 from ..activations import Activation, BatchTopK, JumpRelu, Relu, TopK
-from . import common
+from . import common, hooks
 from .common import SavedSAE
 
 GEMMA_ARRAYS = "params.npz"
@@ -93,7 +93,8 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
         sae, kind, layer = common.unscaled(sae, 1 / math.sqrt(sae.d_in)), "embedding", "0"
     origin = {"model": f"google/gemma-2-{size}{'-it' * (tuned == 'it')}", "layer": int(layer)}
     if kind == "transcoders":
-        return SavedSAE(sae, origin | {"target_layer": int(layer), "target_site": "mlp_out"})
+        ends = {"site": hooks.NORMALIZED, "target_layer": int(layer), "target_site": "mlp_out"}
+        return SavedSAE(sae, origin | ends)
     return SavedSAE(sae, origin | ({} if kind == "att" else {"site": GEMMA_KINDS[kind]}))
 
 
@@ -226,10 +227,10 @@ def _layers_and_module(hook: Any) -> tuple[list[int], str]:
 
 
 def _origin(hook: Any, of: str = "") -> dict[str, Any]:
-    """As `common.origin_of_hook`, for these names; of a crosscoder, its first layer."""
+    """As `hooks.origin_of_hook`, for these names; of a crosscoder, its first layer."""
     layers, module = _layers_and_module(hook)
     return (
-        {f"{of}layer": layers[0], f"{of}site": GEMMA_SITES[module]} if module in GEMMA_SITES else {}
+        {f"{of}layer": layers[0], f"{of}site": hooks.MODULES.get(module, module)} if module else {}
     )
 
 
@@ -378,8 +379,8 @@ def _folded(
                     (model for part, model in LLAMA_MODELS.items() if part in str(path.absolute())),
                     None,
                 ),
-                **common.origin_of_hook(config.hook_point_in),
-                **(common.origin_of_hook(config.hook_point_out, "target_") if transcodes else {}),
+                **hooks.origin_of_hook(config.hook_point_in),
+                **(hooks.origin_of_hook(config.hook_point_out, "target_") if transcodes else {}),
             }
         ),
         transcodes,

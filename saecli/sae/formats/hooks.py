@@ -1,0 +1,278 @@
+"""Other tools' names of hook points, and the sites that they are here.
+
+TransformerLens' follow `blocks.L.`; names of transformers' modules follow `layers.L.` or `h.L.`, and end here with
+`.input` or `.output`. A hook point that is no site here keeps its name in an SAE's origin, which tells its rows from a
+store's. Two are sites in some models only:
+
+    ln2.hook_normalized          with LayerNorm mlp_in, with RMSNorm the same before the norm's weight, which is folded
+                                 into the SAE if the model is on this machine: `settled`, and `unsettled` for writing
+    mlp.hook_out, mlp.output     mlp_out, unless a second norm follows the MLP (Gemma 2 and 3)
+
+TransformerLens' options change rows too. `fold_ln` leaves a LayerNorm without weight and bias. In models with LayerNorm
+`center_writing_weights` subtracts from rows of the residual stream, and of what is added to it, their mean over
+dimensions.
+
+Sources: `components/rms_norm.py`, `layer_norm.py`, `transformer_block.py` and `HookedTransformer.py` of TransformerLens
+2.18, `replacement_model_transformerlens.py` and `utils/tl_nnsight_mapping.py` of circuit-tracer 0.5.0.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ...base.documents import read_json
+from ...store.arrays import naming
+from .common import TO_FIT, SavedSAE
+
+SITES = {  # by TransformerLens' name, exact in all models
+    "hook_resid_pre": "resid_pre",
+    "hook_resid_post": "resid_post",
+    "hook_attn_out": "attn_out",
+    "hook_mlp_out": "mlp_out",
+    "mlp.hook_in": "mlp_in",
+}
+HOOKS = {site: hook for hook, site in SITES.items()}
+NORMALIZED = "ln2.hook_normalized"
+MODULES = {  # by transformers' name, exact in all models
+    "input": "resid_pre",
+    "output": "resid_post",
+    "mlp.input": "mlp_in",
+    "pre_feedforward_layernorm.output": "mlp_in",
+    "post_feedforward_layernorm.output": "mlp_out",
+}
+WITHOUT_SECOND_NORM = {
+    "mlp.hook_out": "mlp_out",
+    "mlp.output": "mlp_out",
+    "attn.output": "attn_out",
+    "self_attn.output": "attn_out",
+    "attention.output": "attn_out",
+}
+CENTRED = ("resid_pre", "resid_post", "attn_out", "mlp_out", "hook_resid_mid")
+
+_HOOK = re.compile(r"blocks\.(\d{1,9})\.(\S+)")
+_MODULE = re.compile(r"(?:\S+\.)?(?:layers|h)\.(\d{1,9})(?:\.(\S+))?")
+
+
+class Family(NamedTuple):
+    """The norm before the MLP in a family of models."""
+
+    norm: str  # name of its module
+    offset: float = 0.0  # added to its weight
+    layer_norm: bool = False  # else RMSNorm
+    second_norm: bool = False  # whether attention and the MLP end with one
+
+
+LLAMA = Family("post_attention_layernorm")
+FAMILIES = {  # by `model_type`
+    **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"), LLAMA),
+    "gemma": Family("post_attention_layernorm", 1.0),
+    **dict.fromkeys(
+        ("gemma2", "gemma3", "gemma3_text"),
+        Family("pre_feedforward_layernorm", 1.0, second_norm=True),
+    ),
+    **dict.fromkeys(("gpt2", "gpt_neo"), Family("ln_2", layer_norm=True)),
+    **dict.fromkeys(("gpt_neox", "bloom"), Family("post_attention_layernorm", layer_norm=True)),
+    "gptj": Family("ln_1", layer_norm=True),
+    "opt": Family("final_layer_norm", layer_norm=True),
+    "phi": Family("input_layernorm", layer_norm=True),
+}
+MODEL_TYPES = {  # by the hub's name, for models that are not on this machine
+    r"google/gemma-2-.+": "gemma2",
+    r"google/gemma-3-.+": "gemma3",
+    r"google/gemma-\d+b.*": "gemma",
+    r"(openai-community/)?(distil)?gpt2.*": "gpt2",
+    r"EleutherAI/(pythia|gpt-neox).+": "gpt_neox",
+    r"EleutherAI/gpt-neo-.+": "gpt_neo",
+    r"EleutherAI/gpt-j.+": "gptj",
+    r"(meta-llama|HuggingFaceTB)/.+": "llama",
+    r"mistralai/.+": "mistral",
+    r"Qwen/.+": "qwen3",
+}
+BUNDLED = Path(__file__).parents[2] / "assets"
+
+
+@dataclass(frozen=True)
+class Affine:
+    """What a norm does last, `rows * weight + bias`, (D,) each, float64."""
+
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def identity(cls, width: int) -> "Affine":
+        return cls(torch.ones(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
+
+    def inverse(self) -> "Affine":
+        return Affine(1 / self.weight, -self.bias / self.weight)
+
+
+def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
+    """`layer` and `site` in TransformerLens' name, after `of`; empty for other names."""
+    match = _HOOK.fullmatch(name) if isinstance(name, str) else None
+    return (
+        {f"{of}layer": int(match[1]), f"{of}site": SITES.get(match[2], match[2])} if match else {}
+    )
+
+
+def hook_name(origin: Mapping[str, Any], of: str = "") -> str | None:
+    """TransformerLens' name of a hook point, if its layer and site, after `of`, have one."""
+    layer, site = origin.get(f"{of}layer"), origin.get(f"{of}site", "")
+    hook = HOOKS.get(site, site)
+    return f"blocks.{layer}.{hook}" if layer is not None and "hook_" in hook else None
+
+
+def origin_of_module(name: Any, side: str = "", of: str = "") -> dict[str, Any]:
+    """As `origin_of_hook`, of transformers' name of a module, and the `side` of it if the name has none."""
+    match = _MODULE.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        return {}
+    module = ".".join(part for part in (match[2], side) if part)
+    return {f"{of}layer": int(match[1]), f"{of}site": MODULES.get(module, module)}
+
+
+def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
+    """The SAE on the rows of a site, where its hook point is one only in some models, or its model was processed, and
+    its model is known, by default `model`."""
+    origin, remarks = dict(saved.origin), list(saved.remarks)
+    model = origin.get("model", model)
+    family = None if model is None else _family(model)
+    centred = (
+        saved.processing.get("center_writing_weights") is True
+        and (family is None or family.layer_norm)
+        and any(origin.get(f"{of}site") in CENTRED for of in ("", "target_"))
+    )
+    ends: dict[str, Affine] = {}
+    for of in ("", "target_"):
+        site = origin.get(f"{of}site")
+        if family is None or model is None:
+            continue
+        if site in WITHOUT_SECOND_NORM and not family.second_norm:
+            origin[f"{of}site"] = WITHOUT_SECOND_NORM[site]
+        elif site == NORMALIZED and family.layer_norm and not saved.processing.get("fold_ln"):
+            origin[f"{of}site"] = "mlp_in"
+        elif site == NORMALIZED and (norm := _norm(model, family, origin, of, saved)) is not None:
+            origin[f"{of}site"] = "mlp_in"
+            ends[of] = norm
+            remarks.append(
+                f"reads rows before the norm's weight ({NORMALIZED}); that of {model} is folded in here, "
+                "so that it reads mlp_in"
+            )
+    sae = _between(saved, ends)
+    if centred:
+        sae = sae.changed(W_enc=sae.W_enc - sae.W_enc.mean(0)) if _reads_centred(origin) else sae
+        remarks.append(
+            "was trained on rows less their mean over dimensions (center_writing_weights): that mean does "
+            "not change its codes here, and its predictions lack it"
+        )
+    return replace(saved, sae=sae, origin=origin, processing={}, remarks=tuple(remarks))
+
+
+def unsettled(saved: SavedSAE) -> SavedSAE:
+    """An SAE at `mlp_in` as one at `ln2.hook_normalized`, if its model is known to have that, and the weight of an
+    RMSNorm is on this machine; others as they are."""
+    origin, ends, remarks = dict(saved.origin), dict[str, Affine](), list[str]()
+    model = origin.get("model")
+    family = None if model is None else _family(model)
+    for of in ("", "target_"):
+        if model is None or family is None or origin.get(f"{of}site") != "mlp_in":
+            continue
+        norm = None if family.layer_norm else _norm(model, family, origin, of, saved)
+        if family.layer_norm or norm is not None:
+            origin[f"{of}site"] = NORMALIZED
+        if norm is not None:
+            ends[of] = norm.inverse()
+            remarks.append(
+                f"is written for {hook_name(origin, of)}, rows before the norm's weight; that of {model} is "
+                "folded into it"
+            )
+    if not saved.sae.widths and "mlp_in" in (origin.get("site"), origin.get("target_site")):
+        remarks.append(
+            "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its "
+            "HookedTransformer lacks"
+        )
+    return replace(saved, sae=_between(saved, ends), origin=origin, remarks=tuple(remarks))
+
+
+def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | None:
+    """Why an SAE that is not settled reads other rows than a store of that origin holds, although nearly the same."""
+    if rows.get("site") != "mlp_in" or origin.get("site") != NORMALIZED:
+        return None
+    model = origin.get("model", rows.get("model"))
+    return (
+        f"it reads rows before the norm's weight ({NORMALIZED}), which mlp_in has after it; expected the "
+        f"weights of {model} in safetensors on this machine, to fold that weight into the SAE, got none "
+        f"that fit; fetch them by `hf download`, or name their folder as the model in the SAE's file"
+    )
+
+
+def _reads_centred(origin: Mapping[str, Any]) -> bool:
+    return origin.get("site") in CENTRED
+
+
+def _between(saved: SavedSAE, ends: Mapping[str, Affine]) -> Any:
+    """The SAE on rows and targets that such maps, by the prefix of their site, give; saved.sae if there are none."""
+    sae = saved.sae
+    if not ends:
+        return sae
+    rows = ends.get("", Affine.identity(sae.d_in))
+    targets = ends.get("target_", Affine.identity(sae.d_out)) if saved.is_transcoder else rows
+    device, dtype = sae.W_enc.device, sae.W_enc.dtype
+    maps = [tensor.to(device) for one in (rows, targets) for tensor in (one.bias, one.weight)]
+    return sae.copy_to(device, torch.float64).on_raw_rows(*maps).copy_to(device, dtype)
+
+
+def _folder(model: str) -> Path | None:
+    """The folder of a model that is on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for folder in (Path(model).expanduser(), BUNDLED / model):
+        if folder.is_dir():
+            return folder
+    try:
+        config = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _family(model: str) -> Family | None:
+    folder = _folder(model)
+    if folder is not None:
+        try:
+            config = read_json(folder / "config.json", dict[str, Any])
+        except (OSError, ValueError):
+            return None
+        text = config.get("text_config")
+        kind = (text if isinstance(text, dict) else config).get("model_type")
+    else:
+        kind = next((kind for name, kind in MODEL_TYPES.items() if re.fullmatch(name, model)), None)
+    return FAMILIES.get(str(kind))
+
+
+def _norm(
+    model: str, family: Family, origin: Mapping[str, Any], of: str, saved: SavedSAE
+) -> Affine | None:
+    """The norm before the MLP of a layer, if its weights are on this machine, fit and can be inverted."""
+    folder = _folder(model)
+    wanted = re.compile(
+        rf"(?:.+\.)?(?:layers|h)\.{origin[f'{of}layer']}\.{family.norm}\.(weight|bias)"
+    )
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder else ():
+        with naming(str(path), TO_FIT), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if match := wanted.fullmatch(name):
+                    found[match[1]] = file.get_tensor(name).double()
+    width = saved.sae.d_out if of else saved.sae.d_in
+    bias = found.get("bias", torch.zeros(width, dtype=torch.float64))
+    if "weight" not in found or found["weight"].shape != (width,) or bias.shape != (width,):
+        return None
+    weight = found["weight"] + family.offset
+    return Affine(weight, bias) if weight.abs().min() > 0 else None

@@ -1,0 +1,251 @@
+"""Other tools' hook points: an SAE read from, or written for, such a tool has the codes and predictions on a store's
+rows that it has there on the rows that the tool would give it, which hooks of these tests take from the model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, random_sae
+from published import D
+from safetensors.torch import load_file, save_file
+from tiny_models import CONFIGS, WIDTH, loaded, save_model
+from transformers import GemmaConfig, GPTJConfig
+
+from saecli.extract.options import BUNDLED, HookPoint
+from saecli.sae.activations import JumpRelu, Relu
+from saecli.sae.dictionary import SAE
+from saecli.sae.formats import SavedSAE, load, save
+from saecli.sae.formats.hooks import NORMALIZED
+from saecli.store.reader import ActivationStore
+
+LAYER = 1
+DEEP = {"num_hidden_layers": 3, "hidden_size": WIDTH, "vocab_size": 64, "pad_token_id": 0}
+MODELS = CONFIGS | {
+    "gemma": lambda: GemmaConfig(
+        **DEEP, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8
+    ),
+    "gptj": lambda: GPTJConfig(n_embd=WIDTH, n_layer=3, n_head=2, rotary_dim=4, vocab_size=64),
+}
+NORMS = {  # before the MLP
+    "gemma2": "pre_feedforward_layernorm",
+    "gemma": "post_attention_layernorm",
+    "llama": "post_attention_layernorm",
+    "gpt2": "ln_2",
+    "gpt-neox": "post_attention_layernorm",
+    "gptj": "ln_1",
+}
+TOKENS = torch.arange(60).reshape(2, 30) % 60 + 4
+
+
+def model_of(folder: Path, name: str) -> Path:
+    """A random model whose norms have weights, and biases where they have any, that matter."""
+    folder = save_model(folder, MODELS[name]())
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for key, tensor in weights.items():
+        if tensor.ndim == 1:
+            weights[key] = tensor + torch.randn(tensor.shape, generator=generator) / 3
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def normalized(folder: Path, name: str, fold_ln: bool) -> torch.Tensor:
+    """What TransformerLens' ln2.hook_normalized gives: with RMSNorm before the weight; with LayerNorm after weight and
+    bias, or if these are folded away before both."""
+    model = loaded(folder)
+    norm = model.blocks[LAYER].get_submodule(NORMS[name])
+    found: list[torch.Tensor] = []
+
+    def note(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+        x = args[0].double()
+        if not isinstance(module, torch.nn.LayerNorm):
+            eps = getattr(module, "eps", None) or module.variance_epsilon
+            found.append(x / (x.square().mean(-1, keepdim=True) + eps).sqrt())
+        elif fold_ln:
+            x = x - x.mean(-1, keepdim=True)
+            found.append(x / (x.square().mean(-1, keepdim=True) + module.eps).sqrt())
+        else:
+            found.append(output.double())
+
+    with torch.no_grad(), norm.register_forward_hook(note):
+        model.model(TOKENS)
+    return found[0].flatten(0, 1)
+
+
+def rows_at(folder: Path, site: str) -> torch.Tensor:
+    """What `sae extract` stores."""
+    mask = torch.ones_like(TOKENS)
+    (rows,) = loaded(folder).read(TOKENS, mask, [HookPoint(LAYER, site)], torch.clone)
+    return rows.flatten(0, 1)
+
+
+def some_sae(width: int, transcoder: bool) -> SAE:
+    sae = random_sae(JumpRelu(), width)
+    sae = sae.changed(threshold=torch.linspace(0, 1, sae.d_sae))
+    skip = torch.randn(width, width, generator=torch.Generator().manual_seed(4))
+    return sae.changed(W_skip=skip) if transcoder else sae
+
+
+def write(
+    folder: Path,
+    sae: SAE,
+    model: str | None,
+    hook: str,
+    transcoder: bool = True,
+    **processing: bool,
+) -> Path:
+    """As SAELens writes it."""
+    origin = {"target_layer": LAYER, "target_site": "mlp_out"} if transcoder else {}
+    save(SavedSAE(sae, {"layer": LAYER, "site": "resid_pre", **origin}), "saelens", folder)
+    config = json.loads((folder / "cfg.json").read_text())
+    config["metadata"] |= {
+        "model_name": model,
+        "hook_name": f"blocks.{LAYER}.{hook}",
+        "model_from_pretrained_kwargs": processing,
+    }
+    (folder / "cfg.json").write_text(json.dumps(config))
+    return folder
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("transcoder", [False, True])
+@pytest.mark.parametrize("fold_ln", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_an_sae_before_the_norms_weight_is_read_and_written_for_mlp_in(
+    tmp_path: Path, name: str, fold_ln: bool, transcoder: bool
+) -> None:
+    folder = model_of(tmp_path / "model", name)
+    theirs, ours = normalized(folder, name, fold_ln), rows_at(folder, "mlp_in")
+    original = some_sae(WIDTH, transcoder)
+    path = write(tmp_path / "sae", original, str(folder), NORMALIZED, transcoder, fold_ln=fold_ln)
+    found = load(path)
+    assert found.origin["site"] == "mlp_in"
+    before = found.sae.encode(ours)
+    close(before, original.encode(theirs.float()))
+    if transcoder:
+        close(found.sae(ours), original(theirs.float()))
+    elif not fold_ln or name in ("gemma2", "gemma", "llama"):
+        weight = (ours.double() / theirs).median(0).values  # 1 with a LayerNorm that is not folded
+        close(found.sae(ours), original(theirs.float()) * weight)
+    assert any("folded in" in remark for remark in found.remarks) == (
+        name in ("gemma2", "gemma", "llama") or fold_ln
+    )
+    save(found, "saelens", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "cfg.json").read_text())
+    assert config["metadata"]["hook_name"] == f"blocks.{LAYER}.{NORMALIZED}"
+    weights = load_file(tmp_path / "out" / "sae_weights.safetensors")
+    rows = normalized(folder, name, fold_ln=False)
+    pre = rows.float() @ weights["W_enc"] + weights["b_enc"]
+    close(pre.relu() * (pre > weights["threshold"]), before)
+    close(load(tmp_path / "out").sae.encode(ours), before)
+
+
+def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_path: Path) -> None:
+    original = some_sae(D, False)
+    for model in ("google/gemma-2-2b", "some/model", None):
+        path = write(tmp_path / str(model), original, model, NORMALIZED, False)
+        found = load(path)
+        assert found.origin["site"] == NORMALIZED and found.remarks == ()
+        assert torch.equal(found.sae.W_enc, original.W_enc)
+        save(found, "saelens", path / "again")
+        assert torch.equal(load(path / "again").sae.W_enc, original.W_enc)
+        save(
+            SavedSAE(original, {"model": model, "layer": 1, "site": "mlp_in"}),
+            "saelens",
+            path / "out",
+        )
+        config = json.loads((path / "out" / "cfg.json").read_text())
+        assert config["metadata"]["hook_name"] == "blocks.1.mlp.hook_in"
+        assert load(path / "out").origin["site"] == "mlp_in"
+    path = write(tmp_path / "layer-norm", original, "gpt2", NORMALIZED, False)
+    assert load(path).origin["site"] == "mlp_in"
+
+
+def fvu(predicted: torch.Tensor, y: torch.Tensor) -> float:
+    return float((y - predicted).square().sum() / (y - y.mean(0)).square().sum())
+
+
+def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_rows(
+    sae: CommandLine, tmp_path: Path
+) -> None:
+    for site in ("mlp_in", "mlp_out"):
+        words = ("--model", "tiny-gemma2", "--layer", "1", "--site", site, "--rows", "3000")
+        assert sae("extract", *words, "--name", site).status == 0
+    stores = [
+        ActivationStore.open(sae.home / "activations" / site) for site in ("mlp_in", "mlp_out")
+    ]
+    x, y = (
+        torch.from_numpy(
+            np.concatenate([batch.copy() for batch in store.split("all").sequential(512)])
+        )
+        for store in stores
+    )
+    weight = load_file(BUNDLED["tiny-gemma2"] / "model.safetensors")[
+        "model.layers.1.pre_feedforward_layernorm.weight"
+    ]
+    theirs = x / (1 + weight.float())
+    # Latents in pairs, the signs of a direction, are linear together: the regression of targets on rows.
+    slopes = torch.linalg.lstsq(theirs - theirs.mean(0), y - y.mean(0)).solution
+    basis = torch.linalg.qr(torch.randn(128, 128, generator=torch.Generator().manual_seed(0)))[0]
+    W_enc = torch.cat([basis, -basis], 1)
+    b_dec = y.mean(0) - theirs.mean(0) @ slopes
+    original = SAE(W_enc, torch.zeros(256), W_enc.T @ slopes, b_dec, Relu(), {})
+    expected = fvu(original(theirs), y)
+    assert expected < 0.97 * fvu(original(x), y)
+    saelens_file = write(tmp_path / "saelens", original, "tiny-gemma2", NORMALIZED)
+    ends = {"layer": 1, "site": NORMALIZED, "target_layer": 1, "target_site": "mlp_out"}
+    for number, origin in enumerate((ends | {"model": "tiny-gemma2"}, ends)):
+        save(SavedSAE(original, origin), "circuit-tracer", tmp_path / f"tracer-{number}")
+    for path in (saelens_file, tmp_path / "tracer-0", tmp_path / "tracer-1"):
+        words = (path, "--data", "mlp_in", "--target", "mlp_out", "--split", "all")
+        done = sae("eval", *words, "--json")
+        assert done.json["runs"][0]["fvu"] == pytest.approx(expected, rel=1e-4), done.err
+    done = sae("export", saelens_file, "--to", "saelens", "--out", tmp_path / "out")
+    assert done.status == 0 and "blocks.1.ln2.hook_normalized" in done.err
+    weights = load_file(tmp_path / "out" / "sae_weights.safetensors")
+    codes = (theirs @ weights["W_enc"] + weights["b_enc"]).relu()
+    predicted = codes @ weights["W_dec"] + weights["b_dec"]
+    assert fvu(predicted, y) == pytest.approx(expected, rel=1e-4)
+    elsewhere = write(tmp_path / "elsewhere", original, "google/gemma-2-2b", NORMALIZED)
+    done = sae("eval", elsewhere, "--data", "mlp_in", "--target", "mlp_out")
+    assert done.status == 2 and "before the norm's weight" in done.err
+    assert "google/gemma-2-2b" in done.err and done.err.count("\n") == 1
+
+
+def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
+    sae: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("\n\n".join("abcdefghij klmnop" * 5 for _ in range(40)))
+    folders = [save_model(tmp_path / name, "llama") for name in ("first", "second")]
+    models = [word for folder in folders for word in ("--model", str(folder))]
+    weights = load_file(folders[1] / "model.safetensors")
+    for key in weights:
+        weights[key] = weights[key] * 1.1
+    save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
+    text = ("--dataset", tmp_path / "text.txt", "--context", "16", "--layer", "1")
+    done = sae("extract", *models, *text, "--rows", "2000", "--name", "s", "--json")
+    assert done.status == 0, done.err
+    stores = [word for store in done.json["stores"] for word in ("--data", store["name"])]
+    done = sae("train", *stores, "--act", "relu-topk", "--k", "4", "--d-sae", "40", "--name", "run")
+    assert done.status == 0, done.err
+    words = (*stores, *models, "--tokens", "200", "--json")
+    expected = sae("eval", "run", *words).json["runs"][0]
+    for to in ("saelens", "sparsify", "dictionary-learning"):
+        done = sae("export", "run", "--to", to, "--out", tmp_path / to)
+        assert done.status == 0 and "2 hook points side by side" in done.err
+        config = "config.json" if to == "dictionary-learning" else "cfg.json"
+        written = (tmp_path / to / config).read_text()
+        assert (
+            "first" not in written and "resid_post" not in written and '"layer": 1' not in written
+        )
+        found = sae("eval", tmp_path / to, *words).json["runs"][0]
+        for name in ("fvu", "l0"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4)
+        for ours, theirs in zip(found["hook_points"], expected["hook_points"], strict=True):
+            assert ours["model"] == theirs["model"]
+            assert ours["kl"] == pytest.approx(theirs["kl"], rel=1e-3)
