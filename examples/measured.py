@@ -86,7 +86,7 @@ def rows_of(
     split = ActivationStore.open(out / "home" / "activations" / store).split(
         which, fraction=fraction
     )
-    return torch.from_numpy(np.concatenate([batch.copy() for batch in split.sequential(4096)]))
+    return torch.from_numpy(np.concatenate([*split.sequential(4096)]))
 
 
 Errors = dict[float, list[float]]  # by value, one a seed

@@ -71,7 +71,7 @@ def make_store(
 
 
 def collect(batches: Iterator[np.ndarray]) -> np.ndarray:
-    """All rows of a stream; each batch is copied, as its memory is used again."""
+    """All rows of a stream; each batch is copied, as its memory may be used again."""
     return np.concatenate([batch.copy() for batch in batches])
 
 

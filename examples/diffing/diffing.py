@@ -88,7 +88,7 @@ def at_words(run: str) -> tuple[np.ndarray, float]:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED[TINY_GEMMA2])
     ids = np.concatenate(list(rows.inputs[0].column("token_id", 4096)))
     hits = np.array([tokenizer.decode([token]).strip().lower() in WORDS for token in ids])
-    z = torch.cat([sae.encode(torch.from_numpy(batch.copy())) for batch in rows.sequential(4096)])
+    z = torch.cat([sae.encode(torch.from_numpy(batch)) for batch in rows.sequential(4096)])
     return hits[z.topk(TOP, dim=0).indices.numpy()].mean(0), float(hits.mean())
 
 

@@ -285,7 +285,8 @@ def all_measured(
 
 def held_out(one: Measured) -> Measured:
     """The same SAE with the held-out rows of its store, at least one."""
-    return replace(one, split="test", rows=one.stores.split("test", seed=one.subject.split_seed))
+    rows = one.stores.split("test", seed=one.subject.split_seed).reusing()
+    return replace(one, split="test", rows=rows)
 
 
 def by_rows(everything: Sequence[Measured]) -> list[list[int]]:
@@ -352,7 +353,7 @@ def _rows(
             "out, or give stores as one, by `saecli.join`"
         )
     if isinstance(data, Rows | JoinedRows):
-        return data
+        return data.reusing()
     if isinstance(data, ActivationStore | Joined):
         stores = data if isinstance(data, Joined) else Joined((data,))
     else:
@@ -375,6 +376,5 @@ def _rows(
         listener.note(
             f"{stores.name} is not the store that {subject.name} was trained on, though it has its name"
         )
-    return stores.split(
-        split, fraction=subject.fraction if split == "train" else 1.0, seed=subject.split_seed
-    )
+    fraction = subject.fraction if split == "train" else 1.0
+    return stores.split(split, fraction=fraction, seed=subject.split_seed).reusing()

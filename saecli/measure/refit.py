@@ -261,7 +261,7 @@ def default_name(source: str) -> str:
 
 def _training_rows(one: Measured) -> RowSource:
     """All of them, whatever fraction the SAE was trained on."""
-    return one.stores.split("train", seed=one.subject.split_seed)
+    return one.stores.split("train", seed=one.subject.split_seed).reusing()
 
 
 def _notes(found: Refitted, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -77,10 +77,14 @@ class RowSource(ABC):
 
     def spread(self) -> Spread:
         """Mean and scatter of all D + E dimensions, of the rows that can be read."""
-        return Spread.measured(self.sequential(SPREAD_ROWS), self.d_in + self.d_target)
+        return Spread.measured(self.reusing().sequential(SPREAD_ROWS), self.d_in + self.d_target)
 
     def as_stored(self) -> "RowSource":
-        """The same rows, in batches of the storage dtype if they have one."""
+        """The same rows, in batches of the storage dtype if they have one, each valid until the next."""
+        return self
+
+    def reusing(self) -> "RowSource":
+        """The same rows, faster: each batch is valid until the next, as its memory is used again."""
         return self
 
 
@@ -89,13 +93,22 @@ class Rows(RowSource):
     float32, or unless `decoded` of the storage dtype."""
 
     def __init__(
-        self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True
+        self,
+        store: "ActivationStore",
+        split: Split,
+        counts: np.ndarray,
+        decoded: bool = True,
+        reused: bool = False,
     ) -> None:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
         self.rows = int(counts.sum())
         self._counts = counts
         self._source = Source(
-            store, counts, self._kept, np.dtype(np.float32) if decoded else store.storage
+            store,
+            counts,
+            self._kept,
+            np.dtype(np.float32) if decoded else store.storage,
+            reused,
         )
 
     @classmethod
@@ -115,8 +128,11 @@ class Rows(RowSource):
         return (self,)
 
     def as_stored(self) -> "Rows":
-        """The same rows, in batches of the storage dtype: bfloat16 as its bits, in uint16."""
-        return Rows(self.store, self.split, self._counts, decoded=False)
+        """The same rows as stored, bfloat16 as its bits in uint16; each batch is valid until the next."""
+        return Rows(self.store, self.split, self._counts, decoded=False, reused=True)
+
+    def reusing(self) -> "Rows":
+        return Rows(self.store, self.split, self._counts, reused=True)
 
     def batches(
         self,
@@ -128,7 +144,7 @@ class Rows(RowSource):
         part: Part = WHOLE,
         row_bytes: int | None = None,
     ) -> Iterator[np.ndarray]:
-        """One epoch of shuffled batches, (B, D), read ahead by threads; each one's memory is reused for the next.
+        """One epoch of shuffled batches, (B, D), read ahead by threads.
 
         Every row comes once, in an order that depends only on the rows, seed, epoch, batch size and window; see `Deal`.
 
@@ -193,7 +209,7 @@ class Rows(RowSource):
         return self.measured()
 
     def measured(self) -> Spread:
-        return Spread.measured(self.sequential(STATISTICS_ROWS), self.d_in)
+        return Spread.measured(self.reusing().sequential(STATISTICS_ROWS), self.d_in)
 
     def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
         """A column's values for these rows, (B,) integers at a time, in stored order."""

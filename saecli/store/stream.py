@@ -53,10 +53,11 @@ class Source:
         [int], np.ndarray | None
     ]  # chunk number -> ascending indices of its wanted rows; None for all
     dtype: np.dtype
+    reused: bool  # whether each batch is valid until the next only, as its memory is used again
 
 
 def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray]:
-    """The wanted rows in stored order, (B, D), each batch valid until the next."""
+    """The wanted rows in stored order, (B, D)."""
     ends = np.cumsum(source.counts)
     total = int(ends[-1])
     first, stop = (min(total, batch_size * batch) for batch in part.of(-(-total // batch_size)))
@@ -82,13 +83,13 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
         for begin in range(first, stop, buffers.rows):
             yield buffers.fill(pool, fill, begin, min(begin + buffers.rows, stop))
 
-    return _read_ahead(blocks, buffers.ahead, batch_size)
+    return _read_ahead(blocks, buffers.ahead, batch_size, source.reused)
 
 
 def shuffled(
     source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int
 ) -> Iterator[np.ndarray]:
-    """The wanted rows once each, shuffled, (B, D) of the source's dtype, each batch valid until the next.
+    """The wanted rows once each, shuffled, (B, D) of the source's dtype.
 
     From the page cache, batches are gathered. Otherwise a window's rows are read forward through the store into memory
     and yielded while the next window is filled. Both give the same order, fitted to `row_bytes`.
@@ -169,6 +170,7 @@ def shuffled(
         lambda pool: (gathered if source.store.in_memory() else from_windows)(pool),
         buffers.ahead,
         own_size,
+        source.reused,
     )
 
 
@@ -311,7 +313,10 @@ class _Buffers:
 
 
 def _read_ahead(
-    blocks: Callable[[ThreadPoolExecutor], Iterator[Buffer]], ahead: int, batch_size: int
+    blocks: Callable[[ThreadPoolExecutor], Iterator[Buffer]],
+    ahead: int,
+    batch_size: int,
+    reused: bool,
 ) -> Iterator[np.ndarray]:
     """Yield blocks batch by batch, with `ahead` of them being filled; a task's error is raised here."""
     import torch
@@ -331,7 +336,8 @@ def _read_ahead(
             for part in parts:
                 part.result()
             for start in range(0, len(block), batch_size):
-                yield block[start : start + batch_size]
+                batch = block[start : start + batch_size]
+                yield batch if reused else batch.copy()
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)

@@ -132,7 +132,9 @@ class Opened:
 
 
 def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int) -> Through:
-    train, test = (stores.inputs[0].split(which, seed=seed) for which in ("train", "test"))
+    train, test = (
+        stores.inputs[0].split(which, seed=seed).reusing() for which in ("train", "test")
+    )
     check_rows(train, model.source)
     if (last := largest(train, "token_id")) >= model.vocabulary:
         raise unfit(train, model.source, f"a token {last}, got token ids below {model.vocabulary}")

@@ -39,7 +39,7 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
     """Open an activation store by its name in the home or its folder; None for the newest.
 
     `store.split("train" | "test" | "all")` chooses rows as the commands do; their `batches(B, seed=, epoch=)` and
-    `sequential(B)` yield float32 arrays (B, D), each valid until the next. The home is $SAE_HOME, else ./sae-data.
+    `sequential(B)` yield float32 arrays (B, D). The home is $SAE_HOME, else ./sae-data.
     """
     return found_store(Home.at(home), None if store is None else str(store))
 
@@ -158,7 +158,9 @@ def planned(
     def rows_of(training: TrainingConfig) -> tuple[RowSource, RowSource | None]:
         if isinstance(rows, ActivationStore | Joined):
             return training.rows_of(rows), training.test_rows_of(rows) if start else None
-        return rows if isinstance(rows, Rows | JoinedRows) else ArrayRows(rows, target), None
+        if isinstance(rows, Rows | JoinedRows):
+            return rows.reusing(), None
+        return ArrayRows(rows, target), None
 
     return plan_of(rows_of, solver, act, options, start)
 

@@ -251,11 +251,11 @@ class TrainingConfig(Config):
 
     def rows_of(self, store: ActivationStore | Joined) -> StoredRows | JoinedRows:
         """The training rows of a store, or of several joined."""
-        return store.split("train", fraction=self.fraction, seed=self.split_seed)
+        return store.split("train", fraction=self.fraction, seed=self.split_seed).reusing()
 
     def test_rows_of(self, store: ActivationStore | Joined) -> StoredRows | JoinedRows:
         """The held-out rows of a store."""
-        return store.split("test", seed=self.split_seed)
+        return store.split("test", seed=self.split_seed).reusing()
 
     def epoch_batches(self, rows: int) -> int:
         """Batches in one pass over the rows."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storing import collect, make_store, memory_folder
 
+import saecli
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
 from saecli.store.split import Permutation
@@ -135,6 +136,32 @@ def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
     np.testing.assert_array_equal(collect(split.sequential(3000)), rows)
     shuffled = collect(split.batches(3000, seed=0, epoch=0, window_bytes=1024 * 4000))
     np.testing.assert_array_equal(shuffled[np.lexsort((shuffled[:, 1], shuffled[:, 0]))], rows)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_public_batches_stay_as_they_came(tmp_path, monkeypatch, in_memory):
+    """Later batches leave an earlier one alone, and a change to one leaves the store and later ones alone."""
+    monkeypatch.setattr("saecli.store.stream.BLOCK_BYTES", 1 << 10)  # a few batches a block
+    monkeypatch.setattr(ActivationStore, "in_memory", lambda store: in_memory)
+    rows = numbered(2000, d_in=8)
+    for name in ("a", "b"):
+        make_store(tmp_path / name, rows, shard_rows=700, chunk_rows=20)
+    store = saecli.open_store(tmp_path / "a")
+    joined = saecli.join(tmp_path / "a", tmp_path / "b")
+    for split, expected in (
+        (store.split("all"), rows),
+        (saecli.join(store).split("all"), rows),
+        (joined.split("all"), np.concatenate([rows, rows], axis=1)),
+        (joined.split("all").inputs[0], rows),
+    ):
+        np.testing.assert_array_equal(np.concatenate([*split.sequential(8)]), expected)
+        shuffled = np.concatenate([*split.batches(8, seed=0, epoch=0)])
+        np.testing.assert_array_equal(shuffled[shuffled[:, 0].argsort()], expected)
+        again = []
+        for batch in split.batches(8, seed=0, epoch=0):
+            again.append(batch.copy())
+            batch[:] = -1
+        np.testing.assert_array_equal(np.concatenate(again), shuffled)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32))
