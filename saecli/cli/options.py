@@ -373,7 +373,7 @@ SplicedModel = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Splice the SAE into this language model, which the store's rows came from: hub id or folder.",
+        help="Splice the SAE into this language model, which the store's rows came from: hub id, folder or GGUF file.",
         show_default="none",
     ),
 ]
@@ -381,8 +381,8 @@ SplicedModels = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="Splice the SAE into this language model, which the store's rows came from: hub id or folder; once "
-        "for each model of a crosscoder.",
+        help="Splice the SAE into this language model, which the store's rows came from: hub id, folder or GGUF "
+        "file; once for each model of a crosscoder.",
         show_default="none",
     ),
 ]
@@ -394,7 +394,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Hub id or folder of the language model.",
+        help="Hub id, folder or GGUF file of the language model.",
         show_default="the one that the run's store came from",
     ),
 ]

@@ -27,7 +27,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Hub id or folder of the language model, to show the tokens that each latent promotes and "
+        help="Hub id, folder or GGUF file of the language model, to show the tokens that each latent promotes and "
         "suppresses.",
         show_default="none",
     ),

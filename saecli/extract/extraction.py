@@ -87,7 +87,7 @@ def extract(
     own documents.
 
     Args:
-        model: hub id or folder of a causal language model, or `tiny-gemma2`, which is bundled.
+        model: hub id, folder or GGUF file of a causal language model, or `tiny-gemma2`, which is bundled.
         layer: block to read, from 0, or "all"; None for the middle one. A list of models with one tokenizer, of layers
             or of sites gives a list of stores, one for each combination, filled in one pass with the same tokens row
             for row.
@@ -345,6 +345,8 @@ class Extraction:
                 f"{one.dataset} holds chats in its column {one.column!r}, which go through "
                 f"{config.chat_template or 'the chat template of ' + config.model}"
             )
+        for note in (note for model in models for note in model.source.notes):
+            listener.note(note)
         size = sum(one.size for one in models)
         fitting = min(
             max(WORK_AHEAD // size, LEAST_AHEAD), LOOK_AHEAD

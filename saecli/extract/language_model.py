@@ -4,6 +4,7 @@ They are read by module hooks rather than from `hidden_states`, whose last entry
 are loaded; the configuration stays the whole model's, so that they compute the same.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -24,12 +25,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from ..base.devices import moved
-from ..base.errors import ConfigError, ModelError, SaeError, one_line
+from ..base.errors import ConfigError, ModelError, SaeError, counted, one_line
 from ..base.machine import is_out_of_memory
+from .gguf import dense, place_of
 from .model_source import UNLOADABLE, ModelSource, explained, no_tokenizer
 from .options import HookPoint
 
 Taken = TypeVar("Taken")
+# Ends of names of constants that old checkpoints hold.
+CONSTANTS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")
 
 
 class LanguageModel:
@@ -225,11 +229,12 @@ class _Reached(Exception):  # noqa: N818 - not an error
 
 def load_tokenizer(source: ModelSource) -> Any:
     try:
-        found = AutoTokenizer.from_pretrained(
-            source.location, revision=source.revision, trust_remote_code=False
-        )
-    except UNLOADABLE as error:
-        raise explained(source.name, error) from error
+        with place_of(source.location) as (place, chosen):
+            found = AutoTokenizer.from_pretrained(
+                place, revision=source.revision, trust_remote_code=False, **chosen
+            )
+    except Exception as error:  # the package tokenizers raises nothing more special
+        raise explained(source.name, error, "tokenizer of") from error
     # If the files are missing, the library makes an empty tokenizer for some architectures.
     if len(found) <= len(set(found.all_special_ids)):
         raise no_tokenizer(source.name)
@@ -251,13 +256,26 @@ class Outline:
         loaded: Any = type(self._whole)
         if blocks < self._source.layers and not self._shares_after(blocks):
             loaded = _cut(loaded, self.path, blocks)
-        with _unmapped():
+        with _unmapped(), place_of(self._source.location) as (place, chosen):
             model, info = loaded.from_pretrained(
-                self._source.location,
+                place,
                 config=self._whole.config,
                 revision=self._source.revision,
                 output_loading_info=True,
                 **self._settings,
+                ignore_mismatched_sizes=True,  # else the error names none
+                **(chosen | dense() if chosen else {}),
+            )
+        for name, *shapes in sorted(info["mismatched_keys"]):
+            raise ModelError(
+                f"cannot load the model {self._source.name}: expected weights of shape {tuple(shapes[1])} "
+                f"for {name}, got {tuple(shapes[0])}; use a checkpoint that its config.json describes"
+            )
+        if unread := sorted(filter(partial(self._unread, blocks), info["unexpected_keys"])):
+            raise ModelError(
+                f"cannot load the model {self._source.name}: a {type(self._whole).__name__} does not "
+                f"take {counted(len(unread), 'weight')} of its checkpoint, such as {unread[0]}, and would "
+                f"compute something else; use a checkpoint that its config.json describes"
             )
         if lacking := sorted(set(info["missing_keys"]) & self._needed()):
             raise ModelError(
@@ -267,6 +285,13 @@ class Outline:
                 + "; use a complete checkpoint"
             )
         return model
+
+    def _unread(self, blocks: int, name: str) -> bool:
+        """Whether a name in the checkpoint is that of a weight, not a constant, of one of the first blocks."""
+        name = name.removeprefix(f"{self._whole.base_model_prefix}.")
+        path = self.path.removeprefix(f"{self._whole.base_model_prefix}.")
+        found = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
+        return found is not None and int(found[1]) < blocks and not name.endswith(CONSTANTS)
 
     def _shares_after(self, blocks: int) -> bool:
         """Whether a block after the first ones has parameters that are used elsewhere too."""

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,6 +19,7 @@ from ..base.errors import ConfigError, ModelError, one_line
 from ..base.files import file_sha256
 from ..base.machine import why_refused, why_unreachable
 from ..store.schema import hash_request
+from .gguf import DAMAGE, SUFFIX, demand_packages, named_file, place_of, without_folder
 from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 
 # What the library raises for damaged or foreign files.
@@ -34,6 +35,7 @@ UNLOADABLE: tuple[type[Exception], ...] = (
     UnpicklingError,
     hub_errors.HTTPError,
     hub_errors.StrictDataclassError,
+    *DAMAGE,
 )
 CONFIG = "config.json"
 # Files next to the weights on which rows depend, as patterns.
@@ -48,7 +50,6 @@ SMALL_FILES = (
     "merges.txt",
     "*.model",
     "*.tiktoken",
-    "adapter_config.json",
 )
 # Patterns of weights; transformers reads those of the first that a model has.
 WEIGHTS = (
@@ -57,7 +58,7 @@ WEIGHTS = (
     ("pytorch_model.bin",),
     ("pytorch_model.bin.index.json", "pytorch_model-*.bin"),
 )
-ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER = "adapter_config.json"
 OFFLINE_ADVICE = (
     f"or use --model {TINY_GEMMA2}, which is bundled, or the folder of a downloaded model"
 )
@@ -65,19 +66,18 @@ OFFLINE_ADVICE = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that is bundled, in a local folder, or on the Hugging Face hub."""
+    """A model that is bundled, in a local folder or GGUF file, or on the Hugging Face hub."""
 
     name: str  # as the user gave it, without a revision
-    location: (
-        str  # argument of `from_pretrained`; of a hub model without a network its cached folder
-    )
-    revision: str | None  # the hub commit; None for folders
+    location: str  # argument of `place_of`; of a hub model without a network its cached folder
+    revision: str | None  # the hub commit; None for folders and files
     config: Any  # transformers'
     content: str | None = None  # hash of weights, configuration and tokenizer; None if bundled
+    notes: tuple[str, ...] = ()  # what a user may not expect of its files
 
     @property
     def id(self) -> str:
-        """The name in stores and files of SAEs: of a folder its whole path."""
+        """The name in stores and files of SAEs: of a folder or file its whole path."""
         local = self.name not in BUNDLED and self.revision is None
         return str(Path(self.location).resolve()) if local else self.name
 
@@ -90,7 +90,8 @@ class ModelSource:
     def origin(self) -> dict[str, Any]:
         """What a store says of its model besides what its request has."""
         commit = {} if self.revision is None else {"revision": self.revision}
-        return {"layers": self.layers, **commit}
+        dense = {"dequantised": True} if named_file(self.location) else {}
+        return {"layers": self.layers, **commit, **dense}
 
     @property
     def layers(self) -> int:
@@ -138,28 +139,41 @@ class ModelSource:
 
 
 def find_model(name: str, revision: str | None = None) -> ModelSource:
-    """The model of a bundled model's name, a folder, or a hub id, with a branch, tag or commit there, which may follow
-    the id after an @; ModelError if it is missing or gated, or the hub cannot be reached."""
+    """The model of a bundled model's name, a folder, a GGUF file, or a hub id, with a branch, tag or commit there,
+    which may follow the id after an @; ModelError if it is missing or gated, or the hub cannot be reached."""
     if not name.strip():  # the path of an empty name is the working directory
         raise ConfigError(
             f"--model is empty; give a folder, a hub id such as google/gemma-2-2b, or {TINY_GEMMA2}"
         )
     if name.rstrip("/") in BUNDLED:  # as a shell completes the name of a folder
         name = name.rstrip("/")
-    if not Path(name).is_dir():
+    file = named_file(name)
+    if file is None and not Path(name).is_dir():
         name, _, own = name.partition("@")
         revision = revision or own or None
-    if name not in BUNDLED and not Path(name).is_dir():
+    if name not in BUNDLED and file is None and not Path(name).is_dir():
         return _on_hub(name, revision)
     if revision is not None:
         raise ConfigError(
             f"--model-revision does nothing with {name}, which is not on the hub; leave it out"
         )
+    if file is not None:
+        demand_packages(name)
+        config = _config(name, str(file), None, True)
+        note = f"{file.name}: its packed weights are made dense, as transformers reads them"
+        return ModelSource(name, str(file), None, config, file_sha256(file), (note,))
     location = BUNDLED.get(name, Path(name))
+    files = [path.name for path in location.iterdir() if path.is_file()]
+    demand_model(name, files)
     config = _config(name, str(location), None, True)
-    return ModelSource(
-        name, str(location), None, config, None if name in BUNDLED else _content_of_folder(location)
+    if name in BUNDLED:
+        return ModelSource(name, str(location), None, config)
+    read, *others = [patterns[0] for patterns in WEIGHTS if patterns[0] in files] or [""]
+    notes = (
+        [f"{name}: weights are read from {read}, not from {' or '.join(others)}"] if others else []
     )
+    content = _content_of_folder(location, files)
+    return ModelSource(name, str(location), None, config, content, tuple(notes))
 
 
 def _on_hub(name: str, revision: str | None) -> ModelSource:
@@ -183,6 +197,7 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
                 file.rfilename: str(file.lfs.sha256 if file.lfs else file.blob_id)
                 for file in info.siblings or ()
             }
+            demand_model(name, ids)
             # Now, so that without a network the cache has what the hash is of; and weights that an earlier
             # commit has brought.
             blobs = Path(hf_hub_download(name, CONFIG, revision=commit)).resolve().parent
@@ -196,6 +211,7 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
             location = str(folder)
             # A snapshot links to blobs that are named by their hash on the hub.
             ids = {path.name: path.resolve().name for path in folder.iterdir()}
+            demand_model(name, ids)
     except (hub_errors.RevisionResolutionError, hub_errors.LocalEntryNotFoundError) as error:
         raise ModelError(
             f"{at_revision(name, revision)} is not on this machine and the Hugging Face hub cannot be "
@@ -216,9 +232,10 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
 def _config(name: str, location: str, commit: str | None, local: bool) -> Any:
     try:
         # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
-        config = AutoConfig.from_pretrained(
-            location, revision=commit, local_files_only=local, trust_remote_code=False
-        )
+        with place_of(location) as (place, chosen):
+            config = AutoConfig.from_pretrained(
+                place, revision=commit, local_files_only=local, trust_remote_code=False, **chosen
+            )
     except UNLOADABLE as error:
         raise explained(name, error) from error
     if not getattr(config.get_text_config(), "num_hidden_layers", None):
@@ -238,13 +255,29 @@ def deciding_files(names: Iterable[str]) -> list[str]:
     """The files of a model on which its rows depend: weights, configuration, tokenizer."""
     every = [name for name in names if "/" not in name]
     weights = next((patterns for patterns in WEIGHTS if patterns[0] in every), ())
-    return _matching(every, {*SMALL_FILES, *weights, *ADAPTERS})
+    return _matching(every, {*SMALL_FILES, *weights})
 
 
-def _content_of_folder(folder: Path) -> str:
+def demand_model(name: str, files: Collection[str]) -> None:
+    """Refuse files that are not a whole model: where peft is installed transformers adds an adapter's weights to those
+    of the model that it names, else it takes the folder's alone."""
+    if ADAPTER in files:
+        raise ModelError(
+            f"{name} holds an adapter ({ADAPTER}): expected a whole model; save the two merged (peft's "
+            f"`merge_and_unload`) in a folder of their own, or name the base model"
+        )
+    packed = [file for file in files if file.lower().endswith(SUFFIX)]
+    if packed and CONFIG not in files:
+        raise ModelError(
+            f"{name} holds GGUF files and no {CONFIG}; give the path of one of them on this machine, of "
+            f"{min(packed)} or another"
+        )
+
+
+def _content_of_folder(folder: Path, files: Collection[str]) -> str:
     """Hash of small files, and of sizes and times of weights, which are too long to be read for that."""
     stamps: dict[str, Any] = {}
-    for name in deciding_files(path.name for path in folder.iterdir() if path.is_file()):
+    for name in deciding_files(files):
         path = folder / name
         if _matching([name], SMALL_FILES):
             stamps[name] = file_sha256(path)
@@ -253,8 +286,8 @@ def _content_of_folder(folder: Path) -> str:
     return hash_request(stamps)
 
 
-def explained(name: str, error: BaseException) -> ModelError:
-    """Why a model could not be loaded, and what to do."""
+def explained(name: str, error: BaseException, part: str = "model") -> ModelError:
+    """Why a model, or a part of it such as its tokenizer, could not be loaded, and what to do."""
     if "trust_remote_code" in str(error):
         return ModelError(
             f"{name} comes with Python code of its own, and this tool runs no code from a model's "
@@ -278,8 +311,14 @@ def explained(name: str, error: BaseException) -> ModelError:
         r":\s*\n\s*", ": ", str(error).strip()
     )  # a line that ends in a colon says nothing alone
     reason = (said.splitlines() or [type(error).__name__])[0].rstrip(".")
+    if named_file(name):
+        return ModelError(
+            f"cannot load {name}: expected a whole GGUF file of a causal language model that transformers "
+            f"reads, got one that fails with {type(error).__name__} ({without_folder(reason)}); download "
+            f"it again, or use another"
+        )
     return ModelError(
-        f"cannot load the model {name}: {reason}; give the files of a Hugging Face causal language "
+        f"cannot load the {part} {name}: {reason}; give the files of a Hugging Face causal language "
         f"model"
     )
 

@@ -61,7 +61,7 @@ class ExtractConfig(Config):
 
     model: str = option(
         "google/gemma-2-2b",
-        f"Hub id or folder of a causal language model; {TINY_GEMMA2} is bundled.",
+        f"Hub id, folder or GGUF file of a causal language model; {TINY_GEMMA2} is bundled.",
     )
     dataset: tuple[str, ...] | None = option(
         None,

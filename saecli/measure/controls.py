@@ -83,8 +83,8 @@ def controls(
 
     Args:
         run: name of a finished run of `sae train`; None for the newest run.
-        model: hub id or folder of the language model that the rows came from, for the control with random weights, and
-            for CE and KL of what acts on the run's own rows; not for a crosscoder of several models.
+        model: hub id, folder or GGUF file of the language model that the rows came from, for the control with random
+            weights, and for CE and KL of what acts on the run's own rows; not for a crosscoder of several models.
         tokens: held-out tokens that the model is run over, as in `evaluate`.
         seeds: trainings of each control, and of the run, at least 1. The first has the run's seed and is measured; the
             others are for `stability`.

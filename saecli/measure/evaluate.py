@@ -116,8 +116,8 @@ def evaluate(
         target: the targets of a transcoder: a store's name next to another's, or for rows in memory an array (N, E);
             None for the store that the run was trained on.
         split: test, the rows held out; train, those trained on; or all.
-        model: hub id or folder of the language model that the store's rows came from, to splice the SAE into it; of a
-            crosscoder of several models all of them.
+        model: hub id, folder or GGUF file of the language model that the store's rows came from, to splice the SAE into
+            it; of a crosscoder of several models all of them.
         tokens: number of the split's tokens that the model is run over; 16,384 by default.
         device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.

@@ -81,7 +81,7 @@ def probe(
 
     Args:
         saes: one or several, as in `evaluate`.
-        model: hub id or folder; None for the language model whose activations the SAEs were trained on.
+        model: hub id, folder or GGUF file; None for the language model whose activations the SAEs were trained on.
         layer, site: the hook point that the SAEs read, if their files do not say.
         sets: names of the sets of sae-probes, their numbers, or patterns; as one text, separated by commas; None for
             all 113.

@@ -272,7 +272,7 @@ def finetune(
 
     Args:
         sae: an SAE, a run's name or whatever else `load_sae` takes.
-        model: hub id or folder of the language model; None for the one that the SAE's file names.
+        model: hub id, folder or GGUF file of the language model; None for the one that the SAE's file names.
         data: the name of a store, whose token ids are the text; None for the store that the SAE was trained on.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         **options: those of `sae finetune`: `tokens`, `objective`, `fvu_weight`, `only`, `lr`, `dataset`, `device` and

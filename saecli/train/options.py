@@ -371,7 +371,9 @@ class Finetune(SolverConfig):
     made_by: ClassVar[str] = "through:ThroughModel"
 
     model: str | None = option(
-        None, "Language model: hub id or folder. Default: the one that RUN names.", once=True
+        None,
+        "Language model: hub id, folder or GGUF file. Default: the one that RUN names.",
+        once=True,
     )
     layer: int | None = option(
         None, "Block where RUN acts, if it does not say.", minimum=0, once=True, advanced=True

@@ -152,7 +152,7 @@ def report(
         split: rows that the latents are shown on.
         latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
             frequent, by default 4,096.
-        model: hub id or folder of the rows' language model, to show the tokens that each latent promotes.
+        model: hub id, folder or GGUF file of the rows' language model, to show the tokens that each latent promotes.
         examples: strongest texts per latent, 1 to 100.
         neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages; None to look it up.
     """

@@ -1,0 +1,170 @@
+"""Models in GGUF files, against folders with the weights that their blocks stand for."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine
+from tiny_models import save_tokenizer, stored
+from transformers import LlamaConfig, Qwen2Config
+
+from saecli.extract.language_model import LanguageModel, load_tokenizer
+from saecli.extract.model_source import find_model
+
+pytest.importorskip("gguf", exc_type=ImportError)
+from gguf_files import WORDS, save_both
+
+CPU = torch.device("cpu")
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+TEXT = "\n\n".join("ab cab dab. " * length for length in range(1, 30))
+
+
+def saved(
+    folder: Path, architecture: str = "llama", quantisation: str = "Q8_0"
+) -> tuple[Path, Path]:
+    config = CONFIGS[architecture](
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=len(WORDS),
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    path, plain = save_both(folder, config, quantisation)
+    load_tokenizer(find_model(str(path))).save_pretrained(plain)
+    return path, plain
+
+
+@pytest.mark.parametrize(
+    ("architecture", "quantisation"), [("llama", "Q8_0"), ("llama", "F32"), ("qwen2", "Q4_0")]
+)
+def test_rows_are_those_of_the_dense_weights(
+    sae: CommandLine, tmp_path: Path, text: Path, architecture: str, quantisation: str
+):
+    path, plain = saved(tmp_path / "model", architecture, quantisation)
+    found = []
+    for name, model in (("packed", path), ("dense", plain)):
+        options = ("--layer", "1", "--dataset", text, "--dtype", "float32", "--name", name)
+        result = sae("extract", "--model", model, *options)
+        assert result.status == 0, result.err
+        found.append(stored(sae.home / "activations" / name))
+    (rows, columns), (expected, expected_columns) = found
+    np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
+    for name in columns:
+        assert np.array_equal(columns[name], expected_columns[name])
+    source = json.loads((sae.home / "activations" / "packed" / "store.json").read_text())["source"]
+    assert (source["model"], source["dequantised"]) == (str(path), True)
+
+
+def test_first_blocks_and_head_are_loaded_as_of_a_folder(tmp_path: Path):
+    path, plain = saved(tmp_path)
+    cut = LanguageModel(find_model(str(path)), CPU, last=0)
+    whole = LanguageModel(find_model(str(path)), CPU, head=True)
+    expected = LanguageModel(find_model(str(plain)), CPU, head=True)
+    assert (len(cut.blocks), len(whole.blocks), cut.size) == (1, 3, expected.size - 32 * 32)
+    for name, weight in expected.model.state_dict().items():
+        assert torch.equal(whole.model.state_dict()[name], weight)
+    for name, weight in cut.model.state_dict().items():
+        assert torch.equal(weight, expected.model.state_dict()[f"model.{name}"])
+
+
+@pytest.mark.slow
+def test_every_command_reads_the_file(sae: CommandLine, tmp_path: Path, text: Path):
+    path, _ = saved(tmp_path / "model")
+    for command in (
+        f"extract --model {path} --layer 1 --dataset {text} --name rows",
+        "train --data rows --act topk --k 4 --d-sae 16 --steps 20 --name first",
+        f"eval first --model {path}",
+        f"finetune first --model {path} --tokens 500 --name tuned",
+        f"steer first --model {path} --latent 1 --scale 2 --prompt ab --max-new-tokens 3",
+        f"report first --model {path} --out {tmp_path / 'pages'}",
+        f"controls first --model {path} --seeds 1",
+        f"train --model {path} --layer 1 --dataset {text} --rows 200 --act topk --k 4 --d-sae 16 --name streamed",
+    ):
+        result = sae(*command.split())
+        assert result.status == 0, (command, result.err)
+
+
+def test_the_request_is_the_files_content(sae: CommandLine, tmp_path: Path, text: Path):
+    path, _ = saved(tmp_path / "model")
+    command = ("extract", "--model", path, "--layer", "0", "--dataset", text, "--name", "rows")
+    assert sae(*command).status == 0
+    shutil.copyfile(path, tmp_path / "copy")
+    (tmp_path / "copy").replace(path)  # another time, the same bytes
+    assert "stored already" in sae(*command).out
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    result = sae(*command)
+    assert result.status == 1 and "made from something else" in result.err
+
+
+def test_files_next_to_it_are_not_read(tmp_path: Path):
+    path, _ = saved(tmp_path)
+    save_tokenizer(tmp_path, bos=True)  # of another model
+    tokenizer = load_tokenizer(find_model(str(path)))
+    assert tokenizer("ab c")["input_ids"] == [1, WORDS.index("ab"), WORDS.index("Ġ"), 6]
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_without_the_packages_one_sentence_names_the_extra(
+    sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+):
+    path, _ = saved(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    result = sae("extract", "--model", path)
+    assert result.status == 1 and result.err.count("\n") == 1
+    assert f"the package {package}" in result.err and "pip install 'saecli[gguf]'" in result.err
+
+
+def damaged(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "cut in its tensors":
+        content = content[:-500]
+    elif how == "cut in its head":
+        content = content[:700]
+    elif how == "another architecture":
+        content = content.replace(b"llama", b"lemma")
+    elif how == "merges without tokens":
+        content = content.replace(b"a b", b"c d")
+    else:
+        content = {"empty": b"", "text": b"Once upon a time" * 100}[how]
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "cut in its tensors",
+        "cut in its head",
+        "another architecture",
+        "empty",
+        "text",
+        "merges without tokens",
+    ],
+)
+def test_a_damaged_or_foreign_file_gets_one_sentence(
+    sae: CommandLine, tmp_path: Path, text: Path, how: str
+):
+    path, _ = saved(tmp_path)
+    damaged(path, how)
+    result = sae("extract", "--model", path, "--dataset", text)
+    assert result.status == 1 and result.err.count("\n") == 1
+    assert f"{path}: expected a whole GGUF file" in result.err and "sae-gguf" not in result.err
+
+
+def test_a_missing_file_and_a_folder_of_files_are_told_apart(sae: CommandLine, tmp_path: Path):
+    path, _ = saved(tmp_path / "model")
+    result = sae("extract", "--model", tmp_path / "none.gguf")
+    assert result.status == 1 and "there is no file" in result.err
+    folder = tmp_path / "files"
+    folder.mkdir()
+    path.rename(folder / "model.gguf")
+    result = sae("extract", "--model", folder)
+    assert result.status == 1 and "of model.gguf or another" in result.err
