@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .options import TOKENS, Csv, Device, Json, OwnRun, SplicedModel, Tokens, given, start
+from .options import TOKENS, Csv, Device, Json, OwnRun, Revision, SplicedModel, Tokens, given, start
 
 Seeds = Annotated[
     int,
@@ -18,6 +18,7 @@ def command(
     ctx: typer.Context,
     run: OwnRun = None,
     model: SplicedModel = None,
+    model_revision: Revision = None,
     tokens: Tokens = TOKENS,
     seeds: Seeds = 2,
     device: Device = "auto",
@@ -48,6 +49,7 @@ def command(
     document = controls(
         run=run,
         model=model,
+        model_revision=model_revision,
         tokens=given(ctx, "tokens"),
         seeds=seeds,
         device=device,

@@ -10,6 +10,7 @@ from .options import (
     Device,
     Json,
     Plot,
+    Revisions,
     Runs,
     SplicedModels,
     SplitName,
@@ -41,6 +42,7 @@ def command(
     target: Target = None,
     split: SplitName = "test",
     model: SplicedModels = None,
+    model_revision: Revisions = None,
     tokens: Tokens = TOKENS,
     stable: Stability = False,
     match_threshold: MatchThreshold = 0.7,
@@ -82,7 +84,13 @@ def command(
     everything = all_measured(session.home, names, data, split, device, console, target)
     if stable:
         check_comparable([(one.subject, one.sae) for one in everything])
-    found = compare(saes=everything, model=model, tokens=tokens_given, progress=console)
+    found = compare(
+        saes=everything,
+        model=model,
+        model_revision=model_revision,
+        tokens=tokens_given,
+        progress=console,
+    )
     ranked = sparsest_first(found)
     document: dict[str, Any] = {"runs": found, "unbeaten_means": meaning(found[0])}
     tables = evaluation_tables(ranked, model or [])

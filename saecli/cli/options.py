@@ -386,6 +386,21 @@ SplicedModels = Annotated[
         show_default="none",
     ),
 ]
+_REVISION = "Branch, tag or commit of --model on the hub."
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        "--model-revision", help=_REVISION, show_default="the one that the rows came from"
+    ),
+]
+Revisions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model-revision",
+        help=f"{_REVISION} Of several models once, or once for each.",
+        show_default="the one that the rows came from",
+    ),
+]
 Tokens = Annotated[
     int, typer.Option("--tokens", min=1, help="Tokens of the split to run --model on.")
 ]

@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Csv, Device, Json, Layer, Model, Plot, Runs, Site, start
+from .options import Csv, Device, Json, Layer, Model, Plot, Revision, Runs, Site, start
 
 Sets = Annotated[
     str | None,
@@ -40,6 +40,7 @@ def command(
     ctx: typer.Context,
     runs: Runs = None,
     model: Model = None,
+    model_revision: Revision = None,
     layer: Layer = None,
     site: Site = None,
     sets: Sets = None,
@@ -72,6 +73,7 @@ def command(
     document = probe(
         saes=runs or [],
         model=model,
+        model_revision=model_revision,
         layer=layer,
         site=site,
         sets=sets,

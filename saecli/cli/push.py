@@ -3,7 +3,18 @@ from typing import Annotated
 import typer
 
 from .export import formats
-from .options import TOKENS, Data, Device, Json, SplicedModel, Tokens, given, run_names, start
+from .options import (
+    TOKENS,
+    Data,
+    Device,
+    Json,
+    Revision,
+    SplicedModel,
+    Tokens,
+    given,
+    run_names,
+    start,
+)
 
 Run = Annotated[
     str,
@@ -44,6 +55,7 @@ def command(
     form: Form = "auto",
     data: Data = None,
     model: SplicedModel = None,
+    model_revision: Revision = None,
     tokens: Tokens = TOKENS,
     device: Device = "auto",
     json: Json = False,
@@ -65,6 +77,7 @@ def command(
         private=private,
         format=form,
         model=model,
+        model_revision=model_revision,
         tokens=given(ctx, "tokens"),
         device=device,
         home=session.home,

@@ -2,7 +2,19 @@ from typing import Annotated
 
 import typer
 
-from .options import TOKENS, Data, Device, Json, Run, SplicedModel, Target, Tokens, given, start
+from .options import (
+    TOKENS,
+    Data,
+    Device,
+    Json,
+    Revision,
+    Run,
+    SplicedModel,
+    Target,
+    Tokens,
+    given,
+    start,
+)
 
 Name = Annotated[
     str | None,
@@ -21,6 +33,7 @@ def command(
     target: Target = None,
     name: Name = None,
     model: SplicedModel = None,
+    model_revision: Revision = None,
     tokens: Tokens = TOKENS,
     device: Device = "auto",
     json: Json = False,
@@ -46,6 +59,7 @@ def command(
         target=target,
         name=name,
         model=model,
+        model_revision=model_revision,
         tokens=given(ctx, "tokens"),
         device=device,
         home=session.home,

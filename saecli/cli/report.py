@@ -3,7 +3,7 @@ from typing import Annotated
 import typer
 
 from ..base.errors import size_words
-from .options import Data, Device, Json, Out, Run, SplitName, Target, start
+from .options import Data, Device, Json, Out, Revision, Run, SplitName, Target, start
 
 Latents = Annotated[
     str | None,
@@ -60,6 +60,7 @@ def command(
     latents: Latents = None,
     top: Top = None,
     model: Model = None,
+    model_revision: Revision = None,
     examples: Count = 12,
     neuronpedia: Neuronpedia = None,
     device: Device = "auto",
@@ -86,6 +87,7 @@ def command(
         latents=latents,
         top=top,
         model=model,
+        model_revision=model_revision,
         examples=examples,
         neuronpedia=neuronpedia,
         device=device,

@@ -2,7 +2,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import Device, Json, Layer, Model, Run, Site, start
+from .options import Device, Json, Layer, Model, Revision, Run, Site, start
 
 Latents = Annotated[
     list[int], typer.Option("--latent", help="Change this latent, from 0; repeat for several.")
@@ -47,6 +47,7 @@ def command(
     method: Method = "add",
     scale: Scales = None,
     model: Model = None,
+    model_revision: Revision = None,
     layer: Layer = None,
     site: Site = None,
     max_new_tokens: NewTokens = 40,
@@ -77,6 +78,7 @@ def command(
         method=method,
         scale=scale,
         model=model,
+        model_revision=model_revision,
         layer=layer,
         site=site,
         max_new_tokens=max_new_tokens,

@@ -28,7 +28,7 @@ from ..store.shard_writer import Admission
 from ..store.writer import RankedStore, StoreWriter, joining_began, other_number, rank_folder
 from .chats import Chats
 from .forward import COLUMNS, Forward, batch_tokens, fill
-from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint
+from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint, at_revisions
 from .texts import Document, Mixture
 from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
 
@@ -87,7 +87,8 @@ def extract(
     own documents.
 
     Args:
-        model: hub id, folder or GGUF file of a causal language model, or `tiny-gemma2`, which is bundled.
+        model: hub id, folder or GGUF file of a causal language model, or `tiny-gemma2`, which is bundled; an id may end
+            in @ and a branch, tag or commit.
         layer: block to read, from 0, or "all"; None for the middle one. A list of models with one tokenizer, of layers
             or of sites gives a list of stores, one for each combination, filled in one pass with the same tokens row
             for row.
@@ -108,15 +109,15 @@ def extract(
         raise ConfigError(f"--layer must be a number, a list of numbers, or all, got {layer!r}")
     if name is not None:
         checked_name(name)
-    names = [model] if isinstance(model, str) else model or []
-    if names:
-        options["model"] = names[0]
+    names = [model] if isinstance(model, str) else model or [ExtractConfig.model]
+    options["model"] = names[0]
     listener = listening(progress) if isinstance(progress, bool) else progress
     processes = communicator()
     with told_when_stopped(listener) as folders:
         where = device_named(device)
         config, source, text = settled(ExtractConfig(**options), options.keys(), where, processes)
-        sources = [source, *map(find_model, names[1:])]
+        specs = at_revisions(names, config.model_revision) or []
+        sources = [source, *map(find_model, specs[1:])]
         demand_same_tokens(sources, config.window)
         layers = (
             [layer]
@@ -160,7 +161,8 @@ def settled(
     from .model_source import find_model
 
     text = config.text(given)
-    source = find_model(config.model)
+    revision = config.model_revision[0] if config.model_revision else None
+    source = find_model(config.model, revision)
     config = replace(
         config,
         context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),

@@ -231,7 +231,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     try:
         with place_of(source.location) as (place, chosen):
             found = AutoTokenizer.from_pretrained(
-                place, revision=source.revision, trust_remote_code=False, **chosen
+                place, local_files_only=True, trust_remote_code=False, **chosen
             )
     except Exception as error:  # the package tokenizers raises nothing more special
         raise explained(source.name, error, "tokenizer of") from error
@@ -253,6 +253,7 @@ class Outline:
 
     def load(self, blocks: int) -> Any:
         """The model with its weights, up to a number of blocks if no later block shares weights with the rest."""
+        self._source.fetch_weights()
         loaded: Any = type(self._whole)
         if blocks < self._source.layers and not self._shares_after(blocks):
             loaded = _cut(loaded, self.path, blocks)
@@ -260,7 +261,7 @@ class Outline:
             model, info = loaded.from_pretrained(
                 place,
                 config=self._whole.config,
-                revision=self._source.revision,
+                local_files_only=True,
                 output_loading_info=True,
                 **self._settings,
                 ignore_mismatched_sizes=True,  # else the error names none

@@ -9,7 +9,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
@@ -18,6 +18,8 @@ from transformers import AutoConfig
 from ..base.errors import ConfigError, ModelError, one_line
 from ..base.files import file_sha256
 from ..base.machine import why_refused, why_unreachable
+from ..sae.hub import Address
+from ..sae.hub import hub_errors as hub_errors_told
 from ..store.schema import hash_request
 from .gguf import DAMAGE, SUFFIX, demand_packages, named_file, place_of, without_folder
 from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
@@ -51,6 +53,8 @@ SMALL_FILES = (
     "*.model",
     "*.tiktoken",
 )
+# What is downloaded with a model, besides weights.
+DOWNLOADED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.spm", "*.codes", "*.bpe")
 # Patterns of weights; transformers reads those of the first that a model has.
 WEIGHTS = (
     ("model.safetensors",),
@@ -69,11 +73,12 @@ class ModelSource:
     """A model that is bundled, in a local folder or GGUF file, or on the Hugging Face hub."""
 
     name: str  # as the user gave it, without a revision
-    location: str  # argument of `place_of`; of a hub model without a network its cached folder
+    location: str  # argument of `place_of`; of a hub model in the client's cache, at first without weights
     revision: str | None  # the hub commit; None for folders and files
     config: Any  # transformers'
     content: str | None = None  # hash of weights, configuration and tokenizer; None if bundled
     notes: tuple[str, ...] = ()  # what a user may not expect of its files
+    weights: tuple[str, ...] = ()  # files of a hub model; without a network those in the cache
 
     @property
     def id(self) -> str:
@@ -85,6 +90,20 @@ class ModelSource:
     def spec(self) -> str:
         """Its id and commit, as `find_model` takes them."""
         return at_revision(self.id, self.revision)
+
+    def fetch_weights(self) -> None:
+        """Download the weights of a hub model, unless they are in the cache."""
+        if self.revision is None:
+            return
+        if not self.weights:
+            raise ModelError(
+                f"{self.name} has no weights here: expected {' or '.join(one[0] for one in WEIGHTS)}, got "
+                "none; connect to the network, or use another model"
+            )
+        if all((Path(self.location) / file).exists() for file in self.weights):
+            return
+        with hub_errors_told(Address(self.name, revision=self.revision)):
+            snapshot_download(self.name, revision=self.revision, allow_patterns=list(self.weights))
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -159,13 +178,13 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
         )
     if file is not None:
         demand_packages(name)
-        config = _config(name, str(file), None, True)
+        config = _config(name, str(file))
         note = f"{file.name}: its packed weights are made dense, as transformers reads them"
         return ModelSource(name, str(file), None, config, file_sha256(file), (note,))
     location = BUNDLED.get(name, Path(name))
     files = [path.name for path in location.iterdir() if path.is_file()]
     demand_model(name, files)
-    config = _config(name, str(location), None, True)
+    config = _config(name, str(location))
     if name in BUNDLED:
         return ModelSource(name, str(location), None, config)
     read, *others = [patterns[0] for patterns in WEIGHTS if patterns[0] in files] or [""]
@@ -198,19 +217,18 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
                 for file in info.siblings or ()
             }
             demand_model(name, ids)
-            # Now, so that without a network the cache has what the hash is of; and weights that an earlier
-            # commit has brought.
-            blobs = Path(hf_hub_download(name, CONFIG, revision=commit)).resolve().parent
-            for file in deciding_files(ids):
-                if _matching([file], SMALL_FILES) or (blobs / ids[file]).exists():
-                    hf_hub_download(name, file, revision=commit)
-            location = name
+            config_path = Path(hf_hub_download(name, CONFIG, revision=commit))
+            blobs = config_path.resolve().parent
+            # With weights that an earlier commit has brought, since the cache may be all that there is next time.
+            brought = [file for file in deciding_files(ids) if (blobs / ids[file]).exists()]
+            for file in sorted({*_matching(ids, DOWNLOADED), *brought}):
+                hf_hub_download(name, file, revision=commit)
         else:
-            config_path = hf_hub_download(name, CONFIG, revision=commit, local_files_only=True)
-            folder = Path(config_path).parent
-            location = str(folder)
+            config_path = Path(
+                hf_hub_download(name, CONFIG, revision=commit, local_files_only=True)
+            )
             # A snapshot links to blobs that are named by their hash on the hub.
-            ids = {path.name: path.resolve().name for path in folder.iterdir()}
+            ids = {path.name: path.resolve().name for path in config_path.parent.iterdir()}
             demand_model(name, ids)
     except (hub_errors.RevisionResolutionError, hub_errors.LocalEntryNotFoundError) as error:
         raise ModelError(
@@ -224,17 +242,19 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
         ) from error
     except UNLOADABLE as error:
         raise explained(name, error) from error
-    config = _config(name, location, commit, offline is not None)
-    content = hash_request({file: ids[file] for file in deciding_files(ids)})
-    return ModelSource(name, location, commit, config, content)
+    location = str(config_path.parent)
+    deciding = deciding_files(ids)
+    content = hash_request({file: ids[file] for file in deciding})
+    weights = tuple(file for file in deciding if not _matching([file], SMALL_FILES))
+    return ModelSource(name, location, commit, _config(name, location), content, (), weights)
 
 
-def _config(name: str, location: str, commit: str | None, local: bool) -> Any:
+def _config(name: str, location: str) -> Any:
     try:
         # If trust_remote_code is not given, the library asks on stdout whether to run a model's Python code.
         with place_of(location) as (place, chosen):
             config = AutoConfig.from_pretrained(
-                place, revision=commit, local_files_only=local, trust_remote_code=False, **chosen
+                place, local_files_only=True, trust_remote_code=False, **chosen
             )
     except UNLOADABLE as error:
         raise explained(name, error) from error

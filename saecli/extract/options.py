@@ -33,6 +33,28 @@ def at_revision(model: str, revision: str | None) -> str:
     return f"{model}@{revision}" if revision else model
 
 
+def at_revisions(
+    models: str | Sequence[str] | None, revisions: str | Sequence[str] | None
+) -> str | list[str] | None:
+    """Models, each with its revision, or all with the same one."""
+    if not revisions:
+        return models if models is None or isinstance(models, str) else list(models)
+    if not models:
+        raise ConfigError("--model-revision does nothing without --model; leave it out")
+    names = [models] if isinstance(models, str) else models
+    each = [revisions] if isinstance(revisions, str) else revisions
+    if len(each) not in (1, len(names)):
+        raise ConfigError(
+            f"--model-revision must be given once, or once for each --model, got {len(each)} for "
+            f"{counted(len(names), 'model')}; correct it"
+        )
+    found = [
+        at_revision(name, revision)
+        for name, revision in zip(names, list(each) * (len(names) // len(each)), strict=True)
+    ]
+    return found[0] if isinstance(models, str) else found
+
+
 class HookPoint(NamedTuple):
     """A site of a block: `layer` from 0, `site` one of `SITES`; `model` is the number of its model among several.
 
@@ -62,6 +84,11 @@ class ExtractConfig(Config):
     model: str = option(
         "google/gemma-2-2b",
         f"Hub id, folder or GGUF file of a causal language model; {TINY_GEMMA2} is bundled.",
+    )
+    model_revision: tuple[str, ...] | None = option(
+        None,
+        "Branch, tag or commit of a hub model, such as step1000 of Pythia; the store records the commit. "
+        "Several: one per --model. Default: main.",
     )
     dataset: tuple[str, ...] | None = option(
         None,

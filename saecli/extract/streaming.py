@@ -16,7 +16,7 @@ from ..store.shard_writer import Admission, Columns
 from ..store.values import DTYPES
 from .extraction import Extraction, Quota, StoreRequest, settled, store_requests
 from .forward import Ahead, demand_some
-from .options import TINY_GEMMA2, ExtractConfig
+from .options import TINY_GEMMA2, ExtractConfig, at_revisions
 from .texts import STDLIB_DOCS
 
 GPU_TOKENS = 1 << 14  # per forward pass
@@ -79,6 +79,7 @@ def open_stream(
 
     where = device_named(device)
     config, source, text = settled(config, given, where, ALONE)
+    at_revisions(config.model, config.model_revision)  # raises if there are several for one model
     if where.type == "cuda":  # what fits in all free memory would leave none for training
         config = replace(config, batch_size=max(1, GPU_TOKENS // config.window))
     layer, site = source.default_layer() if at[0] is None else at[0], at[1]
@@ -113,6 +114,7 @@ def open_stream(
     revisions = [one.revision or "" for one in text.sources]
     chosen |= {
         "model": _found_again(config.model),
+        **({"model_revision": [source.revision]} if source.revision else {}),
         "layer": layer,
         "site": site,
         "rows": config.rows,

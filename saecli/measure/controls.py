@@ -43,6 +43,7 @@ from ..base.errors import (
 )
 from ..base.home import KEPT, Home
 from ..base.machine import available_memory
+from ..extract.options import at_revisions
 from ..extract.splice import spec_of, stored_activations, stored_windows
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
@@ -73,6 +74,7 @@ def controls(
     run: str | Path | None = None,
     *,
     model: str | None = None,
+    model_revision: str | None = None,
     tokens: int | None = None,
     seeds: int = SEEDS,
     device: str = "auto",
@@ -85,6 +87,7 @@ def controls(
         run: name of a finished run of `sae train`; None for the newest run.
         model: hub id, folder or GGUF file of the language model that the rows came from, for the control with random
             weights, and for CE and KL of what acts on the run's own rows; not for a crosscoder of several models.
+        model_revision: branch, tag or commit of a hub model; None for the one that the rows came from.
         tokens: held-out tokens that the model is run over, as in `evaluate`.
         seeds: trainings of each control, and of the run, at least 1. The first has the run's seed and is measured; the
             others are for `stability`.
@@ -102,22 +105,23 @@ def controls(
     """
     listener = listening(progress)
     check_tokens_of_model(tokens, model)
+    models = at_revisions(model, model_revision)
     demand_at_least("seeds", seeds)
     one, plan = _original(Home.at(home), run, device, listener)
-    if model is not None:
+    if models is not None:
         if (
             len(
-                models := dict.fromkeys(
+                named := dict.fromkeys(
                     str(spec_of(end.store.meta.source)) for end in one.rows.inputs
                 )
             )
             > 1
         ):
             raise ConfigError(
-                f"--model does nothing for {one.subject.name}, a crosscoder of {' and '.join(models)}: "
+                f"--model does nothing for {one.subject.name}, a crosscoder of {' and '.join(named)}: "
                 "random weights are drawn for one model; leave it out"
             )
-        ((_, source), *_) = check_model(one, model)
+        ((_, source), *_) = check_model(one, models)
         model = source.spec
     first = plan.training.seed
     work = _Work(one, plan, range(first, first + seeds), listener, [])

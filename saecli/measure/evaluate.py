@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
-from ..extract.options import HookPoint, at_revision
+from ..extract.options import HookPoint, at_revision, at_revisions
 from ..extract.splice import (
     check_rows,
     effects,
@@ -100,6 +100,7 @@ def evaluate(
     target: ArrayLike | str | None = None,
     split: Which = "test",
     model: str | Sequence[str] | None = None,
+    model_revision: str | Sequence[str] | None = None,
     tokens: int | None = None,
     device: str = "auto",
     home: str | Path | Home | None = None,
@@ -118,6 +119,7 @@ def evaluate(
         split: test, the rows held out; train, those trained on; or all.
         model: hub id, folder or GGUF file of the language model that the store's rows came from, to splice the SAE into
             it; of a crosscoder of several models all of them.
+        model_revision: branch, tag or commit of a hub model; None for the one that the rows came from.
         tokens: number of the split's tokens that the model is run over; 16,384 by default.
         device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
@@ -136,6 +138,7 @@ def evaluate(
         target=target,
         split=split,
         model=model,
+        model_revision=model_revision,
         tokens=tokens,
         device=device,
         home=home,
@@ -150,6 +153,7 @@ def compare(
     target: ArrayLike | str | None = None,
     split: Which = "test",
     model: str | Sequence[str] | None = None,
+    model_revision: str | Sequence[str] | None = None,
     tokens: int | None = None,
     device: str = "auto",
     home: str | Path | Home | None = None,
@@ -161,9 +165,10 @@ def compare(
         The result of `evaluate` for each SAE in the order given; `unbeaten` is None for an SAE alone on its rows.
     """
     check_tokens_of_model(tokens, model)
+    models = at_revisions(model, model_revision)
     listener = listening(progress)
     everything = all_measured(Home.at(home), saes, data, split, device, listener, target)
-    found = evaluated(everything, model, tokens, listener)
+    found = evaluated(everything, models, tokens, listener)
     note_doubts(found, everything, listener)
     marks: list[bool | None] = [None] * len(found)
     for members in by_rows(everything):

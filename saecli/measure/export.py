@@ -14,7 +14,7 @@ import torch
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, FormatError, StoreError, number, unknown_choice
 from ..base.home import Home
-from ..extract.options import BUNDLED
+from ..extract.options import BUNDLED, at_revisions
 from ..sae import formats
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
@@ -210,6 +210,7 @@ def push(
     private: bool = False,
     format: str = "auto",
     model: str | None = None,
+    model_revision: str | None = None,
     tokens: int | None = None,
     device: str = "auto",
     home: str | Path | Home | None = None,
@@ -229,6 +230,7 @@ def push(
     if form not in ("auto", *WRITABLE):
         raise ConfigError(f"--format must be one of {', '.join(('auto', *WRITABLE))}, got {form!r}")
     check_tokens_of_model(tokens, model)
+    models = at_revisions(model, model_revision)
     name = "sae" if sae is None or isinstance(sae, SAE) else Path(sae).resolve().name
     address = Address.parse(repo)
     if (
@@ -244,7 +246,7 @@ def push(
     one = measured(home, sae, data, "test", device, listener)
     present = writable(address, private)
     found = _conversion(one, form, listener)
-    (measures,) = evaluated([replace(one, saved=found.written)], model, tokens, listener)
+    (measures,) = evaluated([replace(one, saved=found.written)], models, tokens, listener)
     card = _card(present, address, found, one, measures)
     if card is None:
         listener.note(

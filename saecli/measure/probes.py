@@ -67,6 +67,7 @@ def probe(
     saes: SAELike | Sequence[SAELike] = None,
     *,
     model: str | None = None,
+    model_revision: str | None = None,
     layer: int | None = None,
     site: str | None = None,
     sets: str | Sequence[str] | None = None,
@@ -82,6 +83,7 @@ def probe(
     Args:
         saes: one or several, as in `evaluate`.
         model: hub id, folder or GGUF file; None for the language model whose activations the SAEs were trained on.
+        model_revision: its branch, tag or commit on the hub; None for the one that the SAEs' files name.
         layer, site: the hook point that the SAEs read, if their files do not say.
         sets: names of the sets of sae-probes, their numbers, or patterns; as one text, separated by commas; None for
             all 113.
@@ -108,7 +110,7 @@ def probe(
         hooked(open_sae(Home.at(home), sae, listener), layer, site) for sae in several or [None]
     ]
     _check(everything, k)
-    source, labelled = model_of(everything, model, None, listener), Sets()
+    source, labelled = model_of(everything, model, model_revision, listener), Sets()
     names = labelled.chosen(sets)
     context = context or min(CONTEXT, source.positions or CONTEXT)
     source.check_context(context)

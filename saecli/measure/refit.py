@@ -24,6 +24,7 @@ from ..base.errors import MachineError, RunError, TrainingError
 from ..base.files import folder_appearing_whole, is_free, write_json
 from ..base.home import RUN_MARKER, Home, checked_name, now
 from ..base.processes import ALONE
+from ..extract.options import at_revisions
 from ..sae.activations import activation_to_json
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
@@ -174,6 +175,7 @@ def refitted_run(
     target: str | None = None,
     name: str | None = None,
     model: str | None = None,
+    model_revision: str | None = None,
     tokens: int | None = None,
     device: str = "auto",
     home: str | Path | Home | None = None,
@@ -183,12 +185,13 @@ def refitted_run(
     `refit-NAME`; returns the document that `sae refit --json` prints."""
     home, listener = Home.at(home), listening(progress)
     check_tokens_of_model(tokens, model)
+    models = at_revisions(model, model_revision)
     before = measured(home, run, data, "test", device, listener, target)
     folder = home.runs.path / checked_name(name or default_name(before.subject.name))
     if not is_free(folder):
         raise RunError(f"there is a run named {folder.name!r} already; give another --name")
-    if model is not None:
-        check_model(before, model)
+    if models is not None:
+        check_model(before, models)
     created, began, rows = now(), time.monotonic(), _training_rows(before)
     found = refitted(before.sae, rows, listener)
     seconds = time.monotonic() - began
@@ -199,7 +202,7 @@ def refitted_run(
         subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
         saved=saved,
     )
-    measures = evaluated([before, after], model, tokens, listener)
+    measures = evaluated([before, after], models, tokens, listener)
     note_doubts(measures[1:], [after], listener)
     decoder = found.decoder
     final = {

@@ -26,6 +26,7 @@ from ..base.devices import device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of, intercepted
+from ..extract.model_source import find_model
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
 from ..extract.tokens import TokenTexts, continuation
 from ..sae.dictionary import SAE
@@ -231,6 +232,7 @@ def steer(
     method: str = "add",
     scale: float | Sequence[float] | None = None,
     model: str | None = None,
+    model_revision: str | None = None,
     layer: int | None = None,
     site: str | None = None,
     max_new_tokens: int = NEW_TOKENS,
@@ -258,9 +260,11 @@ def steer(
         seed is not None and not temperature,
         "does nothing without --temperature, such as 1; leave it out",
     )
+    if model is not None and model_revision is not None:
+        model, model_revision = find_model(model, model_revision).spec, None
     one, encodes = _opened(Home.at(home), sae, listener, method, model, layer, site)
     chosen, scales = _chosen(one, method, latents, scale)
-    source = model_of([one], model, None, listener)
+    source = model_of([one], model, model_revision, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
     inputs = [_token_ids(loaded, prompt, max_new_tokens) for prompt in prompts]
     special, texts, found = (

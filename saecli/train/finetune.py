@@ -71,14 +71,17 @@ class Opened:
         processes = communicator()
         opened = subject, saved = open_sae(home, sae, listener)
         acts = hooked(opened, config.layer, config.site, "fine-tuning")
-        source = model_of([acts], config.model, None, listener)
+        source = model_of([acts], config.model, config.model_revision, listener)
         stores: Joined | Streamed
         if "dataset" in text:
             if data:
                 raise ConfigError(
                     "cannot use both --data and --dataset at the same time; use one of them"
                 )
-            extract = ExtractConfig(**text, model=source.name, rows=config.tokens)
+            commit = None if source.revision is None else (source.revision,)
+            extract = ExtractConfig(
+                **text, model=source.name, model_revision=commit, rows=config.tokens
+            )
             stores, through = _streamed(
                 home, acts, extract, text.keys(), subject.split_seed, device, listener
             )
@@ -114,6 +117,8 @@ class Opened:
     def plan(self, config: Finetune, training: TrainingConfig) -> FinetunePlan:
         """The plan of a training; of `training` the seed, device, trackers and the learning rate are used."""
         tokens = self.through.per_step * self.through.rows.mean()
+        # A branch may move on until an interrupted fine-tuning is resumed.
+        config = replace(config, model_revision=self.through.model.source.revision)
         training = replace(
             training,
             lr_warm_up=0.0,

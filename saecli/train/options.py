@@ -375,6 +375,11 @@ class Finetune(SolverConfig):
         "Language model: hub id, folder or GGUF file. Default: the one that RUN names.",
         once=True,
     )
+    model_revision: str | None = option(
+        None,
+        "Branch, tag or commit of a hub model. Default: the one that RUN names.",
+        once=True,
+    )
     layer: int | None = option(
         None, "Block where RUN acts, if it does not say.", minimum=0, once=True, advanced=True
     )
@@ -433,7 +438,17 @@ FINETUNED = tuple(
         (
             Finetune,
             "Training",
-            ("model", "layer", "site", "tokens", "objective", "fvu_weight", "only", "windows"),
+            (
+                "model",
+                "model_revision",
+                "layer",
+                "site",
+                "tokens",
+                "objective",
+                "fvu_weight",
+                "only",
+                "windows",
+            ),
         ),
         (TrainingConfig, "Training", ("lr", "seed", "log_to", "device")),
         (ExtractConfig, "Text without a store", TEXT),

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from homes import CommandLine
 from model_hub import ModelHub, files_of
 from tiny_models import save_model
 
+from saecli import load_sae
 from saecli.base import machine
 from saecli.base.errors import ConfigError, ModelError
 from saecli.extract.model_source import deciding_files, find_model
 
 MODEL = "some/llama"
-EXTRACT = ("extract", "--model", MODEL, "--rows", "60", "--layer", "1")
+EXTRACT = ("extract", "--model", MODEL, "--rows", "300", "--layer", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     path = tmp_path / "text.txt"
-    path.write_text("\n\n".join("abcdefghijk" * length for length in range(1, 9)))
+    path.write_text("\n\n".join("abcdefghijk" * (1 + number % 7) for number in range(60)))
     return str(path)
 
 
@@ -177,3 +179,115 @@ def test_weights_are_those_that_transformers_reads():
     index = "model.safetensors.index.json"
     assert deciding_files([*shards, index, "pytorch_model.bin"]) == [*shards, index]
     assert deciding_files(["pytorch_model.bin", "tf_model.h5"]) == ["pytorch_model.bin"]
+
+
+# Commands that take a model, on a run of a store of that model.
+COMMANDS = {
+    "eval": ("--model", MODEL, "--tokens", "200"),
+    "refit": ("--model", MODEL, "--tokens", "200"),
+    "controls": ("--model", MODEL, "--tokens", "200", "--seeds", "1"),
+    "finetune": ("--tokens", "200"),
+    "steer": ("--latent", "1", "--scale", "8", "--prompt", "abc", "--max-new-tokens", "3"),
+    "probe": ("--rows", "40", "--k", "2"),
+    "report": ("--model", MODEL, "--out"),
+}
+
+
+TRAINED = ("--d-sae", "32", "--act", "topk", "--k", "4")
+
+
+def trained(sae: CommandLine, text: str, *revision: str) -> None:
+    done = sae(*EXTRACT, "--dataset", text, "--name", "rows", *revision)
+    assert done.status == 0, done.err
+    done = sae("train", "--name", "run", *TRAINED, "--epochs", "1")
+    assert done.status == 0, done.err
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # by the hub's client
+def test_every_command_reads_the_recorded_commit_from_the_cache(
+    sae: CommandLine, hub: ModelHub, files, text, monkeypatch, tmp_path
+):
+    repo = hub.add(MODEL, files)
+    repo.refs["step1"] = early = repo.head
+    repo.commit({})  # of which the cache knows nothing
+    trained(sae, text, "--model-revision", "step1")
+    assert load_sae(sae.home / "runs" / "run").metadata["revision"] == early
+    pushed = sae("push", "run", "someone/saes", "--model", MODEL, "--tokens", "200")
+    assert pushed.status == 0, pushed.err
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    labelled_texts(tmp_path / "site", monkeypatch)
+    for command, words in COMMANDS.items():
+        out = [str(tmp_path / "pages")] if command == "report" else []
+        done = sae(command, "run", *words, *out, "--json")
+        assert done.status == 0, (command, done.err)
+        assert "came from" not in done.err and "was trained on" not in done.err, (command, done.err)
+    rows = ("--layer", "1", "--rows", "400", "--dataset", text)
+    done = sae("train", "--model", MODEL, "--model-revision", "step1", *rows, *TRAINED)
+    assert done.status == 0, done.err
+
+
+def test_another_revision_than_the_recorded_one_is_said(
+    sae: CommandLine, hub: ModelHub, files, text, tmp_path
+):
+    repo = hub.add(MODEL, files)
+    repo.refs["step1"] = early = repo.head
+    trained(sae, text, "--model-revision", "step1")
+    late = repo.commit(files | {"model.safetensors": other_weights(tmp_path)})
+    same = sae("eval", "run", "--model", MODEL, "--json")
+    other = sae("eval", "run", "--model", MODEL, "--model-revision", "main", "--json")
+    assert f"came from {MODEL}@{early}, and is run through {MODEL}@{late}" in other.err
+    kept, moved = (json.loads(done.out)["runs"][0]["ce_clean"] for done in (same, other))
+    assert abs(kept - moved) > 1e-3
+    steered = sae("steer", "run", *COMMANDS["steer"], "--model-revision", "main")
+    assert f"{MODEL}@{early}, and is used in {MODEL}@{late}" in steered.err
+
+
+def test_two_checkpoints_of_one_model_are_two_models(
+    sae: CommandLine, hub: ModelHub, files, text, tmp_path
+):
+    repo = hub.add(MODEL, files)
+    repo.refs["step1"] = early = repo.head
+    late = repo.commit(files | {"model.safetensors": other_weights(tmp_path)})
+    both = ("--model", MODEL, "--model", MODEL, "--model-revision", "step1")
+    rest = ("--layer", "1", "--dataset", text, "--rows", "300", "--name", "s")
+    assert "names some/llama twice" in sae("extract", *both, *rest).err
+    both = (*both, "--model-revision", "main")
+    done = sae("extract", *both, *rest)
+    assert done.status == 0, done.err
+    names = [f"s-llama-{number}-l1-resid_post" for number in (0, 1)]
+    assert [described(sae.home, name)["source"]["revision"] for name in names] == [early, late]
+    data = [word for name in names for word in ("--data", name)]
+    done = sae("train", *data, "--name", "run", *TRAINED, "--epochs", "1")
+    assert done.status == 0, done.err
+    done = sae("eval", "run", *both, "--tokens", "200", "--json")
+    assert done.status == 0, done.err
+    places = json.loads(done.out)["runs"][0]["hook_points"]
+    assert [place["model"] for place in places] == [f"{MODEL}@{early}", f"{MODEL}@{late}"]
+    assert places[0]["ce_clean"] != places[1]["ce_clean"]
+
+
+def other_weights(folder: Path) -> bytes:
+    """Weights of the same shape as the model's, each by a third larger."""
+    from safetensors.torch import load_file, save
+
+    tensors = load_file(save_model(folder / "other", "llama") / "model.safetensors")
+    return save({name: tensor * 4 / 3 for name, tensor in tensors.items()}, {"format": "pt"})
+
+
+def labelled_texts(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data of a package sae-probes with one set."""
+    data = site / "sae_probes" / "data"
+    (data / "cleaned_data").mkdir(parents=True)
+    (data.parent / "__init__.py").touch()
+    name = "cleaned_data/5_last_letter.csv"
+    lines = [f"{'fgh' * (1 + number % 9)}{'ab'[number % 2]},{number % 2}" for number in range(60)]
+    for file, text in (
+        (
+            "probing_datasets_MASTER.csv",
+            f"Dataset save name,Data type\n{name},Binary Classification",
+        ),
+        (name, "\n".join(["prompt,target", *lines])),
+    ):
+        with zstandard.open(data / f"{file}.zst", "wt", encoding="utf-8", newline="") as opened:
+            opened.write(text)
+    monkeypatch.syspath_prepend(site)

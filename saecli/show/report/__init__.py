@@ -20,6 +20,7 @@ from ...base.documents import read_run
 from ...base.errors import ConfigError, ModelError, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
+from ...extract.options import at_revision
 from ...extract.splice import COLUMNS, recorded_revision, spec_of
 from ...measure.evaluate import evaluated
 from ...measure.hook_points import places_document
@@ -138,6 +139,7 @@ def report(
     latents: str | Sequence[int] | None = None,
     top: int | None = None,
     model: str | None = None,
+    model_revision: str | None = None,
     examples: int = 12,
     neuronpedia: str | None = None,
     device: str = "auto",
@@ -153,6 +155,7 @@ def report(
         latents: those with a page of their own: `all`, numbers, or a text such as `0,5,10-19`; None for the `top` most
             frequent, by default 4,096.
         model: hub id, folder or GGUF file of the rows' language model, to show the tokens that each latent promotes.
+        model_revision: its branch, tag or commit on the hub; None for the one that the rows came from.
         examples: strongest texts per latent, 1 to 100.
         neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages; None to look it up.
     """
@@ -165,12 +168,16 @@ def report(
     if latents is not None and top is not None:
         raise ConfigError("cannot use both --latents and --top; leave one of them out")
     demand_at_least("top", top)
+    if model is None and model_revision is not None:
+        raise ConfigError("--model-revision does nothing without --model; leave it out")
     if not 1 <= examples <= MOST_EXAMPLES:
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
     one = measured(Home.at(home), sae, data, split, device, listener, target)
     chosen = None if latents is None else _numbers(latents, one)
     d_sae, has_tokens = one.sae.d_sae, set(COLUMNS) <= set(one.store.meta.columns)
-    texts, unembedding, notes = _words(one, model, has_tokens)
+    texts, unembedding, notes = _words(
+        one, model and at_revision(model, model_revision), has_tokens
+    )
     gathered = (
         Examples(chosen or range(d_sae), d_sae, examples, has_tokens),
         Examples(chosen or range(d_sae), d_sae, SAMPLES, has_tokens, at_random),
