@@ -202,15 +202,23 @@ def broadcast(
     return replace(numbers, **parts)
 
 
-def directions_of_worst(residuals: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Unit directions, (count, E), of residuals, (n, E), drawn with probability proportional to their square: with
-    replacement only if too few are not zero; zero if all are."""
+def directions_of_worst(
+    x: Tensor, residuals: Tensor, count: int, generator: torch.Generator
+) -> Tensor:
+    """Unit directions, (m, E), of the residuals, (n, E), of different rows x, (n, D), drawn without replacement with
+    probability proportional to their square: `count`, or as many as there are different rows with a residual.
+
+    Latents re-aimed at one row would be copies, which descent never parts.
+    """
     scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
-    weights = scaled.square().sum(1).cpu()
-    if not weights.any():
-        return residuals.new_zeros(count, residuals.shape[1])
-    again = int(weights.count_nonzero()) < count
-    drawn = torch.multinomial(weights, count, replacement=again, generator=generator)
+    groups = torch.unique(x, dim=0, return_inverse=True)[1].cpu()  # (n,), the same for equal rows
+    numbers = torch.arange(len(x))
+    first = numbers.new_full((len(x),), len(x)).scatter_reduce_(0, groups, numbers, "amin")
+    weights = torch.where(first[groups] == numbers, scaled.square().sum(1).cpu(), 0.0)
+    count = min(count, int(weights.count_nonzero()))
+    if not count:
+        return residuals[:0]
+    drawn = torch.multinomial(weights, count, generator=generator)
     chosen = scaled[moved(drawn, scaled.device)]
     return (chosen / chosen.norm(dim=1, keepdim=True)).to(residuals.dtype)
 
@@ -228,9 +236,15 @@ def useful(effect: Tensor, fired: Tensor) -> Tensor:
 
 @torch.no_grad()
 def revive(
-    dictionary: Dictionary, dead: Tensor, directions: Tensor, B: Tensor | None, biased: bool
+    dictionary: Dictionary,
+    dead: Tensor,
+    others: Tensor,
+    directions: Tensor,
+    B: Tensor | None,
+    biased: bool,
 ) -> None:
-    """Re-aim dead latents, a mask (F,), at unit vectors d, (m, E), with the mean norms and parameters of the others.
+    """Re-aim m dead latents, a mask (F,), at unit vectors d, (m, E), with the mean norms and parameters of others, a
+    mask, (F,).
 
     The encoder is aimed along `B d`, B being the targets' regression, (D, E). A decoder that descends is aimed at d;
     one that is solved for stays tied, or zero if free, until the next decoder step. b_enc is 0, which finds most
@@ -239,7 +253,7 @@ def revive(
     """
 
     def mean_of_others(values: Tensor) -> Tensor:
-        return values.masked_fill(dead, 0).sum() / (~dead).sum()
+        return values.masked_fill(~others, 0).sum() / others.sum()
 
     W_enc, along = dictionary.W_enc, directions.T
     if B is not None:

@@ -4,6 +4,7 @@ B rows, D = d_in, E = d_out, F = d_sae. All rows are normalised (see `rows.py`).
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from .rows import Smoothing
 
 REVIVALS = 20  # times that SGD looks for dead latents in all of training, at least once per epoch
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
+RECENT_ROWS = 4096  # least rows of the last batches, at which dead latents are re-aimed
 DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws; 0 for steps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
@@ -119,6 +121,7 @@ class Solver:
         self.steps = 0
         self.revived = 0
         self._window: list[Batch] = []
+        self._recent: deque[Batch] = deque()  # the epoch's last batches
         self.hold_encoder()
 
     @property
@@ -127,6 +130,7 @@ class Solver:
 
     def begin_epoch(self) -> None:
         self.batches = 0  # of the epoch, taken so far
+        self._recent.clear()
 
     def step(self, batch: Batch) -> list[StepReport]:
         """Collect a batch, and train once there is a window of them."""
@@ -134,6 +138,9 @@ class Solver:
             return []
         self.batches += 1
         self._window.append(batch)
+        self._recent.append(batch)
+        while sum(batch.size for batch in self._recent) - self._recent[0].size >= RECENT_ROWS:
+            self._recent.popleft()
         whole = len(self._window) == (1 if self.config.rounds == 1 else WINDOW)
         return self._train_window() if whole or self.batches % self.every == 0 else []
 
@@ -237,25 +244,41 @@ class Solver:
             and self.steps < (1 if self.task.begun else REVIVAL * self.task.steps)
         )
 
+    @torch.no_grad()
     def revive(self, fired: Tensor, rows: float) -> None:
-        """Re-aim latents that did not fire, a mask (F,), at the sampled rows reconstructed worst."""
-        sample, dead = self.task.sample, ~fired
-        if not self.revives or not len(sample.x) or rows < REVIVAL_ROWS * len(dead):
-            return
+        """Re-aim latents that did not fire, a mask (F,), at recent rows that are reconstructed worst: each at a row of
+        its own, so if there are fewer rows than latents only the first."""
+        dead = ~fired
         count = int(dead.sum())
-        if not 0 < count < len(dead):
+        if not self.revives or rows < REVIVAL_ROWS * len(dead) or not 0 < count < len(dead):
             return
-        with torch.no_grad():
-            residuals = sample.y - self.dictionary(sample.x)
-            if (
-                not residuals.isfinite().all()
-            ):  # training has diverged, and the check of the loss will say so
-                return
-            directions = directions_of_worst(residuals, count, self.draws(self.steps, REVIVING))
-            directions = self.communicator.broadcast(directions)
-            revive(self.dictionary, dead, directions, self.task.B, self.task.training.penalised)
-        self.optimizer.forget(dead, self.dictionary.latent_dimension)
-        self.revived += count
+        directions = self._directions(count)
+        if not len(directions):
+            return
+        aimed = dead & (dead.cumsum(0) <= len(directions))
+        penalised = self.task.training.penalised
+        revive(self.dictionary, aimed, fired, directions, self.task.B, penalised)
+        self.optimizer.forget(aimed, fired, self.dictionary.latent_dimension)
+        self.revived += len(directions)
+
+    def _directions(self, count: int) -> Tensor:
+        """`directions_of_worst` of the last batches, before the first of the sample; the same in all processes."""
+        batches = [*self._recent] or [self.task.sample]
+        rows = Batch.joined(batches)
+        residuals = [batch.y - self.dictionary(batch.x) for batch in batches if len(batch.x)]
+        x, residual = rows.x, torch.cat([rows.y[:0], *residuals])
+        communicator = self.communicator
+        if rows.index is not None:  # rank 0 has all rows, in the order of one process
+            order = communicator.gather(rows.index).argsort().to(x.device)
+            x, residual = communicator.gather(x)[order], communicator.gather(residual)[order]
+        found = residual[:0]
+        # If training has diverged, the check of the loss will say so.
+        if communicator.is_main and len(x) and residual.isfinite().all():
+            found = directions_of_worst(x, residual, count, self.draws(self.steps, REVIVING))
+        size = communicator.broadcast_object(lambda: len(found))
+        return communicator.broadcast(
+            found if communicator.is_main else residual.new_empty(size, residual.shape[1])
+        )
 
     @torch.no_grad()
     def calibrate(self) -> None:
@@ -457,8 +480,11 @@ class Adam:
             own.copy_(state[name])
 
     @torch.no_grad()
-    def forget(self, latents: Tensor, dimension: Callable[[str], int | None]) -> None:
-        """Reset the moments of re-aimed latents, a mask (F,): the first to 0, the second to the other latents' mean.
+    def forget(
+        self, latents: Tensor, others: Tensor, dimension: Callable[[str], int | None]
+    ) -> None:
+        """Reset the moments of re-aimed latents, a mask (F,): the first to 0, the second to the mean of other latents,
+        a mask, (F,).
 
         The second moment of a latent without gradient for long would make its first steps several times lr.
         """
@@ -471,7 +497,7 @@ class Adam:
             average.masked_fill_(
                 latents, 0
             )  # unlike indexing by a mask, masked_fill does not synchronise
-            mean = square.masked_fill(latents, 0).sum(-1, keepdim=True) / (~latents).sum()
+            mean = square.masked_fill(~others, 0).sum(-1, keepdim=True) / others.sum()
             square.copy_(torch.where(latents, mean, square))
 
     @torch.no_grad()

@@ -334,7 +334,7 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
     (tensors["W_enc"] * torch.arange(6.0, device="gpu")).sum().backward()
     adam.step(0.1)
     with simulated_gpu.waits_within() as waits:
-        adam.forget(dead, {"W_enc": 1}.get)
+        adam.forget(dead, ~dead, {"W_enc": 1}.get)
         adam.rescale(dict.fromkeys(adam.tensors, 2.0))
     assert waits == {}
     state = adam.state()

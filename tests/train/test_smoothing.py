@@ -193,19 +193,41 @@ def test_revival_leaves_latents_that_fire_as_they_are():
 
 
 def test_directions_of_revival_are_of_rows_with_an_error():
-    residuals = torch.zeros(20, 4)
+    x, residuals = normal(20, 6), torch.zeros(20, 4)
     residuals[7], residuals[11] = torch.tensor([3.0, 0, 0, 0]), torch.tensor([0, 0, -2.0, 0])
-    found = directions_of_worst(residuals, 2, generator())
-    assert sorted(map(tuple, found.tolist())) == [(0, 0, -1, 0), (1, 0, 0, 0)]
-    assert directions_of_worst(residuals, 5, generator()).norm(dim=1).tolist() == [1] * 5
-    assert not directions_of_worst(torch.zeros(20, 4), 3, generator()).any()
+    for count in (2, 5):
+        found = directions_of_worst(x, residuals, count, generator())
+        assert sorted(map(tuple, found.tolist())) == [(0, 0, -1, 0), (1, 0, 0, 0)]
+    assert not len(directions_of_worst(x, torch.zeros(20, 4), 3, generator()))
+
+
+def test_no_two_directions_are_of_equal_rows():
+    x, residuals = normal(20, 6), normal(20, 4, seed=1).float()
+    x[10:], residuals[10:] = x[:10], residuals[:10]
+    found = directions_of_worst(x, residuals, 18, generator())
+    assert len(found) == len(torch.unique(found, dim=0)) == 10
+
+
+@pytest.mark.parametrize("kind", [Sgd, PamSgd])
+def test_no_two_latents_are_re_aimed_at_one_row(kind):
+    data = sparse_mixture()
+    solver, encoder = started(kind(), data, TopK(k=3)), lambda: solver.dictionary.W_enc.detach()
+    solver.begin_epoch()
+    for rows in (data.x[:4], data.x[2:7]):  # 7 different ones
+        solver.step(Batch.of(rows))
+    alive = torch.arange(F) < 3
+    encoder()[:, ~alive] = 0
+    solver.revive(alive, rows=1000)
+    aimed = encoder()[:, 3:].T
+    assert solver.revived == len(torch.unique(aimed[:7], dim=0)) == 7
+    assert not aimed[7:].any()
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
 def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
     residuals = normal(20, 4).float() * size
-    found = directions_of_worst(residuals, 30, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(30))
+    found = directions_of_worst(residuals, residuals, 20, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(20))
 
 
 def test_the_least_useful_latents_are_few_and_of_little_effect():

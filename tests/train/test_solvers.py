@@ -321,7 +321,8 @@ def test_adams_moments_follow_rescaled_and_revived_tensors(data):
     adam = solver.optimizer
     before = {name: value.clone() for name, value in adam.state().items()}
     adam.rescale(dict.fromkeys(adam.tensors, 3.0))
-    adam.forget(torch.arange(F) < 2, solver.dictionary.latent_dimension)
+    latents = torch.arange(F) < 2
+    adam.forget(latents, ~latents, solver.dictionary.latent_dimension)
     average = before["adam.exp_avg.W_enc"] / 3
     average[:, :2] = 0
     torch.testing.assert_close(adam.state()["adam.exp_avg.W_enc"], average)
