@@ -22,7 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -37,6 +37,8 @@ from ..base.machine import available_memory
 
 BLOCK_BYTES = 16 << 20
 REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"
+OF_ROWS = r"bool|uint8|b?float\d+"  # as activations and images have them
+TWO_BYTES = ("uint16", "int16", "void16")  # as files hold bfloat16 for which they have no type
 IN_PIECES = "save it as .npy, which is read in pieces"
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 HDF5_PROCESS = Path(__file__).with_name("hdf5_process.py")
@@ -178,6 +180,30 @@ def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
             f"cannot read {name}: expected {size_words(needed)} of free memory, which it takes at once, "
             f"got {size_words(free)}; {to_fit}"
         )
+
+
+def as_bfloat16(array: Array) -> Array:
+    """An array of `TWO_BYTES` as the bfloat16 numbers whose bits it holds."""
+
+    def read(index: Index) -> np.ndarray:
+        values = np.ascontiguousarray(array.read(index))
+        bits = values.view("<u2") if values.dtype.kind == "V" else values.astype(np.uint16)
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
+    return replace(array, dtype="bfloat16", read=read)
+
+
+def demand_rows(dtype: str, subject: str) -> None:
+    """FormatError if numbers of a type are no rows of activations or images, after the words `subject`."""
+    if re.fullmatch(OF_ROWS, dtype):
+        return
+    if dtype in TWO_BYTES:
+        remedy = "if they are bits of bfloat16 give --bits bfloat16, else convert them to float32"
+    elif re.fullmatch(REAL_NUMBERS, dtype):
+        remedy = "convert them to float32 if they are rows, which token ids are not"
+    else:
+        raise FormatError(f"{subject}: expected an array of real numbers, got one of {dtype}")
+    raise FormatError(f"{subject}: expected floats, or bytes of images, got {dtype}; {remedy}")
 
 
 def _of_numpy(values: np.ndarray) -> Array:
@@ -379,7 +405,7 @@ class _HDF5Reader:
             values = np.empty(
                 (min(rows.stop, shape[len(outer)]) - rows.start, *shape[len(index) :]), dtype
             )
-            if self._out.readinto(values.data.cast("B")) < values.nbytes:
+            if self._out.readinto(values.reshape(-1).view(np.uint8)) < values.nbytes:
                 self._failed()
             return values
 

@@ -26,11 +26,14 @@ from ..base.options import demand_known, options_of
 from .arrays import (
     BLOCK_BYTES,
     REAL_NUMBERS,
+    TWO_BYTES,
     Array,
     Arrays,
     ArraySource,
     Link,
+    as_bfloat16,
     check_memory,
+    demand_rows,
     list_arrays,
     naming,
 )
@@ -59,6 +62,7 @@ def import_array(
     key: str | None = None,
     labels: str | None = None,
     flatten: str | None = None,
+    bits: str | None = None,
     max_norm_multiple: float | None = None,
     dtype: str | None = None,
     shard_rows: int | None = None,
@@ -71,6 +75,7 @@ def import_array(
         file: its path; or `digits` or `patches`, which scikit-learn brings.
         labels: a label for each row: a file, or the key of an array in the same file.
         flatten: the rows of an array of more than two dimensions, `positions` or `features`.
+        bits: `bfloat16` if the array holds the bits of such numbers in 2-byte integers, or 2 bytes without a type.
         max_norm_multiple: drop rows with a norm above this multiple of the median; at least 1.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
 
@@ -79,12 +84,11 @@ def import_array(
         StoreError: the name is another store's, or the disk has no room.
     """
     file, listener = str(file), listening(progress)
-    ImportConfig(
-        key, labels, flatten, max_norm_multiple, dtype, shard_rows
-    )  # refuses what is invalid
+    # Refuses what is invalid.
+    ImportConfig(key, labels, flatten, bits, max_norm_multiple, dtype, shard_rows)
     with told_when_stopped(listener) as folders:
         folder = _folder(home, name, Path(file).stem)
-        array = open_array(file, key, labels, flatten)
+        array = open_array(file, key, labels, flatten, bits)
         folders.append(folder)
         dtype = dtype or array.dtype
         shard_rows = shard_rows or rows_per_shard(array.features, dtype)
@@ -106,6 +110,8 @@ def import_array(
             flatten == "positions"
         ):  # features, which is some formats' default, gives the same rows either way
             source["flatten"] = flatten
+        if bits is not None:
+            source["bits"] = bits
         request = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
         meta = StoreMeta(
             source,
@@ -269,13 +275,17 @@ def _hash(numbers: np.ndarray) -> str:
 
 
 def open_array(
-    file: str, key: str | None = None, labels: str | None = None, flatten: str | None = None
+    file: str,
+    key: str | None = None,
+    labels: str | None = None,
+    flatten: str | None = None,
+    bits: str | None = None,
 ) -> ArraySource:
     """Open an array to import: of a file in one of `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`."""
     if file in SAMPLES and not Path(file).exists():
-        if key or labels or flatten:
+        if key or labels or flatten or bits:
             raise FormatError(
-                f"{file} come whole from scikit-learn; leave out --key, --labels and --flatten"
+                f"{file} come whole from scikit-learn; leave out --key, --labels, --flatten and --bits"
             )
         return SAMPLES[file]()
     path = Path(file)
@@ -285,10 +295,13 @@ def open_array(
             Path(labels).is_file() or (labels not in arrays and Path(labels).exists())
         )
         array = _choose(arrays, key, path, other=None if from_file else labels)
-    if not re.fullmatch(REAL_NUMBERS, array.dtype):
+    if bits and array.dtype not in TWO_BYTES:
         raise FormatError(
-            f"cannot import {file}: expected an array of real numbers, got one of {array.dtype}"
+            f"--bits does nothing with {file}: expected one of {', '.join(TWO_BYTES)}, got "
+            f"{array.dtype}; leave it out"
         )
+    array = as_bfloat16(array) if bits else array
+    demand_rows(array.dtype, f"cannot import {file}")
     if len(array.shape) < 2:
         raise FormatError(
             f"cannot import {file}: expected an array of shape (rows, features) or with more "

@@ -7,6 +7,7 @@ from ..base.options import Config, option
 
 DTYPES = ("float32", "float16", "bfloat16")  # of stored rows; see `codec.py`
 FLATTEN = ("positions", "features")
+BITS = ("bfloat16",)
 MAX_NORM_HELP = (
     "Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
     "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
@@ -34,6 +35,12 @@ class ImportConfig(Config):
         "sequences; features, each element of the first dimension, such as an image. "
         "Default: features for idx files, others are refused.",
         choices=FLATTEN,
+    )
+    bits: str | None = option(
+        None,
+        "What the bits of 2-byte integers, or of 2 bytes without a type, stand for, as NumPy shows "
+        "bfloat16 of JAX and Keras. Other integers than bytes of images are refused.",
+        choices=BITS,
     )
     max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
     dtype: str | None = option(

@@ -111,7 +111,7 @@ def on_raw_rows(sae: SAE, normalisation: Normalisation) -> SAE:
 
 
 class ArrayRows(RowSource):
-    """The rows (N, D), and targets (N, E), of arrays of any real dtype; float32 ones are not copied."""
+    """The rows (N, D), and targets (N, E), of arrays of floats, or bytes of images; float32 ones are not copied."""
 
     name = "these rows"
 
@@ -123,10 +123,16 @@ class ArrayRows(RowSource):
                 rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows
             )  # numpy has no bfloat16
         rows = np.asarray(rows)
-        if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "fiu":
+        if rows.ndim != 2 or not rows.size:
             raise ConfigError(
                 f"--rows must be numbers in an array (rows, d_in), got one of {rows.dtype} and shape "
                 f"{tuple(rows.shape)}"
+            )
+        if not (rows.dtype.kind == "f" or rows.dtype == "uint8"):
+            # Other integers are token ids, or the bits of bfloat16 numbers.
+            raise ConfigError(
+                f"--rows must be floats, or bytes of images, got {rows.dtype}; convert numbers by "
+                "astype(float32), and bits of bfloat16 by torch's view(torch.bfloat16)"
             )
         if self._targets is not None and self._targets.rows != len(rows):
             raise ConfigError(

@@ -20,12 +20,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from sklearn.datasets import load_sample_images
 from storing import collect, make_store
 
-from saecli.base.errors import FormatError
+from saecli.base.errors import ConfigError, FormatError
 from saecli.store import arrays as array
 from saecli.store.arrays import ArraySource
 from saecli.store.importing import open_array
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import hash_request
+from saecli.train.rows import ArrayRows
 
 ROWS = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float32)
 FLAT = ROWS.reshape(50, 12)
@@ -77,7 +78,7 @@ def rows_of(source, start=0):
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "a.hdf5"])  # which is as a.h5
-@pytest.mark.parametrize("dtype", ["<f4", "<f8", "<i4", "|u1"])
+@pytest.mark.parametrize("dtype", ["<f4", "<f8", "|u1"])
 def test_each_format_gives_the_rows_that_its_library_wrote(tmp_path, monkeypatch, name, dtype):
     monkeypatch.setattr(array, "BLOCK_BYTES", 7 * 12 * 4)
     values = (ROWS * 40 + 100).astype(dtype)
@@ -112,6 +113,45 @@ def test_half_precision_is_kept(tmp_path):
     )
     np.save(tmp_path / "a.npy", ROWS[:, 0].astype(np.float16))
     assert open_array(str(tmp_path / "a.npy")).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [
+        (["a.npy", "a.npz", "a.safetensors", "a.pt", "a.h5"], "<u2"),
+        (["a.npy", "a.npz", "a.safetensors", "a.pt", "a.h5", "a.idx"], "<i2"),
+        (["a.npy", "a.npz", "a.h5"], ">u2"),
+        (["a.npy", "a.npz", "a.h5"], "V2"),
+    ],
+)
+def test_bits_of_bfloat16_are_read_as_such_and_never_as_numbers(tmp_path, names, dtype):
+    """PyTorch's own cast gives the bits, and reads them."""
+    tensor = torch.from_numpy(ROWS).bfloat16()
+    bits = tensor.view(torch.int16).numpy()
+    for name in names:
+        path = tmp_path / name
+        WRITERS[name](path, bits.view(dtype) if dtype == "V2" else bits.astype(dtype))
+        with pytest.raises(FormatError, match="16; if they are bits of bfloat16 give bits bfloat"):
+            open_array(str(path), flatten="positions")
+        source = open_array(str(path), flatten="positions", bits="bfloat16")
+        assert source.dtype == "bfloat16"
+        np.testing.assert_array_equal(rows_of(source), tensor.float().numpy().reshape(150, 4))
+
+
+@pytest.mark.parametrize("dtype", ["<i4", "<i8", "<u4", "|i1"])
+def test_integers_are_no_rows(tmp_path, dtype):
+    ids = np.random.default_rng(0).integers(0, 100, (50, 12)).astype(dtype)
+    np.save(tmp_path / "a.npy", ids)
+    for bits, said in (
+        (None, "convert them to float32 if they are rows, which token ids are not"),
+        ("bfloat16", "bits does nothing with .*: expected one of uint16, int16, void16, got u?int"),
+    ):
+        with pytest.raises(FormatError, match=said):
+            open_array(str(tmp_path / "a.npy"), bits=bits)
+    with pytest.raises(ConfigError, match="rows must be floats, or bytes of images"):
+        ArrayRows(ids)
+    with pytest.raises(ConfigError, match="rows must be floats, or bytes of images"):
+        ArrayRows(np.zeros((5, 2), "V2"))
 
 
 def test_fortran_order_and_truth_values(tmp_path):
@@ -367,7 +407,7 @@ def test_flatten_is_needed_for_three_dimensions_and_refused_for_two(tmp_path):
         match=r"flatten does nothing with .*b\.npy: .* got shape \(7, 6\); leave it out",
     ):
         open_array(str(tmp_path / "b.npy"), flatten="features")
-    with pytest.raises(FormatError, match="leave out key, labels and flatten"):
+    with pytest.raises(FormatError, match="leave out key, labels, flatten and bits"):
         open_array("digits", flatten="features")
 
 
