@@ -42,7 +42,7 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def save_both(
-    folder: Path, config: Any, quantisation: str = "Q8_0", bos: bool = True
+    folder: Path, config: Any, quantisation: str = "Q8_0", factors: bool = False
 ) -> tuple[Path, Path]:
     """A random llama or qwen2 as a GGUF file, and a folder with the weights that its blocks stand for."""
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def save_both(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
-    writer.add_add_bos_token(bos)
+    writer.add_add_bos_token(True)
     kind = gguf.GGMLQuantizationType[quantisation]
     weights = model.state_dict()
     for name, weight in weights.items():
@@ -82,6 +82,8 @@ def save_both(
         writer.add_tensor(gguf_name(name), packed, raw_dtype=own)
         # Blocks lie within rows, so the order of rows does not matter to what they stand for.
         weights[name] = torch.from_numpy(dequantize(quantize(values, own), own).copy())
+    if factors:
+        writer.add_tensor("rope_freqs.weight", np.full(8, 2, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

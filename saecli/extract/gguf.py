@@ -15,6 +15,11 @@ import transformers
 from ..base.errors import ModelError
 
 SUFFIX = ".gguf"
+# Tensors of models with scaled rotary embeddings (Llama 3.1, Phi 3.5) that the reader has no place for.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+HEAD_BYTES = (
+    1 << 26
+)  # more than the metadata and names of tensors; Gemma 3's 262,144 tokens take 10 MB
 PREFIX = "sae-gguf-"  # of a temporary folder's name
 PACKAGES = ("gguf", "accelerate")  # which the reader imports
 # What the reader raises for damaged files, besides what transformers raises for those of a folder.
@@ -37,6 +42,19 @@ def demand_packages(name: str) -> None:
             f"cannot read {name}: GGUF files need the package {' and '.join(lacking)}, which is not "
             f"installed; run `pip install 'saecli[gguf]'`"
         )
+
+
+def notes_on(path: Path) -> tuple[str, ...]:
+    """What the reader does to a model."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    notes = [f"{path.name}: its packed weights are made dense, as transformers reads them"]
+    if scaled := [name for name in ROPE_FACTORS if name.encode() in head]:
+        notes.append(
+            f"{path.name}: transformers leaves out {' and '.join(scaled)}, the factors of its rotary "
+            f"embedding, so rows differ from the model's; its folder from the hub has them"
+        )
+    return tuple(notes)
 
 
 @contextmanager

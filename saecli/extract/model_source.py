@@ -21,7 +21,7 @@ from ..base.machine import why_refused, why_unreachable
 from ..sae.hub import Address
 from ..sae.hub import hub_errors as hub_errors_told
 from ..store.schema import hash_request
-from .gguf import DAMAGE, SUFFIX, demand_packages, named_file, place_of, without_folder
+from .gguf import DAMAGE, SUFFIX, demand_packages, named_file, notes_on, place_of, without_folder
 from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 
 # What the library raises for damaged or foreign files.
@@ -179,8 +179,7 @@ def find_model(name: str, revision: str | None = None) -> ModelSource:
     if file is not None:
         demand_packages(name)
         config = _config(name, str(file))
-        note = f"{file.name}: its packed weights are made dense, as transformers reads them"
-        return ModelSource(name, str(file), None, config, file_sha256(file), (note,))
+        return ModelSource(name, str(file), None, config, file_sha256(file), notes_on(file))
     location = BUNDLED.get(name, Path(name))
     files = [path.name for path in location.iterdir() if path.is_file()]
     demand_model(name, files)

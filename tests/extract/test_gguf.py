@@ -24,7 +24,7 @@ TEXT = "\n\n".join("ab cab dab. " * length for length in range(1, 30))
 
 
 def saved(
-    folder: Path, architecture: str = "llama", quantisation: str = "Q8_0"
+    folder: Path, architecture: str = "llama", quantisation: str = "Q8_0", factors: bool = False
 ) -> tuple[Path, Path]:
     config = CONFIGS[architecture](
         hidden_size=32,
@@ -36,7 +36,7 @@ def saved(
         max_position_embeddings=64,
         tie_word_embeddings=False,
     )
-    path, plain = save_both(folder, config, quantisation)
+    path, plain = save_both(folder, config, quantisation, factors)
     load_tokenizer(find_model(str(path))).save_pretrained(plain)
     return path, plain
 
@@ -103,6 +103,16 @@ def test_the_request_is_the_files_content(sae: CommandLine, tmp_path: Path, text
     path.write_bytes(changed)
     result = sae(*command)
     assert result.status == 1 and "made from something else" in result.err
+
+
+def test_factors_of_the_rotary_embedding_that_are_not_read_are_told(
+    sae: CommandLine, tmp_path: Path, text: Path
+):
+    for factors in (False, True):
+        path, _ = saved(tmp_path / f"factors-{factors}", factors=factors)
+        result = sae("extract", "--model", path, "--dataset", text)
+        assert result.status == 0 and "made dense" in result.err
+        assert ("leaves out rope_freqs.weight" in result.err) == factors
 
 
 def test_files_next_to_it_are_not_read(tmp_path: Path):
