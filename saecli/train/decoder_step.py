@@ -35,8 +35,7 @@ LEAST_SIZE = 1e-2  # least size of encoder and decoder, over the encoder's norm 
 LEAST_NORM = (
     1e-3  # decoder norm over the mean one, below which a penalty is replaced by a quadratic
 )
-LEAST_EFFECT = 0.3  # effect over the median one, below which a latent is re-aimed
-MOST_REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step for their effect
+MOST_REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as replaceable
 SILENT = (
     1e-7  # a latent's mean contribution over a row's norm, below which a penalty has silenced it
 )
@@ -152,7 +151,7 @@ def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
 
 
 def solved(
-    observed: Observed, terms: Terms, chooses: bool, effects: bool, dof: bool
+    observed: Observed, terms: Terms, chooses: bool, most_replaceable: int, dof: bool
 ) -> DecoderState:
     """The decoder, at the terms' alpha, or where a choice from there ends; NaN for a choice over all decades."""
     system, z, y, factorisation = observed.system, observed.z, observed.y, None
@@ -164,7 +163,7 @@ def solved(
         if terms.places:
             terms, factorisation = by_place(system, terms, z, y), None
     some = z if len(z) == observed.rows else z[:: math.ceil(len(z) / DOF_ROWS)]
-    return solve(system, terms, factorisation, some if dof else None, effects)
+    return solve(system, terms, factorisation, some if dof else None, most_replaceable)
 
 
 def penalty_places(
@@ -221,17 +220,6 @@ def directions_of_worst(
     drawn = torch.multinomial(weights, count, generator=generator)
     chosen = scaled[moved(drawn, scaled.device)]
     return (chosen / chosen.norm(dim=1, keepdim=True)).to(residuals.dtype)
-
-
-def useful(effect: Tensor, fired: Tensor) -> Tensor:
-    """The latents that fire, without a few whose `DecoderState.effect` is far below the median: mostly duplicates and
-    mixtures, which re-aimed find other features."""
-    if not fired.any():
-        return fired
-    ascending, order = effect.masked_fill(~fired, torch.inf).sort()
-    low = ascending < LEAST_EFFECT * effect[fired].median()
-    low[int(MOST_REAIMED * len(effect)) :] = False
-    return fired & ~torch.zeros_like(fired).index_put((order,), low)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes, in_cache, joined
 from ..sae.dictionary import SAE, Batch, Coupled
 from .decoder_step import (
+    MOST_REAIMED,
     DecoderPass,
     Observed,
     Pass,
@@ -37,7 +38,6 @@ from .decoder_step import (
     penalty_places,
     silence,
     solved,
-    useful,
 )
 from .options import (
     DECODER_STEPS,
@@ -46,6 +46,7 @@ from .options import (
     RELEASE,
     RELEASE_STEPS,
     RELEASED_BELOW,
+    REVIVAL_ROWS,
     PamSgd,
 )
 from .ridge import TOLERANCE, DecoderState, Terms, plan
@@ -258,10 +259,10 @@ class PamSgdSolver(Solver):
             self._residual.copy_(torch.add(state.Delta, dictionary.direction(), alpha=state.c))
         else:
             dictionary.c, self._residual.data = state.c, state.Delta
-        self.revive(
-            observed.fired if state.effect is None else useful(state.effect, observed.fired),
-            observed.rows,
-        )
+        fired = observed.fired
+        if state.replaceable is not None:
+            fired &= state.replaceable == 0
+        self.revive(fired, observed.rows)
         # Not if the encoder is held, or alpha, which determines the ratio of the norms.
         adapts = self.config.alpha == "auto" and not self.task.held
         if adapts and (factor := balance(dictionary, self._size)):
@@ -280,16 +281,15 @@ class PamSgdSolver(Solver):
         return True
 
     def _solve(self, now: Pass, observed: Observed) -> DecoderState:
-        dictionary, fraction, revives = (
-            self.dictionary,
-            observed.rows / self.task.rows,
-            self.revives,
-        )
+        dictionary, fraction = self.dictionary, observed.rows / self.task.rows
+        # With fewer rows each latent's codes are near a combination of the others'.
+        enough = self.revives and observed.rows >= REVIVAL_ROWS * dictionary.d_sae
+        most_replaceable = int(MOST_REAIMED * dictionary.d_sae) if enough else 0
         tensors = {
             "Delta": dictionary.Delta,
             "b": dictionary.b_dec,
             "skip": dictionary.W_skip,
-            "effect": dictionary.b_enc.detach() if revives else None,
+            "replaceable": dictionary.b_enc.detach() if most_replaceable else None,
         }
         like = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         state = None
@@ -300,9 +300,8 @@ class PamSgdSolver(Solver):
             terms = self._terms(
                 now, observed, math.nan if another else fraction * self.decoder.alpha
             )
-            found = solved(
-                observed, terms, now.chooses or another, revives, now.number + 1 == len(self.passes)
-            )
+            last = now.number + 1 == len(self.passes)
+            found = solved(observed, terms, now.chooses or another, most_replaceable, last)
             if (
                 found.skip is not None and dictionary.W_skip is not None
             ):  # targets lacked what the last skip predicts

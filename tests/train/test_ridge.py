@@ -247,40 +247,67 @@ def test_effective_dof_is_the_trace_of_the_hat_matrix(kind, prefixes, rows, join
     assert found == sorted(found, reverse=True)
 
 
-@pytest.mark.parametrize("case", ["plain", "places", "skip", "nested"])
-def test_a_latents_effect_is_the_rise_of_the_objective_without_it(case):
-    z, y, _, _, _ = problem(60, 6, 4)
-    x, prefixes, zeros = beside(60), (3, 6) if case == "nested" else (), torch.zeros(6, 4).double()
-    terms, ratios = terms_of((0.7, 0.0, 0.0, 0.0), None, zeros, zeros[0]), [1.0]
+@pytest.mark.parametrize("case", ["sums", "streamed", "places", "skip", "nested"])
+def test_of_copies_all_but_one_are_replaceable(case):
+    """Columns 0, 4 and 9 are nearly equal, 7 is the sum of three others, 2 of one row in a hundred, alone."""
+    z, y, _, _, _ = problem(400, 12, 4)
+    x, prefixes, zeros = (
+        beside(400),
+        (5, 12) if case == "nested" else (),
+        torch.zeros(12, 4).double(),
+    )
+    z[:, 2] = torch.arange(400).double() % 100 == 1
+    z[:, 4], z[:, 9] = z[:, 0] + 0.01 * z[:, 5], z[:, 0] - 0.01 * z[:, 6]
+    z[:, 7] = z[:, 1] + z[:, 3] + z[:, 8] + 0.05 * z[:, 10]
+    terms, targets = terms_of((0.01, 0.0, 0.0, 0.0), None, zeros, zeros[0]), y
     if case == "places":
-        ratios = [1.0, 3.0]
-        terms = replace(
-            terms, places=[Place(slice(2), zeros[:, 0], 1.0), Place(slice(2, 4), zeros[:, 0], 3.0)]
-        )
-
-    def best(z: torch.Tensor) -> float:
-        """The least objective, of each place alone."""
-        total, width = 0.0, 4 // len(ratios)
-        for begin, ratio in enumerate(ratios):
-            columns = slice(begin * width, (begin + 1) * width)
-            own = terms_of((0.7 * ratio, 0.0, 0.0, 0.0), None, zeros[:, columns], zeros[0, columns])
-            found = least_squares(z, y[:, columns], own, prefixes, x if case == "skip" else None)
-            left = copies(z, prefixes) @ found.W + found.b - y[:, None, columns].numpy()
-            left = left + (x.numpy() @ found.skip)[:, None] if case == "skip" else left
-            total += (
-                np.square(left).sum() / max(1, len(prefixes))
-                + 0.7 * ratio * np.square(found.W).sum()
-            )
-        return total
-
-    targets = y
-    if case == "skip":
+        places = [Place(slice(2), zeros[:, 0], 1.0), Place(slice(2, 4), zeros[:, 0], 3.0)]
+        terms = replace(terms, places=places)
+    if case == "skip":  # the skip explains a latent too
+        z[:, 11] = x[:, 0] + 0.01 * z[:, 11]
         terms, targets = with_skip(terms, x, y), torch.cat([y, x], 1)
-    found = solve(system_of("sums", z, targets, prefixes), terms, effects=True).effect
-    for latent in range(6):
-        without = z.clone()
-        without[:, latent] = 0
-        assert found[latent].item() == pytest.approx(best(without) - best(z), rel=1e-5)
+    system = system_of("streamed" if case == "streamed" else "sums", z, targets, prefixes)
+    found = {*solve(system, terms, most_replaceable=12).replaceable.nonzero()[:, 0].tolist()}
+    kept = [latent for latent in range(12) if latent not in found]
+    beyond = np.concatenate([z[:, kept], np.ones((400, 1)), *([x] if case == "skip" else [])], 1)
+    for latent in found:
+        left = z[:, latent].numpy() - beyond @ np.linalg.lstsq(beyond, z[:, latent].numpy())[0]
+        assert left.var() < 0.1 * z[:, latent].numpy().var()
+    if case == "nested":  # only 0 and 4 are in the same prefixes
+        assert found in ({0}, {4})
+        return
+    assert len(found & {0, 4, 9}) == 2
+    assert len(found & {1, 3, 7, 8}) == 1
+    assert (11 in found) == (case == "skip")
+    assert len(found) == 3 + (case == "skip")
+    assert solve(system, terms, most_replaceable=2).replaceable.sum() == 2
+
+
+def test_rare_latents_are_not_replaceable():
+    """Of one size, each alone, with frequencies over two decades."""
+    rows, latents = 40_000, 60
+    draws = torch.Generator().manual_seed(0)
+    frequency = torch.logspace(-3.5, -1.5, latents)
+    z = (torch.rand(rows, latents, generator=draws) < frequency).double()
+    y = z @ torch.randn(latents, 8, generator=draws).double()
+    zeros = torch.zeros(latents, 8).double()
+    terms = terms_of((1e-3, 0.0, 0.0, 0.0), None, zeros, zeros[0])
+    state = solve(system_of("sums", z, y), terms, most_replaceable=latents)
+    assert not state.replaceable.any()
+
+
+def test_of_several_places_a_raised_ridge_is_told():
+    z, y, _, W_t, b_t = problem(40, F, E)
+    z[:, 1] = z[:, 0]
+    terms = replace(
+        terms_of((0.0, 0.0, 0.0, 0.0), None, W_t, b_t),
+        places=[
+            Place(slice(2), torch.zeros(F).double()),
+            Place(slice(2, E), -torch.ones(F).double()),
+        ],
+    )
+    state = solve(system_of("sums", z, y), terms)
+    assert state.raised and state.ridge >= 0.1
 
 
 @both

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import Batch
-from saecli.train import decoder_step
-from saecli.train.decoder_step import directions_of_worst, useful
+from saecli.train import pam_sgd
+from saecli.train.decoder_step import directions_of_worst
 from saecli.train.options import MOST_INNER_STEPS, WIDEST, PamSgd, Sgd, SolverConfig
 from saecli.train.plan import default_width
 from saecli.train.rows import Smoothing
@@ -230,22 +230,11 @@ def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
     torch.testing.assert_close(found.norm(dim=1), torch.ones(20))
 
 
-def test_the_least_useful_latents_are_few_and_of_little_effect():
-    effect = torch.ones(200)
-    effect[:6] = torch.tensor([0.29, 0.31, 0.0, 0.1, 0.05, 0.2])
-    fired = torch.ones(200, dtype=torch.bool)
-    fired[2] = False  # dead already
-    assert (fired & ~useful(effect, fired)).nonzero()[:, 0].tolist() == [0, 3, 4, 5]
-    effect[10:20] = 0.01
-    assert useful(effect, fired).sum() == 199 - 4  # 2% of 200
-    assert useful(torch.full((200,), torch.nan), fired).sum() == 199
-    assert not useful(effect, torch.zeros(200, dtype=torch.bool)).any()
-
-
-def test_a_latent_that_doubles_another_is_re_aimed_after_the_decoder_step(monkeypatch):
-    monkeypatch.setattr(decoder_step, "MOST_REAIMED", 1.5 / F)
+@pytest.mark.parametrize("solve", ["direct", "iterative"])
+def test_a_latent_that_doubles_another_is_re_aimed_after_the_decoder_step(monkeypatch, solve):
+    monkeypatch.setattr(pam_sgd, "MOST_REAIMED", 1.5 / F)
     rows = sparse_mixture()
-    solver = started(PamSgd(alpha=0.01), rows, Relu())
+    solver = started(PamSgd(alpha=0.01, solve=solve), rows, Relu())
     with torch.no_grad():
         solver.dictionary.W_enc[:, 1] = solver.dictionary.W_enc[:, 0]
     before = solver.dictionary.W_enc.detach().clone()

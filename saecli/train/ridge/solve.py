@@ -24,11 +24,12 @@ from torch import Tensor
 from ...sae.codes import Codes, Prefixes
 from .iterative import COLUMNS, StreamedCodes
 from .sums import HeldRows, Sums
-from .system import PIECE, Factorisation, System, Terms
+from .system import PIECE, Factorisation, Inverse, System, Terms
 
 FLAT = 1e-14  # fraction of ||T0||^2 up to which the objective's curvature in c is rounding
 KEPT_FRACTION = 0.8  # of the remaining memory, for the codes that an iteration keeps
 MATRICES = 6  # F x E matrices of float64 that a solution takes
+LEAST_TOLERANCE = 0.1  # of a latent that others cannot replace: a variance inflation factor of 10
 RIDGE = 1e-9  # over A_xx's mean diagonal: dimensions of x that codes explain, or that never vary, get no skip
 
 
@@ -91,9 +92,7 @@ class DecoderState:
     residual: float  # of an iteration's worst column, over its right side; else nan
     dof: float  # effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for
     skip: Tensor | None = None  # (D, E)
-    effect: Tensor | None = (
-        None  # rise of the objective without each latent, c fixed, ||W_i||^2 / M_ii, (F,)
-    )
+    replaceable: Tensor | None = None  # 1 for latents that others can replace, else 0, (F,)
     ratios: tuple[float, ...] = (1.0,)  # each place's alpha over `alpha`
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
@@ -110,26 +109,26 @@ def solve(
     terms: Terms,
     factorisation: Factorisation | None = None,
     z: Tensor | None = None,
-    effects: bool = False,
+    most_replaceable: int = 0,
 ) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
     `factorisation` replaces the terms'. `z`: codes of some rows, or of all in the system's order, (n, F), for the
-    degrees of freedom.
+    degrees of freedom. At most `most_replaceable` latents are found that others can replace.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
-    F^3 / 3 for the effects.
+    F^3 / 3 for replaceable latents.
     """
     factorisation = factorisation or system.factorise(terms)
     rows, y_bar, E, alpha = system.rows, system.y_bar, terms.d_out, factorisation.alpha
     centre = terms.centre(rows, y_bar)
     bias, c, skip, eliminated = terms.bare_bias(rows, y_bar)[:E], 0.0, None, None
     dof = math.nan if z is None else effective_dof(factorisation, terms, z)
-    figures = factorisation.relative_alpha, factorisation.ridge, factorisation.raised
+    relative_alpha = factorisation.relative_alpha
     if terms.places:
         del factorisation  # its memory: each place has its own
-        solution = _by_place(system, terms, alpha, effects)
+        solution = _by_place(system, terms, alpha, most_replaceable > 0)
     else:
-        solution = _solved(factorisation, terms, effects)
+        solution = _solved(factorisation, terms, most_replaceable > 0)
     W, along = solution.W[:, :E], solution.along
     if terms.skip is not None:
         A_xx, A_xy = terms.skip.blocks(rows, y_bar[E:], centre)
@@ -150,13 +149,11 @@ def solve(
         skip = eliminated.skip(W, A_xy)
         W, bias = eliminated(W, A_xy), bias - terms.rows_fraction(rows) * (y_bar[E:] @ skip)
     b = bias - terms.rows_fraction(rows) * (system.u @ W)
-    effect = None
+    replaceable = None
     if solution.inverse is not None:
-        inverse = solution.inverse
-        if eliminated is not None:  # the diagonal of P K^-1 P', (F,), is added to M's
-            root = torch.linalg.solve_triangular(eliminated.factor, eliminated.P.T, upper=False)
-            inverse = inverse + root.square().sum(0)[:, None]
-        effect = (W.square() / inverse).sum(1)
+        diagonal = system.diagonal(terms.shrink(rows))
+        inverse = solution.inverse if eliminated is None else eliminated.inverse(solution.inverse)
+        replaceable = replaced_by_others(diagonal, inverse, most_replaceable)
     if terms.direction is not None:
         W.sub_(terms.direction.double(), alpha=c)
     return DecoderState(
@@ -164,12 +161,14 @@ def solve(
         W,
         b,
         alpha,
-        *figures,
+        relative_alpha,
+        solution.ridge,
+        solution.raised,
         solution.condition,
         solution.residual,
         dof,
         skip,
-        effect,
+        replaceable,
         tuple(place.ratio for place in terms.places) or (1.0,),
     )
 
@@ -179,10 +178,14 @@ class _Solution(NamedTuple):
     along: Tensor | None  # M T0, (F, E)
     condition: float
     residual: float
-    inverse: Tensor | None  # the diagonal of each column's M, (F, 1) or (F, E)
+    ridge: float
+    raised: bool
+    inverse: (
+        Inverse | None
+    )  # M; of several places the first's, since they differ by their ridges only
 
 
-def _solved(factorisation: Factorisation, terms: Terms, effects: bool) -> _Solution:
+def _solved(factorisation: Factorisation, terms: Terms, inverts: bool) -> _Solution:
     system = factorisation.system
     W = factorisation.solve_cross(terms.centre(system.rows, system.y_bar))
     if terms.mu:
@@ -195,33 +198,59 @@ def _solved(factorisation: Factorisation, terms: Terms, effects: bool) -> _Solut
         along,
         condition,
         residual,
-        factorisation.inverse_diagonal()[:, None] if effects else None,
+        factorisation.ridge,
+        factorisation.raised,
+        factorisation.inverse() if inverts else None,
     )
 
 
-def _by_place(system: System, terms: Terms, alpha: float, effects: bool) -> _Solution:
+def _by_place(system: System, terms: Terms, alpha: float, inverts: bool) -> _Solution:
     """Each place's columns with its own decay and alpha, by whose ratio `M T0` is multiplied."""
-    parts = []
+    parts: list[_Solution] = []
     for place in terms.places:
         own = system.factorise(replace(terms, alpha=place.ratio * alpha, decay=place.decay))
-        W, along, condition, residual, inverse = _solved(own, terms, effects)
+        solution = _solved(own, terms, inverts and not parts)
         del own  # the memory of its factor
-        W = W[:, place.columns]
-        towards = None if along is None else place.ratio * along[:, place.columns]
-        parts.append(
-            _Solution(
-                W, towards, condition, residual, None if inverse is None else inverse.expand_as(W)
-            )
-        )
+        towards = solution.along
+        if towards is not None:
+            towards = place.ratio * towards[:, place.columns]
+        parts.append(solution._replace(W=solution.W[:, place.columns], along=towards))
     alongs = [part.along for part in parts if part.along is not None]
-    inverses = [part.inverse for part in parts if part.inverse is not None]
     return _Solution(
         torch.cat([part.W for part in parts], 1),
         torch.cat(alongs, 1) if alongs else None,
         max(part.condition for part in parts),
         max(part.residual for part in parts),
-        torch.cat(inverses, 1) if inverses else None,
+        max((part.ridge for part in parts if part.raised), default=parts[0].ridge),
+        any(part.raised for part in parts),
+        parts[0].inverse,
     )
+
+
+def replaced_by_others(diagonal: Tensor, inverse: Inverse, most: int) -> Tensor:
+    """1 for at most `most` latents that others can replace, else 0, (F,), float64; `diagonal` is A's.
+
+    A latent's tolerance `1 / (A_ii M_ii)`, the reciprocal of the variance inflation factor, is the fraction of its
+    variance that the others' codes do not explain, however rare it is; with a ridge it is larger. They are found one
+    after another, each without those before, so that one of several copies stays.
+
+    Source: Belsley, Kuh and Welsch, "Regression Diagnostics" (1980), chapter 3.
+    """
+    inflation, order = (diagonal * inverse.diagonal).sort(descending=True)
+    latents = order[: 2 * most][inflation[: 2 * most] > 1 / LEAST_TOLERANCE]
+    found = torch.zeros_like(diagonal)
+    if not len(latents):
+        return found
+    M, own = inverse.block(latents), diagonal[latents]
+    for _ in range(min(most, len(latents))):
+        inflation = own * M.diagonal()
+        worst = inflation.argmax()
+        if inflation[worst] <= 1 / LEAST_TOLERANCE:
+            break
+        found[latents[worst]] = 1
+        M = M - torch.outer(M[:, worst], M[worst]) / M[worst, worst]
+        own[worst] = 0
+    return found
 
 
 def best_multiple(
@@ -295,6 +324,14 @@ class _Elimination(NamedTuple):
         """`K^-1 (A_xy - C_x' W)`, (D, E), for a solution without the skip, (F, E)."""
         right = -self.C.T @ W
         return torch.cholesky_solve(right if A_xy is None else right + A_xy, self.factor)
+
+    def inverse(self, without: Inverse) -> Inverse:
+        """M with the skip, `M + P K^-1 P'`."""
+        root = torch.linalg.solve_triangular(self.factor, self.P.T, upper=False)  # (D, F)
+        return Inverse(
+            without.diagonal + root.square().sum(0),
+            lambda latents: without.block(latents) + root[:, latents].T @ root[:, latents],
+        )
 
     def __call__(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:
         """The solution with the skip, (F, E)."""

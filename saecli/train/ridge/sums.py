@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...sae.codes import Codes, DenseCodes, Prefixes
-from .system import PIECE, AllReduce, Cholesky, Factorisation, OwnRows, System, reduced
+from .system import PIECE, AllReduce, Cholesky, Factorisation, Inverse, OwnRows, System, reduced
 
 CONSTANT = 2.0**-23  # spread of a latent over its mean below which float32 cannot tell it from none
 RESOLUTION = (
@@ -111,9 +111,9 @@ class Sums(System):
             self._membership[..., None]
         )
 
-    def scale(self, shrink: float) -> float:
+    def diagonal(self, shrink: float) -> Tensor:
         between = self._membership * self._z_bar.square() - shrink * self.u.square()
-        return max((self._membership * self._spread + self.count * between).mean().item(), 0.0)
+        return self._membership * self._spread + self.count * between
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Direct":
         """F^3 / 3 operations and 8 F^2 bytes more."""
@@ -156,9 +156,9 @@ class Direct(Factorisation):
         """F^2 operations per row."""
         return self._factor.squared_norms(psi.T)
 
-    def inverse_diagonal(self) -> Tensor:
+    def inverse(self) -> Inverse:
         on_cpu = self.system.y_bar.device.type == "cpu"
-        return self._factor.inverse_diagonal() if on_cpu else super().inverse_diagonal()
+        return self._factor.inverse() if on_cpu else super().inverse()
 
     def condition(self) -> float:
         return self._factor.condition()
@@ -208,8 +208,8 @@ class HeldRows(System):
         about_means = (self.z - self._z_bar).T @ (self.y - centre)
         return about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows)
 
-    def scale(self, shrink: float) -> float:
-        return self._centre(shrink)[0].square().sum().item() / self.z.shape[1]
+    def diagonal(self, shrink: float) -> Tensor:
+        return self._centre(shrink)[0].square().sum(0)
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Dual":
         """2 N^2 F + N^3 / 3 operations, the first term only once if there is no decay."""
@@ -272,7 +272,7 @@ class Dual(Direct):
             lambda centre: self.ridge * (solved.T @ self._apart(centre)),
         )
 
-    inverse_diagonal = Factorisation.inverse_diagonal  # the factor's has N entries
+    inverse = Factorisation.inverse  # the factor's is N x N
 
     def _lift(self, columns: Tensor) -> Tensor:
         """`r E^-1 Z_h'` times columns, (N, C)."""

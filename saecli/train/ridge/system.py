@@ -158,8 +158,12 @@ class System(ABC):
         """C, (F, E), for targets about a centre, (E,)."""
 
     @abstractmethod
+    def diagonal(self, shrink: float) -> Tensor:
+        """A's, (F,); rounding may leave it below 0."""
+
     def scale(self, shrink: float) -> float:
         """Mean of A's diagonal, at least 0: the scale of ridges."""
+        return max(self.diagonal(shrink).mean().item(), 0.0)
 
     def factorise(self, terms: Terms) -> "Factorisation":
         """Factorise `A + diag(decay) + (alpha + mu) I`, alpha at most `INFINITE_ALPHA` times A's mean diagonal.
@@ -190,6 +194,13 @@ class OwnRows(NamedTuple):
     ]  # gives y_i - centre - psi_i' M sum z (y - centre)', (m, E)
 
 
+class Inverse(NamedTuple):
+    """M, of which not all is known."""
+
+    diagonal: Tensor  # (F,)
+    block: Callable[[Tensor], Tensor]  # gives the rows and columns, (m, m), of latents, (m,)
+
+
 class Factorisation(ABC):
     """`A + diag(decay) + ridge I`, prepared for solving: `Direct`, `Dual` or `Iterative`; M is its inverse."""
 
@@ -214,15 +225,16 @@ class Factorisation(ABC):
         """`psi_i' M psi_i`, (n,), of rows psi, (n, F)."""
         return (psi.T * self.solve(psi.T)).sum(0)
 
-    def inverse_diagonal(self) -> Tensor:
-        """The diagonal of M, (F,), at F times the cost of `quadratic` at most; called last, as it may overwrite the
-        factor."""
+    def inverse(self) -> "Inverse":
+        """Of the matrix, at F times the cost of `quadratic` at most; called last, as it may overwrite the factor."""
         u = self.system.u
-        units = (
-            one_hot(some, len(u)).to(u)
-            for some in torch.arange(len(u), device=u.device).split(PIECE)
-        )
-        return torch.cat([self.quadratic(unit) for unit in units])
+        numbers = torch.arange(len(u), device=u.device)
+        units = (one_hot(some, len(u)).to(u) for some in numbers.split(PIECE))
+        return Inverse(torch.cat([self.quadratic(unit) for unit in units]), self._block)
+
+    def _block(self, latents: Tensor) -> Tensor:
+        u = self.system.u
+        return self.solve(one_hot(latents, len(u)).to(u).T)[latents]
 
     @abstractmethod
     def condition(self) -> float:
@@ -284,11 +296,15 @@ class Cholesky:
         """`g' (R' R)^-1 g` of each column g, (C,); half the operations of a solution."""
         return torch.linalg.solve_triangular(self._R.mT, right, upper=False).square().sum(0)
 
-    def inverse_diagonal(self) -> Tensor:
-        """The diagonal of `(R' R)^-1`, (F,), on a CPU, from `R^-1`, which replaces R; F^3 / 3 operations."""
-        inverse, _ = dtrtri(self._R.numpy(), overwrite_c=1)
+    def inverse(self) -> Inverse:
+        """On a CPU, from `R^-1`, which replaces R; F^3 / 3 operations."""
+        found, _ = dtrtri(self._R.numpy(), overwrite_c=1)
         del self._R
-        return torch.linalg.vector_norm(torch.from_numpy(inverse), dim=1).square()
+        root = torch.from_numpy(found)
+        return Inverse(
+            torch.linalg.vector_norm(root, dim=1).square(),
+            lambda latents: root[latents] @ root[latents].T,
+        )
 
     def condition(self) -> float:
         """The 1-norm's (Higham and Tisseur, "A Block Algorithm for Matrix 1-Norm Estimation", 2000)."""
