@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 LOCK = ".lock"
-_PARTIAL = re.compile(r"(?<![^/\s'\"])\.([^/]+?)\.partial(?![\w.])")
+_PARTIAL = re.compile(r"(?<![^/\s'\"])\.([^/]+?)(\.[0-9a-f]{8})?\.partial(?![\w.])")
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -59,19 +59,22 @@ def file_sha256(path: Path) -> str:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written before it appears at `path`: next to it, hidden."""
+    """Where the only writer of a file makes it, before it appears at `path`: next to it, hidden."""
     return path.with_name(f".{path.name}.partial")
 
 
+def _own_partial(path: Path) -> Path:
+    """As `partial_path`, another one for each writer."""
+    return path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
+
+
 def as_named(text: str) -> str:
-    """A message with every `partial_path` in it replaced by the final path."""
+    """A message with every such temporary path in it replaced by the final path."""
     return _PARTIAL.sub(r"\1", text)
 
 
 def settle(temporary: Path, path: Path) -> None:
     """Flush a finished temporary file to disk and rename it to `path`, in the same folder."""
-    os.umask(mask := os.umask(0))
-    temporary.chmod(0o666 & ~mask)  # some writers make files that only their owner may read
     flush_to_disk(temporary)
     temporary.replace(path)
     flush_to_disk(path.parent)
@@ -79,16 +82,20 @@ def settle(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def appearing_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; on success flush it to disk and rename it to `path`, on any failure remove it."""
-    temporary = partial_path(path)
-    temporary.unlink(
-        missing_ok=True
-    )  # left by a killed process; or a pipe, on which writing would block
+    """Yield the path of an empty temporary file; on success flush it to disk and rename it to `path`, on any failure
+    remove it. Of several writers, the last to succeed counts."""
+    temporary = _own_partial(path)
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    mode = stat.S_IMODE(os.fstat(file).st_mode)
+    os.close(file)
     try:
         yield temporary
+        temporary.chmod(mode)  # some writers replace it by a file that only its owner may read
         settle(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(path)  # of a write that fails, the system names no file
         raise
 
 
@@ -101,8 +108,7 @@ def is_free(folder: Path) -> bool:
 def folder_appearing_whole(folder: Path) -> Iterator[Path]:
     """Yield an empty temporary folder; on success rename it to `folder`, which `is_free`, on any failure remove it."""
     make_folder(folder.parent)
-    temporary = partial_path(folder)
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = _own_partial(folder)
     temporary.mkdir()
     try:
         yield temporary
@@ -159,7 +165,7 @@ def check_place(path: Path) -> None:
         regular(path)  # would be replaced
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}")
-    NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent).close()
+    NamedTemporaryFile(prefix=f".{path.name}.", suffix=".partial", dir=path.parent).close()
 
 
 def make_folder(path: Path) -> None:
@@ -171,7 +177,8 @@ def make_folder(path: Path) -> None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another has it."""
+    """Lock a folder, created if missing, by a descriptor to close; BlockingIOError if another has it. Temporary files
+    that killed owners of the lock left are removed."""
     while True:
         make_folder(folder)
         try:
@@ -184,6 +191,8 @@ def lock_folder(folder: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another process may have removed the folder with the lock since the file was opened.
             if os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor)):
+                for left in folder.glob(".*.partial"):
+                    left.unlink()
                 return descriptor
         except FileNotFoundError:
             pass

@@ -163,7 +163,7 @@ class ShardWriter:
         self._end = self._start
         make_folder(path.parent)
         self._file_path = partial_path(path)
-        self._file = os.open(self._file_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = os.open(self._file_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def count(self, column: str, value: int) -> int:
         return sum(int(np.sum(part == value)) for part in self._columns[column])

@@ -11,6 +11,8 @@ from saecli.base.files import (
     appearing_whole,
     as_named,
     check_place,
+    folder_appearing_whole,
+    lock_folder,
     partial_path,
     regular,
     to_json,
@@ -33,11 +35,50 @@ def test_only_a_regular_file_or_a_link_to_one_is_one(tmp_path: Path):
         regular(tmp_path / "nothing")
 
 
-def test_a_pipe_under_the_hidden_name_is_not_written_to(tmp_path: Path):
-    os.mkfifo(tmp_path / ".file.partial")
-    with appearing_whole(tmp_path / "file") as temporary:
-        temporary.write_text("whole")
-    assert (tmp_path / "file").read_text() == "whole"
+def test_two_writers_of_a_file_leave_each_other_alone(tmp_path: Path):
+    path = tmp_path / "file"
+    with appearing_whole(path) as first:
+        first.write_text("first")
+        with appearing_whole(path) as second:
+            second.write_text("se")
+            with pytest.raises(OSError, match="no room"), appearing_whole(path) as third:
+                third.write_text("half")
+                raise OSError("no room")
+            assert first.read_text() == "first"
+            assert not path.exists()
+            second.write_text("second, longer")
+        assert path.read_text() == "second, longer"
+    assert path.read_text() == "first"
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_of_two_writers_of_a_folder_the_first_is_kept_whole(tmp_path: Path):
+    folder = tmp_path / "pages"
+    with pytest.raises(OSError, match="not empty"), folder_appearing_whole(folder) as second:
+        (second / "index.html").write_text("second")
+        with folder_appearing_whole(folder) as first:
+            (first / "index.html").write_text("first")
+    assert (folder / "index.html").read_text() == "first"
+    assert [found.name for found in tmp_path.iterdir()] == ["pages"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_file_has_the_mode_that_the_umask_leaves_and_the_umask_stays(tmp_path: Path, mask: int):
+    before = os.umask(mask)
+    try:
+        with appearing_whole(tmp_path / "file") as temporary:
+            temporary.unlink()  # as some writers do
+            os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o600))
+    finally:
+        assert os.umask(before) == mask
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_locking_a_folder_removes_what_a_killed_owner_left(tmp_path: Path):
+    (tmp_path / ".state.safetensors.0123abcd.partial").write_text("half")
+    (tmp_path / "kept.partial").touch()
+    os.close(lock_folder(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "kept.partial"}
 
 
 def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
@@ -62,13 +103,18 @@ def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
 @pytest.mark.parametrize("name", ["file.png", "a b.tar.gz", ".hidden", "x.partial"])
 def test_a_message_names_files_as_they_were_to_be_called(name: str):
     path = Path("/some/.config.d/folder") / name
-    inner = partial_path(partial_path(path) / "ae.pt")
-    for message in (
-        "cannot use {}: Is a directory",
-        "[Errno 2] No such file: '{}'",
-        "file path: {}",
+    own = path.with_name(f".{path.name}.0123abcd.partial")
+    for inner in (
+        partial_path(partial_path(path) / "ae.pt"),
+        own / "ae.pt",
+        own / ".ae.pt.0123abcd.partial",
     ):
-        assert as_named(message.format(inner)) == message.format(path / "ae.pt")
+        for message in (
+            "cannot use {}: Is a directory",
+            "[Errno 2] No such file: '{}'",
+            "file path: {}",
+        ):
+            assert as_named(message.format(inner)) == message.format(path / "ae.pt")
     assert as_named("a.partial of 0.5 and b.partial") == "a.partial of 0.5 and b.partial"
 
 

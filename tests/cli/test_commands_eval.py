@@ -1,6 +1,7 @@
 """`sae eval` against numpy in float64 over the same rows."""
 
 import csv
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -217,10 +218,15 @@ def test_a_csv_that_cannot_be_written_leaves_what_was_there(sae: CommandLine, tm
     make_run(sae.home, "run", random_sae())
     assert sae("eval", "run", "--csv", tmp_path).status == 2  # a folder
     (tmp_path / "x.csv").write_text("old")
-    (tmp_path / ".x.csv.partial").mkdir()
-    done = sae("eval", "run", "--csv", tmp_path / "x.csv")
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most[1]))
+    try:
+        done = sae("eval", "run", "--csv", tmp_path / "x.csv")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
     assert (done.status, (tmp_path / "x.csv").read_text(), done.out) == (1, "old", "")
-    (tmp_path / ".x.csv.partial").rmdir()
+    assert f"the disk is full, writing {tmp_path / 'x.csv'}" in done.err
+    assert [path.name for path in tmp_path.glob("*.csv*")] == ["x.csv"]
     assert sae("eval", "run", "--csv", tmp_path / "x.csv").status == 0
     with (tmp_path / "x.csv").open(newline="") as file:
         assert next(csv.DictReader(file))["fvu"] == ""  # rows that do not vary
