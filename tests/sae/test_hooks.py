@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import published
 import pytest
 import torch
 from homes import CommandLine, random_sae
@@ -249,3 +250,94 @@ def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
         for ours, theirs in zip(found["hook_points"], expected["hook_points"], strict=True):
             assert ours["model"] == theirs["model"]
             assert ours["kl"] == pytest.approx(theirs["kl"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "transcode", "origin"),
+    [
+        (None, "layers.2", False, {"layer": 2, "site": "resid_post"}),
+        (None, "layers.2.mlp", False, {"layer": 2, "site": "mlp.output"}),
+        ("openai-community/gpt2", "h.11.mlp", False, {"layer": 11, "site": "mlp_out"}),
+        ("google/gemma-2-2b", "layers.2.mlp", False, {"layer": 2, "site": "mlp.output"}),
+        (
+            "meta-llama/Llama-3.2-1B",
+            "layers.2.mlp",
+            True,
+            {"layer": 2, "site": "mlp_in", "target_layer": 2, "target_site": "mlp_out"},
+        ),
+        (None, "embed_tokens", False, {}),
+    ],
+)
+def test_sparsifys_folders_are_named_as_modules(
+    tmp_path: Path, model: str | None, place: str, transcode: bool, origin: dict
+) -> None:
+    path = published.sparsify(tmp_path / place, transcode).path
+    if model:
+        (tmp_path / "config.json").write_text(json.dumps({"model": model, "hookpoints": [place]}))
+    assert load(path).origin == origin | ({"model": model} if model else {})
+
+
+def test_eval_says_that_a_module_is_not_the_stores_site(sae: CommandLine, tmp_path: Path) -> None:
+    for name, model, site, said in (
+        ("gemma", "gemma2", "mlp_out", "was trained on layer 1 mlp.output"),
+        ("llama", "llama", "mlp_out", None),
+        ("residual", "llama", "resid_post", "was trained on layer 1 mlp_out"),
+    ):
+        (tmp_path / "text.txt").write_text("\n\n".join("abcdefghij" * 9 for _ in range(9)))
+        folder = save_model(tmp_path / name, model)
+        words = ("--model", folder, "--layer", "1", "--site", site, "--context", "16")
+        words += ("--dataset", tmp_path / "text.txt", "--rows", "200", "--name", name)
+        assert sae("extract", *words).status == 0
+        original = random_sae(Relu(), WIDTH)
+        save(SavedSAE(original), "sparsify", tmp_path / "runs" / name / "layers.1.mlp")
+        done = sae("eval", tmp_path / "runs" / name / "layers.1.mlp", "--data", name)
+        assert done.status == 0
+        assert said in done.err if said else "was trained on" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "io", "site"),
+    [
+        ("resid_post_layer_8", "out", "resid_post"),
+        ("resid_post_layer_8", "in", "resid_pre"),
+        ("mlp_out_layer8", "out", "mlp_out"),
+        ("mlp_out", "in", "mlp_in"),
+        ("some_module", "out", "some_module"),
+        (None, "out", None),
+    ],
+)
+def test_submodules_of_dictionary_learning(
+    tmp_path: Path, name: str | None, io: str, site: str | None
+) -> None:
+    path = published.dictionary_learning(tmp_path).path
+    config = json.loads((path / "config.json").read_text())
+    config["trainer"]["submodule_name"] = name
+    config["buffer"] = {"io": io}
+    (path / "config.json").write_text(json.dumps(config))
+    assert load(path).origin.get("site") == site
+
+
+def test_rows_less_their_mean_are_so_in_the_encoder_and_said_to_be(
+    sae: CommandLine, tmp_path: Path
+) -> None:
+    original = some_sae(D, False)
+    rows = torch.randn(50, D, generator=torch.Generator().manual_seed(1)) + 3
+    centred = rows - rows.mean(1, keepdim=True)
+    for model, hook, folds in (
+        ("gpt2", "hook_resid_pre", True),
+        (None, "hook_mlp_out", True),
+        ("gpt2", NORMALIZED, False),  # a LayerNorm subtracts the mean anyhow
+        ("google/gemma-2b", "hook_resid_pre", False),  # TransformerLens leaves RMSNorm models alone
+    ):
+        path = write(
+            tmp_path / f"{model}{hook}".replace("/", "-"),
+            original,
+            model,
+            hook,
+            False,
+            center_writing_weights=True,
+        )
+        close(load(path).sae.encode(rows), original.encode(centred if folds else rows))
+        done = sae("export", path, "--to", "saelens", "--out", path / "out")
+        assert done.status == 0 and ("center_writing_weights" in done.err) == folds, done.err
+        close(load(path / "out").sae.encode(rows), original.encode(centred if folds else rows))

@@ -2,7 +2,9 @@
 
 sparsify by EleutherAI (checked against 1.3): `cfg.json` and `sae.safetensors`. Its encoder subtracts `b_dec`, clips at
 zero, and keeps the `k` largest: `relu-topk` here; `relu` is written with `k` equal to the number of latents. A
-transcoder (`transcode`) does not subtract, and its targets are as wide as its rows. No file names rows or targets.
+transcoder (`transcode`) does not subtract, and its targets are as wide as its rows. The folder's name, such as
+`layers.2.mlp`, is the module whose output it reads, or a transcoder predicts from its input; the model is named by the
+run's `config.json`, one folder up.
 
 dictionary_learning (checked against 0.1.0): `config.json` and `ae.pt`, a state_dict; see `CLASSES`. Its TopK clips at
 zero: `relu-topk` here. Its AutoEncoder scales decoder rows to unit norm on loading.
@@ -54,10 +56,23 @@ def load_sparsify(folder: Path) -> SavedSAE:
     activation = common.configured(path, ReluTopK, k=config.get("k"))
     names = SPARSIFY_NAMES | (SKIP if config.get("skip_connection", False) else {})
     tensors = common.ours(file, common.read_safetensors(file)[0], names)
-    return SavedSAE(
-        common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes),
-        transcodes=transcodes,
-    )
+    sae = common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes)
+    module = folder.absolute().name
+    origin = hooks.origin_of_module(module, "input" if transcodes else "output")
+    if transcodes:
+        origin |= hooks.origin_of_module(module, "output", "target_")
+    if origin:
+        origin["model"] = _model_of_run(folder.absolute().parent / "config.json")
+    return SavedSAE.of(sae, common.origin_from(origin), transcodes)
+
+
+def _model_of_run(path: Path) -> Any:
+    """The model in the configuration of a run of sparsify; None if there is none."""
+    try:
+        run = common.read_config(path, dict[str, Any]) if path.is_file() else {}
+    except FormatError:  # of something else
+        return None
+    return run.get("model") if "hookpoints" in run else None
 
 
 def save_sparsify(saved: SavedSAE, folder: Path) -> None:
@@ -84,7 +99,7 @@ def save_sparsify(saved: SavedSAE, folder: Path) -> None:
 
 
 LEARNING_CONFIG, LEARNING_WEIGHTS = "config.json", "ae.pt"
-_SUBMODULE = re.compile(r"(resid_pre|resid_post|mlp_in|mlp_out|attn_out)(?:_layer_\d+)?")
+INPUTS = {"resid_post": "resid_pre", "mlp_out": "mlp_in"}  # of the modules whose outputs they are
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,7 @@ class Trainer:
 @dataclass(frozen=True)
 class Config:
     trainer: Trainer
+    buffer: Any = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +166,8 @@ LEARNING_WRITTEN = tuple({layout.activation: None for layout in CLASSES.values()
 def load_dictionary_learning(folder: Path) -> SavedSAE:
     """Read an SAE; FormatError also for files whose loading would run code."""
     path, file = folder / LEARNING_CONFIG, folder / LEARNING_WEIGHTS
-    trainer = common.read_config(path, Config).trainer
+    config = common.read_config(path, Config)
+    trainer = config.trainer
     if trainer.dict_class not in CLASSES:
         raise FormatError(
             f"{path}: trainer.dict_class {trainer.dict_class!r} cannot be expressed here; "
@@ -176,12 +193,14 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
         and len(sizes := _whole(file, "group_sizes", extras["group_sizes"])) > 1
     ):
         prefixes = tuple(torch.tensor(sizes).cumsum(0).tolist())
-    named = _SUBMODULE.fullmatch(str(trainer.submodule_name))
+    site = trainer.submodule_name
+    if isinstance(site, str):
+        site = re.sub(r"_layer_?\d+", "", site)
+        if isinstance(config.buffer, dict) and config.buffer.get("io") == "in":
+            site = INPUTS.get(site, site)
     return SavedSAE.of(
         common.assemble(file, tensors, activation, layout.subtracts, prefixes),
-        common.origin_from(
-            {"model": trainer.lm_name, "layer": trainer.layer, "site": named and named[1]}
-        ),
+        common.origin_from({"model": trainer.lm_name, "layer": trainer.layer, "site": site}),
     )
 
 
