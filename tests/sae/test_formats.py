@@ -81,7 +81,7 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
         (
             "saelens",
             at(SAELENS, f"{kind}transcoder", width, metadata=HOOKS),
-            {"model": "gpt2"} | to_mlp(8),
+            {"model": "gpt2"} | to_mlp(8) | {"site": "ln2.hook_normalized"},
         )
         for kind in ("", "skip_", "jumprelu_", "jumprelu_skip_")
         for width in (D, E)

@@ -18,7 +18,7 @@ from saecli.extract.options import BUNDLED, HookPoint
 from saecli.sae.activations import JumpRelu, Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, load, save
-from saecli.sae.formats.hooks import NORMALIZED
+from saecli.sae.formats.hooks import NORMALIZED, why_unsettled
 from saecli.store.reader import ActivationStore
 
 LAYER = 1
@@ -52,23 +52,18 @@ def model_of(folder: Path, name: str) -> Path:
     return folder
 
 
-def normalized(folder: Path, name: str, fold_ln: bool) -> torch.Tensor:
-    """What TransformerLens' ln2.hook_normalized gives: with RMSNorm before the weight; with LayerNorm after weight and
-    bias, or if these are folded away before both."""
+def normalized(folder: Path, name: str) -> torch.Tensor:
+    """What TransformerLens' ln2.hook_normalized gives, with LayerNorm from version 3 on, or with fold_ln."""
     model = loaded(folder)
     norm = model.blocks[LAYER].get_submodule(NORMS[name])
     found: list[torch.Tensor] = []
 
     def note(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
         x = args[0].double()
-        if not isinstance(module, torch.nn.LayerNorm):
-            eps = getattr(module, "eps", None) or module.variance_epsilon
-            found.append(x / (x.square().mean(-1, keepdim=True) + eps).sqrt())
-        elif fold_ln:
+        eps = getattr(module, "eps", None) or module.variance_epsilon
+        if isinstance(module, torch.nn.LayerNorm):
             x = x - x.mean(-1, keepdim=True)
-            found.append(x / (x.square().mean(-1, keepdim=True) + module.eps).sqrt())
-        else:
-            found.append(output.double())
+        found.append(x / (x.square().mean(-1, keepdim=True) + eps).sqrt())
 
     with torch.no_grad(), norm.register_forward_hook(note):
         model.model(TOKENS)
@@ -115,35 +110,33 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("transcoder", [False, True])
-@pytest.mark.parametrize("fold_ln", [False, True])
 @pytest.mark.parametrize("name", NORMS)
 def test_an_sae_before_the_norms_weight_is_read_and_written_for_mlp_in(
-    tmp_path: Path, name: str, fold_ln: bool, transcoder: bool
+    tmp_path: Path, name: str, transcoder: bool
 ) -> None:
     folder = model_of(tmp_path / "model", name)
-    theirs, ours = normalized(folder, name, fold_ln), rows_at(folder, "mlp_in")
+    theirs, ours = normalized(folder, name).float(), rows_at(folder, "mlp_in")
     original = some_sae(WIDTH, transcoder)
-    path = write(tmp_path / "sae", original, str(folder), NORMALIZED, transcoder, fold_ln=fold_ln)
+    has_layer_norm = {"fold_ln": True} if name in ("gpt2", "gpt-neox", "gptj") else {}
+    path = write(tmp_path / "sae", original, str(folder), NORMALIZED, transcoder, **has_layer_norm)
     found = load(path)
-    assert found.origin["site"] == "mlp_in"
-    before = found.sae.encode(ours)
-    close(before, original.encode(theirs.float()))
-    if transcoder:
-        close(found.sae(ours), original(theirs.float()))
-    elif not fold_ln or name in ("gemma2", "gemma", "llama"):
-        weight = (ours.double() / theirs).median(0).values  # 1 with a LayerNorm that is not folded
-        close(found.sae(ours), original(theirs.float()) * weight)
-    assert any("folded in" in remark for remark in found.remarks) == (
-        name in ("gemma2", "gemma", "llama") or fold_ln
-    )
+    assert found.origin["site"] == "mlp_in" and "folded in" in found.remarks[0]
+    close(found.sae.encode(ours), original.encode(theirs))
+    # What the norm does after it has normalised, by regression of each dimension.
+    x, y = theirs.double() - theirs.double().mean(0), ours.double() - ours.double().mean(0)
+    weight = (x * y).sum(0) / x.square().sum(0)
+    bias = ours.double().mean(0) - theirs.double().mean(0) * weight
+    predicted = original(theirs)
+    expected = predicted if transcoder else (predicted * weight + bias).float()
+    close(found.sae(ours), expected)
     save(found, "saelens", tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "cfg.json").read_text())
-    assert config["metadata"]["hook_name"] == f"blocks.{LAYER}.{NORMALIZED}"
+    metadata = json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]
+    assert metadata["hook_name"] == f"blocks.{LAYER}.{NORMALIZED}"
+    assert metadata["model_from_pretrained_kwargs"] == has_layer_norm
     weights = load_file(tmp_path / "out" / "sae_weights.safetensors")
-    rows = normalized(folder, name, fold_ln=False)
-    pre = rows.float() @ weights["W_enc"] + weights["b_enc"]
-    close(pre.relu() * (pre > weights["threshold"]), before)
-    close(load(tmp_path / "out").sae.encode(ours), before)
+    pre = theirs @ weights["W_enc"] + weights["b_enc"]
+    close(pre.relu() * (pre > weights["threshold"]), original.encode(theirs))
+    close(load(tmp_path / "out").sae(ours), expected)
 
 
 def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_path: Path) -> None:
@@ -163,8 +156,13 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
         config = json.loads((path / "out" / "cfg.json").read_text())
         assert config["metadata"]["hook_name"] == "blocks.1.mlp.hook_in"
         assert load(path / "out").origin["site"] == "mlp_in"
-    path = write(tmp_path / "layer-norm", original, "gpt2", NORMALIZED, False)
-    assert load(path).origin["site"] == "mlp_in"
+    rows = {"model": "gpt2", "layer": 1, "site": "mlp_in"}
+    for model, said in (
+        ("gpt2", "TransformerLens 2 takes after"),
+        ("some/model", "expected the weights"),
+    ):
+        origin = {"model": model, "layer": 1, "site": NORMALIZED}
+        assert said in str(why_unsettled(origin, rows))
 
 
 def fvu(predicted: torch.Tensor, y: torch.Tensor) -> float:

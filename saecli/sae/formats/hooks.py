@@ -4,16 +4,17 @@ TransformerLens' follow `blocks.L.`; names of transformers' modules follow `laye
 `.input` or `.output`. A hook point that is no site here keeps its name in an SAE's origin, which tells its rows from a
 store's. Two are sites in some models only:
 
-    ln2.hook_normalized          with LayerNorm mlp_in, with RMSNorm the same before the norm's weight, which is folded
-                                 into the SAE if the model is on this machine: `settled`, and `unsettled` for writing
+    ln2.hook_normalized          mlp_in before the norm's weight and bias, which are folded into the SAE if the model
+                                 is on this machine: `settled`, and `unsettled` for writing
     mlp.hook_out, mlp.output     mlp_out, unless a second norm follows the MLP (Gemma 2 and 3)
 
-TransformerLens' options change rows too. `fold_ln` leaves a LayerNorm without weight and bias. In models with LayerNorm
+TransformerLens' options change rows too. With LayerNorm, ln2.hook_normalized is before weight and bias in versions from
+3 on and with `fold_ln`, else after them: without `fold_ln` it is no site here. In models with LayerNorm
 `center_writing_weights` subtracts from rows of the residual stream, and of what is added to it, their mean over
 dimensions.
 
 Sources: `components/rms_norm.py`, `layer_norm.py`, `transformer_block.py` and `HookedTransformer.py` of TransformerLens
-2.18, `replacement_model_transformerlens.py` and `utils/tl_nnsight_mapping.py` of circuit-tracer 0.5.0.
+2.18 and 3.9; `replacement_model_transformerlens.py` and `utils/tl_nnsight_mapping.py` of circuit-tracer 0.5.0.
 """
 
 import re
@@ -154,9 +155,9 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
             continue
         if site in WITHOUT_SECOND_NORM and not family.second_norm:
             origin[f"{of}site"] = WITHOUT_SECOND_NORM[site]
-        elif site == NORMALIZED and family.layer_norm and not saved.processing.get("fold_ln"):
-            origin[f"{of}site"] = "mlp_in"
-        elif site == NORMALIZED and (norm := _norm(model, family, origin, of, saved)) is not None:
+        elif site == NORMALIZED and (saved.processing.get("fold_ln") or not family.layer_norm):
+            if (norm := _norm(model, family, origin, of, saved)) is None:
+                continue
             origin[f"{of}site"] = "mlp_in"
             ends[of] = norm
             remarks.append(
@@ -170,33 +171,40 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
             "was trained on rows less their mean over dimensions (center_writing_weights): that mean does "
             "not change its codes here, and its predictions lack it"
         )
-    return replace(saved, sae=sae, origin=origin, processing={}, remarks=tuple(remarks))
+    processing = saved.processing | {"center_writing_weights": False}
+    return replace(saved, sae=sae, origin=origin, processing=processing, remarks=tuple(remarks))
 
 
 def unsettled(saved: SavedSAE) -> SavedSAE:
-    """An SAE at `mlp_in` as one at `ln2.hook_normalized`, if its model is known to have that, and the weight of an
-    RMSNorm is on this machine; others as they are."""
+    """An SAE at `mlp_in` as one at `ln2.hook_normalized`, if its model's norm is on this machine; others as is."""
     origin, ends, remarks = dict(saved.origin), dict[str, Affine](), list[str]()
+    processing = saved.processing
     model = origin.get("model")
     family = None if model is None else _family(model)
     for of in ("", "target_"):
         if model is None or family is None or origin.get(f"{of}site") != "mlp_in":
             continue
-        norm = None if family.layer_norm else _norm(model, family, origin, of, saved)
-        if family.layer_norm or norm is not None:
-            origin[f"{of}site"] = NORMALIZED
-        if norm is not None:
-            ends[of] = norm.inverse()
-            remarks.append(
-                f"is written for {hook_name(origin, of)}, rows before the norm's weight; that of {model} is "
-                "folded into it"
-            )
+        if (norm := _norm(model, family, origin, of, saved)) is None:
+            continue
+        origin[f"{of}site"] = NORMALIZED
+        ends[of] = norm.inverse()
+        processing = processing | ({"fold_ln": True} if family.layer_norm else {})
+        remarks.append(
+            f"is written for {hook_name(origin, of)}, rows before the norm's weight; that of {model} is "
+            "folded into it"
+        )
     if not saved.sae.widths and "mlp_in" in (origin.get("site"), origin.get("target_site")):
         remarks.append(
             "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its "
             "HookedTransformer lacks"
         )
-    return replace(saved, sae=_between(saved, ends), origin=origin, remarks=tuple(remarks))
+    return replace(
+        saved,
+        sae=_between(saved, ends),
+        origin=origin,
+        processing=processing,
+        remarks=tuple(remarks),
+    )
 
 
 def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | None:
@@ -204,10 +212,17 @@ def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | N
     if rows.get("site") != "mlp_in" or origin.get("site") != NORMALIZED:
         return None
     model = origin.get("model", rows.get("model"))
+    family = None if model is None else _family(model)
+    if family is not None and family.layer_norm:
+        return (
+            f"it reads {NORMALIZED}, which TransformerLens 2 takes after the LayerNorm's weight and bias, as "
+            "mlp_in is, and 3 before them; write mlp.hook_in into its file for the one, for the other "
+            "fold_ln: true into model_from_pretrained_kwargs"
+        )
     return (
         f"it reads rows before the norm's weight ({NORMALIZED}), which mlp_in has after it; expected the "
         f"weights of {model} in safetensors on this machine, to fold that weight into the SAE, got none "
-        f"that fit; fetch them by `hf download`, or name their folder as the model in the SAE's file"
+        "that fit; fetch them by `hf download`, or name their folder as the model in the SAE's file"
     )
 
 

@@ -150,6 +150,9 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
         "hook_name": hooks.hook_name(origin),
         "context_size": origin.get("context"),
         "prepend_bos": origin.get("prepend_bos"),
+        "model_from_pretrained_kwargs": {
+            option: value for option, value in saved.processing.items() if value
+        },
     }
     config = {
         "d_in": sae.d_in,
