@@ -157,7 +157,8 @@ def test_a_revived_latent_is_aimed_along_the_regression():
     directions = torch.nn.functional.normalize(
         torch.randn(1, 5, generator=torch.Generator().manual_seed(1)), dim=1
     )
-    revive(sae, torch.tensor([False, True, False, False]), directions, B, biased=True)
+    dead = torch.tensor([False, True, False, False])
+    revive(sae, dead, ~dead, directions, B, biased=True)
     assert sae.b_enc[1].item() == pytest.approx(5 / 3)
     aimed, expected = sae.W_enc[:, 1].detach(), B @ directions[0]
     torch.testing.assert_close(aimed / aimed.norm(), expected / expected.norm())
