@@ -28,7 +28,7 @@ def command(
 ) -> None:
     """Remove stores and runs with all their files.
 
-    Lists them first, with sizes and the runs trained on a store.
+    Lists them first, with sizes, the runs trained on a store, and the unfinished fine-tunings that need a run.
 
     Example: sae rm first --yes
     """
@@ -37,7 +37,8 @@ def command(
     session = start(ctx, json)
     found = removable(session.home, names, kind)
     for one in found:
-        users = f"; trained on it: {', '.join(one['users'])}" if one["users"] else ""
+        what = "trained on it" if one["kind"] == "store" else "unfinished fine-tunings that need it"
+        users = f"; {what}: {', '.join(one['users'])}" if one["users"] else ""
         session.console.note(
             f"{one['kind']} {one['name']}: {size_words(one['bytes'])} in {one['path']}{users}"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base import interrupts
 from ..base.console import Listener, listening
-from ..base.documents import read_run
+from ..base.documents import RunDocument, read_run
 from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted, did_you_mean
 from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
@@ -60,11 +60,14 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
 
 
 def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
-    """The finished store in a folder; StoreError if it was made from something else, or a shard is missing."""
+    """The finished store in a folder; StoreError if it, or an unfinished one with rows, was made from something else,
+    or a shard is missing."""
     if not (folder / STORE_MARKER).exists():
         return None
     store = ActivationStore.open(folder)
     if store.meta.request_hash != request_hash:
+        if not store.complete and not saved_rows(folder):
+            return None
         raise StoreError(
             f"there is a store named {folder.name!r} already, made from something else; give another "
             "--name"
@@ -224,7 +227,8 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
 
 
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
-    """The stores and runs of these names, with `users`, the runs trained on a store; ConfigError if not one of each."""
+    """The stores and runs of these names; ConfigError if not one of each. `users` are the runs trained on a store, and
+    the unfinished fine-tunings that began from a run, which cannot be resumed without it."""
     there = [
         (which, path)
         for which, shelf in (("store", home.stores), ("run", home.runs))
@@ -249,13 +253,7 @@ def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list
                 else f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}"
             )
         which, path = same[0]
-        users = [
-            one["name"]
-            for one in runs
-            if which == "store"
-            and (run := one.get("run"))
-            and name in (run.data, *run.beside, run.target)
-        ]
+        users = [one["name"] for one in runs if "run" in one and _uses(one["run"], which, name)]
         found.append(
             {
                 "kind": which,
@@ -268,12 +266,24 @@ def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list
     return found
 
 
+def _uses(run: RunDocument, kind: str, name: str) -> bool:
+    if kind == "store":
+        return name in (run.data, *run.beside, run.target)
+    return (
+        run.solver.name == "finetune"
+        and not run.complete
+        and run.init is not None
+        and run.init.name == name
+    )
+
+
 def remove(home: Home, one: dict[str, Any]) -> int:
     """Remove one that is `removable`, or a link; returns its bytes; SaeError if it is being written or trained on."""
     path, shelf = Path(one["path"]), home.stores if one["kind"] == "store" else home.runs
     try:
         for run in one["users"]:
-            os.close(lock_folder(home.runs.path / run))
+            if (home.runs.path / run).exists():  # else it has just been removed
+                os.close(lock_folder(home.runs.path / run))
         if path.is_symlink():
             path.unlink()
         else:

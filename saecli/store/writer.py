@@ -306,6 +306,10 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
             return lock, meta
         there = read_meta(path)
         wanted, got = meta.request(), there.request()
+        if wanted != got and not there.complete and not saved_rows(path):
+            _remove_contents(path)  # the store was killed before it had a row
+            write_meta(path, meta)
+            return lock, meta
         if wanted != got:
             name = next(n for n in {**wanted, **got} if wanted.get(n) != got.get(n))
             raise StoreError(
@@ -333,12 +337,18 @@ def _forsake(path: Path) -> None:
 def remove_empty(path: Path) -> None:
     """Remove a store whose list of shards is empty, while its lock is held."""
     with suppress(OSError):
-        for folder in (path / SHARDS, path / RANKS):
-            if folder.exists():
-                shutil.rmtree(folder)
-        for name in (JOURNAL, STORE_MARKER, WORLD_FILE):
-            (path / name).unlink(missing_ok=True)
+        _remove_contents(path)
+        (path / STORE_MARKER).unlink(missing_ok=True)
     _forsake(path)
+
+
+def _remove_contents(path: Path) -> None:
+    """Remove what a store has besides `store.json`."""
+    for folder in (path / SHARDS, path / RANKS):
+        if folder.exists():
+            shutil.rmtree(folder)
+    for name in (JOURNAL, WORLD_FILE):
+        (path / name).unlink(missing_ok=True)
 
 
 def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:

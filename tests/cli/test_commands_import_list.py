@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import shutil
 import signal
 import struct
 from pathlib import Path
@@ -332,6 +333,31 @@ def test_what_is_being_written_stays(filled: CommandLine):
     )
     done = filled("rm", "rows", "--yes")
     assert done.status == 1 and "or training on it" in done.err and left(filled.home) == ALL
+
+
+@pytest.mark.parametrize("names", [("first", "rows"), ("rows", "first")])
+def test_a_store_and_its_run_are_removed_in_any_order(filled: CommandLine, names: tuple[str, str]):
+    assert filled("rm", *names, "--yes").status == 0
+    assert left(filled.home) == {"activations/both", "runs/both"}
+    assert filled("rm", "first", "--yes").status == 2
+
+
+def test_an_unfinished_fine_tuning_that_needs_a_run_is_named(filled: CommandLine):
+    folder = filled.home / "runs" / "tuned"
+    shutil.copytree(filled.home / "runs" / "first", folder)
+    document = json.loads((folder / "run.json").read_text())
+    document |= {
+        "complete": False,
+        "solver": {"name": "finetune"},
+        "init": {"name": "first", "hash": "0"},
+    }
+    (folder / "run.json").write_text(json.dumps(document))
+    done = filled("rm", "first", "--yes", "--json")
+    assert "; unfinished fine-tunings that need it: tuned" in done.err
+    assert done.json["removed"][0]["users"] == ["tuned"]
+    (folder / "run.json").write_text(json.dumps(document | {"init": {"name": "other"}}))
+    done = filled("rm", "both", "--kind", "run", "--yes", "--json")
+    assert done.json["removed"][0]["users"] == []
 
 
 def test_an_unreadable_folder_and_a_link_are_removed_by_name(filled: CommandLine, tmp_path: Path):

@@ -11,6 +11,8 @@ from power_cut import restore
 from storing import make_meta, make_store, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
+from saecli.store.opening import finished_store
+from saecli.store.schema import write_meta
 from saecli.store.writer import StoreWriter
 
 
@@ -170,6 +172,31 @@ def test_another_request_and_another_folder_are_refused(tmp_path):
     ):
         StoreWriter.open(tmp_path / "other", make_meta(4))
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("left", ["nothing", "half a shard", "ranks"])
+def test_a_store_that_was_killed_without_a_row_gives_its_name_to_another(tmp_path, left):
+    rows = np.ones((5, 4), np.float32)
+    wanted = make_meta(4, source={"layer": 12})
+    for path, source in ((tmp_path / "s", {"layer": 6}), (tmp_path / "t", {"layer": 12})):
+        path.mkdir()
+        write_meta(path, make_meta(4, source=source))  # as far as a killed process came
+    if left == "half a shard":
+        (tmp_path / "s" / "shards").mkdir()
+        (tmp_path / "s" / "shards" / ".00000.h5.partial").write_bytes(b"x" * 100)
+        (tmp_path / "s" / "shards.jsonl").write_text('{"shard": {"fi')
+    if left == "ranks":
+        (tmp_path / "s" / "ranks" / "00000").mkdir(parents=True)
+        write_meta(tmp_path / "s" / "ranks" / "00000", make_meta(4, source={"layer": 6}))
+    for path in (tmp_path / "s", tmp_path / "t"):
+        assert finished_store(path, "another") is None
+        with StoreWriter.open(path, wanted) as writer:
+            writer.append(rows, {}, {"row": 0})
+            writer.finish()
+        assert {file.name for file in path.iterdir()} == {".lock", "shards", "store.json"}
+    assert stored_contents(tmp_path / "s")["meta"] == stored_contents(tmp_path / "t")["meta"]
+    with pytest.raises(StoreError, match="a store named 's' already, made from something else"):
+        finished_store(tmp_path / "s", "another")
 
 
 def test_a_source_that_changed_is_refused(tmp_path):
