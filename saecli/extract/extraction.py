@@ -138,6 +138,7 @@ def extract(
             }
         )
         if len(there) < len(requests):
+            text.demand_read()
             from .language_model import LanguageModel  # transformers takes seconds to import
 
             last = max(request.point.layer for request in requests)
@@ -206,10 +207,7 @@ class StoreRequest:
     point: HookPoint
     folder: Path
     source: dict[str, Any]  # the entries of `store.json` that determine its rows
-
-    @property
-    def hash(self) -> str:
-        return hash_request(self.source)
+    hash: str
 
 
 def store_requests(
@@ -240,12 +238,15 @@ def store_requests(
     if len(set(names)) < len(names):
         names = [f"{model_name}-{number}" for number, model_name in enumerate(names)]
     common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
+    template = config.template()
+    chat = {
+        "control_tokens": config.control_tokens,
+        "chat_template": template and hash_request({"": template}),
+    }
     if text.chat:
-        template = config.template()
-        common |= {
-            "control_tokens": config.control_tokens,
-            "chat_template": template and hash_request({"": template}),
-        }
+        common |= chat
+    # In place of what was recognised in the text, so that a request is the same without a network.
+    asked = text.identity(asked=True) | chat
     if config.max_norm_multiple is not None:  # else hash as before this option existed
         common["max_norm_multiple"] = config.max_norm_multiple
     labels = {
@@ -254,6 +255,7 @@ def store_requests(
     }
     whole = (
         common
+        | asked
         | (points[0].place if len(points) == 1 else {"places": list(labels.values())})
         | ({"models": identities} if several else {})
     )
@@ -271,7 +273,8 @@ def store_requests(
             named = checked_name(f"{label}-{hash_request(whole)[:6]}", DERIVED)
         else:
             named = checked_name(name if len(points) == 1 else f"{name}-{labels[point]}")
-        found.append(StoreRequest(point, shelf.path / named, source))
+        hashed = hash_request(source | asked)
+        found.append(StoreRequest(point, shelf.path / named, source, hashed))
     return found
 
 

@@ -82,6 +82,7 @@ def open_stream(
     at_revisions(config.model, config.model_revision)  # raises if there are several for one model
     if where.type == "cuda":  # what fits in all free memory would leave none for training
         config = replace(config, batch_size=max(1, GPU_TOKENS // config.window))
+    text.demand_read()
     layer, site = source.default_layer() if at[0] is None else at[0], at[1]
     (request,) = store_requests(config, [source], text, [layer], [site], None, home.stores)
     model = LanguageModel(

@@ -5,8 +5,10 @@ read by `datasets`, which takes over a second to open the smallest file.
 """
 
 import ast
+import hashlib
 import inspect
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -14,6 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -92,22 +95,37 @@ class TextSource:
     revision: str | None = None  # commit, branch or tag; None for the newest state
     chat: bool = False  # whether the column holds messages, or until `recognised` may
     read: Read = text_of  # a row's text
+    asked: str | None = None  # the column before `recognised`
+    unread: str | None = None  # why `recognised` could not read it
+
+    @property
+    def on_hub(self) -> bool:
+        return self.dataset != STDLIB_DOCS and not _is_local(self.dataset)
 
     def pinned(self) -> Self:
-        """The source with its revision resolved to a commit, if the hub can be reached."""
-        commit = self.revision is not None and COMMIT.fullmatch(self.revision)
-        if self.dataset == STDLIB_DOCS or _is_local(self.dataset) or commit or why_unreachable():
+        """The source with its revision resolved to a commit: the hub's, or without a network the one in the client's
+        cache, if any."""
+        if not self.on_hub:
             return self
         from huggingface_hub import HfApi
+        from huggingface_hub.errors import RevisionResolutionError
 
         try:
-            found = HfApi().dataset_info(self.dataset, revision=self.revision, timeout=30)
-            return replace(self, revision=found.sha)
+            found = HfApi().resolve_revision(
+                self.dataset,
+                repo_type="dataset",
+                revision=self.revision,
+                local_files_only=why_unreachable() is not None,
+            )
+            return replace(self, revision=found.resolved)
+        except RevisionResolutionError:
+            return self
         except _hub_errors() as error:
             raise self._unread(error, "check its id and --dataset-revision") from error
 
     def recognised(self) -> Self:
-        """The source with the column of its messages, if its first row has one."""
+        """The source with the column of its messages, if its first row has one; where the network does not let it be
+        read, as it is, with the reason."""
 
         def of_messages(row: Any, column: str, where: str) -> str:
             columns = (column, *CHAT_COLUMNS) if column == "text" else (column,)
@@ -119,21 +137,32 @@ class TextSource:
                 else ""
             )
 
-        if not self.chat or (not _is_local(self.dataset) and why_unreachable()):
-            return replace(self, chat=self.chat and self.column in CHAT_COLUMNS)
-        found = next(replace(self, read=of_messages).documents()).text
-        return replace(self, column=found or self.column, chat=bool(found))
+        if not self.chat:
+            return self
+        try:
+            found = next(replace(self, read=of_messages).documents()).text
+        except ModelError as error:
+            if not self.on_hub or why_unreachable() is None:
+                raise
+            return replace(self, asked=self.column, unread=error.sentence)
+        return replace(self, asked=self.column, column=found or self.column, chat=bool(found))
 
-    def identity(self) -> dict[str, Any]:
-        """The part of a request's hash that determines the documents, a JSON object."""
+    def identity(self, asked: bool = False) -> dict[str, Any]:
+        """What determines the documents, a JSON object; with `asked` as known before `recognised`, and so the same
+        without a network."""
+        column = (self.asked if asked else None) or self.column
         if self.dataset == STDLIB_DOCS:
-            return {"dataset": STDLIB_DOCS, "python": platform.python_version()}
-        if not _is_local(self.dataset):
+            return {
+                "dataset": STDLIB_DOCS,
+                "python": platform.python_version(),
+                "sha256": _stdlib_sha256(sysconfig.get_path("stdlib")),
+            }
+        if self.on_hub:
             return {
                 "dataset": self.dataset,
                 "config": self._config,
                 "split": self.split,
-                "column": self.column,
+                "column": column,
                 "dataset_revision": self.revision,
             }
         path = _local_file(self.dataset)
@@ -142,7 +171,7 @@ class TextSource:
             "bytes": path.stat().st_size,
             "sha256": file_sha256(path),
         }
-        return identity if path.suffix.lower() == ".txt" else {**identity, "column": self.column}
+        return identity if path.suffix.lower() == ".txt" else {**identity, "column": column}
 
     def documents(
         self, start: int = 0, mark: Mark | None = None, note: Callable[[str], None] = lambda _: None
@@ -161,7 +190,7 @@ class TextSource:
     def _documents(
         self, start: int, mark: Mark | None, note: Callable[[str], None]
     ) -> Iterator[Document]:
-        if self.dataset != STDLIB_DOCS and not _is_local(self.dataset):
+        if self.on_hub:
             yield from self._on_hub(start, mark)
             return
         path = Path() if self.dataset == STDLIB_DOCS else _local_file(self.dataset)
@@ -185,9 +214,13 @@ class TextSource:
         import datasets
 
         try:
-            data = datasets.load_dataset(
-                self.dataset, self._config, split=self.split, revision=self.revision, streaming=True
+            builder = datasets.load_dataset_builder(
+                self.dataset, self._config, revision=self.revision
             )
+            # Without a network the library takes the newest commit that it has prepared.
+            if self.revision and HF_HUB_OFFLINE and Path(builder.cache_dir).name != self.revision:
+                raise self._unreachable(f"another commit than {self.revision} in the cache")
+            data = builder.as_streaming_dataset(split=self.split)
             number = 0
             if mark is not None:
                 data.load_state_dict(mark["state"])
@@ -251,12 +284,17 @@ class Mixture:
     def pinned(self) -> Self:
         return replace(self, sources=tuple(source.pinned().recognised() for source in self.sources))
 
+    def demand_read(self) -> None:
+        """Raise a ModelError if the network did not let a source be read."""
+        for reason in filter(None, (source.unread for source in self.sources)):
+            raise ModelError(reason)
+
     @property
     def chat(self) -> bool:
         return any(source.chat for source in self.sources)
 
-    def identity(self) -> dict[str, Any]:
-        parts = [source.identity() for source in self.sources]
+    def identity(self, asked: bool = False) -> dict[str, Any]:
+        parts = [source.identity(asked) for source in self.sources]
         return (
             parts[0]
             if not self.names
@@ -338,14 +376,29 @@ def _local_file(dataset: str) -> Path:
 
 def stdlib_docstrings() -> Texts:
     """The distinct docstrings of Python's standard library, in the order of its files."""
-    root = Path(sysconfig.get_path("stdlib"))
     seen: set[str] = set()
-    for path in sorted(root.rglob("*.py")):
-        if _STDLIB_SKIPPED.isdisjoint(path.relative_to(root).parts):
-            for text in _docstrings(path.read_bytes()):
-                if len(text) >= _DOCSTRING_MIN_CHARS and text not in seen:
-                    seen.add(text)
-                    yield text
+    for path in _stdlib_files(sysconfig.get_path("stdlib")):
+        for text in _docstrings(path.read_bytes()):
+            if len(text) >= _DOCSTRING_MIN_CHARS and text not in seen:
+                seen.add(text)
+                yield text
+
+
+def _stdlib_files(root: str) -> list[Path]:
+    found: list[Path] = []
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in _STDLIB_SKIPPED]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found)
+
+
+@cache
+def _stdlib_sha256(root: str) -> str:
+    """Of the files read: distributions leave out different modules of one version."""
+    digest = hashlib.sha256()
+    for path in _stdlib_files(root):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _docstrings(source: bytes) -> Iterator[str]:

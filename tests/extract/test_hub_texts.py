@@ -174,6 +174,55 @@ def test_without_network_the_error_names_other_sources(hub: ModelHub, tmp_path: 
     )
 
 
+CHATS = [
+    [{"role": "user", "content": "And then? " * 4}, {"role": "assistant", "content": "So it goes."}]
+] * 40
+TEMPLATE = Path(__file__).parents[1] / "templates" / "gemma.jinja"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment", [{"HF_ENDPOINT": "http://hub.invalid"}, {"HF_HUB_OFFLINE": "1"}]
+)
+def test_a_finished_store_is_recognised_without_a_network(
+    hub: ModelHub, tmp_path: Path, environment
+):
+    path = tmp_path / "chats.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"messages": CHATS}), path)
+    hub.add("some/chats", {"train.parquet": path.read_bytes()})
+    texts = ("--dataset", DATASET, "--name", "texts")
+    chats = ("--dataset", "some/chats", "--chat-template", str(TEMPLATE), "--name", "chats")
+    for words in (texts, chats):
+        command = ("-m", "saecli", "extract", "--model", "tiny-gemma2", "--rows", "400", *words)
+        first = run(hub, tmp_path, *command)
+        assert first.returncode == 0, first.stderr
+        again = run(hub, tmp_path, *command, **environment)
+        assert again.returncode == 0, again.stderr
+        assert "stored already, by the same request" in again.stdout
+        other = run(hub, tmp_path, *command, "--context", "16", "--name", "other", **environment)
+        assert other.returncode == 1 and "cannot be fetched" in other.stderr
+
+
+PREPARED = f"""
+import datasets, sys
+datasets.load_dataset({DATASET!r}, split="train", revision=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_what_datasets_has_prepared_is_read_offline_if_it_is_the_commit(
+    hub: ModelHub, tmp_path: Path
+):
+    early = hub.repos[DATASET].head
+    assert run(hub, tmp_path, "-c", PREPARED, early).returncode == 0
+    command = ("-m", "saecli", "extract", "--model", "tiny-gemma2", "--rows", "400")
+    words = (*command, "--dataset", DATASET, "--dataset-revision")
+    done = run(hub, tmp_path, *words, early, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    done = run(hub, tmp_path, *words, "0" * 40, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and "another commit than 0000" in done.stderr
+
+
 def test_a_commit_needs_no_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for revision in ("0" * 40, "main", None):
