@@ -32,6 +32,7 @@ def make_meta(
     columns: tuple[str, ...] = (),
     source: dict | None = None,
     max_norm_multiple: float | None = None,
+    sources: tuple[str, ...] = (),
 ) -> StoreMeta:
     """A small store's meta."""
     return StoreMeta(
@@ -43,6 +44,7 @@ def make_meta(
         chunk_rows,
         columns,
         max_norm_multiple,
+        sources=dict.fromkeys(sources, 0),
     )
 
 

@@ -71,6 +71,7 @@ def sparsity(
 
 def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
     found = one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
+    one.note_absent_sources(listener)
     if parts := one.by_source:
         tallies = [firing(part.sae, part.inputs(listener)) for part in parts.values()]
         total = sum(own.frequency for own in tallies)
@@ -248,6 +249,8 @@ def evaluated(
     listener: Listener,
 ) -> list[dict[str, Any]]:
     """The results of `evaluate`, without `unbeaten`, for SAEs with their rows."""
+    for members in by_rows(everything):
+        everything[members[0]].note_absent_sources(listener)
     if model is None:
         return [one.heading | _reconstructed(one, listener) for one in everything]
     passes = splices(everything, model, listener)  # raises before the rows are measured

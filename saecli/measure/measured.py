@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -147,22 +147,39 @@ class Measured:
         return Alignment.of(self.sae.W_dec, torch.from_numpy(World.of_store(self.store).directions))
 
     @cached_property  # it reads the column `source`
+    def _sources_present(self) -> set[int]:
+        columns = self.of_store.column("source", self.batch_rows)
+        return {int(number) for part in columns for number in np.unique(part)}
+
+    @property
     def by_source(self) -> "dict[str, Measured]":
-        """Of a mixture, the same on the rows of each source that has some, by name."""
-        if (
-            not self.rows.inputs
-            or self.source is not None
-            or not (names := self.store.meta.sources)
-        ):
+        """Of a mixture with rows of several sources, the same on the rows of each, by name."""
+        names = self._source_names()
+        if not names or len(self._sources_present) < 2:
             return {}
-        there = {
-            *chain.from_iterable(map(np.unique, self.of_store.column("source", self.batch_rows)))
-        }
         return {
             name: replace(self, source=number)
             for number, name in enumerate(names)
-            if number in there
+            if number in self._sources_present
         }
+
+    def note_absent_sources(self, listener: Listener) -> None:
+        """Say which sources of a mixture have no row here."""
+        absent = [
+            name
+            for number, name in enumerate(self._source_names())
+            if number not in self._sources_present
+        ]
+        if absent:
+            listener.note(
+                f"{self.rows.name}: the {self.split} rows hold none of {' and '.join(absent)}, where "
+                "measures by source are left out; --split all measures every row"
+            )
+
+    def _source_names(self) -> list[str]:
+        if not self.rows.inputs or self.source is not None:
+            return []
+        return list(self.store.meta.sources)
 
     @property
     def heading(self) -> dict[str, str | None]:

@@ -114,7 +114,7 @@ class Rows(RowSource):
     @classmethod
     def chosen(cls, store: "ActivationStore", split: Split) -> Self:
         """The rows that a split chooses; StoreError if there are none."""
-        split = split.fitted(lambda: map(store.chunk_ids, range(len(store.chunk_sizes))))
+        split = split.fitted(store.ids_and_sources)
         counts = store.chunk_sizes.copy()
         if split.which != "all":
             for chunk in range(len(counts)):
@@ -304,7 +304,8 @@ class ActivationStore(Chunks):
             which: "train", "test" (held out) or "all".
             fraction: fraction of the training rows to keep, in (0, 1]; smaller fractions are subsets of larger ones,
                 and the test rows do not depend on it.
-            test_fraction: fraction of the documents held out, in [0, 1); at least one of two or more, unless it is 0.
+            test_fraction: fraction of the documents held out, in [0, 1); unless it is 0 at least one of two or more, of
+                each source of a mixture.
 
         Raises:
             StoreError: the split is empty, or a shard is damaged.
@@ -312,6 +313,13 @@ class ActivationStore(Chunks):
         Cost: reads and hashes the document of every row (about 50 ms per million rows).
         """
         return Rows.chosen(self, Split(which, fraction, seed, test_fraction))
+
+    def ids_and_sources(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """The ids by which each chunk's rows are split, and of a mixture their sources."""
+        mixed = "source" in self.meta.columns
+        for chunk in range(len(self.chunk_sizes)):
+            sources = np.asarray(self.chunk_column(chunk, "source")) if mixed else None
+            yield self.chunk_ids(chunk), sources
 
     def demand_world(self) -> None:
         """StoreError if `world.safetensors` is missing or damaged. Cost: reads the file."""

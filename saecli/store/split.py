@@ -2,13 +2,14 @@
 
 A document belongs to a fraction if its hash is below it.
 
-So held-out rows do not depend on the fraction trained on, smaller fractions are subsets of larger ones, and the rows of
-a document stay together. A fraction without a document, as in a small store, takes the one with the lowest hash.
+So held-out rows do not depend on the fraction trained on, smaller fractions are subsets of larger
+ones, and the rows of a document stay together. A fraction without a document, as in a small store,
+takes the one with the lowest hash; so does the held-out part of each source of a mixture.
 
 Legend: R rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -52,34 +53,45 @@ def _limit(fraction: float) -> int:
     return round(fraction * 2**53)
 
 
-def _limit_of_lowest(hashes: Iterable[np.ndarray], fraction: float, *, spare_last: bool) -> int:
-    """A bound below which only the lowest hash lies; 0 if the fraction has a document, or the only one is spared."""
-    lowest, highest = 2**53, -1
-    for part in hashes:
-        if len(part):
-            lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
-        if lowest < _limit(fraction):
-            return 0
-    return 0 if highest < 0 or (spare_last and lowest == highest) else lowest + 1
+class _Group:
+    """The documents of one source, or of all: the one with the lowest hash, and whether there are others."""
+
+    def __init__(self) -> None:
+        self.lowest = self.highest = self.document = -1
+
+    def update(self, ids: np.ndarray, hashes: np.ndarray) -> None:
+        if not len(ids):
+            return
+        at = int(hashes.argmin())
+        if self.lowest < 0 or hashes[at] < self.lowest:
+            self.lowest, self.document = int(hashes[at]), int(ids[at])
+        self.highest = max(self.highest, int(hashes.max()))
+
+    def has_below(self, limit: int) -> bool:
+        return 0 <= self.lowest < limit
+
+    @property
+    def has_several(self) -> bool:
+        return self.lowest < self.highest
 
 
 def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACTION) -> np.ndarray:
-    """Which ids, (R,) integers of documents, or of rows without documents, are held out, (R,) bool; none in some small
-    stores, where a `Split` takes the lowest hash."""
+    """Which ids, (R,) integers of documents, or of rows without documents, are held out by their hash, (R,) bool; none
+    in some small stores or sources, where a `Split` takes the lowest hash."""
     return _hashes(ids, seed, _TEST_STREAM) < np.uint64(_limit(test_fraction))
 
 
 @dataclass(frozen=True)
 class Split:
-    """A choice of rows; see `ActivationStore.split`. Rows with hashes below `least_test` are held out, and below
-    `least_train` trained on, whatever the fraction."""
+    """A choice of rows; see `ActivationStore.split`. The documents `also_test` are held out, and `also_train` trained
+    on, whatever their hash."""
 
     which: Which
     fraction: float = 1.0
     seed: int = 0
     test_fraction: float = TEST_FRACTION
-    least_test: int = 0
-    least_train: int = 0
+    also_test: tuple[int, ...] = ()
+    also_train: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.which not in get_args(Which):
@@ -91,25 +103,49 @@ class Split:
                 f"--test-fraction must be at least 0 and below 1, got {self.test_fraction:g}"
             )
 
-    def fitted(self, ids: Callable[[], Iterator[np.ndarray]]) -> Self:
-        """This split of a store with these row ids. A store's only document is not held out.
+    def fitted(self, parts: Callable[[], Iterator[tuple[np.ndarray, np.ndarray | None]]]) -> Self:
+        """This split of a store with these row ids and, of a mixture, the source of each row. The only document of a
+        store, or of one of its sources, is not held out.
 
-        Cost: reads up to the first document in the fraction.
+        Cost: reads up to the first document in the fraction, of a mixture of each source.
         """
         split = self
         if self.which != "all" and self.test_fraction > 0:
-            hashes = (_hashes(part, self.seed, _TEST_STREAM) for part in ids())
-            split = replace(
-                split, least_test=_limit_of_lowest(hashes, self.test_fraction, spare_last=True)
-            )
+            split = replace(split, also_test=self._lowest_of_each_source(parts()))
         if self.which == "train" and self.fraction < 1:
-            hashes = (
-                _hashes(part[~split._held_out(part)], self.seed, _TRAIN_STREAM) for part in ids()
-            )
-            split = replace(
-                split, least_train=_limit_of_lowest(hashes, self.fraction, spare_last=False)
-            )
+            rest = _Group()
+            for ids, _ in parts():
+                ids = ids[~split._held_out(ids)]
+                rest.update(ids, _hashes(ids, self.seed, _TRAIN_STREAM))
+                if rest.has_below(_limit(self.fraction)):
+                    return split
+            split = replace(split, also_train=(rest.document,) if rest.lowest >= 0 else ())
         return split
+
+    def _lowest_of_each_source(
+        self, parts: Iterator[tuple[np.ndarray, np.ndarray | None]]
+    ) -> tuple[int, ...]:
+        """The documents to hold out of sources that have none in the test fraction, and several documents; of a store
+        whose sources have one document each, the lowest of all."""
+        limit, groups, whole = _limit(self.test_fraction), dict[int, _Group](), _Group()
+        for ids, sources in parts:
+            hashes = _hashes(ids, self.seed, _TEST_STREAM)
+            whole.update(ids, hashes)
+            if sources is None:
+                if whole.has_below(limit):
+                    return ()
+                continue
+            for source in np.unique(sources).tolist():
+                own = sources == source
+                groups.setdefault(source, _Group()).update(ids[own], hashes[own])
+        found = [
+            group.document
+            for group in groups.values()
+            if group.has_several and not group.has_below(limit)
+        ]
+        if not found and whole.has_several and not whole.has_below(limit):
+            found = [whole.document]
+        return tuple(sorted(found))
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
         """Whether rows belong to it, (R,) bool, by their ids, (R,) integers."""
@@ -120,12 +156,12 @@ class Split:
             return held_out
         if self.fraction == 1:
             return ~held_out
-        limit = max(_limit(self.fraction), self.least_train)
-        return ~held_out & (_hashes(ids, self.seed, _TRAIN_STREAM) < np.uint64(limit))
+        chosen = _hashes(ids, self.seed, _TRAIN_STREAM) < np.uint64(_limit(self.fraction))
+        return ~held_out & _or_among(chosen, ids, self.also_train)
 
     def _held_out(self, ids: np.ndarray) -> np.ndarray:
-        limit = max(_limit(self.test_fraction), self.least_test)
-        return _hashes(ids, self.seed, _TEST_STREAM) < np.uint64(limit)
+        chosen = is_test(ids, seed=self.seed, test_fraction=self.test_fraction)
+        return _or_among(chosen, ids, self.also_test)
 
     def empty(self, path: Path, meta: StoreMeta) -> StoreError:
         if not meta.rows:
@@ -144,6 +180,10 @@ class Split:
             f"the {self.which} split of {path} is empty: of its {meta.rows} rows, chosen by a hash of "
             f"their {unit}, none belongs to it; {remedy}, or use another --split-seed"
         )
+
+
+def _or_among(chosen: np.ndarray, ids: np.ndarray, others: tuple[int, ...]) -> np.ndarray:
+    return chosen | np.isin(ids, others) if others else chosen
 
 
 def window_starts(documents: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -130,6 +130,30 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
     assert [one["mainly"] for one in fired["sources"]] == own != [0, 0, 0]
 
 
+def test_a_source_of_two_documents_is_measured_and_one_of_a_single_document_named(
+    sae: CommandLine, tmp_path
+):
+    counts = {"a": [40] * 20, "b": [60, 60], "c": [80]}
+    texts = []
+    for name, own in counts.items():
+        texts += ["--dataset", write(tmp_path / f"{name}.jsonl", own)]
+    assert sae("extract", "--model", "tiny-gemma2", *texts[:4], "--name", "two").status == 0
+    with_single = [*texts[:2], *texts[4:], "--name", "single"]
+    assert sae("extract", "--model", "tiny-gemma2", *with_single).status == 0
+    train = ["train", "--data", "two", "--act", "topk", "--k", "2", "--d-sae", "32", "--steps", "5"]
+    assert sae(*train, "--name", "run").status == 0
+    both = sae("eval", "run", "--json")
+    found = both.json["runs"][0]["sources"]
+    assert [Path(one["source"]).name for one in found] == ["a.jsonl", "b.jsonl"]
+    assert found[1]["rows"] == 60
+    assert "hold none" not in both.err
+
+    for command in ("eval", "sparsity"):
+        alone = sae(command, "run", "--data", "single", "--json")
+        assert "sources" not in alone.json["runs"][0]
+        assert f"test rows hold none of {texts[5]}, where" in alone.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sites",

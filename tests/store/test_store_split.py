@@ -101,6 +101,45 @@ def test_fractions_of_a_small_store_keep_a_document_and_nest(tmp_path, units, by
     assert len(larger) == 1
 
 
+def lowest_hash(documents: list[int], seed: int) -> int:
+    key = splitmix64(splitmix64(seed) ^ 1)
+    return min(documents, key=lambda document: splitmix64(splitmix64(document) ^ key))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_source_of_a_mixture_with_two_documents_holds_one_out(tmp_path, seed):
+    # 40 documents of three rows: source 1 has three, source 2 a single one, source 0 the others
+    sources_of = {3: 1, 17: 1, 30: 1, 25: 2}
+    documents = np.arange(40).repeat(3)
+    source = np.array([sources_of.get(document, 0) for document in documents.tolist()], np.int16)
+    rows = documents[:, None].astype(np.float32)
+    columns = {"document": documents, "source": source}
+    mixed = make_store(tmp_path / "m", rows, columns=columns, sources=("a", "b", "c"), chunk_rows=7)
+    key = splitmix64(splitmix64(seed) ^ 1)
+    expected = {one for one in range(40) if splitmix64(splitmix64(one) ^ key) / 2**64 < 0.1}
+    for own in ([one for one in range(40) if one not in sources_of], [3, 17, 30]):
+        if expected.isdisjoint(own):
+            expected.add(lowest_hash(own, seed))
+    test = numbers(mixed.split("test", seed=seed))
+    assert test == expected
+    assert numbers(mixed.split("train", seed=seed)) == set(range(40)) - test
+    assert numbers(mixed.split("test", seed=seed, test_fraction=0.5)) > test
+    larger = set(range(40)) - test
+    for fraction in (0.5, 0.1, 1e-9):
+        assert numbers(mixed.split("test", seed=seed, fraction=fraction)) == test
+        smaller = numbers(mixed.split("train", seed=seed, fraction=fraction))
+        assert smaller <= larger
+        larger = smaller
+    assert len(larger) == 1
+
+
+def test_a_mixture_of_single_documents_holds_out_the_lowest_hash(tmp_path):
+    columns = {"document": np.array([0, 0, 1]), "source": np.array([0, 0, 1], np.int16)}
+    rows = np.array([[0.0], [0.0], [1.0]], np.float32)
+    mixed = make_store(tmp_path / "m", rows, columns=columns, sources=("a", "b"))
+    assert numbers(mixed.split("test")) == {lowest_hash([0, 1], 0)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
