@@ -21,7 +21,7 @@ from ..base.errors import ConfigError, StoreError, size_words, unknown_choice
 from ..base.home import Home, Shelf, checked_name
 from ..base.options import demand_known
 from ..base.processes import Communicator, communicator
-from ..store.opening import DERIVED, finished_store, told_when_stopped
+from ..store.opening import DERIVED, finished_store, note_outliers, told_when_stopped
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, hash_request, rows_per_shard
 from ..store.shard_writer import Admission
@@ -29,6 +29,7 @@ from ..store.writer import RankedStore, StoreWriter, joining_began, other_number
 from .chats import Chats
 from .forward import COLUMNS, Forward, batch_tokens, fill
 from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint, at_revisions
+from .special import affixes, known_text
 from .texts import Document, Mixture
 from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
 
@@ -42,6 +43,7 @@ DECIDING = (
     "min_tokens",
     "context",
     "packed",
+    "prepend_bos",
     "positions",
     "dtype",
     "model_dtype",
@@ -118,7 +120,7 @@ def extract(
         config, source, text = settled(ExtractConfig(**options), options.keys(), where, processes)
         specs = at_revisions(names, config.model_revision) or []
         sources = [source, *map(find_model, specs[1:])]
-        demand_same_tokens(sources, config.window)
+        demand_same_tokens(sources, config)
         layers = (
             [layer]
             if isinstance(layer, int)
@@ -149,6 +151,9 @@ def extract(
             there |= write_stores(extraction, requests, processes)
         stores = [ActivationStore.open(request.folder) for request in requests]
         _check_same_rows(stores)
+        if processes.is_main:
+            for store in stores:
+                note_outliers(store, listener)
     for store, request in zip(stores, requests, strict=True):
         store.cached = request.point in there
     several = isinstance(model, list) or isinstance(layer, Sequence) or not isinstance(site, str)
@@ -175,18 +180,18 @@ def settled(
     return config, source, text
 
 
-def demand_same_tokens(sources: Sequence["ModelSource"], window: int) -> None:
+def demand_same_tokens(sources: Sequence["ModelSource"], config: ExtractConfig) -> None:
     """Refuse several models that do not read the same token ids; loads their tokenizers, and no weights."""
     from .language_model import load_tokenizer
 
     for number, source in enumerate(sources[1:], 1):
-        source.check_context(window)
+        source.check_context(config.window)
         if source.identity() in [other.identity() for other in sources[:number]]:
             raise ConfigError(f"--model names {source.name} twice; name each model once")
         both = [load_tokenizer(one) for one in (sources[0], source)]
         (ours, theirs), prefixes = (
             (one.get_vocab() for one in both),
-            [Windows(one, window).prefix for one in both],
+            [affixes(one, config.begins).prefix for one in both],
         )
         if ours != theirs or prefixes[0] != prefixes[1]:
             got = (
@@ -337,6 +342,7 @@ class Extraction:
             config.packed,
             config.min_tokens,
             config.control_tokens if text.chat else None,
+            config.begins,
         )
         self.text, self.listener = replace(text, rows=self.windows().rows), listener
         if text.chat:
@@ -366,10 +372,9 @@ class Extraction:
 
     def metas(self, requests: Sequence[StoreRequest]) -> dict[HookPoint, StoreMeta]:
         """The `store.json` of each store; its width is measured by running the model."""
-        prefix = self.windows().prefix
-        token_ids = torch.tensor(
-            [[*prefix, *self.model.tokenizer("a", add_special_tokens=False)["input_ids"]]]
-        )
+        tokenizer, windows = self.model.tokenizer, self.windows()
+        known = tokenizer(known_text(tokenizer), add_special_tokens=False)["input_ids"]
+        token_ids = torch.tensor([[*windows.prefix, *known, *windows.suffix]])
         widths = self.all.read(
             token_ids,
             torch.ones_like(token_ids),
@@ -381,14 +386,14 @@ class Extraction:
                 source={
                     **request.source,
                     **self.all.models[request.point.model].source.origin,
-                    "prepend_bos": bool(prefix),
+                    "prepend_bos": bool(windows.prefix),
                 },
                 request_hash=request.hash,
                 dtype=self.config.dtype,
                 d_in=width,
                 columns=(*COLUMNS, *["role"] * self.text.chat, *["source"] * bool(self.text.names)),
                 sources=dict.fromkeys(self.text.names, 0),
-                control_tokens=dict.fromkeys(map(str, self.windows().control), 0),
+                control_tokens=dict.fromkeys(map(str, windows.control), 0),
                 shard_rows=self.config.shard_rows
                 or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
                 max_norm_multiple=self.config.max_norm_multiple,

@@ -126,7 +126,7 @@ class ExtractConfig(Config):
     )
     control_tokens: str = option(
         "keep",
-        "In chats, keep or drop tokens such as <start_of_turn>; BOS and padding are dropped.",
+        "In chats, keep or drop tokens such as <start_of_turn>; an added BOS is dropped.",
         choices=("keep", "drop"),
     )
     rows: int = option(
@@ -142,8 +142,14 @@ class ExtractConfig(Config):
     )
     packed: bool = option(
         False,
-        "Concatenate documents into full windows, separated by BOS (else EOS); tokens then "
-        "attend across documents.",
+        "Concatenate documents into full windows, separated by the special tokens around a text; "
+        "tokens then attend across documents.",
+    )
+    prepend_bos: str = option(
+        "on",
+        "on: every window begins with BOS, else with EOS, also where the tokenizer adds none; off: only "
+        "where it does. Without BOS position 0 is an outlier that holds nearly all variance.",
+        choices=("on", "off"),
     )
     positions: str = option(
         "all",
@@ -178,6 +184,11 @@ class ExtractConfig(Config):
     def window(self) -> int:
         """`context`, or its default."""
         return self.context or DEFAULT_CONTEXT
+
+    @property
+    def begins(self) -> bool:
+        """Whether windows begin with BOS also where the tokenizer puts none before a text."""
+        return self.prepend_bos == "on"
 
     def text(self, given: Set[str]) -> Mixture:
         """Where the documents come from; ConfigError if one of the options that the user gave does nothing with it."""

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from ..base.errors import ModelError
 from .language_model import LanguageModel
+from .special import known_text
 
 
 class TokenTexts:
@@ -21,7 +22,8 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
         # Some tokenizers drop the space before the first token of a text.
-        self._before: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+        before = tokenizer(known_text(tokenizer), add_special_tokens=False)
+        self._before: list[int] = before["input_ids"]
 
     def __len__(self) -> int:
         return len(self._tokenizer)

@@ -1,9 +1,9 @@
 """Cutting documents into windows of tokens, and gathering windows into blocks.
 
-A window begins with the special tokens that the tokenizer puts before a text (Gemma's BOS). By default windows never
-mix documents, and a document's last window is short. Packed, documents are concatenated into full windows, separated by
-the special tokens that begin a text, or without these (GPT-2) by the end-of-text token; tokens then attend across
-documents, as in SAELens and TransformerLens.
+A window has the special tokens around it that the tokenizer puts around a text (Gemma's BOS), and begins with BOS even
+where the tokenizer puts nothing before one. By default windows never mix documents, and a document's last window is
+short. Packed, documents are concatenated into full windows, separated by the special tokens that end and begin a text;
+tokens then attend across documents, as in SAELens and TransformerLens.
 
 A block is run sorted by length and stored in document order. Its end does not depend on the batch size: an interrupted
 extraction resumes at the beginning of a block, with any batch size.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..base.errors import ConfigError
 from .chats import ASSISTANT, Conversation
+from .special import affixes, special_ids
 from .texts import Document, Mark
 
 LOOK_AHEAD = 1 << 15  # tokens per block, about
@@ -62,7 +63,7 @@ START = Cursor()
 class Window(NamedTuple):
     """A window of tokens, and where the next one begins."""
 
-    token_ids: np.ndarray  # (T,) int64, the prefix's and the documents'
+    token_ids: np.ndarray  # (T,) int64
     documents: np.ndarray  # (T,) int64, number of each token's document
     sources: np.ndarray  # (T,) int64, number of its source in a mixture
     roles: np.ndarray  # (T,) int64, numbers in `chats.ROLES`; 0 in texts
@@ -71,12 +72,23 @@ class Window(NamedTuple):
     after: Cursor
 
 
+class Part(NamedTuple):
+    """Consecutive tokens of a window, out of one document, or added next to it."""
+
+    token_ids: list[int]
+    roles: list[int]
+    document: int
+    source: int
+    added: bool = False
+
+
 class Windows:
-    """Cuts documents into windows of at most `context` tokens, including the `prefix`: special tokens before a text.
+    """Cuts documents into windows of at most `context` tokens, including `prefix` and `suffix`, the special tokens
+    around a text; see `special.affixes`.
 
     Kept are `all` tokens that are not special, only the `last` of them in each document's first window, or those of the
     `assistant`. Unless packed, a chat is cut where turns begin, if it can. In chats that keep `control` tokens, only
-    BOS and padding are special. `left_out` counts by reason the documents skipped since the last block.
+    added tokens are special. `left_out` counts by reason the documents skipped since the last block.
     """
 
     def __init__(
@@ -87,40 +99,19 @@ class Windows:
         packed: bool = False,
         min_tokens: int = 1,
         control: str | None = None,
+        prepend_bos: bool = True,
     ) -> None:
-        self._tokenizer, self._positions, self._packed, self._min_tokens = (
-            tokenizer,
-            positions,
-            packed,
-            min_tokens,
-        )
-        with_special = tokenizer("a")["input_ids"]
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        self.prefix: list[int] = with_special[: with_special.index(plain[0])]
-        self._separator = self.prefix or [
-            token for token in [tokenizer.eos_token_id] if token is not None
-        ]
-        self._context, self._room = context, context - len(self.prefix)
-        added = (
-            tokenizer.added_tokens_decoder.items() if control else ()
-        )  # Llama's control tokens are only added ones
-        special = every = {
-            *tokenizer.all_special_ids,
-            *(number for number, token in added if token.special),
-        }
-        if control == "keep":
-            special = {
-                tokenizer.bos_token_id,
-                *{tokenizer.pad_token_id} - {tokenizer.eos_token_id},
-            } - {None}
-        self._special, self.control = frozenset(special), sorted(every - special)
-        self.special = torch.tensor(sorted(special), dtype=torch.int64)
+        self._tokenizer, self._positions, self._packed = tokenizer, positions, packed
+        self._min_tokens = min_tokens
+        ends = affixes(tokenizer, prepend_bos)
+        self.prefix, self.suffix, self._drops_first = ends
+        self._room = ends.room(context)
+        eos = tokenizer.eos_token_id
+        self._separator = [*self.suffix, *self.prefix] or ([] if eos is None else [eos])
+        special = special_ids(tokenizer, control is not None)
+        self._special = frozenset(() if control == "keep" else special)
+        self.control = sorted(special - self._special)
         self.left_out: Counter[str] = Counter()
-        if self._room < 1:
-            raise ConfigError(
-                f"--context must be above {len(self.prefix)}, the number of special tokens before a "
-                f"text, got {context}"
-            )
         if packed and not self._separator:
             raise ConfigError(
                 "--packed needs a token to separate documents, and this tokenizer has neither BOS nor "
@@ -138,53 +129,55 @@ class Windows:
     def _part(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
         for document in documents:
             token_ids, roles, turns = self._tokens(document.text)
+            number, source = document.number, document.source
             while token < len(token_ids):
-                start, token = token, min(token + self._room, len(token_ids))
+                start = token + self._begun(document.text, token_ids[token:])
+                token = min(start + self._room, len(token_ids))
                 if (
                     token < len(token_ids)
                     and (turn := max(turns[: bisect_right(turns, token)], default=0)) > start
                 ):
                     token = turn
                 ended = self._positions == "last" or token == len(token_ids)
-                owners = [
-                    (document.number, document.source, [0] * len(self.prefix) + roles[start:token])
+                parts = [
+                    _added(self.prefix, number, source),
+                    Part(token_ids[start:token], roles[start:token], number, source),
+                    _added(self.suffix, number, source),
                 ]
-                after = Cursor(document.number + ended, 0 if ended else token, document.mark)
-                yield self._window([*self.prefix, *token_ids[start:token]], owners, after)
+                after = Cursor(number + ended, 0 if ended else token, document.mark)
+                yield self._window(parts, after)
                 if ended:
                     break
             token = 0
 
     def _pack(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
-        token_ids, owners = [*self.prefix], [(-1, 0, [0] * len(self.prefix))]
+        beginning = _added(self.prefix, -1, 0)
+        parts, room = [beginning], self._room
         for document in documents:
             waiting, roles, _ = self._tokens(document.text)
+            number, source = document.number, document.source
             while token < len(waiting):
-                between = (
-                    self._separator if token == 0 and len(token_ids) > len(self.prefix) else []
-                )
-                part = waiting[token : token + self._context - len(token_ids) - len(between)]
-                token_ids += [*between, *part]
-                owners.append(
-                    (
-                        document.number,
-                        document.source,
-                        [0] * len(between) + roles[token : token + len(part)],
-                    )
-                )
-                token += len(part)
+                if len(parts) == 1:
+                    token += self._begun(document.text, waiting[token:])
+                elif token == 0:
+                    parts.append(_added(self._separator, number, source))
+                    room -= len(self._separator)
+                taken = min(room, len(waiting) - token)
+                token, start = token + taken, token
+                parts.append(Part(waiting[start:token], roles[start:token], number, source))
+                room -= taken
                 ended = token == len(waiting)
-                after = Cursor(document.number + ended, 0 if ended else token, document.mark)
+                after = Cursor(number + ended, 0 if ended else token, document.mark)
                 # Full, or without room for a separator and a token; yielded before another document is read.
-                if self._context - len(token_ids) <= (len(self._separator) if ended else 0):
-                    yield self._window(token_ids, owners, after)
-                    token_ids, owners = [*self.prefix], [(-1, 0, [0] * len(self.prefix))]
-            token, end = 0, Cursor(document.number + 1, 0, document.mark)
-        if len(token_ids) > len(self.prefix):
-            yield self._window(token_ids, owners, end)
+                if room <= (len(self._separator) if ended else 0):
+                    yield self._window([*parts, _added(self.suffix, number, source)], after)
+                    parts, room = [beginning], self._room
+            token, end = 0, Cursor(number + 1, 0, document.mark)
+        if len(parts) > 1:
+            yield self._window([*parts, _added(self.suffix, number, source)], end)
 
     def _tokens(self, text: str) -> tuple[list[int], list[int], list[int]]:
-        """Tokens, roles and turns, as `Chats.tokens`, without the special tokens before a text."""
+        """Tokens, roles and turns, as `Chats.tokens`, without the special tokens around a text."""
         if isinstance(text, Conversation):
             found = text.origin[0].tokens(text, self.prefix, self._positions == "assistant")
         else:
@@ -199,24 +192,31 @@ class Windows:
         self.left_out["short_texts" if found[0] else "empty_texts"] += 1
         return [], [], []
 
-    def _window(
-        self, token_ids: list[int], owners: list[tuple[int, int, list[int]]], after: Cursor
-    ) -> Window:
-        """A window of parts of documents, `owners`: number and source of each, and its tokens' roles."""
-        ids = np.array(token_ids, np.int64)
-        special = np.fromiter(
-            (token in self._special for token in token_ids), bool, len(ids)
-        )  # np.isin is slower
-        numbers, of, parts = zip(*owners, strict=True)
-        documents, sources = (
-            np.repeat(np.array(each, np.int64), [*map(len, parts)]) for each in (numbers, of)
+    def _begun(self, text: str, token_ids: list[int]) -> int:
+        """How many tokens of a chat's rest stand for the prefix: a second BOS would be a second attention sink."""
+        count = len(self.prefix)
+        return count if isinstance(text, Conversation) and token_ids[:count] == self.prefix else 0
+
+    def _window(self, parts: list[Part], after: Cursor) -> Window:
+        ids = np.array([*chain.from_iterable(part.token_ids for part in parts)], np.int64)
+        roles = np.array([*chain.from_iterable(part.roles for part in parts)], np.int64)
+        lengths = [len(part.token_ids) for part in parts]
+        documents, sources, special = (
+            np.repeat([getattr(part, name) for part in parts], lengths)
+            for name in ("document", "source", "added")
         )
-        roles = np.array([*chain.from_iterable(parts)], np.int64)
+        if self._special:
+            special |= np.fromiter((token in self._special for token in ids.tolist()), bool)
+        special[:1] |= self._drops_first
         kept = ~special & (roles == ASSISTANT) if self._positions == "assistant" else ~special
         if self._positions == "last":
             kept = np.zeros_like(special)
             kept[np.flatnonzero(~special)[-1:]] = True
         return Window(ids, documents, sources, roles, kept, special, after)
+
+
+def _added(token_ids: list[int], document: int, source: int) -> Part:
+    return Part(token_ids, [0] * len(token_ids), document, source, added=True)
 
 
 class Batch(NamedTuple):

@@ -366,18 +366,18 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     """
     from ..extract.forward import batch_tokens  # transformers takes seconds to import
     from ..extract.options import HookPoint
-    from ..extract.windows import Windows
+    from ..extract.special import affixes
 
     ends = [*rows.inputs, *([rows.target] if rows.target else [])]
     origin = ends[0].store.meta.source
     context = origin["context"]
-    cutter = Windows(model.tokenizer, context, control=origin.get("control_tokens"))
+    prefix = affixes(model.tokenizer, origin.get("prepend_bos", True)).prefix
     places = [
         HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends
     ]
     found, done = np.empty((rows.rows, rows.d_in + rows.d_target), np.float32), 0
     windows, most = (
-        stored_windows(ends[0], cutter.prefix, ends[0].rows),
+        stored_windows(ends[0], prefix, ends[0].rows),
         batch_tokens(model, "auto", context, places),
     )
     for parts in stored_activations(model, windows, places, most):

@@ -12,6 +12,7 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
 from ..extract.options import HookPoint, at_revision, at_revisions
+from ..extract.special import affixes
 from ..extract.splice import (
     check_rows,
     effects,
@@ -34,7 +35,6 @@ from .worlds import FeatureScores
 if TYPE_CHECKING:
     from ..extract.language_model import LanguageModel
     from ..extract.model_source import ModelSource
-    from ..extract.windows import Windows
 
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
 ERRORS = {
@@ -276,7 +276,7 @@ class Splice:
     members: list[int]  # indices of the SAEs on these rows
     models: "list[LanguageModel]"  # with their heads
     rows: Rows
-    cutter: "Windows"
+    prefix: list[int]  # special tokens that windows begin with
     reads: tuple[HookPoint, ...]  # where activations are encoded
     writes: tuple[HookPoint, ...]  # where they are replaced; the same unless a transcoder's
 
@@ -285,7 +285,7 @@ class Splice:
     ) -> list[dict[str, Any]]:
         """The effects on the rows, or on those of one source of a mixture: nothing if it has no whole window."""
         windows, alone = (
-            stored_windows(self.rows, self.cutter.prefix, tokens, source),
+            stored_windows(self.rows, self.prefix, tokens, source),
             len(self.models) == 1,
         )
         if (first := next(windows, None)) is None:
@@ -323,7 +323,6 @@ def splices(
 ) -> list[Splice]:
     """The passes to make through models for SAEs with their rows; all that cannot work is refused here."""
     from ..extract.language_model import LanguageModel  # transformers takes seconds to import
-    from ..extract.windows import Windows
 
     groups = by_rows(everything)
     all_ends = [check_model(everything[members[0]], name) for members in groups]
@@ -336,9 +335,7 @@ def splices(
     for ends, members in zip(all_ends, groups, strict=True):
         rows, own = ends[0][0], list(dict.fromkeys(source.spec for _, source in ends))
         origin = rows.store.meta.source
-        cutter = Windows(
-            models[own[0]].tokenizer, origin["context"], control=origin.get("control_tokens")
-        )
+        prefix = affixes(models[own[0]].tokenizer, origin.get("prepend_bos", True)).prefix
         for end, source in ends:
             if (last := largest(end, "token_id")) >= models[source.spec].vocabulary:
                 raise unfit(
@@ -348,7 +345,7 @@ def splices(
                 )
             if (recorded := spec_of(end.store.meta.source)) != source.spec:
                 listener.note(f"{end.name} came from {recorded}, and is run through {source.spec}")
-        next(stored_windows(rows, cutter.prefix, 1))  # raises if no window is whole
+        next(stored_windows(rows, prefix, 1))  # raises if no window is whole
         places = tuple(
             HookPoint(
                 end.store.meta.source["layer"],
@@ -363,7 +360,7 @@ def splices(
                 members,
                 [models[one] for one in own],
                 rows,
-                cutter,
+                prefix,
                 places[:-1] if transcoder else places,
                 places[-1:] if transcoder else places,
             )

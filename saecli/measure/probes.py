@@ -40,8 +40,8 @@ from ..base.home import Home
 from ..extract.forward import batch_tokens
 from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint
+from ..extract.special import affixes
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
-from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
 from .measured import BATCH_CODES
@@ -330,8 +330,8 @@ class LastTokens:
 
     def __init__(self, model: LanguageModel, places: Sequence[HookPoint], context: int) -> None:
         self._model, self._places = model, list(places)
-        self._prefix = Windows(model.tokenizer, context).prefix
-        self._room = context - len(self._prefix)
+        self._ends = affixes(model.tokenizer)
+        self._room = self._ends.room(context)
         self._tokens = batch_tokens(model, "auto", context, self._places)
 
     def __call__(self, texts: Sequence[str]) -> dict[HookPoint, Tensor]:
@@ -365,8 +365,9 @@ class LastTokens:
                 f"{self._model.source.name} reads no token in the text {text[:40]!r}: expected at least "
                 "one; use another model, or leave its set out of --sets"
             )
-        whole = np.array([*self._prefix, *token_ids[-self._room :]], np.int64)
-        return StoredWindow(whole, np.arange(len(whole)) == len(whole) - 1)
+        before = [*self._ends.prefix, *token_ids[-self._room :]]
+        whole = np.array([*before, *self._ends.suffix], np.int64)
+        return StoredWindow(whole, np.arange(len(whole)) == len(before) - 1)
 
 
 def codes_of(sae: SAE, x: Tensor) -> csr_matrix:

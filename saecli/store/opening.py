@@ -16,6 +16,8 @@ from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from .joined import Joined, in_words
 from .reader import ActivationStore
+from .shard import stored_statistics
+from .values import OUTLYING, Statistics
 from .writer import saved_rows
 
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
@@ -56,7 +58,29 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
         raise ConfigError(f"--data names {twice[0]} twice; name each store once")
     joined = Joined(inputs, None if target is None else open_store(home, target, listener))
     joined.demand_alike()
+    for store in joined.all:
+        note_outliers(store, listener)
     return joined
+
+
+def note_outliers(store: ActivationStore, listener: Listener) -> None:
+    """Warn about rows of massive norm, which decide a fit. Cost: opens every shard, and reads no rows."""
+    multiple = store.meta.max_norm_multiple
+    if store.rows and (multiple is None or multiple > OUTLYING):
+        note_outlying(store.name, stored_statistics(store.path, store.meta), listener)
+
+
+def note_outlying(name: str, statistics: Statistics | None, listener: Listener) -> None:
+    """As `note_outliers`, by the statistics of some rows."""
+    if statistics is None:
+        return
+    rows, fraction = statistics.outliers()
+    if rows:
+        listener.note(
+            f"{name}: {rows:,} of {statistics.norms.rows:,} rows have over {OUTLYING} times the median "
+            f"norm, and hold {fraction:.1%} of the variance; --max-norm-multiple {OUTLYING} drops them "
+            "as rows are made"
+        )
 
 
 def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:

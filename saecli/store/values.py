@@ -197,6 +197,7 @@ BINS_PER_DOUBLING, LEAST_EXPONENT = 40, -149
 BINS = 1 + BINS_PER_DOUBLING * 2 * -LEAST_EXPONENT
 QUANTILE_ERROR = 2 ** (0.5 / BINS_PER_DOUBLING) - 1  # relative, half a bin: 0.87%
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+OUTLYING = 10  # times the median norm: attention sinks have 40 to 150 times
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,18 @@ class Statistics:
             self.norms + other.norms,
             self.norm_counts + other.norm_counts,
         )
+
+    def outliers(self) -> tuple[int, float]:
+        """Number of rows whose norm is over `OUTLYING` times the median, within a bin, and the least fraction of the
+        scatter that they can have."""
+        edge = OUTLYING * self.norm_quantile(0.5)
+        bins = np.arange(BINS)
+        middles = 2.0 ** ((bins - 0.5) / BINS_PER_DOUBLING + LEAST_EXPONENT)
+        counts = np.where((bins > 0) & (middles > edge), self.norm_counts, 0)
+        norms = np.minimum(middles, self.norms.max)
+        distances = np.maximum(norms - np.linalg.norm(self.spread.mean), 0)  # from the mean
+        scatter = self.spread.scatter.sum()
+        return int(counts.sum()), float(min(1, (counts * distances**2).sum() / scatter))
 
     def norm_quantile(self, fraction: float) -> float:
         """The quantile of the norms, fraction in (0, 1], to a relative `QUANTILE_ERROR`."""

@@ -16,6 +16,7 @@ from ..base.options import demand_known
 from ..base.processes import Communicator, communicator
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
+from ..extract.special import affixes
 from ..extract.splice import (
     Hooked,
     StoredWindow,
@@ -27,7 +28,6 @@ from ..extract.splice import (
     unfit,
 )
 from ..extract.streaming import Streamed, open_stream
-from ..extract.windows import Windows
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, lasting_name, open_sae
 from ..store.joined import Joined
@@ -144,12 +144,12 @@ def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, see
     if (last := largest(train, "token_id")) >= model.vocabulary:
         raise unfit(train, model.source, f"a token {last}, got token ids below {model.vocabulary}")
     source = train.store.meta.source
-    cutter = Windows(model.tokenizer, source["context"], control=source.get("control_tokens"))
+    prefix = affixes(model.tokenizer, source.get("prepend_bos", True)).prefix
     return Through(
         model,
         acts,
-        [*stored_windows(train, cutter.prefix, tokens)],
-        [*stored_windows(test, cutter.prefix, TEST_TOKENS)],
+        [*stored_windows(train, prefix, tokens)],
+        [*stored_windows(test, prefix, TEST_TOKENS)],
     )
 
 

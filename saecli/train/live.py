@@ -18,16 +18,17 @@ from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..extract.forward import Ahead
 from ..extract.streaming import Streamed
+from ..store.opening import note_outlying
 from ..store.reader import RowSource
 from ..store.split import is_test
 from ..store.stream import WHOLE, Part
-from ..store.values import DTYPES
+from ..store.values import DTYPES, Statistics
 from .rows import ArrayRows
 
 WINDOW_BYTES = (
     512 << 20
 )  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32
-MOST_TEST_ROWS = 16_384
+MOST_TEST_ROWS = MEASURED_ROWS = 16_384
 PATIENCE = 10.0  # seconds for which leaving waits for the batch that the model is computing
 
 
@@ -97,6 +98,8 @@ class LiveRows(RowSource):
             self.rows = self.rows if len(self._window) == self._window_rows else self._taken
             self.test_rows = self._tested()
             self._opened = opened.pop_all()
+        first = next(self.sequential(MEASURED_ROWS)).astype(np.float64)
+        note_outlying(self.name, Statistics.of(first), self._listener)
         if self.ready < self.rows:
             self._listener.note(f"rows are normalised as the first {self.ready:,} are")
         return self

@@ -81,7 +81,7 @@ TEXTS = st.lists(st.text(LETTERS, max_size=25), min_size=1, max_size=8)
 @pytest.mark.parametrize("bos", [True, False])
 def test_windows_cover_each_document_once(tokenizers, bos):
     texts = ["abcdefghij", "k", "lmnopqrs"]
-    windows = list(Windows(tokenizers[bos], context=5).cut(documents(texts)))
+    windows = list(Windows(tokenizers[bos], context=5, prepend_bos=bos).cut(documents(texts)))
     prefix = [BOS] if bos else []
     assert all(window.token_ids[: len(prefix)].tolist() == prefix for window in windows)
     assert max(len(window.token_ids) for window in windows) == 5
@@ -97,7 +97,8 @@ def test_windows_cover_each_document_once(tokenizers, bos):
 
 @given(texts=TEXTS, context=st.integers(2, 12), bos=st.booleans())
 def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos):
-    windows = list(Windows(tokenizers[bos], context, packed=True).cut(documents(texts)))
+    cutter = Windows(tokenizers[bos], context, packed=True, prepend_bos=bos)
+    windows = list(cutter.cut(documents(texts)))
     plain = {
         number: tokenizers[bos](text, add_special_tokens=False)["input_ids"]
         for number, text in enumerate(texts)
@@ -253,8 +254,8 @@ def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, packed):
 
 
 def test_packing_needs_a_token_to_part_documents(tokenizers):
-    bare = AutoTokenizer.from_pretrained(tokenizers[False].name_or_path, eos_token=None)
-    bare.eos_token = None
+    bare = AutoTokenizer.from_pretrained(tokenizers[False].name_or_path)
+    bare.bos_token = bare.eos_token = None
     with pytest.raises(ConfigError, match="packed needs a token to separate documents"):
         Windows(bare, CONTEXT, packed=True)
 

@@ -120,9 +120,8 @@ def test_activations_match_each_texts_last_token_alone(tmp_path: Path, architect
     texts = ["abc", "f", "abcdefghijklmnop", "zz", "qrstuvwxyz"]
     places = [HookPoint(0, "resid_post"), HookPoint(1, "mlp_in")]
     found = LastTokens(model, places, 12)(texts)
-    bos = [] if architecture == "gpt2" else [1]
     for row, text in enumerate(texts):
-        token_ids = [*bos, *(ord(letter) - 93 for letter in text[-(12 - len(bos)) :])]
+        token_ids = [1, *(ord(letter) - 93 for letter in text[-11:])]  # begins with BOS, also GPT-2
         with torch.no_grad():
             states = model.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         torch.testing.assert_close(found[places[0]][row], states[1][0, -1], rtol=1e-4, atol=1e-4)
