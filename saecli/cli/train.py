@@ -166,9 +166,9 @@ def command(
 ) -> None:
     """Train a sparse autoencoder from a store or a model.
 
-    Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch,
-    metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. A run that was stopped or killed
-    resumes with --resume.
+    Writes a folder into runs/ of the home: the SAE (acting on raw activations), a checkpoint after every epoch
+    and every 1,000 steps, metrics.jsonl, loss.png, and config.toml, with which --config repeats the training. A run
+    that was stopped or killed resumes with --resume.
 
     With --model google/gemma-2-2b --layer 12 --rows 1000000, rows go from the model through memory to the trainer: each
     comes once, nothing but the run is written, and a stopped run begins anew.

@@ -50,6 +50,7 @@ class JoinedRows(RowSource):
         epoch: int,
         window_bytes: int = WINDOW_BYTES,
         part: Part = WHOLE,
+        first: int = 0,
     ) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D + E), in the order of the first input alone; see `Rows.batches`."""
         row_bytes = self.inputs[0].store.meta.row_bytes
@@ -61,6 +62,7 @@ class JoinedRows(RowSource):
                     epoch=epoch,
                     window_bytes=window_bytes,
                     part=part,
+                    first=first,
                     row_bytes=row_bytes,
                 )
                 for rows in self.all

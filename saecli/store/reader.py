@@ -67,9 +67,9 @@ class RowSource(ABC):
 
     @abstractmethod
     def batches(
-        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
     ) -> Iterator[np.ndarray]:
-        """One epoch of shuffled batches, (B, D + E)."""
+        """One epoch of shuffled batches, (B, D + E), without the `first` ones."""
 
     @abstractmethod
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
@@ -142,6 +142,7 @@ class Rows(RowSource):
         epoch: int,
         window_bytes: int = WINDOW_BYTES,
         part: Part = WHOLE,
+        first: int = 0,
         row_bytes: int | None = None,
     ) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D), read ahead by threads.
@@ -153,6 +154,7 @@ class Rows(RowSource):
             window_bytes: size of a window as stored, two of which are held in memory; a store smaller than a window is
                 shuffled uniformly.
             part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
+            first: number of batches to leave out at the start; their rows are not read.
             row_bytes: bytes per row of the store whose order to take; by default of this store.
         """
         demand_at_least("batch_size", batch_size)
@@ -163,13 +165,19 @@ class Rows(RowSource):
             batch_size,
             part,
             row_bytes,
+            first,
         )
 
-    def order(self, batch_size: int, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+    def order(
+        self, batch_size: int, *, seed: int, epoch: int, first: int = 0
+    ) -> Iterator[np.ndarray]:
         """The numbers within the store, (B,), of the rows of each of the `batches`."""
         row_bytes = self.store.meta.row_bytes
         return numbers_shuffled(
-            self._deal(batch_size, seed, epoch, WINDOW_BYTES, row_bytes), batch_size, row_bytes
+            self._deal(batch_size, seed, epoch, WINDOW_BYTES, row_bytes),
+            batch_size,
+            row_bytes,
+            first,
         )
 
     def _deal(

@@ -87,12 +87,13 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
 
 
 def shuffled(
-    source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int
+    source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int, first: int = 0
 ) -> Iterator[np.ndarray]:
     """The wanted rows once each, shuffled, (B, D) of the source's dtype.
 
-    From the page cache, batches are gathered. Otherwise a window's rows are read forward through the store into memory
-    and yielded while the next window is filled. Both give the same order, fitted to `row_bytes`.
+    Without the `first` batches, which are not read. From the page cache, batches are gathered. Otherwise a window's
+    rows are read forward through the store into memory and yielded while the next window is filled. Both give the same
+    order, fitted to `row_bytes`.
     """
     run = max(1, RUN_BYTES // row_bytes)
     own_size = part.of(batch_size)[1] - part.of(batch_size)[0]
@@ -100,16 +101,16 @@ def shuffled(
 
     def leaving_here(pool: ThreadPoolExecutor) -> Iterator[np.ndarray]:
         """The rows of this part of each batch, in the order in which they leave."""
-        for leaving in _leaving(deal, batch_size, run, pool):
+        for leaving in _leaving(deal, batch_size, run, pool, first):
             whole = len(leaving) - len(leaving) % batch_size
-            (begin, end), (first, stop) = part.of(batch_size), part.of(len(leaving) - whole)
+            (begin, end), (of_rest, stop) = part.of(batch_size), part.of(len(leaving) - whole)
             yield (
                 leaving
                 if part.parts == 1
                 else np.concatenate(
                     [
                         leaving[:whole].reshape(-1, batch_size)[:, begin:end].ravel(),
-                        leaving[whole:][first:stop],
+                        leaving[whole:][of_rest:stop],
                     ]
                 )
             )
@@ -174,30 +175,34 @@ def shuffled(
     )
 
 
-def numbers_shuffled(deal: Deal, batch_size: int, row_bytes: int) -> Iterator[np.ndarray]:
+def numbers_shuffled(
+    deal: Deal, batch_size: int, row_bytes: int, first: int = 0
+) -> Iterator[np.ndarray]:
     """The numbers within the store, (B,), of the rows of each batch that `shuffled` yields."""
     with ThreadPoolExecutor(1) as pool:
-        for leaving in _leaving(deal, batch_size, max(1, RUN_BYTES // row_bytes), pool):
+        for leaving in _leaving(deal, batch_size, max(1, RUN_BYTES // row_bytes), pool, first):
             yield from (
                 leaving[begin : begin + batch_size] for begin in range(0, len(leaving), batch_size)
             )
 
 
 def _leaving(
-    deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor
+    deal: Deal, batch_size: int, run: int, pool: ThreadPoolExecutor, first: int
 ) -> Iterator[np.ndarray]:
-    """The rows of each window in the order in which they leave, (R,) numbers; dealt ahead. Rows that do not fill a
-    batch leave with the next window. Runs of `run` rows within a batch are sorted, to be read forward."""
+    """The rows of each window in the order in which they leave, (R,) numbers, from batch `first` on; dealt ahead. Rows
+    that do not fill a batch leave with the next window. Runs of `run` rows within a batch are sorted, to be read
+    forward."""
     dealt = deque(pool.submit(deal.window, number) for number in range(min(2, deal.windows)))
-    rest = np.empty(0, np.int64)
+    rest, passed = np.empty(0, np.int64), first * batch_size
     for number in range(deal.windows):
         rows = np.concatenate([rest, dealt.popleft().result()])
         dealt.extend(
             pool.submit(deal.window, later) for later in range(number + 2, deal.windows)[:1]
         )
         whole = len(rows) - (len(rows) % batch_size if number + 1 < deal.windows else 0)
-        rows, rest = rows[:whole], rows[whole:]
-        for batch in range(0, whole, batch_size):
+        rows, rest = rows[min(passed, whole) : whole], rows[whole:]
+        passed -= whole - len(rows)
+        for batch in range(0, len(rows), batch_size):
             for begin in range(batch, batch + batch_size, run):
                 rows[begin : min(begin + run, batch + batch_size)].sort()
         yield rows

@@ -4,7 +4,7 @@
     config.toml               the options of `sae train` that repeat the training
     metrics.jsonl             one JSON object per line: `loss, batch_fvu, batch_l0`, means over some training batches,
                               and at the end of each epoch `test_fvu, test_l0` of all held-out rows
-    checkpoint.safetensors    all state needed to resume, from the end of the last complete epoch
+    checkpoint.safetensors    all state needed to resume, of the end of an epoch, or within one of every 1,000 steps
     sae.safetensors           the SAE at that time, acting on raw activations
     wandb/                    with --log-to wandb, its own files
     kept/epoch-N              with --keep-every, the SAE of an earlier epoch, with a run.json
@@ -43,7 +43,8 @@ PROJECT = "saecli"  # of runs in Weights & Biases and trackio, unless the enviro
 
 @dataclass
 class Progress:
-    epoch: int = 0  # epochs done, as optimiser steps
+    epoch: int = 0  # epochs done
+    batch: int = 0  # batches done of the next
     step: int = 0
     rows: int = 0  # seen
     seconds: float = 0.0

@@ -27,7 +27,7 @@ from .rows import ArrayLike, ArrayRows
 from .start import Start
 
 # Training options on files, and on the choice of a store's rows.
-OF_FOLDERS, OF_SPLITS = ("keep_every", "log_to"), ("fraction", "split_seed")
+OF_FOLDERS, OF_SPLITS = ("keep_every", "checkpoint_every", "log_to"), ("fraction", "split_seed")
 Stored = ActivationStore | Joined | Rows | JoinedRows
 Fitted = Stored | ArrayLike
 RowsOf = Callable[

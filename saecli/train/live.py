@@ -124,7 +124,7 @@ class LiveRows(RowSource):
         )
 
     def batches(
-        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
     ) -> Iterator[np.ndarray]:
         """Shuffled batches, (B, D) float32, a pure function of the rows, seed, epoch and batch size.
 
@@ -132,6 +132,7 @@ class LiveRows(RowSource):
         restarted.
         """
         assert part == WHOLE, "one process runs the model"
+        assert not first, "rows that a model gives come once"
         return (
             self._passing(batch_size, seed)
             if epoch == 0

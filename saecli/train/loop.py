@@ -3,6 +3,7 @@
 Several SAEs are trained from one reading of the rows, with the same results as alone.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -24,7 +25,7 @@ from .files import Progress
 from .options import TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import HeldRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows, raw_batches
-from .solver import Solver, StepReport, Task
+from .solver import RECENT_ROWS, Solver, StepReport, Task
 from .start import fitted_learning_rate, initial_sae, rescaled, shaped
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
@@ -49,10 +50,10 @@ class Record:
     def line(self, line: dict[str, Any]) -> None:
         """A line of measures, with its `step`."""
 
-    def epoch(
+    def save(
         self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
     ) -> None:
-        """An epoch ended: the SAE on raw activations, all tensors to resume, and measures on test rows if any."""
+        """The SAE on raw activations, all tensors to resume, and after an epoch measures on test rows if any."""
 
     def keep(self, sae: SAE) -> None:
         """The SAE to keep instead of the last epoch's."""
@@ -70,7 +71,7 @@ class Training:
     show: Step
     rows: TrainingRows
     solver: Solver
-    progress: Progress  # up to the last epoch kept, its rows up to now
+    progress: Progress  # up to the last checkpoint, its rows up to now
     worst: float  # the FVU above which training has diverged
     begun: SAE | None = (
         None  # what training starts from, on normalised rows, its codes times `factor`
@@ -175,14 +176,24 @@ class Training:
             error / self.rows.normalisation.variance.item(), self.worst, f"at step {step}"
         )
 
-    def keep(self, sae: SAE, test: Measures | None, began: float) -> None:
+    def is_due(self, batches: int) -> bool:
+        """Whether to keep a checkpoint after so many batches of an epoch, which does not end there."""
+        since = self.solver.steps - self.progress.step
+        reread = self.plan.train_rows.passes > 1
+        due = reread and since >= self.plan.training.checkpoint_every and not self.solver.finished
+        return due and self.solver.can_be_kept and batches < self.plan.batches
+
+    def keep(self, sae: SAE, test: Measures | None, began: float, batches: int) -> None:
+        """Save a checkpoint after so many batches of an epoch; 0 after a whole one."""
         progress, solver, normalisation = self.progress, self.solver, self.rows.normalisation
-        progress.epoch, progress.step = progress.epoch + 1, solver.steps
+        progress.epoch, progress.batch = progress.epoch + (not batches), batches
+        progress.step = solver.steps
         progress.seconds += time.monotonic() - began
         measures = {} if test is None else {"test_fvu": test["fvu"], "test_l0": test["l0"]}
-        self.record.line(
-            {"step": progress.step, "epoch": progress.epoch, **measures, **solver.record()}
-        )
+        if not batches:
+            self.record.line(
+                {"step": progress.step, "epoch": progress.epoch, **measures, **solver.record()}
+            )
         tensors = {
             f"normalisation.{name}": tensor for name, tensor in normalisation.tensors().items()
         }
@@ -191,7 +202,7 @@ class Training:
             tensors |= {
                 f"begun.{name}": tensor for name, tensor in (self.begun.tensors() | factor).items()
             }
-        self.record.epoch(sae, solver.state() | tensors, progress, test)
+        self.record.save(sae, solver.state() | tensors, progress, test)
 
     def notes(self) -> list[str]:
         """Sentences for the user at the end of training."""
@@ -330,7 +341,7 @@ class Loop:
         self.trainings, self.alone = trainings, alone
         self.errors: dict[Training, Exception] = {}
         self._tests: dict[Training, Measures] = {}
-        self._began = 0.0  # of the epoch
+        self._began: dict[Training, float] = {}  # the epoch, or after the last checkpoint in it
 
     def train(self) -> list[SAE]:
         """Train to the end. Returns the SAEs that did not fail, acting on raw activations."""
@@ -344,13 +355,21 @@ class Loop:
                 ]
                 if not running:
                     break
-                self._began = time.monotonic()
-                self._each(lambda one: one.solver.begin_epoch(), running)
-                self._decoder_steps(epoch, 0, running)
-                with closing(running[0].rows.shuffled(epoch)) as batches:
-                    for number, batch in enumerate(batches, 1):
+                self._began, rows = dict.fromkeys(running, time.monotonic()), running[0].rows
+                done = running[0].progress.batch  # before the training was resumed
+                if not done:
+                    self._each(lambda one: one.solver.begin_epoch(), running)
+                    self._decoder_steps(epoch, 0, running)
+                first = max(0, done - math.ceil(RECENT_ROWS / rows.batch_size))
+                with closing(rows.shuffled(epoch, first)) as batches:
+                    for number, batch in enumerate(batches, first + 1):
+                        if number <= done:
+                            self._each(
+                                lambda one, batch: one.solver.remember(batch), running, batch
+                            )
+                            continue
                         self._each(
-                            lambda one, batch: one.look(one.solver.step(batch), self._began),
+                            lambda one, batch: one.look(one.solver.step(batch), self._began[one]),
                             running,
                             batch,
                         )
@@ -358,8 +377,13 @@ class Loop:
                             self._decoder_steps(epoch, number, running)
                         if all(one.solver.finished for one in self.live(running)):
                             break
+                        if due := [one for one in self.live(running) if one.is_due(number)]:
+                            self._each(lambda one: one.look([], self._began[one], now=True), due)
+                            self._keep(due, number)
+                            self._began |= dict.fromkeys(due, time.monotonic())
                 self._each(
-                    lambda one: one.look(one.solver.end_epoch(), self._began, now=True), running
+                    lambda one: one.look(one.solver.end_epoch(), self._began[one], now=True),
+                    running,
                 )
                 self._decoder_steps(epoch, running[0].plan.batches, running)
                 self._keep(running)
@@ -406,7 +430,9 @@ class Loop:
                 if (
                     one.rows.communicator.world_size == 1
                 ):  # the others, which have not failed, would not all-reduce
-                    one.look([], self._began, now=True)  # a NaN loss explains the failure better
+                    one.look(
+                        [], self._began[one], now=True
+                    )  # a NaN loss explains the failure better
                 raise
 
         while due := {one: now for one, now in due.items() if one not in self.errors}:
@@ -418,16 +444,16 @@ class Loop:
                 self._each(lambda one, batch: one.solver.observe(batch), members, batch)
             self._each(end, members)
 
-    def _keep(self, running: Sequence[Training]) -> None:
-        """Keep the epoch: SAEs, checkpoints, and measures on the test rows."""
+    def _keep(self, running: Sequence[Training], batches: int = 0) -> None:
+        """Keep SAEs and checkpoints: within an epoch after some batches, else after it, with measures on test rows."""
         saes = {one: one.sae for one in self.live(running)}
         self._each(lambda one: one.demand_convergence(saes[one]), running)
         live, tests = self.live(running), {}
-        if live and live[0].plan.test_rows is not None:
+        if live and live[0].plan.test_rows is not None and not batches:
             measured = self._measured([saes[one] for one in live], live[0].plan.test_rows)
             tests = dict(zip(live, measured, strict=True))
         self._tests |= tests
-        self._each(lambda one: one.keep(saes[one], tests.get(one), self._began), live)
+        self._each(lambda one: one.keep(saes[one], tests.get(one), self._began[one], batches), live)
 
     def _each(
         self, action: Callable[..., None], trainings: Sequence[Training], *given: Any

@@ -203,6 +203,14 @@ class TrainingConfig(Config):
         once=True,
         advanced=True,
     )
+    checkpoint_every: int = option(
+        1000,
+        "Steps between checkpoints within an epoch; there is one after every epoch.",
+        minimum=1,
+        once=True,
+        metavar="N",
+        advanced=True,
+    )
     keep_every: int | None = option(
         None,
         "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N.",

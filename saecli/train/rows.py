@@ -152,15 +152,15 @@ class ArrayRows(RowSource):
             )
 
     def batches(
-        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
     ) -> Iterator[np.ndarray]:
         """One epoch of batches (B, D + E), shuffled uniformly; a pure function of seed and epoch."""
         order = np.random.default_rng((seed, epoch)).permutation(self.rows)
-        for begin in range(0, self.rows, batch_size):
+        for begin in range(first * batch_size, self.rows, batch_size):
             numbers = order[begin : begin + batch_size]
-            first, stop = part.of(len(numbers))
-            if stop > first:
-                yield self._with_targets(numbers[first:stop])
+            own, stop = part.of(len(numbers))
+            if stop > own:
+                yield self._with_targets(numbers[own:stop])
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         first, stop = part.of(math.ceil(self.rows / batch_size))
@@ -185,10 +185,11 @@ class HeldRows:
         self.rows, self.d_in, self.d_target = rows.rows, rows.d_in, rows.d_target
 
     def batches(
-        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
     ) -> Iterator[Tensor]:
         assert part == WHOLE, "several processes read their parts from the stores"
-        return self._gathered(self._rows.inputs[0].order(batch_size, seed=seed, epoch=epoch))
+        order = self._rows.inputs[0].order(batch_size, seed=seed, epoch=epoch, first=first)
+        return self._gathered(order)
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[Tensor]:
         assert part == WHOLE, "several processes read their parts from the stores"
@@ -237,13 +238,14 @@ class TrainingRows:
     def d_in(self) -> int:
         return self.stored.d_in
 
-    def shuffled(self, epoch: int) -> Generator[Batch, None, None]:
-        """Every row once, in an order that is a pure function of seed and epoch."""
+    def shuffled(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
+        """Every row once, in an order that is a pure function of seed and epoch, without the `first` batches."""
         part = part_of(self.communicator)
         yield from self._in_all(
-            self._batches(epoch, part),
+            self._batches(epoch, part, first),
             self.batch_size,
             lambda number, size: torch.arange(*part.of(size)),
+            first,
         )
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
@@ -304,21 +306,28 @@ class TrainingRows:
         )
 
     def _in_all(
-        self, own: Iterator[Tensor], batch_size: int, index: Callable[[int, int], Tensor | None]
+        self,
+        own: Iterator[Tensor],
+        batch_size: int,
+        index: Callable[[int, int], Tensor | None],
+        first: int = 0,
     ) -> Iterator[Batch]:
-        """All batches of a pass, given this process' rows of them and, by number and size, their `Batch.index`."""
+        """The batches of a pass, from `first` on, given this process' rows of them and, by number and size, their
+        `Batch.index`."""
         if self.communicator.world_size == 1:
             yield from (Batch.of(rows, self.d_in) for rows in own)
             return
         empty = self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
-        for number, begin in enumerate(range(0, self.rows, batch_size)):
+        for number, begin in enumerate(range(first * batch_size, self.rows, batch_size), first):
             size = min(batch_size, self.rows - begin)
             here = index(number, size)
             yield Batch.of(next(own) if here is None or len(here) else empty, self.d_in, size, here)
 
-    def _batches(self, epoch: int, part: Part = WHOLE) -> Iterator[Tensor]:
+    def _batches(self, epoch: int, part: Part = WHOLE, first: int = 0) -> Iterator[Tensor]:
         return self._normalised(
-            self.stored.batches(self.batch_size, seed=self.seed, epoch=epoch, part=part)
+            self.stored.batches(
+                self.batch_size, seed=self.seed, epoch=epoch, part=part, first=first
+            )
         )
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:

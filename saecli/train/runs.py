@@ -157,10 +157,10 @@ class RunRecord(Record):
         for log in self.logs:
             log.write(line)
 
-    def epoch(
+    def save(
         self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
     ) -> None:
-        """Write the SAE and the checkpoint, and if `--keep-every` asks for it, a run folder of this epoch."""
+        """Write the SAE and the checkpoint, and after an epoch that `--keep-every` asks for a run folder of it."""
         self._save(sae, self.folder)
         save_checkpoint(self.folder, state, progress)
         every = self.run.plan.training.keep_every
@@ -427,9 +427,9 @@ def train_runs(
         for job in jobs:
             name = job.folder.name
             listener.note(
-                f"stopped; `sae {job.run.command} --resume --name {name}` goes on after the last whole epoch"
+                f"stopped; `sae {job.run.command} --resume --name {name}` goes on from its last checkpoint"
                 if (job.folder / CHECKPOINT).exists()
-                else f"stopped before the end of the first epoch; nothing was saved of {name}"
+                else f"stopped before the first checkpoint; nothing was saved of {name}"
             )
         raise
     for job, document in zip(
@@ -511,9 +511,8 @@ def _trained(
 
 def _what_is_kept(training: Training) -> str:
     kept, epochs = training.progress, training.plan.epochs
-    if not kept.epoch:
-        return f"the run stops in epoch 1 of {epochs}, and nothing of it is kept"
-    return (
-        f"the run stops in epoch {kept.epoch + 1} of {epochs}; its checkpoint of epoch {kept.epoch}, step "
-        f"{kept.step}, is kept"
-    )
+    stops = f"the run stops in epoch {kept.epoch + 1} of {epochs}"
+    if not kept.step:
+        return f"{stops}, and nothing of it is kept"
+    of_epoch = "" if kept.batch else f"epoch {kept.epoch}, "
+    return f"{stops}; its checkpoint of {of_epoch}step {kept.step}, is kept"

@@ -120,6 +120,7 @@ class Solver:
         )
         self.steps = 0
         self.revived = 0
+        self.batches = 0  # of the epoch, taken so far
         self._window: list[Batch] = []
         self._recent: deque[Batch] = deque()  # the epoch's last batches
         self.hold_encoder()
@@ -129,7 +130,7 @@ class Solver:
         return self.steps >= self.task.steps
 
     def begin_epoch(self) -> None:
-        self.batches = 0  # of the epoch, taken so far
+        self.batches = 0
         self._recent.clear()
 
     def step(self, batch: Batch) -> list[StepReport]:
@@ -138,11 +139,20 @@ class Solver:
             return []
         self.batches += 1
         self._window.append(batch)
+        self.remember(batch)
+        whole = len(self._window) == (1 if self.config.rounds == 1 else WINDOW)
+        return self._train_window() if whole or self.batches % self.every == 0 else []
+
+    def remember(self, batch: Batch) -> None:
+        """Keep a batch among the last ones, of `RECENT_ROWS`."""
         self._recent.append(batch)
         while sum(batch.size for batch in self._recent) - self._recent[0].size >= RECENT_ROWS:
             self._recent.popleft()
-        whole = len(self._window) == (1 if self.config.rounds == 1 else WINDOW)
-        return self._train_window() if whole or self.batches % self.every == 0 else []
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether `state` and the last batches are all that is needed to resume."""
+        return not self._window
 
     def end_epoch(self) -> list[StepReport]:
         reports = self._train_window()
@@ -313,23 +323,23 @@ class Solver:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors needed to resume."""
+        """All tensors needed to resume; called by all processes together."""
         own = {
             f"dictionary.{name}": tensor for name, tensor in self.dictionary.state_dict().items()
         }
-        return (
-            own
-            | self.optimizer.state()
-            | {"steps": torch.tensor(self.steps), "revived": torch.tensor(self.revived)}
-        )
+        held = {f"held.{name}": tensor for name, tensor in self._held.items()}
+        counts = {"steps": self.steps, "revived": self.revived, "batches": self.batches}
+        numbers = {name: torch.tensor(count) for name, count in counts.items()}
+        return own | self.optimizer.state() | held | numbers
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.steps, self.revived = int(state["steps"]), int(state["revived"])
+        self.batches = int(state["batches"])
         with torch.no_grad():
             for name, tensor in self.dictionary.state_dict().items():
                 tensor.copy_(state[f"dictionary.{name}"])
         self.optimizer.restore(state)
-        self.hold_encoder()
+        self._held = {name: state[f"held.{name}"].to(held) for name, held in self._held.items()}
 
 
 def sgd(initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE) -> "SgdSolver":
@@ -349,6 +359,7 @@ class SgdSolver(Solver):
         super().__init__(
             dictionary, (), task, config, math.ceil(task.batches / looks), communicator
         )
+        self._forget_firing()
 
     def begin_epoch(self) -> None:
         super().begin_epoch()
@@ -382,6 +393,14 @@ class SgdSolver(Solver):
 
     def _forget_firing(self) -> None:
         self._seen, self._fired = 0, torch.zeros_like(self.dictionary.b_enc, dtype=torch.bool)
+
+    def state(self) -> dict[str, Tensor]:
+        fired = self.communicator.all_reduce(self._fired.to(torch.int32))
+        return super().state() | {"seen": torch.tensor(self._seen), "fired": fired}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._seen, self._fired = int(state["seen"]), state["fired"].to(self._fired.device) > 0
 
 
 class Adam:

@@ -134,10 +134,10 @@ class Sampled(ArrayRows):
 class WindowRows(TrainingRows):
     """As batches the windows, `EPOCH` steps an epoch."""
 
-    def shuffled(self, epoch: int) -> Generator[Any, None, None]:
+    def shuffled(self, epoch: int, first: int = 0) -> Generator[Any, None, None]:
         assert isinstance(self.stored, Sampled)
         through, communicator = self.stored.through, self.communicator
-        for number in range(epoch * EPOCH, (epoch + 1) * EPOCH):
+        for number in range(epoch * EPOCH + first, (epoch + 1) * EPOCH):
             windows = through.step(number, self.seed)
             own = [
                 through.train[window]

@@ -16,7 +16,9 @@ from storing import collect, make_store, memory_folder
 import saecli
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
+from saecli.store.shard import Chunks
 from saecli.store.split import Permutation
+from saecli.store.stream import Part
 
 
 def numbered(count: int, d_in: int = 3) -> np.ndarray:
@@ -48,6 +50,25 @@ def test_order_is_a_function_of_seed_and_epoch(rows):
         np.testing.assert_array_equal(order(rows), first)
     assert (order(rows, epoch=1) != first).mean() > 0.9
     assert (order(rows, seed=1) != first).mean() > 0.9
+
+
+@pytest.mark.parametrize("part", [Part(), Part(1, 3)], ids=["whole", "a third"])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_the_first_batches_can_be_left_out(rows, monkeypatch, part, in_memory):
+    """Some within a window, a whole window of 1,000 rows, two and a half, all but the last, and all."""
+    monkeypatch.setattr(Chunks, "in_memory", lambda store: in_memory)
+    options = {"seed": 1, "epoch": 2, "window_bytes": 12 * 1000, "part": part}
+    batches = [batch.copy() for batch in rows.batches(64, **options)]
+    for first in (3, 15, 16, 40, 78, 79, 80):
+        found = [batch.copy() for batch in rows.batches(64, first=first, **options)]
+        assert len(found) == max(0, 79 - first)
+        for batch, expected in zip(found, batches[first:], strict=True):
+            np.testing.assert_array_equal(batch, expected)
+    numbers = [*rows.order(64, seed=1, epoch=2)]
+    for batch, expected in zip(
+        rows.order(64, seed=1, epoch=2, first=70), numbers[70:], strict=True
+    ):
+        np.testing.assert_array_equal(batch, expected)
 
 
 def pairs_of_one_document(documents: np.ndarray, batch_size: int) -> float:

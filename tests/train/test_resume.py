@@ -1,4 +1,4 @@
-"""A training cut after any epoch and resumed has, bit for bit, the weights of one never cut."""
+"""A training cut at any checkpoint and resumed has, bit for bit, the weights of one never cut."""
 
 import json
 import shutil
@@ -34,10 +34,11 @@ from saecli.train.start import Start, fingerprint
 
 ROWS = some_rows(300)
 TARGETS = np.abs(some_rows(300, 5, seed=1)).cumsum(1)
-QUICK = {"d_sae": 24, "epochs": 3, "batch_size": 64, "inner_steps": 2}
+QUICK = {"d_sae": 24, "epochs": 3, "batch_size": 64, "inner_steps": 1}
 TOPK = {"k": 3}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("sgd", "relu", {}),
+    ("sgd", "relu", {"inner_steps": 2}),
     ("sgd", "relu", {"sparsity": "kl"}),
     ("sgd", "jumprelu", {}),
     ("sgd", "batchtopk", TOPK),
@@ -50,6 +51,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("sgd", "topk", TOPK | {"prefixes": "auto"}),
     ("sgd", "topk", TOPK | {"smoothing": 0.0, "normalize": "none"}),
     ("pam-sgd", "relu", {}),
+    ("pam-sgd", "relu", {"inner_steps": 2}),
     ("pam-sgd", "jumprelu", {"target_l0": 4.0}),
     ("pam-sgd", "batchtopk", TOPK),
     ("pam-sgd", "topk", TOPK | {"release": 0.0}),
@@ -77,19 +79,24 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 class Cut(Record):
-    """Keeps each epoch's checkpoint in a file, and resumes from one of them."""
+    """Keeps each checkpoint in a file, and resumes from one of them; keeps the lines of measures."""
 
-    def __init__(self, folder: Path, after: int = 0) -> None:
+    def __init__(self, folder: Path, after: Path | None = None) -> None:
         self.folder, self.after = folder, after
+        self.lines: list[dict[str, Any]] = []
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
-        return load_checkpoint(self.folder / str(self.after))
+        return None if self.after is None else load_checkpoint(self.after)
 
-    def epoch(
+    def line(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+
+    def save(
         self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
     ) -> None:
-        (self.folder / str(progress.epoch)).mkdir(exist_ok=True)
-        save_checkpoint(self.folder / str(progress.epoch), state, progress)
+        folder = self.folder / f"{progress.epoch}-{progress.batch}"
+        folder.mkdir(exist_ok=True)
+        save_checkpoint(folder, state, progress)
 
 
 def plan_of(solver: str, act: str, options: dict[str, Any]) -> Plan:
@@ -97,7 +104,8 @@ def plan_of(solver: str, act: str, options: dict[str, Any]) -> Plan:
     target = TARGETS if given.pop("target", False) else None
     old = random_sae(TopK(k=4))
     start = Start("old", fingerprint(old), old) if given.pop("init", False) else None
-    return planned(ROWS, solver, act, given, target=target, start=start)
+    plan = planned(ROWS, solver, act, given, target=target, start=start)
+    return replace(plan, training=replace(plan.training, checkpoint_every=2))
 
 
 @pytest.mark.slow
@@ -106,15 +114,21 @@ def test_resumed_is_bit_for_bit_uninterrupted(
     solver: str, act: str, options: dict[str, Any], tmp_path: Path
 ):
     plan = plan_of(solver, act, options)
-    first = start_training(plan, Cut(tmp_path))
+    record = Cut(tmp_path)
+    first = start_training(plan, record)
     (whole,) = Loop([first]).train()
+    kept = sorted(tmp_path.iterdir())
+    assert len(kept) > plan.epochs or plan.solver.rounds > 1
     if plan.start is not None:
         plan = replace(
             plan, start=replace(plan.start, sae=None)
         )  # the checkpoint has all that a start gives
-    for after in range(1, plan.epochs):
-        resumed = start_training(plan, Cut(tmp_path, after))
+    for after in kept[:-1]:
+        cut = Cut(tmp_path, after)
+        resumed = start_training(plan, cut)
+        step = resumed.progress.step
         (found,) = Loop([resumed]).train()
+        assert cut.lines == [line for line in record.lines if line["step"] > step]
         assert resumed.compared == first.compared and bool(first.compared) == (
             plan.start is not None
         )
@@ -146,6 +160,26 @@ def test_a_killed_command_resumed_equals_one_never_stopped(sae: CommandLine):
     assert_same_weights(sae.home, "whole", "killed")
     steps = [line["step"] for line in read_metrics(folder)]
     assert steps == [line["step"] for line in read_metrics(folder.with_name("whole"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
+def test_a_command_killed_within_its_only_epoch_goes_on_from_a_checkpoint_there(
+    sae: CommandLine, solver: str
+):
+    make_store(sae.home, "rows", some_rows(4000))
+    words = ["train", "--solver", solver, "--act", "topk", "--k", "2", "--epochs", "1"]
+    words += ["--batch-size", "32", "--inner-steps", "1", "--checkpoint-every", "25"]
+    assert sae(*words, "--name", "whole").status == 0
+    signalled(sae.home, [*words, "--name", "killed"], "checkpoint.safetensors", 4)
+    folder = sae.home / "runs" / "killed"
+    kept = load_checkpoint(folder)
+    assert kept is not None
+    assert (kept[1].epoch, kept[1].batch, kept[1].step) == (0, 75, 75)
+    done = sae("train", "--resume", "--json").json
+    assert (done["run"], done["epochs"], done["steps"]) == ("killed", 1, 113)
+    assert_same_weights(sae.home, "whole", "killed")
+    assert read_metrics(folder) == read_metrics(folder.with_name("whole"))
 
 
 @pytest.mark.slow

@@ -209,9 +209,19 @@ def test_the_l0_asked_for_is_that_of_each_ranks_rows(sae: CommandLine, words: tu
 
 
 @pytest.mark.long
-def test_a_killed_training_goes_on_at_another_number_of_processes(sae: CommandLine):
+@pytest.mark.parametrize(
+    ("more", "epochs"),
+    [
+        (("--epochs", "6", "--inner-steps", "4"), 6),
+        (("--epochs", "1", "--checkpoint-every", "7", "--solver", "sgd"), 1),
+    ],
+    ids=["after epochs", "within an epoch"],
+)
+def test_a_killed_training_goes_on_at_another_number_of_processes(
+    sae: CommandLine, more: tuple, epochs: int
+):
     make_store(sae.home, "rows", some_rows())
-    words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "6", "--inner-steps", "4")
+    words = ("train", *COMMON, "--act", "topk", "--k", "3", *more)
     assert sae(*words, "--name", "whole").status == 0
     folder = sae.home / "runs" / "killed"
     with launched(torchrun(2), "--home", sae.home, *words, "--name", "killed") as started:
@@ -224,7 +234,7 @@ def test_a_killed_training_goes_on_at_another_number_of_processes(sae: CommandLi
     assert not json.loads((folder / "run.json").read_text())["complete"]
     resumed = together(3, "--home", sae.home, "train", "--resume", "--name", "killed", "--json")
     assert resumed.status == 0, resumed.err
-    assert resumed.json["epochs"] == 6
+    assert resumed.json["epochs"] == epochs
     assert_same_run(sae.home, "killed", "whole")
 
 
@@ -240,7 +250,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
         done = started.done()
     assert done.status != 0
     assert own_words(done.err)[1:] == [
-        "stopped; `sae train --resume --name stopped` goes on after the last whole epoch"
+        "stopped; `sae train --resume --name stopped` goes on from its last checkpoint"
     ]
 
 
@@ -359,4 +369,4 @@ def test_a_process_killed_on_one_host_ends_that_of_the_other(
     assert own_words(done[0].err)[-1].startswith(
         "sae: process 0 of 2: lost the others of 2 processes"
     )
-    assert "goes on after the last whole epoch" in done[0].err
+    assert "goes on from its last checkpoint" in done[0].err

@@ -36,7 +36,7 @@ class Lines(Record):
     def line(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
 
-    def epoch(self, *words: Any) -> None:
+    def save(self, *words: Any) -> None:
         self.epochs += 1
 
     def end(self) -> None:
@@ -50,8 +50,8 @@ class Failing(Lines):
         super().__init__()
         self.failure = failure
 
-    def epoch(self, *words: Any) -> None:
-        super().epoch(*words)
+    def save(self, *words: Any) -> None:
+        super().save(*words)
         if self.failure is None:
             raise KeyboardInterrupt
         raise self.failure
