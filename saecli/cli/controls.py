@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .options import TOKENS, Csv, Device, Json, OwnRun, Revision, SplicedModel, Tokens, given, start
+from .options import Csv, Device, Json, OwnRun, Revision, SplicedModel, Tokens, start
 
 Seeds = Annotated[
     int,
@@ -19,7 +19,7 @@ def command(
     run: OwnRun = None,
     model: SplicedModel = None,
     model_revision: Revision = None,
-    tokens: Tokens = TOKENS,
+    tokens: Tokens = None,
     seeds: Seeds = 2,
     device: Device = "auto",
     csv: Csv = None,
@@ -50,7 +50,7 @@ def command(
         run=run,
         model=model,
         model_revision=model_revision,
-        tokens=given(ctx, "tokens"),
+        tokens=tokens,
         seeds=seeds,
         device=device,
         home=session.home,

@@ -4,7 +4,6 @@ import typer
 
 from ..base.errors import ConfigError
 from .options import (
-    TOKENS,
     Csv,
     Data,
     Device,
@@ -43,7 +42,7 @@ def command(
     split: SplitName = "test",
     model: SplicedModels = None,
     model_revision: Revisions = None,
-    tokens: Tokens = TOKENS,
+    tokens: Tokens = None,
     stable: Stability = False,
     match_threshold: MatchThreshold = 0.7,
     device: Device = "auto",
@@ -73,8 +72,8 @@ def command(
     from ..show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
 
     session = start(ctx, json, plot, csv=csv)
-    console, names, tokens_given = session.console, runs or [], given(ctx, "tokens")
-    check_tokens_of_model(tokens_given, model)
+    console, names = session.console, runs or []
+    check_tokens_of_model(tokens, model)
     if stable:
         check_stability(len(names), match_threshold)
     elif given(ctx, "match_threshold") is not None:
@@ -88,7 +87,7 @@ def command(
         saes=everything,
         model=model,
         model_revision=model_revision,
-        tokens=tokens_given,
+        tokens=tokens,
         progress=console,
     )
     ranked = sparsest_first(found)

@@ -402,9 +402,14 @@ Revisions = Annotated[
     ),
 ]
 Tokens = Annotated[
-    int, typer.Option("--tokens", min=1, help="Tokens of the split to run --model on.")
+    int | None,
+    typer.Option(
+        "--tokens",
+        min=1,
+        help="Tokens of the split to run --model on.",
+        show_default="16,384; less for several SAEs",
+    ),
 ]
-TOKENS = 16_384  # default of --tokens; see `measure.evaluate`
 Model = Annotated[
     str | None,
     typer.Option(

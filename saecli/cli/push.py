@@ -4,14 +4,12 @@ import typer
 
 from .export import formats
 from .options import (
-    TOKENS,
     Data,
     Device,
     Json,
     Revision,
     SplicedModel,
     Tokens,
-    given,
     run_names,
     start,
 )
@@ -56,7 +54,7 @@ def command(
     data: Data = None,
     model: SplicedModel = None,
     model_revision: Revision = None,
-    tokens: Tokens = TOKENS,
+    tokens: Tokens = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -78,7 +76,7 @@ def command(
         format=form,
         model=model,
         model_revision=model_revision,
-        tokens=given(ctx, "tokens"),
+        tokens=tokens,
         device=device,
         home=session.home,
         progress=session.console,

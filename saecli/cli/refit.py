@@ -3,7 +3,6 @@ from typing import Annotated
 import typer
 
 from .options import (
-    TOKENS,
     Data,
     Device,
     Json,
@@ -12,7 +11,6 @@ from .options import (
     SplicedModel,
     Target,
     Tokens,
-    given,
     start,
 )
 
@@ -34,7 +32,7 @@ def command(
     name: Name = None,
     model: SplicedModel = None,
     model_revision: Revision = None,
-    tokens: Tokens = TOKENS,
+    tokens: Tokens = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -60,7 +58,7 @@ def command(
         name=name,
         model=model,
         model_revision=model_revision,
-        tokens=given(ctx, "tokens"),
+        tokens=tokens,
         device=device,
         home=session.home,
         progress=session.console,

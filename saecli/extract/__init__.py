@@ -10,5 +10,7 @@ tokens.py           token ids as text, continuations, tokens that a direction pr
 forward.py          blocks through the model; filling several stores in one pass
 extraction.py       saecli.extract, by one process or by ranks
 streaming.py        rows for training without a store
-splice.py           where an SAE acts in a model; CE and KL with it in place of the activations
+splice.py           where an SAE acts in a model, and the windows to run it over
+passes.py           forward passes in two parts: the blocks from a hook point on, and the head
+effects.py          CE and KL with an SAE in place of the activations
 """

@@ -21,7 +21,10 @@ from transformers import (
     AutoTokenizer,
     modeling_utils,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from transformers.utils import logging
 
 from ..base.devices import moved
@@ -62,15 +65,7 @@ class LanguageModel:
         }
         if getattr(source.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             settings["attn_implementation"] = "eager"  # fused kernels ignore the soft cap
-        loader: Any = (
-            AutoModel
-            if not head
-            else (
-                AutoModelForCausalLM
-                if type(source.config) in MODEL_FOR_CAUSAL_LM_MAPPING
-                else AutoModelForImageTextToText
-            )
-        )
+        loader: Any = _with_head(source) if head else AutoModel
         quiet = logging.get_verbosity()
         logging.set_verbosity_error()  # without the head, its weights would be reported as unexpected
         logging.disable_progress_bar()
@@ -133,15 +128,15 @@ class LanguageModel:
         def note(point: HookPoint, activations: Tensor) -> Tensor:
             found[point] = take(activations)
             if len(found) == len(points):
-                raise _Reached
+                raise Reached
             return activations
 
         with ExitStack() as hooks:
             for point in points:
                 hooks.enter_context(self.intercepted(point.layer, point.site, partial(note, point)))
             try:
-                self._forward(token_ids, mask)
-            except _Reached:
+                self.forward(token_ids, mask)
+            except Reached:
                 return [found[point] for point in points]
         never = next(point for point in points if point not in found)
         raise ModelError(
@@ -162,9 +157,9 @@ class LanguageModel:
                 opened.enter_context(
                     self.intercepted(point.layer, point.site, partial(hook, point))
                 )
-            return self._forward(token_ids, mask).logits.float()
+            return self.forward(token_ids, mask).logits.float()
 
-    def _forward(self, token_ids: Tensor, mask: Tensor) -> Any:
+    def forward(self, token_ids: Tensor, mask: Tensor) -> Any:
         with self.reporting():
             return self.model(
                 input_ids=moved(token_ids, self.device),
@@ -177,7 +172,7 @@ class LanguageModel:
         """Turn an error in the model's code, which does not name the model, into a ModelError."""
         try:
             yield
-        except (_Reached, SaeError):
+        except (Reached, SaeError):
             raise
         except (
             Exception
@@ -195,6 +190,20 @@ class LanguageModel:
     ) -> AbstractContextManager[None]:
         """`intercepted` at a site of one of its blocks."""
         return intercepted(self.blocks[layer], site, replace, self._every)
+
+
+def _with_head(source: ModelSource) -> Any:
+    """The library's class for a model that predicts the next token."""
+    for mapping, loader in (
+        (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+    ):
+        if type(source.config) in mapping:
+            return loader
+    raise ModelError(
+        f"{source.name} predicts no next token: expected a causal language model, got one of type "
+        f"{source.config.model_type}; use another model"
+    )
 
 
 class SideBySide:
@@ -223,7 +232,7 @@ class SideBySide:
         return [found[point] for point in points]
 
 
-class _Reached(Exception):  # noqa: N818 - not an error
+class Reached(Exception):  # noqa: N818 - not an error
     """Ends a forward pass once all wanted activations have been read."""
 
 

@@ -1,18 +1,14 @@
-"""Where an SAE acts in a language model, and the effect of replacing activations there by its reconstructions.
+"""Where an SAE acts in a language model, and the windows of tokens to run that model over.
 
 The windows of tokens are rebuilt from the token ids that a store keeps with its rows, so that
-neither the text nor the network is needed. Tokens that are no rows (special ones, BOS) keep their
-own activations, and predictions from them are excluded from every mean; but zero ablation applies
-to all tokens. SAELens' current evaluation does the same. A crosscoder is encoded from the clean
-activations at all its hook points, of all its models, and replaces all of a model's at once, or one
-alone: after the last of several residual streams replaced, the model does not see the earlier ones.
+neither the text nor the network is needed.
 
-Shapes: B windows, T tokens, n of them replaced, D = d_in, E = d_out, V vocabulary.
+Shapes: B windows, T tokens, n of them rows, D = d_in.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +29,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 COLUMNS = ("document", "position", "token_id")
 READ = 1 << 16  # rows of the columns per read
-BATCH_LOGITS = 1 << 25  # logits per batch: 128 MB in float32, held a few times over
 
 
 @dataclass(frozen=True)
@@ -280,165 +275,6 @@ def _spans(rows: Rows, names: Sequence[str]) -> Iterator[np.ndarray]:
         yield from whole
     if waiting.shape[1]:
         yield waiting
-
-
-@dataclass(frozen=True, eq=False)
-class CleanPass:
-    """A batch of windows run through a model as it is."""
-
-    model: "LanguageModel"
-    writes: tuple[HookPoint, ...]
-    token_ids: Tensor  # (B, T)
-    mask: Tensor  # (B, T), 0 at padding
-    replaced: Tensor  # (B, T) bool
-    scored: Tensor  # (B, T - 1) bool: replaced, with a next token
-    log_probabilities: Tensor  # (B, T, V) float32
-    x: Tensor  # activations of replaced tokens at the hook points read, side by side, (n, D)
-    y: Tensor  # at those written, (n, E)
-
-    @classmethod
-    def of(
-        cls,
-        model: "LanguageModel",
-        windows: Sequence[StoredWindow],
-        reads: tuple[HookPoint, ...],
-        writes: tuple[HookPoint, ...],
-    ) -> Self:
-        token_ids, mask, replaced = padded(windows)
-        model.check_tokens(token_ids)
-        replaced = replaced.to(model.device)
-        found: dict[HookPoint, Tensor] = {}
-
-        def look(point: HookPoint, activations: Tensor) -> Tensor:
-            found[point] = activations[replaced]
-            return activations
-
-        logits = model.logits(token_ids, mask, dict.fromkeys((*reads, *writes), look))
-        x, y = (torch.cat([found[point] for point in points], 1) for points in (reads, writes))
-        return cls(
-            model,
-            writes,
-            token_ids,
-            mask,
-            replaced,
-            replaced[:, :-1] & mask[:, 1:].bool().to(model.device),
-            logits.log_softmax(-1),
-            x,
-            x if reads == writes else y,
-        )
-
-    def spliced(self, y_hat: Tensor, writes: tuple[HookPoint, ...] = ()) -> Tensor:
-        """The log-probabilities, (B, T, V), with y_hat, (n, E), in place of the activations at the hook points written,
-        or at these alone; differentiable in it."""
-        writes = writes or self.writes
-        parts = dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True))
-
-        def replace(point: HookPoint, activations: Tensor) -> Tensor:
-            return activations.clone().index_put((self.replaced,), parts[point].to(activations))
-
-        return self.model.logits(
-            self.token_ids, self.mask, dict.fromkeys(writes, replace)
-        ).log_softmax(-1)
-
-    def zeroed(self, writes: tuple[HookPoint, ...]) -> Tensor:
-        """The log-probabilities with zeros at these hook points."""
-        return self.model.logits(
-            self.token_ids,
-            self.mask,
-            dict.fromkeys(writes, lambda _, activations: torch.zeros_like(activations)),
-        ).log_softmax(-1)
-
-    def cross_entropy(self, log_probabilities: Tensor) -> Tensor:
-        """Of the next token, summed over the scored tokens, float64."""
-        following = self.token_ids[:, 1:, None].to(self.model.device)
-        return (
-            -log_probabilities[:, :-1]
-            .gather(-1, following)[..., 0][self.scored]
-            .sum(dtype=torch.float64)
-        )
-
-    def kl(self, log_probabilities: Tensor) -> Tensor:
-        """KL(clean || other), summed over the replaced tokens, float64."""
-        clean = self.log_probabilities
-        return (
-            (clean.exp() * (clean - log_probabilities))
-            .sum(-1)[self.replaced]
-            .sum(dtype=torch.float64)
-        )
-
-
-@torch.no_grad()
-def effects(
-    models: "Sequence[LanguageModel]",
-    windows: Iterable[StoredWindow],
-    reads: tuple[HookPoint, ...],
-    parts: Sequence[tuple[HookPoint, ...]],
-    saes: Sequence[SAE],
-    show: Callable[[int], None],
-) -> list[list[dict[str, Any]]]:
-    """Splice SAEs, transcoders or crosscoders into a model, or crosscoders into each of several, one at a time.
-
-    Args:
-        models: with one tokenizer; a hook point's `model` is a number among them.
-        reads: the hook points whose activations are encoded.
-        parts: hook points of one model that are replaced at once: those that are read, some of them, or a transcoder's.
-        show: called after each batch with the number of tokens done.
-
-    Returns:
-        For each SAE and each part: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's
-        mean cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
-        written; ce_recovered, `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl, the mean KL(clean || spliced) in
-        nats.
-
-    Cost: a forward pass, and for each part one more, and one more per SAE.
-    """
-    sums = torch.zeros(len(parts), len(saes), 2, dtype=torch.float64)  # cross-entropy, KL
-    cleans, zeros = (
-        torch.zeros(len(models), dtype=torch.float64),
-        torch.zeros(len(parts), dtype=torch.float64),
-    )
-    written = reads if len(parts) > 1 or parts[0] == reads else parts[0]
-    tokens = predictions = 0
-    for batch in in_batches(windows, BATCH_LOGITS // sum(model.vocabulary for model in models)):
-        passes, found = [], dict[HookPoint, Tensor]()
-        for number, model in enumerate(models):
-            own = tuple(point for point in reads if point.model == number)
-            passes.append(CleanPass.of(model, batch, own, own))
-            found |= zip(own, passes[-1].x.chunk(len(own), 1), strict=True)
-            cleans[number] += passes[-1].cross_entropy(passes[-1].log_probabilities).cpu()
-        x = torch.cat([found[point] for point in reads], 1)
-        predicted = [
-            dict(zip(written, (y_hat[:, place] for place in sae.places), strict=True))
-            for sae in saes
-            for y_hat in [sae(x.to(sae.W_enc))]
-        ]
-        for place, (own_sums, part) in enumerate(zip(sums, parts, strict=True)):
-            clean = passes[part[0].model]
-            zeros[place] += clean.cross_entropy(clean.zeroed(part)).cpu()
-            for both, y_hat in zip(own_sums, predicted, strict=True):
-                spliced = clean.spliced(torch.cat([y_hat[point] for point in part], 1), part)
-                both += torch.stack([clean.cross_entropy(spliced), clean.kl(spliced)]).cpu()
-        tokens += int(passes[0].replaced.sum())
-        predictions += int(passes[0].scored.sum())
-        show(tokens)
-
-    def measures(clean: Tensor, zero: Tensor, spliced: Tensor, kl: Tensor) -> dict[str, Any]:
-        return {
-            "ce_clean": float(clean / predictions),
-            "ce_spliced": float(spliced / predictions),
-            "ce_zero": float(zero / predictions),
-            "ce_recovered": float((zero - spliced) / (zero - clean)),
-            "kl": float(kl / tokens),
-            "tokens": tokens,
-        }
-
-    return [
-        [
-            measures(cleans[part[0].model], zero, *both)
-            for part, zero, both in zip(parts, zeros, sums[:, index], strict=True)
-        ]
-        for index in range(len(saes))
-    ]
 
 
 def stored_activations(

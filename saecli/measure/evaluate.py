@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
-from ..extract.options import HookPoint, at_revision, at_revisions
+from ..extract.options import HookPoint, at_revisions
 from ..extract.special import affixes
 from ..extract.splice import (
     check_rows,
-    effects,
     largest,
     recorded_revision,
     spec_of,
@@ -33,8 +32,8 @@ from .measured import Measured, RowsLike, all_measured, by_rows, measured
 from .worlds import FeatureScores
 
 if TYPE_CHECKING:
-    from ..extract.language_model import LanguageModel
     from ..extract.model_source import ModelSource
+    from ..extract.passes import Passes
 
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
 ERRORS = {
@@ -43,7 +42,8 @@ ERRORS = {
     "kl": 1,
 }  # compared at similar L0; times its sign, less is better
 MAINLY, LEAST_ROWS = 0.9, 10  # see `sparsity`
-TOKENS = 16_384  # default number of tokens for CE and KL
+TOKENS = 16_384  # default number of tokens for CE and KL, of one SAE
+LEAST_TOKENS = 4096  # of many
 
 
 def sparsity(
@@ -121,7 +121,7 @@ def evaluate(
         model: hub id, folder or GGUF file of the language model that the store's rows came from, to splice the SAE into
             it; of a crosscoder of several models all of them.
         model_revision: branch, tag or commit of a hub model; None for the one that the rows came from.
-        tokens: number of the split's tokens that the model is run over; 16,384 by default.
+        tokens: number of the split's tokens that the model is run over; by default 16,384, less for several SAEs.
         device: where to compute: cpu, cuda, cuda:1; auto takes cuda where there is one.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         progress: show progress, and the choices made, on stderr.
@@ -129,9 +129,9 @@ def evaluate(
     Returns:
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
-        `extract.splice.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several models
-        only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures on the rows
-        of each, with a model over as many tokens again.
+        `extract.effects.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several
+        models only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures on
+        the rows of each, with a model over as many tokens again.
     """
     return compare(
         [sae],
@@ -189,9 +189,8 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
     other in a circle, although L0s are compared with a tolerance: at least one is unbeaten. A run with an error that is
     not finite beats none, and is not unbeaten.
     """
-    errors = [
-        tuple(sign * run[name] for name, sign in ERRORS.items() if name in run) for run in runs
-    ]
+    measured = [name for name in ERRORS if all(run.get(name) is not None for run in runs)]
+    errors = [tuple(ERRORS[name] * run[name] for name in measured) for run in runs]
     finite = [all(map(math.isfinite, error)) for error in errors]
 
     def beats(other: int, run: int) -> bool:
@@ -259,9 +258,14 @@ def evaluated(
         saes = [everything[index].sae for index in splice.members]
         sources = [part.source for part in everything[splice.members[0]].by_source.values()]
         for place, source in enumerate([None, *sources], -1):
-            every = splice.effects(saes, tokens or TOKENS, listener, source)
+            every = splice.effects(saes, tokens or default_tokens(len(saes)), listener, source)
             for index, effect in zip(splice.members, every, strict=True):
                 (found[index] if source is None else found[index]["sources"][place]).update(effect)
+    if any(run.get("ce_recovered", 0) is None for run in found):
+        listener.note(
+            "ce_recovered is not defined (-): zeros at the hook point do not raise cross-entropy "
+            "clearly, so there is nothing to recover"
+        )
     listener.note(
         "special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
         "out of the means"
@@ -269,12 +273,18 @@ def evaluated(
     return found
 
 
+def default_tokens(saes: int) -> int:
+    """So that several SAEs on the same rows take about the time of one, but for `LEAST_TOKENS`: a splice costs about
+    as much as the clean pass, which they share."""
+    return max(LEAST_TOKENS, 2 * TOKENS // (1 + saes))
+
+
 @dataclass(frozen=True)
 class Splice:
     """One pass through a model, or several side by side."""
 
     members: list[int]  # indices of the SAEs on these rows
-    models: "list[LanguageModel]"  # with their heads
+    models: "list[Passes]"
     rows: Rows
     prefix: list[int]  # special tokens that windows begin with
     reads: tuple[HookPoint, ...]  # where activations are encoded
@@ -284,19 +294,18 @@ class Splice:
         self, saes: Sequence[SAE], tokens: int, listener: Listener, source: int | None = None
     ) -> list[dict[str, Any]]:
         """The effects on the rows, or on those of one source of a mixture: nothing if it has no whole window."""
-        windows, alone = (
-            stored_windows(self.rows, self.prefix, tokens, source),
-            len(self.models) == 1,
-        )
+        from ..extract.effects import ZERO_TOKENS, effects
+
+        alone = len(self.models) == 1
+        windows = stored_windows(self.rows, self.prefix, tokens, source)
         if (first := next(windows, None)) is None:
             return [{}] * len(saes)
-        names = " and ".join(model.source.name for model in self.models)
+        names = " and ".join(one.model.source.name for one in self.models)
         each: list[tuple[HookPoint, ...]] = [
             (point,) for point in self.writes if len(self.writes) > 1
         ]
-        with listener.progress(
-            f"splicing into {names}", min(tokens, self.rows.rows), "tokens"
-        ) as show:
+        expected = min(tokens, self.rows.rows)
+        with listener.progress(f"splicing into {names}", expected, "tokens") as show:
             found = effects(
                 self.models,
                 chain([first], windows),
@@ -304,8 +313,9 @@ class Splice:
                 [self.writes] * alone + each,
                 saes,
                 show,
+                ZERO_TOKENS / expected,
             )
-        labels = [at_revision(one.source.name, one.source.revision) for one in self.models]
+        labels = [one.model.source.spec for one in self.models]
         at = [{"model": labels[point.model], **point.place} for (point,) in each]
         return [
             (own[0] if alone else {})
@@ -323,25 +333,26 @@ def splices(
 ) -> list[Splice]:
     """The passes to make through models for SAEs with their rows; all that cannot work is refused here."""
     from ..extract.language_model import LanguageModel  # transformers takes seconds to import
+    from ..extract.passes import Passes
 
     groups = by_rows(everything)
     all_ends = [check_model(everything[members[0]], name) for members in groups]
     device = everything[0].sae.W_enc.device
     models = {
-        source.spec: LanguageModel(source, device, head=True)
+        source.spec: Passes(LanguageModel(source, device, head=True))
         for source in {source.spec: source for ends in all_ends for _, source in ends}.values()
     }
     found = []
     for ends, members in zip(all_ends, groups, strict=True):
         rows, own = ends[0][0], list(dict.fromkeys(source.spec for _, source in ends))
         origin = rows.store.meta.source
-        prefix = affixes(models[own[0]].tokenizer, origin.get("prepend_bos", True)).prefix
+        prefix = affixes(models[own[0]].model.tokenizer, origin.get("prepend_bos", True)).prefix
         for end, source in ends:
-            if (last := largest(end, "token_id")) >= models[source.spec].vocabulary:
+            if (last := largest(end, "token_id")) >= models[source.spec].model.vocabulary:
                 raise unfit(
                     end,
                     source,
-                    f"a token {last}, got token ids below {models[source.spec].vocabulary}",
+                    f"a token {last}, got token ids below {models[source.spec].model.vocabulary}",
                 )
             if (recorded := spec_of(end.store.meta.source)) != source.spec:
                 listener.note(f"{end.name} came from {recorded}, and is run through {source.spec}")

@@ -103,7 +103,9 @@ def evaluation_tables(
     if spliced := [run for run in ranked if "kl" in run]:
         shown.append(
             comparison(
-                spliced, EFFECT, f"with the SAE's reconstructions in {models[0]}; in nats a token"
+                spliced,
+                (*EFFECT, "rows"),
+                f"with the SAE's reconstructions in {models[0]}; in nats a token",
             )
         )
     if each := [
@@ -149,7 +151,7 @@ def comparison(
 
 def meaning(run: Mapping[str, Any]) -> str:
     """A sentence on the mark of an unbeaten run."""
-    *others, last = [name.replace("_", " ") for name in ERRORS if name in run]
+    *others, last = [name.replace("_", " ") for name in ERRORS if run.get(name) is not None]
     errors = f"{', '.join(others)} or {last}" if others else last
     return f"unbeaten (*): every other run on the same rows with at most {LIKE_L0:g} times its l0 is worse in {errors}"
 

@@ -16,6 +16,7 @@ from ..base.options import demand_known
 from ..base.processes import Communicator, communicator
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
+from ..extract.passes import Passes
 from ..extract.special import affixes
 from ..extract.splice import (
     Hooked,
@@ -118,7 +119,7 @@ class Opened:
         """The plan of a training; of `training` the seed, device, trackers and the learning rate are used."""
         tokens = self.through.per_step * self.through.rows.mean()
         # A branch may move on until an interrupted fine-tuning is resumed.
-        config = replace(config, model_revision=self.through.model.source.revision)
+        config = replace(config, model_revision=self.through.passes.model.source.revision)
         training = replace(
             training,
             lr_warm_up=0.0,
@@ -146,7 +147,7 @@ def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, see
     source = train.store.meta.source
     prefix = affixes(model.tokenizer, source.get("prepend_bos", True)).prefix
     return Through(
-        model,
+        Passes(model),
         acts,
         [*stored_windows(train, prefix, tokens)],
         [*stored_windows(test, prefix, TEST_TOKENS)],
@@ -187,7 +188,7 @@ def _streamed(
             "--dataset has too few documents: expected training windows and held-out ones, got "
             f"{len(found[0])} and {len(found[1])}; name a text of more documents"
         )
-    return stream, Through(extraction.model, acts, *found)
+    return stream, Through(Passes(extraction.model), acts, *found)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class FinetuneRun(Run):
         )
         return (
             f"{plan.start.name}, {plan.activation.name}, {plan.d_sae} latents, through "
-            f"{plan.through.model.source.name}, {plan.rows_trained:,} training and {plan.test_rows.rows:,} "
+            f"{plan.through.passes.model.source.name}, {plan.rows_trained:,} training and {plan.test_rows.rows:,} "
             f"held-out tokens, {plan.steps:,} steps"
         )
 

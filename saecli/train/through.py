@@ -25,16 +25,9 @@ from torch import Tensor
 from ..base.errors import ModelError
 from ..base.machine import is_out_of_memory
 from ..base.processes import ALONE, Communicator
-from ..extract.language_model import LanguageModel
-from ..extract.splice import (
-    BATCH_LOGITS,
-    CleanPass,
-    Hooked,
-    StoredWindow,
-    effects,
-    in_batches,
-    stored_activations,
-)
+from ..extract.effects import CleanPass, effects, pass_tokens
+from ..extract.passes import Passes
+from ..extract.splice import Hooked, StoredWindow, in_batches, stored_activations
 from ..sae.activations import Relu, Thresholded
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
@@ -46,7 +39,6 @@ from .solver import Solver, StepReport, Task
 
 STEP_TOKENS = 3072  # of a step, about: 24 windows of 128
 EPOCH = 50  # steps between checkpoints, each with measures on held-out windows
-ON_GPU = 8  # times the logits of a forward pass on a CPU
 THRESHOLD_RATE, WEIGHT_RATE = (
     0.05,
     0.5,
@@ -57,7 +49,7 @@ THRESHOLD_RATE, WEIGHT_RATE = (
 class Through:
     """A language model, where an SAE acts in it, and windows: to train on, and held out."""
 
-    model: LanguageModel
+    passes: Passes
     hooked: Hooked
     train: Sequence[StoredWindow]
     test: Sequence[StoredWindow]
@@ -75,14 +67,10 @@ class Through:
     @property
     def most(self) -> int:
         """Tokens of one forward pass."""
-        return (
-            BATCH_LOGITS
-            * (ON_GPU if self.model.device.type == "cuda" else 1)
-            // self.model.vocabulary
-        )
+        return pass_tokens(self.passes.model.device)
 
     def clean(self, windows: Sequence[StoredWindow]) -> CleanPass:
-        return CleanPass.of(self.model, windows, self.hooked.reads, self.hooked.writes)
+        return CleanPass.of(self.passes, windows, self.hooked.reads, self.hooked.writes)
 
     def step(self, number: int, seed: int) -> np.ndarray:
         """The windows of a step, out of passes over all of them, each in an order of its own."""
@@ -102,7 +90,7 @@ class Through:
         """Those of about the first `tokens` rows, and a transcoder's targets."""
         reads, writes = self.hooked.reads, self.hooked.writes
         points, parts, left = list(dict.fromkeys((*reads, *writes))), [], tokens
-        for found in stored_activations(self.model, windows, points, self.most):
+        for found in stored_activations(self.passes.model, windows, points, self.most):
             parts.append([part.float().cpu() for part in found])
             left -= len(found[0])
             if left <= 0:
@@ -205,7 +193,7 @@ class ThroughModel(Solver):
         while sums is None:
             self.optimizer.zero_grad()
             try:
-                sums = torch.zeros(3, dtype=torch.float64, device=batch.through.model.device)
+                sums = torch.zeros(3, dtype=torch.float64, device=batch.through.passes.model.device)
                 for windows in in_batches(batch.windows, int(min(self.most, batch.through.most))):
                     sums += self._part(batch, windows)
             except RuntimeError as error:
@@ -233,18 +221,24 @@ class ThroughModel(Solver):
         codes = dictionary.activated(pre)
         y_hat = dictionary.predicted(x, codes)  # (n, L, E)
         spliced = clean.spliced(y_hat[:, -1] * target_scale + target_mean)
-        objective = clean.kl(spliced) if options.objective == "kl" else clean.cross_entropy(spliced)
+        objective, slope = clean.descent(spliced.detach(), options.objective)
         errors = (y_hat - y[:, None]).square().sum(-1).sum(0).double()  # (L,)
-        loss = objective + options.fvu_weight * errors.mean() / normalisation.variance
+        rest = options.fvu_weight * errors.mean() / normalisation.variance
         if self.weight:
             norms = (
                 dictionary.weighed(dictionary.decoder()).norm(dim=1).detach()
             )  # or it would shrink what is exact
             penalty = self.weight * codes.times(norms[:, None]).sum()
-            loss = loss + max(options.fvu_weight, 1.0) * penalty / normalisation.variance
-        (loss / batch.size).backward()
+            rest = rest + max(options.fvu_weight, 1.0) * penalty / normalisation.variance
+        torch.autograd.backward([spliced, rest / batch.size], [slope / batch.size, None])
         return (
-            torch.stack([loss.detach(), errors[-1].detach(), codes.count().double() * batch.size])
+            torch.stack(
+                [
+                    objective + rest.detach(),
+                    errors[-1].detach(),
+                    codes.count().double() * batch.size,
+                ]
+            )
             / batch.size
         )
 
@@ -254,11 +248,11 @@ class ThroughModel(Solver):
         if most <= longest:
             raise ModelError(
                 f"a window of {longest:,} tokens does not fit in the memory of "
-                f"{batch.through.model.device} with its gradient; lower --context, or use "
+                f"{batch.through.passes.model.device} with its gradient; lower --context, or use "
                 "--model-dtype bfloat16"
             )
         self.most = most // 2
-        if batch.through.model.device.type == "cuda":
+        if batch.through.passes.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.no_grad()
@@ -327,7 +321,7 @@ class FinetunePlan(Plan):
         found = [
             one
             for (one,) in effects(
-                [through.model],
+                [through.passes],
                 through.test,
                 through.hooked.reads,
                 [through.hooked.writes],

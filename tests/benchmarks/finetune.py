@@ -147,6 +147,7 @@ def gemma() -> None:
     from saecli.extract.language_model import LanguageModel
     from saecli.extract.model_source import find_model
     from saecli.extract.options import BUNDLED, HookPoint
+    from saecli.extract.passes import Passes
     from saecli.extract.splice import Hooked, StoredWindow
     from saecli.sae.activations import TopK
     from saecli.sae.dictionary import SAE
@@ -178,7 +179,9 @@ def gemma() -> None:
         StoredWindow(torch.randint(100, 2000, (128,)).numpy(), np.ones(128, bool)) for _ in range(2)
     ]
     through.STEP_TOKENS = 128
-    passes = through.Through(model, Hooked("sae", sae, (None,), points, points), windows, windows)
+    passes = through.Through(
+        Passes(model), Hooked("sae", sae, (None,), points, points), windows, windows
+    )
     rows = through.Sampled(passes, passes.activations(windows, 256))
     plan = Plan.resolved(
         rows,

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from saecli.base.errors import ConfigError
 from saecli.extract.options import SITES, HookPoint
+from saecli.extract.passes import Passes
 
 # For all families; each takes what it knows.
 TINY = {
@@ -131,7 +132,8 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
         def hook(_: Any, args: tuple, kwargs: dict, out: Any, layer: int, site: str) -> None:
             given = args[0] if args else kwargs["hidden_states"]
             found = given if site == "mlp_in" else out[0] if isinstance(out, tuple) else out
-            seen[layer, site] = found.reshape(3, 9, 32).clone()
+            if found.numel() == TOKENS.numel() * 32:  # not one token of `Passes`
+                seen[layer, site] = found.reshape(3, 9, 32).clone()
 
         for site, path in zip(
             ("mlp_in", "mlp_out", "attn_out", "resid_post"), (*paths.split(), ""), strict=True
@@ -149,6 +151,8 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
     seen |= {(layer, "resid_pre"): states[layer] for layer in (0, 1)}
     clean, plain = model.logits(TOKENS, MASK), dict(seen)
 
+    passes, repeated = Passes(model), 0
+
     def read(layer: int, site: str) -> torch.Tensor:
         return model.read(TOKENS, MASK, [HookPoint(layer, site)], torch.clone)[0][MASK == 1]
 
@@ -160,8 +164,17 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
                 )
                 with model.intercepted(layer, site, torch.clone):
                     torch.testing.assert_close(model.logits(TOKENS, MASK), clean, rtol=0, atol=0)
-                with model.intercepted(layer, site, torch.zeros_like):
-                    assert not torch.allclose(model.logits(TOKENS, MASK), clean, atol=1e-3)
+                point = HookPoint(layer, site)
+                zeroed = model.logits(TOKENS, MASK, {point: lambda _, x: torch.zeros_like(x)})
+                assert not torch.allclose(zeroed, clean, atol=1e-3)
+                blocks = passes.repeatable([point], TOKENS)
+                _, kept = passes.states(TOKENS, MASK, keep={blocks} - {0})
+                states, _ = passes.states(
+                    TOKENS, MASK, {point: lambda _, x: torch.zeros_like(x)}, below=kept.get(blocks)
+                )
+                in_parts = passes.logits(states.flatten(0, 1)).view_as(zeroed)
+                torch.testing.assert_close(in_parts, zeroed, rtol=1e-4, atol=1e-4)
+                repeated += blocks
             else:
                 with pytest.raises(
                     ConfigError, match="use layer 1$" if (1, site) in plain else "use resid_post"
@@ -175,6 +188,7 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
                 assert (
                     read(layer, "resid_pre") + read(layer, "attn_out") - without
                 ).abs().max() < 1e-3
+    assert repeated
 
 
 @pytest.mark.slow

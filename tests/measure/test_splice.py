@@ -15,10 +15,12 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import saecli
+from saecli.extract.effects import effects
 from saecli.extract.forward import COLUMNS, Forward, fill
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.options import HookPoint
-from saecli.extract.splice import StoredWindow, effects, stored_windows
+from saecli.extract.passes import Passes
+from saecli.extract.splice import StoredWindow, stored_windows
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows, in_blocks
 from saecli.sae.activations import Relu, TopK
@@ -73,6 +75,14 @@ def extracted(home: Path, model: LanguageModel, limit: int | None = None) -> Pat
     return path
 
 
+def assert_agree(found: dict, expected: dict) -> None:
+    assert (found["ce_recovered"] is None) == (expected["ce_recovered"] is None)
+    both = [name for name in expected if expected[name] is not None]
+    assert {name: found[name] for name in both} == pytest.approx(
+        {name: expected[name] for name in both}, rel=1e-4
+    )
+
+
 def oracle(folder: Path, windows: Iterator[list[int]], sae: SAE) -> dict[str, float]:
     """One window at a time in float64, the site replaced by a hook written out here."""
     llama, sae = LlamaForCausalLM.from_pretrained(folder).double(), sae.copy_to(torch.float64)
@@ -118,9 +128,10 @@ def oracle_of(
             clean = found["ce_clean"]
             divergences.append((clean.exp() * (clean - found["ce_spliced"])).sum(-1)[1:])
     result = {name: float(torch.cat(values).mean()) for name, values in losses.items()}
-    recovered = (result["ce_zero"] - result["ce_spliced"]) / (
-        result["ce_zero"] - result["ce_clean"]
-    )
+    rise = torch.cat(losses["ce_zero"]) - torch.cat(losses["ce_clean"])
+    recovered = None
+    if rise.mean() > 5 * rise.std(unbiased=False) / len(rise) ** 0.5:
+        recovered = float((result["ce_zero"] - result["ce_spliced"]) / rise.mean())
     tokens = torch.cat(divergences)
     return result | {"ce_recovered": recovered, "kl": float(tokens.mean()), "tokens": len(tokens)}
 
@@ -145,8 +156,7 @@ def test_effects_on_held_out_documents_match_plain_torch(
     ]
     for found in done.json["runs"]:
         expected = oracle(folder, iter(windows), saes[found["run"]])
-        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-        assert abs(1 - found["ce_recovered"]) > 0.01
+        assert_agree(found, expected)
     assert (
         "special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
         "out of the means"
@@ -161,7 +171,6 @@ def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: Lan
     make_run(sae.home, "exact", identity, data="store")
     (found,) = sae("eval", "--model", folder, "--json").json["runs"]
     assert found["ce_spliced"] == pytest.approx(found["ce_clean"], rel=1e-6)
-    assert found["ce_recovered"] == pytest.approx(1, abs=1e-5)
     assert found["kl"] == pytest.approx(0, abs=1e-6)
     assert list(found)[-7:] == [
         "ce_clean",
@@ -182,7 +191,7 @@ def test_only_rows_of_a_window_are_replaced_and_scored(folder: Path, model: Lang
     ]
     sae = random_sae(d_in=WIDTH)
     place = (HookPoint(LAYER, "resid_post"),)
-    ((found,),) = effects([model], windows, place, [place], [sae], lambda tokens: None)
+    ((found,),) = effects([Passes(model)], windows, place, [place], [sae], lambda tokens: None)
     llama, exact = LlamaForCausalLM.from_pretrained(folder).double(), sae.copy_to(torch.float64)
     clean, spliced, divergences = [], [], []
 
@@ -264,7 +273,7 @@ def test_a_crosscoder_of_two_models_is_spliced_into_each(
             iter(windows),
             lambda x, y_hat=y_hat: torch.cat([x[:, :1], next(y_hat)[None]], dim=1),
         )
-        assert {name: measured[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert_agree(measured, expected)
     for wrong in (names[:1], [*names[:1], *names[:1]]):
         with pytest.raises(saecli.SaeError, match="model must be given once for each model that"):
             saecli.evaluate(cross, saecli.join(*stores), model=wrong, home=sae.home)
@@ -390,5 +399,4 @@ def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(sae: CommandLin
         iter(windows),
         lambda y: torch.cat([y[:, :1], transcoder(seen[-1][0, 1:])[None]], dim=1),
     )
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert abs(1 - found["ce_recovered"]) > 0.0005
+    assert_agree(found, expected)

@@ -1,0 +1,307 @@
+"""The effect on a language model of replacing activations by an SAE's reconstructions.
+
+Tokens that are no rows (special ones, BOS) keep their own activations, and predictions from them
+are excluded from every mean; but zero ablation applies to all tokens. SAELens' current evaluation
+does the same. A crosscoder is encoded from the clean activations at all its hook points, of all its
+models, and replaces all of a model's at once, or one alone: after the last of several residual
+streams replaced, the model does not see the earlier ones.
+
+Logits and what is measured on them are computed in blocks of rows; see `passes.py`.
+
+Shapes: B windows, T tokens, n of them rows, D = d_in, E = d_out, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..sae.dictionary import SAE
+from .forward import CPU_TOKENS
+from .options import HookPoint
+from .passes import Below, Passes
+from .splice import StoredWindow, in_batches, padded
+
+GPU_TOKENS = 1 << 14  # tokens per forward pass on a GPU
+BLOCK_LOGITS = 1 << 25  # logits computed at once: 128 MB in float32
+CACHED_LOGITS = (
+    1 << 20
+)  # measured at once on a CPU, so that they stay in its cache: 4 MB in float32
+ZERO_TOKENS = 4096  # about, that the zeroed model is run over
+CLEARLY = 5  # standard errors above 0
+NO_NEXT = -1
+
+
+@dataclass(frozen=True, eq=False)
+class CleanPass:
+    """A batch of windows run through a model as it is."""
+
+    passes: Passes
+    writes: tuple[HookPoint, ...]
+    token_ids: Tensor  # (B, T)
+    mask: Tensor  # (B, T), 0 at padding
+    replaced: Tensor  # (B, T) bool
+    next_tokens: Tensor  # (n,) int64, NO_NEXT at the end of a window
+    states: Tensor  # inputs of the head, (n, d_model)
+    below: dict[int, Below]  # first blocks to be repeated
+    x: Tensor  # activations at the hook points read, side by side, (n, D)
+    y: Tensor  # at those written, (n, E)
+
+    @classmethod
+    def of(
+        cls,
+        passes: Passes,
+        windows: Sequence[StoredWindow],
+        reads: tuple[HookPoint, ...],
+        writes: tuple[HookPoint, ...],
+        parts: Sequence[tuple[HookPoint, ...]] = (),
+    ) -> Self:
+        """`parts`: hook points that are to be replaced at once, if not all that are written."""
+        token_ids, mask, replaced = padded(windows)
+        passes.model.check_tokens(token_ids)
+        next_tokens = functional.pad(token_ids[:, 1:], (0, 1))
+        has_next = functional.pad(mask[:, 1:], (0, 1)).bool()
+        next_tokens = torch.where(has_next, next_tokens, NO_NEXT)[replaced]
+        replaced = replaced.to(passes.model.device)
+        keep = {passes.repeatable(part, token_ids) for part in parts or [writes]} - {0}
+        found: dict[HookPoint, Tensor] = {}
+
+        def look(point: HookPoint, activations: Tensor) -> Tensor:
+            found[point] = activations[replaced]
+            return activations
+
+        with torch.no_grad():
+            states, below = passes.states(
+                token_ids, mask, dict.fromkeys((*reads, *writes), look), keep
+            )
+        x, y = (torch.cat([found[point] for point in points], 1) for points in (reads, writes))
+        return cls(
+            passes,
+            writes,
+            token_ids,
+            mask,
+            replaced,
+            next_tokens.to(passes.model.device),
+            states[replaced],
+            below,
+            x,
+            x if reads == writes else y,
+        )
+
+    def spliced(self, y_hat: Tensor, writes: tuple[HookPoint, ...] = ()) -> Tensor:
+        """The inputs of the head, (n, d_model), with y_hat, (n, E), in place of the activations at the hook points
+        written, or at these alone; differentiable in it."""
+        writes = writes or self.writes
+        values = dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True))
+
+        def replace(point: HookPoint, activations: Tensor) -> Tensor:
+            return activations.index_put((self.replaced,), values[point].to(activations))
+
+        return self._changed(writes, replace)
+
+    def zeroed(self, writes: tuple[HookPoint, ...]) -> Tensor:
+        """The inputs of the head with zeros at these hook points."""
+        return self._changed(writes, lambda _, activations: torch.zeros_like(activations))
+
+    def _changed(
+        self, writes: tuple[HookPoint, ...], replace: Callable[[HookPoint, Tensor], Tensor]
+    ) -> Tensor:
+        below = self.below.get(self.passes.repeatable(writes, self.token_ids))
+        states, _ = self.passes.states(
+            self.token_ids, self.mask, dict.fromkeys(writes, replace), below=below
+        )
+        return states[self.replaced]
+
+    def losses(self, states: Tensor) -> Tensor:
+        """The cross-entropy of the next token, (n,) float32, given inputs of the head; 0 where there is none."""
+        found = [
+            functional.cross_entropy(
+                logits.float(), self.next_tokens[rows], ignore_index=NO_NEXT, reduction="none"
+            )
+            for block in self._blocks()
+            for rows, logits in self._cached(block, self.passes.logits(states[block]))
+        ]
+        return torch.cat(found) if found else states.new_empty(0, dtype=torch.float32)
+
+    def compared(self, others: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The cross-entropy of the next token of the clean pass, (n,) float32, as `losses`; and with each of other
+        inputs of the head, float64, its sum and that of KL(clean || other)."""
+        losses = [torch.empty(0, device=self.states.device)]
+        sums = torch.zeros(2, len(others), dtype=torch.float64, device=self.states.device)
+        for block in self._blocks():
+            clean = self.passes.logits(self.states[block]).float()
+            for rows, log_p in self._cached(block, clean):
+                log_p.copy_(log_p.log_softmax(-1))
+                losses.append(self._losses(log_p, rows))
+            for number, other in enumerate(others):
+                logits = self.passes.logits(other[block])
+                both = zip(self._cached(block, clean), self._cached(block, logits), strict=True)
+                for (rows, log_p), (_, part) in both:
+                    log_q = part.float().log_softmax(-1)
+                    sums[0, number] += self._losses(log_q, rows).sum()
+                    sums[1, number] += log_q.sub_(log_p).mul_(log_p.exp()).sum().neg()
+        return torch.cat(losses), *sums
+
+    def descent(self, states: Tensor, objective: str) -> tuple[Tensor, Tensor]:
+        """Inputs of the head, (n, d_model): the sum over them of `kl`, KL(clean || them), or of `ce`, the cross-entropy
+        of the next token, float64; and its gradient with respect to them."""
+        total = torch.zeros((), dtype=torch.float64, device=states.device)
+        gradient = torch.empty_like(states)
+        for block in self._blocks():
+            own = states[block].detach().requires_grad_()
+            logits = self.passes.logits(own)
+            slopes = torch.empty_like(logits)
+            with torch.no_grad():
+                clean = self.passes.logits(self.states[block]) if objective == "kl" else logits
+            both = zip(
+                self._cached(block, logits.detach()), self._cached(block, clean), strict=True
+            )
+            for (rows, part), (_, clean_part) in both:
+                log_q = part.float().log_softmax(-1)
+                if objective == "kl":
+                    log_p = clean_part.float().log_softmax(-1)
+                    p = log_p.exp()
+                    total += log_p.sub_(log_q).mul_(p).sum()
+                    slope = log_q.exp_().sub_(p)
+                else:
+                    total += self._losses(log_q, rows).sum()
+                    slope = log_q.exp_()
+                    slope -= functional.one_hot(self.next_tokens[rows].clamp(min=0), slope.shape[1])
+                    slope[self.next_tokens[rows] == NO_NEXT] = 0
+                slopes[rows.start - block.start : rows.stop - block.start] = slope
+            (gradient[block],) = torch.autograd.grad(logits, own, slopes)
+        return total, gradient
+
+    def _losses(self, log_probabilities: Tensor, rows: slice) -> Tensor:
+        return functional.nll_loss(
+            log_probabilities, self.next_tokens[rows], ignore_index=NO_NEXT, reduction="none"
+        )
+
+    def _blocks(self) -> Iterator[slice]:
+        """Rows whose logits are computed at once."""
+        yield from _slices(0, len(self.states), BLOCK_LOGITS // self.passes.model.vocabulary)
+
+    def _cached(self, block: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of a block, and their logits, that stay in a CPU's cache."""
+        at_once = CACHED_LOGITS if logits.device.type == "cpu" else BLOCK_LOGITS
+        for rows in _slices(block.start, block.stop, at_once // logits.shape[1]):
+            yield rows, logits[rows.start - block.start : rows.stop - block.start]
+
+
+def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
+    size = max(1, size)
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
+
+
+def pass_tokens(device: torch.device) -> int:
+    """Tokens of one forward pass."""
+    return GPU_TOKENS if device.type == "cuda" else CPU_TOKENS
+
+
+def _ratio(total: Tensor, count: int) -> float:
+    return float(total) / count if count else math.nan
+
+
+class _Part:
+    """Sums over batches, float64, for hook points that are replaced at once, and each SAE."""
+
+    def __init__(self, saes: int) -> None:
+        self.rise = torch.zeros(2, dtype=torch.float64)  # of a token's loss when zeroed; its square
+        self.spliced = torch.zeros(2, saes, dtype=torch.float64)  # cross-entropy, KL
+
+
+@torch.no_grad()
+def effects(
+    everything: Sequence[Passes],
+    windows: Iterable[StoredWindow],
+    reads: tuple[HookPoint, ...],
+    parts: Sequence[tuple[HookPoint, ...]],
+    saes: Sequence[SAE],
+    show: Callable[[int], None],
+    zeroed: float = 1.0,
+) -> list[list[dict[str, Any]]]:
+    """Splice SAEs, transcoders or crosscoders into a model, or crosscoders into each of several, one at a time.
+
+    Args:
+        everything: the passes of each model, with one tokenizer; a hook point's `model` is a number among them.
+        reads: the hook points whose activations are encoded.
+        parts: hook points of one model that are replaced at once: those that are read, some of them, or a transcoder's.
+        show: called after each batch with the number of tokens done.
+        zeroed: fraction of the tokens, about, that the zeroed model is run over.
+
+    Returns:
+        For each SAE and each part: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's
+        mean cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
+        written (ce_clean and the mean rise on the tokens where it was measured); ce_recovered,
+        `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`, or None where that rise is not `CLEARLY` above 0; kl, the mean
+        KL(clean || spliced) in nats.
+
+    Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head, once more; for zeros
+    the same on a fraction of the tokens.
+    """
+    sums = [_Part(len(saes)) for _ in parts]
+    cleans = torch.zeros(len(everything), dtype=torch.float64)
+    written = reads if len(parts) > 1 or parts[0] == reads else parts[0]
+    tokens = predictions = tokens_zeroed = predictions_zeroed = 0
+    for batch in in_batches(windows, pass_tokens(everything[0].model.device)):
+        found: dict[HookPoint, Tensor] = {}
+        clean_passes = []
+        for number, passes in enumerate(everything):
+            points = tuple(point for point in reads if point.model == number)
+            own_parts = [part for part in parts if part[0].model == number]
+            clean_passes.append(CleanPass.of(passes, batch, points, points, own_parts))
+            found |= zip(points, clean_passes[-1].x.chunk(len(points), 1), strict=True)
+        x = torch.cat([found[point] for point in reads], 1)
+        predicted = [
+            dict(zip(written, (y_hat[:, place] for place in sae.places), strict=True))
+            for sae in saes
+            for y_hat in [sae(x.to(sae.W_enc))]
+        ]
+        zero_too = tokens_zeroed <= zeroed * tokens
+        scored = int((clean_passes[0].next_tokens != NO_NEXT).sum())
+        for number, clean in enumerate(clean_passes):
+            own = [index for index, part in enumerate(parts) if part[0].model == number]
+            states = [
+                clean.spliced(torch.cat([y_hat[point] for point in parts[index]], 1), parts[index])
+                for index in own
+                for y_hat in predicted
+            ]
+            losses, *spliced = clean.compared(states)
+            cleans[number] += losses.sum(dtype=torch.float64).cpu()
+            by_part = torch.stack(spliced).view(2, len(own), len(saes)).cpu()
+            for place, index in enumerate(own):
+                sums[index].spliced += by_part[:, place]
+                if zero_too:
+                    rise = (clean.losses(clean.zeroed(parts[index])) - losses).double()
+                    sums[index].rise += torch.stack([rise.sum(), rise.square().sum()]).cpu()
+        tokens += len(x)
+        predictions += scored
+        if zero_too:
+            tokens_zeroed += len(x)
+            predictions_zeroed += scored
+        show(tokens)
+
+    def measures(part: tuple[HookPoint, ...], own: _Part, sae: int) -> dict[str, Any]:
+        clean, spliced = (
+            _ratio(total, predictions) for total in (cleans[part[0].model], own.spliced[0, sae])
+        )
+        rise, square = (_ratio(total, predictions_zeroed) for total in own.rise)
+        error = math.sqrt(max(0.0, square - rise**2) / max(1, predictions_zeroed))
+        return {
+            "ce_clean": clean,
+            "ce_spliced": spliced,
+            "ce_zero": clean + rise,
+            "ce_recovered": 1 - (spliced - clean) / rise if rise > CLEARLY * error else None,
+            "kl": _ratio(own.spliced[1, sae], tokens),
+            "tokens": tokens,
+        }
+
+    return [
+        [measures(part, own, index) for part, own in zip(parts, sums, strict=True)]
+        for index in range(len(saes))
+    ]

@@ -1,0 +1,224 @@
+"""Effects of a splice, computed in parts, against plain transformers with an own hook in float64."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, random_sae
+from tiny_models import loaded, save_model
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, Gemma3nTextConfig
+
+from saecli.extract import effects as measured
+from saecli.extract.effects import CleanPass, effects
+from saecli.extract.language_model import LanguageModel
+from saecli.extract.model_source import find_model
+from saecli.extract.options import BUNDLED, TINY_GEMMA2, HookPoint
+from saecli.extract.passes import Passes
+from saecli.extract.splice import StoredWindow
+
+SITES = {"resid_post": "", "mlp_out": "post_feedforward_layernorm", "resid_pre": ""}
+PLACES = [(2, "resid_post"), (1, "mlp_out"), (0, "resid_post"), (0, "resid_pre"), (3, "resid_pre")]
+
+
+@pytest.fixture(scope="module")
+def gemma() -> LanguageModel:
+    return LanguageModel(find_model(TINY_GEMMA2), torch.device("cpu"), head=True, dtype="float32")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that end within the windows."""
+    monkeypatch.setattr(measured, "BLOCK_LOGITS", 50 * 4096)
+    monkeypatch.setattr(measured, "CACHED_LOGITS", 7 * 4096)
+
+
+def windows_of(model: LanguageModel, texts: list[str]) -> list[StoredWindow]:
+    found = []
+    for number, text in enumerate(texts):
+        token_ids = np.array(model.tokenizer(text)["input_ids"][: 20 + 7 * number])
+        replaced = np.random.default_rng(number).random(len(token_ids)) < 0.9
+        replaced[0] = False
+        found.append(StoredWindow(token_ids, replaced))
+    return found
+
+
+@pytest.fixture(scope="module")
+def windows(gemma: LanguageModel) -> list[StoredWindow]:
+    return windows_of(gemma, [inspect.getdoc(thing) for thing in (dict, list, str, json.dumps)])
+
+
+def hooked_logits(model: Any, site: str, layer: int, token_ids: Tensor, replace: Any) -> Tensor:
+    block = model.model.layers[layer]
+    module = block.get_submodule(SITES[site])
+
+    def on_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return replace(output[0])[None]
+
+    def on_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        return (replace(args[0][0])[None], *args[1:]), kwargs
+
+    if site == "resid_pre":
+        handle = module.register_forward_pre_hook(on_input, with_kwargs=True)
+    else:
+        handle = module.register_forward_hook(on_output)
+    logits = model(input_ids=token_ids[None]).logits[0]
+    handle.remove()
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize(("layer", "site"), PLACES)
+def test_effects_are_those_of_a_hook_in_float64(
+    layer: int, site: str, gemma: LanguageModel, windows: list[StoredWindow], small_blocks: None
+):
+    saes = [random_sae(d_in=gemma.source.d_model, seed=seed) for seed in (0, 1)]
+    place = (HookPoint(layer, site),)
+    found = effects([Passes(gemma)], windows, place, [place], saes, lambda tokens: None)
+    model = AutoModelForCausalLM.from_pretrained(
+        BUNDLED[TINY_GEMMA2], dtype=torch.float64, attn_implementation="eager"
+    )
+    for (got,), sae in zip(found, saes, strict=True):
+        exact = sae.copy_to(torch.float64)
+        losses: dict[str, list[Tensor]] = {"clean": [], "spliced": [], "zero": []}
+        divergences = []
+        for window in windows:
+            token_ids, rows = map(torch.from_numpy, window)
+            log_probabilities = {}
+            for name, replace in {
+                "clean": lambda x: x,
+                "spliced": lambda x, rows=rows, sae=exact: torch.where(rows[:, None], sae(x), x),
+                "zero": torch.zeros_like,
+            }.items():
+                with torch.no_grad():
+                    values = hooked_logits(model, site, layer, token_ids, replace)
+                nll = functional.nll_loss(values[:-1], token_ids[1:], reduction="none")
+                losses[name].append(nll[rows[:-1]])
+                log_probabilities[name] = values[rows]
+            p, q = log_probabilities["clean"], log_probabilities["spliced"]
+            divergences.append((p.exp() * (p - q)).sum(-1))
+        clean, spliced, zero = (float(torch.cat(parts).mean()) for parts in losses.values())
+        expected = {
+            "ce_clean": clean,
+            "ce_spliced": spliced,
+            "ce_zero": zero,
+            "ce_recovered": (zero - spliced) / (zero - clean),
+            "kl": float(torch.cat(divergences).mean()),
+            "tokens": sum(int(window.replaced.sum()) for window in windows),
+        }
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["kl", "ce"])
+def test_the_gradient_is_that_of_plain_torch(
+    objective: str, gemma: LanguageModel, windows: list[StoredWindow], small_blocks: None
+):
+    place = (HookPoint(2, "resid_post"),)
+    clean = CleanPass.of(Passes(gemma), windows, place, place)
+    y_hat = (clean.x + 0.3 * torch.randn_like(clean.x)).requires_grad_()
+    states = clean.spliced(y_hat)
+    value, slope = clean.descent(states.detach(), objective)
+    states.backward(slope)
+    model = AutoModelForCausalLM.from_pretrained(
+        BUNDLED[TINY_GEMMA2], dtype=torch.float64, attn_implementation="eager"
+    )
+    exact = y_hat.detach().double().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    given = iter(exact.split([int(window.replaced.sum()) for window in windows]))
+    for window in windows:
+        token_ids, rows = map(torch.from_numpy, window)
+        own = next(given)
+        with torch.no_grad():
+            p = model(input_ids=token_ids[None]).logits[0].log_softmax(-1)
+        q = hooked_logits(
+            model,
+            "resid_post",
+            2,
+            token_ids,
+            lambda x, own=own, rows=rows: x.index_put((rows,), own),
+        )
+        if objective == "kl":
+            total = total + (p.exp() * (p - q)).sum(-1)[rows].sum()
+        else:
+            nll = functional.nll_loss(q[:-1], token_ids[1:], reduction="none")
+            total = total + nll[rows[:-1]].sum()
+    total.backward()
+    assert float(value) == pytest.approx(float(total.detach()), rel=1e-5)
+    torch.testing.assert_close(y_hat.grad.double(), exact.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_blocks_below_the_hook_point_run_once(gemma: LanguageModel, windows: list[StoredWindow]):
+    runs = dict.fromkeys(range(gemma.source.layers), 0)
+
+    def count(layer: int, module: nn.Module, args: Any) -> None:
+        runs[layer] += 1
+
+    place, passes = (HookPoint(1, "resid_post"),), Passes(gemma)
+    passes.repeatable(place, torch.from_numpy(windows[0].token_ids)[None])
+    passes.logits(torch.zeros(1, 128))
+    handles = [
+        block.self_attn.register_forward_hook(
+            lambda module, args, output, layer=layer: count(layer, module, args)
+        )
+        for layer, block in enumerate(gemma.blocks)
+    ]
+    effects([passes], windows, place, [place], [random_sae(d_in=128)], lambda tokens: None)
+    for handle in handles:
+        handle.remove()
+    assert runs == {0: 1, 1: 1} | dict.fromkeys(range(2, gemma.source.layers), 3)
+
+
+def test_layers_that_share_keys_and_values_are_all_run(tmp_path: Path):
+    config = Gemma3nTextConfig(
+        vocab_size=128,
+        vocab_size_per_layer_input=128,
+        hidden_size=16,
+        hidden_size_per_layer_input=8,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=4,
+    )
+    found = loaded(save_model(tmp_path, config), head=True)
+    passes = Passes(found)
+    token_ids = torch.randint(3, 64, (2, 9))
+    mask = torch.ones_like(token_ids)
+    point = HookPoint(2, "mlp_in")
+    hooks = {point: lambda _, activations: activations * 0.5}
+    blocks = passes.repeatable([point], token_ids)
+    _, kept = passes.states(token_ids, mask, keep={blocks} - {0})
+    states, _ = passes.states(token_ids, mask, hooks, below=kept.get(blocks))
+    whole = found.logits(token_ids, mask, hooks)
+    torch.testing.assert_close(passes.logits(states.flatten(0, 1)), whole.flatten(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["bert", "esm"])
+def test_a_model_that_sees_later_tokens_is_refused(kind: str, sae: CommandLine, tmp_path: Path):
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "pad_token_id": 0,
+    }
+    config = AutoConfig.for_model(kind, **sizes)
+    folder = save_model(tmp_path / "model", config, loader=AutoModelForMaskedLM)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join("abcdefghij" * 3 for _ in range(60)))
+    words = ("--dataset", text, "--context", "12", "--layer", "1")
+    assert sae("extract", "--model", folder, *words).status == 0
+    assert sae("train", "--act", "topk", "--k", "2", "--d-sae", "8", "--epochs", "1").status == 0
+    for command in ("eval", "finetune"):
+        done = sae(command, "--model", folder)
+        assert done.status == 1
+        assert "expected a causal language model" in done.err.splitlines()[-1]
