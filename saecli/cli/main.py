@@ -7,10 +7,9 @@ import io
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -23,12 +22,12 @@ from ..base.errors import (
     PeerError,
     SaeError,
     did_you_mean,
-    flag_of,
     one_line,
     printable,
     shortened,
 )
 from ..base.machine import demand_address_space, is_out_of_memory, rank, world
+from ..base.options import in_place_of
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
@@ -49,49 +48,52 @@ COMMANDS = {
     "rm": "Remove stores and runs with all their files.",
     "demo": "Run extract, train and eval offline on a bundled model, printing each command.",
 }
-HELP = {"-h", "--help", "--help-all"}
 TOGETHER = ("extract", "train", "finetune")  # commands that torchrun may run in several processes
 
 
-class Command(TyperCommand):
+class Once:
+    """Refuses an option that takes one value and is given twice; a base of commands."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser = cast(Any, super()).make_parser(ctx)
+        parse = parser.parse_args
+
+        def parse_once(args: list[str]) -> Any:
+            values, rest, order = parse(args)
+            for index, each in enumerate(() if ctx.resilient_parsing else order):
+                if each in order[:index] and not (each.multiple or each.is_flag):
+                    raise ConfigError(
+                        f"{each.opts[0]} is given twice: expected one value; leave one of them out"
+                    )
+            return values, rest, order
+
+        parser.parse_args = parse_once
+        return parser
+
+
+class Command(Once, TyperCommand):
     """A command that takes options in any spelling, `--d_sae` too, and leaves advanced ones to `--help-all`."""
 
     advanced: Collection[str] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:
+        try:
             return super().parse_args(ctx, args)
-        demand_once(self, ctx, words := [*self._spelled(ctx, args)])
-        return super().parse_args(ctx, words)
-
-    def _spelled(self, ctx: Any, args: list[str]) -> Iterator[str]:
-        from ..base.options import in_place_of
-
-        flags = {flag for one in self.get_params(ctx) for flag in (*one.opts, *one.secondary_opts)}
-        rest = iter(args)
-        for word in rest:
-            flag, equals, value = word.partition("=")
-            name = flag.removeprefix("--").replace("-", "_").lower()
-            if word == "--":
-                yield from (word, *rest)
-            elif not flag.startswith("--") or flag in flags:
-                yield word
-            elif flag_of(name) in flags:
-                yield flag_of(name) + equals + value
-            elif remedy := in_place_of(name, {one.name for one in self.params}):
-                raise ConfigError(f"{ctx.command_path} has no option {flag}; {remedy}")
-            else:
-                yield word
+        except typer.TyperException as error:
+            flag = getattr(error, "option_name", None)  # of an option that does not exist
+            name = str(flag).removeprefix("--").replace("-", "_").lower()
+            if remedy := in_place_of(name, {each.name for each in self.params}):
+                raise ConfigError(f"{ctx.command_path} has no option {flag}; {remedy}") from None
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if not ctx.params.get("help_all"):
-            for one in cast(Any, self.params):
-                one.hidden = one.name in self.advanced
+            for each in cast(Any, self.params):
+                each.hidden = each.hidden or each.name in self.advanced
             if self.advanced:
                 self.epilog = (
                     f"{ctx.command_path} --help-all shows {len(self.advanced)} more options."
                 )
-        _load_help()
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
@@ -100,32 +102,6 @@ class Command(TyperCommand):
         if any(ctx.params.get(name, ...) in (None, [], ()) for name in ("run", "runs")):
             ctx.find_root().obj.runs.find(None)
         return super().invoke(ctx)
-
-
-def _load_help() -> None:
-    """Load what Typer draws help pages with, but for two libraries that only other applications' pages show: Markdown
-    and tracebacks. With them, a page takes a third longer."""
-    unused = {
-        name: ModuleType(name)
-        for name in ("rich.markdown", "rich.traceback")
-        if name not in sys.modules
-    }
-    for module in unused.values():
-        module.__dict__.update(Markdown=object, Traceback=object)
-    sys.modules |= unused
-    import_module("typer.rich_utils")
-    for name in unused:
-        del sys.modules[name]
-
-
-def demand_once(command: Any, ctx: Any, words: Sequence[str]) -> None:
-    """ConfigError if the words give an option that takes one value twice."""
-    _, _, order = command.make_parser(ctx).parse_args(args=[*words])
-    for index, one in enumerate(order):
-        if one in order[:index] and not (one.multiple or one.is_flag):
-            raise ConfigError(
-                f"{one.opts[0]} is given twice: expected one value; leave one of them out"
-            )
 
 
 def loaded(name: str) -> Command:
@@ -140,13 +116,25 @@ def loaded(name: str) -> Command:
     for one in cast(Any, command.params):
         one.help = escape(one.help)  # square brackets are rich's markup
     command.advanced = getattr(function, "advanced", ())
-    if command.advanced:
-        listed = typer.Typer(add_completion=False)
-        listed.command()(_show_all)
-        command.params.append(
-            typer.main.get_command(listed).params[0]
-        )  # Typer's only way to make an option
+    listed = typer.Typer(add_completion=False)
+    listed.command()(_show_all)
+    help_all = cast(Any, typer.main.get_command(listed).params[0])  # Typer's only way to make one
+    help_all.hidden = not command.advanced  # --help shows all
+    command.params.append(help_all)
+    command.context_settings["token_normalize_func"] = _as_spelled(command)
     return command
+
+
+def _as_spelled(command: Command) -> Callable[[str], str]:
+    """A function that respells the name of an option in capitals or with underscores; other words stay."""
+    flags = [flag for each in command.params for flag in (*each.opts, *each.secondary_opts)]
+    names = {flag.lstrip("-") for flag in flags}
+
+    def spelled(word: str) -> str:
+        name = word.replace("_", "-").lower()
+        return name if name in names else word
+
+    return spelled
 
 
 def _print_all(ctx: typer.Context, wanted: bool) -> None:
@@ -171,27 +159,12 @@ def _show_all(
     """Holds an option."""
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Once, TyperGroup):
     """Imports a command's module only when it is named."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:
-            demand_once(self, ctx, args)
-            if (
-                args[:1] and args[0] in COMMANDS and HELP.intersection(args)
-            ):  # before Typer loads pydantic
-                loaded(args[0]).make_context(
-                    args[0], args[1:], parent=ctx
-                )  # exits, unless it is an option's value
-        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and loaded(str(name)), rest
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        _load_help()
-        super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -55,3 +55,21 @@ def test_underscores_and_capitals_in_an_option_are_as_hyphens(sae: CommandLine):
     assert (done.json["run"], done.json["d_sae"], done.json["steps"]) == ("a_b", 24, 30)
     assert "No such option: --d_saex" in sae("train", "--d_saex", "24").err
     assert "--x_y" in sae("eval", "--", "--x_y").err  # after -- are names
+
+
+def test_values_stay_as_they_are(commands: dict[str, Command]):
+    words = [
+        "--latent",
+        "1",
+        "--prompt",
+        "--Latent",
+        "--prompt=--k_sparse",
+        "--prompt",
+        "--l1_coefficient",
+    ]
+    context = commands["steer"].make_context("steer", ["first", *words], resilient_parsing=False)
+    assert context.params["prompt"] == ["--Latent", "--k_sparse", "--l1_coefficient"]
+    with pytest.raises(
+        saecli.SaeError, match="has no option --L1_Coefficient; here sparsity_weight"
+    ):
+        commands["train"].make_context("train", ["--L1_Coefficient", "3"])
