@@ -207,8 +207,9 @@ class PamSgdSolver(Solver):
         def codes_again() -> Iterator[Codes]:
             drawn = self.draws(now.number, DECODER_STEP)
             for batch in again():
+                codes, _ = self._encoded(batch, drawn)  # draws for the other processes' batches too
                 if len(batch.x):
-                    yield self._encoded(batch, drawn)[0]
+                    yield codes
 
         dictionary = self.dictionary
         start = dictionary.decoder().detach()

@@ -175,6 +175,28 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
     assert_same_run(sae.home, "several", "one")
 
 
+@pytest.mark.slow
+def test_codes_that_are_computed_again_are_smoothed_as_they_were(sae: CommandLine, tmp_path: Path):
+    """In processes without memory for the codes of all rows, each of which belongs to one of them."""
+    without_memory = (
+        "import sys, saecli.train.ridge\n"
+        "sys.modules['saecli.train.ridge.solve'].KEPT_FRACTION = 0.0\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(without_memory)
+    make_store(sae.home, "rows", some_rows())
+    words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2", "--inner-steps", "1")
+    words += ("--solve", "iterative", "--decoder", "free", "--alpha", "0.1", "--smoothing", "0.3")
+    path, documents = f"{tmp_path}:{Path(__file__).parents[2]}", {}
+    for processes, name in ((1, "one"), (2, "several")):
+        command = [*map(str, ("--home", sae.home, *words)), "--name", name]
+        with launched(torchrun(processes), *command, PYTHONPATH=path) as started:
+            done = started.done()
+        assert done.status == 0, done.err
+        documents[name] = done.json
+    assert_same_result(documents["several"], documents["one"], rel=1e-4)
+    assert_same_run(sae.home, "several", "one", rel=1e-4)
+
+
 @pytest.mark.long
 def test_training_on_is_that_of_one_process(sae: CommandLine):
     make_run(sae.home, "old", random_sae(TopK(k=3)))
