@@ -21,6 +21,7 @@ Scales = Annotated[
     typer.Option(
         "--scale",
         help="Change in units of the code; give one for all latents, or one for each.",
+        show_default="each latent's largest code on the run's store",
         callback=lambda given: given or None,
     ),
 ]
@@ -58,14 +59,15 @@ def command(
 ) -> None:
     """Generate text with SAE latents steered, next to unsteered text.
 
-    Adds the change of each code times its decoder vector to the activations at every token, special ones (BOS)
-    excepted; the reconstruction error stays. A transcoder changes the activations that it predicts, a crosscoder those
-    at one hook point, chosen by --model, --layer and --site.
+    Adds the change of each code times its decoder vector to the activations at every token but the first and special
+    ones (BOS); the reconstruction error stays. A transcoder changes the activations that it predicts, a crosscoder
+    those at one hook point, chosen by --model, --layer and --site.
 
-    To choose --scale, see the table: norms of activations and decoder vectors, and each latent's largest code on the
-    prompts. In a notebook, `with saecli.steering(model, "first", 12, scale=8):` steers model.generate.
+    To choose --scale, see the table: the norms of activations and decoder vectors, and each latent's largest codes on
+    the prompts and on the run's store. In a notebook, `with saecli.steering(model, "first", 12, scale=8):` steers
+    model.generate.
 
-    Example: sae steer first --latent 12 --scale 8 --prompt "Once upon a time"
+    Example: sae steer first --latent 12 --prompt "Once upon a time"
     """
     from ..measure.steer import steer
     from ..show.measures import steering_tables

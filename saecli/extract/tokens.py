@@ -3,12 +3,12 @@
 Shapes: R directions, T tokens, D = d_in, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import Cache, GenerationConfig
 
 from ..base.errors import ModelError
 from .language_model import LanguageModel
@@ -181,3 +181,17 @@ def continuation(
                 token_ids, attention_mask=torch.ones_like(token_ids), generation_config=config
             )
     return found[0, token_ids.shape[1] :].tolist()
+
+
+def first_tokens(tokens: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The indices of each text's first token among those of a forward pass, (B, T), by its arguments: none where the
+    cache holds tokens before them."""
+    texts = torch.arange(len(tokens), device=tokens.device)
+    # transformers named the argument past_key_values, later cache
+    caches = [value for value in arguments.values() if isinstance(value, Cache)]
+    if any(cache.get_seq_length() for cache in caches):
+        return texts[:0], texts[:0]
+    mask = arguments.get("attention_mask")  # 0 at padding, perhaps on the left
+    if mask is None or mask.shape != tokens.shape:
+        return texts, torch.zeros_like(texts)
+    return texts, mask.to(tokens.device).long().argmax(1)

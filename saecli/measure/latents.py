@@ -22,7 +22,7 @@ from ..sae.codes import Codes, DenseCodes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing
 from ..store.split import splitmix64
-from .measured import Block
+from .measured import Block, Measured
 
 OCTAVE = 4  # bins per power of two: the exponent of a size's fourth power is its bin's number
 LOWEST, HIGHEST = -24, 24  # powers of two; sizes outside count in the first or last bin
@@ -35,10 +35,30 @@ BLOCK_PAIRS, CHUNK = (
     1 << 22,
     1024,
 )  # pairs (16 MB in float32, a few times over) and sampled rows per product
+SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # at most, see `largest_codes`
 TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
 WINDOWS = 128  # examined before the smallest examples are updated
 FACTOR = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
 INVERSE = pow(FACTOR, -1, 1 << 64)
+
+
+@torch.no_grad()
+def largest_codes(one: Measured, latents: Sequence[int]) -> tuple[list[float], int]:
+    """The largest code of each of some latents on rows drawn at random, and the number of these rows.
+
+    Cost: at most `SCANNED_PRODUCTS` multiplications, or one batch.
+    """
+    sae = one.sae
+    rows = min(SCANNED_ROWS, SCANNED_PRODUCTS // (sae.d_in * sae.d_sae))
+    largest = torch.full((len(latents),), -torch.inf)
+    seen = 0
+    for batch in one.rows.batches(one.batch_rows, seed=0, epoch=0):
+        x = torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc)
+        largest = largest.maximum(sae.encode(x)[:, list(latents)].amax(0).float().cpu())
+        seen += len(batch)
+        if seen >= rows:
+            break
+    return largest.tolist(), seen
 
 
 def bin_edges() -> np.ndarray:

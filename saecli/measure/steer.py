@@ -6,7 +6,8 @@
 
 summed over the chosen latents i, with z the codes of x: the reconstruction error stays. A transcoder's codes are of the
 activations that it reads, and those that it predicts are changed. A crosscoder's need all its hook points, perhaps of
-several models, at once: its latents can be added at one of them. Special tokens (BOS) keep their activations.
+several models, at once: its latents can be added at one of them. Special tokens (BOS) keep their activations, and so
+does the first token of a text, which is the attention sink where there is no BOS.
 
 Sources: Turner et al., "Steering Language Models With Activation Engineering" (2023), for adding; Templeton et al.,
 "Scaling Monosemanticity" (2024), for clamping. Shapes: T tokens, N of them not special, S chosen latents, E = d_out.
@@ -23,14 +24,18 @@ from torch import Tensor, nn
 
 from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, counted
 from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of, intercepted
 from ..extract.model_source import find_model
+from ..extract.special import affixes, special_ids
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
-from ..extract.tokens import TokenTexts, continuation
+from ..extract.tokens import TokenTexts, continuation, first_tokens
 from ..sae.dictionary import SAE
-from ..sae.library import SAELike, open_sae
+from ..sae.formats import SavedSAE
+from ..sae.library import SAELike, Subject, open_sae
+from .latents import largest_codes
+from .measured import measured
 
 METHODS, NEW_TOKENS = ("add", "clamp", "ablate"), 40
 
@@ -69,31 +74,61 @@ def _chosen(
     )
     _refuse(
         "scale",
-        method != "ablate" and not scales,
-        f"is needed with --method {method}, in units of the code",
-    )
-    _refuse(
-        "scale",
         len(scales) not in (0, 1, given.size),
         "must be given once, or once for each latent",
     )
     _refuse(
         "scale", not np.isfinite(scales).all(), f"must be finite, got {', '.join(map(str, scales))}"
     )
-    return given.tolist(), np.broadcast_to(scales or 0.0, given.shape).tolist()
+    if method == "ablate":
+        scales = [0.0]
+    return given.tolist(), np.broadcast_to(scales, given.shape).tolist() if scales else []
+
+
+def _on_store(
+    home: Home, sae: SAELike, subject: Subject, device: str, latents: list[int]
+) -> tuple[list[float], int, str] | None:
+    """The largest codes of latents on the store that an SAE was trained on, the number of rows looked at, and the
+    store's name; None where there is no such store."""
+    trained_on = [name for name in (subject.data, *subject.beside, subject.target) if name]
+    if not trained_on or any(
+        name not in home.stores.names() and not Path(name).exists() for name in trained_on
+    ):
+        return None
+    one = measured(home, sae, None, "all", device, Silent())
+    return *largest_codes(one, latents), one.rows.name
+
+
+def _default_scales(
+    method: str, name: str, latents: list[int], on_store: tuple[list[float], int, str] | None
+) -> list[float]:
+    """Each latent's largest code on the store."""
+    _refuse(
+        "scale",
+        on_store is None,
+        f"is needed with --method {method}, in units of the code: the store that {name} was trained on "
+        "is not here to take each latent's largest code from",
+    )
+    assert on_store is not None
+    largest, rows, store = on_store
+    for latent, code in zip(latents, largest, strict=True):
+        _refuse(
+            "scale",
+            code <= 0,
+            f"is needed with --method {method}, in units of the code: latent {latent} does not fire on "
+            f"{counted(rows, 'row')} of {store}",
+        )
+    return largest
 
 
 def _opened(
-    home: Home,
-    sae: SAELike,
-    listener: Listener,
+    opened: tuple[Subject, SavedSAE],
     method: str,
     model: str | None,
     layer: int | None,
     site: str | None,
 ) -> tuple[Hooked, bool]:
     """An SAE where it acts, and whether it can encode; of a crosscoder the decoder of one of its hook points."""
-    opened = open_sae(home, sae, listener)
     if not opened[1].sae.widths:
         return hooked(opened, layer, site), True
     one = hooked(opened, None, None)
@@ -158,8 +193,11 @@ def steering(
         special: token ids whose activations stay; by default the model's BOS, EOS and padding.
     """
     name = getattr(model.config, "name_or_path", None)
-    one, _ = _opened(Home.at(home), sae, Silent(), method, name, layer, site)
-    with _changed(model, one, method, *_chosen(one, method, latents, scale), special):
+    opened = open_sae(Home.at(home), sae, Silent())
+    one, _ = _opened(opened, method, name, layer, site)
+    chosen, scales = _chosen(one, method, latents, scale)
+    _refuse("scale", not scales, f"is needed with --method {method}, in units of the code")
+    with _changed(model, one, method, chosen, scales, special):
         yield
 
 
@@ -190,13 +228,17 @@ def _changed(
     batch: dict[str, Tensor | None] = {
         "plain": None,
         "read": None,
-    }  # which tokens are not special; what is encoded
+    }  # which tokens are changed; what is encoded
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         token_ids = kwargs.get("input_ids", args[0] if args else None)  # none with inputs_embeds
-        batch.update(
-            plain=None if token_ids is None else ~torch.isin(token_ids.to(device), kept), read=None
-        )
+        if token_ids is None:
+            shape = kwargs["inputs_embeds"].shape[:2]
+            plain = torch.ones(shape, dtype=torch.bool, device=device)
+        else:
+            plain = ~torch.isin(token_ids.to(device), kept)
+        plain[first_tokens(plain, kwargs)] = False
+        batch.update(plain=plain, read=None)
 
     def read(x: Tensor) -> Tensor:
         batch["read"] = x.clone()  # a model may add to it in place
@@ -204,12 +246,12 @@ def _changed(
 
     def write(y: Tensor) -> Tensor:
         x, plain = y if one.read == one.written else batch["read"], batch["plain"]
+        assert plain is not None
         if x is None:
             raise ConfigError(
                 f"{one.name} cannot steer {name}: it reads layer {one.read.layer}, {one.read.site} after "
                 f"layer {one.written.layer}, {one.written.site}, which it predicts; name another run"
             )
-        plain = torch.ones(y.shape[:-1], dtype=torch.bool) if plain is None else plain
         steps, steered = torch.tensor(scales).to(W), y.clone()
         if method != "add":
             steps = steps - sae.encode(x[plain.to(x.device)].to(W))[:, latents]  # (N, S)
@@ -245,9 +287,11 @@ def steer(
     """Continue prompts with latents of an SAE changed, and without; arguments as in `steering` and `sae steer --help`.
 
     Returns:
-        The arguments as used; `activation_norm`, the mean norm of the changed activations on the prompts; `latents`,
-        each with `decoder_norm` and `prompt_max`, its largest code on the prompts; and `continuations`, for each
-        `prompt` the texts that follow it, `plain` and `steered`.
+        The arguments as used, `scale` by default each latent's largest code on the store; `activation_norm`, the median
+        norm of the prompts' activations that are changed, None if none is; `latents`, each with `decoder_norm`,
+        `prompt_max` and `store_max`, its largest codes on the prompts and on `store_rows` rows of the store that the
+        SAE was trained on, None without these; and `continuations`, for each `prompt` the texts that follow it, `plain`
+        and `steered`.
     """
     prompts, listener = [prompts] if isinstance(prompts, str) else prompts, listening(progress)
     _refuse(
@@ -262,24 +306,27 @@ def steer(
     )
     if model is not None and model_revision is not None:
         model, model_revision = find_model(model, model_revision).spec, None
-    one, encodes = _opened(Home.at(home), sae, listener, method, model, layer, site)
+    opened = open_sae(Home.at(home), sae, listener)
+    one, encodes = _opened(opened, method, model, layer, site)
     chosen, scales = _chosen(one, method, latents, scale)
+    on_store = _on_store(Home.at(home), sae, opened[0], device, chosen)
+    scales = scales or _default_scales(method, one.name, chosen, on_store)
     source = model_of([one], model, model_revision, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
-    inputs = [_token_ids(loaded, prompt, max_new_tokens) for prompt in prompts]
-    special, texts, found = (
-        loaded.tokenizer.all_special_ids,
-        TokenTexts(loaded.tokenizer),
-        list[dict[str, str]](),
-    )
-    windows = [
-        StoredWindow(token_ids[0].numpy(), ~np.isin(token_ids[0].numpy(), special))
-        for token_ids in inputs
-    ]
+    prepend_bos = opened[1].origin.get("prepend_bos") is not False
+    prefix = affixes(loaded.tokenizer, prepend_bos).prefix
+    inputs = [_token_ids(loaded, prefix, prompt, max_new_tokens) for prompt in prompts]
+    special = sorted(special_ids(loaded.tokenizer, control=False))
+    texts = TokenTexts(loaded.tokenizer)
+    found: list[dict[str, str]] = []
+    windows = [_changed_tokens(token_ids[0].numpy(), special) for token_ids in inputs]
     places = list(dict.fromkeys([one.read, one.written]))
     rows = [*zip(*stored_activations(loaded, windows, places, 1), strict=True)]
     read, written = torch.cat(rows[0]), torch.cat(rows[-1])  # (N, D), (N, E)
     codes = one.sae.copy_to(loaded.device).encode(read)  # (N, F)
+    norm = float(written.float().norm(dim=1).quantile(0.5)) if len(written) else None
+    largest: Sequence[float | None]
+    largest, rows_seen = on_store[:2] if on_store else ([None] * len(chosen), None)
     with listener.progress(f"continuing with {source.name}", 2 * len(prompts), "texts") as show:
         for prompt, token_ids in zip(prompts, inputs, strict=True):
             settings = loaded, token_ids, max_new_tokens, temperature, seed or 0
@@ -305,15 +352,17 @@ def steer(
         **one.read.place,
         **target,
         "method": method,
-        "activation_norm": float(written.float().norm(dim=1).mean()),
+        "activation_norm": norm,
+        "store_rows": rows_seen,
         "latents": [
             {
                 "latent": latent,
                 "scale": scale,
                 "decoder_norm": float(one.sae.W_dec[latent].norm()),
                 "prompt_max": float(codes[:, latent].max()) if len(codes) and encodes else None,
+                "store_max": code,
             }
-            for latent, scale in zip(chosen, scales, strict=True)
+            for latent, scale, code in zip(chosen, scales, largest, strict=True)
         ],
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -322,16 +371,24 @@ def steer(
     }
 
 
-def _token_ids(model: LanguageModel, prompt: str, most: int) -> Tensor:
+def _changed_tokens(token_ids: np.ndarray, special: Sequence[int]) -> StoredWindow:
+    changed = ~np.isin(token_ids, special)
+    changed[:1] = False
+    return StoredWindow(token_ids, changed)
+
+
+def _token_ids(model: LanguageModel, prefix: list[int], prompt: str, most: int) -> Tensor:
+    """A prompt's tokens, (1, T), after the special ones that windows begin with."""
     text = prompt.encode(errors="ignore").decode()
     _refuse(
         "prompt",
         not prompt or text != prompt,
         f"must be a text to continue, in UTF-8, got {prompt!a}",
     )
-    token_ids = torch.tensor(
-        model.tokenizer(prompt, verbose=False)["input_ids"], dtype=torch.int64
-    )[None]
+    own = model.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    if own[: len(prefix)] != prefix:
+        own = [*prefix, *own]
+    token_ids = torch.tensor(own, dtype=torch.int64)[None]
     model.check_tokens(token_ids)
     room = (model.source.positions or torch.inf) - token_ids.shape[1]
     _refuse(

@@ -390,15 +390,20 @@ def steering_tables(document: Mapping[str, Any]) -> list[RenderableType]:
     scaled = document["method"] != "ablate"
     title = (
         f"{document['method']} latents of {document['run']} in {document['model']}, layer {layer}, "
-        f"{site}; activations there have a norm of {number(document['activation_norm'])}"
+        f"{site}; activations there have a median norm of {number(document['activation_norm'])}"
     )
     rows = [
-        [str(one["latent"]), *[one["scale"]] * scaled, one["prompt_max"], one["decoder_norm"]]
+        [
+            str(one["latent"]),
+            *[one["scale"]] * scaled,
+            one["prompt_max"],
+            one["store_max"],
+            one["decoder_norm"],
+        ]
         for one in document["latents"]
     ]
-    shown = table(
-        title, ["latent", *["scale"] * scaled, "largest code on the prompt", "decoder norm"], rows
-    )
+    heads = ["largest code on the prompt", "on the store", "decoder norm"]
+    shown = table(title, ["latent", *["scale"] * scaled, *heads], rows)
     texts = [
         f"\n{printable(f'{name}: {one[name]}')}"
         for one in document["continuations"]

@@ -48,8 +48,9 @@ def prompt() -> Tensor:
 
 @torch.no_grad()
 def hooked(model: nn.Module, block: nn.Module, change: Any, token_ids: Tensor) -> Tensor:
-    """The logits with a plain hook on a block, which leaves BOS, EOS and padding as they are."""
+    """The logits with a plain hook on a block, which leaves BOS, EOS, padding and the first token as they are."""
     plain = (token_ids > EOS)[..., None]
+    plain[:, 0] = False
 
     def replace(module: nn.Module, args: tuple, output: Any) -> Any:
         x = output[0] if isinstance(output, tuple) else output
@@ -145,6 +146,35 @@ def test_one_scale_is_for_all_latents_and_special_tokens_are_the_users(model: nn
     torch.testing.assert_close(found, hook, rtol=1e-4, atol=1e-4)
     if model.config.model_type != "gemma2":  # which scales embeddings made of ids
         torch.testing.assert_close(found, embedded, rtol=1e-4, atol=1e-4)
+
+
+def test_the_first_token_of_a_text_padded_on_the_left_stays(model: nn.Module):
+    sae, token_ids = steerable(), prompt() + 3
+    mask = torch.ones_like(token_ids)
+    mask[1, :3] = 0
+    seen: list[Tensor] = []
+    handle = blocks(model)[1].register_forward_hook(
+        lambda module, args, output: seen.append(
+            (output[0] if isinstance(output, tuple) else output).clone()
+        )
+    )
+    settings = {"attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        model(token_ids, **settings)
+        with saecli.steering(model, sae, LATENTS, scale=SCALES, layer=1, site="resid_post"):
+            handle.remove()  # hooks run in the order in which they were registered
+            handle = blocks(model)[1].register_forward_hook(
+                lambda module, args, output: seen.append(
+                    (output[0] if isinstance(output, tuple) else output).clone()
+                )
+            )
+            model(token_ids, **settings)
+    handle.remove()
+    change = (seen[1] - seen[0])[mask.bool()]
+    step = torch.tensor(SCALES) @ sae.W_dec[LATENTS]
+    expected = step.expand(len(change), -1).clone()
+    expected[[0, 7]] = 0  # the first tokens of the two texts, of 7 and 4 tokens
+    torch.testing.assert_close(change, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["add", "clamp", "ablate"])
@@ -247,11 +277,70 @@ def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: Co
         (11, -9.0),
     ]
     x = model(**given, output_hidden_states=True).hidden_states[2][0, 1:]
-    assert done.json["activation_norm"] == pytest.approx(x.norm(dim=1).mean().item(), rel=1e-4)
+    assert done.json["activation_norm"] == pytest.approx(
+        x.norm(dim=1).quantile(0.5).item(), rel=1e-4
+    )
+    assert [one["store_max"] for one in done.json["latents"]] == [None, None]
     codes = steerable(d_in=128).encode(x)[:, LATENTS]
     assert [one["prompt_max"] for one in done.json["latents"]] == pytest.approx(
         codes.amax(0).tolist(), rel=1e-3
     )
+
+
+def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
+    words = ("--model", TINY_GEMMA2, "--layer", "1", "--rows", "2000", "--dtype", "float32")
+    assert sae("extract", *words, "--name", "docs").status == 0
+    train = ("--act", "topk", "--k", "4", "--d-sae", "64", "--steps", "20", "--name", "first")
+    assert sae("train", *train).status == 0
+    x = torch.cat(
+        [
+            torch.from_numpy(batch.copy())
+            for batch in saecli.open_store("docs", home=sae.home).split("all").sequential(500)
+        ]
+    )
+    z = saecli.load_sae("first", home=sae.home).encode(x)
+    latent = int(z.amax(0).argmax())
+    prompt = ("--prompt", "Return the", "--max-new-tokens", "3")
+    done = sae("steer", "first", "--latent", str(latent), *prompt, "--json")
+    assert done.status == 0, done.err
+    (line,) = done.json["latents"]
+    assert line["scale"] == line["store_max"] == pytest.approx(float(z[:, latent].max()), rel=1e-5)
+    assert done.json["store_rows"] == len(x)
+
+    silent = next(iter(torch.nonzero(z.amax(0) == 0).flatten().tolist()), None)
+    if silent is not None:
+        refused = sae("steer", "first", "--latent", str(silent), *prompt)
+        assert refused.status == 2
+        assert f"latent {silent} does not fire on 2,000 rows of docs" in refused.err
+    assert sae("rm", "docs", "--yes").status == 0
+    refused = sae("steer", "first", "--latent", str(latent), *prompt)
+    assert refused.status == 2
+    assert "--scale is needed with --method add" in refused.err
+    ablated = sae(
+        "steer", "first", "--latent", str(latent), *prompt, "--method", "ablate", "--json"
+    )
+    assert ablated.json["latents"][0]["store_max"] is None
+
+
+def test_prompts_begin_as_windows_do_where_the_tokenizer_adds_no_bos(tmp_path: Path):
+    folder = save_model(tmp_path / "gpt2", "gpt2", bos=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    text = "fgh"
+    own = tokenizer(text)["input_ids"]
+    beginning = tokenizer.bos_token_id or tokenizer.eos_token_id
+    assert own[0] != beginning
+    arguments = {"layer": 1, "site": "resid_post", "model": str(folder), "scale": 3}
+    sae = steerable()
+    found = saecli.steer(sae, LATENTS, text, **arguments, max_new_tokens=4)
+    token_ids = torch.tensor([[beginning, *own]])
+    whole = model.generate(
+        token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=4, do_sample=False
+    )
+    expected = tokenizer.decode(whole[0, token_ids.shape[1] :])
+    assert found["continuations"][0]["plain"].strip() == expected.strip()
+    x = model(token_ids, output_hidden_states=True).hidden_states[2][0, 1:]
+    assert found["activation_norm"] == pytest.approx(x.norm(dim=1).quantile(0.5).item(), rel=1e-4)
 
 
 @pytest.mark.slow
