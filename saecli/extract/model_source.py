@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig
 
+from ..base.devices import multiplies_bf16
 from ..base.errors import ConfigError, ModelError, one_line
 from ..base.files import file_sha256
 from ..base.machine import why_refused, why_unreachable
@@ -131,8 +132,8 @@ class ModelSource:
         return (self.layers - 1) // 2
 
     def dtype_on(self, device: torch.device, wanted: str = "auto") -> str:
-        """The precision of a forward pass; `auto` is float32 on a CPU, where half precision is slow and rarely native,
-        elsewhere the checkpoint's own, or float32 if that is none of `MODEL_DTYPES`."""
+        """The precision of a forward pass; `auto` is the checkpoint's own where the device multiplies in it, else
+        float32. The bundled model, whose figures are to be the same on all CPUs, takes float32 on each."""
         if wanted != "auto":
             return wanted
         named = next(
@@ -143,7 +144,10 @@ class ModelSource:
             ),
             None,
         )
-        return named if device.type != "cpu" and named in MODEL_DTYPES else "float32"
+        if device.type != "cpu":
+            return named if named in MODEL_DTYPES else "float32"
+        native = named == "bfloat16" and self.name not in BUNDLED and multiplies_bf16(device)
+        return "bfloat16" if native else "float32"
 
     def check_context(self, context: int) -> None:
         if self.positions is not None and context > self.positions:

@@ -162,7 +162,8 @@ class ExtractConfig(Config):
     dtype: str = option("bfloat16", "Precision of the stored rows.", choices=DTYPES)
     model_dtype: str = option(
         "auto",
-        "Precision of weights and forward pass. auto: float32 on a CPU, else the checkpoint's own.",
+        "Precision of weights and forward pass. auto: the checkpoint's own; on a CPU that does not "
+        "multiply bfloat16 natively, float32.",
         choices=("auto", *MODEL_DTYPES),
     )
     batch_size: int | str = option(

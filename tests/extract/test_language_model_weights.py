@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from homes import CommandLine
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, DEEP, LAYERS, VOCABULARY, loaded, save_model
+from tiny_models import CONFIGS, DEEP, LAYERS, VOCABULARY, loaded, save_model, save_tokenizer
 from torch import nn
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     Gemma3TextConfig,
     MistralConfig,
     OPTConfig,
@@ -22,10 +24,11 @@ from transformers import (
 )
 
 from saecli.base.errors import ModelError
-from saecli.extract import language_model
+from saecli.extract import language_model, model_source
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.options import SITES, HookPoint
+from saecli.extract.options import SITES, TINY_GEMMA2, HookPoint
+from saecli.store.reader import ActivationStore
 
 MORE = {
     "gemma3": lambda: Gemma3TextConfig(**DEEP, num_key_value_heads=1, head_dim=8, sliding_window=4),
@@ -143,3 +146,25 @@ def test_blocks_that_share_weights_with_earlier_ones_are_loaded(
     assert len(first_blocks(folder, 0).blocks) == 1
     monkeypatch.setattr(AutoModel, "from_config", sharing)
     assert len(first_blocks(folder, 0).blocks) == LAYERS
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_cpu_takes_the_precision_that_it_multiplies_in(
+    native: bool, sae: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever the CPU that runs this test."""
+    monkeypatch.setattr(model_source, "multiplies_bf16", lambda device: native)
+    single = save_model(tmp_path / "single", "llama")
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(single, dtype=torch.bfloat16).save_pretrained(half)
+    save_tokenizer(half, bos=True)
+    (tmp_path / "text.txt").write_text("\n\n".join("abcdefghij" for _ in range(20)))
+    expected = {half: "bfloat16" if native else "float32", single: "float32"}
+    for number, (folder, dtype) in enumerate((expected | {TINY_GEMMA2: "float32"}).items()):
+        name = f"rows-{number}"
+        words = ("--dataset", tmp_path / "text.txt", "--layer", "1", "--name", name)
+        assert sae("extract", "--model", folder, *words).status == 0
+        meta = ActivationStore.open(sae.home / "activations" / name).meta
+        assert meta.source["model_dtype"] == dtype
+        model = LanguageModel(find_model(str(folder)), torch.device("cpu"))
+        assert str(model.dtype) == f"torch.{dtype}"
