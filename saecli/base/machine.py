@@ -6,11 +6,13 @@ import math
 import os
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import MachineError, one_line
 
-CGROUP = Path("/sys/fs/cgroup")
+CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LEAST_ADDRESS_SPACE = (
     2 << 30
 )  # bytes; with less, libraries abort the process while loading, or wait for threads
@@ -82,17 +84,49 @@ def demand_address_space() -> None:
 
 
 def available_memory() -> int:
-    """Bytes of memory that a process can allocate without swapping, within its container's limit."""
+    """Bytes of memory that a process can allocate without swapping, within the limits of its control groups."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if (meminfo := Path("/proc/meminfo")).exists():
         fields = dict(
             line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines()
         )
         free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
-    if limit.exists() and (text := limit.read_text(encoding="ascii").strip()) != "max":
-        free = min(free, int(text) - int(used.read_text(encoding="ascii")))
-    return free
+    return min([free, *_left_in_groups()])
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Bytes left below the memory limits of this process's control group and of those that it is nested in.
+
+    Page cache does not count as used, as in the kernel's MemAvailable: stores that are read fill it. A container may
+    see its own group as the root of the file system, which is why the root is always looked at.
+    """
+    lines = OWN_CGROUP.read_text(encoding="utf-8").splitlines() if OWN_CGROUP.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers:  # version 2
+            root, limit_file, usage_file, prefix = CGROUP, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):  # version 1
+            root, prefix = CGROUP / "memory", "total_"
+            limit_file, usage_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        own = root / path.strip("/")
+        for group in (own, *own.parents):
+            with suppress(OSError):  # such as a group that is not seen from here
+                limit = (group / limit_file).read_text(encoding="ascii").strip()
+                used = int((group / usage_file).read_text(encoding="ascii"))
+                if limit != "max":
+                    yield max(0, int(limit) - used + _page_cache(group / "memory.stat", prefix))
+            if group == root:
+                break
+
+
+def _page_cache(stat: Path, prefix: str) -> int:
+    """Bytes of files in a control group's memory, by its `memory.stat`; 0 without one."""
+    if not stat.exists():
+        return 0
+    wanted = {f"{prefix}active_file", f"{prefix}inactive_file"}
+    counts = (line.split(" ") for line in stat.read_text(encoding="ascii").splitlines())
+    return sum(int(count) for name, count in counts if name in wanted)
 
 
 def why_unreachable() -> str | None:

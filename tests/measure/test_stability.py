@@ -158,7 +158,9 @@ def test_a_matrix_that_does_not_fit_is_refused_before_it_is_made(
 ) -> None:
     (tmp_path / "memory.max").write_text("1500")
     (tmp_path / "memory.current").write_text("1000")
+    (tmp_path / "own").write_text("0::/\n")
     monkeypatch.setattr(machine, "CGROUP", tmp_path)  # a container with 500 bytes left
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
     with pytest.raises(
         MachineError, match="8 latents with 8: expected 512 B or more free, got 500 B"
     ):

@@ -1,0 +1,66 @@
+"""Free memory within control groups, by trees of files as Linux shows them."""
+
+from pathlib import Path
+
+import pytest
+
+from saecli.base import machine
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes the files of control groups, and what /proc says of this process."""
+    monkeypatch.setattr(machine, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
+
+    def write(own: str, files: dict[str, object]) -> None:
+        (tmp_path / "own").write_text(own)
+        for name, value in files.items():
+            path = tmp_path / "cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{value}\n")
+
+    return write
+
+
+def test_without_limits_it_is_the_machines(tree):
+    free = machine.available_memory()
+    assert free > 0
+    tree("0::/user.slice\n", {"user.slice/memory.max": "max", "user.slice/memory.current": 1 << 60})
+    assert machine.available_memory() == pytest.approx(free, rel=0.2)
+
+
+def test_the_least_of_nested_limits_counts_without_page_cache(tree):
+    """A SLURM job's step: its own group has no limit, the job's has."""
+    job = "system.slice/slurmstepd.scope/job_7"
+    tree(
+        f"0::/{job}/step_0/user\n",
+        {
+            f"{job}/step_0/user/memory.max": "max",
+            f"{job}/step_0/user/memory.current": 300 << 20,
+            f"{job}/memory.max": 2 << 20,
+            f"{job}/memory.current": (1 << 20) + 1000,
+            f"{job}/memory.stat": f"anon 5\nactive_file {1 << 18}\ninactive_file {1 << 19}\nfile 1",
+            "system.slice/memory.max": 1 << 40,
+            "system.slice/memory.current": 1 << 39,
+        },
+    )
+    assert machine.available_memory() == (1 << 20) - 1000 + (1 << 18) + (1 << 19)
+
+
+@pytest.mark.parametrize("seen_as", ["/docker/0a1b", "/"])
+def test_a_container_of_version_1_that_sees_its_group_as_the_root(tree, seen_as: str):
+    tree(
+        f"11:cpuset:{seen_as}\n4:cpu,memory:{seen_as}\n1:name=systemd:{seen_as}\n0::/\n",
+        {
+            "memory/memory.limit_in_bytes": 3 << 20,
+            "memory/memory.usage_in_bytes": 2 << 20,
+            "memory/memory.stat": "active_file 7\ntotal_active_file 100\ntotal_inactive_file 30",
+        },
+    )
+    assert machine.available_memory() == (1 << 20) + 130
+
+
+def test_a_group_over_its_limit_has_nothing_left(tree):
+    tree("0::/a\n", {"a/memory.max": 100, "a/memory.current": 200})
+    assert machine.available_memory() == 0
