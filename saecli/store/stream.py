@@ -7,6 +7,7 @@ Legend: B rows of a batch, R rows, U units, D = d_in.
 """
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -324,11 +325,7 @@ def _read_ahead(
     reused: bool,
 ) -> Iterator[np.ndarray]:
     """Yield blocks batch by batch, with `ahead` of them being filled; a task's error is raised here."""
-    import torch
-
-    threads = torch.get_num_threads()
-    # PyTorch would start helpers for each of these threads. A number set in one holds for all threads started later.
-    pool = ThreadPoolExecutor(READERS, "sae-read", torch.set_num_threads, (1,))
+    pool = _reading_pool()
     try:
         series = blocks(pool)
         under_way = deque(islice(series, ahead))
@@ -345,4 +342,22 @@ def _read_ahead(
                 yield batch if reused else batch.copy()
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+
+
+def _reading_pool() -> ThreadPoolExecutor:
+    """A pool of threads that each compute alone, where PyTorch would start helpers for each."""
+    import torch
+
+    threads, all_begun = torch.get_num_threads(), threading.Barrier(READERS + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # now, as a thread's first call takes the number of that moment
+        all_begun.wait()
+
+    pool = ThreadPoolExecutor(READERS, "sae-read", begin)
+    for _ in range(READERS):  # each starts a thread, as the others wait
+        pool.submit(int)
+    all_begun.wait()
+    torch.set_num_threads(threads)  # a number set in one thread holds for all that start later
+    return pool

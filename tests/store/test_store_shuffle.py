@@ -2,9 +2,12 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -227,6 +230,48 @@ def test_threads_end_when_the_consumer_stops_early(rows, stream):
     assert reading_threads() and torch.get_num_threads() == threads
     batches.close()
     assert not reading_threads() and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_the_number_of_threads_is_the_callers_during_and_after_a_stream(rows, stream):
+    before = torch.get_num_threads()
+    try:
+        batches = stream(rows)
+        next(batches)
+        torch.set_num_threads(before + 3)
+        collect(batches)
+        assert torch.get_num_threads() == before + 3
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.get_num_threads).result() == before + 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_reading_threads_start_no_helpers(tmp_path):
+    """Linux's own count of this process's threads; conversion in four threads would start six more."""
+    make_store(
+        tmp_path / "s",
+        np.zeros((9000, 1024), np.float32),
+        "bfloat16",
+        block=9000,
+        shard_rows=9000,
+        chunk_rows=500,
+    )
+    script = (
+        "import os, saecli, torch\n"
+        "torch.set_num_threads(4)\n"
+        f"batches = saecli.open_store({str(tmp_path / 's')!r}).split('all').sequential(3000)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "next(batches), next(batches)\n"
+        "print(torch.get_num_threads(), len(os.listdir('/proc/self/task')) - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "4 2\n"
 
 
 @pytest.mark.parametrize("stream", STREAMS)
