@@ -27,6 +27,7 @@ from storing import make_meta
 from saecli.base.errors import StoreError
 from saecli.cli import main as cli
 from saecli.cli.main import loaded
+from saecli.store.windows import Windows
 from saecli.store.writer import RankedStore, StoreWriter, joining_began, rank_folder
 
 BLOCKS = 60
@@ -39,29 +40,41 @@ META = make_meta(
     chunk_rows=16,
     columns=("document", "position"),
     max_norm_multiple=MULTIPLE,
+    windows=True,
 )
 HERE = Path(__file__).parent
 
 
-def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict]]:
-    """Blocks of 0 to 40 rows, some not finite, with what was dropped; a function of the block's number alone."""
+def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict, Windows]]:
+    """Blocks of 0 to 40 rows, some not finite, with what was dropped, and windows; a function of the block's number
+    alone."""
     for number in range(since["block"] if since else 0, BLOCKS):
         rng = np.random.default_rng(number)
         count = int(rng.integers(0, 40)) if number % 7 else 0
         rows = rng.standard_normal((count, D_IN), np.float32)
         rows[rng.random(count) < 0.1, 3] = np.nan
         columns = {"document": np.full(count, number), "position": np.arange(count)}
-        yield {"block": number}, rows, columns, {"special": rng.lognormal(size=rng.integers(0, 3))}
+        dropped = {"special": rng.lognormal(size=rng.integers(0, 3))}
+        yield {"block": number}, rows, columns, dropped, windows_of(count, number)
+
+
+def windows_of(rows: int, number: int) -> Windows:
+    """Windows of up to 60 tokens, of which about three in four are rows."""
+    rng = np.random.default_rng((number, 1))
+    stored = np.zeros(rows + rows // 3, bool)
+    stored[rng.choice(len(stored), rows, replace=False)] = True
+    edges = np.unique([0, len(stored), *rng.integers(0, len(stored) + 1, rng.integers(0, 9))])
+    return Windows.of(np.diff(edges), rng.integers(0, 1000, len(stored)), stored)
 
 
 def write(path: Path, limit: int | None = None) -> None:
     """Write the store, from its beginning or from where it was interrupted."""
     with StoreWriter.open(path, META, limit=limit) as writer:
-        for cursor, rows, columns, dropped in blocks(writer.cursor):
+        for cursor, rows, columns, dropped, windows in blocks(writer.cursor):
             if writer.full:
                 break
             sys.audit("store_producer.block")
-            writer.append(rows, columns, cursor, dropped)
+            writer.append(rows, columns, cursor, dropped, windows=windows)
         writer.finish()
 
 

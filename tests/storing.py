@@ -33,6 +33,7 @@ def make_meta(
     source: dict | None = None,
     max_norm_multiple: float | None = None,
     sources: tuple[str, ...] = (),
+    windows: bool = False,
 ) -> StoreMeta:
     """A small store's meta."""
     return StoreMeta(
@@ -45,6 +46,7 @@ def make_meta(
         columns,
         max_norm_multiple,
         sources=dict.fromkeys(sources, 0),
+        windows=windows,
     )
 
 
@@ -86,7 +88,15 @@ def stored_contents(path: Path) -> dict[str, Any]:
         if store.rows
         else np.empty((0, store.d_in), np.float32)
     )
-    return {"meta": store.meta.to_json() | {"created": ""}, "rows": rows}
+    windows = windows_of(store) if store.rows else []
+    return {"meta": store.meta.to_json() | {"created": ""}, "rows": rows, "windows": windows}
+
+
+def windows_of(store: ActivationStore) -> list[list[list[int]]]:
+    """Token ids and mask of each window, if the store keeps them."""
+    if not store.meta.windows:
+        return []
+    return [[part.tolist() for part in window] for window in store.split("all").windows()]
 
 
 ROUNDING = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
@@ -125,6 +135,7 @@ def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = (
         np.testing.assert_array_equal(
             *(np.concatenate(list(each.column(name, 4096))) for each in (rows, others))
         )
+    assert windows_of(stores[0]) == windows_of(stores[1])
     np.testing.assert_allclose(
         collect(rows.sequential(4096)),
         collect(others.sequential(4096)),

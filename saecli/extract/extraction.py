@@ -397,6 +397,7 @@ class Extraction:
                 shard_rows=self.config.shard_rows
                 or rows_per_shard(width, self.config.dtype, SHARD_ROWS),
                 max_norm_multiple=self.config.max_norm_multiple,
+                windows=True,
             )
             for request, width in zip(requests, widths, strict=True)
         }

@@ -276,7 +276,14 @@ def fill(
                     dropped | {"special": found[point].special_norms},
                 )
             columns = {name: block.columns[name] for name in writer.meta.columns}
-            writer.append(given, columns, block.cursor.to_json(), dropped, verdicts.get(point))
+            writer.append(
+                given,
+                columns,
+                block.cursor.to_json(),
+                dropped,
+                verdicts.get(point),
+                block.windows if writer.meta.windows else None,
+            )
             demand_some(writer.rows, writer.meta.dtype, block.offered, len(admissions))
 
     with (

@@ -1,7 +1,7 @@
 """Where an SAE acts in a language model, and the windows of tokens to run that model over.
 
-The windows of tokens are rebuilt from the token ids that a store keeps with its rows, so that
-neither the text nor the network is needed.
+The windows of tokens are those that a store keeps beside its rows, so that neither the text nor the
+network is needed.
 
 Shapes: B windows, T tokens, n of them rows, D = d_in.
 """
@@ -20,7 +20,6 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import Subject
 from ..store.reader import Rows
-from ..store.split import window_starts
 from .options import SITES, HookPoint, at_revision
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -175,7 +174,7 @@ def recorded_revision(name: str, recorded: Iterable[str | None]) -> str | None:
 
 
 def check_rows(rows: Rows, source: "ModelSource") -> None:
-    """Refuse rows from which windows cannot be rebuilt, or that do not fit a model; loads no weights."""
+    """Refuse rows without windows, or that do not fit a model; loads no weights."""
     origin = rows.store.meta.source
     expected = f"{rows.name} cannot be run through a model: expected"
     if not {"model", "layer", "site", "context"} <= origin.keys():
@@ -183,19 +182,10 @@ def check_rows(rows: Rows, source: "ModelSource") -> None:
             f"{expected} a store that `sae extract` made, got one that names no layer; leave --model out, "
             f"or name another store"
         )
-    if missing := [name for name in COLUMNS if name not in rows.store.meta.columns]:
+    if not rows.store.meta.windows:
         raise StoreError(
-            f"{expected} a store that `sae extract` made, got one without {', '.join(missing)}; leave "
-            f"--model out, or name another store"
-        )
-    if (kept := origin.get("positions", "all")) != "all" or origin.get("control_tokens") == "drop":
-        raise StoreError(
-            f"{expected} every position of a window, got "
-            + (
-                f"only the {kept}; extract a store with --positions all"
-                if kept != "all"
-                else "none of the template's tokens; extract a store with --control-tokens keep"
-            )
+            f"{expected} a store that keeps its windows of tokens, got one of an older version; make it "
+            "anew by `sae extract`"
         )
     if source.d_model != rows.d_in:
         raise unfit(rows, source, f"activations of {rows.d_in} dimensions, got {source.d_model}")
@@ -232,49 +222,15 @@ class StoredWindow(NamedTuple):
         return len(self.token_ids)
 
 
-def stored_windows(
-    rows: Rows, prefix: Sequence[int], tokens: int, source: int | None = None
-) -> Iterator[StoredWindow]:
-    """The first windows, in stored order, of a store that keeps every position of its windows.
-
-    A window from which the store dropped a token outside the prefix is skipped, since it cannot be rebuilt.
-
-    Args:
-        prefix: the special tokens before each window, which the store drops.
-        tokens: number of tokens to stop at, not counting the prefix; the last window is whole.
-        source: of a mixture, number of the only source whose windows are given, which may be none.
-    """
+def stored_windows(rows: Rows, tokens: int, source: int | None = None) -> Iterator[StoredWindow]:
+    """The first windows that hold one of these rows, in stored order, until they hold `tokens` of them; of a mixture
+    those of a `source`, which may be none."""
     found = 0
-    for _, positions, token_ids, *own in _spans(
-        rows, (*COLUMNS, *["source"] * (source is not None))
-    ):
-        if (
-            positions[0] != len(prefix)
-            or positions[-1] - positions[0] + 1 != len(positions)
-            or (own and own[0][0] != source)
-        ):
-            continue
-        stored = np.arange(len(prefix) + len(token_ids)) >= len(prefix)
-        yield StoredWindow(np.concatenate([prefix, token_ids]).astype(np.int64), stored)
-        found += len(token_ids)
+    for token_ids, replaced in rows.windows(source):
+        yield StoredWindow(token_ids, replaced)
+        found += int(replaced.sum())
         if found >= tokens:
             return
-    if not found and source is None:
-        raise StoreError(
-            f"{rows.name} cannot be run through a model: expected windows with every token stored, got "
-            "none; name another store"
-        )
-
-
-def _spans(rows: Rows, names: Sequence[str]) -> Iterator[np.ndarray]:
-    """The values of columns, documents and positions first, at each run of rows of one window."""
-    waiting = np.empty((len(names), 0), np.int64)
-    for columns in zip(*(rows.column(name, READ) for name in names), strict=True):
-        waiting = np.concatenate([waiting, np.stack(columns)], axis=1)
-        *whole, waiting = np.split(waiting, window_starts(waiting[0], waiting[1]), axis=1)
-        yield from whole
-    if waiting.shape[1]:
-        yield waiting
 
 
 def stored_activations(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError
+from ..store.windows import Windows as StoredWindows
 from .chats import ASSISTANT, Conversation
 from .special import affixes, special_ids
 from .texts import Document, Mark
@@ -255,6 +256,7 @@ class Block:
             "source": sources[self._kept],
             "role": roles[self._kept],
         }
+        self.windows = StoredWindows.of(self.lengths, self._token_ids, self._kept)
         self.rows, self.specials = int(self._kept.sum()), int(self._special.sum())
         self.end = (windows[-1].after if windows else cursor)._replace(
             offered=cursor.offered + self.rows

@@ -359,29 +359,21 @@ def _like(rows: RowSource, *arrays: np.ndarray) -> ArrayRows:
 def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], None]) -> ArrayRows:
     """A model's activations at the hook points and tokens of stores' rows, and of their target's, in stored order.
 
-    Rows of a window from which the store dropped a token are missing, since it cannot be rebuilt; see
-    `extract.splice.stored_windows`.
-
     Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
     """
     from ..extract.forward import batch_tokens  # transformers takes seconds to import
     from ..extract.options import HookPoint
-    from ..extract.special import affixes
 
     ends = [*rows.inputs, *([rows.target] if rows.target else [])]
-    origin = ends[0].store.meta.source
-    context = origin["context"]
-    prefix = affixes(model.tokenizer, origin.get("prepend_bos", True)).prefix
+    context = ends[0].store.meta.source["context"]
     places = [
         HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends
     ]
     found, done = np.empty((rows.rows, rows.d_in + rows.d_target), np.float32), 0
-    windows, most = (
-        stored_windows(ends[0], prefix, ends[0].rows),
-        batch_tokens(model, "auto", context, places),
-    )
+    windows = stored_windows(ends[0], ends[0].rows)
+    most = batch_tokens(model, "auto", context, places)
     for parts in stored_activations(model, windows, places, most):
         found[done : done + len(parts[0])] = torch.cat(parts, 1).to("cpu", torch.float32).numpy()
         done += len(parts[0])
         show(done)
-    return _like(rows, *filter(np.size, np.split(found[:done], [rows.d_in], axis=1)))
+    return _like(rows, *filter(np.size, np.split(found, [rows.d_in], axis=1)))

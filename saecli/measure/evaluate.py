@@ -12,7 +12,6 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
 from ..extract.options import HookPoint, at_revisions
-from ..extract.special import affixes
 from ..extract.splice import (
     check_rows,
     largest,
@@ -286,18 +285,17 @@ class Splice:
     members: list[int]  # indices of the SAEs on these rows
     models: "list[Passes]"
     rows: Rows
-    prefix: list[int]  # special tokens that windows begin with
     reads: tuple[HookPoint, ...]  # where activations are encoded
     writes: tuple[HookPoint, ...]  # where they are replaced; the same unless a transcoder's
 
     def effects(
         self, saes: Sequence[SAE], tokens: int, listener: Listener, source: int | None = None
     ) -> list[dict[str, Any]]:
-        """The effects on the rows, or on those of one source of a mixture: nothing if it has no whole window."""
+        """The effects on the rows, or on those of one source of a mixture: nothing if it has none."""
         from ..extract.effects import ZERO_TOKENS, effects
 
         alone = len(self.models) == 1
-        windows = stored_windows(self.rows, self.prefix, tokens, source)
+        windows = stored_windows(self.rows, tokens, source)
         if (first := next(windows, None)) is None:
             return [{}] * len(saes)
         names = " and ".join(one.model.source.name for one in self.models)
@@ -345,8 +343,6 @@ def splices(
     found = []
     for ends, members in zip(all_ends, groups, strict=True):
         rows, own = ends[0][0], list(dict.fromkeys(source.spec for _, source in ends))
-        origin = rows.store.meta.source
-        prefix = affixes(models[own[0]].model.tokenizer, origin.get("prepend_bos", True)).prefix
         for end, source in ends:
             if (last := largest(end, "token_id")) >= models[source.spec].model.vocabulary:
                 raise unfit(
@@ -356,7 +352,6 @@ def splices(
                 )
             if (recorded := spec_of(end.store.meta.source)) != source.spec:
                 listener.note(f"{end.name} came from {recorded}, and is run through {source.spec}")
-        next(stored_windows(rows, prefix, 1))  # raises if no window is whole
         places = tuple(
             HookPoint(
                 end.store.meta.source["layer"],
@@ -371,7 +366,6 @@ def splices(
                 members,
                 [models[one] for one in own],
                 rows,
-                prefix,
                 places[:-1] if transcoder else places,
                 places[-1:] if transcoder else places,
             )

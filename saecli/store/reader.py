@@ -235,6 +235,32 @@ class Rows(RowSource):
             lambda chunk: starts[chunk] + np.arange(self.store.chunk_sizes[chunk]), batch_size
         )
 
+    def windows(self, source: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The windows that hold one of these rows, in stored order: token ids, (T,), and which of them are these rows,
+        (T,) bool; of a mixture only those of a `source`. Of a store with `StoreMeta.windows`."""
+        store = self.store
+        for shard, start in enumerate(store.shard_starts[:-1].tolist()):
+            held = store.windows(shard)
+            if not len(held):
+                continue
+            begins = start + held.first
+            # Of an unfinished store the last window's rows may be in a shard to come.
+            end = min(int(begins[-1] + held.rows[-1]), store.rows)
+            numbers = np.arange(begins[0], end)
+            wanted = self._keeps(numbers)
+            wanted = np.ones(len(numbers), bool) if wanted is None else wanted
+            if source is not None:
+                wanted &= store.row_values("source", numbers) == source
+            for begin, (token_ids, stored) in zip(
+                (begins - begins[0]).tolist(), held.each(), strict=True
+            ):
+                places = np.flatnonzero(stored)
+                own = wanted[begin : begin + len(places)]
+                if own.any():
+                    mask = np.zeros(len(stored), bool)
+                    mask[places[: len(own)]] = own
+                    yield token_ids.astype(np.int64), mask
+
     def codes(self, batch_size: int) -> "Iterator[csr_array]":
         """The true codes of these rows, (B, G), in stored order; StoreError if there are none."""
         if self.store.meta.world is None:

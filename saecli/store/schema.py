@@ -158,6 +158,7 @@ class StoreMeta:
     )  # of chats, rows by id of a template's token
     ranks: tuple[RankShards, ...] = ()  # where several write the store
     world: WorldRecord | None = None
+    windows: bool = False  # whether shards hold the windows of tokens that rows came from
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -207,6 +208,7 @@ class StoreMeta:
             "chunk_rows",
             "columns",
             "max_norm_multiple",
+            "windows",
             "request_hash",
         )
         features = {"features": self.world.features} if self.world else {}
@@ -228,7 +230,7 @@ class StoreMeta:
 
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)
-        for name in ("sources", "control_tokens", "ranks", "world"):
+        for name in ("sources", "control_tokens", "ranks", "world", "windows"):
             if not document[name]:
                 del document[name]
         return {

@@ -38,6 +38,7 @@ from .schema import (
     StoreMeta,
 )
 from .values import BINS, CODES, DTYPES, Column, Norms, Spread, Statistics
+from .windows import WINDOWS, Windows
 
 if TYPE_CHECKING:
     import h5py
@@ -132,9 +133,7 @@ class Layout:
     chunk_rows: int
     start: int  # of the activations, whose chunks are consecutive, the last padded
     columns: dict[str, int]
-    codes: dict[
-        str, tuple[int, np.dtype, int]
-    ]  # offset, type and length of each dataset of true codes
+    groups: dict[str, dict[str, tuple[int, np.dtype, int]]]  # offset, type, length of each dataset
     checksums: int
     checked: np.ndarray  # (chunks,) whether a chunk's checksum has been verified
     file: tuple[int, int, int]  # its inode, size and `ctime` when this was read
@@ -164,6 +163,7 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
             ("columns", sorted(meta.columns), sorted(COLUMNS.keys() & file.keys())),
             ("chunks of shape", (chunk_rows, meta.d_in), dataset.chunks),
             ("known features", meta.world is not None, CODES in file),
+            ("windows", meta.windows, WINDOWS in file),
         ):
             if said != held:
                 raise StoreError(
@@ -172,16 +172,20 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
                 )
         columns = {name: file[name].id.get_offset() for name in (*meta.columns, CHUNK_CHECKSUMS)}
         # An empty dataset has no bytes, and no offset.
-        codes = {
-            name: (part.id.get_offset() or 0, part.dtype, len(part))
-            for name, part in (file[CODES].items() if meta.world else ())
+        groups = {
+            group: {
+                name: (part.id.get_offset() or 0, part.dtype, len(part))
+                for name, part in file[group].items()
+            }
+            for group in (CODES, WINDOWS)
+            if group in file
         }
     return Layout(
         rows,
         chunk_rows,
         record.frame.start,
         columns,
-        codes,
+        groups,
         columns.pop(CHUNK_CHECKSUMS),
         np.zeros(-(-rows // chunk_rows), bool),
         found,
@@ -317,13 +321,15 @@ class Chunks:
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         """As `chunk_ids`, for rows given by their ascending numbers within the store; (R,)."""
-        if "document" not in self.meta.columns:
-            return rows
+        return rows if "document" not in self.meta.columns else self.row_values("document", rows)
+
+    def row_values(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """A column's values for rows given by their ascending numbers within the store; (R,)."""
         shards = np.searchsorted(self.shard_starts, rows, side="right") - 1
         within = rows - self.shard_starts[shards]
         ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
         parts = (
-            cast(np.ndarray, self._column(int(shards[begin]), "document"))[within[begin:end]]
+            cast(np.ndarray, self._column(int(shards[begin]), name))[within[begin:end]]
             for begin, end in pairwise([0, *ends.tolist()])
         )
         return np.concatenate([np.empty(0, np.int64), *parts])
@@ -369,16 +375,25 @@ class Chunks:
             from scipy.sparse import csr_array  # `sae list` need not wait for it
 
             assert self.meta.world is not None
-            offsets, indices, values = (
-                np.ndarray((length,), kind, mapped, offset)
-                for offset, kind, length in (
-                    layout.codes[part] for part in ("offset", "index", "value")
-                )
-            )
+            parts = self._group(shard, CODES)
             return csr_array(
-                (values, indices, offsets), shape=(layout.rows, self.meta.world.features)
+                (parts["value"], parts["index"], parts["offset"]),
+                shape=(layout.rows, self.meta.world.features),
             )
         return np.ndarray((layout.rows,), COLUMNS[name], mapped, layout.columns[name])
+
+    def _group(self, shard: int, name: str) -> dict[str, np.ndarray]:
+        """The datasets of a group of a shard; read-only."""
+        layout, mapped = self._open(shard)
+        return {
+            part: np.ndarray((length,), kind, mapped, offset)
+            for part, (offset, kind, length) in layout.groups[name].items()
+        }
+
+    def windows(self, shard: int) -> Windows:
+        """The windows whose first row is in a shard, of a store that keeps them."""
+        parts = self._group(shard, WINDOWS)
+        return Windows(**parts | {"stored": parts["stored"].astype(bool)})
 
     def _within_shard(self, chunk: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._chunk_starts, chunk, side="right")) - 1

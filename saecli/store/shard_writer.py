@@ -33,6 +33,7 @@ from .values import (
     row_norms,
     stacked,
 )
+from .windows import WINDOWS, Windows
 
 if TYPE_CHECKING:
     import h5py
@@ -158,6 +159,7 @@ class ShardWriter:
         self._scratch = np.empty(self._chunk.shape, np.float64)
         self._filled = 0  # rows of the chunk being gathered
         self._columns: dict[str, list[Column]] = {name: [] for name in meta.row_values}
+        self._windows: list[Windows] = []
         self._checksums: list[int] = []  # per chunk
         _, self._start = _headers(meta, meta.shard_rows)
         self._end = self._start
@@ -168,7 +170,12 @@ class ShardWriter:
     def count(self, column: str, value: int) -> int:
         return sum(int(np.sum(part == value)) for part in self._columns[column])
 
-    def append(self, rows: np.ndarray, columns: Mapping[str, Column]) -> None:
+    def append(
+        self, rows: np.ndarray, columns: Mapping[str, Column], windows: Windows | None = None
+    ) -> None:
+        """Append rows, and the windows whose first row is one of them, by its number within the shard."""
+        if windows is not None:
+            self._windows.append(windows)
         for name, parts in self._columns.items():
             column = columns[name]
             parts.append(
@@ -195,7 +202,8 @@ class ShardWriter:
         columns = {name: stacked(parts) for name, parts in self._columns.items()}
         columns[CHUNK_CHECKSUMS] = np.array(self._checksums, CHECKSUM)
         assert self.statistics is not None
-        image, start = _headers(self._meta, self.rows, columns, self.statistics)
+        windows = Windows.joined(self._windows) if self._meta.windows else None
+        image, start = _headers(self._meta, self.rows, columns, self.statistics, windows)
         assert start == self._start, "the offset of the activations depends on their number"
         for offset, data in image.writes:
             _write(self._file, data, offset)
@@ -269,6 +277,7 @@ def _headers(
     rows: int,
     columns: Mapping[str, Column] | None = None,
     statistics: Statistics | None = None,
+    windows: Windows | None = None,
 ) -> tuple[_Image, int]:
     """All bytes of a shard but its activations, and their byte offset.
 
@@ -303,6 +312,8 @@ def _headers(
                         "value": column.data.astype(VALUE),
                     },
                 )
+        if windows is not None:
+            _put(file, WINDOWS, windows.datasets())
         if statistics is not None:
             bins = np.flatnonzero(statistics.norm_counts)
             group = _put(

@@ -39,8 +39,9 @@ from .schema import (
     write_meta,
 )
 from .shard import stored_statistics
-from .shard_writer import Admission, Columns, ShardWriter
+from .shard_writer import ADMITTED, Admission, Columns, ShardWriter
 from .values import DTYPES, Dropped, norm_fields
+from .windows import Windows
 
 RANKS = "ranks"  # folder of the stores of each rank
 WAIT_SECONDS = 10.0  # how long an interrupted rank 0 waits for the others to end
@@ -157,6 +158,7 @@ class StoreWriter(ClaimedStore):
         cursor: dict[str, Any],
         dropped: Mapping[str, np.ndarray] | None = None,
         verdict: np.ndarray | None = None,
+        windows: Windows | None = None,
     ) -> None:
         """Append one block, without the rows that `Admission` drops.
 
@@ -165,6 +167,7 @@ class StoreWriter(ClaimedStore):
             columns: (R,) integers for each of the store's columns, and true codes if it has them.
             dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN if unknown.
             verdict: per row, for stores written together; see `jointly`.
+            windows: the windows of the block's rows, of a store that keeps them.
 
         Raises:
             StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
@@ -174,6 +177,8 @@ class StoreWriter(ClaimedStore):
                 f"{self.path} is complete, with {self.rows} rows; expected one to go on with; choose "
                 "another --name, or remove that store"
             )
+        if verdict is None:
+            verdict = self.admission.judge(activations)
         rows, columns, left_out = self.admission(activations, columns, dropped or {}, verdict)
         stored = DTYPES[self.meta.dtype]
         cursor = json.loads(json.dumps(cursor))
@@ -186,6 +191,8 @@ class StoreWriter(ClaimedStore):
             self._resume = None
         if self._limit is not None:
             end = min(end, begin + max(0, self._limit - self.rows))
+        if windows is not None:
+            windows = windows.admitted(verdict == ADMITTED, end)
         with self._reporting():
             while begin < end:
                 if self._shard is None:
@@ -199,6 +206,7 @@ class StoreWriter(ClaimedStore):
                     if part.dtype == stored.storage
                     else stored.encode_rows(np.ascontiguousarray(part)),
                     {name: columns[name][begin:stop] for name in self.meta.row_values},
+                    None if windows is None else windows.part(begin, stop, self._shard.rows),
                 )
                 self._last = Resume(cursor, stop)
                 if self._shard.rows == self.meta.shard_rows:

@@ -17,7 +17,6 @@ from ..base.processes import Communicator, communicator
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
 from ..extract.passes import Passes
-from ..extract.special import affixes
 from ..extract.splice import (
     Hooked,
     StoredWindow,
@@ -144,13 +143,11 @@ def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, see
     check_rows(train, model.source)
     if (last := largest(train, "token_id")) >= model.vocabulary:
         raise unfit(train, model.source, f"a token {last}, got token ids below {model.vocabulary}")
-    source = train.store.meta.source
-    prefix = affixes(model.tokenizer, source.get("prepend_bos", True)).prefix
     return Through(
         Passes(model),
         acts,
-        [*stored_windows(train, prefix, tokens)],
-        [*stored_windows(test, prefix, TEST_TOKENS)],
+        [*stored_windows(train, tokens)],
+        [*stored_windows(test, TEST_TOKENS)],
     )
 
 
@@ -177,10 +174,11 @@ def _streamed(
     left = [config.rows, TEST_TOKENS]
     cutter = extraction.windows()
     for window in cutter.cut(extraction.text.documents(note=listener.note)):
-        part = int(is_test(window.documents[-1:], seed=seed)[0])
-        if left[part] > 0:
-            found[part].append(StoredWindow(window.token_ids, window.kept))
-            left[part] -= int(window.kept.sum())
+        held_out = is_test(window.documents, seed=seed)
+        for part, chosen in enumerate((window.kept & ~held_out, window.kept & held_out)):
+            if left[part] > 0 and chosen.any():
+                found[part].append(StoredWindow(window.token_ids, chosen))
+                left[part] -= int(chosen.sum())
         if max(left) <= 0:
             break
     if not all(found):

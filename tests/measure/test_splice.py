@@ -62,7 +62,7 @@ def extracted(home: Path, model: LanguageModel, limit: int | None = None) -> Pat
         "context": CONTEXT,
         "positions": "all",
     }
-    meta = StoreMeta(source, "x", "float32", WIDTH, 500, 64, COLUMNS)
+    meta = StoreMeta(source, "x", "float32", WIDTH, 500, 64, COLUMNS, windows=True)
     windows = Windows(model.tokenizer, CONTEXT)
     with StoreWriter.open(path, meta, limit=limit) as writer:
         fill(
@@ -250,7 +250,7 @@ def test_a_crosscoder_of_two_models_is_spliced_into_each(
     )
     assert "kl" not in found and [one["model"] for one in found["hook_points"]] == names
     windows = [
-        window.token_ids.tolist() for window in stored_windows(stores[0].split("all"), [BOS], 10**9)
+        window.token_ids.tolist() for window in stored_windows(stores[0].split("all"), 10**9)
     ]
     llamas, cross = [one.double() for one in llamas], cross.copy_to(torch.float64)
 
@@ -288,18 +288,20 @@ def test_windows_rebuilt_from_the_store_match_extraction(
 ):
     rows = ActivationStore.open(extracted(tmp_path, model, limit=limit)).split("all")
     cutter = Windows(model.tokenizer, CONTEXT)
-    found = list(stored_windows(rows, cutter.prefix, 10**9))
+    found = list(stored_windows(rows, 10**9))
     cut = list(cutter.cut(documents()))
-    whole = cut if limit is None else cut[: len(found) - 1]
-    for window, expected in zip(found, whole, strict=False):
+    left = rows.rows
+    for window, expected in zip(found, cut, strict=limit is None):
         assert window.token_ids.tolist() == expected.token_ids.tolist()
-        assert window.replaced.tolist() == expected.kept.tolist()
+        first = np.cumsum(expected.kept) <= left  # of the last window, rows up to the limit
+        assert window.replaced.tolist() == (expected.kept & first).tolist()
+        left -= expected.kept.sum()
     assert sum(window.replaced.sum() for window in found) == rows.rows
 
 
 def test_windows_are_whole_and_no_more_than_asked_for(tmp_path: Path, model: LanguageModel):
     rows = ActivationStore.open(extracted(tmp_path, model)).split("all")
-    windows = list(stored_windows(rows, [BOS], 50))
+    windows = list(stored_windows(rows, 50))
     counts = [window.replaced.sum() for window in windows]
     assert sum(counts) >= 50 > sum(counts[:-1])
 

@@ -1,0 +1,216 @@
+"""Every window is rebuilt from the store, whatever drops rows, and spliced into only at the rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from homes import CommandLine, make_run, random_sae
+from storing import make_store
+from tiny_models import loaded, save_model
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+import saecli
+from saecli.store.reader import ActivationStore
+from saecli.store.split import is_test
+
+BOS, EOS, CONTEXT, LAYER = 1, 2, 12, 1
+TEMPLATE = (
+    "{% for message in messages %}<bos>{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<bos>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    (save_model(folder, "llama") / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def texts(seed: int = 0, count: int = 60) -> list[str]:
+    """Letters, with an <eos> written in some texts."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        letters = "".join(map(chr, draw.integers(97, 157, draw.integers(1, 40))))
+        found.append(letters if number % 5 else f"{letters[:3]}<eos>{letters[3:]}")
+    return found
+
+
+def extract(folder: Path, home: Path, **options: Any) -> ActivationStore:
+    home.mkdir(exist_ok=True)
+    lines = [json.dumps({"text": text}) for text in texts()]
+    (home / "text.jsonl").write_text("\n".join(lines))
+    talks = [
+        [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), texts()[at : at + 2], strict=True)
+        ]
+        for at in range(0, 60, 2)
+    ]
+    lines = [json.dumps({"messages": talk}) for talk in talks]
+    (home / "chats.jsonl").write_text("\n".join(lines))
+    whole = {
+        "layer": LAYER,
+        "dataset": str(home / "text.jsonl"),
+        "context": CONTEXT,
+        "dtype": "float32",
+        "home": home,
+        "shard_rows": 50,
+    }
+    if options.pop("chats", False):
+        whole["dataset"] = str(home / "chats.jsonl")
+    return saecli.extract(str(folder), **whole | options)
+
+
+DROPPING = [
+    {},
+    {"rows": 333},
+    {"max_norm_multiple": 1.1},
+    {"max_norm_multiple": 1.1, "shard_rows": 3},
+    {"packed": True},
+    {"packed": True, "max_norm_multiple": 1.1},
+    {"positions": "last"},
+    {"min_tokens": 9, "prepend_bos": "off"},
+    {"chats": True},
+    {"chats": True, "packed": True},
+    {"chats": True, "control_tokens": "drop"},
+    {"chats": True, "positions": "assistant"},
+]
+
+
+def column(rows: Any, name: str) -> list[int]:
+    return np.concatenate(list(rows.column(name, 64))).tolist()
+
+
+@pytest.mark.parametrize("options", DROPPING)
+def test_windows_hold_the_whole_input_and_mark_the_rows(tmp_path, folder, options):
+    """The model, run on the windows, gives the rows at the marked tokens, in order; nothing else is marked."""
+    store = extract(folder, tmp_path, **options)
+    model = loaded(folder).model
+    for which in ("all", "train", "test"):
+        rows = store.split(which)
+        windows = list(rows.windows())
+        tokens, positions, x = [], [], []
+        for token_ids, mask in windows:
+            assert mask.any() and len(token_ids) <= CONTEXT and token_ids[0] == BOS
+            tokens += token_ids[mask].tolist()
+            positions += np.flatnonzero(mask).tolist()
+            with torch.no_grad():
+                states = model(torch.tensor(token_ids[None]), output_hidden_states=True)
+            x.append(states.hidden_states[LAYER + 1][0][mask].numpy())
+        assert tokens == column(rows, "token_id")
+        assert positions == column(rows, "position")
+        stored = np.concatenate([batch.copy() for batch in rows.sequential(64)])
+        np.testing.assert_allclose(np.concatenate(x), stored, rtol=1e-4, atol=1e-5)
+
+
+def test_windows_are_those_of_the_text_also_where_rows_are_dropped(tmp_path, folder):
+    store = extract(folder, tmp_path, max_norm_multiple=1.1)
+    assert store.meta.dropped["high_norm"] > 100
+    tokenizer, expected = loaded(folder).tokenizer, []
+    for text in texts():
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        expected += [[BOS, *ids[at : at + CONTEXT - 1]] for at in range(0, len(ids), CONTEXT - 1)]
+    found = [token_ids.tolist() for token_ids, _ in store.split("all").windows()]
+    model, having = loaded(folder).model, []
+    for window in expected:
+        with torch.no_grad():
+            states = model(torch.tensor([window]), output_hidden_states=True).hidden_states
+        ordinary = torch.tensor(window) > EOS
+        if (states[LAYER + 1][0][ordinary].norm(dim=1) <= 1.1 * store.meta.median_norm).any():
+            having.append(window)
+    assert found == having
+
+
+def test_a_shard_holds_the_windows_as_the_format_says(tmp_path, folder):
+    """Read with h5py alone."""
+    store = extract(folder, tmp_path, max_norm_multiple=1.1)
+    found, start = [], 0
+    for path in sorted((store.path / "shards").glob("*.h5")):
+        with h5py.File(path) as shard:
+            group, rows = shard["windows"], len(shard["activations"])
+            offset, first, token_id, stored = (
+                group[name][:] for name in ("offset", "first", "token_id", "stored")
+            )
+        assert offset[0] == 0 and offset[-1] == len(token_id) == len(stored)
+        assert (first < rows).all() and (np.diff(first) > 0).all()
+        for number, begin in enumerate(first):
+            own = slice(offset[number], offset[number + 1])
+            found.append((start + begin, stored[own].sum()))
+        start += rows
+    ends = [begin + count for begin, count in found]
+    assert [begin for begin, _ in found] == [0, *ends[:-1]] and ends[-1] == store.rows
+
+
+@pytest.mark.parametrize("options", [{"max_norm_multiple": 1.1}, {"packed": True}, {"chats": True}])
+def test_effects_of_held_out_rows_match_plain_torch(sae: CommandLine, folder, options):
+    """Only held-out rows are replaced and scored, in windows that hold other rows too."""
+    store = extract(folder, sae.home, name="store", **options)
+    one = random_sae(d_in=store.d_in, seed=0)
+    make_run(sae.home, "random", one, data="store", split_seed=3)
+    done = sae("eval", "random", "--model", folder, "--tokens", "1000000", "--json")
+    assert done.status == 0, done.err
+    (found,) = done.json["runs"]
+
+    llama, double = LlamaForCausalLM.from_pretrained(folder).double(), one.copy_to(torch.float64)
+    everything = store.split("all")
+    held_out = is_test(np.array(column(everything, "document")), seed=3)
+    clean_losses, spliced_losses, divergences, at = [], [], [], 0
+    for token_ids, mask in everything.windows():
+        rows = np.flatnonzero(mask)
+        own = rows[held_out[at : at + len(rows)]]
+        at += len(rows)
+        if not len(own):
+            continue
+        ids = torch.tensor(token_ids[None])
+
+        def replace(module: Any, args: Any, output: Any, own: np.ndarray = own) -> Any:
+            states = output[0] if isinstance(output, tuple) else output
+            changed = states.clone()
+            changed[0, own] = double(states[0, own])
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        with torch.no_grad():
+            clean = llama(ids).logits[0].log_softmax(-1)
+            handle = llama.model.layers[LAYER].register_forward_hook(replace)
+            spliced = llama(ids).logits[0].log_softmax(-1)
+            handle.remove()
+        scored = own[own < len(token_ids) - 1]
+        for losses, scores in ((clean_losses, clean), (spliced_losses, spliced)):
+            losses.append(functional.nll_loss(scores[scored], ids[0, scored + 1], reduction="none"))
+        divergences.append((clean.exp() * (clean - spliced)).sum(-1)[own])
+    assert found["tokens"] == held_out.sum() == len(torch.cat(divergences))
+    expected = {
+        "ce_clean": torch.cat(clean_losses).mean().item(),
+        "ce_spliced": torch.cat(spliced_losses).mean().item(),
+        "kl": torch.cat(divergences).mean().item(),
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_norm_multiple": 1.1}, {"positions": "last"}, {"packed": True}]
+)
+def test_finetune_takes_the_rows_of_any_store(sae: CommandLine, folder, options):
+    extract(folder, sae.home, name="store", **options)
+    words = ("--act", "topk", "--k", "2", "--d-sae", "32", "--epochs", "1", "--name", "first")
+    assert sae("train", *words).status == 0
+    done = sae("finetune", "first", "--tokens", "2000", "--name", "tuned", "--json")
+    assert done.status == 0, done.err
+
+
+def test_a_store_without_windows_is_refused_in_one_sentence(sae: CommandLine, folder):
+    columns = {name: np.arange(90) for name in ("token_id", "position", "document")}
+    source = {"model": str(folder), "layer": LAYER, "site": "resid_post", "context": CONTEXT}
+    rows = np.random.default_rng(0).normal(size=(90, 16)).astype(np.float32)
+    make_store(sae.home / "activations" / "store", rows, columns=columns, source=source)
+    make_run(sae.home, "random", random_sae(d_in=16, seed=0), data="store")
+    done = sae("eval", "random", "--model", folder)
+    assert (done.status, "Traceback" in done.err) == (1, False)
+    assert "expected a store that keeps its windows of tokens" in done.err
