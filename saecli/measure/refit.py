@@ -1,19 +1,23 @@
 """The exact decoder of an SAE for given rows, its codes as they are; measured, and saved as a run.
 
-With T0 the SAE's own decoder weights, minimise over W, b and c
+With T0 a direction (below), minimise over W, b and c
 
     sum ||z W + b - y||^2 + alpha ||W - c T0||_F^2
 
 by `train/ridge/`, alpha being the best by leave-one-out; of a nested SAE the squared error is the mean over its
-prefixes. The targets y are the rows x, or a transcoder's, whose affine skip is solved for too. Latents that never fire
-keep their direction, times c. Rows are raw: b is free, and W - c T0 grows as they do.
+prefixes. The targets y are the rows x, or a transcoder's, whose affine skip is solved for too. Rows are raw: b is free,
+and W - c T0 grows as they do.
+
+T0 is the SAE's own W_dec, unless that was fitted to the same rows: it fits each of them better than others, which
+leave-one-out cannot know. Then T0 is the tie W_enc', or 0 for a transcoder or crosscoder. Latents that never fire keep
+their old weights, on other rows times c.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -38,22 +42,22 @@ from ..train.rows import SUMMED_ROWS, ArrayLike
 from .evaluate import check_model, check_tokens_of_model, evaluated, note_doubts
 from .measured import Measured, RowsLike, measured
 
-HELD = 100  # if the ridge over the mean Gram diagonal is larger, the old decoder is kept but for its scale
-WORSE = 1.001  # FVU ratio above which the refit is worse
+HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
 
 
 @dataclass(frozen=True, eq=False)
 class Refitted:
     sae: SAE  # acting on raw rows
+    target: str  # T0, in words
     decoder: DecoderState  # relative to the direction T0; alpha is in units of the codes squared, times rows
     rows: int  # N
     dead_fraction: float  # of the latents, which fire on none of these rows
 
 
 @torch.no_grad()
-def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
-    """The SAE with the exact decoder for these rows. RunError if their products with the codes are not finite,
-    MachineError if there is too little memory.
+def refitted(sae: SAE, rows: RowSource, listener: Listener, own: bool = False) -> Refitted:
+    """The SAE with the exact decoder for these rows; `own`: on which it was trained. RunError if their products with
+    the codes are not finite, MachineError if there is too little memory.
 
     Cost: per row, codes and `K^2 + 2 D K` operations for K active latents; some seven factorisations, of F^3 / 3
     operations each. Rows are read once; in each iteration too if neither normal equations nor codes fit in memory.
@@ -66,8 +70,15 @@ def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
             show(done)
         observed = collected.finish(ALONE)
         show(rows.rows, "choosing alpha")
-        state = _solved(sae, observed)
-    W_dec, b_dec = (tensor.to(sae.W_dec) for tensor in (state.W(sae.W_dec), state.b))
+        target, direction = "the old decoder", cast(torch.Tensor | None, sae.W_dec)
+        if own and (sae.widths or rows.d_target):
+            target, direction = "0", None
+        elif own:
+            target, direction = "W_enc'", sae.W_enc.T.contiguous()
+        state = _solved(sae, observed, direction)
+    W_dec, b_dec = (tensor.to(sae.W_dec) for tensor in (state.W(direction), state.b))
+    if own:
+        W_dec[~observed.fired] = sae.W_dec[~observed.fired]
     if not (W_dec.isfinite().all() and b_dec.isfinite().all()):
         raise _not_finite()
     tensors = {"W_dec": W_dec, "b_dec": b_dec}
@@ -76,20 +87,21 @@ def refitted(sae: SAE, rows: RowSource, listener: Listener) -> Refitted:
     # Row-major, as from its file.
     return Refitted(
         sae.changed(None, **tensors).copy_to(sae.W_enc.device),
+        target,
         state,
         rows.rows,
         1 - observed.fired.double().mean().item(),
     )
 
 
-def _solved(sae: SAE, observed: Observed) -> DecoderState:
+def _solved(sae: SAE, observed: Observed, direction: torch.Tensor | None) -> DecoderState:
     W_dec, b_t = sae.W_dec, sae.b_dec.new_zeros(observed.y.shape[1])
     terms = Terms(
         alpha=0.0,
         beta=0.0,
         mu=0.0,
         nu=0.0,
-        direction=W_dec,
+        direction=direction,
         W_t=W_dec,
         b_t=b_t,
         decay=torch.zeros(sae.d_sae, dtype=torch.float64, device=W_dec.device),
@@ -149,8 +161,9 @@ def refit(
 
         sum over rows of ||z W_dec + b_dec - y||^2 + alpha ||W_dec - c T0||_F^2
 
-    is minimised over W_dec, b_dec and c, T0 being the SAE's own W_dec, and alpha the best by leave-one-out; y are the
-    rows x, or a transcoder's targets, to which its skip, `x W_skip`, is fitted too.
+    is minimised over W_dec, b_dec and c, T0 being the SAE's own W_dec (on the rows of its own training W_enc', or 0
+    for a transcoder or crosscoder), and alpha the best by leave-one-out; y are the rows x, or a transcoder's targets,
+    to which its skip, `x W_skip`, is fitted too.
 
     Args:
         sae, target, device, home, progress: as in `evaluate`.
@@ -165,7 +178,7 @@ def refit(
         if data is None or isinstance(data, ActivationStore | Joined | str)
         else one.rows
     )
-    return refitted(one.sae, rows, listener).sae
+    return refitted(one.sae, rows, listener, _is_own(one)).sae
 
 
 def refitted_run(
@@ -182,7 +195,7 @@ def refitted_run(
     progress: bool | Listener = False,
 ) -> dict[str, Any]:
     """Refit an SAE on a store's training rows, measure both on its held-out rows, and save a run, by default
-    `refit-NAME`; returns the document that `sae refit --json` prints."""
+    `refit-NAME`; returns the document that `sae refit --json` prints. RunError if FVU did not fall there."""
     home, listener = Home.at(home), listening(progress)
     check_tokens_of_model(tokens, model)
     models = at_revisions(model, model_revision)
@@ -193,7 +206,7 @@ def refitted_run(
     if models is not None:
         check_model(before, models)
     created, began, rows = now(), time.monotonic(), _training_rows(before)
-    found = refitted(before.sae, rows, listener)
+    found = refitted(before.sae, rows, listener, _is_own(before))
     seconds = time.monotonic() - began
     stores, source = before.stores, before.subject.name
     saved = SavedSAE(found.sae, before.saved.origin | origin_of(stores, before.subject.split_seed))
@@ -203,6 +216,12 @@ def refitted_run(
         saved=saved,
     )
     measures = evaluated([before, after], models, tokens, listener)
+    old, new = (one["fvu"] for one in measures)
+    if new > old:
+        raise RunError(
+            f"nothing is saved: expected the exact decoder for {found.rows:,} rows to lower FVU on held-out "
+            f"rows, {old:.4g}, got {new:.4g}; keep the old one, or refit on more rows"
+        )
     note_doubts(measures[1:], [after], listener)
     decoder = found.decoder
     final = {
@@ -220,7 +239,7 @@ def refitted_run(
         "rows_train": found.rows,
         "rows_test": before.rows.rows,
         "seconds": seconds,
-        "notes": _notes(found, *measures),
+        "notes": _notes(found),
         "final": final,
     }
     with folder_appearing_whole(folder) as temporary:
@@ -267,16 +286,16 @@ def _training_rows(one: Measured) -> RowSource:
     return one.stores.split("train", seed=one.subject.split_seed).reusing()
 
 
-def _notes(found: Refitted, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def _is_own(one: Measured) -> bool:
+    """Whether the SAE was trained on rows of these stores."""
+    return one.subject.data_hash is not None and one.subject.data_hash == one.stores.hash
+
+
+def _notes(found: Refitted) -> list[str]:
     decoder, said = found.decoder, []
     if decoder.relative_alpha > HELD:
         said.append(
-            f"the old decoder is kept, times {decoder.c:.3g}: {found.rows:,} rows are too few to improve it"
-        )
-    if after["fvu"] > WORSE * before["fvu"]:
-        said.append(
-            f"warning: FVU on held-out rows rose from {before['fvu']:.4g} to {after['fvu']:.4g}, so the old "
-            "decoder is the better one there; refit on more rows, on which the encoder was not trained"
+            f"the decoder is {found.target} times {decoder.c:.3g}: {found.rows:,} rows are too few to improve it"
         )
     if decoder.residual > 2 * TOLERANCE:
         said.append(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from saecli.measure import refit as decoder
 from saecli.measure.refit import refitted
 from saecli.sae.activations import ACTIVATIONS, JumpRelu, TopK
 from saecli.sae.dictionary import SAE
+from saecli.sae.formats import load_native, save_native
 from saecli.store.split import is_test
 from saecli.train.rows import ArrayRows
 
@@ -272,12 +274,41 @@ def test_refit_from_python_equals_the_command(sae: CommandLine, capsys):
     assert tuple(capsys.readouterr()) == ("", "")
 
 
-def test_decoder_that_is_worse_on_rows_held_out_is_warned_of(sae: CommandLine):
+def test_decoder_that_is_worse_on_rows_held_out_is_not_saved(sae: CommandLine):
     rows = some_rows(1000)
     held_out = is_test(np.arange(len(rows)))
     make_run(sae.home, "run", saecli.refit(random_sae(), rows))
     make_store(sae.home, "rows", np.where(held_out[:, None], rows, -rows))
     done = sae("refit", "run")
-    assert done.status == 0
-    assert "warning: FVU on held-out rows rose from" in done.err
-    assert sae("refit", "run", "--name", "again", "--json").json["after"]["fvu"] > 1
+    assert done.status == 1
+    assert "nothing is saved: expected the exact decoder for" in done.err
+    assert not (sae.home / "runs" / "refit-run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transcodes", [False, True])
+def test_on_the_rows_of_its_own_training_the_target_is_not_the_decoder_fitted_to_them(
+    sae: CommandLine, transcodes: bool
+):
+    """An overfitted decoder: leave-one-out would keep it, since it knows each row that is left out."""
+    x = some_rows(250, 24)
+    make_store(sae.home, "rows", x)
+    target = []
+    if transcodes:
+        make_store(sae.home, "targets", np.abs(some_rows(250, 24, seed=1)) + x)
+        target = ["--target", "targets"]
+    words = ["--act", "topk", "--k", "4", "--d-sae", "48", "--steps", "10", "--smoothing", "0"]
+    assert sae("train", *words, *target, "--name", "run").status == 0
+    run = sae.home / "runs" / "run"
+    saved, joined = load_native(run), saecli.open_store("rows", sae.home)
+    if transcodes:
+        joined = saecli.join(joined, target=saecli.open_store("targets", sae.home))
+    rows = torch.from_numpy(np.concatenate(list(joined.split("train").sequential(1000))))
+    z = saved.sae.encode(rows[:, :24]).double()
+    y = rows[:, -24:].double()
+    both = torch.linalg.lstsq(torch.cat([z, torch.ones(len(z), 1).double()], 1), y).solution
+    fitted = saved.sae.changed(W_dec=both[:-1].float(), b_dec=both[-1].float())
+    save_native(replace(saved, sae=fitted), run)
+    done = sae("refit", "run", "--json")
+    assert done.status == 0, done.err
+    assert done.json["after"]["fvu"] < 0.97 * done.json["before"]["fvu"]
