@@ -356,7 +356,7 @@ class Extraction:
                 f"{one.dataset} holds chats in its column {one.column!r}, which go through "
                 f"{config.chat_template or 'the chat template of ' + config.model}"
             )
-        for note in (note for model in models for note in model.source.notes):
+        for note in (note for model in models for note in model.notes):
             listener.note(note)
         size = sum(one.size for one in models)
         fitting = min(

@@ -97,6 +97,19 @@ class LanguageModel:
         self.blocks = cast(nn.ModuleList, self.model.get_submodule(outline.path))
 
     @property
+    def notes(self) -> list[str]:
+        """What a user may not expect of its files."""
+        notes = list(self.source.notes)
+        own = self.tokenizer.bos_token_id
+        declared = getattr(self.source.config.get_text_config(), "bos_token_id", None)
+        if own is not None and declared is not None and own != declared:
+            notes.append(
+                f"{self.source.name}: BOS is token {own} of its tokenizer and {declared} in config.json; "
+                f"a tokenizer of another model gives rows of other texts"
+            )
+        return notes
+
+    @property
     def vocabulary(self) -> int:
         return self.model.get_input_embeddings().weight.shape[0]
 

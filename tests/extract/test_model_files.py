@@ -14,6 +14,7 @@ from saecli.base.errors import ModelError
 from saecli.extract.model_source import find_model
 
 WEIGHTS = "model.safetensors"
+TEXT = "\n\n".join("abcdefghijk" * length for length in range(1, 9))
 
 
 @pytest.fixture
@@ -78,14 +79,22 @@ def test_weights_of_another_shape_are_named(folder: Path):
 
 
 def test_of_several_weights_those_that_are_read_are_told(
-    sae: CommandLine, folder: Path, tmp_path: Path
+    sae: CommandLine, folder: Path, text: Path
 ):
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join("abcdefghijk" * length for length in range(1, 9)))
     result = sae("extract", "--model", folder, "--layer", "0", "--dataset", text)
     assert result.status == 0
     assert f"weights are read from {WEIGHTS}, not from pytorch_model.bin" in result.err
+
+
+def test_a_tokenizer_of_another_model_is_told_by_its_bos(sae: CommandLine, folder: Path, text):
+    quiet = sae("extract", "--model", folder, "--layer", "0", "--dataset", text)
+    assert quiet.status == 0 and "BOS" not in quiet.err
+    described = json.loads((folder / "config.json").read_text()) | {"bos_token_id": 7}
+    (folder / "config.json").write_text(json.dumps(described))
+    result = sae("extract", "--model", folder, "--layer", "0", "--dataset", text)
+    assert result.status == 0
+    assert "BOS is token 1 of its tokenizer and 7 in config.json" in result.err
 
 
 def merges_without_tokens(content: str) -> str:
