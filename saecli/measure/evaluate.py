@@ -381,13 +381,16 @@ def _reconstructed(one: Measured, listener: Listener) -> dict[str, Any]:
         dead["sources"] = sources
     alignment = one.alignment()
     if alignment is None:
-        return reconstruction(one.sae, one.batches(listener)) | dead
+        return reconstruction(one.sae, one.batches(listener), massive=one.massive) | dead
     scores, truth = (
         FeatureScores(alignment, one.sae.W_dec.device),
         one.of_store.codes(one.batch_rows),
     )
     measures = reconstruction(
-        one.sae, one.batches(listener), watch=lambda z: scores.update(z, next(truth))
+        one.sae,
+        one.batches(listener),
+        watch=lambda z: scores.update(z, next(truth)),
+        massive=one.massive,
     )
     return measures | dead | scores.result()
 

@@ -28,7 +28,9 @@ from ..sae.library import SAELike, Subject, open_sae
 from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
 from ..store.reader import ActivationStore, Rows, RowSource
+from ..store.shard import stored_statistics
 from ..store.split import Which, window_starts
+from ..store.values import OUTLYING
 from ..store.worlds import World
 from ..train.rows import ArrayLike, ArrayRows
 from .worlds import Alignment
@@ -180,6 +182,34 @@ class Measured:
         if not self.rows.inputs or self.source is not None:
             return []
         return list(self.store.meta.sources)
+
+    @cached_property
+    def _massive_norms(self) -> list[float]:
+        """`OUTLYING` times the median norm of all rows, at each hook point that is predicted."""
+        if not self.rows.inputs:
+            y = [
+                torch.from_numpy(rows[:, -self.sae.d_out :])
+                for rows in self.rows.sequential(self.batch_rows)
+            ]
+            return [
+                OUTLYING * float(torch.cat([part[:, place].norm(dim=1) for part in y]).median())
+                for place in self.sae.places
+            ]
+        found = []
+        for rows in [self.rows.target] if self.rows.target else self.rows.inputs:
+            statistics = stored_statistics(rows.store.path, rows.store.meta)
+            assert statistics is not None
+            found.append(OUTLYING * statistics.norm_quantile(0.5))
+        return found
+
+    def massive(self, y: Tensor) -> Tensor:
+        """Which of some rows, or targets, (B, E), have over `OUTLYING` times the median norm at a hook point that is
+        predicted, (B,) bool."""
+        found = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+        for place, limit in zip(self.sae.places, self._massive_norms, strict=True):
+            if limit > 0:
+                found |= y[:, place].norm(dim=1) > limit
+        return found
 
     @property
     def heading(self) -> dict[str, str | None]:

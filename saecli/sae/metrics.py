@@ -13,33 +13,79 @@ import torch
 from torch import Tensor
 
 from ..base.devices import moved
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, counted
 from ..base.processes import ALONE, Communicator
 from .codes import Codes, Prefixes
 from .dictionary import Batch, Dictionary
 
 Watch = Callable[[Codes], None]
+Massive = Callable[[Tensor], Tensor]  # of rows, (B, D), those of massive norm, (B,) bool
+MASSIVE_VARIANCE = 0.05  # fraction of the variance from which rows of massive norm are told
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger fraction of the rows counts as dense
+
+
+class _Variance:
+    """The scatter of rows about their mean, and the squared error of their reconstructions.
+
+    Scatters are merged batch by batch about the running mean (Chan, Golub and LeVeque, "Updating Formulae and a
+    Pairwise Algorithm for Computing Sample Variances", 1979), precise also for a large mean.
+    """
+
+    def __init__(self, d_in: int) -> None:
+        self.rows = 0
+        self.mean = torch.zeros(d_in, dtype=torch.float64)
+        self.sums = torch.zeros(2, dtype=torch.float64)  # scatter, squared error
+
+    @property
+    def fvu(self) -> float:
+        return float(self.sums[1] / self.sums[0])
+
+    def update(self, x: Tensor, errors: Tensor) -> None:
+        """Take rows, (B, D), and their squared errors, (B,), in float64."""
+        if not len(x):
+            return
+        mean = x.mean(0)
+        shift = mean - self.mean
+        total = self.rows + len(x)
+        scatter = (x - mean).square().sum() + shift.square().sum() * (self.rows * len(x) / total)
+        self.sums += torch.stack([scatter, errors.sum()])
+        self.mean += shift * (len(x) / total)
+        self.rows = total
+
+    def all_reduce(self, communicator: Communicator) -> None:
+        counts = communicator.all_reduce(
+            torch.cat([self.mean * self.rows, self.mean.new_tensor([self.rows])])
+        )
+        mean = counts[:-1] / counts[-1].clamp(min=1)
+        # The scatter is now about the mean of all.
+        self.sums[0] += self.rows * (self.mean - mean).square().sum()
+        self.mean, self.rows = mean, int(counts[-1])
+        communicator.all_reduce(self.sums)
+
+    def to(self, device: torch.device) -> None:
+        self.mean, self.sums = self.mean.to(device), self.sums.to(device)
 
 
 class Reconstruction:
     """Errors of reconstructions `x_hat` of rows `x` through codes `z`.
 
-        fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
-
-    The denominator is merged batch by batch about the running mean (Chan, Golub and LeVeque, "Updating Formulae and a
-    Pairwise Algorithm for Computing Sample Variances", 1979), precise also for a large mean.
+    fvu = E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)
     """
 
-    def __init__(self, d_in: int, d_sae: int, prefixes: Prefixes = ()) -> None:
-        self.rows = 0
-        self._prefixes = prefixes
+    def __init__(
+        self, d_in: int, d_sae: int, prefixes: Prefixes = (), massive: Massive | None = None
+    ) -> None:
+        self._prefixes, self._massive = prefixes, massive
         self._nested = torch.zeros(
             2, len(prefixes), dtype=torch.float64
         )  # of each prefix: squared error, l0
-        self._mean = torch.zeros(d_in, dtype=torch.float64)
-        self._sums = torch.zeros(5, dtype=torch.float64)  # scatter, squared error, cosine; l0, l1
+        self._all, self._ordinary = _Variance(d_in), _Variance(d_in)  # rows; those not massive
+        self._sums = torch.zeros(3, dtype=torch.float64)  # cosine, l0, l1
         self._fired = torch.zeros(d_sae, dtype=torch.bool)
+
+    @property
+    def rows(self) -> int:
+        return self._all.rows
 
     @torch.no_grad()
     def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
@@ -48,43 +94,29 @@ class Reconstruction:
             return
         if not self.rows:
             self._to(x.device)
+        ordinary = None if self._massive is None else ~self._massive(x)
         x, x_hat = x.double(), x_hat.double()
-        mean = x.mean(0)
-        shift = mean - self._mean
-        total = self.rows + len(x)
-        scatter = (x - mean).square().sum() + shift.square().sum() * (self.rows * len(x) / total)
+        errors = (x_hat - x).square().sum(1)
         norms = (x.norm(dim=1) * x_hat.norm(dim=1)).clamp(min=torch.finfo(torch.float64).tiny)
         counts = z.latent_counts()
-        self._sums += torch.stack(
-            [
-                scatter,
-                (x_hat - x).square().sum(),
-                ((x * x_hat).sum(1) / norms).sum(),
-                counts.sum().double(),
-                z.l1(),
-            ]
-        )
+        cosines = (x * x_hat).sum(1) / norms
+        self._sums += torch.stack([cosines.sum(), counts.sum().double(), z.l1()])
         if self._prefixes and by_prefix is not None:
-            errors = (by_prefix.double() - x[:, None]).square().sum((0, 2))
+            nested = (by_prefix.double() - x[:, None]).square().sum((0, 2))
             last = counts.new_tensor(self._prefixes) - 1
-            self._nested += torch.stack([errors, counts.cumsum(0)[last].double()])
+            self._nested += torch.stack([nested, counts.cumsum(0)[last].double()])
         self._fired |= counts > 0
-        self._mean += shift * (len(x) / total)
-        self.rows = total
+        self._all.update(x, errors)
+        if ordinary is not None:
+            self._ordinary.update(x[ordinary], errors[ordinary])
 
     def all_reduce(self, communicator: Communicator, device: torch.device) -> None:
         """Merge the counts of all processes; sums move to this device."""
         if communicator.world_size == 1:
             return
         self._to(device)
-        counts = communicator.all_reduce(
-            torch.cat([self._mean * self.rows, self._mean.new_tensor([self.rows])])
-        )
-        mean = counts[:-1] / counts[-1].clamp(min=1)
-        self._sums[0] += (
-            self.rows * (self._mean - mean).square().sum()
-        )  # the scatter, now about the mean of all
-        self._mean, self.rows = mean, int(counts[-1])
+        self._all.all_reduce(communicator)
+        self._ordinary.all_reduce(communicator)
         communicator.all_reduce(self._sums)
         communicator.all_reduce(self._nested)
         self._fired = communicator.all_reduce(self._fired.to(torch.int32)) > 0
@@ -95,41 +127,59 @@ class Reconstruction:
         `mse` is a mean over rows and dimensions; `fvu` is infinite or NaN if the rows do not vary; `cosine` is 0 for a
         row if it or its reconstruction is zero; `l0` and `l1` are means over rows; `silent_fraction` counts latents
         that fire on no row, on training rows the dead ones; `prefixes`, of a nested SAE, have `latents`, `l0`, `fvu`.
+        Where massive rows are told apart also `massive_rows`, their number, `massive_variance`, the fraction of the
+        variance that they hold, and `ordinary_fvu`, the FVU of the others.
         """
         _demand_rows(self.rows)
         by_prefix = zip(
             self._prefixes,
             (self._nested[1] / self.rows).tolist(),
-            (self._nested[0] / self._sums[0]).tolist(),
+            (self._nested[0] / self._all.sums[0]).tolist(),
             strict=True,
         )
         nested = [{"latents": latents, "l0": l0, "fvu": fvu} for latents, l0, fvu in by_prefix]
-        _, error, cosine, l0, l1 = (self._sums / self.rows).tolist()
-        fvu = float(self._sums[1] / self._sums[0])
+        cosine, l0, l1 = (self._sums / self.rows).tolist()
+        fvu = self._all.fvu
         return {
             "rows": self.rows,
-            "mse": error / len(self._mean),
+            "mse": float(self._all.sums[1]) / self.rows / len(self._all.mean),
             "fvu": fvu,
             "explained_variance": 1 - fvu,
             "cosine": cosine,
             "l0": l0,
             "l1": l1,
             "silent_fraction": 1 - float(self._fired.double().mean()),
+            **({} if self._massive is None else self._by_norm()),
             **({"prefixes": nested} if nested else {}),
         }
 
+    def _by_norm(self) -> dict[str, Any]:
+        whole, ordinary = self._all, self._ordinary
+        shift = (ordinary.mean - whole.mean).square().sum()
+        of_ordinary = float((ordinary.sums[0] + ordinary.rows * shift) / whole.sums[0])
+        return {
+            "massive_rows": whole.rows - ordinary.rows,
+            "massive_variance": max(0.0, 1 - of_ordinary) if ordinary.rows < whole.rows else 0.0,
+            "ordinary_fvu": ordinary.fvu,
+        }
+
     def _to(self, device: torch.device) -> None:
-        self._mean, self._sums, self._fired, self._nested = (
-            tensor.to(device) for tensor in (self._mean, self._sums, self._fired, self._nested)
+        self._all.to(device)
+        self._ordinary.to(device)
+        self._sums, self._fired, self._nested = (
+            tensor.to(device) for tensor in (self._sums, self._fired, self._nested)
         )
 
 
 def reconstruction(
-    sae: Dictionary, batches: Iterable[Tensor], watch: Watch | None = None
+    sae: Dictionary,
+    batches: Iterable[Tensor],
+    watch: Watch | None = None,
+    massive: Massive | None = None,
 ) -> dict[str, Any]:
     """`Reconstruction.result` over batches of rows, (B, D), for a transcoder with targets, (B, D + E); `watch` receives
-    the codes of each batch."""
-    return reconstructions([sae], batches, watch=watch)[0]
+    the codes of each batch, `massive` its rows, or targets."""
+    return reconstructions([sae], batches, watch=watch, massive=massive)[0]
 
 
 @torch.no_grad()
@@ -138,9 +188,10 @@ def reconstructions(
     batches: Iterable[Tensor],
     communicator: Communicator = ALONE,
     watch: Watch | None = None,
+    massive: Massive | None = None,
 ) -> list[dict[str, Any]]:
     """`reconstruction` of several SAEs in one pass, over all processes."""
-    found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes) for sae in saes]
+    found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive) for sae in saes]
     for batch in batches:
         for sae, own in zip(saes, found, strict=True):
             rows = Batch.of(moved(batch, sae.W_enc.device).to(sae.W_enc.dtype), sae.d_in)
@@ -155,8 +206,14 @@ def reconstructions(
 
 
 def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:
-    """A warning for each doubtful measure of `Reconstruction.result`: `fvu`, `l0`."""
+    """A warning for each doubtful measure of `Reconstruction.result`: `massive`, `fvu`, `l0`."""
     found, fvu, l0 = {}, measures["fvu"], measures["l0"]
+    if measures.get("massive_variance", 0) > MASSIVE_VARIANCE:
+        found["massive"] = (
+            f"{counted(measures['massive_rows'], 'row')} of massive norm hold "
+            f"{measures['massive_variance']:.1%} of the variance, and FVU is {fvu:.4g}, but "
+            f"{measures['ordinary_fvu']:.4g} on the others"
+        )
     if math.isfinite(fvu) and fvu > 1:
         found["fvu"] = (
             f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"

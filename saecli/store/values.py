@@ -280,6 +280,8 @@ class Statistics:
         bins = np.arange(BINS)
         middles = 2.0 ** ((bins - 0.5) / BINS_PER_DOUBLING + LEAST_EXPONENT)
         counts = np.where((bins > 0) & (middles > edge), self.norm_counts, 0)
+        if not counts.any():
+            return 0, 0.0
         norms = np.minimum(middles, self.norms.max)
         distances = np.maximum(norms - np.linalg.norm(self.spread.mean), 0)  # from the mean
         scatter = self.spread.scatter.sum()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 
+import saecli
 from saecli.sae.activations import JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
@@ -26,6 +27,9 @@ KEYS = [
     "l0",
     "l1",
     "silent_fraction",
+    "massive_rows",
+    "massive_variance",
+    "ordinary_fvu",
     "dead_fraction",
     "unbeaten",
 ]
@@ -64,6 +68,31 @@ def test_measures_match_numpy_on_the_rows_of_the_runs_own_split(sae: CommandLine
     assert (found["run"], found["data"], found["split"]) == ("run", "rows", split)
     oracle = relu_oracle(random_sae(), chosen)
     assert {key: found[key] for key in oracle} == pytest.approx(oracle, rel=1e-5)
+
+
+def test_a_few_rows_that_hold_most_of_the_variance_are_told(sae: CommandLine, tmp_path: Path):
+    values = some_rows()
+    held_out = is_test(np.arange(len(values)))
+    sinks = np.flatnonzero(held_out)[[1, 50]]
+    values[sinks] = [1e4] + [0] * (D - 1)
+    rows = make_store(sae.home, "rows", values)
+    make_run(sae.home, "run", random_sae())
+    done = sae("eval", "run", "--json")
+    (found,) = done.json["runs"]
+    ordinary = held_out.copy()
+    ordinary[sinks] = False
+    assert found["massive_rows"] == 2
+    assert found["massive_variance"] == pytest.approx(0.9931, abs=1e-4)
+    assert found["ordinary_fvu"] == pytest.approx(relu_oracle(random_sae(), rows[ordinary])["fvu"])
+    assert found["fvu"] == pytest.approx(relu_oracle(random_sae(), rows[held_out])["fvu"], rel=1e-5)
+    said = "2 rows of massive norm hold 99.3% of the variance, and FVU is "
+    assert said in done.err and f"but {found['ordinary_fvu']:.4g} on the others" in done.err
+    for command in ("sparsity", "geometry"):
+        assert "2 of 3,000 rows have over 10 times the median norm" in sae(command, "run").err
+    report = sae("report", "run", "--out", tmp_path / "pages", "--json").json
+    assert any("2 rows of massive norm hold" in note for note in report["notes"])
+    (in_memory,) = [saecli.evaluate(random_sae(), rows[held_out])]
+    assert in_memory["ordinary_fvu"] == pytest.approx(found["ordinary_fvu"])
 
 
 def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(

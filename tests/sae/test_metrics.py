@@ -74,6 +74,23 @@ def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(
     assert got == pytest.approx(oracle, rel=1e-10)
 
 
+@given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 40), max_size=4))
+def test_rows_of_massive_norm_are_told_apart_as_by_numpy(seed: int, cuts: list[int]) -> None:
+    x, x_hat, z = rows_and_codes(seed, 40)
+    x[[3, 17]] *= 100
+    x_hat[[3, 17]] = x[[3, 17]] + 1
+    massive = np.linalg.norm(x.numpy(), axis=1) > 30
+    got = in_batches(Reconstruction(6, 11, massive=lambda y: y.norm(dim=1) > 30), cuts, x, x_hat, z)
+    rows = x.numpy().astype(np.float64)
+    scatter = ((rows - rows.mean(0)) ** 2).sum(1)
+    assert got["massive_rows"] == massive.sum() == 2
+    assert got["massive_variance"] == pytest.approx(scatter[massive].sum() / scatter.sum())
+    others = reconstruction_oracle(*(t[torch.from_numpy(~massive)] for t in (x, x_hat, z)))
+    assert got["ordinary_fvu"] == pytest.approx(others["fvu"])
+    assert got["fvu"] == pytest.approx(reconstruction_oracle(x, x_hat, z)["fvu"])
+    assert list(doubts(got, 6, 22)) == ["massive"]
+
+
 @pytest.mark.parametrize("at_a_time", [1, 30, 1 << 18])
 def test_codes_in_any_pieces_or_sparse_match_numpy(at_a_time, monkeypatch) -> None:
     monkeypatch.setattr("saecli.sae.codes.CACHED_CODES", at_a_time)

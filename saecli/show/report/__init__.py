@@ -17,7 +17,7 @@ import torch
 
 from ...base.console import Listener, listening
 from ...base.documents import read_run
-from ...base.errors import ConfigError, ModelError, demand_at_least
+from ...base.errors import ConfigError, ModelError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
 from ...extract.options import at_revision
@@ -27,6 +27,7 @@ from ...measure.hook_points import places_document
 from ...measure.latents import Examples, Survey, at_random, neighbours, survey
 from ...measure.measured import Measured, RowsLike, held_out, in_blocks, measured
 from ...sae.library import SAELike
+from ...sae.metrics import doubts
 from ...store.split import Which
 from ...train.files import read_metrics
 from .pages import Details, TokenNumbers, neuronpedia_url, overview
@@ -202,6 +203,8 @@ def report(
         notes.append(
             f"{one.store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows"
         )
+    if massive := doubts(measures, one.sae.d_in, d_sae).get("massive"):
+        notes.append(f"of {counted(measures['rows'], 'held-out row')}, {massive}")
     if len(chosen) < d_sae:
         notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
     curves = [] if one.subject.folder is None else read_metrics(one.subject.folder)
