@@ -17,7 +17,7 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, StoreError, size_words, unknown_choice
+from ..base.errors import ConfigError, StoreError, counted, size_words, unknown_choice
 from ..base.home import Home, Shelf, checked_name
 from ..base.options import demand_known
 from ..base.processes import Communicator, communicator
@@ -120,7 +120,7 @@ def extract(
         config, source, text = settled(ExtractConfig(**options), options.keys(), where, processes)
         specs = at_revisions(names, config.model_revision) or []
         sources = [source, *map(find_model, specs[1:])]
-        demand_same_tokens(sources, config)
+        demand_same_tokens(sources, config, listener.note)
         layers = (
             [layer]
             if isinstance(layer, int)
@@ -180,8 +180,11 @@ def settled(
     return config, source, text
 
 
-def demand_same_tokens(sources: Sequence["ModelSource"], config: ExtractConfig) -> None:
-    """Refuse several models that do not read the same token ids; loads their tokenizers, and no weights."""
+def demand_same_tokens(
+    sources: Sequence["ModelSource"], config: ExtractConfig, note: Callable[[str], None]
+) -> None:
+    """Refuse several models unless the tokens that they share have the same ids, and say which are of one alone; loads
+    their tokenizers, and no weights."""
     from .language_model import load_tokenizer
 
     for number, source in enumerate(sources[1:], 1):
@@ -189,19 +192,24 @@ def demand_same_tokens(sources: Sequence["ModelSource"], config: ExtractConfig) 
         if source.identity() in [other.identity() for other in sources[:number]]:
             raise ConfigError(f"--model names {source.name} twice; name each model once")
         both = [load_tokenizer(one) for one in (sources[0], source)]
-        (ours, theirs), prefixes = (
-            (one.get_vocab() for one in both),
-            [affixes(one, config.begins).prefix for one in both],
-        )
-        if ours != theirs or prefixes[0] != prefixes[1]:
-            got = (
-                f"windows that begin with the special tokens {prefixes[0]} and {prefixes[1]}"
-                if ours == theirs
-                else f"{len(ours):,} and {len(theirs):,} tokens, {len(ours.items() ^ theirs.items()):,} of one alone"
-            )
+        ours, theirs = (one.get_vocab() for one in both)
+        prefixes = [affixes(one, config.begins).prefix for one in both]
+        shared = ours.keys() & theirs.keys()
+        moved = [token for token in shared if ours[token] != theirs[token]]
+        got = None
+        if moved or not shared:
+            got = f"{len(ours):,} and {len(theirs):,} tokens, {len(shared) - len(moved):,} of them with the same id"
+        elif prefixes[0] != prefixes[1]:
+            got = f"windows that begin with the special tokens {prefixes[0]} and {prefixes[1]}"
+        if got is not None:
             raise ConfigError(
                 f"{sources[0].name} and {source.name} do not read the same tokens: expected one "
                 f"tokenizer, got {got}; name models that share one by --model"
+            )
+        if alone := sorted(ours.keys() ^ theirs.keys()):
+            note(
+                f"{sources[0].name} and {source.name} share {counted(len(shared), 'token')}; "
+                f"{counted(len(alone), 'token')} of one alone, such as {alone[0]}, must not be in the text"
             )
 
 
@@ -405,11 +413,10 @@ class Extraction:
     def blocks(self, quota: Quota, cursor: Cursor = START) -> Generator[Block, None, None]:
         def documents_from(begin: Cursor) -> Iterator[Document]:
             documents = self.text.documents(begin.document, begin.mark, self.listener.note)
-            return (
-                document
-                for document in documents
-                if document.number % quota.world_size == quota.rank
-            )
+            for document in documents:
+                if document.number % quota.world_size == quota.rank:
+                    self.all.check_text(document.text, document.number)
+                    yield document
 
         return in_blocks(documents_from, self.windows(), quota.rows, cursor, self.block_rows)
 

@@ -220,7 +220,8 @@ def _with_head(source: ModelSource) -> Any:
 
 
 class SideBySide:
-    """Models with one tokenizer that read the same tokens; a hook point's `model` is its model's number among them."""
+    """Models that read the same tokens; a hook point's `model` is its model's number among them. The text is cut by the
+    first one's tokenizer; it may hold no token that is not all models'."""
 
     def __init__(self, models: Sequence[LanguageModel]) -> None:
         self.models = models
@@ -229,6 +230,26 @@ class SideBySide:
             models[0].tokenizer,
             models[0].device,
         )
+        ours, *others = (model.tokenizer.get_vocab() for model in models)
+        self._alone = torch.tensor(
+            sorted(ours[token] for other in others for token in ours.keys() - other.keys()),
+            dtype=torch.int64,
+        )
+        self._theirs = {
+            token: model.source.name
+            for model in models[1:]
+            for token in model.tokenizer.get_added_vocab()
+            if token not in ours
+        }
+
+    def check_text(self, text: str, number: int) -> None:
+        """Raise a ModelError if a model would read a token there that the first one does not know."""
+        for token, name in self._theirs.items():
+            if token in text:
+                raise ModelError(
+                    f"document {number:,} has the token {token}, which {name} reads and "
+                    f"{self.source.name} does not; remove it from the text, or extract one by one"
+                )
 
     def read(
         self,
@@ -237,7 +258,13 @@ class SideBySide:
         points: Sequence[HookPoint],
         take: Callable[[Tensor], Taken],
     ) -> list[Taken]:
-        """As `LanguageModel.read`."""
+        """As `LanguageModel.read`; ModelError for tokens that not all models know."""
+        if len(wrong := token_ids[torch.isin(token_ids, self._alone) & (mask == 1)]):
+            token = self.tokenizer.convert_ids_to_tokens(int(wrong[0]))
+            raise ModelError(
+                f"the text has the token {token}, which {self.source.name} alone reads; remove it from "
+                f"the text, or extract one by one"
+            )
         found: dict[HookPoint, Taken] = {}
         for number, model in enumerate(self.models):
             if own := [point for point in points if point.model == number]:

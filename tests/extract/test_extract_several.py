@@ -10,7 +10,7 @@ import torch
 from homes import CommandLine, make_run
 from storing import assert_same_pass
 from tiny_models import WIDTH, save_model, stored
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import saecli
 from saecli.sae.activations import TopK
@@ -203,8 +203,35 @@ def test_models_that_do_not_read_the_same_tokens_are_refused(
     other = {"model": model, "plain": save_model(tmp_path / "plain", "llama", bos=False)}.get(
         second, second
     )
-    done = sae("extract", "--model", model, "--model", other, "--dataset", text)
+    words = ("--model", model, "--model", other, "--dataset", text, "--prepend-bos", "off")
+    done = sae("extract", *words)
     assert done.status == 2 and sentence.format(other) in done.err
+
+
+def test_models_of_which_one_has_an_added_token_read_the_tokens_that_they_share(
+    sae: CommandLine, model, text, tmp_path: Path
+):
+    config = AutoConfig.from_pretrained(model)
+    config.vocab_size += 1
+    thinking = save_model(tmp_path / "thinking", config)
+    tokenizer = AutoTokenizer.from_pretrained(thinking)
+    tokenizer.add_tokens("<think>")
+    tokenizer.save_pretrained(thinking)
+    more = ("--layer", "1", "--rows", "200", "--context", "16")
+    both = ("--model", model, "--model", thinking)
+    done = sae("extract", *both, "--dataset", text, "--name", "s", *more)
+    assert done.status == 0, done.err
+    assert "gemma2 and " in done.err and "share 64 tokens; 1 token of one alone" in done.err
+    alone = sae("extract", "--model", thinking, "--dataset", text, "--name", "alone", *more)
+    assert alone.status == 0, alone.err
+    rows, columns = read(sae.home, "s-thinking-l1-resid_post")
+    own_rows, own_columns = read(sae.home, "alone")
+    assert columns == own_columns
+    np.testing.assert_allclose(rows, own_rows, rtol=2e-2, atol=1e-2)
+    (tmp_path / "other.txt").write_text("abc\n\nab<think>c")
+    for models in (both, both[2:] + both[:2]):
+        done = sae("extract", *models, "--dataset", tmp_path / "other.txt", *more)
+        assert done.status == 1 and "the token <think>" in done.err, done.err
 
 
 def test_rows_that_not_all_can_store_end_the_extraction(

@@ -190,16 +190,15 @@ def test_a_finished_store_is_recognised_without_a_network(
     path = tmp_path / "chats.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"messages": CHATS}), path)
     hub.add("some/chats", {"train.parquet": path.read_bytes()})
-    texts = ("--dataset", DATASET, "--name", "texts")
-    chats = ("--dataset", "some/chats", "--chat-template", str(TEMPLATE), "--name", "chats")
-    for words in (texts, chats):
+    chats = ("--dataset", "some/chats", "--chat-template", str(TEMPLATE))
+    for words in (("--dataset", DATASET), chats):
         command = ("-m", "saecli", "extract", "--model", "tiny-gemma2", "--rows", "400", *words)
         first = run(hub, tmp_path, *command)
         assert first.returncode == 0, first.stderr
         again = run(hub, tmp_path, *command, **environment)
         assert again.returncode == 0, again.stderr
         assert "stored already, by the same request" in again.stdout
-        other = run(hub, tmp_path, *command, "--context", "16", "--name", "other", **environment)
+        other = run(hub, tmp_path, *command, "--context", "16", **environment)
         assert other.returncode == 1 and "cannot be fetched" in other.stderr
 
 
