@@ -73,6 +73,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error means that a disk, or a limit on its use, refused to hold more."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def demand_address_space() -> None:
     """Raise a MachineError if `ulimit -v` is below `LEAST_ADDRESS_SPACE`, with which libraries cannot be loaded."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

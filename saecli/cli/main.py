@@ -1,7 +1,6 @@
 """The command line: `sae [--home DIR] COMMAND`. To add a command, write `saecli/cli/NAME.py` with a function `command`,
 and a line in `COMMANDS`."""
 
-import errno
 import inspect
 import io
 import os
@@ -26,7 +25,7 @@ from ..base.errors import (
     printable,
     shortened,
 )
-from ..base.machine import demand_address_space, is_out_of_memory, rank, world
+from ..base.machine import demand_address_space, is_disk_full, is_out_of_memory, rank, world
 from ..base.options import in_place_of
 
 COMMANDS = {
@@ -256,7 +255,7 @@ def sentence_for(error: BaseException) -> str | None:
     if is_out_of_memory(error):
         return f"out of memory: {_out_of_memory(error)}"
     if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if is_disk_full(error):
             return (
                 f"the disk is full, writing {error.filename or 'a file'}; nothing half-written was kept: "
                 f"free some space and run the same command again"

@@ -274,15 +274,17 @@ def trained(
 
         for folder in (Path(document["path"]) for document in documents):
             loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-    session.console.result(
-        documents[0] if alone else {"runs": documents},
-        results_table(documents, [*first.varied]),
-        *compared_tables(documents),
-        *([figures_table(documents)] if documents else []),
-        f"saved in {documents[0]['path']}; loss.png there has its curves"
-        if alone
-        else f"saved in {first.folder.parent}; loss.png in each has its curves",
-    )
+    shown: list[Any] = []
+    if documents:  # else all have failed
+        shown = [
+            results_table(documents, [*first.varied]),
+            *compared_tables(documents),
+            figures_table(documents),
+            f"saved in {documents[0]['path']}; loss.png there has its curves"
+            if alone
+            else f"saved in {first.folder.parent}; loss.png in each has its curves",
+        ]
+    session.console.result(documents[0] if alone else {"runs": documents}, *shown)
     for number, error in enumerate(errors.values(), 1):
         if number == len(errors):
             raise error

@@ -7,7 +7,6 @@ resumes with the shards that remain.
 Legend: R rows, D = d_in.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ import numpy as np
 from ..base.errors import StoreError
 from ..base.files import LOCK, flush_to_disk, lock_folder, make_folder
 from ..base.home import STORE_MARKER
+from ..base.machine import is_disk_full
 from .schema import (
     JOURNAL,
     SHARDS,
@@ -386,11 +386,7 @@ def refused(path: Path, rows: int, error: OSError) -> StoreError:
     if isinstance(error, StoreError):
         return error
     reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
-    remedy = (
-        "free some space"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        else "fix that"
-    )
+    remedy = "free some space" if is_disk_full(error) else "fix that"
     return StoreError(
         f"cannot write to {path}: {reason}; {remedy} and run the same command again, "
         f"which goes on after the {rows} rows that are safe"

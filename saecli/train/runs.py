@@ -19,6 +19,7 @@ from ..base.documents import RUN_VERSION, read_run
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.files import appearing_whole, write_json
 from ..base.home import KEPT, RUN_MARKER, Home, checked_name
+from ..base.machine import is_disk_full
 from ..base.options import toml_lines
 from ..base.processes import Communicator
 from ..extract.streaming import Streamed
@@ -198,6 +199,18 @@ class Job:
     given: Mapping[str, Any] | None = None  # the options of a new run; None for a resumed one
     varied: Mapping[str, Any] = field(default_factory=dict)  # options in which several runs differ
     result: Mapping[str, Any] | None = None  # of a finished run, which stays as it is
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return (self.folder / CHECKPOINT).exists()
+
+    @property
+    def remedy(self) -> str:
+        """What to do after the run was stopped, in words."""
+        if not self.has_checkpoint:
+            return "run the same command again"
+        resume = f"`sae {self.run.command} --resume --name {self.folder.name}`"
+        return f"{resume} goes on from its last checkpoint"
 
     def document(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """What `sae train --json` prints."""
@@ -425,13 +438,14 @@ def train_runs(
     except (KeyboardInterrupt, PeerError) as stop:
         interrupts.told(stop)
         for job in jobs:
-            name = job.folder.name
             listener.note(
-                f"stopped; `sae {job.run.command} --resume --name {name}` goes on from its last checkpoint"
-                if (job.folder / CHECKPOINT).exists()
-                else f"stopped before the first checkpoint; nothing was saved of {name}"
+                f"stopped; {job.remedy}"
+                if job.has_checkpoint
+                else f"stopped before the first checkpoint; nothing was saved of {job.folder.name}"
             )
         raise
+    except OSError as error:
+        raise _in_words(error, jobs[0]) from error
     for job, document in zip(
         [job for job in jobs if job.folder.name not in errors], documents, strict=True
     ):
@@ -497,16 +511,26 @@ def _trained(
                 if isinstance(failure, TrainingError)
                 else failure
             )
-    errors = {
-        job.folder.name: found.within(job.folder.name) if isinstance(found, SaeError) else found
-        for job in jobs
-        if (found := errors.get(job.folder.name))
-    }
+    for job in jobs:
+        name = job.folder.name
+        if name in errors:
+            said = _in_words(errors[name], job)
+            errors[name] = said.within(name) if isinstance(said, SaeError) else said
     finished = [job for job in jobs if job.folder.name not in errors]
     if communicator.is_main:
         for job, result in zip(finished, results, strict=True):
             job.run.write(job.folder, result)
     return [job.document(result) for job, result in zip(finished, results, strict=True)], errors
+
+
+def _in_words(error: Exception, job: Job) -> Exception:
+    """The error; in place of the system's about a full disk one that says how the run goes on."""
+    if not is_disk_full(error):
+        return error
+    return TrainingError(
+        f"the disk is full, writing {getattr(error, 'filename', None) or 'a file'}; nothing half-written "
+        f"was kept: free some space, and {job.remedy}"
+    )
 
 
 def _what_is_kept(training: Training) -> str:

@@ -223,26 +223,37 @@ def test_a_run_that_is_being_trained_is_not_trained_twice(sae: CommandLine):
 
 
 @pytest.mark.slow
-def test_a_file_that_may_grow_no_further_costs_at_most_the_current_epoch(sae: CommandLine):
-    """A limit on file sizes stands for a full disk: the second epoch's checkpoint does not fit."""
+@pytest.mark.parametrize("kib", [4, 24])
+def test_a_full_disk_is_answered_by_what_goes_on(sae: CommandLine, kib: int):
+    """A limit on file sizes stands for a full disk: the first checkpoint does not fit; or later, the metrics."""
     make_store(sae.home, "rows", some_rows(1000))
-    words = [
-        sys.executable,
-        "-m",
-        "saecli",
-        "--home",
-        str(sae.home),
-        "train",
-        "--name",
-        "full",
-        *QUICK[:-1],
-    ]
-    script = f"ulimit -f 4; exec {' '.join(words)}"
+    words = [sys.executable, "-m", "saecli", "--home", str(sae.home), "train", "--name", "full"]
+    options = ["--solver", "sgd", "--d-sae", "24", "--epochs", "80", "--batch-size", "500"]
+    script = f"ulimit -f {kib}; exec {' '.join([*words, *options])}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "nothing half-written" in done.stderr
-    assert "unexpected" not in done.stderr
-    assert not list((sae.home / "runs").iterdir())
+    assert "the disk is full, writing" in done.stderr
+    assert "nothing half-written was kept: free some space, and " in done.stderr
+    folder = sae.home / "runs" / "full"
+    if kib == 4:
+        assert done.stderr.endswith("and run the same command again\n")
+        assert not folder.exists()
+        assert sae("train", "--name", "full", *options).status == 0
+    else:
+        assert "and `sae train --resume --name full` goes on from its last" in done.stderr
+        assert not list(folder.glob(".*.partial"))
+        assert sae("train", "--resume", "--name", "full").status == 0
+    assert json.loads((folder / "run.json").read_text())["complete"]
+
+
+def test_a_sweep_that_failed_whole_says_nothing_is_saved(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(1000))
+    words = ("train", "--solver", "sgd", *QUICK[:-1], "--lr", "1e25", "--lr", "1e24")
+    done = sae(*words)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.count("the loss became") == 2 and "saved in" not in done.err
+    done = sae(*words, "--json")
+    assert (done.status, json.loads(done.out)) == (1, {"runs": []})
 
 
 def test_a_run_cut_short_before_its_last_file_is_completed_by_resume(sae: CommandLine):

@@ -5,6 +5,7 @@ Libraries that subtract the decoder bias from a row before encoding are read and
 """
 
 import fnmatch
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -356,6 +357,9 @@ def write_tensors(
         try:
             save(ready, temporary, **({} if metadata is None else {"metadata": metadata}))
         except (SafetensorError, RuntimeError) as error:  # neither library raises an OSError
+            if found := re.search(r"\(os error (\d+)\)", str(error)):
+                number = int(found[1])
+                raise OSError(number, os.strerror(number), str(path)) from error
             raise FormatError(
                 as_named(
                     f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free "
