@@ -247,12 +247,12 @@ def _folder(model: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    for folder in (Path(model).expanduser(), BUNDLED / model):
-        if folder.is_dir():
-            return folder
     try:
+        for folder in (Path(model), BUNDLED / model):
+            if folder.is_dir():
+                return folder
         config = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
+    except (HFValidationError, OSError):  # no name of a repository, too long for a path
         return None
     return Path(config).parent if isinstance(config, str) else None
 

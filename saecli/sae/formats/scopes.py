@@ -187,10 +187,10 @@ def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[i
     }
     for path, part in zip(files, parts, strict=True):
         for name, shape in shapes.items():
-            if tuple(part[name].shape) != shape:
+            if tuple(part[name].shape) != shape or not part[name].is_floating_point():
                 raise FormatError(
-                    f"{path}: expected {name.lower()} of shape {shape} for each layer, got "
-                    f"{tuple(part[name].shape)}"
+                    f"{path}: expected floating-point numbers of shape {shape} in {name.lower()} of each "
+                    f"layer, got {part[name].dtype} of shape {tuple(part[name].shape)}"
                 )
     entries = layers**2 * width * latents  # of either matrix
     common.check_memory(str(folder), 2 * entries * parts[0]["W_enc"].dtype.itemsize, common.TO_FIT)
