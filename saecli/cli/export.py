@@ -2,7 +2,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Data, Json, Out, Run, start
+from .options import Data, Json, Out, Run, Target, start
 
 
 def formats() -> list[str]:
@@ -25,7 +25,13 @@ To = Annotated[
 
 
 def command(
-    ctx: typer.Context, to: To, out: Out, run: Run = None, data: Data = None, json: Json = False
+    ctx: typer.Context,
+    to: To,
+    out: Out,
+    run: Run = None,
+    data: Data = None,
+    target: Target = None,
+    json: Json = False,
 ) -> None:
     """Write a run in another library's format.
 
@@ -39,7 +45,13 @@ def command(
 
     session = start(ctx, json, out=out)
     document = export(
-        sae=run, to=to, out=out, data=data, home=session.home, progress=session.console
+        sae=run,
+        to=to,
+        out=out,
+        data=data,
+        target=target,
+        home=session.home,
+        progress=session.console,
     )
     session.console.result(
         document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}"

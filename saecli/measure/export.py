@@ -24,7 +24,7 @@ from ..sae.library import SAELike, open_sae
 from ..sae.metrics import Reconstruction
 from ..store.joined import in_words
 from .evaluate import check_tokens_of_model, evaluated
-from .measured import Measured, RowsLike, hook_points, measured
+from .measured import Measured, RowsLike, hook_points, measured, with_rows
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -140,6 +140,7 @@ def export(
     out: str | Path,
     data: RowsLike = None,
     *,
+    target: str | None = None,
     home: str | Path | Home | None = None,
     progress: bool | Listener = False,
 ) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def export(
         to: saelens, sparsify, dictionary-learning, gemma-scope, gemma-scope-2, circuit-tracer or native; also with _
             for -.
         out: folder to write, new or empty; it appears whole or not at all.
-        data: rows to measure the difference on, as in `evaluate`.
+        data, target: rows to measure the difference on, as in `evaluate`.
 
     Returns:
         The document that `sae export --json` prints; its `deviation` is the difference measured, None without one.
@@ -163,12 +164,18 @@ def export(
     home, listener, out = Home.at(home), listening(progress), Path(out)
     subject, saved = open_sae(home, sae, listener)
     found = converted(
-        saved, to, lambda: measured(home, sae, data, "test", "auto", listener), listener
+        saved,
+        to,
+        lambda: with_rows(home, (subject, saved), data, "test", "auto", listener, target),
+        listener,
     )
-    if found.deviation is None and data is not None:
-        raise ConfigError(
-            f"--data does nothing here: {to} expresses {saved.sae.activation.name} exactly; leave it out"
-        )
+    if found.deviation is None:
+        for option, given in (("data", data), ("target", target)):
+            if given is not None:
+                raise ConfigError(
+                    f"--{option} does nothing here: {to} expresses {saved.sae.activation.name} exactly; "
+                    "leave it out"
+                )
     written = unsettled(found.written) if to == "saelens" else found.written
     formats.save(written, to, out)
     for remark in (*written.remarks, *_without_hook_points(written, to)):
@@ -207,6 +214,7 @@ def push(
     repo: str,
     data: RowsLike = None,
     *,
+    target: str | None = None,
     private: bool = False,
     format: str = "auto",
     model: str | None = None,
@@ -243,7 +251,7 @@ def push(
             "as someone/my-saes"
         )
     address = address if address.folder else address.at(name)
-    one = measured(home, sae, data, "test", device, listener)
+    one = measured(home, sae, data, "test", device, listener, target)
     present = writable(address, private)
     found = _conversion(one, form, listener)
     (measures,) = evaluated([replace(one, saved=found.written)], models, tokens, listener)

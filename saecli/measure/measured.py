@@ -279,7 +279,20 @@ def measured(
         target: store of a transcoder's targets, or for rows in memory these targets, (N, E); None for the store that it
             was trained on, if data are too.
     """
-    subject, saved = open_sae(home, sae, listener)
+    return with_rows(home, open_sae(home, sae, listener), data, split, device, listener, target)
+
+
+def with_rows(
+    home: Home,
+    opened: tuple[Subject, SavedSAE],
+    data: RowsLike,
+    split: Which,
+    device: str,
+    listener: Listener,
+    target: ArrayLike | str | None = None,
+) -> Measured:
+    """As `measured`, for an SAE from `open_sae`."""
+    subject, saved = opened
     rows = _rows(home, subject, data, target, split, listener)
     if rows.inputs:
         stores = Joined.of(rows)

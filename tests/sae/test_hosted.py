@@ -135,7 +135,7 @@ def test_the_card_keeps_a_line_for_each_sae_and_what_others_wrote(
     assert "sparse-autoencoder" in data.tags
     table = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [line[0] for line in table] == ["| SAE", "| `one`", "| `two`"]
-    assert table[1][1:5] == ["gpt2, layer 3, resid_post", "relu", "8", "20"]
+    assert table[1][1:5] == ["gpt2, layer 3 resid_post", "relu", "8", "20"]
     found = sae("eval", "two", "--json").json["runs"][0]
     assert table[2][table[0].index("fvu")] == f"{found['fvu']:.4g}"
     for code in (
@@ -177,7 +177,7 @@ def test_no_path_of_this_machine_is_pushed(
     assert sae("push", "run", "someone/saes", "--format", form).status == 0
     files = hub.repos["someone/saes"].files
     assert not any(b"/home/me" in content for content in files.values())
-    assert "llama, layer 3, resid_post" in files["README.md"].decode()
+    assert "llama, layer 3 resid_post" in files["README.md"].decode()
     assert ModelCard(files["README.md"].decode()).data.base_model is None
 
 
@@ -227,7 +227,7 @@ def test_circuit_tracer_layers_share_a_folder_without_other_formats(
     card = files["README.md"].decode()
     assert "sae eval someone/saes/set --data STORE --target STORE" in card
     assert 'load_transcoder_from_hub("someone/saes/set")' in card
-    assert "gpt2, layer 1, mlp_in, to layer 1, mlp_out" in card
+    assert "gpt2, layer 1 mlp_in -> layer 1 mlp_out" in card
     assert (
         sae("eval", "someone/saes/set/layer_1.safetensors", "--data", "x", "--target", "y").status
         == 0
@@ -473,3 +473,23 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(
     ):
         hub.failing = [503] * 9
         assert said in sae("eval", name).err
+
+
+def test_a_transcoders_folder_is_pushed_and_exported_with_its_targets_named(
+    sae: CommandLine, hub: ModelHub, tmp_path: Path
+) -> None:
+    transcoder = random_sae(TopK(k=4))
+    make_transcoder(sae.home, "run", transcoder)
+    save(SavedSAE(transcoder, MLP), "native", tmp_path / "copy")
+    for words in (
+        ("push", tmp_path / "copy", "someone/saes"),
+        ("export", tmp_path / "copy", "--to", "sparsify", "--out", tmp_path / "out"),
+    ):
+        done = sae(*words, "--data", "x")
+        assert done.status == 2 and "by --data and --target" in done.err
+        done = sae(*words, "--data", "x", "--target", "y", "--json")
+        assert done.status == 0 and done.json["format"] in ("native", "sparsify"), done.err
+    done = sae("export", "--to", "sparsify", "--out", tmp_path / "newest")
+    assert done.status == 0 and done.err.count("using the newest run") == 1
+    done = sae("export", "run", "--to", "native", "--out", tmp_path / "exact", "--target", "y")
+    assert done.status == 2 and "--target does nothing here" in done.err
