@@ -141,8 +141,8 @@ def test_an_sae_before_the_norms_weight_is_read_and_written_for_mlp_in(
 
 def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_path: Path) -> None:
     original = some_sae(D, False)
-    for model in ("google/gemma-2-2b", "some/model", "~x", "a" * 300, None):
-        path = write(tmp_path / str(model), original, model, NORMALIZED, False)
+    for number, model in enumerate(("google/gemma-2-2b", "some/model", "~x", "a" * 300, None)):
+        path = write(tmp_path / str(number), original, model, NORMALIZED, False)
         found = load(path)
         assert found.origin["site"] == NORMALIZED and found.remarks == ()
         assert torch.equal(found.sae.W_enc, original.W_enc)
