@@ -10,6 +10,7 @@ import typer
 
 from ..base.errors import ConfigError, SaeError, flag_of
 from ..base.home import checked_name, now
+from ..base.machine import is_disk_full
 from ..base.options import options_of
 from ..base.processes import Communicator, communicator
 from ..extract.options import TINY_GEMMA2, ExtractConfig
@@ -273,7 +274,12 @@ def trained(
         from ..train.files import read_metrics
 
         for folder in (Path(document["path"]) for document in documents):
-            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
+            try:
+                loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
+            except OSError as refusal:
+                if not is_disk_full(refusal):
+                    raise
+                session.console.note(f"{folder.name}: the disk is full, and loss.png is not drawn")
     shown: list[Any] = []
     if documents:  # else all have failed
         shown = [

@@ -228,7 +228,7 @@ def test_a_full_disk_is_answered_by_what_goes_on(sae: CommandLine, kib: int):
     """A limit on file sizes stands for a full disk: the first checkpoint does not fit; or later, the metrics."""
     make_store(sae.home, "rows", some_rows(1000))
     words = [sys.executable, "-m", "saecli", "--home", str(sae.home), "train", "--name", "full"]
-    options = ["--solver", "sgd", "--d-sae", "24", "--epochs", "80", "--batch-size", "500"]
+    options = ["--solver", "sgd", "--d-sae", "24", "--epochs", "160", "--batch-size", "500"]
     script = f"ulimit -f {kib}; exec {' '.join([*words, *options])}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
