@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self, cast
 import numpy as np
 
 from ..base.errors import ConfigError
-from .reader import WINDOW_BYTES, ActivationStore, Rows, RowSource
+from .reader import ActivationStore, Rows, RowSource
 from .schema import hash_request
 from .split import Which
 from .stream import WHOLE, Part
@@ -48,7 +48,7 @@ class JoinedRows(RowSource):
         *,
         seed: int,
         epoch: int,
-        window_bytes: int = WINDOW_BYTES,
+        window_bytes: int | None = None,
         part: Part = WHOLE,
         first: int = 0,
     ) -> Iterator[np.ndarray]:

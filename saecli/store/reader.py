@@ -23,7 +23,7 @@ from .values import CODES, Spread, stacked
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-WINDOW_BYTES = 256 << 20
+WINDOW_BYTES, LARGEST_WINDOW_BYTES = 256 << 20, 1 << 30
 STATISTICS_ROWS, SPREAD_ROWS = (
     1024,
     65_536,
@@ -34,6 +34,11 @@ LEAST_LEFT = 1e-6
 UNIT_BYTES = (
     64 << 10
 )  # random reads of this size reach about half a disk's speed, or more where others are near
+
+
+def window_for(batch_size: int) -> int:
+    """Bytes of a window that is large enough for whole units with such batches, within bounds."""
+    return min(max(WINDOW_BYTES, 2 * batch_size * UNIT_BYTES), LARGEST_WINDOW_BYTES)
 
 
 class RowSource(ABC):
@@ -140,7 +145,7 @@ class Rows(RowSource):
         *,
         seed: int,
         epoch: int,
-        window_bytes: int = WINDOW_BYTES,
+        window_bytes: int | None = None,
         part: Part = WHOLE,
         first: int = 0,
         row_bytes: int | None = None,
@@ -151,8 +156,8 @@ class Rows(RowSource):
 
         Args:
             batch_size: rows per batch; the epoch's last may be short.
-            window_bytes: size of a window as stored, two of which are held in memory; a store smaller than a window is
-                shuffled uniformly.
+            window_bytes: size of a window as stored, two of which are held in memory; by default 256 MiB, for batches
+                over 2,048 more, up to 1 GiB. A store smaller than a window is shuffled uniformly.
             part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
             first: number of batches to leave out at the start; their rows are not read.
             row_bytes: bytes per row of the store whose order to take; by default of this store.
@@ -161,7 +166,7 @@ class Rows(RowSource):
         row_bytes = row_bytes or self.store.meta.row_bytes
         return shuffled(
             self._source,
-            self._deal(batch_size, seed, epoch, window_bytes, row_bytes),
+            self._deal(batch_size, seed, epoch, window_bytes or window_for(batch_size), row_bytes),
             batch_size,
             part,
             row_bytes,
@@ -174,7 +179,7 @@ class Rows(RowSource):
         """The numbers within the store, (B,), of the rows of each of the `batches`."""
         row_bytes = self.store.meta.row_bytes
         return numbers_shuffled(
-            self._deal(batch_size, seed, epoch, WINDOW_BYTES, row_bytes),
+            self._deal(batch_size, seed, epoch, window_for(batch_size), row_bytes),
             batch_size,
             row_bytes,
             first,

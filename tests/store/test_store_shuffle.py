@@ -1,6 +1,7 @@
 """Streams of rows: a shuffled epoch is a permutation, decided by seed and epoch alone, in bounded memory."""
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -186,6 +187,25 @@ def test_public_batches_stay_as_they_came(tmp_path, monkeypatch, in_memory):
             again.append(batch.copy())
             batch[:] = -1
         np.testing.assert_array_equal(np.concatenate(again), shuffled)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "largest", "unit", "windows"),
+    [(60, 10**9, 8, 5), (250, 10**9, 8, 2), (250, 24_000, 4, 3)],
+)
+def test_windows_grow_with_the_batch_so_that_rows_are_read_in_runs(
+    rows, monkeypatch, batch_size, largest, unit, windows
+):
+    """Rows of 12 bytes, units of at most 8; a window of 12,000 bytes has room for units of 2 at a batch of 250."""
+    monkeypatch.setattr("saecli.store.reader.UNIT_BYTES", 96)
+    monkeypatch.setattr("saecli.store.reader.WINDOW_BYTES", 12_000)
+    monkeypatch.setattr("saecli.store.reader.LARGEST_WINDOW_BYTES", largest)
+    numbers = np.concatenate([*rows.order(batch_size, seed=0, epoch=0)])
+    np.testing.assert_array_equal(np.sort(numbers), np.arange(5000))
+    units = math.ceil(5000 / unit / windows)  # of the first window
+    assert len(np.unique(numbers[: (units - 1) * unit // batch_size * batch_size] // unit)) == units
+    came = collect(rows.batches(batch_size, seed=0, epoch=0))[:, 0].astype(int)
+    np.testing.assert_array_equal(came, numbers)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32))
