@@ -105,14 +105,21 @@ def is_free(folder: Path) -> bool:
 
 
 @contextmanager
-def folder_appearing_whole(folder: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder; on success rename it to `folder`, which `is_free`, on any failure remove it."""
+def folder_appearing_whole(folder: Path, replacing: bool = False) -> Iterator[Path]:
+    """Yield an empty temporary folder; on success rename it to `folder`, which `is_free` unless `replacing`, on any
+    failure remove it."""
     make_folder(folder.parent)
     temporary = _own_partial(folder)
     temporary.mkdir()
     try:
         yield temporary
-        temporary.replace(folder)
+        if not replacing or is_free(folder):
+            temporary.replace(folder)
+        else:
+            old = _own_partial(folder)
+            folder.replace(old)
+            temporary.replace(folder)
+            shutil.rmtree(old)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

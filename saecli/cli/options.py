@@ -473,15 +473,16 @@ def start(
     plot: Path | None = None,
     csv: Path | None = None,
     out: Path | None = None,
+    checks_use: bool = True,
 ) -> Session:
     """Begin a command, after its imports: from now on Ctrl-C is a KeyboardInterrupt. ConfigError if a path cannot be
-    written."""
+    written; unless `checks_use`, the command itself refuses a folder in use."""
     interrupts.begin()
     if plot is not None:
         from ..show.style import check_suffix  # matplotlib takes a second to import
 
         check_suffix(plot)
-    if out is not None and not is_free(out):
+    if out is not None and checks_use and not is_free(out):
         raise ConfigError(
             f"cannot write to {out}: expected an empty or a new folder, got one in use; name another"
         )

@@ -48,6 +48,9 @@ Neuronpedia = Annotated[
         show_default="known for Gemma Scope, Llama Scope and GPT2-Small-SAEs of the hub",
     ),
 ]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an earlier report in the folder.")
+]
 
 
 def command(
@@ -63,6 +66,7 @@ def command(
     model_revision: Revision = None,
     examples: Count = 12,
     neuronpedia: Neuronpedia = None,
+    overwrite: Overwrite = False,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -77,7 +81,7 @@ def command(
     """
     from ..show.report import report
 
-    session = start(ctx, json, out=out)
+    session = start(ctx, json, out=out, checks_use=False)
     document = report(
         sae=run,
         out=out,
@@ -90,6 +94,7 @@ def command(
         model_revision=model_revision,
         examples=examples,
         neuronpedia=neuronpedia,
+        overwrite=overwrite,
         device=device,
         home=session.home.path,
         progress=session.console,

@@ -318,3 +318,30 @@ def test_pages_name_the_known_feature_nearest_to_each_latent(sae: CommandLine, t
     make_store(sae.home, "plain", next(store.split("all").sequential(500)))
     sae("report", "run", "--data", "plain", "--out", tmp_path / "plain")
     assert not any("feature" in page for page in pages_of(tmp_path / "plain").values())
+
+
+def test_an_earlier_report_and_nothing_else_is_replaced(sae: CommandLine, tmp_path: Path):
+    make_store(sae.home, "rows", some_rows())
+    make_run(sae.home, "run", random_sae())
+    out = tmp_path / "pages"
+    words = ("report", "run", "--out", out)
+    assert sae(*words, "--top", "3").status == 0
+    first = (out / "index.html").read_bytes()
+    refused = sae(*words)
+    assert refused.status == 2
+    assert "got an earlier report; name another, or replace it by --overwrite" in refused.err
+    assert (out / "index.html").read_bytes() == first
+    assert sae(*words, "--top", "5", "--overwrite").status == 0
+    assert len(index_of(out)["latents"]["chosen"]) == 5
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+    (out / "notes.txt").write_text("mine")
+    strangers = tmp_path / "strangers"
+    strangers.mkdir()
+    (strangers / "index.html").write_text("<!doctype html>")
+    (strangers / "latents").mkdir()
+    for folder in (out, strangers):
+        refused = sae("report", "run", "--out", folder, "--overwrite")
+        assert refused.status == 2
+        assert "got one in use; name another" in refused.err
+    assert (out / "notes.txt").read_text() == "mine"

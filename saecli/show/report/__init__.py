@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     Tokens = TokenTexts | TokenNumbers
 
 INDEX, DETAILS = "index.html", "latents"
+MADE_HERE = '<meta name="generator" content="sae report">'
+HEAD_BYTES = 4096  # of a page, in which this stands
 SCRIPTS = ("dom.js", "charts.js", "table.js", "texts.js", "latent.js", "main.js")
 # Could end a script or begin a comment in it; the last two are line ends to older browsers.
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -52,10 +54,14 @@ def as_script(document: Any) -> str:
 
 
 def write_pages(
-    folder: Path, title: str, overview: dict[str, Any], details: Iterable[dict[str, Any]]
+    folder: Path,
+    title: str,
+    overview: dict[str, Any],
+    details: Iterable[dict[str, Any]],
+    overwrite: bool = False,
 ) -> None:
-    """Write `overview` and `Details.contents` to a new or empty folder, which appears whole."""
-    with folder_appearing_whole(folder) as temporary:
+    """Write `overview` and `Details.contents` to a folder, new or empty unless `overwrite`, which appears whole."""
+    with folder_appearing_whole(folder, overwrite) as temporary:
         (temporary / DETAILS).mkdir()
         for number, content in enumerate(details):
             (temporary / DETAILS / f"{number:05}.js").write_text(
@@ -143,6 +149,7 @@ def report(
     model_revision: str | None = None,
     examples: int = 12,
     neuronpedia: str | None = None,
+    overwrite: bool = False,
     device: str = "auto",
     home: str | Path | None = None,
     progress: bool | Listener = False,
@@ -159,12 +166,10 @@ def report(
         model_revision: its branch, tag or commit on the hub; None for the one that the rows came from.
         examples: strongest texts per latent, 1 to 100.
         neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages; None to look it up.
+        overwrite: whether an earlier report in `out` is replaced, once the new one is whole.
     """
     folder, listener = Path(out), listening(progress)
-    if not is_free(folder):
-        raise ConfigError(
-            f"cannot write to {folder}: expected an empty or a new folder, got one in use; name another"
-        )
+    _check_out(folder, overwrite)
     neuronpedia_url("", neuronpedia)
     if latents is not None and top is not None:
         raise ConfigError("cannot use both --latents and --top; leave one of them out")
@@ -213,7 +218,9 @@ def report(
     )
     content["latents"] |= details.columns()
     with listener.progress("writing", len(chosen), "latents") as show:
-        write_pages(folder, f"{one.subject.name}: latents", content, details.contents(show))
+        write_pages(
+            folder, f"{one.subject.name}: latents", content, details.contents(show), overwrite
+        )
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {
         **one.heading,
@@ -228,6 +235,32 @@ def report(
         "firing": content["firing"],
         "notes": notes,
     }
+
+
+def _check_out(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder in use, unless it holds a report alone that may be replaced."""
+    if is_free(folder):
+        return
+    if not _is_report(folder):
+        got, remedy = "one in use", "name another"
+    elif not overwrite:
+        got, remedy = "an earlier report", "name another, or replace it by --overwrite"
+    else:
+        return
+    raise ConfigError(
+        f"cannot write to {folder}: expected an empty or a new folder, got {got}; {remedy}"
+    )
+
+
+def _is_report(folder: Path) -> bool:
+    """Whether a folder holds what `write_pages` wrote, and nothing else."""
+    index = folder / INDEX
+    if not index.is_file() or {path.name for path in folder.iterdir()} != {INDEX, DETAILS}:
+        return False
+    with index.open("rb") as page:
+        if MADE_HERE.encode() not in page.read(HEAD_BYTES):
+            return False
+    return all(re.fullmatch(r"\d{5}\.js", path.name) for path in (folder / DETAILS).iterdir())
 
 
 def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
