@@ -209,8 +209,9 @@ def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]
     """A warning for each doubtful measure of `Reconstruction.result`: `massive`, `fvu`, `l0`."""
     found, fvu, l0 = {}, measures["fvu"], measures["l0"]
     if measures.get("massive_variance", 0) > MASSIVE_VARIANCE:
+        rows = measures["massive_rows"]
         found["massive"] = (
-            f"{counted(measures['massive_rows'], 'row')} of massive norm hold "
+            f"{counted(rows, 'row')} of massive norm {'holds' if rows == 1 else 'hold'} "
             f"{measures['massive_variance']:.1%} of the variance, and FVU is {fvu:.4g}, but "
             f"{measures['ordinary_fvu']:.4g} on the others"
         )
