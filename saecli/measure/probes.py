@@ -194,17 +194,19 @@ def _line(
     one_set: LabelledSet, run: str | None, place: HookPoint, k: int | None, score: Score
 ) -> dict[str, Any]:
     line = {"set": one_set.name, "rows": len(one_set.texts), "run": run, **place.place, "k": k}
-    return line | _measures(score)
+    return line | _measures(score, overlap=1 / (FOLDS - 1))
 
 
 def _measures(
-    values: Mapping[str, Sequence[float] | NDArray[np.float64]],
+    values: Mapping[str, Sequence[float] | NDArray[np.float64]], overlap: float = 0.0
 ) -> dict[str, float | None]:
-    """The mean of each measure's values, and the ends of its interval."""
+    """The mean of each measure's values, and the ends of its interval; see `mean_and_interval`."""
     found: dict[str, float | None] = {}
     for name, each in values.items():
         found |= zip(
-            (name, f"{name}_low", f"{name}_high"), mean_and_interval(np.asarray(each)), strict=True
+            (name, f"{name}_low", f"{name}_high"),
+            mean_and_interval(np.asarray(each), overlap),
+            strict=True,
         )
     return found
 
@@ -235,15 +237,22 @@ def _over_sets(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def mean_and_interval(values: NDArray[np.float64]) -> tuple[float, float | None, float | None]:
-    """The mean, and the ends of its 95% interval by Student's t; None for a single value."""
+def mean_and_interval(
+    values: NDArray[np.float64], overlap: float = 0.0
+) -> tuple[float, float | None, float | None]:
+    """The mean, and the ends of its 95% interval by Student's t; None for a single value.
+
+    Scores of folds depend on each other, since their training parts overlap. With `overlap`, test rows over training
+    rows of a fold, the variance of their mean is `(1/n + overlap) s^2` (Nadeau and Bengio, "Inference for the
+    Generalization Error", 2003).
+    """
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, None, None
     half = float(
         student.ppf((1 + LEVEL) / 2, len(values) - 1)
         * np.std(values, ddof=1)
-        / np.sqrt(len(values))
+        * np.sqrt(1 / len(values) + overlap)
     )
     return mean, mean - half, mean + half
 

@@ -112,6 +112,9 @@ def test_interval_of_a_mean_is_students_and_near_the_bootstraps():
         (1.5, 1.5 - 12.706 / 2, 1.5 + 12.706 / 2), rel=1e-4
     )
     assert mean_and_interval(np.array([0.7])) == (0.7, None, None)
+    _, narrow, _ = mean_and_interval(values[:5])
+    mean, wide, _ = mean_and_interval(values[:5], overlap=0.25)
+    assert (mean - wide) / (mean - narrow) == pytest.approx(1.5)  # sqrt((1/5 + 1/4) / (1/5))
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
