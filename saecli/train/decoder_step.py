@@ -36,9 +36,9 @@ LEAST_NORM = (
     1e-3  # decoder norm over the mean one, below which a penalty is replaced by a quadratic
 )
 MOST_REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as replaceable
-SILENT = (
-    1e-7  # a latent's mean contribution over a row's norm, below which a penalty has silenced it
-)
+# A latent's mean contribution to the rows on which it fires, over a row's norm, below which a penalty has silenced it.
+# Of relu with L1 on tiny-gemma2 others contribute 0.06 or more.
+SILENT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,13 @@ class Observed:
     norm_weights: (
         Tensor  # the penalty's weight of each decoder norm, summed over rows, (F,), float64
     )
-    fired: Tensor  # on any row, a mask, (F,)
+    firings: Tensor  # rows on which each latent fires, (F,), int64
     skip: SkipSums | None
+
+    @property
+    def fired(self) -> Tensor:
+        """On any row, a mask, (F,)."""
+        return self.firings > 0
 
     @property
     def solve_together(self) -> bool:
@@ -88,7 +93,7 @@ class DecoderPass:
         W_dec = dictionary.decoder().detach()
         self._weighed = dictionary.weighed(W_dec)
         self._norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
-        self._fired = torch.zeros(len(W_dec), dtype=torch.bool, device=W_dec.device)
+        self._firings = torch.zeros(len(W_dec), dtype=torch.int64, device=W_dec.device)
         self._W_skip, d_out = dictionary.W_skip, dictionary.d_out
         self._skip = (
             None if self._W_skip is None else SkipSums(dictionary.d_in, d_out, W_dec.device)
@@ -118,17 +123,17 @@ class DecoderPass:
         self._norm_weights += self._activation.norm_weights(
             self._sparsity, codes, self._weighed, self._parameters
         )
-        self._fired |= codes.fired()
+        self._firings += codes.latent_counts()
 
     def finish(self, communicator: Communicator) -> Observed:
         z, y, system = torch.cat(self._z), torch.cat(self._y), self._system
-        norm_weights, fired = self._norm_weights, self._fired
+        norm_weights, firings = self._norm_weights, self._firings
         several = communicator.world_size > 1
         if several:  # rank 0 has all rows, sorted by their numbers; the others only their own
             order = communicator.gather(torch.cat(self._numbers)).argsort().to(z.device)
             z, y = communicator.gather(z)[order], communicator.gather(y)[order]
             norm_weights = communicator.all_reduce(norm_weights)
-            fired = communicator.all_reduce(fired.to(torch.int32)) > 0
+            firings = communicator.all_reduce(firings)
             if self._skip is not None:
                 self._skip.reduce(communicator.all_reduce)
         if self._holds:
@@ -143,7 +148,7 @@ class DecoderPass:
                 )
                 for rows in (z.contiguous(), y.contiguous())
             )
-        return Observed(system, system.rows, z, y, norm_weights, fired, self._skip)
+        return Observed(system, system.rows, z, y, norm_weights, firings, self._skip)
 
 
 def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
@@ -260,13 +265,14 @@ def revive(
 
 
 @torch.no_grad()
-def silence(dictionary: Dictionary, norm_weights: Tensor, rows: float) -> bool:
-    """Turn off latents whose contribution to N rows a penalty has driven to nothing; whether there were any.
+def silence(dictionary: Dictionary, norm_weights: Tensor, firings: Tensor) -> bool:
+    """Turn off latents whose contribution to the rows on which they fire, `firings` of them, (F,), a penalty has driven
+    to nothing; whether there were any.
 
     Otherwise a decoder step without the penalty would bring them back.
     """
     W_dec = dictionary.decoder()
-    contribution = norm_weights * W_dec.double().norm(dim=1) / rows  # (F,)
+    contribution = norm_weights * W_dec.double().norm(dim=1) / firings.clamp(min=1)  # (F,)
     gone = (norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
     dictionary.W_enc.masked_fill_(gone, 0)
     dictionary.b_enc.masked_fill_(gone, 0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from homes import grid
+from homes import grid, normal
 from solver_problems import (
     F,
     RowsInMemory,
@@ -19,6 +19,7 @@ from solver_problems import (
 
 from saecli.sae.activations import MatchingPursuit, Relu, SoftTopK, TopK
 from saecli.sae.dictionary import Batch
+from saecli.train.decoder_step import silence
 from saecli.train.options import RELEASED_BELOW, PamSgd
 from saecli.train.pam_sgd import MOST_ROWS, PASS_ROWS, batches_between, decoder_steps
 from saecli.train.start import initial_sae
@@ -257,6 +258,17 @@ def test_an_iteration_without_the_gram_matrix_trains_to_the_same_error(decoder, 
             (memory, solve) not in ((math.inf, "auto"), (0.0, "direct"))
         )
     assert errors == pytest.approx([errors[0]] * 4, rel=0.02, abs=1e-4 * data.x.var().item())
+
+
+def test_a_penalty_has_silenced_what_is_small_where_it_fires_not_what_is_rare():
+    sae = initial_sae(Relu(), F, Batch.of(normal(64, 6)), seed=1)
+    size, norms = math.sqrt(6), sae.W_dec.norm(dim=1).double()
+    firings, parts = torch.full((F,), 2_000_000), torch.full((F,), 0.05)
+    firings[2], parts[2] = 1, 0.2  # once in a pass over the rows for 65,536 latents
+    parts[5] = 1e-8
+    sums = firings * parts * size / norms
+    assert silence(sae, sums, firings)
+    assert (sae.W_enc == 0).all(0).nonzero()[:, 0].tolist() == [5]
 
 
 def test_a_latent_silenced_by_the_penalty_does_not_come_back_in_the_last_step(data):
