@@ -176,6 +176,11 @@ class Training:
             error / self.rows.normalisation.variance.item(), self.worst, f"at step {step}"
         )
 
+    def calibrate_if_cut_short(self) -> None:
+        """What the solver does at its last step, where a model's text ended before it."""
+        if self.plan.train_rows.passes == 1 and not self.solver.finished:
+            self.solver.calibrate()
+
     def is_due(self, batches: int) -> bool:
         """Whether to keep a checkpoint after so many batches of an epoch, which does not end there."""
         since = self.solver.steps - self.progress.step
@@ -385,6 +390,7 @@ class Loop:
                     lambda one: one.look(one.solver.end_epoch(), self._began[one], now=True),
                     running,
                 )
+                self._each(lambda one: one.calibrate_if_cut_short(), running)
                 self._decoder_steps(epoch, running[0].plan.batches, running)
                 self._keep(running)
             self._each(lambda one: one.compare(), self.live())

@@ -249,7 +249,8 @@ class TrainingRows:
         )
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
-        """`count` of the rows once, in larger batches: all in stored order, or the first in shuffled order `number`."""
+        """`count` of the rows once, or as many as there are, in larger batches: all in stored order, or the first in
+        shuffled order `number`."""
         if count == self.rows:
             yield from self._sequential()
             return
@@ -262,6 +263,8 @@ class TrainingRows:
             if not left or sum(batch.size for batch in pending) >= SUMMED_ROWS:
                 yield Batch.joined(pending)
                 pending = []
+        if pending:
+            yield Batch.joined(pending)
 
     @cached_property
     def sample(self) -> Batch:

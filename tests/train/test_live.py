@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from homes import CommandLine, same
 from launching import signalled
 
@@ -28,7 +29,7 @@ from saecli.train.live import LiveRows
 from saecli.train.loop import Loop, Record, start_training
 from saecli.train.options import TrainingConfig
 from saecli.train.plan import Plan
-from saecli.train.rows import ArrayRows
+from saecli.train.rows import ArrayRows, Normalisation, TrainingRows
 
 D = 6
 TRAIN = ("train", "--model", "tiny-gemma2", "--layer", "2")
@@ -42,7 +43,8 @@ def source(
     error: Exception | None = None,
 ) -> Streamed:
     """A model that gives these rows in blocks, and then fails with an error if there is one."""
-    request = StoreRequest(HookPoint(0, "resid_post"), Path("some-model-l0"), {"rows": len(rows)})
+    point = HookPoint(0, "resid_post")
+    request = StoreRequest(point, Path("some-model-l0"), {"rows": len(rows)}, "some hash")
     meta = StoreMeta(
         source={}, request_hash=request.hash, dtype="float32", d_in=rows.shape[1], shard_rows=1000
     )
@@ -116,7 +118,7 @@ class InOrder(ArrayRows):
     """Rows that are trained on in the order in which they lie."""
 
     def batches(
-        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE
+        self, batch_size: int, *, seed: int, epoch: int, part: Part = WHOLE, first: int = 0
     ) -> Iterator[np.ndarray]:
         return self.sequential(batch_size)
 
@@ -167,6 +169,27 @@ def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
         f"the text ended after {there:,} of 20,000 training rows, before the learning rate had fallen; use --rows "
         f"{there}, or a longer text"
     )
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_where_a_text_ends_early_thresholds_are_those_of_its_rows(solver: str):
+    rows, documents = of_documents(9000)
+    with LiveRows(
+        source(rows, documents, [900, 5000]), 20_000, 0, 1200, Silent(), windows_of(2500)
+    ) as live:
+        training = start_training(planned(live, live.test_rows, solver, "batchtopk"), Record())
+        Loop([training]).train()
+    assert live.ended_early
+    codes = training.solver.dictionary.codes(training.rows.sample.x)
+    assert codes.count() == 2 * codes.shape[0]
+
+
+def test_more_rows_than_there_are_come_once():
+    x = np.arange(5000, dtype=np.float32)[:, None]
+    one = torch.ones(1)
+    rows = TrainingRows(ArrayRows(x), Normalisation(0 * one, one, one, 1), 64, 0)
+    found = torch.cat([batch.x for batch in rows.some(6000, 3)])
+    assert sorted(found[:, 0].tolist()) == list(range(5000))
 
 
 def test_test_rows_are_the_first_held_out_rows():
@@ -293,7 +316,5 @@ def test_a_stopped_training_without_a_store_leaves_nothing(sae: CommandLine, tmp
     words = [*TRAIN, "--dataset", text, "--rows", 1_000_000, "--d-sae", 64, "--name", "x"]
     process = signalled(sae.home, words, "x/run.json", 1, signal.SIGINT)
     assert process.returncode == 130
-    assert process.said.endswith(
-        "stopped before the end of the first epoch; nothing was saved of x\n"
-    )
+    assert process.said.endswith("stopped before the first checkpoint; nothing was saved of x\n")
     assert "there is no unfinished run" in sae("train", "--resume").err
