@@ -268,7 +268,7 @@ def fill(
             {point: admissions[point].judge(one.rows) for point, one in found.items()}
         )
         for point, writer in taking.items():
-            dropped = {reason: np.full(count, np.nan) for reason, count in block.left_out.items()}
+            dropped = {reason: np.full(len(own), np.nan) for reason, own in block.before.items()}
             given = np.empty((0, writer.meta.d_in), np.float32)
             if point in found:
                 given, dropped = (
@@ -283,6 +283,7 @@ def fill(
                 dropped,
                 verdicts.get(point),
                 block.windows if writer.meta.windows else None,
+                block.before,
             )
             demand_some(writer.rows, writer.meta.dtype, block.offered, len(admissions))
 

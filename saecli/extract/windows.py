@@ -13,7 +13,7 @@ Shapes: T tokens of a window, W windows of a block, R their rows, B windows of a
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
@@ -89,7 +89,7 @@ class Windows:
 
     Kept are `all` tokens that are not special, only the `last` of them in each document's first window, or those of the
     `assistant`. Unless packed, a chat is cut where turns begin, if it can. In chats that keep `control` tokens, only
-    added tokens are special. `left_out` counts by reason the documents skipped since the last block.
+    added tokens are special. `left_out` counts the documents skipped, by reason.
     """
 
     def __init__(
@@ -122,6 +122,11 @@ class Windows:
     def cut(self, documents: Iterable[Document], token: int = 0) -> Iterator[Window]:
         """The windows from a token of the first document on."""
         return self._pack(documents, token) if self._packed else self._part(documents, token)
+
+    def taken(self) -> Counter[str]:
+        """What was left out since this was last asked."""
+        found, self.left_out = self.left_out, Counter()
+        return found
 
     def rows(self, document: Document) -> int:
         """Number of rows of a document, packed or not."""
@@ -232,13 +237,18 @@ class Batch(NamedTuple):
 
 
 class Block:
-    """Windows in document order, from `cursor` to `end`, with `lengths`, tokens per window, (W,), and the number of
-    documents skipped since the previous block, by reason. `columns` are `token_id`, `position` (in the window,
-    including the prefix), `document`, `source` and `role` of each row, (R,), of which a store takes those it names;
-    `specials` is the number of special tokens."""
+    """Windows in document order, from `cursor` to `end`, with `lengths`, tokens per window, (W,).
 
-    def __init__(self, windows: list[Window], cursor: Cursor, left_out: dict[str, int]) -> None:
-        self.cursor, self.left_out = cursor, left_out
+    `columns` are `token_id`, `position` (in the window, including the prefix), `document`, `source` and `role` of each
+    row, (R,), of which a store takes those it names; `specials` is the number of special tokens. `before` has for each
+    special token, and for each document left out by reason, the number of the block's rows before it. `skipped` has the
+    documents left out before each window, and after the last one.
+    """
+
+    def __init__(
+        self, windows: list[Window], cursor: Cursor, skipped: Sequence[Mapping[str, int]]
+    ) -> None:
+        self.cursor = cursor
         self.lengths = np.array([len(window.token_ids) for window in windows], np.int64)
         self._starts = np.cumsum(self.lengths) - self.lengths
         self._token_ids = _joined([window.token_ids for window in windows], np.int64)
@@ -258,6 +268,11 @@ class Block:
         }
         self.windows = StoredWindows.of(self.lengths, self._token_ids, self._kept)
         self.rows, self.specials = int(self._kept.sum()), int(self._special.sum())
+        starts = np.array([*self.windows.first, self.rows])
+        self.before = {"special": np.cumsum(self._kept)[self._special]} | {
+            reason: np.repeat(starts, [counts.get(reason, 0) for counts in skipped])
+            for reason in sorted({reason for counts in skipped for reason in counts})
+        }
         self.end = (windows[-1].after if windows else cursor)._replace(
             offered=cursor.offered + self.rows
         )
@@ -308,21 +323,21 @@ def in_blocks(
         )
 
     def block() -> Block:
-        left_out = dict(windows.left_out)
-        windows.left_out.clear()
-        return Block(gathered, cursor, left_out)
+        return Block(gathered, cursor, [*skipped, windows.taken()])
 
     gathered: list[Window] = []
+    skipped: list[Counter[str]] = []
     tokens = found = 0
     for window in windows.cut(documents_from(cursor), cursor.token):
         gathered.append(window)
+        skipped.append(windows.taken())
         tokens += len(window.token_ids)
         found += int(window.kept.sum())
         if tokens >= ahead or found >= most_rows():
             whole = block()
             yield whole
             cursor = whole.end
-            gathered, tokens, found = [], 0, 0
+            gathered, skipped, tokens, found = [], [], 0, 0
     if gathered or windows.left_out:
         yield block()
 

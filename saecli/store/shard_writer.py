@@ -80,8 +80,10 @@ class Admission:
         columns: Columns,
         dropped: Mapping[str, np.ndarray],
         verdict: np.ndarray | None = None,
+        counted: int | None = None,
     ) -> tuple[np.ndarray, Columns, Dropped]:
-        """The rows and columns of a block to store, and the rows dropped; see `StoreWriter.append`."""
+        """The rows and columns of a block to store, and the rows dropped, of its own among the first `counted` of the
+        block; see `StoreWriter.append`."""
         rows, out = self._as_rows(activations), Dropped.of(dropped)
         if columns.keys() != set(self._meta.row_values):
             raise ValueError(
@@ -99,8 +101,12 @@ class Admission:
         verdict = self._judged(rows) if verdict is None else verdict
         if not verdict.any():
             return rows, columns, out
+        first = slice(counted)
         out += Dropped.of(
-            {name: self._row_norms(rows[verdict == reason]) for reason, name in REASONS.items()}
+            {
+                name: self._row_norms(rows[first][verdict[first] == reason])
+                for reason, name in REASONS.items()
+            }
         )
         kept = verdict == ADMITTED
         return rows[kept], {name: columns[name][kept] for name in self._meta.row_values}, out

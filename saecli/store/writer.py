@@ -159,6 +159,7 @@ class StoreWriter(ClaimedStore):
         dropped: Mapping[str, np.ndarray] | None = None,
         verdict: np.ndarray | None = None,
         windows: Windows | None = None,
+        before: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Append one block, without the rows that `Admission` drops.
 
@@ -168,6 +169,8 @@ class StoreWriter(ClaimedStore):
             dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN if unknown.
             verdict: per row, for stores written together; see `jointly`.
             windows: the windows of the block's rows, of a store that keeps them.
+            before: for each of those `dropped`, the number of the block's rows before it; after the last row of the
+                store nothing is counted. None counts all.
 
         Raises:
             StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
@@ -179,11 +182,10 @@ class StoreWriter(ClaimedStore):
             )
         if verdict is None:
             verdict = self.admission.judge(activations)
-        rows, columns, left_out = self.admission(activations, columns, dropped or {}, verdict)
         stored = DTYPES[self.meta.dtype]
         cursor = json.loads(json.dumps(cursor))
-        self._ended, self._current = self._ended + self._current, left_out
-        begin, end = 0, len(rows)
+        admitted = np.flatnonzero(verdict == ADMITTED)
+        begin, end = 0, len(admitted)
         if self._resume is not None:  # some of the block's rows were stored before an interruption
             begin = self._resume.skip
             if Resume(cursor, begin).position != self._resume.position or end < begin:
@@ -191,6 +193,15 @@ class StoreWriter(ClaimedStore):
             self._resume = None
         if self._limit is not None:
             end = min(end, begin + max(0, self._limit - self.rows))
+        dropped, counted = dropped or {}, len(verdict)
+        if self._limit is not None and self.rows + end - begin >= self._limit:
+            counted = int(admitted[end - 1]) + 1 if end else 0
+            dropped = {
+                name: norms[before[name] < counted] if before else norms
+                for name, norms in dropped.items()
+            }
+        rows, columns, left_out = self.admission(activations, columns, dropped, verdict, counted)
+        self._ended, self._current = self._ended + self._current, left_out
         if windows is not None:
             windows = windows.admitted(verdict == ADMITTED, end)
         with self._reporting():

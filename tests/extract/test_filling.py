@@ -237,7 +237,7 @@ def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, packed):
                 block.cursor.to_json(),
                 block.offered,
                 block.lengths.tolist(),
-                block.left_out,
+                {reason: own.tolist() for reason, own in block.before.items()},
                 {name: column.tolist() for name, column in block.columns.items()},
             )
             for block in blocks(texts, windows, 2000, cursor)

@@ -128,6 +128,28 @@ def test_windows_are_those_of_the_text_also_where_rows_are_dropped(tmp_path, fol
     assert found == having
 
 
+@pytest.mark.parametrize("rows", [1, 50, 100, 333])
+def test_counts_of_what_was_dropped_end_with_the_last_row_kept(tmp_path, folder, rows):
+    store = extract(folder, tmp_path, rows=rows, max_norm_multiple=1.1)
+    loaded_model, left, counts = loaded(folder), rows, {}
+    limit = 1.1 * store.meta.median_norm
+    for text in texts():
+        ids = loaded_model.tokenizer(text, add_special_tokens=False)["input_ids"]
+        for at in range(0, len(ids), CONTEXT - 1):
+            window = torch.tensor([[BOS, *ids[at : at + CONTEXT - 1]]])
+            with torch.no_grad():
+                states = loaded_model.model(window, output_hidden_states=True).hidden_states
+            norms = states[LAYER + 1][0].norm(dim=1).tolist()
+            for token, norm in zip(window[0].tolist(), norms, strict=True):
+                if not left:
+                    break
+                reason = "special" if token <= EOS else "high_norm" if norm > limit else "kept"
+                counts[reason] = counts.get(reason, 0) + 1
+                left -= reason == "kept"
+    assert counts.pop("kept") == store.rows == rows
+    assert store.meta.dropped == counts
+
+
 def test_a_shard_holds_the_windows_as_the_format_says(tmp_path, folder):
     """Read with h5py alone."""
     store = extract(folder, tmp_path, max_norm_multiple=1.1)
