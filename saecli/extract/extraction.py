@@ -152,6 +152,10 @@ def extract(
         stores = [ActivationStore.open(request.folder) for request in requests]
         _check_same_rows(stores)
         if processes.is_main:
+            if stores[0].rows < config.rows:
+                listener.note(
+                    f"the text ended after {counted(stores[0].rows, 'row')} of {config.rows:,}"
+                )
             for store in stores:
                 note_outliers(store, listener)
     for store, request in zip(stores, requests, strict=True):
@@ -373,9 +377,7 @@ class Extraction:
         self.block_rows = 1 << (fitting.bit_length() - 1)
 
     def forward(self, points: Sequence[HookPoint]) -> Forward:
-        tokens = batch_tokens(
-            self.all, self.config.batch_size, self.config.window, points, self.block_rows
-        )
+        tokens = batch_tokens(self.all, self.config.batch_size, self.config.window, points)
         return Forward(self.all, self.config.dtype, tokens, self.listener.note)
 
     def metas(self, requests: Sequence[StoreRequest]) -> dict[HookPoint, StoreMeta]:
@@ -411,14 +413,20 @@ class Extraction:
         }
 
     def blocks(self, quota: Quota, cursor: Cursor = START) -> Generator[Block, None, None]:
+        ended: list[str] = []  # the reader is ahead: told when the block is stored
+
         def documents_from(begin: Cursor) -> Iterator[Document]:
-            documents = self.text.documents(begin.document, begin.mark, self.listener.note)
+            documents = self.text.documents(
+                begin.document, begin.mark, self.listener.note, ended.append
+            )
             for document in documents:
                 if document.number % quota.world_size == quota.rank:
                     self.all.check_text(document.text, document.number)
                     yield document
 
-        return in_blocks(documents_from, self.windows(), quota.rows, cursor, self.block_rows)
+        for block in in_blocks(documents_from, self.windows(), quota.rows, cursor, self.block_rows):
+            block.notes, ended[:] = tuple(ended), []
+            yield block
 
 
 def write_stores(

@@ -6,7 +6,7 @@ has its rows already: stores interrupted at different shards get the same blocks
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, NamedTuple, Self, TypeVar
@@ -21,7 +21,7 @@ from ..base.machine import is_out_of_memory
 from ..store.shard_writer import Admission, jointly
 from ..store.writer import StoreWriter
 from .options import HookPoint
-from .windows import LOOK_AHEAD, Batch, Block, Cursor
+from .windows import LOOK_AHEAD, Batch, Block, Cursor, Run
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel, SideBySide
@@ -60,10 +60,24 @@ class Forward:
     ) -> None:
         # bfloat16 halves the copy from the device. float16 would overflow, and lose the norms of rows dropped for it.
         encoding = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        self._model, self._dtype, self._tokens, self._note = model, encoding, tokens, note
+        self._model, self._dtype, self.tokens, self.note = model, encoding, tokens, note
+
+    def each(
+        self, blocks: Sequence[Block], points: Sequence[HookPoint], show: Callable[[int, int], None]
+    ) -> list[dict[HookPoint, Found]]:
+        """The activations of each of several blocks, run together; of one without windows none."""
+        whole = self(Run.joined(blocks), points, show) if any(map(len, blocks)) else []
+        rows = special = 0
+        found = []
+        for block in blocks:
+            own = slice(rows, rows + block.rows), slice(special, special + block.specials)
+            rows, special = own[0].stop, own[1].stop
+            parts = [Found(one.rows[own[0]], one.special_norms[own[1]]) for one in whole]
+            found.append(dict(zip(points, parts, strict=True)) if len(block) else {})
+        return found
 
     def __call__(
-        self, block: Block, points: Sequence[HookPoint], show: Callable[[int, int], None]
+        self, block: Run, points: Sequence[HookPoint], show: Callable[[int, int], None]
     ) -> list[Found]:
         """A block's activations; `show` is called after each batch with its numbers of tokens and rows."""
         found: list[tuple[Tensor, Tensor]] = []
@@ -74,7 +88,7 @@ class Forward:
         while done < len(order):
             lengths = block.lengths[order[done:]]
             alike = np.searchsorted(-lengths, -SHORTEST * lengths[0], side="right")
-            windows = order[done : done + max(1, min(alike, self._tokens // lengths[0]))]
+            windows = order[done : done + max(1, min(alike, self.tokens // lengths[0]))]
             batch = block.batch(windows)
             try:
                 parts = self._read(batch, points)
@@ -118,8 +132,8 @@ class Forward:
                 f"a window of {longest:,} tokens does not fit in the memory of {self._model.device}; "
                 f"lower --context, or use --model-dtype bfloat16"
             )
-        self._tokens = windows // 2 * longest
-        self._note(
+        self.tokens = windows // 2 * longest
+        self.note(
             f"{windows} windows of {longest:,} tokens do not fit in the memory of {self._model.device}; "
             f"going on with {windows // 2}"
         )
@@ -132,10 +146,9 @@ def batch_tokens(
     batch_size: int | str,
     context: int,
     points: Sequence[HookPoint],
-    ahead: int = LOOK_AHEAD,
 ) -> int:
     """Tokens per batch, of `batch_size` windows of `context` tokens; `auto` is what fits in a GPU's free memory, at
-    most the `ahead` tokens of a block, and on a CPU a fixed number."""
+    most `LOOK_AHEAD` tokens, and on a CPU a fixed number."""
     if batch_size != "auto":
         return int(batch_size) * context
     if model.device.type != "cuda":
@@ -149,13 +162,13 @@ def batch_tokens(
     window = max(1, (more - few) // (PROBED[-1] - PROBED[0]))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(model.device)
-    return tokens_that_fit(free, window, context, ahead)
+    return tokens_that_fit(free, window, context)
 
 
-def tokens_that_fit(free: int, window: int, context: int, ahead: int = LOOK_AHEAD) -> int:
+def tokens_that_fit(free: int, window: int, context: int) -> int:
     """Tokens per batch, given the free bytes and the bytes that each window adds to a forward pass: a power of two of
     windows, so that slightly more or less memory changes no batch."""
-    fitting = min(int(USED * free) // window, ahead // context)
+    fitting = min(int(USED * free) // window, LOOK_AHEAD // context)
     return (1 << max(0, fitting.bit_length() - 1)) * context
 
 
@@ -227,9 +240,10 @@ class Ahead(Generic[Item]):
                 return
 
 
-def demand_some(stored: int, dtype: str, offered: int, points: int) -> None:
-    """Raise a StoreError if none of at least `NONFINITE_ROWS` rows could be stored in that dtype."""
-    if offered < NONFINITE_ROWS or stored:
+def demand_some(stored: int, dtype: str, offered: int, points: int, ended: bool = False) -> None:
+    """Raise a StoreError if none of at least `NONFINITE_ROWS` rows, or of a text that has `ended`, could be stored in
+    that dtype."""
+    if stored or offered < (1 if ended else NONFINITE_ROWS):
         return
     advice = (
         "the model itself gives them, so check its weights"
@@ -242,6 +256,36 @@ def demand_some(stored: int, dtype: str, offered: int, points: int) -> None:
         f"no row can be stored: none of {offered:,} is finite in {dtype}"
         + f", and within --max-norm-multiple if given, at all {points} hook points" * (points > 1)
         + f"; {advice}"
+    )
+
+
+def in_groups(blocks: Iterable[Block], tokens: int, rows: int) -> Iterator[list[Block]]:
+    """Blocks to run together: as many as a batch of `tokens` needs, up to the last of `rows` rows."""
+    group: list[Block] = []
+    for block in blocks:
+        group.append(block)
+        if sum(int(one.lengths.sum()) for one in group) >= tokens or block.offered >= rows:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def store_block(
+    writer: StoreWriter, block: Block, found: Found | None, verdict: np.ndarray | None
+) -> None:
+    """Append a block to a store; without activations if no window is in it."""
+    dropped = {reason: np.full(len(own), np.nan) for reason, own in block.before.items()}
+    if found is not None:
+        dropped["special"] = found.special_norms
+    writer.append(
+        np.empty((0, writer.meta.d_in), np.float32) if found is None else found.rows,
+        {name: block.columns[name] for name in writer.meta.columns},
+        block.cursor.to_json(),
+        dropped,
+        verdict,
+        block.windows if writer.meta.windows else None,
+        block.before,
     )
 
 
@@ -258,55 +302,41 @@ def fill(
     if not writers:
         return
     admissions = {point: writer.admission for point, writer in writers.items()} | dict(others or {})
+    offered = 0
     cursors = {point: Cursor.from_json(writer.cursor) for point, writer in writers.items()}
     first = min(cursors.values(), key=lambda cursor: cursor.order)
 
-    def store(
-        taking: Mapping[HookPoint, StoreWriter], block: Block, found: Mapping[HookPoint, Found]
-    ) -> None:
-        verdicts = jointly(
-            {point: admissions[point].judge(one.rows) for point, one in found.items()}
-        )
-        for point, writer in taking.items():
-            dropped = {reason: np.full(len(own), np.nan) for reason, own in block.before.items()}
-            given = np.empty((0, writer.meta.d_in), np.float32)
-            if point in found:
-                given, dropped = (
-                    found[point].rows,
-                    dropped | {"special": found[point].special_norms},
-                )
-            columns = {name: block.columns[name] for name in writer.meta.columns}
-            writer.append(
-                given,
-                columns,
-                block.cursor.to_json(),
-                dropped,
-                verdicts.get(point),
-                block.windows if writer.meta.windows else None,
-                block.before,
+    def store(group: Sequence[Block], parts: Sequence[Mapping[HookPoint, Found]]) -> None:
+        for block, found in zip(group, parts, strict=True):
+            verdicts = jointly(
+                {point: admissions[point].judge(own.rows) for point, own in found.items()}
             )
-            demand_some(writer.rows, writer.meta.dtype, block.offered, len(admissions))
+            for point, writer in writers.items():
+                if not writer.full and block.cursor.order >= cursors[point].order:
+                    store_block(writer, block, found.get(point), verdicts.get(point))
+                    demand_some(writer.rows, writer.meta.dtype, block.offered, len(admissions))
+            for words in block.notes:
+                forward.note(words)
 
     with (
         Ahead(blocks_from(first)) as blocks,
         ThreadPoolExecutor(1, thread_name_prefix="sae-write") as pool,
     ):
         under_way: Future[None] = pool.submit(lambda: None)
-        for block in blocks:
-            taking = {
-                point: writer
+        for group in in_groups(blocks, forward.tokens, rows):
+            offered = group[-1].offered
+            needed = any(
+                not writer.full and group[-1].cursor.order >= cursors[point].order
                 for point, writer in writers.items()
-                if not writer.full and block.cursor.order >= cursors[point].order
-            }
-            found = forward(block, list(admissions), show) if taking and len(block.lengths) else []
-            under_way.result()
-            under_way = pool.submit(
-                store, taking, block, dict(zip(admissions, found, strict=False))
             )
-            if block.offered >= rows:  # enough, unless some could not be stored
+            parts = forward.each(group, list(admissions), show) if needed else [{}] * len(group)
+            under_way.result()
+            under_way = pool.submit(store, group, parts)
+            if offered >= rows:  # enough, unless some could not be stored
                 under_way.result()
                 if all(writer.full for writer in writers.values()):
                     break
         under_way.result()
     for writer in writers.values():
+        demand_some(writer.rows, writer.meta.dtype, offered, len(admissions), ended=True)
         writer.finish()

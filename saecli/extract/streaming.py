@@ -15,7 +15,7 @@ from ..store.schema import StoreMeta
 from ..store.shard_writer import Admission, Columns
 from ..store.values import DTYPES
 from .extraction import Extraction, Quota, StoreRequest, settled, store_requests
-from .forward import Ahead, demand_some
+from .forward import Ahead, demand_some, in_groups
 from .options import TINY_GEMMA2, ExtractConfig, at_revisions
 from .texts import STDLIB_DOCS
 
@@ -95,21 +95,25 @@ def open_stream(
     def blocks(
         show: Callable[[int, int], None],
     ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
-        admission, stored, dtype = Admission(request.folder, meta), 0, DTYPES[config.dtype]
+        admission, dtype = Admission(request.folder, meta), DTYPES[config.dtype]
+        stored = offered = 0
         with Ahead(extraction.blocks(Quota(0, 1, config.rows))) as found:
-            for block in found:
-                if not len(block.lengths):  # all its documents were left out
-                    continue
-                columns: Columns = {name: block.columns[name] for name in meta.columns}
-                rows, columns, _ = admission(forward(block, points, show)[0].rows, columns, {})
-                stored += len(rows)
-                demand_some(
-                    stored, "float32", block.offered, 1
-                )  # whose range bfloat16 has: another would not help
-                yield (
-                    rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
-                    np.asarray(columns["document"]),
-                )
+            for group in in_groups(found, forward.tokens, config.rows):
+                for block, read in zip(group, forward.each(group, points, show), strict=True):
+                    for words in block.notes:
+                        listener.note(words)
+                    if not read:  # all its documents were left out
+                        continue
+                    columns: Columns = {name: block.columns[name] for name in meta.columns}
+                    rows, columns, _ = admission(read[request.point].rows, columns, {})
+                    stored, offered = stored + len(rows), block.offered
+                    # bfloat16 has the range of float32: another type would not help
+                    demand_some(stored, "float32", offered, 1)
+                    yield (
+                        rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
+                        np.asarray(columns["document"]),
+                    )
+        demand_some(stored, "float32", offered, 1, ended=True)
 
     chosen = {name: value for name, value in asdict(config).items() if name in given}
     revisions = [one.revision or "" for one in text.sources]

@@ -307,9 +307,14 @@ class Mixture:
         )
 
     def documents(
-        self, start: int = 0, mark: Mark | None = None, note: Callable[[str], None] = lambda _: None
+        self,
+        start: int = 0,
+        mark: Mark | None = None,
+        note: Callable[[str], None] = lambda _: None,
+        ended: Callable[[str], None] | None = None,
     ) -> Iterator[Document]:
-        """A mixture's marks have the number and mark of each source's next document, and the rows of those before."""
+        """A mixture's marks have the number and mark of each source's next document, and the rows of those before.
+        `ended` is called where a source ends before others, by default `note`."""
         if not self.names:
             yield from self.sources[0].documents(start, mark, note)
             return
@@ -325,10 +330,11 @@ class Mixture:
             index = min(waiting, key=lambda one: counts[one] / self.shares[one])
             if (document := next(waiting[index], None)) is None:
                 del waiting[index]
-                note(
-                    f"{self.names[index]} ends after {counts[index]:,} rows"
-                    + "; others go on" * bool(waiting)
-                )
+                ends = f"{self.names[index]} ends after {counts[index]:,} rows"
+                if waiting:
+                    (ended or note)(f"{ends}; others go on")
+                elif ended is None:
+                    note(ends)
                 continue
             marks[index] = document.mark
             before = {"document": number, "sources": [*zip(following, marks, counts, strict=True)]}

@@ -236,51 +236,25 @@ class Batch(NamedTuple):
     specials: Tensor  # (S,), their numbers among the block's special tokens
 
 
-class Block:
-    """Windows in document order, from `cursor` to `end`, with `lengths`, tokens per window, (W,).
-
-    `columns` are `token_id`, `position` (in the window, including the prefix), `document`, `source` and `role` of each
-    row, (R,), of which a store takes those it names; `specials` is the number of special tokens. `before` has for each
-    special token, and for each document left out by reason, the number of the block's rows before it. `skipped` has the
-    documents left out before each window, and after the last one.
-    """
+class Run:
+    """Windows that go through the model together: `lengths`, tokens per window, (W,), the ids of all tokens, (n,), and
+    which of these are `kept` as rows or `special`."""
 
     def __init__(
-        self, windows: list[Window], cursor: Cursor, skipped: Sequence[Mapping[str, int]]
+        self, lengths: np.ndarray, token_ids: np.ndarray, kept: np.ndarray, special: np.ndarray
     ) -> None:
-        self.cursor = cursor
-        self.lengths = np.array([len(window.token_ids) for window in windows], np.int64)
-        self._starts = np.cumsum(self.lengths) - self.lengths
-        self._token_ids = _joined([window.token_ids for window in windows], np.int64)
-        self._kept = _joined([window.kept for window in windows], bool)
-        self._special = _joined([window.special for window in windows], bool)
-        positions = np.arange(len(self._token_ids)) - np.repeat(self._starts, self.lengths)
-        documents, sources, roles = (
-            _joined([getattr(window, name) for window in windows], np.int64)
-            for name in ("documents", "sources", "roles")
-        )
-        self.columns = {
-            "token_id": self._token_ids[self._kept],
-            "position": positions[self._kept],
-            "document": documents[self._kept],
-            "source": sources[self._kept],
-            "role": roles[self._kept],
-        }
-        self.windows = StoredWindows.of(self.lengths, self._token_ids, self._kept)
-        self.rows, self.specials = int(self._kept.sum()), int(self._special.sum())
-        starts = np.array([*self.windows.first, self.rows])
-        self.before = {"special": np.cumsum(self._kept)[self._special]} | {
-            reason: np.repeat(starts, [counts.get(reason, 0) for counts in skipped])
-            for reason in sorted({reason for counts in skipped for reason in counts})
-        }
-        self.end = (windows[-1].after if windows else cursor)._replace(
-            offered=cursor.offered + self.rows
-        )
+        self.lengths = lengths
+        self._starts = np.cumsum(lengths) - lengths
+        self._token_ids, self._kept, self._special = token_ids, kept, special
+        self.rows, self.specials = int(kept.sum()), int(special.sum())
 
-    @property
-    def offered(self) -> int:
-        """Rows of this block and all before it."""
-        return self.end.offered
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @classmethod
+    def joined(cls, runs: "Sequence[Run]") -> "Run":
+        names = ("lengths", "_token_ids", "_kept", "_special")
+        return Run(*(np.concatenate([getattr(run, name) for run in runs]) for name in names))
 
     def batch(self, windows: np.ndarray) -> Batch:
         lengths = self.lengths[windows][:, None]
@@ -297,6 +271,54 @@ class Block:
             (np.cumsum(self._special) - 1)[tokens[special]],
         )
         return Batch(*map(torch.from_numpy, found))
+
+
+class Block(Run):
+    """Windows in document order, from `cursor` to `end`.
+
+    `columns` are `token_id`, `position` (in the window, including the prefix), `document`, `source` and `role` of each
+    row, (R,), of which a store takes those it names; `specials` is the number of special tokens. `before` has for each
+    special token, and for each document left out by reason, the number of the block's rows before it. `skipped` has the
+    documents left out before each window, and after the last one.
+    """
+
+    def __init__(
+        self, windows: list[Window], cursor: Cursor, skipped: Sequence[Mapping[str, int]]
+    ) -> None:
+        self.cursor = cursor
+        self.notes: tuple[str, ...] = ()  # for the user, once the block is needed
+        super().__init__(
+            np.array([len(window.token_ids) for window in windows], np.int64),
+            _joined([window.token_ids for window in windows], np.int64),
+            _joined([window.kept for window in windows], bool),
+            _joined([window.special for window in windows], bool),
+        )
+        positions = np.arange(len(self._token_ids)) - np.repeat(self._starts, self.lengths)
+        documents, sources, roles = (
+            _joined([getattr(window, name) for window in windows], np.int64)
+            for name in ("documents", "sources", "roles")
+        )
+        self.columns = {
+            "token_id": self._token_ids[self._kept],
+            "position": positions[self._kept],
+            "document": documents[self._kept],
+            "source": sources[self._kept],
+            "role": roles[self._kept],
+        }
+        self.windows = StoredWindows.of(self.lengths, self._token_ids, self._kept)
+        starts = np.array([*self.windows.first, self.rows])
+        self.before = {"special": np.cumsum(self._kept)[self._special]} | {
+            reason: np.repeat(starts, [counts.get(reason, 0) for counts in skipped])
+            for reason in sorted({reason for counts in skipped for reason in counts})
+        }
+        self.end = (windows[-1].after if windows else cursor)._replace(
+            offered=cursor.offered + self.rows
+        )
+
+    @property
+    def offered(self) -> int:
+        """Rows of this block and all before it."""
+        return self.end.offered
 
 
 def in_blocks(

@@ -406,6 +406,22 @@ DROPPING, MULTIPLE = (
 )
 
 
+def test_blocks_do_not_cap_a_batch_and_give_the_same_store(model, tmp_path: Path):
+    """Blocks have 400 tokens here."""
+    sizes: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        fill_stores(tmp_path / "large", model, POINTS[:1], batch=1000)
+    finally:
+        hook.remove()
+    assert 500 < max(sizes) <= 1000  # all of about the same length
+    fill_stores(tmp_path / "small", model, POINTS[:1], batch=100)
+    name = f"{POINTS[0].layer}-{POINTS[0].site}"
+    assert_same_pass(tmp_path / "large" / name, tmp_path / "small" / name)
+
+
 @pytest.mark.slow
 def test_stores_filled_together_drop_what_any_of_them_drops(model, tmp_path: Path):
     for point in DROPPING:  # every row there is

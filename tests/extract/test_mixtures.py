@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import signalled
 from storing import assert_same_pass
+from tiny_models import save_model
+from transformers import LlamaForCausalLM
 
 import saecli
 from saecli.extract.texts import Mixture, TextSource
@@ -52,6 +54,42 @@ def test_rows_keep_their_proportions_and_any_mark_gives_the_rest(tmp_path_factor
         [one.text.count("w") for one in whole if one.source == index]
         for index in range(len(counts))
     ] == counts
+
+
+def test_ends_of_texts_are_told_where_rows_need_them(sae: CommandLine, tmp_path: Path):
+    files = [
+        write(tmp_path / name, [20] * count) for name, count in (("a.jsonl", 9), ("b.jsonl", 40))
+    ]
+    mixed = [word for path in files for word in ("--dataset", path)]
+    words = ("extract", "--model", "tiny-gemma2", "--json")
+    rows = sae(*words, "--dataset", files[0]).json["rows"]
+
+    def told(*more: str) -> list[str]:
+        return [line for line in sae(*words, *more).err.splitlines() if " after " in line]
+
+    assert told("--dataset", files[0]) == [f"the text ended after {rows} rows of 100,000"]
+    assert told("--dataset", files[0], "--rows", str(rows)) == []
+    assert told(*mixed, "--rows", str(rows)) == []  # half of them are of each
+    assert told(*mixed, "--rows", str(3 * rows)) == [
+        f"{files[0]} ends after {rows} rows; others go on"
+    ]
+    first, last = told(*mixed)
+    assert first == f"{files[0]} ends after {rows} rows; others go on"
+    assert last.startswith("the text ended after ") and last.endswith(" rows of 100,000")
+
+
+def test_rows_of_which_none_is_finite_are_told_as_such_however_few(
+    sae: CommandLine, tmp_path: Path
+):
+    folder = save_model(tmp_path / "model", "llama")
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.model.embed_tokens.weight.data.mul_(1e8)
+    model.save_pretrained(folder)
+    (tmp_path / "a.txt").write_text("abcdefgh\n\nabcdefg")
+    words = ("extract", "--model", folder, "--layer", "0", "--dataset", tmp_path / "a.txt")
+    done = sae(*words, "--dtype", "float16", "--rows", "10")
+    assert done.status == 1
+    assert "none of 15 is finite in float16; use --dtype bfloat16 or --dtype float32" in done.err
 
 
 @pytest.mark.slow
