@@ -199,7 +199,8 @@ def lock_folder(folder: Path) -> int:
             # Another process may have removed the folder with the lock since the file was opened.
             if os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor)):
                 for left in folder.glob(".*.partial"):
-                    left.unlink()
+                    if not left.is_dir():
+                        left.unlink()
                 return descriptor
         except FileNotFoundError:
             pass

@@ -77,8 +77,10 @@ def test_a_file_has_the_mode_that_the_umask_leaves_and_the_umask_stays(tmp_path:
 def test_locking_a_folder_removes_what_a_killed_owner_left(tmp_path: Path):
     (tmp_path / ".state.safetensors.0123abcd.partial").write_text("half")
     (tmp_path / "kept.partial").touch()
+    (tmp_path / ".pages.0123abcd.partial").mkdir()  # a report that may be under way
     os.close(lock_folder(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "kept.partial"}
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".lock", "kept.partial", ".pages.0123abcd.partial"}
 
 
 def test_a_place_is_tried_before_the_work_and_left_as_it_was(tmp_path: Path):
