@@ -38,7 +38,7 @@ def command(
     its activations. L0 stays. RUN is an SAE, a transcoder or a crosscoder.
 
     The text is the tokens of RUN's store, or of --data; with --dataset a text that is streamed. Prints FVU, L0, KL and
-    CE recovered on held-out text before and after. Saves a run, with the better SAE of the two.
+    CE recovered on text kept out of training before and after. Saves a run, with the better SAE of the two.
 
     Options marked "..." can be given several times: one run per combination, trained together.
 

@@ -24,7 +24,7 @@ from ..extract.splice import COLUMNS
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.formats.hooks import settled, why_unsettled
-from ..sae.library import SAELike, Subject, open_sae
+from ..sae.library import SAELike, Subject, note_if_remade, open_sae
 from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
 from ..store.reader import ActivationStore, Rows, RowSource
@@ -428,13 +428,6 @@ def _rows(
         if not found:
             listener.warn(f"{subject.name} does not name its store: taking the newest")
         stores = open_joined(home, found, named, listener)
-    own = (subject.data, *subject.beside, subject.target) == (
-        *(store.reference for store in stores.inputs),
-        stores.target and stores.target.reference,
-    )
-    if subject.data_hash is not None and own and subject.data_hash != stores.hash:
-        listener.note(
-            f"{stores.name} is not the store that {subject.name} was trained on, though it has its name"
-        )
+    note_if_remade(subject, stores, listener)
     fraction = subject.fraction if split == "train" else 1.0
     return stores.split(split, fraction=fraction, seed=subject.split_seed).reusing()

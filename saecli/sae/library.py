@@ -70,6 +70,18 @@ class Subject:
         return self.folder
 
 
+def note_if_remade(subject: Subject, stores: Joined, listener: Listener) -> None:
+    """Say so if stores have the names of those that an SAE was trained on, and are others."""
+    own = (subject.data, *subject.beside, subject.target) == (
+        *(store.reference for store in stores.inputs),
+        stores.target and stores.target.reference,
+    )
+    if subject.data_hash is not None and own and subject.data_hash != stores.hash:
+        listener.note(
+            f"{stores.name} is not the store that {subject.name} was trained on, though it has its name"
+        )
+
+
 def load_sae(run: str | Path | None = None, home: str | Path | None = None) -> SAE:
     """Load an SAE trained by `sae train` or another library, on the CPU, in its file's precision.
 

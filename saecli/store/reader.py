@@ -336,6 +336,7 @@ class ActivationStore(Chunks):
         fraction: float = 1.0,
         seed: int = 0,
         test_fraction: float = TEST_FRACTION,
+        rest: bool = False,
     ) -> Rows:
         """Choose rows: by document where the store knows documents, else by row.
 
@@ -345,13 +346,14 @@ class ActivationStore(Chunks):
                 and the test rows do not depend on it.
             test_fraction: fraction of the documents held out, in [0, 1); unless it is 0 at least one of two or more, of
                 each source of a mixture.
+            rest: keep the training rows outside of `fraction` instead.
 
         Raises:
             StoreError: the split is empty, or a shard is damaged.
 
         Cost: reads and hashes the document of every row (about 50 ms per million rows).
         """
-        return Rows.chosen(self, Split(which, fraction, seed, test_fraction))
+        return Rows.chosen(self, Split(which, fraction, seed, test_fraction, rest=rest))
 
     def ids_and_sources(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """The ids by which each chunk's rows are split, and of a mixture their sources."""

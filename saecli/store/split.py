@@ -84,7 +84,7 @@ def is_test(ids: np.ndarray, *, seed: int = 0, test_fraction: float = TEST_FRACT
 @dataclass(frozen=True)
 class Split:
     """A choice of rows; see `ActivationStore.split`. The documents `also_test` are held out, and `also_train` trained
-    on, whatever their hash."""
+    on, whatever their hash. `rest`: of the training documents those outside of the fraction."""
 
     which: Which
     fraction: float = 1.0
@@ -92,6 +92,7 @@ class Split:
     test_fraction: float = TEST_FRACTION
     also_test: tuple[int, ...] = ()
     also_train: tuple[int, ...] = ()
+    rest: bool = False
 
     def __post_init__(self) -> None:
         if self.which not in get_args(Which):
@@ -157,7 +158,7 @@ class Split:
         if self.fraction == 1:
             return ~held_out
         chosen = _hashes(ids, self.seed, _TRAIN_STREAM) < np.uint64(_limit(self.fraction))
-        return ~held_out & _or_among(chosen, ids, self.also_train)
+        return ~held_out & (_or_among(chosen, ids, self.also_train) != self.rest)
 
     def _held_out(self, ids: np.ndarray) -> np.ndarray:
         chosen = is_test(ids, seed=self.seed, test_fraction=self.test_fraction)

@@ -1,5 +1,6 @@
 """`sae finetune`: a finished SAE trained on through the language model that it acts in; see `through.py`."""
 
+import shlex
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -10,9 +11,9 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, RunError
+from ..base.errors import ConfigError, RunError, StoreError
 from ..base.home import Home
-from ..base.options import demand_known
+from ..base.options import demand_known, words_of
 from ..base.processes import Communicator, communicator
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
@@ -29,10 +30,10 @@ from ..extract.splice import (
 )
 from ..extract.streaming import Streamed, open_stream
 from ..sae.dictionary import SAE
-from ..sae.library import SAELike, lasting_name, open_sae
+from ..sae.library import SAELike, lasting_name, note_if_remade, open_sae
 from ..store.joined import Joined
 from ..store.opening import open_joined
-from ..store.split import is_test
+from ..store.split import Split
 from .files import claimed
 from .loop import Loop, Record, start_training
 from .options import FINETUNED, TEXT, Finetune, TrainingConfig
@@ -42,6 +43,7 @@ from .start import Start, fingerprint
 from .through import FinetunePlan, Sampled, Through
 
 SAMPLE_TOKENS, TEST_TOKENS = 8192, 16_384  # whose activations are kept, to normalise and to measure
+TRAINED = 0.9  # of the training documents; before and after are compared on the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +88,18 @@ class Opened:
                 home, acts, extract, text.keys(), subject.split_seed, device, listener
             )
         else:
+            if not data and subject.streamed and subject.data not in home.stores.names():
+                texts = {name: subject.streamed[name] for name in TEXT if name in subject.streamed}
+                raise ConfigError(
+                    f"--dataset is needed: {subject.name} was trained on rows that were not stored; "
+                    f"give its text, {shlex.join(words_of(texts))}, or name a store with --data"
+                )
             names = data or [name for name in (subject.data, *subject.beside) if name]
             joined = stores = processes.main_first(
                 lambda: open_joined(home, names, None if data else subject.target, listener)
             )
+            if not data:
+                note_if_remade(subject, joined, listener)
             model = LanguageModel(
                 source, device_named(device), head=True, dtype=text.get("model_dtype", "auto")
             )
@@ -137,9 +147,12 @@ class Opened:
 
 
 def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int) -> Through:
-    train, test = (
-        stores.inputs[0].split(which, seed=seed).reusing() for which in ("train", "test")
-    )
+    store = stores.inputs[0]
+    train = store.split("train", fraction=TRAINED, seed=seed).reusing()
+    try:
+        test = store.split("train", fraction=TRAINED, seed=seed, rest=True).reusing()
+    except StoreError:  # too few documents
+        test = store.split("test", seed=seed).reusing()
     check_rows(train, model.source)
     if (last := largest(train, "token_id")) >= model.vocabulary:
         raise unfit(train, model.source, f"a token {last}, got token ids below {model.vocabulary}")
@@ -160,7 +173,8 @@ def _streamed(
     device: str,
     listener: Listener,
 ) -> tuple[Streamed, Through]:
-    """Windows of a text, its documents held out by the same hash as in a store."""
+    """Windows of a text, its documents split by the same hashes as a store's; those that `sae eval` measures on are
+    left out."""
     stream, extraction = open_stream(
         config,
         given=given,
@@ -173,9 +187,10 @@ def _streamed(
     found: tuple[list[StoredWindow], list[StoredWindow]] = [], []
     left = [config.rows, TEST_TOKENS]
     cutter = extraction.windows()
+    splits = [Split("train", TRAINED, seed, rest=rest) for rest in (False, True)]
     for window in cutter.cut(extraction.text.documents(note=listener.note)):
-        held_out = is_test(window.documents, seed=seed)
-        for part, chosen in enumerate((window.kept & ~held_out, window.kept & held_out)):
+        for part, split in enumerate(splits):
+            chosen = window.kept & split.keeps(window.documents)
             if left[part] > 0 and chosen.any():
                 found[part].append(StoredWindow(window.token_ids, chosen))
                 left[part] -= int(chosen.sum())
@@ -183,7 +198,7 @@ def _streamed(
             break
     if not all(found):
         raise ConfigError(
-            "--dataset has too few documents: expected training windows and held-out ones, got "
+            "--dataset has too few documents: expected windows to train on and to compare on, got "
             f"{len(found[0])} and {len(found[1])}; name a text of more documents"
         )
     return stream, Through(Passes(extraction.model), acts, *found)
@@ -209,7 +224,7 @@ class FinetuneRun(Run):
         return (
             f"{plan.start.name}, {plan.activation.name}, {plan.d_sae} latents, through "
             f"{plan.through.passes.model.source.name}, {plan.rows_trained:,} training and {plan.test_rows.rows:,} "
-            f"held-out tokens, {plan.steps:,} steps"
+            f"validation tokens, {plan.steps:,} steps"
         )
 
     def options(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -282,7 +297,8 @@ def finetune(
         **options: those of `sae finetune`: `tokens`, `objective`, `fvu_weight`, `only`, `lr`, `dataset`, `device` and
             so on.
 
-    Returns the better SAE of the two, before and after, on held-out windows; `metadata` has `before`, `after` and
+    Returns the better SAE of the two, before and after, on a tenth of the training documents, kept out of training, so
+    that the held-out ones, which `sae eval` measures on, stay out of the choice; `metadata` has `before`, `after` and
     `kept`. Cost: two forward passes and one backward pass over the tokens.
     """
     demand_known("finetune", options, {one.name for one in FINETUNED}, "finetune")

@@ -5,7 +5,7 @@
 per row. The clean pass gives the activations that the SAE encodes; the spliced one has its
 predictions in their place, and a gradient from the hook point up: blocks below keep no activations for it. The SAE acts
 on rows normalised as in training, so that one learning rate fits all models. L0 is held where it starts: by one factor
-on all thresholds, or with relu by the weight of an L1 penalty; with topk it is fixed.
+on all thresholds, or with relu by the weight of an L1 penalty and a shift of the biases; with topk it is fixed.
 
 Source: Karvonen, "Revisiting End-To-End Sparse Autoencoder Training: A Short Finetune Is All You Need" (2025).
 
@@ -47,7 +47,7 @@ THRESHOLD_RATE, WEIGHT_RATE = (
 
 @dataclass(frozen=True, eq=False)
 class Through:
-    """A language model, where an SAE acts in it, and windows: to train on, and held out."""
+    """A language model, where an SAE acts in it, and windows: to train on, and to compare before and after on."""
 
     passes: Passes
     hooked: Hooked
@@ -261,6 +261,7 @@ class ThroughModel(Solver):
         excess = (l0 / self.target - 1).clamp(max=1.0)
         if self.weight:
             self.weight *= (WEIGHT_RATE * excess).exp()
+            self.calibrate()  # the weight takes hundreds of steps to find its value
         elif (
             not self.codes_stay
             and (threshold := self.dictionary.activation_parameters.get("threshold")) is not None
@@ -269,22 +270,24 @@ class ThroughModel(Solver):
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Scale the thresholds to give the sample the L0 that it had at the start."""
-        activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
-        if (
-            self.codes_stay
-            or "threshold" not in parameters
-            or not isinstance(activation, Thresholded)
-        ):
+        """Give the sample the L0 that it had at the start: scale the thresholds; with relu shift the biases, by one
+        amount in units of the codes' contributions, `z_i ||W_dec_i||`."""
+        dictionary, parameters = self.dictionary, self.dictionary.activation_parameters
+        activation = dictionary.activation
+        shifts = isinstance(activation, Relu)
+        if self.codes_stay or not (shifts or "threshold" in parameters):
             return
-        pre = self.dictionary.pre_activations(self.task.sample.x)
-        thresholds = activation.thresholds(parameters, pre.shape[1]).clamp(
-            min=torch.finfo(pre.dtype).tiny
-        )
+        pre = dictionary.pre_activations(self.task.sample.x)
         kept = round(self.target.item() * len(pre))
-        if 0 < kept < pre.numel():
-            factor = (pre / thresholds).flatten().topk(kept + 1).values[-2:].mean()
-            parameters["threshold"] *= factor.clamp(min=0)
+        if not 0 < kept < pre.numel():
+            return
+        tiny = torch.finfo(pre.dtype).tiny
+        if shifts:
+            norms = dictionary.weighed(dictionary.decoder()).norm(dim=1).clamp(min=tiny)
+            dictionary.b_enc -= _between(pre * norms, kept) / norms
+        elif isinstance(activation, Thresholded):
+            thresholds = activation.thresholds(parameters, pre.shape[1]).clamp(min=tiny)
+            parameters["threshold"] *= _between(pre / thresholds, kept).clamp(min=0)
 
     def notes(self) -> list[str]:
         lacking = math.isfinite(self.most) and self.options.windows == "auto"
@@ -296,6 +299,11 @@ class ThroughModel(Solver):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
         self.target, self.weight = state["target"].to(self.target), state["weight"].to(self.weight)
+
+
+def _between(values: Tensor, count: int) -> Tensor:
+    """A number that `count` of the values are above."""
+    return values.flatten().topk(count + 1).values[-2:].mean()
 
 
 @dataclass(frozen=True)
@@ -315,7 +323,7 @@ class FinetunePlan(Plan):
         return int(self.through.rows.sum())
 
     def compared(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
-        """On held-out windows FVU, L0, CE and KL, and as `loss` the objective."""
+        """On the windows kept out of training FVU, L0, CE and KL, and as `loss` the objective."""
         assert self.test_rows is not None and isinstance(self.solver, Finetune)
         through, solver = self.through, self.solver
         found = [

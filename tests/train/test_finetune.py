@@ -27,9 +27,11 @@ import saecli
 from saecli.sae.activations import BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
-from saecli.store.split import is_test
+from saecli.store.joined import JoinedRows
+from saecli.store.split import Split, is_test
 from saecli.train import through
 from saecli.train.files import read_metrics
+from saecli.train.finetune import TRAINED
 
 LAYER, LENGTH, WINDOWS = 1, 15, 205  # windows that make one step, without those held out
 F = 32
@@ -45,9 +47,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def documents() -> dict[str, list[str]]:
     draw, found = np.random.default_rng(0), {"train": [], "test": [], "all": []}
     while len(found["train"]) < WINDOWS:
-        held_out = bool(is_test(np.array([len(found["all"])]), seed=0)[0])
+        number = np.array([len(found["all"])])
         text = "".join(map(chr, draw.integers(97, 157, LENGTH)))
-        found["test" if held_out else "train"].append(text)
+        if Split("train", TRAINED, seed=0).keeps(number)[0]:
+            found["train"].append(text)
+        elif not is_test(number, seed=0)[0]:
+            found["test"].append(text)
         found["all"].append(text)
     return found
 
@@ -188,15 +193,63 @@ def test_held_out_kl_falls_and_l0_stays(sae, home, activation):
     assert document["kept"] == "after" and document["run"] == f"finetune-{activation.name}-1"
     assert after["kl"] < 0.8 * before["kl"]
     assert after["l0"] == pytest.approx(before["l0"], rel=0.15)  # of 330 held-out rows
-    again = sae(
-        "eval",
+    again = saecli.evaluate(
         document["run"],
-        "--model",
-        str(saecli.load_sae("old", home).metadata["model"]),
-        "--json",
-    ).json
-    assert again["runs"][0]["kl"] == pytest.approx(after["kl"], rel=1e-4)
-    assert again["runs"][0]["fvu"] == pytest.approx(after["fvu"], rel=1e-4)
+        kept_out(home, "resid_post"),
+        model=str(saecli.load_sae("old", home).metadata["model"]),
+        home=home,
+    )
+    assert again["kl"] == pytest.approx(after["kl"], rel=1e-4)
+    assert again["fvu"] == pytest.approx(after["fvu"], rel=1e-4)
+
+
+def test_the_rows_of_eval_have_no_part_in_the_choice(home):
+    store = saecli.open_store(home / "activations" / "resid_post")
+    trained, compared, held_out, training = (
+        set(np.concatenate([*rows.column("document", 500)]).tolist())
+        for rows in (
+            store.split("train", fraction=TRAINED),
+            kept_out(home, "resid_post"),
+            store.split("test"),
+            store.split("train"),
+        )
+    )
+    assert trained | compared == training and not trained & compared
+    assert compared and not compared & held_out
+
+
+def kept_out(home: Path, name: str) -> Any:
+    """The rows on which before and after are compared."""
+    store = saecli.open_store(home / "activations" / name)
+    return store.split("train", fraction=TRAINED, rest=True)
+
+
+def test_a_short_run_with_relu_keeps_its_l0(sae, home):
+    begun(home, Relu())
+    document = sae("finetune", "old", "--tokens", "20000", "--lr", "0.01", "--json").json
+    assert document["kept"] == "after"
+    assert document["after"]["l0"] == pytest.approx(document["before"]["l0"], rel=0.03)
+
+
+def test_a_store_made_again_under_its_name_is_told(sae, home):
+    begun(home, TopK(k=4))
+    marker = home / "runs" / "old" / "run.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"data_hash": "another"}))
+    sentence = "resid_post is not the store that old was trained on, though it has its name"
+    words = ("finetune", "old", "--tokens", "3000")
+    assert sentence in sae(*words, "--name", "again").err
+    assert sentence not in sae(*words, "--name", "named", "--data", "resid_post").err
+
+
+def test_a_run_without_a_store_asks_for_its_text(sae, home, model, text):
+    words = ("--layer", str(LAYER), "--context", str(LENGTH + 1), "--act", "topk", "--k", "4")
+    done = sae(
+        "train", "--model", model, "--dataset", text, *words, "--rows", "600", "--name", "live"
+    )
+    assert done.status == 0, done.err
+    done = sae("finetune", "live", "--tokens", "3000")
+    assert done.status == 2
+    assert f"give its text, --dataset {text}" in done.err
 
 
 def test_what_is_worse_is_not_kept(sae, home):
@@ -246,7 +299,7 @@ def test_a_killed_run_resumed_equals_one_never_stopped(sae, home, text, monkeypa
 @pytest.mark.slow
 def test_transcoders_and_crosscoders_are_spliced_and_trained(sae, home):
     one, two = (f"mlp_out-l{layer}-mlp_out" for layer in (LAYER, LAYER + 1))
-    quick = ("--d-sae", str(F), "--act", "topk", "--k", "4", "--epochs", "3")
+    quick = ("--d-sae", str(F), "--act", "topk", "--k", "4", "--epochs", "3", "--fraction", "0.9")
     assert (
         sae("train", "--data", "mlp_in", "--target", one, *quick, "--name", "transcoder").status
         == 0
@@ -259,7 +312,11 @@ def test_transcoders_and_crosscoders_are_spliced_and_trained(sae, home):
         assert document["after"]["kl"] < document["before"]["kl"]
         assert weights(home, document["run"])["W_dec"].shape == (F, width)
         model = str(saecli.load_sae(run, home).metadata["model"])
-        found = sae("eval", document["run"], "--model", model, "--json").json["runs"][0]
+        if run == "transcoder":
+            rows = JoinedRows((kept_out(home, "mlp_in"),), kept_out(home, one))
+        else:
+            rows = JoinedRows((kept_out(home, one), kept_out(home, two)))
+        found = saecli.evaluate(document["run"], rows, model=model, home=home)
         assert found["kl"] == pytest.approx(document[document["kept"]]["kl"], rel=1e-4)
 
 
