@@ -230,8 +230,7 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
             config_path = Path(
                 hf_hub_download(name, CONFIG, revision=commit, local_files_only=True)
             )
-            # A snapshot links to blobs that are named by their hash on the hub.
-            ids = {path.name: path.resolve().name for path in config_path.parent.iterdir()}
+            ids = {path.name: _blob_of(path) for path in config_path.parent.iterdir()}
             demand_model(name, ids)
     except (hub_errors.RevisionResolutionError, hub_errors.LocalEntryNotFoundError) as error:
         raise ModelError(
@@ -250,6 +249,11 @@ def _on_hub(name: str, revision: str | None) -> ModelSource:
     content = hash_request({file: ids[file] for file in deciding})
     weights = tuple(file for file in deciding if not _matching([file], SMALL_FILES))
     return ModelSource(name, location, commit, _config(name, location), content, (), weights)
+
+
+def _blob_of(path: Path) -> str:
+    """The hash of a file by the hub: a snapshot links to blobs of that name, where the file system has links."""
+    return path.resolve().name if path.is_symlink() or path.is_dir() else file_sha256(path)
 
 
 def _config(name: str, location: str) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ..base.errors import ConfigError, FormatError, HubError, SaeError, did_you_mean, one_line
-from ..base.machine import LOG_IN, why_refused
+from ..base.machine import LOG_IN, why_refused, why_unreachable
 from .formats import FORMATS, Format, format_of, known_files
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
+        demand_answer(address)
         with hub_errors(address):
             info = HfApi().model_info(address.repo, revision=address.revision, timeout=30)
     except HubError as error:
@@ -211,6 +212,7 @@ def writable(address: Address, private: bool) -> "ModelCard | None":
     from huggingface_hub import HfApi, ModelCard
 
     api = HfApi()
+    demand_answer(address)
     with hub_errors(address):
         if api.whoami().get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise HubError(
@@ -246,6 +248,13 @@ def upload(folder: Path, address: Address, private: bool) -> str:
             delete_patterns=others,
             commit_message=f"Add {address.folder} with sae push",
         ).commit_url
+
+
+def demand_answer(address: Address) -> None:
+    """Raise a HubError if the hub does not answer: its client asks again and again, for minutes."""
+    if reason := why_unreachable():
+        error = ConnectionError(reason)
+        raise HubError(_explained(address, error)) from error
 
 
 def is_passing(error: BaseException | None) -> bool:

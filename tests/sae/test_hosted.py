@@ -458,15 +458,19 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(
     save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "first")
     repo = hub.add("someone/saes", files_of(tmp_path / "a"))
     online = sae("eval", "someone/saes", "--json")
-    with monkeypatch.context() as patched:
-        patched.setattr(constants, "ENDPOINT", "http://hub.invalid")
-        offline = sae("eval", "someone/saes", "--json")
-        assert offline.json == online.json
-        assert f"someone/saes/first is taken from the cache, as of {repo.head}" in offline.err
-        assert "cannot be reached" in sae("push", "someone/saes", "someone/copy").err
-        assert (
-            "the Hugging Face hub cannot be reached for some/other" in sae("eval", "some/other").err
-        )
+    silent = socket.create_server(("127.0.0.1", 0))  # takes connections, and never answers
+    addresses = ("http://hub.invalid", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    for address in addresses:
+        with monkeypatch.context() as patched:
+            patched.setattr(constants, "ENDPOINT", address)
+            patched.setattr("saecli.base.machine.ANSWER_SECONDS", 0.3)
+            offline = sae("eval", "someone/saes", "--json")
+            assert offline.json == online.json
+            assert f"someone/saes/first is taken from the cache, as of {repo.head}" in offline.err
+            assert "cannot be reached" in sae("push", "someone/saes", "someone/copy").err
+            said = "the Hugging Face hub cannot be reached for some/other"
+            assert said in sae("eval", "some/other").err
+    silent.close()
     for name, said in (
         ("someone/saes", "taken from the cache"),
         ("some/other", "hub cannot be reached"),
