@@ -86,5 +86,3 @@ def test_a_sparse_gradient_keeps_the_order_of_its_values():
 def test_transformers_opens_checkpoints_by_a_name_that_can_be_replaced():
     """Where this fails, `language_model._unmapped` does nothing, and loading a model takes more resident memory."""
     assert vars(modeling_utils)["safe_open"] is safe_open
-    if "backend" not in (safe_open.__text_signature__ or ""):
-        pytest.skip("safetensors before 0.8 reads checkpoints in one way")

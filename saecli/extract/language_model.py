@@ -396,15 +396,13 @@ def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Modul
 
 @contextmanager
 def _unmapped() -> Iterator[None]:
-    """While open, the library reads checkpoints tensor by tensor, if the installed safetensors can: mapped, the pages
-    of all tensors read so far would stay in memory."""
+    """While open, the library reads checkpoints tensor by tensor: mapped, the pages of all tensors read so far would
+    stay in memory."""
 
     def opened(*args: Any, **kwargs: Any) -> Any:
         return safe_open(*args, **kwargs | {"backend": "pread"})
 
-    if vars(modeling_utils).get("safe_open") is not safe_open or "backend" not in (
-        safe_open.__text_signature__ or ""
-    ):
+    if vars(modeling_utils).get("safe_open") is not safe_open:
         yield
         return
     vars(modeling_utils)["safe_open"] = opened

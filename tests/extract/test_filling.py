@@ -1,5 +1,6 @@
 """Windows, blocks and stores: every token once, for any batches, from wherever an earlier pass stopped."""
 
+import copy
 import shutil
 import threading
 from collections.abc import Generator, Iterable
@@ -206,7 +207,7 @@ def test_the_ranks_together_are_given_the_rows_of_one_process(
             pool.map(
                 lambda rank: rows_by_rank(
                     every,
-                    Windows(tokenizers[True], 8, positions, packed, least),
+                    Windows(copy.deepcopy(tokenizers[True]), 8, positions, packed, least),
                     rows,
                     talk.rank(rank),
                     lambda done: None,

@@ -101,7 +101,6 @@ def test_files_are_read_rather_than_mapped(tmp_path: Path, monkeypatch: pytest.M
         backends.append(backend)
         return safe_open(*args, backend=backend, **kwargs)
 
-    opened.__text_signature__ = safe_open.__text_signature__
     monkeypatch.setattr(modeling_utils, "safe_open", opened)
     monkeypatch.setattr(language_model, "safe_open", opened)
     first_blocks(folder, 0)

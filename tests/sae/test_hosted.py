@@ -1,6 +1,7 @@
 """SAEs on the Hugging Face hub: a server on this machine, and the hub's own client."""
 
 import shutil
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
