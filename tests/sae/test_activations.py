@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from homes import normal
 from torch import Tensor
 
 from saecli.base.errors import ConfigError
@@ -12,6 +13,7 @@ from saecli.sae.activations import (
     BatchTopK,
     Gated,
     JumpRelu,
+    MatchingPursuit,
     Relu,
     SoftTopK,
     Swish,
@@ -226,3 +228,13 @@ def test_defaults_of_the_penalty_fit_the_activation() -> None:
         0.64
     )
     assert settled(TrainingConfig(), JumpRelu(), 100, 64).sparsity_weight == pytest.approx(3.2)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e25])
+def test_matching_pursuit_takes_rows_of_any_size(scale):
+    W_enc, x = normal(8, 20).float(), normal(30, 8, seed=1).float()
+    pursuit = MatchingPursuit(k=3)
+    expected = pursuit(x @ W_enc, {"W_enc": W_enc}).dense()
+    torch.testing.assert_close(
+        pursuit(x @ (W_enc * scale), {"W_enc": W_enc * scale}).dense() / scale, expected
+    )

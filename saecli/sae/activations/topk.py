@@ -88,8 +88,10 @@ class MatchingPursuit(KeepsK):
 
         from .selection import at
 
-        norms = parameters["W_enc"].norm(dim=0).clamp(min=torch.finfo(pre.dtype).tiny)
-        directions = (parameters["W_enc"] / norms).T  # (F, D)
+        W_enc, tiny = parameters["W_enc"], torch.finfo(pre.dtype).tiny
+        size = W_enc.detach().abs().max().clamp(min=tiny)  # whose square need not be finite
+        scaled = (W_enc / size).norm(dim=0).clamp(min=tiny)
+        norms, directions = size * scaled, (W_enc / size / scaled).T  # (F,), (F, D)
         with torch.no_grad():
             left, chosen, shares = pre / norms, [], []
             few = len(directions) <= min(self.k, 4) * len(
