@@ -207,7 +207,22 @@ class Training:
             tensors |= {
                 f"begun.{name}": tensor for name, tensor in (self.begun.tensors() | factor).items()
             }
-        self.record.save(sae, solver.state() | tensors, progress, test)
+        state = solver.state() | tensors
+        self._demand_same(state.values())
+        self.record.save(sae, state, progress, test)
+
+    def _demand_same(self, tensors: Iterable[Tensor]) -> None:
+        """TrainingError unless all processes, which repeat what changes the weights, have the same sums."""
+        communicator = self.rows.communicator
+        if communicator.world_size == 1:
+            return
+        sums = torch.stack([tensor.double().sum().cpu() for tensor in tensors]).nan_to_num()
+        least, most = (communicator.all_reduce(sums.clone(), op) for op in ("min", "max"))
+        if not torch.equal(least, most):
+            raise TrainingError(
+                f"the weights of {communicator.world_size} processes differ at step {self.solver.steps}: "
+                "expected the same in each; go on from the last checkpoint by --resume, on machines of one kind"
+            )
 
     def notes(self) -> list[str]:
         """Sentences for the user at the end of training."""
