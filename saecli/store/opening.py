@@ -78,7 +78,7 @@ def note_outlying(name: str, statistics: Statistics | None, listener: Listener) 
     if rows:
         listener.note(
             f"{name}: {rows:,} of {statistics.norms.rows:,} rows have over {OUTLYING} times the median "
-            f"norm, and hold {fraction:.1%} of the variance; --max-norm-multiple {OUTLYING} drops them "
+            f"norm, and hold at least {fraction:.1%} of the variance; --max-norm-multiple {OUTLYING} drops them "
             "as rows are made"
         )
 
