@@ -126,7 +126,7 @@ def added(root: Path) -> dict[str, str]:
         write(name, text.replace(before, after, 1))
 
     write("sae/activations/cubed.py", ACTIVATION)
-    line("sae/activations/__init__.py", "Swish, SoftTopK)}", "Swish, SoftTopK, Cubed)}")
+    line("sae/activations/__init__.py", "        Relu,\n", "        Relu,\n        Cubed,\n")
     line("sae/activations/__init__.py", "from .topk", "from .cubed import Cubed\nfrom .topk")
     write("train/unit_sgd.py", SOLVER)
     line("train/__init__.py", "(Sgd, PamSgd)}", "(Sgd, PamSgd, UnitSgd)}")

@@ -58,7 +58,6 @@ def test_rows_in_memory_fit_alike_in_any_container_and_dtype():
     kinds = {
         "tensor": torch.from_numpy(rows),
         "bfloat16": torch.from_numpy(rows).bfloat16(),
-        "whole": rows.astype(np.int16),
         "wider": rows.astype(np.float64),
         "list": rows.tolist(),
     }
