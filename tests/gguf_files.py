@@ -23,7 +23,7 @@ BLOCK = {
 }
 REST = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LETTERS = [chr(code) for code in range(97, 123)]
-WORDS = ["<pad>", "<bos>", "<eos>", "Ġ", *LETTERS, ".", "ab"]  # 32
+WORDS = ["<pad>", "<bos>", "<eos>", "Ġ", *LETTERS[:-1], ".", "ab", "cd"]  # 32
 
 
 def gguf_name(name: str) -> str:
@@ -65,7 +65,7 @@ def save_both(
     writer.add_tokenizer_pre("default")
     writer.add_token_list(WORDS)
     writer.add_token_types([3, 3, 3] + [1] * (len(WORDS) - 3))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)

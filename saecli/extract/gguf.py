@@ -37,7 +37,12 @@ def named_file(name: str) -> Path | None:
 
 
 def demand_packages(name: str) -> None:
-    if lacking := [package for package in PACKAGES if find_spec(package) is None]:
+    lacking = [package for package in PACKAGES if find_spec(package) is None]
+    if not hasattr(
+        transformers, "GgufConfig"
+    ):  # earlier versions read blocks without their weights
+        lacking.append("transformers>=5.24")
+    if lacking:
         raise ModelError(
             f"cannot read {name}: GGUF files need the package {' and '.join(lacking)}, which is not "
             f"installed; run `pip install 'saecli[gguf]'`"
@@ -77,6 +82,5 @@ def without_folder(message: str) -> str:
 
 
 def dense() -> dict[str, Any]:
-    """Arguments of `from_pretrained` that make all weights dense; versions of transformers without them always do."""
-    config = getattr(transformers, "GgufConfig", None)
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
+    """Arguments of `from_pretrained` that make all weights dense."""
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}

@@ -338,6 +338,8 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
         r":\s*\n\s*", ": ", str(error).strip()
     )  # a line that ends in a colon says nothing alone
     reason = (said.splitlines() or [type(error).__name__])[0].rstrip(".")
+    if named_file(name) and isinstance(error, ImportError):
+        return ModelError(f"cannot read {name}: {reason}; run `pip install 'saecli[gguf]'`")
     if named_file(name):
         return ModelError(
             f"cannot load {name}: expected a whole GGUF file of a causal language model that transformers "
