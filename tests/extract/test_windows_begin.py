@@ -10,7 +10,13 @@ import torch
 from homes import CommandLine
 from tiny_models import loaded, save_model, save_tokenizer, stored
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 import saecli
 from saecli.extract.chats import Chats
@@ -243,3 +249,28 @@ def test_extraction_tells_of_massive_rows(sae: CommandLine, tmp_path: Path):
     assert "median norm" not in sae(*words, "--context", "21").err
     told = sae(*words, "--context", "21", "--prepend-bos", "off").err
     assert "20 of 400 rows have over 10 times the median norm, and hold" in told
+
+
+def test_an_encoder_reads_the_tokens_that_its_tokenizer_appends(tmp_path: Path):
+    """BERT sees [SEP] from every position; rows against transformers run on the tokenizer's own input."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = BertConfig(vocab_size=16, num_attention_heads=2, max_position_embeddings=16, **shape)
+    folder = tmp_path / "model"
+    BertModel(config).save_pretrained(folder)
+    tokenizer = tokenizer_of(
+        folder, "<first> $A <second>", cls_token="<first>", sep_token="<second>"
+    )
+    texts = ["A C G T", "G G", "T A C C A"]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    dataset = str(tmp_path / "a.txt")
+    options = {"layer": 1, "dataset": dataset, "context": 16, "dtype": "float32", "home": tmp_path}
+    store = saecli.extract(str(folder), **options)
+    expected = []
+    model = BertModel.from_pretrained(folder).eval()
+    for text in texts:
+        with torch.no_grad():
+            states = model(**tokenizer(text, return_tensors="pt"), output_hidden_states=True)
+        expected.append(states.hidden_states[2][0, 1:-1])
+    np.testing.assert_allclose(stored(store.path)[0], torch.cat(expected), rtol=1e-4, atol=1e-5)
+    assert store.meta.dropped == {"special": 6}
