@@ -13,6 +13,7 @@ from ..base.errors import ConfigError, counted, demand_at_least
 from ..base.home import Home
 from ..extract.options import HookPoint, at_revisions
 from ..extract.splice import (
+    READ,
     check_rows,
     largest,
     recorded_revision,
@@ -302,7 +303,10 @@ class Splice:
         each: list[tuple[HookPoint, ...]] = [
             (point,) for point in self.writes if len(self.writes) > 1
         ]
-        expected = min(tokens, self.rows.rows)
+        rows = self.rows.rows
+        if source is not None:
+            rows = sum(int((part == source).sum()) for part in self.rows.column("source", READ))
+        expected = min(tokens, rows)
         with listener.progress(f"splicing into {names}", expected, "tokens") as show:
             found = effects(
                 self.models,

@@ -260,10 +260,11 @@ def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alon
             [expected, *expected.get("hook_points", [])],
             strict=True,
         ):
-            names = ("ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens")
-            assert [one[name] for name in names] == pytest.approx(
-                [other[name] for name in names], rel=1e-4
-            )
+            for name in ("ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens"):
+                if other[name] is None:  # zeros at a hook point of tiny-gemma2 may cost nothing
+                    assert one[name] is None
+                else:
+                    assert one[name] == pytest.approx(other[name], rel=1e-4)
     assert alone[0]["kl"] != pytest.approx(alone[1]["kl"], rel=0.1)
     done = sae("eval", "run", "--model", "tiny-gemma2", "--csv", tmp_path / "c")
     assert done.out.count("a.jsonl") >= 2 and "kl_on_" in (tmp_path / "c").read_text()
