@@ -20,11 +20,11 @@ from ..sae.dictionary import SAE, Batch
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
 from ..sae.formats.hooks import unsettled
 from ..sae.hub import Address, upload, writable
-from ..sae.library import SAELike, open_sae
+from ..sae.library import SAELike, hook_points, open_sae
 from ..sae.metrics import Reconstruction
 from ..store.joined import in_words
 from .evaluate import check_tokens_of_model, evaluated
-from .measured import Measured, RowsLike, hook_points, measured, with_rows
+from .measured import Measured, RowsLike, measured, with_rows
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard

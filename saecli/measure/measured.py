@@ -24,7 +24,7 @@ from ..extract.splice import COLUMNS
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.formats.hooks import settled, why_unsettled
-from ..sae.library import SAELike, Subject, note_if_remade, open_sae
+from ..sae.library import SAELike, Subject, hook_points, note_if_remade, open_sae
 from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
 from ..store.reader import ActivationStore, Rows, RowSource
@@ -379,19 +379,6 @@ def _compare_hook_points(
         listener.warn(
             f"{name} was trained on {models[0]}; {stores.name} holds activations of {models[1]}"
         )
-
-
-def hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
-    """Those of the inputs and of the target, if known."""
-    inputs = origin.get("inputs")
-    found = [
-        f"layer {one['layer']} {one['site']}"
-        + (f" of {one['model']}" if "model" in one and inputs else "")
-        for one in inputs or [origin]
-        if {"layer", "site"} <= one.keys()
-    ]
-    known = {"target_layer", "target_site"} <= origin.keys()
-    return found, f"layer {origin['target_layer']} {origin['target_site']}" if known else None
 
 
 def _rows(

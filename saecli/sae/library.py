@@ -135,6 +135,19 @@ def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> di
     return source
 
 
+def hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
+    """Those of the inputs and of the target, if known."""
+    inputs = origin.get("inputs")
+    found = [
+        f"layer {one['layer']} {one['site']}"
+        + (f" of {one['model']}" if "model" in one and inputs else "")
+        for one in inputs or [origin]
+        if {"layer", "site"} <= one.keys()
+    ]
+    known = {"target_layer", "target_site"} <= origin.keys()
+    return found, f"layer {origin['target_layer']} {origin['target_site']}" if known else None
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """All options of the run in a folder, by name, and its stores."""
     document = read_run(folder / RUN_MARKER).settings

@@ -19,7 +19,8 @@ from ..base.files import to_json
 from ..base.home import Home
 from ..sae.activations import PENALTY_OPTIONS, Activation, JumpRelu, TargetsL0, activation_to_json
 from ..sae.dictionary import SAE, Batch
-from ..sae.library import lasting_name, open_sae
+from ..sae.library import hook_points, lasting_name, open_sae
+from ..store.joined import Joined
 from ..store.reader import RowSource
 from .options import TrainingConfig
 from .rows import SAMPLED_ROWS, Normalisation
@@ -120,12 +121,16 @@ class Start:
     name: str  # or path, or address
     hash: str  # its `fingerprint`
     sae: SAE | None  # acting on raw rows; None if training resumes from a checkpoint
+    inputs: tuple[str, ...] = ()  # its hook points, in words, if known
 
     @classmethod
     def open(cls, home: Home, sae: SAE | str | Path, listener: Listener) -> Self:
         """A start from an SAE, a run's name or anything else that `load_sae` takes."""
         subject, saved = open_sae(home, sae, listener)
-        return cls(lasting_name(home, sae, subject), fingerprint(saved.sae), saved.sae)
+        inputs, _ = hook_points(saved.origin)
+        return cls(
+            lasting_name(home, sae, subject), fingerprint(saved.sae), saved.sae, tuple(inputs)
+        )
 
     @property
     def activation(self) -> str:
@@ -177,6 +182,12 @@ class Start:
                     f"--init {self.name} cannot be trained on these rows: expected {what} of {wanted} "
                     f"dimensions, got {got}; use other rows, or another SAE"
                 )
+        got_inputs = hook_points(Joined.of(rows).origin)[0] if rows.inputs else []
+        if [*self.inputs] != got_inputs and sorted(self.inputs) == sorted(got_inputs):
+            raise ConfigError(
+                f"--data names the inputs of --init {self.name} in another order than it was trained on; "
+                f"name them in this order: {', '.join(self.inputs)}"
+            )
         if sae.W_skip is not None and not rows.d_target:
             raise ConfigError(
                 f"--init {self.name} is a transcoder: expected the store of what it predicts, got none; "

@@ -339,3 +339,16 @@ def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(
         saecli.SaeError, match="d_sae must be 20, as in init sae, got 9; leave it out"
     ):
         saecli.fit(some_rows(100), init=mine, d_sae=9)
+
+
+def test_a_crosscoder_trains_on_only_in_the_order_of_its_hook_points(sae: CommandLine):
+    sae("extract", "--model", "tiny-gemma2", "--layer", "0", "--layer", "1", "--rows", "3000")
+    found = sorted(path.name for path in (sae.home / "activations").iterdir())
+    data = [word for name in found for word in ("--data", name)]
+    words = ("--act", "topk", "--k", "3", "--d-sae", "16", "--steps", "2")
+    assert sae("train", *data, *words, "--name", "cross").status == 0
+    turned = [word for name in found[::-1] for word in ("--data", name)]
+    refused = sae("train", *turned, "--init", "cross", "--steps", "2", "--name", "again")
+    assert refused.status == 2
+    assert "name them in this order: layer 0 resid_post, layer 1 resid_post" in refused.err
+    assert sae("train", *data, "--init", "cross", "--steps", "2", "--name", "again").status == 0
