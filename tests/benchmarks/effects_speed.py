@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--layer", type=int, required=True)
     parser.add_argument("--text", type=Path, required=True, help='lines {"text": ...}')
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument(
         "--default-tokens", type=int, default=16_384, help="decides zeroing's share"
     )
