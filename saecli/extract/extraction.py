@@ -3,13 +3,12 @@
 Rank r stores the documents i with i mod world_size = r.
 """
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -18,18 +17,19 @@ import torch
 from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError, StoreError, counted, size_words, unknown_choice
-from ..base.home import Home, Shelf, checked_name
+from ..base.home import Home, checked_name
 from ..base.options import demand_known
 from ..base.processes import Communicator, communicator
-from ..store.opening import DERIVED, finished_store, note_outliers, told_when_stopped
+from ..store.opening import finished_store, note_outliers, told_when_stopped
 from ..store.reader import ActivationStore
-from ..store.schema import StoreMeta, hash_request, rows_per_shard
+from ..store.schema import StoreMeta, rows_per_shard
 from ..store.shard_writer import Admission
 from ..store.writer import RankedStore, StoreWriter, joining_began, other_number, rank_folder
 from .chats import Chats
 from .forward import COLUMNS, Forward, batch_tokens, fill
 from .options import DEFAULT_CONTEXT, SHARD_ROWS, SITES, ExtractConfig, HookPoint, at_revisions
-from .special import affixes, known_text
+from .requests import StoreRequest, demand_same_tokens, store_requests
+from .special import known_text
 from .texts import Document, Mixture
 from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
 
@@ -37,18 +37,6 @@ if TYPE_CHECKING:
     from .language_model import LanguageModel
     from .model_source import ModelSource
 
-# Options that determine the rows, besides model, text, layer and site; batch size and device do not.
-DECIDING = (
-    "rows",
-    "min_tokens",
-    "context",
-    "packed",
-    "prepend_bos",
-    "positions",
-    "dtype",
-    "model_dtype",
-    "shard_rows",
-)
 COUNTED = 4096  # documents between two all_gathers of their row counts
 LEAST_AHEAD = 1 << 12  # tokens per block
 WORK_AHEAD = (
@@ -182,117 +170,6 @@ def settled(
     text = processes.broadcast_object(text.pinned)
     config.check_chat(text, given)
     return config, source, text
-
-
-def demand_same_tokens(
-    sources: Sequence["ModelSource"], config: ExtractConfig, note: Callable[[str], None]
-) -> None:
-    """Refuse several models unless the tokens that they share have the same ids, and say which are of one alone; loads
-    their tokenizers, and no weights."""
-    from .language_model import load_tokenizer
-
-    for number, source in enumerate(sources[1:], 1):
-        source.check_context(config.window)
-        if source.identity() in [other.identity() for other in sources[:number]]:
-            raise ConfigError(f"--model names {source.name} twice; name each model once")
-        both = [load_tokenizer(one) for one in (sources[0], source)]
-        ours, theirs = (one.get_vocab() for one in both)
-        prefixes = [affixes(one, config.begins).prefix for one in both]
-        shared = ours.keys() & theirs.keys()
-        moved = [token for token in shared if ours[token] != theirs[token]]
-        got = None
-        if moved or not shared:
-            got = f"{len(ours):,} and {len(theirs):,} tokens, {len(shared) - len(moved):,} of them with the same id"
-        elif prefixes[0] != prefixes[1]:
-            got = f"windows that begin with the special tokens {prefixes[0]} and {prefixes[1]}"
-        if got is not None:
-            raise ConfigError(
-                f"{sources[0].name} and {source.name} do not read the same tokens: expected one "
-                f"tokenizer, got {got}; name models that share one by --model"
-            )
-        if alone := sorted(ours.keys() ^ theirs.keys()):
-            note(
-                f"{sources[0].name} and {source.name} share {counted(len(shared), 'token')}; "
-                f"{counted(len(alone), 'token')} of one alone, such as {alone[0]}, must not be in the text"
-            )
-
-
-@dataclass(frozen=True)
-class StoreRequest:
-    """A requested store; `hash` identifies a finished store of the same rows."""
-
-    point: HookPoint
-    folder: Path
-    source: dict[str, Any]  # the entries of `store.json` that determine its rows
-    hash: str
-
-
-def store_requests(
-    config: ExtractConfig,
-    models: Sequence["ModelSource"],
-    text: Mixture,
-    layers: Sequence[int],
-    sites: Sequence[str],
-    name: str | None,
-    shelf: Shelf,
-) -> list[StoreRequest]:
-    """The requested stores: every site of every layer of every model, all of the same tokens. Since a row that one
-    store drops is dropped from all, each `source` lists the other hook points, as `beside`, and of several models the
-    other ones, as `models`; derived names end in one hash."""
-    for model, layer in product(models, layers):
-        if not 0 <= layer < model.layers:
-            raise ConfigError(
-                f"{model.name} has layers 0 to {model.layers - 1}, got --layer {layer}"
-            )
-    points = [
-        HookPoint(layer, site, number)
-        for number, layer, site in product(
-            range(len(models)), dict.fromkeys(layers), dict.fromkeys(sites)
-        )
-    ]
-    several, identities = len(models) > 1, [model.identity() for model in models]
-    names = [Path(os.path.abspath(model.name)).name for model in models]
-    if len(set(names)) < len(names):
-        names = [f"{model_name}-{number}" for number, model_name in enumerate(names)]
-    common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
-    template = config.template()
-    chat = {
-        "control_tokens": config.control_tokens,
-        "chat_template": template and hash_request({"": template}),
-    }
-    if text.chat:
-        common |= chat
-    # In place of what was recognised in the text, so that a request is the same without a network.
-    asked = text.identity(asked=True) | chat
-    if config.max_norm_multiple is not None:  # else hash as before this option existed
-        common["max_norm_multiple"] = config.max_norm_multiple
-    labels = {
-        point: f"{names[point.model]}-" * several + f"l{point.layer}-{point.site}"
-        for point in sorted(points)
-    }
-    whole = (
-        common
-        | asked
-        | (points[0].place if len(points) == 1 else {"places": list(labels.values())})
-        | ({"models": identities} if several else {})
-    )
-    found = []
-    for point in points:
-        source = {**common, **identities[point.model], **point.place}
-        if beside := [label for other, label in labels.items() if other != point]:
-            source["beside"] = beside
-        if several:
-            source["models"] = [
-                one for number, one in enumerate(identities) if number != point.model
-            ]
-        if name is None:
-            label = labels[point] if several else f"{names[0]}-{labels[point]}"
-            named = checked_name(f"{label}-{hash_request(whole)[:6]}", DERIVED)
-        else:
-            named = checked_name(name if len(points) == 1 else f"{name}-{labels[point]}")
-        hashed = hash_request(source | asked)
-        found.append(StoreRequest(point, shelf.path / named, source, hashed))
-    return found
 
 
 class Quota(NamedTuple):

@@ -14,9 +14,10 @@ from ..base.processes import ALONE
 from ..store.schema import StoreMeta
 from ..store.shard_writer import Admission, Columns
 from ..store.values import DTYPES
-from .extraction import Extraction, Quota, StoreRequest, settled, store_requests
+from .extraction import Extraction, Quota, settled
 from .forward import Ahead, demand_some, in_groups
 from .options import TINY_GEMMA2, ExtractConfig, at_revisions
+from .requests import StoreRequest, store_requests
 from .texts import STDLIB_DOCS
 
 GPU_TOKENS = 1 << 14  # per forward pass

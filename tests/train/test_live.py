@@ -15,8 +15,8 @@ from launching import signalled
 from saecli.base.console import Silent
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.home import Home
-from saecli.extract.extraction import StoreRequest
 from saecli.extract.options import ExtractConfig, HookPoint
+from saecli.extract.requests import StoreRequest
 from saecli.extract.streaming import Streamed, open_stream
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
