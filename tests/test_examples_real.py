@@ -57,7 +57,7 @@ def test_the_chain_trains_on_ordinary_rows_of_a_real_model(
     (model,) = (word for word in chain()[0] if word.endswith(".gguf"))
     prompt = "The capital of France is Paris, and the capital of Germany is"
     steered = sae(
-        *("steer", "first", "--model", model, "--latent", "1", "--method", "add", "--scale", "0"),
+        *("steer", "first", "--model", model, "--latent", "1", "--method", "add", "--scale", "1"),
         *("--prompt", prompt, "--max-new-tokens", "3", "--temperature", "0", "--json"),
     )
     assert "Berlin" in json.dumps(steered.json)
