@@ -199,7 +199,7 @@ def test_a_store_json_that_does_not_fit_its_shards_is_named(sae):
         said = " ".join((refused.out + refused.err).split())
         assert said.count(f"{marker} does not fit shard") == 1
         assert "expected columns ['label'], got []; restore it, or remove" in said
-    assert not list((sae.home / "runs").iterdir())
+    assert not list((sae.home / "runs").glob("*"))
 
 
 def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):

@@ -165,7 +165,7 @@ def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
         "s-gemma2-l1-resid_post",
         "s-overflowing-l1-resid_post",
     )
-    assert first["dropped"]["beside"] == second["dropped"]["nonfinite"] > 20
+    assert first["dropped"]["beside"] == second["dropped"]["nonfinite"] > 10
     columns = read(sae.home, second["name"])[1]
     assert read(sae.home, first["name"])[1] == columns and LETTER_C not in columns["token_id"]
     for found, own in ((first, model), (second, overflowing)):

@@ -65,9 +65,8 @@ def test_rows_carried_are_the_numbers_that_are_stored(rows: Rows):
 def test_kept_rows_come_in_the_order_of_the_store(
     rows: Rows, window: int, monkeypatch: pytest.MonkeyPatch
 ):
-    defaults = rows.batches.__func__.__kwdefaults__
     monkeypatch.setattr("saecli.store.reader.WINDOW_BYTES", window)
-    monkeypatch.setitem(defaults, "window_bytes", window)
+    monkeypatch.setattr("saecli.store.reader.LARGEST_WINDOW_BYTES", window)
     held = HeldRows(rows, CPU)
     for got, expected in zip(all_held(held), all_ways(rows), strict=True):
         assert np.array_equal(got, expected)
