@@ -90,13 +90,16 @@ def _on_store(
     home: Home, sae: SAELike, subject: Subject, device: str, latents: list[int]
 ) -> tuple[list[float], int, str] | None:
     """The largest codes of latents on the store that an SAE was trained on, the number of rows looked at, and the
-    store's name; None where there is no such store."""
+    store's name; None where there is no such store, or it does not fit."""
     trained_on = [name for name in (subject.data, *subject.beside, subject.target) if name]
     if not trained_on or any(
         name not in home.stores.names() and not Path(name).exists() for name in trained_on
     ):
         return None
-    one = measured(home, sae, None, "all", device, Silent())
+    try:
+        one = measured(home, sae, None, "all", device, Silent())
+    except ConfigError:  # a store made anew under the name may have other rows, or no targets
+        return None
     return *largest_codes(one, latents), one.rows.name
 
 

@@ -115,7 +115,7 @@ COMMANDS = [
     ),
     ("eval seed-0 --tokens 5", 2, "--tokens does nothing without --model"),
     ("eval seed-0 --model tiny-gemma2", 1, "got one that names no layer; leave --model out"),
-    ("eval last --model tiny-gemma2", 1, "extract a store with --positions all"),
+    ("eval last --model tiny-gemma2", 1, "got one of an older version; make it anew"),
     (
         "controls refit-run",
         1,
