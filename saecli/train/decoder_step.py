@@ -36,9 +36,9 @@ LEAST_NORM = (
     1e-3  # decoder norm over the mean one, below which a penalty is replaced by a quadratic
 )
 MOST_REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as replaceable
-# A latent's mean contribution to the rows on which it fires, over a row's norm, below which a penalty has silenced it.
-# Of relu with L1 on tiny-gemma2 others contribute 0.06 or more.
-SILENT = 1e-6
+# A penalty has silenced a latent whose contributions, over a row's norm, are on average below the first on all rows,
+# and below the second on those where it fires: a rare one contributes little to all rows, but much to its own.
+SILENT, SILENT_WHERE_FIRING = 1e-7, 1e-2
 
 
 @dataclass(frozen=True)
@@ -265,15 +265,17 @@ def revive(
 
 
 @torch.no_grad()
-def silence(dictionary: Dictionary, norm_weights: Tensor, firings: Tensor) -> bool:
-    """Turn off latents whose contribution to the rows on which they fire, `firings` of them, (F,), a penalty has driven
-    to nothing; whether there were any.
+def silence(dictionary: Dictionary, norm_weights: Tensor, firings: Tensor, rows: float) -> bool:
+    """Turn off latents whose contribution to N rows, and to those on which they fire, `firings` of them, (F,), a
+    penalty has driven to nothing; whether there were any.
 
     Otherwise a decoder step without the penalty would bring them back.
     """
     W_dec = dictionary.decoder()
-    contribution = norm_weights * W_dec.double().norm(dim=1) / firings.clamp(min=1)  # (F,)
-    gone = (norm_weights > 0) & (contribution < SILENT * math.sqrt(W_dec.shape[1]))
+    contributed = norm_weights * W_dec.double().norm(dim=1) / math.sqrt(W_dec.shape[1])  # (F,)
+    little = contributed < SILENT * rows
+    small = contributed < SILENT_WHERE_FIRING * firings
+    gone = (norm_weights > 0) & little & small
     dictionary.W_enc.masked_fill_(gone, 0)
     dictionary.b_enc.masked_fill_(gone, 0)
     return bool(gone.any())

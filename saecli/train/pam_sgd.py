@@ -241,7 +241,7 @@ class PamSgdSolver(Solver):
         del self._pass
         if (
             not self.task.held
-            and silence(self.dictionary, observed.norm_weights, observed.firings)
+            and silence(self.dictionary, observed.norm_weights, observed.firings, observed.rows)
             and now.last
         ):
             return False

@@ -267,7 +267,7 @@ def test_a_penalty_has_silenced_what_is_small_where_it_fires_not_what_is_rare():
     firings[2], parts[2] = 1, 0.2  # once in a pass over the rows for 65,536 latents
     parts[5] = 1e-8
     sums = firings * parts * size / norms
-    assert silence(sae, sums, firings)
+    assert silence(sae, sums, firings, rows=4_000_000)
     assert (sae.W_enc == 0).all(0).nonzero()[:, 0].tolist() == [5]
 
 
