@@ -14,6 +14,9 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertModel,
+    EsmConfig,
+    EsmModel,
+    EsmTokenizer,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
@@ -251,26 +254,70 @@ def test_extraction_tells_of_massive_rows(sae: CommandLine, tmp_path: Path):
     assert "20 of 400 rows have over 10 times the median norm, and hold at least" in told
 
 
-def test_an_encoder_reads_the_tokens_that_its_tokenizer_appends(tmp_path: Path):
-    """BERT sees [SEP] from every position; rows against transformers run on the tokenizer's own input."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+def bert(folder: Path) -> Any:
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
     config = BertConfig(vocab_size=16, num_attention_heads=2, max_position_embeddings=16, **shape)
-    folder = tmp_path / "model"
     BertModel(config).save_pretrained(folder)
-    tokenizer = tokenizer_of(
-        folder, "<first> $A <second>", cls_token="<first>", sep_token="<second>"
+    return tokenizer_of(folder, "<first> $A <second>", cls_token="<first>", sep_token="<second>")
+
+
+def esm(folder: Path) -> Any:
+    """ESM-2 as its configuration has it; its tokenizer is in Python alone and knows no small letter."""
+    words = [
+        "<cls>",
+        "<pad>",
+        "<eos>",
+        "<unk>",
+        *"LAGVSERTIDPKQNFYMHWCXBUZO.-",
+        "<null_1>",
+        "<mask>",
+    ]
+    config = EsmConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        pad_token_id=1,
+        mask_token_id=words.index("<mask>"),
+        position_embedding_type="rotary",
+        token_dropout=True,
+        emb_layer_norm_before=False,
     )
-    texts = ["A C G T", "G G", "T A C C A"]
+    EsmModel(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(words))
+    EsmTokenizer(folder / "vocab.txt").save_pretrained(folder)
+    return EsmTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_in", "kind", "texts"),
+    [
+        (bert, BertModel, ["A C G T", "G G", "T A C C A"]),
+        (esm, EsmModel, ["MKTAYIAK", "GG", "MXBUZOWCHKLLA"]),
+    ],
+    ids=["BERT", "ESM-2"],
+)
+def test_an_encoder_reads_the_tokens_that_its_tokenizer_appends(
+    tmp_path: Path, model_in: Any, kind: Any, texts: list[str]
+):
+    """It sees the last token from every position; rows against transformers run on the tokenizer's own input."""
+    torch.manual_seed(0)
+    folder = tmp_path / "model"
+    tokenizer = model_in(folder)
     (tmp_path / "a.txt").write_text("\n\n".join(texts))
     dataset = str(tmp_path / "a.txt")
     options = {"layer": 1, "dataset": dataset, "context": 16, "dtype": "float32", "home": tmp_path}
     store = saecli.extract(str(folder), **options)
-    expected = []
-    model = BertModel.from_pretrained(folder).eval()
+    expected, token_ids = [], []
+    model = kind.from_pretrained(folder).eval()
     for text in texts:
+        whole = tokenizer(text, return_tensors="pt")
         with torch.no_grad():
-            states = model(**tokenizer(text, return_tensors="pt"), output_hidden_states=True)
+            states = model(**whole, output_hidden_states=True)
         expected.append(states.hidden_states[2][0, 1:-1])
-    np.testing.assert_allclose(stored(store.path)[0], torch.cat(expected), rtol=1e-4, atol=1e-5)
+        token_ids += whole["input_ids"][0, 1:-1].tolist()
+    rows, columns = stored(store.path)
+    assert columns["token_id"].tolist() == token_ids
+    np.testing.assert_allclose(rows, torch.cat(expected), rtol=1e-4, atol=1e-5)
     assert store.meta.dropped == {"special": 6}
