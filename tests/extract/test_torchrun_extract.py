@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine
+from homes import CommandLine, make_run, random_sae
 from launching import launched, own_words, together, torchrun
-from storing import assert_same_pass
+from storing import assert_same_pass, windows_of
 from transformers import AutoModelForCausalLM
 
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
@@ -151,6 +151,25 @@ def test_two_processes_pack_the_documents_of_one(sae: CommandLine):
     np.testing.assert_array_equal(
         columns[[0, 2]], wanted[[0, 2]]
     )  # windows, and so positions, are others
+
+
+@pytest.mark.long
+def test_windows_and_effects_of_two_processes_are_those_of_one(sae: CommandLine):
+    assert sae(*WORDS, "--rows", "5000", "--name", "one").status == 0
+    assert together(2, "--home", sae.home, *WORDS, "--rows", "5000", "--name", "two").status == 0
+    stores = [by_document(sae.home, name)[2] for name in ("one", "two")]
+    assert sorted(windows_of(stores[0])) == sorted(windows_of(stores[1]))
+    make_run(sae.home, "random", random_sae(d_in=stores[0].d_in, seed=0), data="one")
+    measured = []
+    for name in ("one", "two"):
+        words = ("--data", name, "--model", "tiny-gemma2", "--tokens", "1000000", "--json")
+        done = sae("eval", "random", *words)
+        assert done.status == 0, done.err
+        measured.append(done.json["runs"][0])
+    one, two = measured
+    assert one["tokens"] == two["tokens"] > 100
+    for measure in ("ce_clean", "ce_spliced", "ce_zero", "kl"):
+        assert two[measure] == pytest.approx(one[measure], rel=2e-3)
 
 
 @pytest.mark.long
