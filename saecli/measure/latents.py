@@ -22,7 +22,8 @@ from ..sae.codes import Codes, DenseCodes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing
 from ..store.split import splitmix64
-from .measured import Block, Measured
+from .blocks import Block, Texts
+from .measured import Measured
 
 OCTAVE = 4  # bins per power of two: the exponent of a size's fourth power is its bin's number
 LOWEST, HIGHEST = -24, 24  # powers of two; sizes outside count in the first or last bin
@@ -37,6 +38,7 @@ BLOCK_PAIRS, CHUNK = (
 )  # pairs (16 MB in float32, a few times over) and sampled rows per product
 SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # at most, see `largest_codes`
 TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
+NOT_STORED = 255  # in place of the role of a token that is no row
 WINDOWS = 128  # examined before the smallest examples are updated
 FACTOR = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
 INVERSE = pow(FACTOR, -1, 1 << 64)
@@ -242,7 +244,7 @@ class _Peaks(NamedTuple):
     rows: np.ndarray  # within the block
     latents: np.ndarray  # as indices into the chosen ones
     ranks: np.ndarray  # their values under the ranking
-    begins: np.ndarray  # of their excerpts in the block
+    begins: np.ndarray  # of their excerpts in the block's texts; without tokens, in its rows
     ends: np.ndarray
     marks: np.ndarray  # hashes of the excerpts
 
@@ -294,8 +296,8 @@ class Examples:
             Arrays by name, (C, N) each, highest rank first: `rank`, 0 where there is no example; `number`, the peak's
             row within the store; and `code`, the codes, (C, N, T), with T = 1 without tokens. With tokens also
             `document` and `position` of the peak; `peak`, its index in the excerpt; `token`, (C, N, T), the excerpt's
-            token ids, -1 after its end; `gap`, (C, N, T), whether rows are missing before a token; of chats `role`,
-            (C, N, T).
+            token ids, -1 after its end, those that are no rows too if the store keeps windows, with code 0; `gap`,
+            (C, N, T), whether tokens are missing before a token; of chats `role`, (C, N, T), or `NOT_STORED`.
         """
         indices = np.searchsorted(self._latents, np.array(latents))
         slots = self._slots[indices]
@@ -311,13 +313,15 @@ class Examples:
             self._kept.setdefault("role", np.zeros(self._kept["token"].shape, np.uint8))
         if not self._all:
             z = z[:, torch.from_numpy(self._latents).to(z.device)]
-        starts = block.starts
-        for first in range(0, len(starts) - 1, WINDOWS):
-            self._merge(z, block, self._peaks(z, block, starts[first : first + WINDOWS + 1]))
+        windows = len(block.starts) - 1
+        for first in range(0, windows, WINDOWS):
+            self._merge(z, block, self._peaks(z, block, slice(first, first + WINDOWS + 1)))
 
-    def _peaks(self, z: Tensor, block: Block, starts: np.ndarray) -> _Peaks:
-        """The peaks, in windows bounded by `starts`, that rank above the last example of their latent: few, once some
+    def _peaks(self, z: Tensor, block: Block, bounds: slice) -> _Peaks:
+        """The peaks, in windows between these bounds, that rank above the last example of their latent: few, once some
         windows have been seen."""
+
+        starts = block.starts[bounds]
 
         def ranked(rows: slice, latents: np.ndarray | slice = slice(None)) -> Tensor:
             return self._ranking(z[rows, latents], block.numbers[rows], self._latents[latents])
@@ -330,7 +334,7 @@ class Examples:
             )
         least = torch.from_numpy(self._ranks[:, -1].copy()).to(highest)
         windows, latents = np.nonzero((highest > least).cpu().numpy())
-        bounds = np.searchsorted(windows, np.arange(len(starts))).tolist()  # of each window's peaks
+        own = np.searchsorted(windows, np.arange(len(starts))).tolist()  # of each window's peaks
         rows = np.concatenate(
             [np.empty(0, np.int64)]
             + [
@@ -339,20 +343,20 @@ class Examples:
                 .argmax(0)
                 .cpu()
                 .numpy()
-                for window, (a, b) in enumerate(pairwise(bounds))
+                for window, (a, b) in enumerate(pairwise(own))
                 if b > a
             ]
         )
-        # At most TOKENS tokens, with BEFORE before the peak unless the window ends too early.
-        begins = np.maximum(
-            starts[windows], np.minimum(rows - BEFORE, starts[windows + 1] - TOKENS)
-        )
-        ends = np.minimum(starts[windows + 1], begins + TOKENS)
-        marks = (
-            block.numbers[rows].astype(np.uint64)
-            if block.columns is None
-            else _marks(block.columns[2], begins, ends)
-        )
+        begins, ends, marks = rows, rows + 1, block.numbers[rows].astype(np.uint64)
+        if block.texts is not None:
+            places = np.flatnonzero(block.texts.stored)[rows]
+            edges = block.texts.starts[bounds]
+            # At most TOKENS tokens, with BEFORE before the peak unless the window ends too early.
+            begins = np.maximum(
+                edges[windows], np.minimum(places - BEFORE, edges[windows + 1] - TOKENS)
+            )
+            ends = np.minimum(edges[windows + 1], begins + TOKENS)
+            marks = _marks(block.texts.token_ids, begins, ends)
         return _Peaks(
             rows, latents, highest[windows, latents].float().cpu().numpy(), begins, ends, marks
         )
@@ -416,24 +420,32 @@ def _marks(tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarr
 
 def _read(z: Tensor, block: Block, peaks: _Peaks, width: int) -> dict[str, np.ndarray]:
     """The values that `Examples` keeps for peaks and their excerpts, (n,) or (n, width) each."""
-    rows = peaks.begins[:, None] + np.arange(width)
-    inside = rows < peaks.ends[:, None]
-    rows = np.where(inside, rows, peaks.begins[:, None])
+    values = {"number": block.numbers[peaks.rows]}
+    if block.texts is None:
+        codes = z[
+            torch.from_numpy(peaks.rows).to(z.device), torch.from_numpy(peaks.latents).to(z.device)
+        ]
+        return values | {"code": codes[:, None].float().cpu().numpy()}
+    assert block.columns is not None
+    texts: Texts = block.texts
+    at = peaks.begins[:, None] + np.arange(width)
+    inside = at < peaks.ends[:, None]
+    at = np.where(inside, at, peaks.begins[:, None])
+    row_of = np.maximum(np.cumsum(texts.stored) - 1, 0)
+    stored = texts.stored[at] & inside
     codes = z[
-        torch.from_numpy(rows).to(z.device), torch.from_numpy(peaks.latents[:, None]).to(z.device)
+        torch.from_numpy(row_of[at]).to(z.device),
+        torch.from_numpy(peaks.latents[:, None]).to(z.device),
     ]
-    values = {"number": block.numbers[peaks.rows], "code": codes.float().cpu().numpy() * inside}
-    if block.columns is None:
-        return values
-    documents, positions, tokens = block.columns
-    gaps = np.diff(positions, prepend=positions[:1]) > 1
-    values |= {} if block.roles is None else {"role": block.roles[rows]}
+    if block.roles is not None:
+        values["role"] = np.where(texts.stored[at], block.roles[row_of[at]], NOT_STORED)
     return values | {
-        "document": documents[peaks.rows],
-        "position": positions[peaks.rows],
-        "peak": peaks.rows - peaks.begins,
-        "gap": gaps[rows] & inside & (np.arange(width) > 0),
-        "token": np.where(inside, tokens[rows], -1),
+        "code": np.where(stored, codes.float().cpu().numpy(), 0),
+        "document": block.columns[0][peaks.rows],
+        "position": block.columns[1][peaks.rows],
+        "peak": np.flatnonzero(texts.stored)[peaks.rows] - peaks.begins,
+        "gap": texts.gaps[at] & inside & (np.arange(width) > 0),
+        "token": np.where(inside, texts.token_ids[at], -1),
     }
 
 

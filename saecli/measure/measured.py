@@ -1,10 +1,10 @@
 """An SAE with the rows that it is measured on.
 
-Shapes: N rows, B rows of a batch, W windows of tokens, D = d_in, E the width of targets; 0 without.
+Shapes: N rows, B rows of a batch, D = d_in, E the width of targets; 0 without.
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -20,7 +20,6 @@ from ..base.devices import carried, device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import words_of
-from ..extract.splice import COLUMNS
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.formats.hooks import settled, why_unsettled
@@ -29,7 +28,7 @@ from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
 from ..store.reader import ActivationStore, Rows, RowSource
 from ..store.shard import stored_statistics
-from ..store.split import Which, window_starts
+from ..store.split import Which
 from ..store.values import OUTLYING
 from ..store.worlds import World
 from ..train.rows import ArrayLike, ArrayRows
@@ -39,59 +38,10 @@ from .worlds import Alignment
 # side; None for the stores that the run was trained on, else the newest.
 RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | Sequence[str] | None
 
-LONGEST = 8  # batches that a window may span before it is split, which keeps memory constant
 BATCH_CODES, BATCH_ROWS = (
     1 << 24,
     1024,
 )  # per batch: at most 64 MB of codes; smaller batches are faster
-
-
-@dataclass(frozen=True)
-class Block:
-    """Some rows, in stored order."""
-
-    x: Tensor  # (B, D)
-    numbers: np.ndarray  # within the store, (B,)
-    columns: (
-        np.ndarray | None
-    )  # values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window
-    roles: np.ndarray | None = None  # numbers in `chats.ROLES`, (B,), of a store of chats
-
-    @property
-    def starts(self) -> np.ndarray:
-        """The begin of each window and the end of the last, (W + 1,)."""
-        rows = len(self.x)
-        if self.columns is None:
-            return np.arange(rows + 1)
-        return np.concatenate([[0], window_starts(self.columns[0], self.columns[1]), [rows]])
-
-
-def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
-    """Batches of these rows, (B, D), as blocks of about a batch, valid until the next is asked for. With tokens they
-    hold whole windows: only a window of more than `LONGEST` batches is split."""
-    numbers = rows.numbers(batch_rows)
-    if not set(COLUMNS) <= set(rows.store.meta.columns):
-        for x, own in zip(batches, numbers, strict=True):
-            yield Block(x, own, None)
-        return
-    names = (*COLUMNS, "role") if "role" in rows.store.meta.columns else COLUMNS
-    streams = [rows.column(name, batch_rows) for name in names]
-    waiting: tuple[Tensor, np.ndarray, np.ndarray] | None = None
-    for x, own, *columns in zip(batches, numbers, *streams, strict=True):
-        table = np.stack(columns)
-        if waiting is not None:
-            x = torch.cat([waiting[0], x])
-            own, table = (
-                np.concatenate([waiting[1], own]),
-                np.concatenate([waiting[2], table], axis=1),
-            )
-        begins = window_starts(table[0], table[1])
-        end = int(begins[-1]) if len(begins) else len(x) if len(x) > LONGEST * batch_rows else 0
-        if end:
-            yield Block(x[:end], own[:end], table[:3, :end], *table[3:, :end])
-        waiting = x[end:].clone(), own[end:], table[:, end:]  # cloned: the batch's memory is reused
-    if waiting is not None and len(waiting[0]):
-        yield Block(*waiting[:2], waiting[2][:3], *waiting[2][3:])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, random_sae
+from reports import pages_of
 from storing import make_store
 from tiny_models import loaded, save_model
 from torch.nn import functional
@@ -236,3 +237,31 @@ def test_a_store_without_windows_is_refused_in_one_sentence(sae: CommandLine, fo
     done = sae("eval", "random", "--model", folder)
     assert (done.status, "Traceback" in done.err) == (1, False)
     assert "expected a store that keeps its windows of tokens" in done.err
+
+
+@pytest.mark.parametrize("options", DROPPING)
+def test_report_texts_show_every_token_of_a_window(sae: CommandLine, tmp_path, folder, options):
+    """A window is shorter than an excerpt, so that each text is a whole window; rows alone have codes."""
+    store = extract(folder, sae.home, name="store", **options)
+    mine = random_sae(d_in=store.d_in, seed=0)
+    make_run(sae.home, "random", mine, data="store")
+    done = sae("report", "random", "--out", tmp_path / "pages")
+    assert done.status == 0, done.err
+    tokenizer, rows = loaded(folder).tokenizer, store.split("all")
+    codes = mine.encode(torch.from_numpy(np.concatenate(list(rows.sequential(10**6))))).numpy()
+    windows, window_of = list(rows.windows()), []
+    for number, (_, mask) in enumerate(windows):
+        window_of += [number] * int(mask.sum())
+    seen = set()
+    for latent, page in pages_of(tmp_path / "pages").items():
+        for example in page["examples"] + page["samples"]:
+            number = window_of[example["row"]]
+            token_ids, mask = windows[number]
+            shown = [token.removeprefix(" ") for token in example["tokens"]]
+            assert shown == tokenizer.convert_ids_to_tokens(token_ids.tolist())
+            expected = np.zeros(len(mask))
+            expected[mask] = codes[np.array(window_of) == number, latent]
+            assert example["codes"] == pytest.approx(expected, rel=1e-3, abs=page["scale"])
+            assert example["peak"] == example["position"] and example["gaps"] == []
+            seen.add(number)
+    assert len(seen) > 5

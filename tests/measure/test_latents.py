@@ -8,6 +8,7 @@ import torch
 from storing import make_store, memory_folder
 
 from saecli.measure import latents as surveyed
+from saecli.measure.blocks import Block, in_blocks
 from saecli.measure.latents import (
     BEFORE,
     LEAST,
@@ -19,7 +20,6 @@ from saecli.measure.latents import (
     bin_edges,
     neighbours,
 )
-from saecli.measure.measured import Block, in_blocks
 from saecli.sae.activations.selection import where
 from saecli.sae.codes import SparseCodes
 from saecli.store.split import is_test

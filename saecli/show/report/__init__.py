@@ -22,10 +22,11 @@ from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
 from ...extract.options import at_revision
 from ...extract.splice import COLUMNS, recorded_revision, spec_of
+from ...measure.blocks import in_blocks
 from ...measure.evaluate import evaluated
 from ...measure.hook_points import places_document
 from ...measure.latents import Examples, Survey, at_random, neighbours, survey
-from ...measure.measured import Measured, RowsLike, held_out, in_blocks, measured
+from ...measure.measured import Measured, RowsLike, held_out, measured
 from ...sae.library import SAELike
 from ...sae.metrics import doubts
 from ...store.split import Which
@@ -94,10 +95,6 @@ def _words(
         if has_tokens
         else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
     )
-    if has_tokens and store.meta.source.get("positions") == "last":
-        notes.append(
-            f"{store.name} keeps only the last token of each document, so examples are single tokens"
-        )
     if model is None and not (has_tokens and named):
         if has_tokens:
             notes.append(

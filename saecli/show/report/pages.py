@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...base.errors import ConfigError
 from ...extract.chats import ROLES
-from ...measure.latents import Partners, Survey, bin_edges
+from ...measure.latents import NOT_STORED, Partners, Survey, bin_edges
 from ...sae.hub import Address
 from ...sae.metrics import DENSE_FREQUENCY
 from ..measures import curve, frequency_edges, l0_bins
@@ -291,9 +291,9 @@ class Details:
         pieces = self._pieces(own["token"][:length].tolist())
         begins = np.cumsum([0, *(count for _, count in pieces[:-1])])
         peak = int(np.searchsorted(begins, own["peak"], side="right")) - 1
-        roles = own["role"][begins] if "role" in own else np.empty(0, int)
+        roles = own["role"][begins].astype(int) if "role" in own else np.empty(0, int)
         changes = [
-            [place, ROLES[roles[place]]]
+            [place, "not stored" if roles[place] == NOT_STORED else ROLES[roles[place]]]
             for place in np.flatnonzero(np.diff(roles, prepend=-1)).tolist()
         ]
         shown = codes[:length].tolist()

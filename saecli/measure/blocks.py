@@ -1,0 +1,138 @@
+"""Rows in stored order, in blocks of whole windows, with the tokens of these windows.
+
+Shapes: B rows of a block, W windows, n tokens, D = d_in.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..extract.splice import COLUMNS
+from ..store.reader import Rows
+from ..store.split import window_starts
+
+LONGEST = 8  # batches that a window may span before it is split, which keeps memory constant
+
+
+class Texts(NamedTuple):
+    """The tokens of a block's windows, in order: also those that are no rows, if the store keeps them."""
+
+    token_ids: np.ndarray  # (n,)
+    starts: np.ndarray  # (W + 1,) the begin of each window among them, and the end of the last
+    stored: np.ndarray  # (n,) bool, which are rows of the block
+    gaps: np.ndarray  # (n,) bool, whether tokens are missing before it
+
+    @classmethod
+    def of_windows(cls, windows: list[tuple[np.ndarray, np.ndarray]]) -> "Texts":
+        """From the token ids of each window, and which of them are rows."""
+        token_ids, stored = (np.concatenate(part) for part in zip(*windows, strict=True))
+        starts = np.cumsum([0, *(len(own) for own, _ in windows)])
+        return cls(token_ids, starts, stored, np.zeros(len(stored), bool))
+
+    @classmethod
+    def of_columns(cls, columns: np.ndarray) -> "Texts":
+        """From values of `COLUMNS`, (3, B): the rows alone."""
+        documents, positions, token_ids = columns
+        rows = len(token_ids)
+        starts = np.concatenate([[0], window_starts(documents, positions), [rows]])
+        gaps = np.diff(positions, prepend=positions[:1]) > 1
+        return cls(token_ids, starts, np.ones(rows, bool), gaps)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows, in stored order."""
+
+    x: Tensor  # (B, D)
+    numbers: np.ndarray  # within the store, (B,)
+    columns: (
+        np.ndarray | None
+    )  # values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window
+    roles: np.ndarray | None = None  # numbers in `chats.ROLES`, (B,), of a store of chats
+    windows: Texts | None = None  # of a store that keeps them
+
+    @cached_property
+    def texts(self) -> Texts | None:
+        if self.windows is not None or self.columns is None:
+            return self.windows
+        return Texts.of_columns(self.columns)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """The first row of each window and the end of the last, (W + 1,)."""
+        if self.texts is None:
+            return np.arange(len(self.x) + 1)
+        return np.searchsorted(np.flatnonzero(self.texts.stored), self.texts.starts)
+
+
+class _Ahead:
+    """The windows of rows, read as far as the rows are."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._windows = rows.windows()
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
+        self._rows = 0  # of those pending
+
+    def whole(self, rows: int) -> int:
+        """How many of the next rows are in windows that end within them."""
+        while self._rows < rows:
+            self._pending.append(next(self._windows))
+            self._rows += int(self._pending[-1][1].sum())
+        if self._rows == rows:
+            return rows
+        return self._rows - int(self._pending[-1][1].sum())
+
+    def take(self, rows: int) -> Texts:
+        """The windows of the next rows; one that goes on is split after the last of them."""
+        taken = []
+        self._rows -= rows
+        while rows:
+            token_ids, stored = self._pending.pop(0)
+            own = int(stored.sum())
+            if own > rows:
+                end = int(np.flatnonzero(stored)[rows])
+                self._pending.insert(0, (token_ids[end:], stored[end:]))
+                token_ids, stored, own = token_ids[:end], stored[:end], rows
+            taken.append((token_ids, stored))
+            rows -= own
+        return Texts.of_windows(taken)
+
+
+def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
+    """Batches of these rows, (B, D), as blocks of about a batch, valid until the next is asked for. With tokens they
+    hold whole windows: only a window of more than `LONGEST` batches is split."""
+    numbers = rows.numbers(batch_rows)
+    meta = rows.store.meta
+    if not set(COLUMNS) <= set(meta.columns):
+        for x, own in zip(batches, numbers, strict=True):
+            yield Block(x, own, None)
+        return
+    names = (*COLUMNS, "role") if "role" in meta.columns else COLUMNS
+    streams = [rows.column(name, batch_rows) for name in names]
+    ahead = _Ahead(rows) if meta.windows else None
+
+    def block(x: Tensor, own: np.ndarray, table: np.ndarray) -> Block:
+        windows = None if ahead is None else ahead.take(len(x))
+        return Block(x, own, table[:3], table[3] if len(table) > 3 else None, windows)
+
+    waiting: tuple[Tensor, np.ndarray, np.ndarray] | None = None
+    for x, own, *columns in zip(batches, numbers, *streams, strict=True):
+        table = np.stack(columns)
+        if waiting is not None:
+            x = torch.cat([waiting[0], x])
+            own = np.concatenate([waiting[1], own])
+            table = np.concatenate([waiting[2], table], axis=1)
+        last_start = int(window_starts(table[0], table[1]).max(initial=0))
+        end = last_start if ahead is None else ahead.whole(len(x))
+        if not end and len(x) > LONGEST * batch_rows:
+            end = len(x)
+        if end:
+            yield block(x[:end], own[:end], table[:, :end])
+        waiting = x[end:].clone(), own[end:], table[:, end:]  # cloned: the batch's memory is reused
+    if waiting is not None and len(waiting[0]):
+        yield block(*waiting)
