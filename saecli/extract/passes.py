@@ -113,9 +113,8 @@ class Passes:
         change = (others - states)[:, :-1].abs().max()
         if change > ROUNDING * states.abs().max():
             raise ModelError(
-                f"effects on {self.model.source.name} are not defined: expected a causal language model, "
-                "which predicts the next token, got one whose tokens see later ones; leave --model "
-                "out, or use another"
+                f"{self.model.source.name} predicts no next token: expected a causal language model, got "
+                "one whose tokens see later ones; use another model, or leave --model out if it is optional"
             )
 
     @torch.no_grad()

@@ -28,6 +28,7 @@ from ..base.errors import ConfigError, counted
 from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of
 from ..extract.model_source import find_model
+from ..extract.passes import Passes
 from ..extract.sites import intercepted
 from ..extract.special import affixes, special_ids
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
@@ -317,6 +318,7 @@ def steer(
     scales = scales or _default_scales(method, one.name, chosen, on_store)
     source = model_of([one], model, model_revision, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
+    Passes(loaded)  # refuses a model that is not causal
     prepend_bos = opened[1].origin.get("prepend_bos") is not False
     prefix = affixes(loaded.tokenizer, prepend_bos).prefix
     inputs = [_token_ids(loaded, prefix, prompt, max_new_tokens) for prompt in prompts]

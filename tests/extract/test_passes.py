@@ -218,7 +218,10 @@ def test_a_model_that_sees_later_tokens_is_refused(kind: str, sae: CommandLine, 
     words = ("--dataset", text, "--context", "12", "--layer", "1")
     assert sae("extract", "--model", folder, *words).status == 0
     assert sae("train", "--act", "topk", "--k", "2", "--d-sae", "8", "--epochs", "1").status == 0
-    for command in ("eval", "finetune"):
-        done = sae(command, "--model", folder)
+    steer = ("steer", "--latent", "1", "--scale", "1", "--prompt", "abc")
+    report = ("report", "--out", tmp_path / "pages")
+    for command in (("eval",), ("finetune",), steer, report):
+        done = sae(*command, "--model", folder)
         assert done.status == 1
         assert "expected a causal language model" in done.err.splitlines()[-1]
+    assert not (tmp_path / "pages").exists()

@@ -107,6 +107,7 @@ def _words(
         load_tokenizer,
     )  # transformers takes seconds to import
     from ...extract.model_source import find_model
+    from ...extract.passes import Passes
     from ...extract.tokens import TokenTexts, Unembedding
 
     if model is None:
@@ -124,7 +125,9 @@ def _words(
     if named is not None and named != place.spec:
         notes.append(f"{store.name} came from {named}, and is read through {place.spec}")
     loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
-    return TokenTexts(loaded.tokenizer), Unembedding(loaded), notes
+    unembedding = Unembedding(loaded)
+    Passes(loaded)  # refuses a model that is not causal
+    return TokenTexts(loaded.tokenizer), unembedding, notes
 
 
 MOST_PAGES = 4096  # written by default
