@@ -45,7 +45,7 @@ class CleanPass:
     token_ids: Tensor  # (B, T)
     mask: Tensor  # (B, T), 0 at padding
     replaced: Tensor  # (B, T) bool
-    next_tokens: Tensor  # (n,) int64, NO_NEXT at the end of a window
+    next_tokens: Tensor  # (n,) int64, NO_NEXT at the end of a window's text
     states: Tensor  # inputs of the head, (n, d_model)
     below: dict[int, Below]  # first blocks to be repeated
     x: Tensor  # activations at the hook points read, side by side, (n, D)
@@ -64,7 +64,12 @@ class CleanPass:
         token_ids, mask, replaced = padded(windows)
         passes.model.check_tokens(token_ids)
         next_tokens = functional.pad(token_ids[:, 1:], (0, 1))
-        has_next = functional.pad(mask[:, 1:], (0, 1)).bool()
+        of_text = mask.clone()
+        for row, window in enumerate(windows):
+            text_end = window.length - len(passes.suffix)
+            if window.token_ids[text_end:].tolist() == passes.suffix:
+                of_text[row, text_end:] = 0  # added after the window's text, perhaps mid-document
+        has_next = functional.pad(of_text[:, 1:], (0, 1)).bool()
         next_tokens = torch.where(has_next, next_tokens, NO_NEXT)[replaced]
         replaced = replaced.to(passes.model.device)
         keep = {passes.repeatable(part, token_ids) for part in parts or [writes]} - {0}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..base.errors import ModelError
 from .language_model import LanguageModel, Reached
 from .options import HookPoint
+from .special import affixes
 
 PROBED = 16  # tokens on which a pass that repeats blocks is compared with a whole one
 ALIKE = 1e-4  # relative difference of one pass and another by rounding
@@ -46,6 +47,7 @@ class Passes:
                 f"{type(model.model).__name__}; use another model"
             )
         self._demand_causal()
+        self.suffix = affixes(model.tokenizer).suffix  # what the tokenizer adds after a text
         self._repeatable: dict[int, bool] = {}
         self._one_token: Below | None = None
 

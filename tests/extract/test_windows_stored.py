@@ -12,8 +12,9 @@ from homes import CommandLine, make_run, random_sae
 from reports import pages_of
 from storing import make_store
 from tiny_models import loaded, save_model
+from tokenizers import processors
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import saecli
 from saecli.store.reader import ActivationStore
@@ -265,3 +266,26 @@ def test_report_texts_show_every_token_of_a_window(sae: CommandLine, tmp_path, f
             assert example["peak"] == example["position"] and example["gaps"] == []
             seen.add(number)
     assert len(seen) > 5
+
+
+def test_an_eos_that_the_tokenizer_appends_is_not_scored(sae: CommandLine, tmp_path):
+    folder = save_model(tmp_path / "llama", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", BOS), ("<eos>", EOS)]
+    )
+    tokenizer.save_pretrained(folder)
+    store = extract(folder, sae.home, name="store")
+    make_run(sae.home, "random", random_sae(d_in=store.d_in, seed=0), data="store")
+    done = sae("eval", "random", "--model", folder, "--split", "all", "--json")
+    assert done.status == 0, done.err
+    llama, losses = LlamaForCausalLM.from_pretrained(folder).double(), []
+    for token_ids, mask in store.split("all").windows():
+        assert token_ids[-1] == EOS and not mask[-1]
+        ids = torch.tensor(token_ids)
+        scored = np.flatnonzero(mask[:-2])
+        with torch.no_grad():
+            scores = llama(ids[None]).logits[0].log_softmax(-1)
+        losses.append(functional.nll_loss(scores[scored], ids[scored + 1], reduction="none"))
+    (found,) = done.json["runs"]
+    assert found["ce_clean"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
