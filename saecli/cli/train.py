@@ -16,7 +16,7 @@ from ..base.processes import Communicator, communicator
 from ..extract.options import TINY_GEMMA2, ExtractConfig
 from ..sae.activations import ACTIVATIONS
 from ..train import SOLVERS
-from ..train.options import TrainingConfig
+from ..train.options import Parts, TrainingConfig
 from .options import (
     Given,
     Json,
@@ -89,7 +89,7 @@ Init = Annotated[
         metavar="RUN",
         help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
         "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
-        "it was if its loss on held-out rows does not fall.",
+        "it was if its loss on a tenth of the training documents, kept out of training, does not fall.",
         show_default="random directions",
         autocompletion=run_names,
     ),
@@ -211,7 +211,13 @@ def command(
                     prefix = f"{name or f'{solver}-{act}'}-{Path(chosen[0]).name}" if each else name
                     names = names_of(prefix, [one.varied for one in options])
                     stores, rows_of = _rows(
-                        ctx, session, options[0].values, claims, processes, chosen
+                        ctx,
+                        session,
+                        options[0].values,
+                        claims,
+                        processes,
+                        chosen,
+                        begun is not None,
                     )
                     plans = [plan_of(rows_of, solver, act, one.values, begun) for one in options]
                     jobs = [
@@ -317,8 +323,10 @@ def _rows(
     claims: ExitStack,
     processes: Communicator,
     data: Sequence[str],
+    begun: bool,
 ) -> tuple[Joined | Streamed, RowsOf]:
-    """Stores, or a model that gives rows until `claims` is closed, and their training and test rows."""
+    """Stores, or a model that gives rows until `claims` is closed, and the parts of their rows; `begun` if training
+    begins from an SAE."""
     from ..extract.streaming import open_stream
     from ..store.opening import open_joined
     from ..train.live import LiveRows
@@ -335,7 +343,7 @@ def _rows(
         )
         for store in stores.all:
             checked_name(store.name, "the name of the store's folder")
-        return stores, lambda training: (training.rows_of(stores), training.test_rows_of(stores))
+        return stores, lambda training: training.rows_of(stores, begun)
     if idle := sorted(given & {"data", "each", "target", "fraction"}):
         raise ConfigError(
             f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave one "
@@ -365,6 +373,7 @@ def _rows(
             training.split_seed,
             SAMPLED_ROWS + training.batch_size,
             session.console,
+            begun=begun,
         )
     )
-    return stream, lambda _: (rows, rows.test_rows)
+    return stream, lambda _: Parts(rows, rows.test_rows, rows.kept_out)

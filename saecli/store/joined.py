@@ -182,14 +182,15 @@ class Joined:
                         )
                     at += len(one)
 
-    def split(self, which: Which, *, fraction: float = 1.0, seed: int = 0) -> Rows | JoinedRows:
+    def split(
+        self, which: Which, *, fraction: float = 1.0, seed: int = 0, rest: bool = False
+    ) -> Rows | JoinedRows:
         """The same choice of rows from each; see `ActivationStore.split`."""
-        inputs = tuple(store.split(which, fraction=fraction, seed=seed) for store in self.inputs)
-        if self.is_single:
-            return inputs[0]
-        return JoinedRows(
-            inputs, self.target.split(which, fraction=fraction, seed=seed) if self.target else None
+        inputs, target = (
+            tuple(store.split(which, fraction=fraction, seed=seed, rest=rest) for store in stores)
+            for stores in (self.inputs, (self.target,) if self.target else ())
         )
+        return inputs[0] if self.is_single else JoinedRows(inputs, target[0] if target else None)
 
 
 def _refuse(

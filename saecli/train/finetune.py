@@ -11,7 +11,7 @@ import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, RunError, StoreError
+from ..base.errors import ConfigError, RunError
 from ..base.home import Home
 from ..base.options import demand_known, words_of
 from ..base.processes import Communicator, communicator
@@ -33,17 +33,17 @@ from ..sae.dictionary import SAE
 from ..sae.library import SAELike, lasting_name, note_if_remade, open_sae
 from ..store.joined import Joined
 from ..store.opening import open_joined
+from ..store.reader import Rows
 from ..store.split import Split
 from .files import claimed
 from .loop import Loop, Record, start_training
-from .options import FINETUNED, TEXT, Finetune, TrainingConfig
+from .options import FINETUNED, TEXT, TRAINED, Finetune, TrainingConfig, parted
 from .plan import Plan
 from .runs import Job, Run, unfinished_run
 from .start import Start, fingerprint
 from .through import FinetunePlan, Sampled, Through
 
 SAMPLE_TOKENS, TEST_TOKENS = 8192, 16_384  # whose activations are kept, to normalise and to measure
-TRAINED = 0.9  # of the training documents; before and after are compared on the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +148,8 @@ class Opened:
 
 def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int) -> Through:
     store = stores.inputs[0]
-    train = store.split("train", fraction=TRAINED, seed=seed).reusing()
-    try:
-        test = store.split("train", fraction=TRAINED, seed=seed, rest=True).reusing()
-    except StoreError:  # too few documents
-        test = store.split("test", seed=seed).reusing()
+    train, test = parted(store, TRAINED, seed)
+    assert isinstance(train, Rows) and isinstance(test, Rows), "of one store"
     check_rows(train, model.source)
     if (last := largest(train, "token_id")) >= model.vocabulary:
         raise unfit(train, model.source, f"a token {last}, got token ids below {model.vocabulary}")

@@ -6,6 +6,7 @@ Shapes: N rows, D = d_in, E the width of targets, F = d_sae.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from ..sae.dictionary import SAE
 from ..sae.library import origin_of
 from ..store.joined import Joined, JoinedRows
 from ..store.opening import found_store
-from ..store.reader import ActivationStore, Rows, RowSource
+from ..store.reader import ActivationStore, Rows
 from . import SOLVERS
 from .loop import Loop, Record, start_training
-from .options import TrainingConfig
+from .options import Parts, TrainingConfig
 from .plan import Plan
 from .rows import ArrayLike, ArrayRows
 from .start import Start
@@ -30,9 +31,7 @@ from .start import Start
 OF_FOLDERS, OF_SPLITS = ("keep_every", "checkpoint_every", "log_to"), ("fraction", "split_seed")
 Stored = ActivationStore | Joined | Rows | JoinedRows
 Fitted = Stored | ArrayLike
-RowsOf = Callable[
-    [TrainingConfig], tuple[RowSource, RowSource | None]
-]  # training rows and test rows
+RowsOf = Callable[[TrainingConfig], Parts]
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
@@ -96,8 +95,8 @@ def fit(
             that of `init`, or relu.
         target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
         init: an SAE to train on instead of random directions, or whatever `load_sae` takes; `d_sae`, `prefixes`, and
-            with its activation `k` are inherited. Returned as it was if its loss on held-out rows (of a store; on all
-            rows in memory) did not fall.
+            with its activation `k` are inherited. Returned as it was if its loss did not fall on a tenth of a store's
+            training documents, kept out of training (on all rows, if these are chosen or in memory).
         **options: the training options of `sae train`: `d_sae` (F; 4 D by default), `k`, `epochs`, `lr`,
             `sparsity_weight`, `seed`, `device` and so on.
 
@@ -155,12 +154,12 @@ def planned(
         if name in idle:
             raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out")
 
-    def rows_of(training: TrainingConfig) -> tuple[RowSource, RowSource | None]:
+    def rows_of(training: TrainingConfig) -> Parts:
         if isinstance(rows, ActivationStore | Joined):
-            return training.rows_of(rows), training.test_rows_of(rows) if start else None
+            return replace(training.rows_of(rows, begun=start is not None), test=None)
         if isinstance(rows, Rows | JoinedRows):
-            return rows.reusing(), None
-        return ArrayRows(rows, target), None
+            return Parts(rows.reusing())
+        return Parts(ArrayRows(rows, target))
 
     return plan_of(rows_of, solver, act, options, start)
 
@@ -171,10 +170,13 @@ def plan_of(
     """The plan of a training with these options; what they leave open is inherited from `start`, or by default."""
     settings = {**(start.settings(act, options) if start else {}), **options}
     training = TrainingConfig.among(settings)
+    rows = rows_of(training)
     return Plan.resolved(
-        *rows_of(training),
+        rows.train,
+        rows.test,
         training,
         choose(SOLVERS, "solver", solver, settings),
         choose(ACTIVATIONS, "act", act, settings),
         start,
+        rows.kept_out,
     )

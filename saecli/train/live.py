@@ -20,9 +20,10 @@ from ..extract.forward import Ahead
 from ..extract.streaming import Streamed
 from ..store.opening import note_outlying
 from ..store.reader import RowSource
-from ..store.split import is_test
+from ..store.split import Split
 from ..store.stream import WHOLE, Part
 from ..store.values import DTYPES, Statistics
+from .options import TRAINED
 from .rows import ArrayRows
 
 WINDOW_BYTES = (
@@ -40,14 +41,15 @@ class LiveRows(RowSource):
     """Training rows as a model gives them, each once.
 
     A context manager: within it rows are computed; an error of the model or its text is raised when the next window is
-    needed. Documents are held out by the same hash as in a store. The held-out rows of the first window, else the next
-    ones, are the test rows; later ones are dropped.
+    needed. Documents are held out, and of training from an SAE kept out, by the same hash as in a store. The held-out
+    rows of the first window, else the next ones, are the test rows; later ones are dropped.
 
     Args:
         rows: N; the attribute is corrected once the text has ended.
         split_seed: of the choice of held-out documents.
         least: least rows of a window.
         window_bytes: of a window, as stored.
+        begun: training begins from an SAE.
     """
 
     name = "rows of a model"
@@ -61,13 +63,14 @@ class LiveRows(RowSource):
         least: int,
         listener: Listener,
         window_bytes: int = WINDOW_BYTES,
+        begun: bool = False,
     ) -> None:
         self.rows = self._wanted = rows
         self.d_in, self.ended_early = (
             source.d_in,
             False,
         )  # whether the text ended after the first window
-        self._source, self._listener, self._seed = source, listener, split_seed
+        self._source, self._listener = source, listener
         self._stored = DTYPES[source.meta.dtype]
         most = max(window_bytes // source.meta.row_bytes, 2 * least)
         self._window_rows = math.ceil(rows / math.ceil(rows / most))
@@ -77,7 +80,10 @@ class LiveRows(RowSource):
         self._waiting = self._window = self._kept[
             :0
         ]  # the rest of a block that a window's end cut, and the window
-        self._held_out: list[np.ndarray] | None = []  # None once there are the test rows
+        self._splits = [Split("test", seed=split_seed)]
+        if begun:
+            self._splits.append(Split("train", TRAINED, split_seed, rest=True))
+        self._apart: list[list[np.ndarray]] | None = [[] for _ in self._splits]  # None once taken
         self._taken = self._windows = 0  # rows and windows so far
         self._seen = 0  # rows that the model has given
         self._left = Event()
@@ -92,11 +98,11 @@ class LiveRows(RowSource):
             with self._listener.progress(
                 "reading the first rows", self._window_rows, "rows"
             ) as self._show:
-                self._train = self._without_held_out(iter(opened.enter_context(ahead)))
+                self._train = self._without_those_apart(iter(opened.enter_context(ahead)))
                 opened.callback(self._left.set)  # before the thread is waited for
                 self._fill()
             self.rows = self.rows if len(self._window) == self._window_rows else self._taken
-            self.test_rows = self._tested()
+            self.test_rows, self.kept_out = self._taken_apart()
             self._opened = opened.pop_all()
         first = next(self.sequential(MEASURED_ROWS)).astype(np.float64)
         note_outlying(self.name, Statistics.of(first), self._listener)
@@ -194,30 +200,37 @@ class LiveRows(RowSource):
         self._window = window[:filled]
         self._taken, self._windows = self._taken + filled, self._windows + 1
 
-    def _without_held_out(
+    def _without_those_apart(
         self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]
     ) -> Iterator[np.ndarray]:
-        """The training rows of blocks; the held-out rows of the first window are kept."""
+        """The training rows of blocks; the other rows of the first window are kept."""
         for rows, documents in blocks:
-            held_out = is_test(documents, seed=self._seed)
-            if self._held_out is not None:
-                self._held_out.append(rows[held_out])
-            yield rows[~held_out]
+            train = np.ones(len(rows), bool)
+            for number, split in enumerate(self._splits):
+                chosen = split.keeps(documents)
+                train &= ~chosen
+                if self._apart is not None:
+                    self._apart[number].append(rows[chosen])
+            yield rows[train]
 
-    def _tested(self) -> ArrayRows:
-        """Test rows: the held-out rows seen so far, else the next ones."""
-        held_out = self._held_out or []
-        while not sum(map(len, held_out)) and (found := next(self._train, None)) is not None:
+    def _taken_apart(self) -> tuple[ArrayRows, ArrayRows | None]:
+        """Test rows, the held-out rows seen so far, else the next ones; and those kept out, else the test rows."""
+        apart = self._apart or [[]]
+        while not sum(map(len, apart[0])) and (found := next(self._train, None)) is not None:
             self._waiting = np.concatenate([self._waiting, found])
-        rows = np.concatenate([self._kept[:0], *held_out])[:MOST_TEST_ROWS]
-        self._held_out = None
+        rows, *kept_out = [
+            np.concatenate([self._kept[:0], *part])[:MOST_TEST_ROWS] for part in apart
+        ]
+        self._apart = None
         if not len(rows) or not self.rows:
             raise ConfigError(
                 "--dataset has too few documents: expected training rows and held-out ones, got "
                 f"{self.rows:,} and {len(rows):,}; name a text of more documents, raise --rows, or use "
                 "another --split-seed"
             )
-        return ArrayRows(self._decoded(rows))
+        test = ArrayRows(self._decoded(rows))
+        compared = [ArrayRows(self._decoded(one)) if len(one) else test for one in kept_out]
+        return test, compared[0] if compared else None
 
     def _go_on(self, tokens: int, rows: int) -> None:
         """Show the progress of the first window; called in the model's thread."""

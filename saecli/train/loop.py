@@ -93,8 +93,8 @@ class Training:
         return on_raw_rows(sae, self.rows.normalisation)
 
     def compare(self) -> None:
-        """Measure the SAE that training began with and its last, on held-out rows, on training rows if there are none;
-        the one of less loss, which training minimises, is kept."""
+        """Measure the SAE that training began with and its last, on rows kept out of training, else on training
+        rows; the one of less loss, which training minimises, is kept."""
         if self.begun is None or self.compared:
             return
         before, after = self.begun, self.solver.dictionary
@@ -125,7 +125,7 @@ class Training:
         total = torch.zeros(1 + len(saes), dtype=torch.float64, device=mean.device)
 
         def batches() -> Iterator[Tensor]:
-            for raw in raw_batches(plan.test_rows or plan.train_rows, communicator):
+            for raw in raw_batches(plan.kept_out or plan.train_rows, communicator):
                 batch = Batch.of(
                     normalisation(moved(raw, mean.device).to(mean.dtype)), saes[0].d_in
                 )
@@ -230,15 +230,14 @@ class Training:
         if self.compared.get("kept") == "before":
             losses = (number(self.compared[name]["loss"]) for name in ("before", "after"))
             found.append(
-                "training did not lower the loss on held-out rows, {} to {}: the SAE is kept as it was; train "
+                "training did not lower the loss, {} to {}: the SAE is kept as it was; train "
                 "on more rows, or with a lower --lr".format(*losses)
             )
         return found
 
     def result(self, train: Measures, test: Measures) -> dict[str, Any]:
         """The results, given the measures on training and test rows; of a model's rows the last `rows_counted`."""
-        solver, progress, plan, compared = self.solver, self.progress, self.plan, self.compared
-        test = compared["before"] if compared.get("kept") == "before" else test
+        solver, progress, plan = self.solver, self.progress, self.plan
         return {
             "rows_train": plan.rows_trained,
             "rows_counted": train["rows"],
@@ -249,7 +248,7 @@ class Training:
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9),
             "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)],
             "notes": self.notes(),
-            **compared,
+            **self.compared,
             "decoder_steps": [asdict(one) for one in solver.passes.values()],
             "final": {
                 "test_fvu": test["fvu"],
@@ -409,6 +408,9 @@ class Loop:
                 self._decoder_steps(epoch, running[0].plan.batches, running)
                 self._keep(running)
             self._each(lambda one: one.compare(), self.live())
+            for one in self.live():
+                if one.compared.get("kept") == "before":
+                    self._tests.pop(one, None)  # of the SAE that is not kept
         finally:
             for one in self.trainings:
                 one.record.end()
@@ -421,7 +423,9 @@ class Loop:
             self._measured(saes, live[0].plan.train_rows),
             [self._tests.get(one, {}) for one in live],
         )
-        if {} in tests and (rows := live[0].plan.test_rows):  # no epoch was left to train
+        if {} in tests and (
+            rows := live[0].plan.test_rows
+        ):  # no epoch was left to train, or the start is kept
             tests = self._measured(saes, rows)
         return [one.result(*measures) for one, *measures in zip(live, train, tests, strict=True)]
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ..base.errors import ConfigError, flag_of
+from ..base.errors import ConfigError, StoreError, flag_of
 from ..base.options import PAPER, Config, option, options_of
 from ..base.processes import ALONE, Communicator
 from ..extract.options import ExtractConfig
@@ -52,6 +52,7 @@ TEXT = (
 )
 NORMALISATIONS = ("scale", "standardize", "none")
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
+TRAINED = 0.9  # of the training documents, if training begins from an SAE; see `parted`
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
 WINDOW = 16  # batches among which inner steps mix rows
@@ -92,6 +93,15 @@ def check_trackers(text: str) -> None:
     words = text.split(",")
     if not {*words} <= {*TRACKER_NAMES} or len({*words}) < len(words):
         raise ValueError(f"one of {', '.join(TRACKER_NAMES)}, or several with commas between")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Rows to train on, to measure on, and, if training begins from an SAE, to compare before and after on."""
+
+    train: RowSource
+    test: RowSource | None = None
+    kept_out: RowSource | None = None
 
 
 @dataclass(frozen=True)
@@ -181,8 +191,8 @@ class TrainingConfig(Config):
     )
     fraction: float = option(
         1.0,
-        "Fraction of the training rows to use; does not change the held-out tenth of the "
-        "documents.",
+        f"Fraction of the training rows to use, with --init at most {TRAINED:g}; does not change "
+        "the held-out tenth of the documents.",
         above=0,
         maximum=1,
         once=True,
@@ -257,17 +267,37 @@ class TrainingConfig(Config):
         """Whether a penalty of fixed weight decides L0."""
         return self.sparsity not in (None, "none", "target-l0")
 
-    def rows_of(self, store: ActivationStore | Joined) -> StoredRows | JoinedRows:
-        """The training rows of a store, or of several joined."""
-        return store.split("train", fraction=self.fraction, seed=self.split_seed).reusing()
+    def training_on(self) -> TrainingConfig:
+        """The same for rows that `parted` keeps some out of."""
+        return replace(self, fraction=min(self.fraction, TRAINED))
 
-    def test_rows_of(self, store: ActivationStore | Joined) -> StoredRows | JoinedRows:
-        """The held-out rows of a store."""
-        return store.split("test", seed=self.split_seed).reusing()
+    def rows_of(self, store: ActivationStore | Joined, begun: bool) -> Parts:
+        """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
+        test = store.split("test", seed=self.split_seed).reusing()
+        if begun:
+            train, kept_out = parted(store, self.training_on().fraction, self.split_seed)
+            return Parts(train, test, kept_out)
+        return Parts(
+            store.split("train", fraction=self.fraction, seed=self.split_seed).reusing(), test
+        )
 
     def epoch_batches(self, rows: int) -> int:
         """Batches in one pass over the rows."""
         return math.ceil(rows / self.batch_size)
+
+
+def parted(
+    store: ActivationStore | Joined, fraction: float, seed: int
+) -> tuple[StoredRows | JoinedRows, StoredRows | JoinedRows]:
+    """Rows to train an SAE on, a fraction up to `TRAINED` of the training documents', and rows of the others, on which
+    before and after are compared, so that the held-out rows have no part in the choice; held-out ones if there are no
+    others."""
+    train = store.split("train", fraction=fraction, seed=seed).reusing()
+    try:
+        kept_out = store.split("train", fraction=TRAINED, seed=seed, rest=True)
+    except StoreError:  # too few documents
+        kept_out = store.split("test", seed=seed)
+    return train, kept_out.reusing()
 
 
 @dataclass(frozen=True)

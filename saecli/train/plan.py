@@ -38,7 +38,8 @@ class Plan:
     """What to train, every setting resolved.
 
     Test rows are measured after each epoch. Without `start`, training starts from random directions. `held` names the
-    weights that keep their start, W_enc or W_dec; see `Task`.
+    weights that keep their start, W_enc or W_dec; see `Task`. Before and after are compared on `kept_out`, without it
+    on the training rows.
     """
 
     in_batches: ClassVar[type[TrainingRows]] = TrainingRows
@@ -50,6 +51,7 @@ class Plan:
     activation: Activation
     start: Start | None = None
     held: str | None = None
+    kept_out: RowSource | None = None
 
     @classmethod
     def resolved(
@@ -60,9 +62,12 @@ class Plan:
         solver: SolverConfig,
         activation: Activation,
         start: Start | None = None,
+        kept_out: RowSource | None = None,
     ) -> Self:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
+        if kept_out is not None:
+            training = training.training_on()
         if training.skip and not train_rows.d_target:
             raise ConfigError(
                 "--skip does nothing without --target: from rows to themselves it would be all; leave it "
@@ -87,7 +92,7 @@ class Plan:
         epochs = None if start else training.epochs
         solver = solver.resolved(epochs and epochs * training.epoch_batches(train_rows.rows))
         activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))
-        plan = cls(train_rows, test_rows, training, solver, activation, start)
+        plan = cls(train_rows, test_rows, training, solver, activation, start, kept_out=kept_out)
         if train_rows.passes > 1:
             return plan
         if (training.epochs or 1) > 1:

@@ -381,12 +381,14 @@ def run_again(
     try:
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])
+        parts = training.rows_of(stores, begun="init" in document)
         plan = Plan.resolved(
-            training.rows_of(stores),
-            training.test_rows_of(stores),
+            parts.train,
+            parts.test,
             training,
             SOLVERS[settings.pop("name")].from_json(settings),
             activation_from_json(document["activation"]),
+            kept_out=parts.kept_out,
         )
         if (
             plan.training != training

@@ -266,9 +266,10 @@ def test_a_penalty_has_silenced_what_is_small_where_it_fires_not_what_is_rare():
     firings, parts = torch.full((F,), 2_000_000), torch.full((F,), 0.05)
     firings[2], parts[2] = 1, 0.2  # once in a pass over the rows for 65,536 latents
     parts[5] = 1e-8
+    firings[7], parts[7] = 2, 1e-3  # rare, and small where it fires too
     sums = firings * parts * size / norms
     assert silence(sae, sums, firings, rows=4_000_000)
-    assert (sae.W_enc == 0).all(0).nonzero()[:, 0].tolist() == [5]
+    assert (sae.W_enc == 0).all(0).nonzero()[:, 0].tolist() == [5, 7]
 
 
 def test_a_latent_silenced_by_the_penalty_does_not_come_back_in_the_last_step(data):

@@ -237,15 +237,19 @@ def test_training_on_never_ends_worse(sae: CommandLine, tmp_path: Path, solver: 
     words = ("train", "--init", "first", "--solver", solver, "--epochs", "2", "--json")
     gained = sae(*words, "--data", "others", "--name", "gained").json
     spoilt = sae(*words, "--data", "rows", "--lr", "3", "--lr-warm-up", "0", "--name", "spoilt")
-    for done, kept in ((gained, "after"), (spoilt.json, "before")):
+    for done, data, kept in ((gained, "others", "after"), (spoilt.json, "rows", "before")):
         (found,) = sae("eval", done["run"], "--json").json["runs"]
+        kept_out = saecli.open_store(data, sae.home).split("train", fraction=0.9, rest=True)
+        compared = saecli.evaluate(done["run"], kept_out, home=sae.home)
         assert done["kept"] == kept
         for name in ("fvu", "l0"):
-            assert found[name] == pytest.approx(done[kept][name], rel=1e-5)
+            assert compared[name] == pytest.approx(done[kept][name], rel=1e-5)
             assert done["final"][f"test_{name}"] == pytest.approx(found[name], rel=1e-5)
+        assert done[kept]["rows"] == kept_out.rows
+        assert done["rows_train"] + kept_out.rows + done["rows_test"] == 600
         assert (done["after"]["loss"] < done["before"]["loss"]) == (kept == "after")
     (old,) = sae("eval", "first", "--data", "rows", "--json").json["runs"]
-    assert spoilt.json["before"]["fvu"] == pytest.approx(old["fvu"], rel=1e-5)
+    assert spoilt.json["final"]["test_fvu"] == pytest.approx(old["fvu"], rel=1e-5)
     assert "the SAE is kept as it was" in spoilt.err
     document = json.loads((sae.home / "runs" / "spoilt" / "run.json").read_text())
     assert document["result"]["kept"] == "before"
@@ -261,6 +265,22 @@ def test_training_on_never_ends_worse(sae: CommandLine, tmp_path: Path, solver: 
     rows = some_rows(100)
     in_memory = saecli.fit(rows, init=first, solver=solver, epochs=1, lr=3.0, lr_warm_up=0.0)
     torch.testing.assert_close(in_memory(torch.from_numpy(rows)), first(torch.from_numpy(rows)))
+
+
+def test_training_on_leaves_a_tenth_of_the_documents_out_and_notes_it(sae: CommandLine):
+    make_store(sae.home, "rows", some_rows(600))
+    make_run(sae.home, "first", random_sae(TopK(k=3)))
+    store = saecli.open_store("rows", sae.home)
+    for given, fraction in (("1", 0.9), ("0.95", 0.9), ("0.4", 0.4)):
+        words = ("--fraction", given, "--name", f"at-{given}", "--json")
+        done = sae("train", "--init", "first", "--steps", "2", *words)
+        assert done.status == 0, done.err
+        assert done.json["rows_train"] == store.split("train", fraction=fraction).rows
+        assert saecli.load_sae(f"at-{given}", sae.home).metadata["fraction"] == fraction
+    make_store(sae.home, "few", some_rows(4))
+    few = sae("train", "--data", "few", "--init", "first", "--steps", "2", "--json")
+    assert few.status == 0, few.err
+    assert few.json["before"]["rows"] == few.json["rows_test"] == 1
 
 
 def test_defaults_of_training_on_keep_what_the_sae_has(sae: CommandLine):

@@ -22,7 +22,7 @@ from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.split import is_test
+from saecli.store.split import Split, is_test
 from saecli.store.stream import WHOLE, Part
 from saecli.train import SOLVERS
 from saecli.train.live import LiveRows
@@ -213,6 +213,22 @@ def test_test_rows_are_the_first_held_out_rows():
         LiveRows(source(rows[:40], few, []), 1000, 0, 100, Silent()),
     ):
         pass
+
+
+def test_rows_kept_out_of_training_on_are_those_that_a_store_keeps_out():
+    rows, documents = of_documents()
+    kept_out = Split("train", 0.9, rest=True).keeps(documents)
+    with LiveRows(source(rows, documents, [1500]), 1000, 0, 100, Silent(), begun=True) as live:
+        assert live.kept_out is not None
+        ((compared,), (trained,)) = (one.sequential(10_000) for one in (live.kept_out, live))
+        (tested,) = live.test_rows.sequential(10_000)
+    assert np.array_equal(compared, rows[:1500][kept_out[:1500]])
+    assert np.array_equal(tested, rows[:1500][is_test(documents[:1500])])
+    assert np.array_equal(trained, rows[~kept_out & ~is_test(documents)][:1000])
+    only = np.full(3000, np.flatnonzero(~is_test(np.arange(9)))[0])
+    only[-500:] = np.flatnonzero(is_test(np.arange(99)))[0]
+    with LiveRows(source(rows, only, [1500]), 1000, 0, 100, Silent(), begun=True) as live:
+        assert live.kept_out is live.test_rows
 
 
 def test_an_error_of_the_model_is_raised_and_leaving_ends_the_thread():
