@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from homes import CommandLine, Done, make_run, make_store, random_sae
-from launching import Launched, launched, own_words, together, torchrun
+from launching import PATIENCE, Launched, launched, own_words, together, torchrun
 from safetensors.numpy import load_file
 
 from saecli.sae.activations import TopK
@@ -89,6 +89,28 @@ VARIANTS = {
         "0",
     ),
 }
+
+DIFFERING = """
+import numpy as np, torch
+from saecli.base import processes
+from saecli.base.errors import TrainingError
+from saecli.train.fit import planned
+from saecli.train.loop import Record, start_training
+
+processes.join()
+ranks = processes.communicator()
+rows = np.random.default_rng(0).normal(size=(400, 8)).astype(np.float32)
+training = start_training(planned(rows, "sgd", "topk", {"k": 3}), Record(), communicator=ranks)
+training.keep(training.sae, None, 0.0, 1)
+weight = training.solver.dictionary.W_enc.detach()[0, 0]
+if not ranks.is_main:
+    weight.copy_(weight.nextafter(2 * weight))
+try:
+    training.keep(training.sae, None, 0.0, 1)
+except TrainingError as error:
+    print(error, flush=True)
+processes.leave()
+"""
 
 
 def some_rows() -> np.ndarray:
@@ -258,6 +280,21 @@ def test_a_killed_training_goes_on_at_another_number_of_processes(
     assert resumed.status == 0, resumed.err
     assert resumed.json["epochs"] == epochs
     assert_same_run(sae.home, "killed", "whole")
+
+
+@pytest.mark.slow
+def test_processes_whose_weights_differ_by_one_bit_keep_no_checkpoint(tmp_path: Path):
+    (tmp_path / "program.py").write_text(DIFFERING)
+    done = subprocess.run(
+        [*torchrun(2), str(tmp_path / "program.py")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    said = "the weights of 2 processes differ at step 0"
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [said, said]
 
 
 @pytest.mark.slow
