@@ -32,7 +32,9 @@ class _Variance:
     """
 
     def __init__(self, d_in: int) -> None:
-        self.rows = 0
+        self.rows = torch.zeros(
+            (), dtype=torch.float64
+        )  # on the rows' device: to read it is to wait
         self.mean = torch.zeros(d_in, dtype=torch.float64)
         self.sums = torch.zeros(2, dtype=torch.float64)  # scatter, squared error
 
@@ -40,30 +42,30 @@ class _Variance:
     def fvu(self) -> float:
         return float(self.sums[1] / self.sums[0])
 
-    def update(self, x: Tensor, errors: Tensor) -> None:
-        """Take rows, (B, D), and their squared errors, (B,), in float64."""
-        if not len(x):
-            return
-        mean = x.mean(0)
+    def update(self, x: Tensor, errors: Tensor, taken: Tensor) -> None:
+        """Take rows, (B, D), and their squared errors, (B,), in float64, where `taken`, (B,), is 1; not where it is
+        0."""
+        count = taken.sum()
+        total = self.rows + count
+        mean = taken @ x / count.clamp(min=1)
         shift = mean - self.mean
-        total = self.rows + len(x)
-        scatter = (x - mean).square().sum() + shift.square().sum() * (self.rows * len(x) / total)
-        self.sums += torch.stack([scatter, errors.sum()])
-        self.mean += shift * (len(x) / total)
+        within = taken @ (x - mean).square().sum(1)
+        between = shift.square().sum() * self.rows * count / total.clamp(min=1)
+        self.sums += torch.stack([within + between, taken @ errors])
+        self.mean += shift * (count / total.clamp(min=1))
         self.rows = total
 
     def all_reduce(self, communicator: Communicator) -> None:
-        counts = communicator.all_reduce(
-            torch.cat([self.mean * self.rows, self.mean.new_tensor([self.rows])])
-        )
+        counts = communicator.all_reduce(torch.cat([self.mean * self.rows, self.rows[None]]))
         mean = counts[:-1] / counts[-1].clamp(min=1)
         # The scatter is now about the mean of all.
         self.sums[0] += self.rows * (self.mean - mean).square().sum()
-        self.mean, self.rows = mean, int(counts[-1])
+        self.mean, self.rows = mean, counts[-1]
         communicator.all_reduce(self.sums)
 
     def to(self, device: torch.device) -> None:
         self.mean, self.sums = self.mean.to(device), self.sums.to(device)
+        self.rows = self.rows.to(device)
 
 
 class Reconstruction:
@@ -79,13 +81,10 @@ class Reconstruction:
         self._nested = torch.zeros(
             2, len(prefixes), dtype=torch.float64
         )  # of each prefix: squared error, l0
+        self.rows = 0
         self._all, self._ordinary = _Variance(d_in), _Variance(d_in)  # rows; those not massive
         self._sums = torch.zeros(3, dtype=torch.float64)  # cosine, l0, l1
         self._fired = torch.zeros(d_sae, dtype=torch.bool)
-
-    @property
-    def rows(self) -> int:
-        return self._all.rows
 
     @torch.no_grad()
     def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
@@ -94,7 +93,8 @@ class Reconstruction:
             return
         if not self.rows:
             self._to(x.device)
-        ordinary = None if self._massive is None else ~self._massive(x)
+        self.rows += len(x)
+        massive = None if self._massive is None else self._massive(x)
         x, x_hat = x.double(), x_hat.double()
         errors = (x_hat - x).square().sum(1)
         norms = (x.norm(dim=1) * x_hat.norm(dim=1)).clamp(min=torch.finfo(torch.float64).tiny)
@@ -106,9 +106,9 @@ class Reconstruction:
             last = counts.new_tensor(self._prefixes) - 1
             self._nested += torch.stack([nested, counts.cumsum(0)[last].double()])
         self._fired |= counts > 0
-        self._all.update(x, errors)
-        if ordinary is not None:
-            self._ordinary.update(x[ordinary], errors[ordinary])
+        self._all.update(x, errors, torch.ones_like(errors))
+        if massive is not None:
+            self._ordinary.update(x, errors, (~massive).double())
 
     def all_reduce(self, communicator: Communicator, device: torch.device) -> None:
         """Merge the counts of all processes; sums move to this device."""
@@ -117,6 +117,7 @@ class Reconstruction:
         self._to(device)
         self._all.all_reduce(communicator)
         self._ordinary.all_reduce(communicator)
+        self.rows = int(self._all.rows)
         communicator.all_reduce(self._sums)
         communicator.all_reduce(self._nested)
         self._fired = communicator.all_reduce(self._fired.to(torch.int32)) > 0
@@ -157,9 +158,10 @@ class Reconstruction:
         whole, ordinary = self._all, self._ordinary
         shift = (ordinary.mean - whole.mean).square().sum()
         of_ordinary = float((ordinary.sums[0] + ordinary.rows * shift) / whole.sums[0])
+        massive_rows = self.rows - int(ordinary.rows)
         return {
-            "massive_rows": whole.rows - ordinary.rows,
-            "massive_variance": max(0.0, 1 - of_ordinary) if ordinary.rows < whole.rows else 0.0,
+            "massive_rows": massive_rows,
+            "massive_variance": max(0.0, 1 - of_ordinary) if massive_rows else 0.0,
             "ordinary_fvu": ordinary.fvu,
         }
 
