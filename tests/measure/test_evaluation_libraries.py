@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,12 @@ from launching import python_with
 
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.splice import stored_windows
+from saecli.extract.texts import stdlib_docstrings
 from saecli.store.reader import ActivationStore
 
 pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parents[1] / "libraries"
 LAYER, D = 1, 128
-ROWS = 3943  # which end with a window: SAELens measures all tokens of each
 RUNS = {"relu": [], "jumprelu": ["--sparsity", "l0"], "batchtopk": ["--k", "8"]}
 
 SAME = {
@@ -32,8 +33,11 @@ SAME = {
 
 
 @pytest.fixture
-def trained(sae: CommandLine) -> CommandLine:
-    """A home with rows of tiny-gemma2, and a short run of each activation on them."""
+def trained(sae: CommandLine, tmp_path: Path) -> CommandLine:
+    """A home with all rows of a text of tiny-gemma2, so that no window is cut, and a short run of each activation."""
+    text = tmp_path / "docs.jsonl"
+    documents = islice(stdlib_docstrings(), 60)
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     done = sae(
         "extract",
         "--model",
@@ -41,9 +45,7 @@ def trained(sae: CommandLine) -> CommandLine:
         "--layer",
         str(LAYER),
         "--dataset",
-        "stdlib-docs",
-        "--rows",
-        str(ROWS),
+        text,
         "--dtype",
         "float32",
         "--name",
@@ -78,7 +80,7 @@ def test_every_measure_agrees_with_saelens_on_the_same_tokens(
     rows = ActivationStore.open(trained.home / "activations" / "rows").split("all")
     windows = list(stored_windows(rows, 10**9))
     # All tokens but each window's BOS.
-    assert sum(len(window.token_ids) - 1 for window in windows) == rows.rows == ROWS
+    assert sum(len(window.token_ids) - 1 for window in windows) == rows.rows > 2000
     whole = [window.token_ids.tolist() for window in windows]
     (tmp_path / "windows.json").write_text(json.dumps(whole))
     words = (
@@ -96,7 +98,7 @@ def test_every_measure_agrees_with_saelens_on_the_same_tokens(
     ).json
     for found, line in zip(ours["runs"], done.stdout.splitlines()[-len(RUNS) :], strict=True):
         theirs = json.loads(line)
-        assert found["tokens"] == found["rows"] == ROWS
+        assert found["tokens"] == found["rows"] == rows.rows
         assert found["mse"] * D == pytest.approx(theirs["mse"], rel=1e-4)
         for name, their in SAME.items():
             assert found[name] == pytest.approx(theirs[their], rel=1e-4), name
