@@ -199,7 +199,7 @@ TRAINED = ("--d-sae", "32", "--act", "topk", "--k", "4")
 def trained(sae: CommandLine, text: str, *revision: str) -> None:
     done = sae(*EXTRACT, "--dataset", text, "--name", "rows", *revision)
     assert done.status == 0, done.err
-    done = sae("train", "--name", "run", *TRAINED, "--epochs", "1")
+    done = sae("train", "--name", "run", *TRAINED, "--solver", "sgd", "--epochs", "1")
     assert done.status == 0, done.err
 
 
