@@ -5,7 +5,7 @@ are loaded; the configuration stays the whole model's, so that they compute the 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from os.path import commonpath
@@ -155,21 +155,9 @@ class LanguageModel:
             f"{self.source.name} never ran its layer {never.layer}: its blocks are not called one by one"
         )
 
-    def logits(
-        self,
-        token_ids: Tensor,
-        mask: Tensor,
-        hooks: Mapping[HookPoint, Callable[[HookPoint, Tensor], Tensor]] | None = None,
-    ) -> Tensor:
-        """The logits, (B, T, vocabulary), float32, with activations at hook points replaced by `hook(point,
-        activations)`, and differentiable in what replaces them; else as in `read`. The model must be loaded with its
-        head."""
-        with ExitStack() as opened:
-            for point, hook in (hooks or {}).items():
-                opened.enter_context(
-                    self.intercepted(point.layer, point.site, partial(hook, point))
-                )
-            return self.forward(token_ids, mask).logits.float()
+    def logits(self, token_ids: Tensor, mask: Tensor) -> Tensor:
+        """The logits, (B, T, vocabulary), float32; arguments as in `read`. The model must be loaded with its head."""
+        return self.forward(token_ids, mask).logits.float()
 
     def forward(self, token_ids: Tensor, mask: Tensor) -> Any:
         with self.reporting():

@@ -37,7 +37,7 @@ from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
 from .latents import largest_codes
-from .measured import measured
+from .measured import with_rows
 
 METHODS, NEW_TOKENS = ("add", "clamp", "ablate"), 40
 
@@ -88,17 +88,18 @@ def _chosen(
 
 
 def _on_store(
-    home: Home, sae: SAELike, subject: Subject, device: str, latents: list[int]
+    home: Home, opened: tuple[Subject, SavedSAE], device: str, latents: list[int]
 ) -> tuple[list[float], int, str] | None:
-    """The largest codes of latents on the store that an SAE was trained on, the number of rows looked at, and the
-    store's name; None where there is no such store, or it does not fit."""
+    """The largest codes of latents on the store that an SAE from `open_sae` was trained on, the number of rows looked
+    at, and the store's name; None where there is no such store, or it does not fit."""
+    subject, _ = opened
     trained_on = [name for name in (subject.data, *subject.beside, subject.target) if name]
     if not trained_on or any(
         name not in home.stores.names() and not Path(name).exists() for name in trained_on
     ):
         return None
     try:
-        one = measured(home, sae, None, "all", device, Silent())
+        one = with_rows(home, opened, None, "all", device, Silent())
     except ConfigError:  # a store made anew under the name may have other rows, or no targets
         return None
     return *largest_codes(one, latents), one.rows.name
@@ -314,7 +315,7 @@ def steer(
     opened = open_sae(Home.at(home), sae, listener)
     one, encodes = _opened(opened, method, model, layer, site)
     chosen, scales = _chosen(one, method, latents, scale)
-    on_store = _on_store(Home.at(home), sae, opened[0], device, chosen)
+    on_store = _on_store(Home.at(home), opened, device, chosen)
     scales = scales or _default_scales(method, one.name, chosen, on_store)
     source = model_of([one], model, model_revision, listener)
     loaded = LanguageModel(source, device_named(device), head=True)

@@ -165,7 +165,8 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
                 with model.intercepted(layer, site, torch.clone):
                     torch.testing.assert_close(model.logits(TOKENS, MASK), clean, rtol=0, atol=0)
                 point = HookPoint(layer, site)
-                zeroed = model.logits(TOKENS, MASK, {point: lambda _, x: torch.zeros_like(x)})
+                with model.intercepted(layer, site, torch.zeros_like):
+                    zeroed = model.logits(TOKENS, MASK)
                 assert not torch.allclose(zeroed, clean, atol=1e-3)
                 blocks = passes.repeatable([point], TOKENS)
                 _, kept = passes.states(TOKENS, MASK, keep={blocks} - {0})
