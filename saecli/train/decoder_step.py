@@ -5,7 +5,7 @@ otherwise. With a skip the rows stand next to the targets, (B, E + D), which lac
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from ..sae.dictionary import Batch, Coupled, Dictionary
 from .ridge import (
     DecoderState,
     HeldRows,
-    Place,
     SkipSums,
     StreamedCodes,
     Sums,
@@ -27,7 +26,7 @@ from .ridge import (
     Terms,
     solve,
 )
-from .ridge.choice import by_place, choose_alpha
+from .ridge.choice import choose_alpha
 
 SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen on them
 DOF_ROWS = 512  # of these, for the effective degrees of freedom
@@ -164,25 +163,22 @@ def solved(
         factorisation = choose_alpha(
             system, terms, z, y, None if math.isnan(terms.alpha) else terms.alpha
         )
-        terms = replace(terms, alpha=factorisation.alpha)
-        if terms.places:
-            terms, factorisation = by_place(system, terms, z, y), None
     some = z if len(z) == observed.rows else z[:: math.ceil(len(z) / DOF_ROWS)]
     return solve(system, terms, factorisation, some if dof else None, most_replaceable)
 
 
-def penalty_places(
-    W_dec: Tensor, weights: Tensor, size: float, places: Sequence[slice], ratios: Sequence[float]
-) -> list[Place]:
-    """The targets' places, with quadratics in `||W_i||` that majorise the penalty and equal it at the current decoder.
+def penalty_decay(W_dec: Tensor, penalised: Tensor, weights: Tensor, size: float) -> Tensor:
+    """Of each latent, (F,), the weight of the quadratic in `||W_i||` that majorises the penalty, and equals it at the
+    current decoder.
 
     `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so encoder and decoder step descend on one objective; without the
-    penalty the two would drive the codes to zero. `weights`, (F,), are its derivatives in the norms, summed over rows.
+    penalty the two would drive the codes to zero. `weights`, (F,), are its derivatives in the `penalised` norms, summed
+    over rows. Of a crosscoder these are sums over hook points; the quadratic then majorises it for multiples of W_t.
     """
-    norms = torch.stack([W_dec[:, place].double().norm(dim=1) for place in places])  # (P, F)
-    mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(norms.numel()))
-    decay = weights / (2 * norms.clamp(min=LEAST_NORM * mean))
-    return [Place(*one) for one in zip(places, decay, ratios, strict=True)]
+    square = W_dec.double().square().sum(1)
+    norms = square / penalised.clamp(min=torch.finfo(torch.float64).tiny)
+    mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(len(norms)))
+    return weights / (2 * norms.clamp(min=LEAST_NORM * mean))
 
 
 def broadcast(

@@ -35,7 +35,7 @@ from .decoder_step import (
     Pass,
     balance,
     broadcast,
-    penalty_places,
+    penalty_decay,
     silence,
     solved,
 )
@@ -186,7 +186,6 @@ class PamSgdSolver(Solver):
             nan,
             nan,
             nan,
-            ratios=(1.0,) * len(dictionary.places),
         )
         self.released = False
         self.raised = 0.0  # the largest ridge that a decoder step used instead of a smaller one
@@ -320,7 +319,7 @@ class PamSgdSolver(Solver):
         if observed.skip is not None:
             b_dec = torch.cat([b_dec, b_dec.new_zeros(dictionary.d_in)])
         weights = self.task.penalty_weight(self.steps - 1) * (not now.last) * observed.norm_weights
-        places = penalty_places(W_dec, weights, self._size, dictionary.places, self.decoder.ratios)
+        penalised = dictionary.weighed(W_dec.double()).norm(dim=1)
         return Terms(
             alpha,
             fraction * config.beta,
@@ -329,10 +328,9 @@ class PamSgdSolver(Solver):
             direction=dictionary.direction().detach() if config.decoder == "residual" else None,
             W_t=W_dec,
             b_t=b_dec,
-            decay=torch.stack([place.decay for place in places]).mean(0),
+            decay=penalty_decay(W_dec, penalised, weights, self._size),
             joint=config.bias == "joint",
             skip=observed.skip,
-            places=places if len(places) > 1 else [],
         )
 
     @torch.no_grad()
@@ -396,7 +394,6 @@ class PamSgdSolver(Solver):
         numbers = {name: getattr(self.decoder, name) for name in NUMBERS}
         numbers |= {"most_raised": self.raised, "released": self.released, "size": self._size}
         kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-        kept["ratios"] = torch.tensor(self.decoder.ratios, dtype=torch.float64)
         return super().state() | {f"decoder.{name}": value for name, value in kept.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -408,7 +405,6 @@ class PamSgdSolver(Solver):
         self.decoder = replace(
             self.decoder,
             **numbers,
-            ratios=tuple(state["decoder.ratios"].tolist()),
             Delta=self._residual.detach(),
             b=self.dictionary.b_dec.detach(),
         )

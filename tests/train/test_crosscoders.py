@@ -1,6 +1,5 @@
 """Crosscoders: an SAE over several places side by side."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from homes import CommandLine, make_store, same
 from reports import index_of, pages_of
-from ridge_problems import least_squares, problem, solved, system_of, terms_of
 
 import saecli
 from saecli.measure.hook_points import PlaceSums, classes, elsewhere
@@ -16,8 +14,7 @@ from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE, Batch
 from saecli.store.joined import Joined
 from saecli.store.values import Spread
-from saecli.train.decoder_step import penalty_places
-from saecli.train.ridge import Place, by_place, choose_alpha
+from saecli.train.decoder_step import penalty_decay
 
 SHARED, OWN, D = 16, 8, 24
 COMMON = ("--d-sae", "40", "--batch-size", "128", "--json", "--epochs")
@@ -127,106 +124,17 @@ def test_l1_weighs_the_sum_of_a_latents_norms_over_places():
     assert plain.loss(Batch.of(x), "l1", 0.3).value < expected
 
 
-def test_the_decoder_step_majorises_l1_at_each_hook_point():
-    z, y, direction, W_t, b_t = problem(60, 12, 8)
-    places, weights = [slice(0, 5), slice(5, 8)], torch.linspace(0, 2, 12).double()
-    decay = [place.decay for place in penalty_places(W_t, weights, 1.0, places, (1.0, 1.0))]
-    for place, own in zip(places, decay, strict=True):
-        torch.testing.assert_close(own, weights / (2 * W_t[:, place].norm(dim=1)))
-    terms = replace(
-        terms_of((0.7, 2.0, 0.3, 5.0), None, W_t, b_t),
-        decay=decay[0],
-        places=[Place(*one) for one in zip(places, decay, strict=True)],
-    )
-    state = solved(system_of("sums", z, y), terms)
-    for place, own in zip(places, decay, strict=True):
-        alone = replace(terms_of((0.7, 2.0, 0.3, 5.0), None, W_t[:, place], b_t[place]), decay=own)
-        expected = solved(system_of("sums", z, y[:, place].contiguous()), alone)
-        torch.testing.assert_close(state.W[:, place], expected.W)
-        torch.testing.assert_close(state.b[place], expected.b)
-    directed = solved(system_of("sums", z, y), replace(terms, direction=direction))
-    best = cost(z, y, terms, direction, directed.W, directed.b, directed.c, decay, places)
-    for c in (0.0, 0.9 * directed.c, 1.1 * directed.c):  # c is the best of all places together
-        other = of_multiple(z, y, terms, direction, c, decay, places)
-        assert best <= cost(z, y, terms, direction, *other, decay, places) + 1e-8
+def test_the_decoder_step_has_a_quadratic_with_the_value_and_slope_of_l1():
+    sae, weights = crosscoder(), torch.linspace(0.1, 2, 12).double()
 
+    def penalty(size: float) -> torch.Tensor:
+        return weights * sae.weighed(size * sae.W_dec)[:, 0]
 
-def test_each_hook_point_has_its_own_best_alpha():
-    z, y, direction, W_t, b_t = problem(60, 12, 8)
-    y, direction = y.clone(), direction.clone()
-    y[:, 5:] = (
-        1e4 * torch.randn(60, 3, generator=torch.Generator().manual_seed(3)).double()
-    )  # nothing to predict
-    direction[:, 5:] *= 1e4
-    decay, columns = [torch.zeros(12).double()] * 2, [slice(0, 5), slice(5, 8)]
-    terms = replace(
-        terms_of((0.0, 0, 0, 0), direction, W_t, b_t), places=list(map(Place, columns, decay))
-    )
-    together = choose_alpha(system_of("sums", z, y), terms, z, y, None).alpha
-    found = by_place(system_of("sums", z, y), replace(terms, alpha=together), z, y)
-    alone = [
-        choose_alpha(
-            system_of("sums", z, y[:, one].contiguous()),
-            terms_of((0.0, 0, 0, 0), direction[:, one], W_t[:, one], b_t[one]),
-            z,
-            y[:, one],
-            None,
-        ).alpha
-        for one in columns
-    ]
-    assert alone[1] > 30 * alone[0] and together > 10 * alone[0]
-    for place, alpha in zip(found.places, alone, strict=True):
-        assert place.ratio * together == pytest.approx(
-            alpha, rel=0.3
-        )  # each search ends near its minimum
-    state = solved(system_of("sums", z, y), replace(found, alpha=together))
-    rest = decay, columns, [place.ratio for place in found.places]
-
-    def objective(W: torch.Tensor, c: float) -> float:
-        return cost(z, y, replace(terms, alpha=together), direction, W, state.b, c, *rest)
-
-    for factor in (0.9, 1.1):
-        assert objective(state.W, state.c) < objective(
-            state.W + (factor - 1) * state.c * direction, factor * state.c
-        )
-    assert objective(state.W, state.c) < objective(state.W, 1.01 * state.c)
-
-
-def of_multiple(z, y, terms, direction, c, decay, places):
-    """The best W and b for a given multiple c of the direction, place by place."""
-    found = [
-        least_squares(
-            z,
-            y[:, place],
-            replace(
-                terms,
-                direction=direction[:, place],
-                W_t=terms.W_t[:, place],
-                b_t=terms.b_t[place],
-                decay=own,
-            ),
-            c=c,
-        )
-        for place, own in zip(places, decay, strict=True)
-    ]
-    return np.concatenate([one.W for one in found], 1), np.concatenate([one.b for one in found]), c
-
-
-def cost(z, y, terms, direction, W, b, c, decay, places, ratios=(1, 1)) -> float:
-    """The objective, with alpha times its own ratio at each place."""
-    W, b = torch.as_tensor(W), torch.as_tensor(b)
-    parts = [
-        (z @ W + b - y, 1),
-        (b, terms.beta),
-        (W - terms.W_t, terms.mu),
-        (b - terms.b_t, terms.nu),
-    ]
-    for place, own, ratio in zip(places, decay, ratios, strict=True):
-        parts += [
-            (own.sqrt()[:, None] * W[:, place], 1),
-            ((W - c * direction)[:, place], ratio * terms.alpha),
-        ]
-    return sum(weight * part.square().sum().item() for part, weight in parts)
+    decay = penalty_decay(sae.W_dec, sae.weighed(sae.W_dec)[:, 0], weights, 1.0)
+    square = decay * sae.W_dec.square().sum(1)
+    torch.testing.assert_close(2 * square, penalty(1.0))  # slopes in the size
+    for size in (0.5, 2.0):
+        assert (penalty(size) - penalty(1.0) < (size**2 - 1) * square).all()
 
 
 def test_latent_scaling_is_the_least_squares_multiple_at_each_place():

@@ -23,7 +23,6 @@ from ridge_problems import (
 from saecli.train.ridge import (
     TOLERANCE,
     HeldRows,
-    Place,
     StreamedCodes,
     Sums,
     choose_alpha,
@@ -247,7 +246,7 @@ def test_effective_dof_is_the_trace_of_the_hat_matrix(kind, prefixes, rows, join
     assert found == sorted(found, reverse=True)
 
 
-@pytest.mark.parametrize("case", ["sums", "streamed", "places", "skip", "nested"])
+@pytest.mark.parametrize("case", ["sums", "streamed", "skip", "nested"])
 def test_of_copies_all_but_one_are_replaceable(case):
     """Columns 0, 4 and 9 are nearly equal, 7 is the sum of three others, 2 of one row in a hundred, alone."""
     z, y, _, _, _ = problem(400, 12, 4)
@@ -260,9 +259,6 @@ def test_of_copies_all_but_one_are_replaceable(case):
     z[:, 4], z[:, 9] = z[:, 0] + 0.01 * z[:, 5], z[:, 0] - 0.01 * z[:, 6]
     z[:, 7] = z[:, 1] + z[:, 3] + z[:, 8] + 0.05 * z[:, 10]
     terms, targets = terms_of((0.01, 0.0, 0.0, 0.0), None, zeros, zeros[0]), y
-    if case == "places":
-        places = [Place(slice(2), zeros[:, 0], 1.0), Place(slice(2, 4), zeros[:, 0], 3.0)]
-        terms = replace(terms, places=places)
     if case == "skip":  # the skip explains a latent too
         z[:, 11] = x[:, 0] + 0.01 * z[:, 11]
         terms, targets = with_skip(terms, x, y), torch.cat([y, x], 1)
@@ -294,20 +290,6 @@ def test_rare_latents_are_not_replaceable():
     terms = terms_of((1e-3, 0.0, 0.0, 0.0), None, zeros, zeros[0])
     state = solve(system_of("sums", z, y), terms, most_replaceable=latents)
     assert not state.replaceable.any()
-
-
-def test_of_several_places_a_raised_ridge_is_told():
-    z, y, _, W_t, b_t = problem(40, F, E)
-    z[:, 1] = z[:, 0]
-    terms = replace(
-        terms_of((0.0, 0.0, 0.0, 0.0), None, W_t, b_t),
-        places=[
-            Place(slice(2), torch.zeros(F).double()),
-            Place(slice(2, E), -torch.ones(F).double()),
-        ],
-    )
-    state = solve(system_of("sums", z, y), terms)
-    assert state.raised and state.ridge >= 0.1
 
 
 @both

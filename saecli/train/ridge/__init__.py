@@ -35,11 +35,11 @@ prediction; see `solve.py`.
 | `StreamedCodes` | means, sum z y', sparse codes | `Iterative`: conjugate gradients, no F x F matrix |
 """
 
-from .choice import by_place, choose_alpha
+from .choice import choose_alpha
 from .iterative import TOLERANCE, StreamedCodes
 from .solve import DecoderState, plan, solve
 from .sums import HeldRows, Sums
-from .system import AllReduce, Factorisation, Place, SkipSums, System, Terms
+from .system import AllReduce, Factorisation, SkipSums, System, Terms
 
 __all__ = [
     "TOLERANCE",
@@ -47,13 +47,11 @@ __all__ = [
     "DecoderState",
     "Factorisation",
     "HeldRows",
-    "Place",
     "SkipSums",
     "StreamedCodes",
     "Sums",
     "System",
     "Terms",
-    "by_place",
     "choose_alpha",
     "plan",
     "solve",

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ...base.devices import moved
 from .solve import best_multiple
-from .system import Factorisation, Place, System, Terms
+from .system import Factorisation, System, Terms
 
 LEAST_SLACK = 1e-12  # least 1 - h_i: with less, only the row itself determines its fit
 LEAST, MOST = -7, 3  # range of alpha, log10 over A's mean diagonal
@@ -157,18 +157,6 @@ def choose_alpha(
     return kept or factorised(here.decades)
 
 
-def by_place(system: System, terms: Terms, z: Tensor, y: Tensor) -> Terms:
-    """The best alpha for each place alone, searched for from `terms.alpha`."""
-
-    def best(place: Place) -> float:
-        alone = replace(terms, columns=place.columns, decay=place.decay, places=())
-        return choose_alpha(system, alone, z, y, terms.alpha).alpha
-
-    return replace(
-        terms, places=[replace(place, ratio=best(place) / terms.alpha) for place in terms.places]
-    )
-
-
 @dataclass(frozen=True)
 class Press:
     """The inputs of PRESS that do not depend on alpha."""
@@ -185,20 +173,18 @@ class Press:
 
     @classmethod
     def of(cls, system: System, terms: Terms, z: Tensor, y: Tensor) -> Self:
-        rows, y_bar, targets = system.rows, system.y_bar, terms.targets
+        rows, y_bar, targets = system.rows, system.y_bar, slice(0, terms.d_out)
         y = y[:, targets]
         most = LEAST_ROWS if system.prefixes else MOST_ROWS
         index, weight = sample_rows(
             y, y_bar[targets], int(min(max(LEAST_ROWS, rows // FRACTION), most))
         )
         centre = terms.centre(rows, y_bar)
-        right = system.cross(centre)[:, targets].add_(
-            terms.W_t[:, targets].double(), alpha=terms.mu
-        )
+        right = system.cross(centre)[:, targets].add_(terms.W_t.double(), alpha=terms.mu)
         mixed: tuple[Tensor, ...] = ()
         if terms.direction is not None:
             signs = _mixing(right.shape[1]).to(right)
-            mixed = terms.direction[:, targets].double() @ signs, right @ signs
+            mixed = terms.direction.double() @ signs, right @ signs
         return cls(
             system,
             terms,
@@ -213,16 +199,14 @@ class Press:
 
     def model(self, factorisation: Factorisation, decades: float) -> Model:
         """Only products of `W = M (right + c alpha T0)` with u and psi are needed, by `psi' M = u'`."""
-        terms, targets, alpha = self.terms, self.terms.targets, factorisation.alpha
+        terms, targets, alpha = self.terms, slice(0, self.terms.d_out), factorisation.alpha
         psi = self.system.centred(self.z, terms.shrink(self.system.rows))
         rows, prefixes, _ = psi.shape
         psi = psi.flatten(0, 1)
         own = None if self.index is None else factorisation.own(self.index)
         if own is not None:
             u, slack = own.u(), own.slack[:, None, None]
-            residual = own.residual(self.centre)[:, targets] - terms.mu * (
-                u.T @ terms.W_t[:, targets].double()
-            )
+            residual = own.residual(self.centre)[:, targets] - terms.mu * (u.T @ terms.W_t.double())
         else:
             u = factorisation.solve(psi.T)
             bias = 1 / (self.system.rows + terms.beta + terms.nu)
@@ -232,7 +216,7 @@ class Press:
         v = factorisation.solve(u)
         falling = v.T @ self.right  # its derivative
         if terms.direction is not None:
-            T0 = terms.direction[:, targets].double()
+            T0 = terms.direction.double()
             along, untargeted = factorisation.solve(torch.cat(self.mixed, 1)).chunk(2, 1)
             c, slope = best_multiple(self.mixed[0], untargeted, along, alpha)
             towards = u.T @ T0

@@ -15,7 +15,7 @@ N rows, n sampled; F = d_sae, D skipped dimensions, E targets proper. All float6
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -93,7 +93,6 @@ class DecoderState:
     dof: float  # effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for
     skip: Tensor | None = None  # (D, E)
     replaceable: Tensor | None = None  # 1 for latents that others can replace, else 0, (F,)
-    ratios: tuple[float, ...] = (1.0,)  # each place's alpha over `alpha`
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
         """(F, E), given T0."""
@@ -124,26 +123,14 @@ def solve(
     bias, c, skip, eliminated = terms.bare_bias(rows, y_bar)[:E], 0.0, None, None
     dof = math.nan if z is None else effective_dof(factorisation, terms, z)
     relative_alpha = factorisation.relative_alpha
-    if terms.places:
-        del factorisation  # its memory: each place has its own
-        solution = _by_place(system, terms, alpha, most_replaceable > 0)
-    else:
-        solution = _solved(factorisation, terms, most_replaceable > 0)
+    solution = _solved(factorisation, terms, most_replaceable > 0)
     W, along = solution.W[:, :E], solution.along
     if terms.skip is not None:
         A_xx, A_xy = terms.skip.blocks(rows, y_bar[E:], centre)
         eliminated = _Elimination.of(solution.W[:, E:], system.cross(centre)[:, E:], A_xx)
     if along is not None and terms.direction is not None:
         free = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
-        parts = [terms.direction.double(), *free]
-        if (
-            terms.places
-        ):  # times the root of each place's ratio the best multiple is that of all places
-            parts = [
-                torch.cat([place.ratio**0.5 * part[:, place.columns] for place in terms.places], 1)
-                for part in parts
-            ]
-        c, _ = best_multiple(parts[0], parts[1], parts[2], alpha)
+        c, _ = best_multiple(terms.direction.double(), *free, alpha)
         W.add_(along, alpha=c * alpha)
     if eliminated is not None:
         skip = eliminated.skip(W, A_xy)
@@ -169,7 +156,6 @@ def solve(
         dof,
         skip,
         replaceable,
-        tuple(place.ratio for place in terms.places) or (1.0,),
     )
 
 
@@ -180,9 +166,7 @@ class _Solution(NamedTuple):
     residual: float
     ridge: float
     raised: bool
-    inverse: (
-        Inverse | None
-    )  # M; of several places the first's, since they differ by their ridges only
+    inverse: Inverse | None  # M
 
 
 def _solved(factorisation: Factorisation, terms: Terms, inverts: bool) -> _Solution:
@@ -201,29 +185,6 @@ def _solved(factorisation: Factorisation, terms: Terms, inverts: bool) -> _Solut
         factorisation.ridge,
         factorisation.raised,
         factorisation.inverse() if inverts else None,
-    )
-
-
-def _by_place(system: System, terms: Terms, alpha: float, inverts: bool) -> _Solution:
-    """Each place's columns with its own decay and alpha, by whose ratio `M T0` is multiplied."""
-    parts: list[_Solution] = []
-    for place in terms.places:
-        own = system.factorise(replace(terms, alpha=place.ratio * alpha, decay=place.decay))
-        solution = _solved(own, terms, inverts and not parts)
-        del own  # the memory of its factor
-        towards = solution.along
-        if towards is not None:
-            towards = place.ratio * towards[:, place.columns]
-        parts.append(solution._replace(W=solution.W[:, place.columns], along=towards))
-    alongs = [part.along for part in parts if part.along is not None]
-    return _Solution(
-        torch.cat([part.W for part in parts], 1),
-        torch.cat(alongs, 1) if alongs else None,
-        max(part.condition for part in parts),
-        max(part.residual for part in parts),
-        max((part.ridge for part in parts if part.raised), default=parts[0].ridge),
-        any(part.raised for part in parts),
-        parts[0].inverse,
     )
 
 

@@ -7,7 +7,7 @@ the package's docstring; `shrink` is s.
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -56,15 +56,6 @@ class SkipSums:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A hook point's columns of the targets, with their decays, (F,), and their alpha over `Terms.alpha`."""
-
-    columns: slice
-    decay: Tensor
-    ratio: float = 1.0
-
-
-@dataclass(frozen=True)
 class Terms:
     """Weights of the quadratic terms, relative to a sum over all rows, and their targets."""
 
@@ -78,16 +69,10 @@ class Terms:
     decay: Tensor  # (F,)
     joint: bool = True  # b optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W
     skip: SkipSums | None = None  # its D dimensions are the system's last targets
-    places: Sequence[Place] = ()  # all of the targets, if they differ in decay or alpha
-    columns: slice | None = None  # targets for which an alpha is chosen; None for all
 
     @property
     def d_out(self) -> int:
         return self.skip.d_out if self.skip else len(self.b_t)
-
-    @property
-    def targets(self) -> slice:
-        return self.columns or slice(0, self.d_out)
 
     def rows_fraction(self, rows: float) -> float:
         return rows / (rows + self.beta + self.nu)
