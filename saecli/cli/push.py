@@ -62,8 +62,9 @@ def command(
 ) -> None:
     """Upload a run to the Hugging Face hub, with a model card.
 
-    The SAE is measured as by `sae eval` on its held-out rows, and the card has the table. One commit replaces the
-    folder, and the card's own part. The token is that of `hf auth login` or HF_TOKEN, and is not stored.
+    The SAE is measured as by `sae eval` on its held-out rows, and a card in its folder has the figures; a repository
+    without a card gets it too. One commit replaces the folder. The token is that of `hf auth login` or HF_TOKEN, and is
+    not stored.
 
     Example: sae push first someone/my-saes --private
     """

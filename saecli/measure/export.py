@@ -19,7 +19,7 @@ from ..sae import formats
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
 from ..sae.formats.hooks import unsettled
-from ..sae.hub import Address, upload, writable
+from ..sae.hub import Address, demand_writable, upload
 from ..sae.library import SAELike, hook_points, open_sae
 from ..sae.metrics import Reconstruction
 from ..store.joined import in_words
@@ -29,10 +29,6 @@ from .measured import Measured, RowsLike, measured, with_rows
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
-CLIPPING = (
-    "the topk of {to} applies a ReLU to the k largest pre-activations, and topk here keeps their "
-    "signs"
-)  # why `stand_in` stands in
 LOCAL = ("data", "data_hash", "beside", "target")  # of an origin: names in the home
 MEASURES = (
     "rows",
@@ -44,12 +40,34 @@ MEASURES = (
     "ce_recovered",
     "kl",
 )
-START, END = "<!-- sae push: the table keeps a line for each SAE -->", "<!-- end of sae push -->"
 LIBRARIES = {  # by format: how the library loads the SAE from the hub
     "saelens": 'sae_lens.SAE.from_pretrained("{0.repo}", "{0.folder}")',
     "sparsify": 'sparsify.SparseCoder.load_from_hub("{0.repo}", hookpoint="{0.folder}")',
     "circuit-tracer": 'circuit_tracer.utils.hf_utils.load_transcoder_from_hub("{0.repo}/{0.folder}")  # all layers',
 }
+CARD = """---
+{metadata}
+---
+
+# {address}
+
+A sparse autoencoder, measured by `sae eval` on held-out rows.
+
+| | |
+|---|---|
+{table}
+
+fvu: `E||x_hat - x||^2 / (E||x||^2 - ||E x||^2)`; ce_recovered: `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`;
+kl: nats per token.
+{remark}
+```
+sae eval {address} {stores}
+saecli.load_sae("{address}")
+{library}
+```
+
+Each folder of this repository with an SAE has a card.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,72 +80,84 @@ class Conversion:
 
     @property
     def remark(self) -> str | None:
-        if (found := self.deviation) is None:
+        """How the stand-in differs, if one is written."""
+        if self.deviation is None:
             return None
+        rows, data = self.deviation["rows"], self.deviation["data"]
         change = (
-            f"{CLIPPING.format(to=self.format)}: wrote {self.written.sae.activation.name}, which {self.format} "
-            "calls topk"
+            f"{_clipping(self.format)}: wrote {self.written.sae.activation.name}, which "
+            f"{self.format} calls topk"
         )
-        if not found["rows_that_differ"]:
-            return f"{change}; both give the same codes on all {found['rows']:,} held-out rows of {found['data']}"
+        if not self.deviation["rows_that_differ"]:
+            return f"{change}; both give the same codes on all {rows:,} held-out rows of {data}"
         return (
-            f"{change}; {found['rows_that_differ'] / found['rows']:.2%} of the {found['rows']:,} held-out rows of "
-            f"{found['data']} have negative codes, which become 0: predictions change by up to "
-            f"{found['max_difference']:.3g}, and fvu goes from {found['fvu']:.4g} to {found['fvu_written']:.4g}"
+            f"{change}; {self.deviation['rows_that_differ'] / rows:.2%} of the {rows:,} held-out rows "
+            f"of {data} have negative codes, which become 0: predictions change by up to "
+            f"{self.deviation['max_difference']:.3g}, and fvu goes from {self.deviation['fvu']:.4g} to "
+            f"{self.deviation['fvu_written']:.4g}"
         )
+
+
+def _clipping(to: str) -> str:
+    """Why `stand_in` stands in."""
+    return (
+        f"the topk of {to} applies a ReLU to the k largest pre-activations, and topk here keeps "
+        "their signs"
+    )
 
 
 def converted(
     saved: SavedSAE, to: str, held_out: Callable[[], Measured], listener: Listener
 ) -> Conversion:
     """Convert an SAE to a format; if that takes a stand-in, measure the difference on rows that `held_out` opens."""
-    lacking, instead = FORMATS[to].lacks(saved), stand_in(saved)
+    lacking = FORMATS[to].lacks(saved)
     if lacking is None:
         return Conversion(to, saved)
-    if instead is None or not can_be_written(saved, to):
+    substitute = stand_in(saved)
+    if substitute is None or not can_be_written(saved, to):
         others = [name for name in FORMATS if name != "native" and can_be_written(saved, name)]
         advice = (
-            f"use {' or '.join(others)}"
-            if others
-            else "no library here can: hand on the run folder, whose "
-            "sae.safetensors this tool reads"
+            "no library here can: hand on the run folder, whose sae.safetensors this tool reads"
         )
+        if others:
+            advice = f"use {' or '.join(others)}"
         raise FormatError(f"{to} cannot express {lacking}; {advice}")
     try:
-        one = held_out()
+        measured = held_out()
     except StoreError as error:
         raise ConfigError(
-            f"{CLIPPING.format(to=to)}; writing {instead.sae.activation.name} instead needs rows to "
-            f"measure the difference on, but {error}"
+            f"{_clipping(to)}; writing {substitute.sae.activation.name} instead needs rows to measure "
+            f"the difference on, but {error}"
         ) from error
-    return Conversion(to, instead, _deviation(one, instead.sae, listener))
+    return Conversion(to, substitute, _deviation(measured, substitute.sae, listener))
 
 
 def can_be_written(saved: SavedSAE, to: str) -> bool:
-    return any(one is not None and not FORMATS[to].lacks(one) for one in (saved, stand_in(saved)))
+    candidates = [saved, stand_in(saved)]
+    return any(sae is not None and not FORMATS[to].lacks(sae) for sae in candidates)
 
 
 @torch.no_grad()
-def _deviation(one: Measured, instead: SAE, listener: Listener) -> dict[str, Any]:
+def _deviation(measured: Measured, substitute: SAE, listener: Listener) -> dict[str, Any]:
     """The differences between an SAE and its stand-in on the held-out rows."""
-    sae, instead = one.sae, instead.copy_to(one.sae.W_enc.device)
-    exact, changed = (Reconstruction(sae.d_out, sae.d_sae) for _ in range(2))
-    differ, largest = 0, 0.0
-    for rows in one.batches(listener):
+    sae, substitute = measured.sae, substitute.copy_to(measured.sae.W_enc.device)
+    exact = Reconstruction(sae.d_out, sae.d_sae)
+    changed = Reconstruction(sae.d_out, sae.d_sae)
+    differing_rows = 0
+    largest = 0.0
+    for rows in measured.batches(listener):
         batch = Batch.of(rows, sae.d_in)
-        z, other = sae.codes(batch.x), instead.codes(batch.x)
-        y_hat, other_hat = (
-            sae.predicted(batch.x, z)[:, -1],
-            instead.predicted(batch.x, other)[:, -1],
-        )
-        exact.update(batch.y, y_hat, z)
-        changed.update(batch.y, other_hat, other)
-        differ += int((z.dense() != other.dense()).any(1).sum())
-        largest = max(largest, float((y_hat - other_hat).abs().max()))
+        codes, changed_codes = sae.codes(batch.x), substitute.codes(batch.x)
+        y_hat = sae.predicted(batch.x, codes)[:, -1]
+        changed_y_hat = substitute.predicted(batch.x, changed_codes)[:, -1]
+        exact.update(batch.y, y_hat, codes)
+        changed.update(batch.y, changed_y_hat, changed_codes)
+        differing_rows += int((codes.dense() != changed_codes.dense()).any(1).sum())
+        largest = max(largest, float((y_hat - changed_y_hat).abs().max()))
     return {
-        "data": one.heading["data"],
-        "rows": one.rows.rows,
-        "rows_that_differ": differ,
+        "data": measured.heading["data"],
+        "rows": measured.rows.rows,
+        "rows_that_differ": differing_rows,
         "max_difference": largest,
         "fvu": exact.result()["fvu"],
         "fvu_written": changed.result()["fvu"],
@@ -159,54 +189,47 @@ def export(
     Returns:
         The document that `sae export --json` prints; its `deviation` is the difference measured, None without one.
     """
-    if (to := formats.named(to)) not in WRITABLE:
+    to = formats.named(to)
+    if to not in WRITABLE:
         raise unknown_choice("to", to, WRITABLE)
     home, listener, out = Home.at(home), listening(progress), Path(out)
-    subject, saved = open_sae(home, sae, listener)
-    found = converted(
-        saved,
-        to,
-        lambda: with_rows(home, (subject, saved), data, "test", "auto", listener, target),
-        listener,
-    )
-    if found.deviation is None:
-        for option, given in (("data", data), ("target", target)):
-            if given is not None:
-                raise ConfigError(
-                    f"--{option} does nothing here: {to} expresses {saved.sae.activation.name} exactly; "
-                    "leave it out"
-                )
-    written = unsettled(found.written) if to == "saelens" else found.written
+    opened = open_sae(home, sae, listener)
+    subject, saved = opened
+
+    def held_out() -> Measured:
+        return with_rows(home, opened, data, "test", "auto", listener, target)
+
+    conversion = converted(saved, to, held_out, listener)
+    written = unsettled(conversion.written) if to == "saelens" else conversion.written
     formats.save(written, to, out)
-    for remark in (*written.remarks, *_without_hook_points(written, to)):
+    for remark in (*written.remarks, *_hook_points_left_out(written, to)):
         listener.note(f"{subject.name} {remark}")
-    if found.remark is not None:
-        advice = (
-            f"; train with --act {found.written.sae.activation.name} to have the same SAE in both"
-        )
-        listener.note(
-            found.remark
-            + (advice if found.deviation and found.deviation["rows_that_differ"] else "")
-        )
+    if conversion.remark is not None:
+        listener.note(conversion.remark)
     return {
         "run": subject.name,
         "format": to,
         "path": str(out),
         "activation": saved.sae.activation.name,
-        "written_as": found.written.sae.activation.name,
-        "deviation": found.deviation,
-        "files": sorted(path.name for path in out.iterdir()),
+        "written_as": conversion.written.sae.activation.name,
+        "deviation": conversion.deviation,
+        "files": _file_names(out),
     }
 
 
-def _without_hook_points(saved: SavedSAE, to: str) -> tuple[str, ...]:
+def _file_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _hook_points_left_out(saved: SavedSAE, to: str) -> list[str]:
+    """A remark on a crosscoder, whose hook points other formats cannot name."""
     if not saved.sae.widths or to == "native":
-        return ()
+        return []
     points, _ = hook_points(saved.origin)
-    return (
+    return [
         f"reads {len(saved.sae.widths)} hook points side by side, which {to} cannot name: the file names "
-        f"none; give it rows of {' + '.join(points) or 'all'}, in this order",
-    )
+        f"none; give it rows of {' + '.join(points) or 'all'}, in this order"
+    ]
 
 
 def push(
@@ -227,146 +250,127 @@ def push(
     """Push an SAE to the Hugging Face hub, with the token of `hf auth login` or HF_TOKEN; CLI equivalent: `sae push`.
 
     It is measured on held-out rows of a store, with the other arguments as in `evaluate`; returns the document that
-    `sae push --json` prints.
+    `sae push --json` prints. Its folder gets a model card, and so does a repository that has none.
 
     Args:
         repo: `user/repo`, created if missing, or `user/repo/folder`; the default folder has the run's name.
         private: create the repository as private; an existing public one is refused.
         format: auto: saelens if it gives the same codes on all held-out rows, else native.
     """
-    form, listener, home = formats.named(format), listening(progress), Home.at(home)
-    if form not in ("auto", *WRITABLE):
-        raise ConfigError(f"--format must be one of {', '.join(('auto', *WRITABLE))}, got {form!r}")
+    choices = ("auto", *WRITABLE)
+    if formats.named(format) not in choices:
+        raise unknown_choice("format", format, choices)
     check_tokens_of_model(tokens, model)
     models = at_revisions(model, model_revision)
-    name = "sae" if sae is None or isinstance(sae, SAE) else Path(sae).resolve().name
-    address = Address.parse(repo)
-    if (
-        address is None
-        or address.revision is not None
-        or Address.parse(f"{address.repo}/{name}") is None
-    ):
-        raise ConfigError(
-            f"cannot push to {repo!r}: expected USER/REPO or USER/REPO/FOLDER, without a revision, such "
-            "as someone/my-saes"
-        )
-    address = address if address.folder else address.at(name)
-    one = measured(home, sae, data, "test", device, listener, target)
-    present = writable(address, private)
-    found = _conversion(one, form, listener)
-    (measures,) = evaluated([replace(one, saved=found.written)], models, tokens, listener)
-    card = _card(present, address, found, one, measures)
-    if card is None:
-        listener.note(
-            f"README.md of {address.repo} was not written by `sae push` and is left as it is"
-        )
-    for remark in _without_hook_points(found.written, found.format):
-        listener.note(f"{one.subject.name} {remark}")
+    address = _folder_address(repo, sae)
+    listener = listening(progress)
+    measured_sae = measured(Home.at(home), sae, data, "test", device, listener, target)
+    demand_writable(address, private)
+    conversion = _conversion(measured_sae, formats.named(format), listener)
+    name = measured_sae.subject.name
+    written = replace(measured_sae, saved=conversion.written)
+    (measures,) = evaluated([written], models, tokens, listener)
+    for remark in _hook_points_left_out(conversion.written, conversion.format):
+        listener.note(f"{name} {remark}")
+    if conversion.remark is not None:
+        listener.note(conversion.remark)
+    card = _card(address, conversion, measured_sae, measures)
     with TemporaryDirectory() as scratch:
-        formats.save(found.written, found.format, Path(scratch, address.folder))
-        files = sorted(path.name for path in Path(scratch, address.folder).iterdir())
-        if card is not None:
-            card.save(Path(scratch, "README.md"))
+        folder = Path(scratch, address.folder)
+        formats.save(conversion.written, conversion.format, folder)
+        files = _file_names(folder)
+        card.save(folder / "README.md")
+        card.save(Path(scratch, "README.md"))
         url = upload(Path(scratch), address, private)
-    if found.remark is not None:
-        listener.note(found.remark)
     return {
-        "run": one.subject.name,
+        "run": name,
         "repo": address.repo,
         "folder": address.folder,
-        "format": found.format,
-        "written_as": found.written.sae.activation.name,
-        "deviation": found.deviation,
+        "format": conversion.format,
+        "written_as": conversion.written.sae.activation.name,
+        "deviation": conversion.deviation,
         "files": files,
-        "card": card is not None,
+        "card": f"{address.folder}/README.md",
         "url": url,
         "measures": measures,
     }
 
 
-def _conversion(one: Measured, form: str, listener: Listener) -> Conversion:
-    # Without what is local: paths of a model, names of stores.
-    origin = {
-        name: Path(value).name if name == "model" and Path(value).is_absolute() else value
-        for name, value in one.saved.origin.items()
-        if name not in LOCAL
-    }
-    saved = replace(one.saved, origin=origin)
-    if form != "auto":
-        return converted(saved, form, lambda: one, listener)
-    why = f"saelens has no {'transcoder with ' if saved.is_transcoder else ''}{saved.sae.activation.name}"
-    if can_be_written(saved, "saelens"):
-        found = converted(saved, "saelens", lambda: one, listener)
-        if (change := found.deviation) is None or not change["rows_that_differ"]:
-            return found
-        why = (
-            f"with saelens' {found.written.sae.activation.name} {change['rows_that_differ']:,} of "
-            f"{change['rows']:,} held-out rows differ; --format saelens writes it all the same"
+def _folder_address(repo: str, sae: SAELike) -> Address:
+    """The folder in a repository that an SAE is pushed to."""
+    name = "sae"
+    if sae is not None and not isinstance(sae, SAE):
+        name = Path(sae).resolve().name
+    address = Address.parse(repo)
+    if address is not None and not address.folder:
+        address = Address.parse(f"{repo.rstrip('/')}/{name}")
+    if address is None or address.revision is not None:
+        raise ConfigError(
+            f"cannot push to {repo!r}: expected USER/REPO or USER/REPO/FOLDER, without a revision, such "
+            "as someone/my-saes"
         )
-    listener.note(f"{one.subject.name} is written as native: {why}")
-    return converted(saved, "native", lambda: one, listener)
+    return address
+
+
+def _conversion(measured: Measured, to: str, listener: Listener) -> Conversion:
+    """The SAE in a format; for `auto` in saelens if its codes are the same there, else native."""
+    # Without what is local: paths of a model, names of stores.
+    origin = {name: value for name, value in measured.saved.origin.items() if name not in LOCAL}
+    model = origin.get("model")
+    if model is not None and Path(model).is_absolute():
+        origin["model"] = Path(model).name
+    saved = replace(measured.saved, origin=origin)
+    if to != "auto":
+        return converted(saved, to, lambda: measured, listener)
+    kind = "transcoder with " if saved.is_transcoder else ""
+    reason = f"saelens has no {kind}{saved.sae.activation.name}"
+    if can_be_written(saved, "saelens"):
+        conversion = converted(saved, "saelens", lambda: measured, listener)
+        deviation = conversion.deviation
+        if deviation is None or not deviation["rows_that_differ"]:
+            return conversion
+        reason = (
+            f"with saelens' {conversion.written.sae.activation.name} {deviation['rows_that_differ']:,} "
+            f"of {deviation['rows']:,} held-out rows differ; --format saelens writes it all the same"
+        )
+    listener.note(f"{measured.subject.name} is written as native: {reason}")
+    return converted(saved, "native", lambda: measured, listener)
 
 
 def _card(
-    present: "ModelCard | None",
-    address: Address,
-    found: Conversion,
-    one: Measured,
-    measures: dict[str, Any],
-) -> "ModelCard | None":
-    """The repository's card with a line for the SAE; None if `sae push` did not write the present one."""
+    address: Address, conversion: Conversion, measured: Measured, measures: dict[str, Any]
+) -> "ModelCard":
+    """The figures of an SAE, and how to load it."""
     from huggingface_hub import ModelCard, ModelCardData  # takes long to import
 
-    sae, origin, source = found.written.sae, found.written.origin, one.store.meta.source
-    if present is None:
-        model = one.saved.origin.get("model", "")
-        data = ModelCardData(
-            library_name=found.format if found.format in LIBRARIES else "saecli",
-            base_model=None if Path(model).is_absolute() or model in ("", *BUNDLED) else model,
-            datasets=[source["dataset"]]
-            if one.subject.data and "dataset_revision" in source
-            else None,
-            tags=["sparse-autoencoder", "mechanistic-interpretability", "saecli"],
-        )
-        present = ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {address.repo}\n\n{START}{END}\n")
-    before, start, rest = present.text.partition(START)
-    inside, end, after = rest.partition(END)
-    if not end:
-        return None
-    points, target = hook_points(origin)
-    at = in_words(points, target) if points else None
-    row = {
-        "SAE": f"`{address.folder}`",
-        "activations": ", ".join(filter(None, [origin.get("model"), at])) or one.store.name,
-        "activation": f"{sae.activation.name} {sae.k or ''}".strip(),
-        "d_in": number(sae.d_in),
-        "d_sae": number(sae.d_sae),
-        **{name: number(measures.get(name)) for name in MEASURES},
-        "remark": found.remark or "",
-    }
-    lines = {line.split(" | ")[0]: line for line in inside.splitlines() if line.startswith("| `")}
-    lines[f"| {row['SAE']}"] = f"| {' | '.join(row.values())} |"
-    stores = "--data STORE --target STORE" if one.saved.is_transcoder else "--data STORE"
-    present.text = (
-        before
-        + "\n".join(
-            [
-                start,
-                "Sparse autoencoders, measured by `sae eval` on held-out rows. fvu: `E||x_hat - x||^2 / (E||x||^2 - "
-                "||E x||^2)`; ce_recovered: `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`; kl: nats per token.",
-                "",
-                f"| {' | '.join(row)} |",
-                "|---" * len(row) + "|",
-                *sorted(lines.values()),
-                "",
-                "```",
-                f"sae eval {address} {stores}",
-                f'saecli.load_sae("{address}")',
-                *(code.format(address) for form, code in LIBRARIES.items() if form == found.format),
-                "```",
-                end,
-            ]
-        )
-        + after
+    source = measured.store.meta.source
+    model = measured.saved.origin.get("model", "")
+    library = LIBRARIES.get(conversion.format)
+    metadata = ModelCardData(
+        library_name="saecli" if library is None else conversion.format,
+        base_model=None if Path(model).is_absolute() or model in ("", *BUNDLED) else model,
+        datasets=[source["dataset"]] if "dataset_revision" in source else None,
+        tags=["sparse-autoencoder", "mechanistic-interpretability", "saecli"],
     )
-    return present
+    figures = _settings(conversion.written, measured.store.name)
+    figures |= {name: number(measures.get(name)) for name in MEASURES}
+    text = CARD.format(
+        metadata=metadata.to_yaml(),
+        address=address,
+        table="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
+        remark="" if conversion.remark is None else f"\n{conversion.remark}.\n",
+        stores="--data STORE --target STORE" if measured.saved.is_transcoder else "--data STORE",
+        library="" if library is None else library.format(address),
+    )
+    return ModelCard(text)
+
+
+def _settings(saved: SavedSAE, store: str) -> dict[str, str]:
+    points, target = hook_points(saved.origin)
+    places = [saved.origin.get("model"), in_words(points, target) if points else None]
+    return {
+        "activations": ", ".join(place for place in places if place) or store,
+        "activation": f"{saved.sae.activation.name} {saved.sae.k or ''}".strip(),
+        "d_in": number(saved.sae.d_in),
+        "d_sae": number(saved.sae.d_sae),
+    }

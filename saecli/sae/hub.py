@@ -11,14 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ..base.errors import ConfigError, FormatError, HubError, SaeError, did_you_mean, one_line
 from ..base.machine import LOG_IN, why_refused, why_unreachable
 from .formats import FORMATS, Format, format_of, known_files
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
 
 _PART = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..
 _INNER = _PART.replace("[", "[:+")  # of a folder or file in a repository
@@ -207,9 +204,9 @@ def _choose(
     )
 
 
-def writable(address: Address, private: bool) -> "ModelCard | None":
-    """The card, if any, of a repository that the user may write to or create; HubError or ConfigError if not."""
-    from huggingface_hub import HfApi, ModelCard
+def demand_writable(address: Address, private: bool) -> None:
+    """HubError or ConfigError for a repository that the user may not write to or create."""
+    from huggingface_hub import HfApi
 
     api = HfApi()
     demand_answer(address)
@@ -223,28 +220,32 @@ def writable(address: Address, private: bool) -> "ModelCard | None":
                 f"{address.repo} exists and is public; leave --private out, push to another, or make it "
                 "private in its settings on the hub"
             )
-        return ModelCard.load(address.repo) if api.file_exists(address.repo, "README.md") else None
 
 
 def upload(folder: Path, address: Address, private: bool) -> str:
-    """Upload a local folder to the root of a repository, created if missing; returns the commit's URL. The same commit
-    removes files of other formats at the address: a reader might take those."""
+    """Upload a local folder to the root of a repository, created if missing; returns the commit's URL.
+
+    A README.md at the root stays if the repository has one. The same commit removes files of other formats at the
+    address: a reader might take those.
+    """
     from huggingface_hub import HfApi
 
-    own = format_of(path.name for path in (folder / address.folder).iterdir())
+    written_format = format_of(path.name for path in (folder / address.folder).iterdir())
     others = [
-        f"{glob.escape(address.folder)}/{one}"
+        f"{glob.escape(address.folder)}/{name}"
         for form in FORMATS.values()
-        if own is None or form.files[-1] not in FORMATS[own].files
+        if written_format is None or form.files[-1] not in FORMATS[written_format].files
         for pattern in form.files
-        for one in pattern.split("|")
+        for name in pattern.split("|")
     ]
     api = HfApi()
     with hub_errors(address):
         api.create_repo(address.repo, private=private or None, exist_ok=True)
+        has_card = api.file_exists(address.repo, "README.md")
         return api.upload_folder(
             repo_id=address.repo,
             folder_path=folder,
+            ignore_patterns=["README.md"] if has_card else None,
             delete_patterns=others,
             commit_message=f"Add {address.folder} with sae push",
         ).commit_url
