@@ -481,7 +481,7 @@ class Coupled(Dictionary):
             start.activation_parameters,
             **start.parts,
         )
-        self.c = c
+        self.c, self.untied = c, False
         self.register_parameter(
             "Delta", None if Delta is None else Parameter(Delta, requires_grad=False)
         )
@@ -498,6 +498,23 @@ class Coupled(Dictionary):
 
     @torch.no_grad()
     def untie(self) -> None:
-        """Make Delta the whole decoder, with c = 0."""
+        """Make Delta the whole decoder, with c = 0, also after each `set_decoder`."""
         assert self.Delta is not None  # tied weights, without a residual, are never untied
-        self.Delta.data, self.c = self.decoder().contiguous(), 0.0
+        self.Delta.data = self.decoder().contiguous()
+        self.c = 0.0
+        self.untied = True
+
+    @torch.no_grad()
+    def set_decoder(
+        self, c: float, Delta: Tensor, b_dec: Tensor, skip: Tensor | None = None
+    ) -> None:
+        """Take `W_dec = c W_enc' B + Delta`, (F, E), b_dec, (E,), and W_skip, (D, E), e.g. a decoder step's optimum."""
+        assert self.Delta is not None
+        if self.untied:
+            self.Delta.copy_(torch.add(Delta, self.direction(), alpha=c))
+        else:
+            self.c = c
+            self.Delta.data = Delta
+        self.b_dec.data = b_dec
+        if skip is not None and self.W_skip is not None:
+            self.W_skip.copy_(skip)

@@ -252,13 +252,7 @@ class PamSgdSolver(Solver):
         if state.raised:
             self.raised = max(self.raised, state.ridge)
         self.decoder, dictionary = state, self.dictionary
-        dictionary.b_dec.data = state.b
-        if state.skip is not None and dictionary.W_skip is not None:
-            dictionary.W_skip.copy_(state.skip)
-        if self.released:
-            self._residual.copy_(torch.add(state.Delta, dictionary.direction(), alpha=state.c))
-        else:
-            dictionary.c, self._residual.data = state.c, state.Delta
+        dictionary.set_decoder(state.c, state.Delta, state.b, state.skip)
         fired = observed.fired
         if state.replaceable is not None:
             fired &= state.replaceable == 0
