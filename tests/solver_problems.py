@@ -174,9 +174,7 @@ ACTS = [
     ("topk", {"k": 3}),
     ("abs-topk", {"k": 3}),
     ("batchtopk", {"k": 3}),
-    ("swish", {}),
     ("matching-pursuit", {"k": 3}),
-    ("soft-topk", {"k": 3, "d_sae": 16}),
 ]
 SOLVERS = [
     ("sgd", {}),

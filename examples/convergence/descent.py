@@ -12,15 +12,18 @@ gap_t = L_t - L_*, descent and the inequality give L_t - L_{t+1} ~ gap_t^(2 thet
 the one against the other, both logarithmic. L_* is what makes them straightest.
 """
 
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import combinations, pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from measured import Claim, arguments, rows_of, write_claims, write_series
 from torch import Tensor
 
-from saecli.sae.activations import Activation, SoftTopK, Swish
+from saecli.sae.activations import Activation, KeepsK, Parameters
+from saecli.sae.codes import Codes, DenseCodes
 from saecli.sae.dictionary import SAE, Batch
 from saecli.show.style import COLOURS, figure, legend_below, log_scale
 from saecli.train.ridge import Sums, Terms, solve
@@ -29,9 +32,37 @@ from saecli.train.start import initial_sae
 ROWS, LATENTS, OUTERS = 100, 16, 120
 ALPHA, BETA, GAMMA, MU = 5.0, 1.0, 5.0, 1.0
 TOLERANCE = 1e-9  # of L-BFGS: the largest entry of the gradient, and the change of loss and weights
-ACTIVATIONS: dict[str, Activation] = {"swish": Swish(), "soft-topk": SoftTopK(k=3, temperature=0.5)}
+TEMPERATURE = 0.5  # of soft-topk, in units of the codes
 TAIL = 0.5  # share of the iterations, the last, from which the exponent is estimated
 ROUNDING = 1e-11  # of the objective: differences below are float64's
+
+
+@dataclass(frozen=True)
+class Swish(Activation):
+    """`z = pre * sigmoid(pre)`."""
+
+    name: ClassVar[str] = "swish"
+    opposites: ClassVar[bool] = True
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        return DenseCodes(pre * pre.sigmoid())
+
+
+@dataclass(frozen=True)
+class SoftTopK(KeepsK):
+    """The paper's smooth TopK: `z_i = pre_i * P(i in S)`, S a set of k latents, with `P(S) ~ exp(sum_{j in S} pre_j /
+    TEMPERATURE)`, by enumeration."""
+
+    name: ClassVar[str] = "soft-topk"
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        latents = range(pre.shape[1])
+        chosen = torch.tensor(list(combinations(latents, self.k)))
+        subsets = pre.new_zeros(len(chosen), pre.shape[1]).scatter_(1, chosen, 1.0)
+        return DenseCodes(pre * ((pre @ subsets.T / TEMPERATURE).softmax(1) @ subsets))
+
+
+ACTIVATIONS: dict[str, Activation] = {"swish": Swish(), "soft-topk": SoftTopK(k=3)}
 
 
 def descended(

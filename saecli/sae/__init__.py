@@ -2,7 +2,7 @@
 
 codes.py        Codes: an activation's output, dense or sparse, and every product with it
 dictionary.py   Batch; the model: Dictionary, SAE, Coupled; its loss
-activations/    relu to soft-topk, with parameters, gradients and penalties
+activations/    relu to matching-pursuit, with parameters, gradients and penalties
 metrics.py      FVU, L0 and firing of latents, accumulated over batches
 formats/        files of SAEs, this tool's own and other libraries'
 hub.py          fetching from and uploading to the Hugging Face hub

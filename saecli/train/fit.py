@@ -91,8 +91,8 @@ def fit(
     Args:
         rows: a store or its name, from which the SAE is bit for bit that of `sae train`; rows of one
             (`store.split("all")`); or raw activations in memory, (N, D), all trained on.
-        act: relu, jumprelu, gated, topk, relu-topk, abs-topk, batchtopk, matching-pursuit, swish or soft-topk; None for
-            that of `init`, or relu.
+        act: relu, jumprelu, gated, topk, relu-topk, abs-topk, batchtopk or matching-pursuit; None for that of
+            `init`, or relu.
         target: with rows in memory, what is predicted from them, (N, E), for a transcoder; stores take `join`.
         init: an SAE to train on instead of random directions, or whatever `load_sae` takes; `d_sae`, `prefixes`, and
             with its activation `k` are inherited. Returned as it was if its loss did not fall on a tenth of a store's

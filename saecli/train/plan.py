@@ -296,9 +296,7 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
         for_fvu = "train FVU is not: lower --d-sae, or train on more rows"
     else:
         for_fvu = "lower --lr" + (" or --sparsity-weight" if penalised else "")
-    if not activation.exact_zeros:
-        for_l0 = f"hardly a code of --act {activation.name} is exactly zero: use another --act, such as topk"
-    elif isinstance(activation, KeepsK):
+    if isinstance(activation, KeepsK):
         for_l0 = "lower --k"
     else:
         for_l0 = "raise --sparsity-weight" if penalised else "use --sparsity l1"

@@ -119,7 +119,7 @@ CELLS |= {
     "world-twice": Cell("world", WORLD | {"d_sae": 2048}),
     **{
         f"world-{act}": Cell("world", WORLD | {"act": act})
-        for act in ("topk", "relu-topk", "abs-topk", "soft-topk")
+        for act in ("topk", "relu-topk", "abs-topk")
     },
     "code-6000": Cell("code-6000", TOPK),
     "reference": Cell("reference", TOPK),

@@ -12,10 +12,9 @@ from saecli.sae.activations import (
     AbsTopK,
     Activation,
     JumpRelu,
+    MatchingPursuit,
     Relu,
     ReluTopK,
-    SoftTopK,
-    Swish,
     TopK,
 )
 from saecli.sae.formats import load, recognise
@@ -137,11 +136,7 @@ ELSEWHERE, NOWHERE = "use saelens", "hand on the run folder"
         ("dictionary-learning", AbsTopK(k=4), ELSEWHERE),
         ("gemma-scope", ReluTopK(k=4), ELSEWHERE),
         ("gemma-scope", TopK(k=4), ELSEWHERE),
-        *(
-            (name, activation, NOWHERE)
-            for name in [*FORMATS, "gemma-scope"]
-            for activation in (Swish(), SoftTopK(k=4))
-        ),
+        *((name, MatchingPursuit(k=4), NOWHERE) for name in [*FORMATS, "gemma-scope"]),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

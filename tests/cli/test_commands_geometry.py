@@ -10,7 +10,7 @@ from encoders import walls
 from homes import CommandLine, D, F, make_run, make_store, random_sae, some_rows
 from threadpoolctl import threadpool_limits
 
-from saecli.sae.activations import AbsTopK, BatchTopK, Relu, Swish, TopK
+from saecli.sae.activations import AbsTopK, BatchTopK, MatchingPursuit, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import reconstruction
 from saecli.store.split import is_test
@@ -160,9 +160,9 @@ def test_several_runs_are_measured_as_each_alone(sae: CommandLine, tmp_path: Pat
         assert one == sae("geometry", one["run"], "--json").json
     out = sae("geometry", "early", "late").out
     assert out.index("early") < out.index("late")
-    make_run(sae.home, "smooth", random_sae(Swish()))
-    done = sae("geometry", "early", "smooth")
-    assert "the activation swish has no cells" in done.err
+    make_run(sae.home, "pursuit", random_sae(MatchingPursuit(3)))
+    done = sae("geometry", "early", "pursuit")
+    assert "the activation matching-pursuit has no cells" in done.err
     assert "early" not in done.out
 
 

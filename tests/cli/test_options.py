@@ -157,7 +157,7 @@ CHOICES = {
         "--batch-size",
         "64",
     ),
-    "proximal": ("--act", "swish", "--clip-norm", "2", "--batch-size", "1000"),
+    "proximal": ("--act", "relu", "--clip-norm", "2", "--batch-size", "1000"),
     "nested": ("--act", "topk", "--k", "3", "--prefixes", "auto"),
 }
 

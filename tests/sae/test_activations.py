@@ -1,4 +1,4 @@
-"""Activations against their formulas: thresholds, batchtopk, swish, and how their settings are kept and refused."""
+"""Activations against their formulas: thresholds, batchtopk, and how their settings are kept and refused."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,6 @@ from saecli.sae.activations import (
     JumpRelu,
     MatchingPursuit,
     Relu,
-    SoftTopK,
-    Swish,
     TopK,
     activation_from_json,
     activation_to_json,
@@ -147,7 +145,6 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
             None,
             "target_rate does nothing with sparsity l1; leave it out, or use sparsity kl",
         ),
-        (Swish(target_rate=0.1), None, "target_rate does nothing with sparsity none"),
         (
             JumpRelu(fixed_threshold=True),
             "target-l0",
@@ -184,10 +181,7 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
             "l0",
             "sparsity l0 trains thresholds, which fixed_threshold holds",
         ),
-        *(
-            (kind(k=33), None, "k must be at most d_sae, 32, got 33")
-            for kind in (TopK, BatchTopK, SoftTopK)
-        ),
+        *((kind(k=33), None, "k must be at most d_sae, 32, got 33") for kind in (TopK, BatchTopK)),
     ],
     ids=str,
 )
@@ -211,17 +205,13 @@ def test_defaults_of_the_penalty_fit_the_activation() -> None:
             Relu(),
             JumpRelu(),
             JumpRelu(fixed_threshold=True),
-            Swish(),
             BatchTopK(k=3),
-            SoftTopK(k=3),
         )
     }
     assert [one.sparsity for one in chosen.values()] == [
         "l1",
         "target-l0",
         "l1",
-        "none",
-        "none",
         "none",
     ]
     assert settled(TrainingConfig(sparsity="kl"), Relu(), 100, 64).sparsity_weight == pytest.approx(

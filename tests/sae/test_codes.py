@@ -186,12 +186,6 @@ def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:
         # Zero, with the straight-through gradient of the threshold.
         straight_through = -value / BANDWIDTH * near.detach() * (threshold - value)
         return pre * (pre > threshold) + straight_through
-    if activation.name == "swish":
-        return pre * pre.sigmoid()
-    if activation.name == "soft-topk":
-        return activation(
-            pre, {}
-        ).dense()  # against its definition in test_activations_soft_topk.py
     if activation.name == "relu":
         return pre.relu()
     if activation.name == "matching-pursuit":
@@ -264,8 +258,7 @@ def test_gradients_of_the_loss_equal_plain_autograd(number: int, kept: str, spar
     ours, theirs = torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
-    sparse = activation.name not in ("swish", "soft-topk") and kept == "few"
-    assert isinstance(found.codes, SparseCodes) == sparse
+    assert isinstance(found.codes, SparseCodes) == (kept == "few")
 
 
 @pytest.mark.parametrize("name", ["topk", "relu-topk", "abs-topk", "batchtopk", "matching-pursuit"])

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, constants
 from model_hub import READER, WRITER, ModelHub, files_of
 
 import saecli
-from saecli.sae.activations import Activation, JumpRelu, Relu, SoftTopK, TopK
+from saecli.sae.activations import Activation, JumpRelu, MatchingPursuit, Relu, TopK
 from saecli.sae.formats import SavedSAE, load, save, save_native
 from saecli.sae.hub import Address
 
@@ -85,7 +85,7 @@ def test_addresses(text: str, address: Address | None) -> None:
     ("activation", "form", "files"),
     [
         (Relu(), "auto", ["cfg.json", "sae_weights.safetensors"]),
-        (SoftTopK(k=4), "auto", ["sae.safetensors"]),
+        (MatchingPursuit(k=4), "auto", ["sae.safetensors"]),
         (JumpRelu(), "gemma-scope", ["params.npz"]),
         (Relu(), "dictionary-learning", ["ae.pt", "config.json"]),
     ],

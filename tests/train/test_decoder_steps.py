@@ -17,7 +17,7 @@ from solver_problems import (
     trained,
 )
 
-from saecli.sae.activations import MatchingPursuit, Relu, SoftTopK, TopK
+from saecli.sae.activations import MatchingPursuit, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.train.decoder_step import silence
 from saecli.train.options import RELEASED_BELOW, PamSgd
@@ -226,7 +226,7 @@ def test_the_record_ends_with_degrees_of_freedom_and_outlasts_a_checkpoint(data)
 )
 def test_a_fixed_alpha_at_the_interpolation_threshold_is_warned_of(rows, alpha, warned):
     data = sparse_mixture(rows)
-    solver = started(PamSgd(alpha=alpha), data, SoftTopK(k=8), 4)
+    solver = started(PamSgd(alpha=alpha), data, TopK(k=8), 4)
     trained(solver, data, 4)
     assert any("use --alpha auto" in note for note in solver.notes()) == warned
 

@@ -274,18 +274,12 @@ def test_a_device_trains_on_a_store_as_the_cpu(
 
 
 simulated_gpu.register()
-CASES = [
-    case
-    for case in itertools.product(SOLVERS, ACTS)  # soft-topk's small products take long here
-    if case[1][0] != "soft-topk"
-    or (case[0][1].get("solve") != "iterative" and case[0][1].get("d_sae", 0) < 100)
-]
 QUICK = {(0, 5), (2, 7), (3, 0), (4, 5)}  # of solvers and activations, by number
 CASES = [
     case
     if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK
     else pytest.param(*case, marks=pytest.mark.long)
-    for case in CASES
+    for case in itertools.product(SOLVERS, ACTS)
 ]
 
 

@@ -24,7 +24,7 @@ from solver_problems import (
 )
 from torch import Tensor
 
-from saecli.sae.activations import BatchTopK, Relu, Swish, TopK
+from saecli.sae.activations import BatchTopK, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.sae.metrics import reconstruction
 from saecli.train.decoder_step import balance
@@ -109,11 +109,7 @@ def test_balancing_leaves_the_sae_as_it_was(data, activation, decoder):
         balance(solver.dictionary, 1.0)
         after = solver.sae()
         torch.testing.assert_close(after(data.x), before(data.x), rtol=1e-10, atol=1e-10)
-    movable = activation.name not in (
-        "swish",
-        "soft-topk",
-    )  # the others compute something else at another size
-    assert torch.allclose(before.W_enc, after.W_enc) != movable
+    assert not torch.allclose(before.W_enc, after.W_enc)
 
 
 @pytest.mark.slow
@@ -205,10 +201,9 @@ def test_learning_rate_rises_and_falls_over_fractions_of_all_steps(
     )
 
 
-@pytest.mark.parametrize("activation", [Relu(), Swish()], ids=lambda activation: activation.name)
 @pytest.mark.parametrize("d_sae", [2 * D, 2 * D + 3])
-def test_codes_of_opposite_latents_reconstruct_all_rows_from_the_start(data, activation, d_sae):
-    z = initial_sae(activation, d_sae, Batch.of(data.x), seed=1).encode(data.x)
+def test_codes_of_opposite_latents_reconstruct_all_rows_from_the_start(data, d_sae):
+    z = initial_sae(Relu(), d_sae, Batch.of(data.x), seed=1).encode(data.x)
     ones = torch.ones(len(z), 1).double()
     # What combinations of the codes reach, by a decomposition that stands dependent columns: lstsq may answer anything.
     u, singular, _ = torch.linalg.svd(torch.cat([z, ones], 1), full_matrices=False)

@@ -56,7 +56,7 @@ VARIANTS = {
         "--fraction",
         "0.1",
         "--act",
-        "swish",
+        "relu",
         "--inner-steps",
         "2",
     ),  # of sums: one process has none
@@ -79,7 +79,7 @@ VARIANTS = {
         "--alpha",
         "0.1",
         "--act",
-        "swish",
+        "relu",
         "--mu-enc",
         "2",
         "--nu-dec",

@@ -4,17 +4,17 @@ An activation is a configuration (its fields are its options), and owns what dep
 sparsity penalties and the shape of its cells. To add one, write its class and a line in `ACTIVATIONS`.
 
     base.py         Activation, KeepsK, Thresholded; TargetsRate, Anneals, TargetsL0: the penalties kl, lp, target-l0
-    elementwise.py  relu, jumprelu, gated, batchtopk, swish: each latent by its own pre-activation
-    topk.py         topk, relu-topk, abs-topk, matching-pursuit, soft-topk
-    selection.py    codes of selected pre-activations, with sparse and straight-through gradients; soft-topk's algebra
+    elementwise.py  relu, jumprelu, gated, batchtopk: each latent by its own pre-activation
+    topk.py         topk, relu-topk, abs-topk, matching-pursuit
+    selection.py    codes of selected pre-activations, with sparse and straight-through gradients
 """
 
 from typing import Any
 
 from ...base.errors import unknown_choice
 from .base import PENALTY_OPTIONS, Activation, KeepsK, Parameters, TargetsL0, Thresholded
-from .elementwise import BatchTopK, Gated, JumpRelu, Relu, Swish
-from .topk import AbsTopK, Largest, MatchingPursuit, ReluTopK, SoftTopK, TopK
+from .elementwise import BatchTopK, Gated, JumpRelu, Relu
+from .topk import AbsTopK, Largest, MatchingPursuit, ReluTopK, TopK
 
 __all__ = [
     "ACTIVATIONS",
@@ -30,8 +30,6 @@ __all__ = [
     "Parameters",
     "Relu",
     "ReluTopK",
-    "SoftTopK",
-    "Swish",
     "TargetsL0",
     "Thresholded",
     "TopK",
@@ -51,8 +49,6 @@ ACTIVATIONS: dict[str, type[Activation]] = {
         AbsTopK,
         BatchTopK,
         MatchingPursuit,
-        Swish,
-        SoftTopK,
     )
 }
 

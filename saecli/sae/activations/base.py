@@ -32,7 +32,6 @@ class Activation(Config):
     sparsities: penalties offered, the default first; each but `none` is a method `penalty_NAME(pre, gates, W_dec,
         parameters)`, a mean over rows.
     opposites: whether `phi(v) - phi(-v) = v`, so that two latents of opposite directions are linear together.
-    exact_zeros: whether inactive codes are exactly zero.
     one_scale: whether codes compare directions of latents, so that a scale for each dimension would change them.
     of_codes: settings that a trained SAE's codes depend on.
     """
@@ -41,7 +40,6 @@ class Activation(Config):
     name: ClassVar[str]
     sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes")
     opposites: ClassVar[bool] = False
-    exact_zeros: ClassVar[bool] = True
     one_scale: ClassVar[bool] = False
     of_codes: ClassVar[tuple[str, ...]] = ()
 
@@ -301,13 +299,13 @@ class Anneals(Activation):
 
 @dataclass(frozen=True)
 class KeepsK(Activation):
-    """Keeps `k` pre-activations per row, exactly, on average or in expectation."""
+    """Keeps `k` pre-activations per row, exactly or on average."""
 
     of_codes: ClassVar[tuple[str, ...]] = ("k",)
 
     k: int = option(
         32,
-        "Active latents per row; with batchtopk on average, with soft-topk in expectation.",
+        "Active latents per row; with batchtopk on average.",
         minimum=1,
     )
 

@@ -1,4 +1,4 @@
-"""Activations whose latents switch independently: relu, jumprelu, gated, batchtopk, swish. Shapes as in `base.py`."""
+"""Activations whose latents switch independently: relu, jumprelu, gated, batchtopk. Shapes as in `base.py`."""
 
 from __future__ import annotations
 
@@ -89,28 +89,6 @@ class BatchTopK(Thresholded, KeepsK):
 
     def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
         return {"threshold": parameters["threshold"] * factor}
-
-
-@dataclass(frozen=True)
-class Swish(TargetsRate):
-    """`z = pre * sigmoid(pre)`, also called SiLU. Hardly any code is exactly zero: l0 is about d_sae.
-
-    Source: Ramachandran, Zoph and Le, "Searching for Activation Functions" (2017), with beta = 1: another beta is the
-    same SAE with the encoder multiplied and the decoder divided by beta.
-    """
-
-    name: ClassVar[str] = "swish"
-    sparsities: ClassVar[tuple[str, ...]] = ("none", "l1", "l1-codes", "kl")
-    opposites: ClassVar[bool] = True
-    exact_zeros: ClassVar[bool] = False
-
-    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        from ..codes import DenseCodes
-
-        return DenseCodes(pre * pre.sigmoid())
-
-    def rescaled(self, parameters: Parameters, factor: float) -> None:
-        return None  # swish has a scale of its own
 
 
 THRESHOLD = 0.1  # at the start, unless fitted to a target
