@@ -61,7 +61,7 @@ def command(
     AUC and accuracy are cross-validated in 5 folds; chance is 0.5. Means over sets have 95% intervals (Student's t).
     The difference from the dense probe is taken set by set.
 
-    Cost: by default about 2 minutes per run of tiny-gemma2 on one core. Each text runs through the model up to the
+    Cost: by default about 3 minutes per run of tiny-gemma2 on one core. Each text runs through the model up to the
     SAEs' last block; each probe and set takes 65 small regressions.
 
     Example: sae probe first second --sets 87_glue_cola,*emotion* --plot probes.png

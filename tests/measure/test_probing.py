@@ -28,7 +28,7 @@ from saecli.measure.probes import (
     LastTokens,
     Sets,
     codes_of,
-    dense_score,
+    dense_scores,
     mean_and_interval,
     most_different,
     sparse_scores,
@@ -59,38 +59,25 @@ SEARCH = GridSearchCV(
 
 
 @pytest.mark.slow
-def test_dense_probe_is_the_one_that_scikit_learn_searches():
-    x, y = labelled()
-    found, expected = (
-        dense_score(x, y),
-        cross_validate(
-            SEARCH,
-            x,
-            y,
-            scoring=("accuracy", "roc_auc"),
-            cv=StratifiedKFold(5, shuffle=True, random_state=0),
-        ),
-    )
-    np.testing.assert_allclose(found["auc"], expected["test_roc_auc"], atol=1e-12)
-    np.testing.assert_allclose(found["accuracy"], expected["test_accuracy"], atol=1e-12)
-
-
-@pytest.mark.slow
-def test_sparse_probes_choose_latents_on_the_training_part_alone():
+def test_probes_are_those_that_scikit_learn_searches_on_latents_of_the_training_part():
     x, y = labelled()
     codes = np.where(np.abs(x) > 0.3, x, 0)
-    found = sparse_scores(csr_matrix(codes), y, (1, 3, 12))
-    for count, score in found.items():
+    folds = StratifiedKFold(5, shuffle=True, random_state=0)
+    expected = cross_validate(SEARCH, x, y, scoring=("accuracy", "roc_auc"), cv=folds)
+    dense = dense_scores(x, y)
+    np.testing.assert_allclose(dense["auc"], expected["test_roc_auc"], atol=1e-12)
+    np.testing.assert_allclose(dense["accuracy"], expected["test_accuracy"], atol=1e-12)
+    for count in (1, 3, 12):
         aucs = []
-        for train, test in StratifiedKFold(5, shuffle=True, random_state=0).split(x, y):
+        for train, test in folds.split(x, y):
             own, size = codes[train], np.abs(codes[train])
             units = size.sum(0) / (size > 0).sum(0)
-            order = np.argsort(-np.abs(own[y[train]].mean(0) - own[~y[train]].mean(0)) / units)[
-                :count
-            ]
+            difference = np.abs(own[y[train]].mean(0) - own[~y[train]].mean(0)) / units
+            order = np.argsort(-difference)[:count]
             aucs.append(SEARCH.fit(own[:, order], y[train]).score(codes[test][:, order], y[test]))
-        np.testing.assert_allclose(score["auc"], aucs, atol=1e-12)
-    assert found[12]["auc"].mean() > 0.8
+        scores = sparse_scores(csr_matrix(codes), y, count)
+        np.testing.assert_allclose(scores["auc"], aucs, atol=1e-12)
+    assert scores["auc"].mean() > 0.8
 
 
 def test_latents_are_chosen_whatever_the_scale_of_their_codes():
@@ -272,19 +259,6 @@ def test_a_word_is_found_and_the_document_is_that_of_python(home: CommandLine, t
     assert (tmp_path / "probes.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.slow
-def test_a_single_set_has_no_interval_over_sets(home: CommandLine):
-    words = ("probe", "first", "--rows", "20", "--k", "2", "--sets", "87", "--context", "5")
-    over, by_set = home(*words).out.split("AUC by set")
-    assert "AUC, mean over 1 set\n" in over and "±" not in over and "±" in by_set
-    one = home(*words, "--json").json
-    assert (
-        one["context"] == 5
-        and one["probes"][0]["auc_low"] is None
-        and one["by_set"][0]["rows"] == 20
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -307,25 +281,9 @@ def test_sets_and_context_are_refused_in_one_sentence(
     assert (done.status, sentence in done.err) == (2, True), done.err
 
 
-def test_missing_and_damaged_sets_are_refused(home: CommandLine, package: Path, monkeypatch):
-    path = package / "cleaned_data" / "5_last_word.csv.zst"
-    whole = path.read_bytes()
-    for damage in (
-        lambda: path.write_bytes(whole[:40]),
-        lambda: path.write_bytes(b"text"),
-        path.unlink,
-        lambda: write(path, [{"prompt": "a", "label": "1"}]),
-    ):
-        damage()
-        done = home("probe", "first", "--sets", "5")
-        assert (done.status, str(path) in done.err, "install sae-probes again" in done.err) == (
-            1,
-            True,
-            True,
-        ), done.err
-    write(path, [{"prompt": "a", "target": str(number % 3)} for number in range(30)])
-    assert "expected targets of two classes, got 3" in home("probe", "first", "--sets", "5").err
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != str(package.parents[1])])
+def test_missing_sets_are_refused(home: CommandLine, package: Path, monkeypatch):
+    others = [folder for folder in sys.path if folder != str(package.parents[1])]
+    monkeypatch.setattr(sys, "path", others)
     done = home("probe", "first")
     assert done.status == 1 and "run `pip install 'saecli[probes]'`" in done.err
 
