@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 4 << 20
 THREADS = 4
-SAMPLED = 8  # every 8th chunk is looked up in the page cache
 
 
 def make_anew(store: Path) -> str:
@@ -333,40 +332,6 @@ class Chunks:
             for begin, end in pairwise([0, *ends.tolist()])
         )
         return np.concatenate([np.empty(0, np.int64), *parts])
-
-    def in_memory(self) -> bool:
-        """Whether all shards can stay mapped, and are in the page cache, by a sample of pages."""
-        return (
-            len(self.meta.shards) <= self.MAPS
-            and hasattr(os, "RWF_NOWAIT")
-            and all(self._in_memory(shard) for shard in range(len(self.meta.shards)))
-        )
-
-    def _in_memory(self, shard: int) -> bool:
-        layout, _ = self._open(shard)
-        step = SAMPLED * layout.chunk_rows * self.meta.row_bytes
-        with open_shard(self._files[shard]) as file:
-            try:
-                for offset in range(
-                    layout.start, layout.start + layout.rows * self.meta.row_bytes, step
-                ):
-                    os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
-            except OSError:  # it would block, or the file system cannot tell
-                return False
-        return True
-
-    def addresses(self) -> np.ndarray:
-        """(shards,) the address of each shard's first row, valid while this object lives; where `in_memory`.
-
-        Cost: see `chunk`, of every chunk.
-        """
-        found = []
-        for shard, first in enumerate(self._chunk_starts[:-1].tolist()):
-            layout, mapped = self._open(shard)
-            for chunk in np.flatnonzero(~layout.checked).tolist():
-                self.chunk(first + chunk)
-            found.append(np.frombuffer(mapped, np.uint8).ctypes.data + layout.start)
-        return np.array(found, np.int64)
 
     def _column(self, shard: int, name: str) -> Column:
         """A column of a shard, (rows,), or its true codes; read-only."""

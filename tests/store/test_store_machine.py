@@ -174,10 +174,9 @@ class StoreMachine(RuleBasedStateMachine):
         window=st.integers(1, 3000),
         seed=st.integers(0, 9),
         parts=st.integers(1, 4),
-        in_memory=st.booleans(),
         run=st.sampled_from([8, 64, 1 << 20]),
     )
-    def split(self, size, window, seed, parts, in_memory, run):
+    def split(self, size, window, seed, parts, run):
         """Train and test rows are those of the hash, in any order; parts of a batch are the batch."""
         if (store := self.opened()) is None:
             return
@@ -185,7 +184,6 @@ class StoreMachine(RuleBasedStateMachine):
         held_out = is_test(ids, seed=seed)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("saecli.store.stream.RUN_BYTES", run)
-            patch.setattr(ActivationStore, "in_memory", lambda store: in_memory)
             for which, chosen in (("train", ~held_out), ("test", held_out)):
                 try:
                     rows = store.split(which, seed=seed)

@@ -115,8 +115,6 @@ def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
                         writer.finish()
             joined.join()
         store = ActivationStore.open(folder / "s")
-        in_memory = data.draw(st.booleans())
-        patch.setattr(ActivationStore, "in_memory", lambda store: in_memory)
         patch.setattr("saecli.store.stream.RUN_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         rows, size = store.split("all"), data.draw(st.integers(1, 60))
         total = sum(counts)
