@@ -262,8 +262,6 @@ _ELSEWHERE = (
         "prefixes",
         "numbers of latents with commas between, each counted from the first latent",
     ),
-    ("jumprelu_bandwidth", "bandwidth", ""),
-    ("jumprelu_init_threshold", "threshold", ""),
     (
         "auxk_alpha aux_loss_coefficient",
         "revive",

@@ -279,8 +279,8 @@ def silence(dictionary: Dictionary, norm_weights: Tensor, firings: Tensor, rows:
 
 @torch.no_grad()
 def balance(dictionary: Coupled, size: float) -> float | None:
-    """Scale the codes, and the decoder by the inverse, to one norm of encoder and decoder: the factor, None if the
-    activation cannot.
+    """Scale the codes, and the decoder by the inverse, to one norm of encoder and decoder: the factor, None if
+    one of them is zero.
 
     Otherwise a penalty shrinks the codes in each encoder step, the decoder step compensates, and Adam's steps become
     large compared to the encoder. It keeps `LEAST_SIZE` of its norm at the start, so that biases can silence codes.
@@ -294,8 +294,6 @@ def balance(dictionary: Coupled, size: float) -> float | None:
         return None
     factor = max(math.sqrt(square), LEAST_SIZE * size / norm)
     rescaled = dictionary.activation.rescaled(dictionary.activation_parameters, factor)
-    if rescaled is None:
-        return None
     dictionary.W_enc.mul_(factor)
     dictionary.b_enc.mul_(factor)
     for name, value in rescaled.items():

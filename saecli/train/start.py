@@ -17,7 +17,7 @@ from ..base.console import Listener
 from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
 from ..base.home import Home
-from ..sae.activations import PENALTY_OPTIONS, Activation, JumpRelu, TargetsL0, activation_to_json
+from ..sae.activations import PENALTY_OPTIONS, Activation, TargetsL0, activation_to_json
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import hook_points, lasting_name, open_sae
 from ..store.joined import Joined
@@ -158,7 +158,7 @@ class Start:
         if own.name != act:
             return {}
         settings = {name: getattr(own, name) for name in own.of_codes}
-        if {"sparsity", *PENALTY_OPTIONS, "fixed_threshold"}.isdisjoint(given):
+        if {"sparsity", *PENALTY_OPTIONS}.isdisjoint(given):
             settings |= {
                 name: known[name]
                 for name in ("sparsity", "sparsity_weight", *PENALTY_OPTIONS)
@@ -198,15 +198,6 @@ class Start:
                 f"--d-sae must be {sae.d_sae}, as in --init {self.name}, got {training.d_sae}; leave it "
                 "out"
             )
-        if (
-            isinstance(activation, JumpRelu)
-            and activation.threshold is not None
-            and self._has_parameters(activation)
-        ):
-            raise ConfigError(
-                f"--threshold does nothing with --init {self.name}, which has thresholds of its own; "
-                "leave it out"
-            )
         prefixes = training.prefixes or ",".join(map(str, sae.prefixes)) or None
         rise, smoothing, sparsity = (
             training.sparsity_warm_up,
@@ -237,8 +228,8 @@ class Start:
     def initial(self, activation: Activation, sample: Tensor, normalisation: Normalisation) -> SAE:
         """The SAE acting on normalised rows, at the start of training.
 
-        An activation of another kind than the SAE's has parameters fitted to the sample, (n, D). If the activation
-        allows it, codes are scaled to give encoder and decoder one norm, since Adam's steps are of one size for both.
+        An activation of another kind than the SAE's has parameters fitted to the sample, (n, D). Codes are
+        scaled to give encoder and decoder one norm, since Adam's steps are of one size for both.
         """
         mean, scale, target_mean, target_scale = (part.double() for part in normalisation.of_sae())
         own = self._sae.copy_to(torch.float64).copy_to(sample.device)
@@ -277,22 +268,15 @@ class Start:
 
 
 def rescaled(sae: SAE, factor: float) -> SAE:
-    """The same SAE with all codes times a factor, where its activation allows that."""
-    parameters = (
-        sae.activation.rescaled(sae.activation_parameters, factor)
-        if 0 < factor < math.inf
-        else None
-    )
-    return (
-        sae
-        if parameters is None
-        else sae.changed(
-            None,
-            W_enc=sae.W_enc * factor,
-            b_enc=sae.b_enc * factor,
-            W_dec=sae.W_dec / factor,
-            **parameters,
-        )
+    """The same SAE with all codes times a factor, if it is positive and finite."""
+    if not 0 < factor < math.inf:
+        return sae
+    return sae.changed(
+        None,
+        W_enc=sae.W_enc * factor,
+        b_enc=sae.b_enc * factor,
+        W_dec=sae.W_dec / factor,
+        **sae.activation.rescaled(sae.activation_parameters, factor),
     )
 
 

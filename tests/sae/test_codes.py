@@ -7,13 +7,13 @@ import torch
 from homes import normal
 from torch import Tensor
 
-from saecli.sae.activations import ACTIVATIONS, Activation, JumpRelu
+from saecli.sae.activations import ACTIVATIONS, Activation
 from saecli.sae.activations.selection import at, largest, where
 from saecli.sae.codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, joined
 from saecli.sae.dictionary import SAE, Batch, PreActivations
 
 B, D, F = 30, 7, 50
-BANDWIDTH = 0.5
+BANDWIDTH = 0.3  # of jumprelu
 KEPT = {"few": 2, "many": 20}  # latents that each row keeps
 DENSITIES = [0.0, 0.02, 0.08, 0.5, 1.0]
 
@@ -168,14 +168,7 @@ def test_selected_pre_activations_and_gradients_equal_autograd(density: float) -
 
 
 def activations(k: int) -> list[Activation]:
-    return [
-        kind(k=k)
-        if hasattr(kind, "k")
-        else kind(bandwidth=BANDWIDTH)
-        if kind is JumpRelu
-        else kind()
-        for kind in ACTIVATIONS.values()
-    ]
+    return [kind(k=k) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
 
 
 def written_out(activation: Activation, pre: Tensor, sae: SAE) -> Tensor:

@@ -521,10 +521,10 @@ def test_a_native_file_from_before_an_option_has_its_default(tmp_path: Path) -> 
     header = {
         "format_version": 1,
         "origin": {},
-        "activation": {"name": "jumprelu", "bandwidth": 0.7},
+        "activation": {"name": "jumprelu"},
     }
     save_file(sae.tensors(), tmp_path / "sae.safetensors", {"saecli": json.dumps(header)})
-    assert load(tmp_path).sae.activation == JumpRelu(bandwidth=0.7)
+    assert load(tmp_path).sae.activation == JumpRelu()
 
 
 def test_topk_and_its_stand_in_differ_only_with_few_positive_ones() -> None:

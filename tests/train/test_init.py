@@ -310,7 +310,6 @@ def test_defaults_of_training_on_keep_what_the_sae_has(sae: CommandLine):
     known = json.loads((sae.home / "runs" / "again" / "run.json").read_text())
     assert again.status == 0
     assert (known["activation"]["target_l0"], known["training"]["sparsity_weight"]) == (2, 3)
-    assert sae("train", "--init", "given", "--epochs", "1", "--fixed-threshold").status == 0
     assert (document["training"]["smoothing"], document["solver"]["inner_steps"]) == (0.1, 2)
     assert document["activation"]["target_l0"] == 2
 

@@ -80,11 +80,6 @@ CASES = [
     ((*INIT, "old", "--k", "30"), 2, "--k must be at most --d-sae, 20"),
     ((*INIT, "old", "--act", "relu", "--k", "3"), 2, "--k does nothing with --act relu"),
     ((*INIT, "old", "--act", "jumprelu", "--target-l0", "19"), 2, "--target-l0 must be at most"),
-    (
-        (*INIT, "jumping", "--sparsity", "l1", "--threshold", "1"),
-        2,
-        "--threshold does nothing with --init jumping",
-    ),
     (("--data", "rows", "--skip"), 2, "--skip does nothing without --target"),
     (
         ("--data", "rows", "--target", "many"),

@@ -120,8 +120,8 @@ class Activation(Config):
         """A penalty's derivative in each decoder norm `||W_dec_i||`, summed over rows, (F,)."""
         return codes.map(abs).sums() if sparsity == "l1" else W_dec.new_zeros(len(W_dec))
 
-    def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        """The parameters that turn pre-activations times `factor` > 0 into codes times `factor`, if any."""
+    def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
+        """The parameters that turn pre-activations times `factor` > 0 into codes times `factor`."""
         return parameters
 
     def expected_l0(self, d_in: int) -> float:
@@ -443,7 +443,7 @@ class TargetsL0(Thresholded):
             return {}
         return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
 
-    def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
+    def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
         return parameters | {"threshold": parameters["threshold"] * factor}
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ...base.errors import ConfigError
-from ...base.options import option
 from .base import Anneals, KeepsK, Parameters, TargetsL0, TargetsRate, Thresholded
 
 if TYPE_CHECKING:
@@ -91,14 +89,15 @@ class BatchTopK(Thresholded, KeepsK):
         return {"threshold": parameters["threshold"] * factor}
 
 
-THRESHOLD = 0.1  # at the start, unless fitted to a target
-BANDWIDTH, RELATIVE_BANDWIDTH = 0.3, 0.5  # without a target, and with one, over the threshold
+THRESHOLD = 0.1  # at the start, in units of normalised rows, unless fitted to a target
+BANDWIDTH = 0.3  # of the kernel in the gradient of thresholds, in units of codes
+RELATIVE_BANDWIDTH = 0.5  # with a target, over the threshold
 
 
 @dataclass(frozen=True)
 class JumpRelu(TargetsL0, TargetsRate):
-    """`z = pre * H(pre - threshold)`, one threshold per latent, learned unless fixed; its gradient takes a rectangular
-    kernel for the derivative of the step H.
+    """`z = pre * H(pre - threshold)`, one learned threshold per latent; its gradient takes a rectangular kernel for the
+    derivative of the step H.
 
     With `--sparsity target-l0`, training minimises the squared error subject to L0 = L by the method of multipliers
     (Hestenes, "Multiplier and gradient methods", 1969). It adds to the squared error, times a weight,
@@ -119,61 +118,15 @@ class JumpRelu(TargetsL0, TargetsRate):
     sparsities: ClassVar[tuple[str, ...]] = ("target-l0", "l0", "l1", "l1-codes", "kl", "none")
     multiplier_rate: ClassVar[float] = 0.05
 
-    threshold: float | None = option(
-        None,
-        "Initial threshold of every latent, in units of the normalised rows; "
-        f"default: {THRESHOLD}, with --sparsity target-l0 fitted to the rows.",
-        minimum=0,
-        advanced=True,
-    )
-    bandwidth: float | None = option(
-        None,
-        "Width of the kernel in the gradient of thresholds, in units of the codes; "
-        f"default: {BANDWIDTH}, with --sparsity target-l0 half of each threshold.",
-        above=0,
-        advanced=True,
-    )
-    fixed_threshold: bool = option(
-        False,
-        "Keep every threshold at its initial value; --sparsity is then l1 by default.",
-        advanced=True,
-    )
-
-    @property
-    def estimates(self) -> tuple[str, ...]:
-        return ("threshold",) if self.fixed_threshold else super().estimates
-
-    @property
-    def default_sparsity(self) -> str:
-        return "l1" if self.fixed_threshold else "target-l0"
-
-    def check_sparsity(self, sparsity: str) -> None:
-        if self.fixed_threshold and sparsity in ("l0", "target-l0"):
-            others = ", ".join(name for name in self.sparsities if name not in ("l0", "target-l0"))
-            raise ConfigError(
-                f"--sparsity {sparsity} trains thresholds, which --fixed-threshold holds; leave one of "
-                f"the two out, or use --sparsity {others}"
-            )
-        super().check_sparsity(sparsity)
-        if self.threshold is not None and sparsity == "target-l0":
-            raise ConfigError(
-                "--threshold does nothing with --sparsity target-l0, which fits thresholds to the rows; "
-                "leave it out, or use another --sparsity"
-            )
-
     def parameters(self, d_sae: int) -> Parameters:
         import torch
 
-        return {
-            "threshold": torch.full(
-                (d_sae,), THRESHOLD if self.threshold is None else self.threshold
-            )
-        }
+        return {"threshold": torch.full((d_sae,), THRESHOLD)}
 
     def _width(self, thresholds: Tensor) -> Tensor:
         """The width of each latent's kernel, (F,)."""
-        if self.bandwidth is not None or self.target_l0 is None:
-            return thresholds.new_full(thresholds.shape, self.bandwidth or BANDWIDTH)
+        if self.target_l0 is None:
+            return thresholds.new_full(thresholds.shape, BANDWIDTH)
         # Relative, since pre-activations, and thresholds with them, grow severalfold in training.
         return RELATIVE_BANDWIDTH * thresholds.detach()
 
@@ -194,9 +147,6 @@ class JumpRelu(TargetsL0, TargetsRate):
         return near.with_values(
             Gate.apply(near.values, thresholds, width, self.target_l0 is not None)
         )
-
-    def rescaled(self, parameters: Parameters, factor: float) -> Parameters | None:
-        return None if self.fixed_threshold else super().rescaled(parameters, factor)
 
     def default_weight(self, sparsity: str, d_in: int) -> float:
         weights = {"l0": 0.001 * d_in, "target-l0": 0.05 * d_in}
