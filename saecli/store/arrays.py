@@ -5,19 +5,14 @@ A format is one function, which lists a file's arrays by key ("" for the only on
 Legend: R rows, F features.
 """
 
-import functools
 import gzip
-import json
 import math
 import os
 import pickle
 import re
 import struct
-import subprocess
-import sys
 import tokenize
 import warnings
-import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from signal import Signals
-from typing import IO, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -35,14 +29,23 @@ from ..base.errors import FormatError, size_words
 from ..base.files import NotAFile, regular
 from ..base.machine import available_memory
 
+if TYPE_CHECKING:
+    import h5py
+
 BLOCK_BYTES = 16 << 20
 REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"
 OF_ROWS = r"bool|uint8|b?float\d+"  # as activations and images have them
 TWO_BYTES = ("uint16", "int16", "void16")  # as files hold bfloat16 for which they have no type
 IN_PIECES = "save it as .npy, which is read in pieces"
-IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-HDF5_PROCESS = Path(__file__).with_name("hdf5_process.py")
-PIPE_BYTES = 1 << 20
+IDX_TYPES = {
+    b"\x08": ">u1",
+    b"\x09": ">i1",
+    b"\x0b": ">i2",
+    b"\x0c": ">i4",
+    b"\x0d": ">f4",
+    b"\x0e": ">f8",
+}
+CHUNK_CACHE_BYTES = 64 << 20  # of an HDF5 dataset, whose rows may be read a chunk's part at a time
 
 Index = tuple[
     int | slice, ...
@@ -54,7 +57,6 @@ class Array:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[Index], Any]  # the numbers there, in a form that NumPy can convert to float32
-    held: int = 0  # bytes of memory that reading takes in addition to the numbers requested
     flatten: str | None = (
         None  # how files of this format are flattened by default; None if either way may be meant
     )
@@ -308,122 +310,65 @@ def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> A
 
 def _list_idx(path: Path) -> Arrays:
     """MNIST's format: two zero bytes, a type, the number of dimensions, each size, the numbers; all big-endian."""
-    opened = cast(Callable[..., IO[bytes]], gzip.open if path.suffix.lower() == ".gz" else open)
-    with opened(path, "rb") as file:
-        head = file.read(4)
-        if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in IDX_TYPES:
-            raise FormatError(
-                f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
-                f"{list(head)}; check that the file is of this format"
-            )
-        with libraries():
-            shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
-    dtype = np.dtype(IDX_TYPES[head[2]])
-    begin, size = 4 + 4 * head[3], math.prod(shape) * dtype.itemsize
-
-    @functools.cache
-    def values() -> np.ndarray:
-        if opened is open:
-            return np.memmap(path, dtype, "r", begin, shape)
-        with gzip.open(path) as whole:
-            content = whole.read(begin + size + 1)  # past the end, where the checksum is verified
-        return np.frombuffer(content, dtype, math.prod(shape), begin).reshape(shape)
-
-    return {
-        "": lambda: Array(
-            shape,
-            dtype.name,
-            lambda index: values()[index],
-            held=0 if opened is open else size,
-            flatten="features",
+    content = path.read_bytes()
+    if path.suffix.lower() == ".gz":
+        content = gzip.decompress(content)
+    if content[:2] != b"\0\0" or content[2:3] not in IDX_TYPES:
+        raise FormatError(
+            f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
+            f"{list(content[:4])}; check that the file is of this format"
         )
-    }
+    with libraries():
+        dimensions = content[3]
+        shape = struct.unpack_from(f">{dimensions}I", content, 4)
+        values = np.frombuffer(content, IDX_TYPES[content[2:3]], offset=4 + 4 * dimensions)
+        values = values.reshape(shape)
+    return {"": lambda: replace(_of_numpy(values), flatten="features")}
 
 
 def list_hdf5(path: Path) -> Arrays:
-    reader = _HDF5Reader(path)
-    found = reader.ask({})
-    return {
-        **{key: partial(reader.describe, key) for key in found["datasets"]},
-        **{key: Link(path, key, why) for key, why in found["links"].items()},
-    }
+    """The datasets of a file; links to others are none of them."""
+    import h5py
+
+    arrays: Arrays = {}
+
+    def add(key: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            arrays[key] = partial(_of_hdf5, path, item)
+
+    with libraries():
+        h5py.File(path, "r", locking=False, rdcc_nbytes=CHUNK_CACHE_BYTES).visititems(add)
+    return arrays
 
 
-@dataclass(frozen=True)
-class Link:
-    """A dataset of an HDF5 file, or a link in it, that is refused when opened."""
+def _of_hdf5(path: Path, dataset: "h5py.Dataset") -> Array:
+    """A dataset whose numbers are all in its own file; the HDF5 library would open other files, and wait for pipes."""
+    import h5py
 
-    path: Path
-    key: str
-    why: str
-
-    def __call__(self) -> Array:
-        raise FormatError(
-            f"cannot import {self.path}: expected a dataset stored in the file itself, got {self.key}, "
-            f"which {self.why}"
-        )
-
-
-class _HDF5Reader:
-    """The process that reads an HDF5 file; it ends with this object.
-
-    The HDF5 library trusts a file: it follows links to other files and pipes, and crashes on self-references and
-    damage. `hdf5_process.py` refuses links and unwritten data, and limits memory; its crash becomes an error message.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # -P: do not import modules from the program's folder in place of Python's own.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", HDF5_PROCESS, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pipesize=PIPE_BYTES,
-            stderr=None if os.environ.get("SAE_DEBUG") else subprocess.DEVNULL,
-        )
-        self._in, self._out = cast(IO[bytes], self._process.stdin), cast(Any, self._process.stdout)
-        weakref.finalize(self, _end, self._process)
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            self._in.write(json.dumps(request).encode() + b"\n")
-            self._in.flush()
-        except BrokenPipeError:
-            self._failed()
-        return json.loads(self._out.readline() or self._failed())
-
-    def describe(self, key: str) -> Array:
-        found = self.ask({"key": key})
-        if "refused" in found:
-            return Link(self._path, key, found["refused"])()
-        shape, dtype = tuple(found["shape"]), np.dtype(found["type"])
-
-        def read(index: Index) -> np.ndarray:
-            *outer, rows = index
-            assert isinstance(rows, slice)
-            self.ask({"key": key, "outer": outer, "begin": rows.start, "end": rows.stop})
-            values = np.empty(
-                (min(rows.stop, shape[len(outer)]) - rows.start, *shape[len(index) :]), dtype
-            )
-            if self._out.readinto(values.reshape(-1).view(np.uint8)) < values.nbytes:
-                self._failed()
-            return values
-
-        return Array(shape, found["dtype"], read, found["held"])
-
-    def _failed(self) -> NoReturn:
-        status = self._process.wait()
-        if status >= 0:
-            raise ValueError("the HDF5 library found the file damaged")
-        raise FormatError(
-            f"cannot read {self._path}: expected an HDF5 file, got what ends the HDF5 library "
-            f"({Signals(-status).name}); check that the file is whole"
-        )
+    made = dataset.id.get_create_plist()
+    filters = [made.get_filter(number) for number in range(made.get_nfilters())]
+    if dataset.is_virtual or dataset.external:
+        problem = "has its numbers elsewhere; write them into a dataset of this file"
+    elif missing := [name for code, _, _, name in filters if not h5py.h5z.filter_avail(code)]:
+        problem = f"is compressed by {missing[0].decode(errors='replace') or 'an unknown filter'}; use gzip"
+    elif _is_partly_written(dataset):
+        problem = "was not written in full; write the rest, or cut it to what is there"
+    else:
+        with libraries():
+            # A store's bfloat16 is a float of two bytes that h5py gives as float32.
+            is_bfloat16 = dataset.dtype == np.float32 and dataset.id.get_type().get_size() == 2
+            dtype = "bfloat16" if is_bfloat16 else dataset.dtype.name
+        return Array(dataset.shape or (), dtype, dataset.__getitem__)
+    raise FormatError(f"cannot import {path}: the dataset {dataset.name} {problem}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+def _is_partly_written(dataset: "h5py.Dataset") -> bool:
+    """Whether some numbers were never written, and would be read as 0."""
+    shape = dataset.shape or ()
+    if dataset.chunks is None:
+        return dataset.id.get_storage_size() < math.prod(shape) * dataset.id.get_type().get_size()
+    counts = [-(-length // own) for length, own in zip(shape, dataset.chunks, strict=True)]
+    return dataset.id.get_num_chunks() < math.prod(counts)
 
 
 # By the end of the lower-case file name.

@@ -24,13 +24,11 @@ from ..base.files import appearing_whole, file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known, options_of
 from .arrays import (
-    BLOCK_BYTES,
     REAL_NUMBERS,
     TWO_BYTES,
     Array,
     Arrays,
     ArraySource,
-    Link,
     as_bfloat16,
     check_memory,
     demand_rows,
@@ -312,7 +310,6 @@ def open_array(
             f"cannot import {file}: expected a row or more, got an empty array of shape {array.shape}"
         )
     shape = _flattened(array, file, flatten)
-    check_memory(file, array.held + 4 * max(BLOCK_BYTES, 4 * shape[-1]))
     found = None
     if labels is not None:
         if not from_file and labels not in arrays:
@@ -333,8 +330,7 @@ def open_array(
 
 
 def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = None) -> Array:
-    found = [name for name, array in arrays.items() if not isinstance(array, Link)] or list(arrays)
-    there = _words(found) or "none"
+    there = _words(arrays) or "none"
     if key is not None:
         if key not in arrays:
             question = did_you_mean(key, arrays)
@@ -345,7 +341,7 @@ def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = Non
                 + f"; {question}" * bool(question)
             )
         return arrays[key]()
-    rest = [name for name in found if name != other]
+    rest = [name for name in arrays if name != other]
     if len(rest) != 1:
         raise FormatError(
             f"expected one array in {path}, got {len(rest)} ({there}); choose one with --key"
@@ -397,7 +393,7 @@ def _read_labels(array: Array, name: str, lead: tuple[int, ...]) -> np.ndarray:
         )
     whole = re.fullmatch(REAL_NUMBERS, array.dtype)
     if whole:
-        check_memory(name, array.held + 24 * rows)
+        check_memory(name, 24 * rows)
         values = np.asarray(array.read((slice(0, shape[0]),))).reshape(rows)
         whole = (
             (values == np.floor(values)).all()

@@ -9,7 +9,6 @@ import os
 import random
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,66 +52,31 @@ def virtual(source: str, length: int | None) -> Callable[[Path], None]:
     return hdf5(fill)
 
 
-def chunked(
-    shape: tuple[int, int], chunk: tuple[int, int], contents: bytes
-) -> Callable[[Path], None]:
-    """All chunks of the same gzipped contents."""
-
-    def fill(file: h5py.File) -> None:
-        dataset = file.create_dataset("x", shape, "f4", chunks=chunk, compression="gzip")
-        for row in range(0, shape[0], chunk[0]):
-            for column in range(0, shape[1], chunk[1]):
-                dataset.id.write_direct_chunk((row, column), contents)
-
-    return hdf5(fill)
-
-
-def lying_chunk(path: Path) -> None:
-    hdf5(lambda file: file.create_dataset("x", data=ROWS, chunks=(20, 6), compression="gzip"))(path)
-    with h5py.File(path) as file:
-        size = file["x"].id.get_storage_size()
-    path.write_bytes(
-        path.read_bytes().replace(struct.pack("<II", size, 0), struct.pack("<II", 2**31, 0))
-    )
-
-
+ELSEWHERE = "has its numbers elsewhere; write them into a dataset of this file"
+NOT_IN_FULL = "was not written in full"
 HDF5 = {
-    "itself": (virtual("a.h5", 20), "got x, which is virtual"),
-    "itself again": (virtual(".", 20), "got x, which is virtual"),
-    "a pipe": (virtual("pipe", 20), "got x, which is virtual"),
-    "a pipe for its shape": (virtual("pipe", None), "got x, which is virtual"),
+    "itself": (virtual("a.h5", 20), ELSEWHERE),
+    "a pipe": (virtual("pipe", 20), ELSEWHERE),
+    "a pipe for its shape": (virtual("pipe", None), ELSEWHERE),
     "external": (
         hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", external=[("pipe", 0, 480)])),
-        "got x, which is external, with its numbers in the file pipe",
+        ELSEWHERE,
     ),
     "never written": (
         hdf5(lambda file: file.create_dataset("x", (10**9, 10**3), "f4")),
-        r"not written in full \(0 of 4,000,000,000,000 bytes",
+        NOT_IN_FULL,
     ),
     "partly written": (
         hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", chunks=(5, 6)).__setitem__(3, 1)),
-        r"not written in full \(1 of 4 chunks",
+        NOT_IN_FULL,
     ),
-    "lying chunk": (lying_chunk, "claims 2,147,483,648 bytes of a file of"),
     "unknown filter": (
         hdf5(
             lambda file: file.create_dataset(
                 "x", (20, 6), "f4", chunks=(5, 6), compression=32001, allow_unknown_filter=True
             )
         ),
-        "compressed by filter 32001; write it with gzip",
-    ),
-    "wide chunks": (
-        chunked((10**9, 10**3), (10**9, 1), b"x"),
-        r"expected 4.02 TB of free memory, .* got ",
-    ),
-    "too short a chunk": (
-        chunked((10**5, 100), (10**5, 100), zlib.compress(b"x" * 400)),
-        "cannot read",
-    ),
-    "too long a chunk": (
-        chunked((20, 6), (20, 6), zlib.compress(bytes(5 * 10**8), 1)),
-        "cannot read",
+        "compressed by an unknown filter; use gzip",
     ),
     "no number": (
         hdf5(
@@ -120,15 +84,15 @@ HDF5 = {
                 file.id, b"x", h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((2,))
             )
         ),
-        "has a type that NumPy lacks",
+        "",
     ),
     "link to a file": (
         hdf5(lambda file: file.__setitem__("x", h5py.ExternalLink("pipe", "/y"))),
-        "got x, which is a link to /y of the file pipe",
+        "expected one array in",
     ),
     "link to itself": (
         hdf5(lambda file: file.__setitem__("x", h5py.SoftLink("/x"))),
-        "got x, which is a link to /x;",
+        "expected one array in",
     ),
 }
 
@@ -136,16 +100,10 @@ HDF5 = {
 def test_links_of_hdf5_are_no_arrays_to_choose_from(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["deep/x"] = ROWS
-        file["deep/other"], file["again"] = (
-            h5py.ExternalLink("pipe", "/y"),
-            h5py.SoftLink("/deep/x"),
-        )
+        file["deep/other"] = h5py.ExternalLink("pipe", "/y")
+        file["again"] = h5py.SoftLink("/deep/x")
     read(tmp_path / "a.h5")
     with pytest.raises(FormatError, match=r"expected one of its keys \(deep/x\)"):
-        read(tmp_path / "a.h5", "y")
-    with pytest.raises(
-        FormatError, match="got again, which is a link to /deep/x; give where it leads to as key"
-    ):
         read(tmp_path / "a.h5", "again")
 
 
@@ -233,7 +191,7 @@ FILES = {
     ),
     "claimed-idx3-ubyte.gz": (
         lambda: gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 2**32 - 1, 2**20, 1)),
-        "expected 4.5e.03 TB of free memory",
+        NOT_THIS,
     ),
     "sizes.idx": (lambda: struct.pack(">4BI", 0, 0, 8, 200, 7), NOT_THIS),
     "compressed.pt": (
@@ -242,7 +200,6 @@ FILES = {
     ),
     "nested.pt": (lambda: torch_file(nested(60)), None),
     "of no device.pt": (lambda: torch_file(torch.ones(3, 4, device="meta")), NOT_THIS),
-    "one wide row.pt": (lambda: torch_file(torch.ones(1, 1).expand(2, HUGE)), "TB of free memory"),
     "claimed.safetensors": (lambda: save({"x": ROWS}).replace(b"[20,6]", b"[99,6]"), NOT_THIS),
     "old.pth": (
         lambda: torch_file(torch.ones(3, 4), _use_new_zipfile_serialization=False)[:50],
@@ -257,10 +214,7 @@ CASES = [
         (name.replace("/", " "), lambda path, make=make: path.write_bytes(make()), said)
         for name, (make, said) in FILES.items()
     ),
-    *(
-        pytest.param(f"{name}.h5", make, said, marks=pytest.mark.slow)
-        for name, (make, said) in HDF5.items()
-    ),
+    *((f"{name}.h5", make, said) for name, (make, said) in HDF5.items()),
 ]
 
 
@@ -312,7 +266,6 @@ WHOLE = {  # a file, and how many times it is damaged
     "a.safetensors": (save({"x": ROWS, "y": LABELS}), 300),
     "a.idx": (idx(ROWS), 300),
     "a.idx.gz": (gzip.compress(idx(ROWS)), 300),
-    "a.h5": (None, 3),
 }
 
 
@@ -320,11 +273,6 @@ WHOLE = {  # a file, and how many times it is damaged
 @pytest.mark.parametrize("name", WHOLE)
 def test_damage_gives_one_sentence_or_does_not_matter(tmp_path, name):
     content, times = WHOLE[name]
-    if content is None:
-        with h5py.File(tmp_path / name, "w") as file:
-            file.create_dataset("x", data=ROWS, compression="gzip")
-            file["y"] = LABELS
-        content = (tmp_path / name).read_bytes()
     chance, refused = random.Random(0), 0
     for _ in range(times):
         (tmp_path / name).write_bytes(damaged(content, chance))
