@@ -31,7 +31,7 @@ def command(
     For synthetic rows, `sae eval` reports which known features an SAE has found. Their structure is SynthSAEBench's
     (arXiv:2602.14687): Zipfian frequencies, a hierarchy, correlations.
 
-    Example: sae import train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz --name mnist
+    Example: sae import train-images-idx3-ubyte.gz --name mnist
     """
     from ..show.tables import stored_tables
     from ..store.importing import import_array, import_synthetic, is_world, refuse_options_of_worlds

@@ -74,8 +74,7 @@ class ArraySource:
     read: Callable[
         [Index], Any
     ]  # rows, by index as in `Array`, with the array's own last dimensions
-    labels: np.ndarray | None = None  # (rows,) int64, as the next
-    documents: np.ndarray | None = None
+    documents: np.ndarray | None = None  # (rows,) int64
 
     @property
     def rows(self) -> int:
@@ -87,13 +86,12 @@ class ArraySource:
 
     def columns(self, begin: int, end: int) -> dict[str, np.ndarray]:
         """The stored columns of rows `begin` to `end`, (R,) integers each."""
-        columns = {"label": self.labels, "document": self.documents}
-        kept = {name: values[begin:end] for name, values in columns.items() if values is not None}
-        if len(self.shape) > 2:
-            kept["document"], kept["position"] = np.divmod(
-                np.arange(begin, end), self.rows // self.shape[0]
-            )
-        return kept
+        if self.documents is not None:
+            return {"document": self.documents[begin:end]}
+        if len(self.shape) == 2:
+            return {}
+        documents, positions = np.divmod(np.arange(begin, end), self.rows // self.shape[0])
+        return {"document": documents, "position": positions}
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
         """The rows from `start` on in blocks of about 16 MiB: the number of the first row, and (R, F) float32."""

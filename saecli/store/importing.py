@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
@@ -24,13 +23,11 @@ from ..base.files import appearing_whole, file_sha256
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known, options_of
 from .arrays import (
-    REAL_NUMBERS,
     TWO_BYTES,
     Array,
     Arrays,
     ArraySource,
     as_bfloat16,
-    check_memory,
     demand_rows,
     list_arrays,
     naming,
@@ -58,7 +55,6 @@ def import_array(
     name: str | None = None,
     *,
     key: str | None = None,
-    labels: str | None = None,
     flatten: str | None = None,
     bits: str | None = None,
     max_norm_multiple: float | None = None,
@@ -71,7 +67,6 @@ def import_array(
 
     Args:
         file: its path; or `digits` or `patches`, which scikit-learn brings.
-        labels: a label for each row: a file, or the key of an array in the same file.
         flatten: the rows of an array of more than two dimensions, `positions` or `features`.
         bits: `bfloat16` if the array holds the bits of such numbers in 2-byte integers, or 2 bytes without a type.
         max_norm_multiple: drop rows with a norm above this multiple of the median; at least 1.
@@ -82,47 +77,26 @@ def import_array(
         StoreError: the name is another store's, or the disk has no room.
     """
     file, listener = str(file), listening(progress)
-    # Refuses what is invalid.
-    ImportConfig(key, labels, flatten, bits, max_norm_multiple, dtype, shard_rows)
+    options = ImportConfig(key, flatten, bits, max_norm_multiple, dtype, shard_rows)
     with told_when_stopped(listener) as folders:
         folder = _folder(home, name, Path(file).stem)
-        array = open_array(file, key, labels, flatten, bits)
+        array = open_array(file, key, flatten, bits)
         folders.append(folder)
         dtype = dtype or array.dtype
         shard_rows = shard_rows or rows_per_shard(array.features, dtype)
-        content = (
-            file_sha256(Path(file)) if Path(file).exists() else _hash(array.read((slice(None),)))
-        )
-        source: dict[str, Any] = {
-            "kind": "array",
-            "file": Path(file).name,
-            "key": key,
-            "sha256": content,
-            "labels_sha256": None if array.labels is None else _hash(array.labels),
-        }
-        if array.documents is not None:
-            source["documents_sha256"] = _hash(array.documents)
-        if max_norm_multiple is not None:
-            source["max_norm_multiple"] = max_norm_multiple
-        if (
-            flatten == "positions"
-        ):  # features, which is some formats' default, gives the same rows either way
-            source["flatten"] = flatten
-        if bits is not None:
-            source["bits"] = bits
-        request = hash_request({**source, "dtype": dtype, "shard_rows": shard_rows})
+        source = _source_of(file, array, options)
         meta = StoreMeta(
-            source,
-            request,
-            dtype,
-            array.features,
-            shard_rows,
+            source=source,
+            request_hash=hash_request({**source, "dtype": dtype, "shard_rows": shard_rows}),
+            dtype=dtype,
+            d_in=array.features,
+            shard_rows=shard_rows,
             columns=tuple(array.columns(0, 0)),
             max_norm_multiple=max_norm_multiple,
         )
-        more = sum(COLUMNS[column].itemsize for column in meta.columns)
-        _check_room(folder, array.rows, meta, more)
-        if (finished := finished_store(folder, request)) is not None:
+        column_bytes = sum(COLUMNS[column].itemsize for column in meta.columns)
+        _check_room(folder, array.rows, meta, column_bytes)
+        if (finished := finished_store(folder, meta.request_hash)) is not None:
             return finished
 
         def blocks(_: StoreWriter, start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
@@ -130,6 +104,25 @@ def import_array(
                 yield begin, rows, array.columns(begin, begin + len(rows))
 
         return _filled(folder, meta, array.rows, "importing", listener, blocks)
+
+
+def _source_of(file: str, array: ArraySource, options: ImportConfig) -> dict[str, Any]:
+    """What determines the rows of an import."""
+    is_file = Path(file).exists()
+    source: dict[str, Any] = {
+        "kind": "array",
+        "file": Path(file).name,
+        "key": options.key,
+        "sha256": file_sha256(Path(file)) if is_file else _hash(array.read((slice(None),))),
+    }
+    if options.max_norm_multiple is not None:
+        source["max_norm_multiple"] = options.max_norm_multiple
+    # features, which is some formats' default, gives the same rows either way
+    if options.flatten == "positions":
+        source["flatten"] = options.flatten
+    if options.bits is not None:
+        source["bits"] = options.bits
+    return source
 
 
 def import_synthetic(
@@ -273,26 +266,18 @@ def _hash(numbers: np.ndarray) -> str:
 
 
 def open_array(
-    file: str,
-    key: str | None = None,
-    labels: str | None = None,
-    flatten: str | None = None,
-    bits: str | None = None,
+    file: str, key: str | None = None, flatten: str | None = None, bits: str | None = None
 ) -> ArraySource:
     """Open an array to import: of a file in one of `ARRAY_FORMATS`, or a name in `SAMPLES`; see `import_array`."""
     if file in SAMPLES and not Path(file).exists():
-        if key or labels or flatten or bits:
+        if key or flatten or bits:
             raise FormatError(
-                f"{file} come whole from scikit-learn; leave out --key, --labels, --flatten and --bits"
+                f"{file} come whole from scikit-learn; leave out --key, --flatten and --bits"
             )
         return SAMPLES[file]()
     path = Path(file)
     with naming(file):
-        arrays = list_arrays(path)
-        from_file = labels is not None and (
-            Path(labels).is_file() or (labels not in arrays and Path(labels).exists())
-        )
-        array = _choose(arrays, key, path, other=None if from_file else labels)
+        array = _choose(list_arrays(path), key, path)
     if bits and array.dtype not in TWO_BYTES:
         raise FormatError(
             f"--bits does nothing with {file}: expected one of {', '.join(TWO_BYTES)}, got "
@@ -300,53 +285,30 @@ def open_array(
         )
     array = as_bfloat16(array) if bits else array
     demand_rows(array.dtype, f"cannot import {file}")
-    if len(array.shape) < 2:
-        raise FormatError(
-            f"cannot import {file}: expected an array of shape (rows, features) or with more "
-            f"dimensions, got shape {array.shape}"
-        )
-    if not math.prod(array.shape):
-        raise FormatError(
-            f"cannot import {file}: expected a row or more, got an empty array of shape {array.shape}"
-        )
     shape = _flattened(array, file, flatten)
-    found = None
-    if labels is not None:
-        if not from_file and labels not in arrays:
-            raise FormatError(
-                f"there is no file {labels} to take the labels from; check the path"
-                + (f", or give a key of {file} ({_words(arrays)})" if any(arrays) else "")
-            )
-        with naming(labels):
-            found = _read_labels(
-                _choose(list_arrays(Path(labels)), None, Path(labels))
-                if from_file
-                else arrays[labels](),
-                labels,
-                shape[:-1],
-            )
-    own = array.dtype if array.dtype in ("float16", "bfloat16") else "float32"
-    return ArraySource(shape, own, naming(file)(array.read), found)
+    dtype = array.dtype if array.dtype in ("float16", "bfloat16") else "float32"
+    return ArraySource(shape, dtype, naming(file)(array.read))
 
 
-def _choose(arrays: Arrays, key: str | None, path: Path, other: str | None = None) -> Array:
-    there = _words(arrays) or "none"
-    if key is not None:
-        if key not in arrays:
-            question = did_you_mean(key, arrays)
+def _choose(arrays: Arrays, key: str | None, path: Path) -> Array:
+    """The array with a key, or the only one."""
+    keys = _words(arrays) or "none"
+    if key is None:
+        if len(arrays) != 1:
             raise FormatError(
-                f"{path} holds one array, without a key; leave out --key"
-                if "" in arrays
-                else f"{path} has no array for --key {key}; expected one of its keys ({there})"
-                + f"; {question}" * bool(question)
+                f"expected one array in {path}, got {len(arrays)} ({keys}); choose one with --key"
             )
-        return arrays[key]()
-    rest = [name for name in arrays if name != other]
-    if len(rest) != 1:
+        (open_only,) = arrays.values()
+        return open_only()
+    if "" in arrays:
+        raise FormatError(f"{path} holds one array, without a key; leave out --key")
+    if key not in arrays:
+        question = did_you_mean(key, arrays)
         raise FormatError(
-            f"expected one array in {path}, got {len(rest)} ({there}); choose one with --key"
+            f"{path} has no array for --key {key}; expected one of its keys ({keys})"
+            + (f"; {question}" if question else "")
         )
-    return arrays[rest[0]]()
+    return arrays[key]()
 
 
 def _words(keys: Iterable[str]) -> str:
@@ -357,7 +319,13 @@ def _words(keys: Iterable[str]) -> str:
 
 
 def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:
+    """The shape (rows, features), or (documents, positions, features) with one or more dimensions of positions."""
     shape = array.shape
+    if len(shape) < 2 or not math.prod(shape):
+        raise FormatError(
+            f"cannot import {file}: expected rows in an array of shape (rows, features) or with more "
+            f"dimensions, got shape {shape}"
+        )
     if len(shape) == 2:
         if flatten:
             raise FormatError(
@@ -366,14 +334,14 @@ def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:
             )
         return shape
     rows, width = math.prod(shape[:-1]), math.prod(shape[1:])
-    chosen = flatten or array.flatten
-    if chosen is None:
+    flatten = flatten or array.flatten
+    if flatten is None:
         raise FormatError(
             f"cannot import {file}: expected an array of shape (rows, features), got shape {shape}: "
             f"--flatten positions gives {counted(rows, 'row')} of {shape[-1]:,} dimensions, "
             f"--flatten features {counted(shape[0], 'row')} of {width:,}"
         )
-    if chosen == "features":
+    if flatten == "features":
         return shape[0], width
     if rows // shape[0] > LONGEST:
         raise FormatError(
@@ -383,35 +351,11 @@ def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:
     return shape
 
 
-def _read_labels(array: Array, name: str, lead: tuple[int, ...]) -> np.ndarray:
-    """Labels, (rows,) int64, from an array of shape `lead` or flat."""
-    rows, shape = math.prod(lead), array.shape
-    if math.prod(shape) != rows or (shape[: len(lead)] != lead and shape[:1] != (rows,)):
-        other = f" (or of shape {lead})" if len(lead) > 1 else ""
-        raise FormatError(
-            f"the labels {name} do not fit: expected {rows}{other}, one for each row, got shape {shape}"
-        )
-    whole = re.fullmatch(REAL_NUMBERS, array.dtype)
-    if whole:
-        check_memory(name, 24 * rows)
-        values = np.asarray(array.read((slice(0, shape[0]),))).reshape(rows)
-        whole = (
-            (values == np.floor(values)).all()
-            and values.min() >= -(2.0**63)
-            and values.max() < 2.0**63
-        )
-    if not whole:
-        raise FormatError(
-            f"the labels {name} do not fit: expected whole numbers, got {array.dtype}"
-        )
-    return values.astype(np.int64)
-
-
 def _digits() -> ArraySource:
     from sklearn.datasets import load_digits
 
-    images, labels = load_digits(return_X_y=True)
-    return ArraySource(images.shape, "float32", images.__getitem__, labels.astype(np.int64))
+    images = load_digits().data
+    return ArraySource(images.shape, "float32", images.__getitem__)
 
 
 def _patches() -> ArraySource:

@@ -22,12 +22,6 @@ class ImportConfig(Config):
     panel: ClassVar[str] = "Rows"
 
     key: str | None = option(None, "Which array of the file; needed if it holds several.")
-    labels: str | None = option(
-        None,
-        "A label for each row: a file with one array of whole numbers, or the key of one "
-        "in the same file.",
-        metavar="FILE|KEY",
-    )
     flatten: str | None = option(
         None,
         "Rows of an array of more than two dimensions: positions, each vector along the "

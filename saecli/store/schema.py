@@ -37,7 +37,6 @@ COLUMNS: dict[str, np.dtype] = {
     "token_id": np.dtype("<i4"),
     "position": np.dtype("<i4"),
     "document": np.dtype("<i8"),
-    "label": np.dtype("<i8"),
     "source": np.dtype("<i2"),
     "role": np.dtype("u1"),
 }

@@ -40,7 +40,7 @@ CASES = [
     ("export run --to onnx --out out", 2, "--to must be one of"),
     ("export run --to saelens --out out --data rows", 2, "--data does nothing here"),
     ("import nowhere.npy", 1, "there is no file nowhere.npy"),
-    ("import digits --key x", 1, "leave out --key, --labels, --flatten and --bits"),
+    ("import digits --key x", 1, "leave out --key, --flatten and --bits"),
     ("import digits --shard-rows 0", 2, "--shard-rows must be at least 1, got 0"),
     ("import digits --shard-rows 4294967296", 2, "--shard-rows must be at most"),
     ("import digits --l0 3", 2, "--l0 does nothing with digits"),

@@ -30,7 +30,6 @@ from saecli.train.rows import ArrayRows
 
 ROWS = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float32)
 FLAT = ROWS.reshape(50, 12)
-LABELS = np.arange(50) % 7
 IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 
 
@@ -84,7 +83,7 @@ def test_each_format_gives_the_rows_that_its_library_wrote(tmp_path, monkeypatch
     values = (ROWS * 40 + 100).astype(dtype)
     WRITERS[name](tmp_path / name, values)
     source = open_array(str(tmp_path / name), flatten="features")
-    assert (source.rows, source.features, source.dtype, source.labels) == (50, 12, "float32", None)
+    assert (source.rows, source.features, source.dtype) == (50, 12, "float32")
     expected = values.astype(np.float32).reshape(50, 12)
     np.testing.assert_array_equal(rows_of(source), expected)
     np.testing.assert_array_equal(rows_of(source, 13), expected[13:])
@@ -164,7 +163,7 @@ def test_fortran_order_and_truth_values(tmp_path):
 def test_patches_are_centred_and_of_separate_squares():
     source = open_array("patches")
     rows = rows_of(source)
-    assert (rows.shape, source.labels) == ((4160, 256), None)
+    assert rows.shape == (4160, 256)
     np.testing.assert_array_equal(source.documents, np.repeat(np.arange(520), 8))
     np.testing.assert_allclose(rows.mean(1), 0, atol=1e-4)
     norms = np.linalg.norm(rows, axis=1)
@@ -192,109 +191,41 @@ def test_key_chooses_among_several_arrays(tmp_path):
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), FLAT)
 
 
-def test_labels_by_key_or_from_another_file(tmp_path):
-    np.savez(tmp_path / "a.npz", x=FLAT, y=LABELS)
-    np.save(tmp_path / "labels.npy", LABELS.astype(np.float64))
-    write_idx(tmp_path / "train-labels-idx1-ubyte.gz", LABELS.astype("u1"))
-    for labels in ("y", tmp_path / "labels.npy", tmp_path / "train-labels-idx1-ubyte.gz"):
-        source = open_array(str(tmp_path / "a.npz"), "x", str(labels))
-        assert source.labels.dtype == np.int64
-        np.testing.assert_array_equal(source.labels, LABELS)
-    assert open_array(str(tmp_path / "a.npz"), labels="y").rows == 50  # what remains needs no --key
-
-
-SHAPE = r"expected an array of shape \(rows, features\) or with more dimensions, got shape "
-REFUSED = {  # what a.npy or a.npz holds, key, labels, and what is said
-    "49 labels": (
-        {"x": FLAT},
-        None,
-        LABELS[:49],
-        r"y\.npy do not fit: expected 50, one for each row, got shape \(49",
-    ),
-    "two labels": (
-        {"x": FLAT},
-        None,
-        np.stack([LABELS, LABELS], 1),
-        r"one for each row, got shape \(50, 2\)",
-    ),
-    "halves": (
-        {"x": FLAT},
-        None,
-        LABELS + 0.5,
-        "y.npy do not fit: expected whole numbers, got float64",
-    ),
-    "words": ({"x": FLAT}, None, np.array(list("abcde") * 10), "expected whole numbers, got str32"),
-    "infinite labels": ({"x": FLAT}, None, np.full(50, np.inf), "expected whole numbers"),
-    "large labels": (
-        {"x": FLAT},
-        None,
-        np.full(50, 2**64 - 1, np.uint64),
-        "expected whole numbers",
-    ),
-    "a vector": ({"x": ROWS[:, 0, 0]}, None, None, rf"a\.npy: {SHAPE}\(50,\)"),
-    "a number": ({"x": np.float32(3)}, None, None, rf"a\.npy: {SHAPE}\(\)"),
-    "no rows": (
-        {"x": ROWS[:0]},
-        None,
-        None,
-        r"expected a row or more, got an empty array of shape \(0, 3, 4\)",
-    ),
-    "no width": ({"x": ROWS[:, :, :0]}, None, None, "expected a row or more, got an empty array"),
-    "complex": (
-        {"x": ROWS.astype(complex)},
-        None,
-        None,
-        "expected an array of real numbers, got one of complex128",
-    ),
-    "text": (
-        {"x": np.array([["a"]])},
-        None,
-        None,
-        "expected an array of real numbers, got one of str32",
-    ),
-    "dates": ({"x": np.zeros((3, 2), "M8[s]")}, None, None, "expected an array of real numbers"),
-    "records": ({"x": np.zeros((3, 2), "f4,i4")}, None, None, "expected an array of real numbers"),
+SHAPE = r"expected rows in an array of shape \(rows, features\) or with more dimensions, got shape "
+NUMBERS = "expected an array of real numbers, got one of "
+REFUSED = {  # what a.npy or a.npz holds, key, and what is said
+    "a vector": ({"x": ROWS[:, 0, 0]}, None, rf"a\.npy: {SHAPE}\(50,\)"),
+    "a number": ({"x": np.float32(3)}, None, rf"a\.npy: {SHAPE}\(\)"),
+    "no rows": ({"x": ROWS[:0]}, None, rf"{SHAPE}\(0, 3, 4\)"),
+    "no width": ({"x": ROWS[:, :, :0]}, None, SHAPE),
+    "complex": ({"x": ROWS.astype(complex)}, None, f"{NUMBERS}complex128"),
+    "text": ({"x": np.array([["a"]])}, None, f"{NUMBERS}str32"),
+    "dates": ({"x": np.zeros((3, 2), "M8[s]")}, None, NUMBERS),
+    "records": ({"x": np.zeros((3, 2), "f4,i4")}, None, NUMBERS),
     "no key": (
         {"x": FLAT, "y": FLAT},
-        None,
         None,
         r"one array in .*a\.npz, got 2 \(x, y\); choose one with key",
     ),
     "another key": (
         {"x": FLAT, "y": FLAT},
         "z",
-        None,
         r"no array for key z; expected one of its keys \(x, y\)",
     ),
-    "needless key": ({"x": FLAT}, "x", None, "holds one array, without a key; leave out key"),
-    "no such labels": (
-        {"x": FLAT},
-        None,
-        "no.npy",
-        r"there is no file no\.npy to take the labels from; check",
-    ),
-    "labels of no key": (
-        {"x": FLAT, "y": LABELS},
-        "x",
-        "no.npy",
-        r"no file no\.npy .*, or give a key of .*\(x, y\)",
-    ),
+    "needless key": ({"x": FLAT}, "x", "holds one array, without a key; leave out key"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_array_of_rows_with_labels_is_refused(tmp_path, case):
-    arrays, key, labels, said = REFUSED[case]
+def test_what_is_no_array_of_rows_is_refused(tmp_path, case):
+    arrays, key, said = REFUSED[case]
     path = tmp_path / ("a.npy" if len(arrays) == 1 else "a.npz")
     if len(arrays) == 1:
         np.save(path, *arrays.values())
     else:
         np.savez(path, **arrays)
-    if isinstance(labels, np.ndarray):
-        np.save(tmp_path / "y.npy", labels)
-        labels = str(tmp_path / "y.npy")
     with pytest.raises(FormatError, match=said):
-        open_array(str(path), key, labels)
+        open_array(str(path), key)
 
 
 class Opened:
@@ -331,7 +262,7 @@ def test_pickled_objects_are_refused_never_run_and_not_advised(tmp_path, capsys,
     assert "weights_only" not in str(caught.value) and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [*WRITERS, "labels-idx1-ubyte"])
+@pytest.mark.parametrize("name", WRITERS)
 def test_files_of_another_format_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"<html>404, not found</html>" * 20)
     with pytest.raises(FormatError, match=f"cannot read .*{name}: .*check that the file is"):
@@ -352,8 +283,6 @@ def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
         open_array(str(tmp_path / "b.npy"))
     with pytest.raises(FormatError, match="leave out key"):
         open_array("digits", key="x")
-    with pytest.raises(FormatError, match="leave out key"):
-        open_array("patches", labels="x")
 
 
 ACTS = (
@@ -407,36 +336,8 @@ def test_flatten_is_needed_for_three_dimensions_and_refused_for_two(tmp_path):
         match=r"flatten does nothing with .*b\.npy: .* got shape \(7, 6\); leave it out",
     ):
         open_array(str(tmp_path / "b.npy"), flatten="features")
-    with pytest.raises(FormatError, match="leave out key, labels, flatten and bits"):
+    with pytest.raises(FormatError, match="leave out key, flatten and bits"):
         open_array("digits", flatten="features")
-
-
-@pytest.mark.parametrize(
-    ("shape", "flatten", "fits"),
-    [
-        ((20, 7), "positions", True),
-        ((140,), "positions", True),
-        ((140, 1), "positions", True),
-        ((20,), "positions", False),
-        ((7, 20), "positions", False),
-        ((20, 7, 2), "positions", False),
-        ((20,), "features", True),
-        ((20, 7), "features", False),
-        ((140,), "features", False),
-    ],
-)
-def test_labels_are_one_for_each_row_in_its_shape_or_flat(tmp_path, shape, flatten, fits):
-    labels = 2**40 + np.arange(math.prod(shape)).reshape(shape)  # more than float32 can tell apart
-    torch.save({"x": torch.from_numpy(ACTS), "y": torch.from_numpy(labels)}, tmp_path / "a.pt")
-    if fits:
-        found = open_array(str(tmp_path / "a.pt"), "x", "y", flatten)
-        np.testing.assert_array_equal(found.labels, labels.ravel())
-        np.testing.assert_array_equal(found.columns(3, 8)["label"], labels.ravel()[3:8])
-    else:
-        with pytest.raises(
-            FormatError, match=r"labels y do not fit: expected .*, one for each row, got shape"
-        ):
-            open_array(str(tmp_path / "a.pt"), "x", "y", flatten)
 
 
 def test_imported_positions_hold_out_whole_sequences(sae: CommandLine, tmp_path: Path):
@@ -468,7 +369,6 @@ def test_imported_positions_hold_out_whole_sequences(sae: CommandLine, tmp_path:
         "file": "acts.npy",
         "key": None,
         "sha256": meta.source["sha256"],
-        "labels_sha256": None,
     }
     assert (meta.source, meta.columns) == (source, ())
     assert meta.request_hash == hash_request(

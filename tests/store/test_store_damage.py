@@ -61,7 +61,7 @@ def test_a_damaged_shard_is_refused_by_name_and_not_resumed_from(tmp_path, damag
     ("index", "change", "said"),
     [
         (0, {"dtype": "float16"}, "expected type bfloat16, got float16"),
-        (0, {"columns": ["label"]}, "expected columns ['document'], got ['label']"),
+        (0, {"columns": ["role"]}, "expected columns ['document'], got ['role']"),
         (0, {"columns": []}, "expected columns ['document'], got []"),
         (2, {"rows": 49}, "expected shape (50, 4), got (49, 4)"),
         (0, {"world": {"features": 3, "sha256": ""}}, "expected known features False, got True"),

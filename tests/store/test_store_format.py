@@ -29,11 +29,11 @@ TORCH_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 def written(tmp_path: Path) -> Path:
     rows = ROWS.copy()
     rows[8] *= 100
-    meta = StoreMeta({"kind": "array"}, "request", "bfloat16", 4, 6, 4, ("document", "label"), 10.0)
+    meta = StoreMeta({"kind": "array"}, "request", "bfloat16", 4, 6, 4, ("document", "role"), 10.0)
     with StoreWriter.open(tmp_path / "s", meta) as writer:
         writer.append(
             rows,
-            {"document": np.arange(10) // 2, "label": np.arange(10) % 3},
+            {"document": np.arange(10) // 2, "role": np.arange(10) % 3},
             {"row": 0},
             {"special": np.array([3.0, 5.0])},
         )
@@ -72,7 +72,7 @@ def test_columns_checksums_and_statistics_are_as_specified(written: Path):
         return struct.unpack(f"<{size // struct.calcsize(kind)}{kind}", content[at : at + size])
 
     assert unpacked("document", "q") == (0, 0, 1, 1, 2, 2)
-    assert unpacked("label", "q") == (0, 1, 2, 0, 1, 2)
+    assert unpacked("role", "B") == (0, 1, 2, 0, 1, 2)
     assert unpacked("chunk_xxh3", "Q") == tuple(
         xxh3_64_intdigest(content[start + at : start + at + 32]) for at in (0, 32)
     )
@@ -141,18 +141,18 @@ def test_blocks_already_encoded_are_stored_as_they_are(tmp_path, dtype):
     [
         (
             np.zeros((2, 5), np.float32),
-            {"label": np.zeros(2, int)},
+            {"role": np.zeros(2, int)},
             r"shape \(rows, 4\), got \(2, 5\)",
         ),
-        (np.zeros((2, 4), np.int32), {"label": np.zeros(2, int)}, "expected floats, got int32"),
-        (np.zeros((2, 4), np.float32), {}, r"columns \['label'\], got \[\]"),
-        (np.zeros((2, 4), np.float32), {"label": np.zeros(3, int)}, "expected 2 integers"),
-        (np.zeros((2, 4), np.float32), {"label": np.zeros(2)}, "expected 2 integers, got float64"),
+        (np.zeros((2, 4), np.int32), {"role": np.zeros(2, int)}, "expected floats, got int32"),
+        (np.zeros((2, 4), np.float32), {}, r"columns \['role'\], got \[\]"),
+        (np.zeros((2, 4), np.float32), {"role": np.zeros(3, int)}, "expected 2 integers"),
+        (np.zeros((2, 4), np.float32), {"role": np.zeros(2)}, "expected 2 integers, got float64"),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(tmp_path, block, columns, said):
     with (
-        StoreWriter.open(tmp_path / "s", make_meta(4, columns=("label",))) as writer,
+        StoreWriter.open(tmp_path / "s", make_meta(4, columns=("role",))) as writer,
         pytest.raises(ValueError, match=said),
     ):
         writer.append(block, columns, {})
