@@ -63,7 +63,9 @@ def started(
 ) -> Solver:
     """A solver for a number of epochs, with a learning rate of 0.01; further arguments as of `task_of`."""
     config = config.resolved(None)
-    initial = initial_sae(activation, F, Batch.of(rows.x[:64]), seed=1)
+    initial = initial_sae(
+        activation, F, Batch.of(rows.x[:64]), 1, None, given[0] if given else "none"
+    )
     steps = more.pop("steps", epochs * rows.batches * config.inner_steps)
     return config.build(
         initial,

@@ -229,6 +229,11 @@ class Dictionary(Module, ABC):
     def activation_parameters(self) -> Parameters:
         return {name: getattr(self, name) for name in self._learned}
 
+    @property
+    def estimates(self) -> tuple[str, ...]:
+        """Names of the activation's and its penalty's parameters that have no gradient."""
+        return tuple(name for name in self._learned if name not in self.activation.trained)
+
     def latent_dimension(self, name: str) -> int | None:
         """The dimension of a parameter that counts latents, if any."""
         if name in self._learned:
@@ -280,8 +285,9 @@ class Dictionary(Module, ABC):
             W_dec, base = W_dec.detach(), self._base(batch.x).detach()
             value = value + self.squared_errors(batch, gates, W_dec, base).mean() / batch.size
         if sparsity != "none":  # a mean over this process' rows
-            penalty = self.activation.penalty(sparsity, pre, gates, self.weighed(W_dec), parameters)
-            value = value + weight * (len(batch.x) / batch.size) * penalty
+            penalty = self.activation.penalty(sparsity)
+            added = penalty.value(pre, gates, self.weighed(W_dec), parameters)
+            value = value + weight * (len(batch.x) / batch.size) * added
         return Loss(value, errors[-1], codes)
 
     def encode(self, x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class Training:
             return
         before, after = self.begun, self.solver.dictionary
         # Of the penalty, such as the price of excess L0 that training found.
-        learned = {name: getattr(after, name) for name in before.activation.training_parameters(1)}
+        learned = {name: getattr(after, name) for name in self.solver.penalty.initial(1)}
         before = before.changed(None, **learned)
         saes = [self._raw(one) for one in (before, after)]
         both = self.rows.communicator.broadcast_object(lambda: self.plan.compared(saes))
@@ -290,10 +290,11 @@ def start_training(
         lr = fitted_learning_rate(sample.x, training.batch_size * firing_rate) * (
             TRAIN_ON if start else 1
         )
+    sparsity = training.sparsity or "none"
     if start is None or state:  # which has all that a start gives
-        initial = initial_sae(activation, plan.d_sae, sample, training.seed, B)
+        initial = initial_sae(activation, plan.d_sae, sample, training.seed, B, sparsity)
     else:
-        initial = start.initial(activation, sample.x, normalisation)
+        initial = start.initial(activation, sample.x, normalisation, sparsity)
     task = Task(
         training, rows.rows, plan.steps, float(lr), sample, B, plan.held, start is not None, memory
     )

@@ -166,7 +166,7 @@ def settled(
     if sparsity == "none" and training.sparsity_weight:
         raise ConfigError(
             "--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
-            f"({', '.join(name for name in activation.sparsities if name != 'none')})"
+            f"({', '.join(name for name in activation.penalties() if name != 'none')})"
         )
     if sparsity == "none" and training.sparsity_warm_up not in (None, PENALTY_WARM_UP):
         raise ConfigError(
@@ -201,7 +201,9 @@ def settled(
         sparsity_warm_up=PENALTY_WARM_UP if rise is None else rise,
         epochs=None if training.steps else epochs,
         smoothing=default_width(rows, d_in, d_sae) if smoothing == "auto" else smoothing,
-        sparsity_weight=activation.default_weight(sparsity, d_in) if weight is None else weight,
+        sparsity_weight=activation.penalty(sparsity).default_weight(d_in)
+        if weight is None
+        else weight,
     )
 
 

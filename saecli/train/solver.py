@@ -106,13 +106,12 @@ class Solver:
             communicator,
         )
         self.every = every
+        self.penalty = dictionary.activation.penalty(task.training.sparsity or "none")
         self.smoothing = Smoothing(float(task.training.smoothing), task.sample.x, task.sample.y)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
         for name, parameter in dictionary.named_parameters():
-            parameter.requires_grad_(
-                name not in (*held, task.held, *dictionary.activation.estimates)
-            )
+            parameter.requires_grad_(name not in (*held, task.held, *dictionary.estimates))
         self.optimizer = Adam(
             dict(dictionary.named_parameters()),
             config.clip_norm,
@@ -200,7 +199,9 @@ class Solver:
         self.steps, codes = step + 1, loss.codes.detach()
         with torch.no_grad():
             parameters = dictionary.activation_parameters
-            estimates = dictionary.activation.estimated(codes, parameters, self.steps / task.steps)
+            progress = self.steps / task.steps
+            estimates = dictionary.activation.after_step(codes, parameters)
+            estimates |= self.penalty.after_step(codes, parameters, progress)
             for name, estimate in estimates.items():
                 parameters[name].copy_(self.communicator.mean(estimate))
         return StepReport(
@@ -293,16 +294,19 @@ class Solver:
     @torch.no_grad()
     def calibrate(self) -> None:
         """Set the activation's estimates for unsmoothed rows."""
-        activation, parameters = self.dictionary.activation, self.dictionary.activation_parameters
+        parameters = self.dictionary.activation_parameters
         sample, encoded = self.task.sample.x, self.dictionary.pre_activations
-        if not activation.estimates or not len(sample):
+        if not self.dictionary.estimates or not len(sample):
             return
 
         def smoothed(width: float) -> Tensor:
             narrower = Smoothing(min(width, self.smoothing.width), sample)
             return encoded(narrower(Batch.of(sample), self.draws(self.steps, CALIBRATING)).x)
 
-        for name, value in activation.calibrated(encoded(sample), parameters, smoothed).items():
+        pre = encoded(sample)
+        calibrated = self.dictionary.activation.calibrated(pre, parameters)
+        calibrated |= self.penalty.calibrated(pre, parameters, smoothed)
+        for name, value in calibrated.items():
             parameters[name].copy_(value)
 
     def record(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from ..base.console import Listener
 from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
 from ..base.home import Home
-from ..sae.activations import PENALTY_OPTIONS, Activation, TargetsL0, activation_to_json
+from ..sae.activations import PENALTY_OPTIONS, Activation, LearnsThresholds, activation_to_json
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import hook_points, lasting_name, open_sae
 from ..store.joined import Joined
@@ -32,7 +32,12 @@ POWER_ITERATIONS = 30  # for two digits of an eigenvalue
 
 
 def initial_sae(
-    activation: Activation, d_sae: int, batch: Batch, seed: int, B: Tensor | None = None
+    activation: Activation,
+    d_sae: int,
+    batch: Batch,
+    seed: int,
+    B: Tensor | None = None,
+    sparsity: str = "none",
 ) -> SAE:
     """An SAE with random unit directions, `W_dec = W_enc' B`, its scale fitted to a batch of normalised rows. B,
     (D, E), is the targets' regression on them, None if the targets are the rows.
@@ -49,16 +54,15 @@ def initial_sae(
         half = d_sae // 2
         directions[:, half : 2 * half] = -directions[:, :half]
     W_enc = (directions / directions.norm(dim=0)).to(x)
-    start = activation.parameters(d_sae) | activation.training_parameters(d_sae)
-    parameters = activation.fitted(
-        x @ W_enc, {name: tensor.to(x) for name, tensor in start.items()}
-    )
+    penalty = activation.penalty(sparsity)
+    start = activation.parameters(d_sae) | penalty.initial(d_sae)
+    parameters = penalty.fitted(x @ W_enc, {name: tensor.to(x) for name, tensor in start.items()})
     codes = activation.training_codes(x @ W_enc, parameters | {"W_enc": W_enc})
     y_hat = codes.times(W_enc.T if B is None else W_enc.T @ B)
     size = y_hat.square().sum()
     fit = ((batch.y * y_hat).sum() / size).clamp(min=1e-3) if size > 0 else x.new_ones(())
     W_enc = W_enc * fit.sqrt()
-    parameters = activation.fitted(x @ W_enc, parameters)
+    parameters = penalty.fitted(x @ W_enc, parameters)
     W_dec, d_out = W_enc.T if B is None else W_enc.T @ B, batch.y.shape[1]
     return SAE(
         W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters
@@ -213,7 +217,7 @@ class Start:
             smoothing=0.0 if smoothing == "auto" else smoothing,
         )
         if (
-            isinstance(activation, TargetsL0)
+            isinstance(activation, LearnsThresholds)
             and self._has_parameters(activation)
             and sparsity == "target-l0"
             and activation.target_l0 is None
@@ -225,7 +229,13 @@ class Start:
             activation = replace(activation, target_l0=max(float(f"{l0:.3g}"), 1.0))
         return training, activation
 
-    def initial(self, activation: Activation, sample: Tensor, normalisation: Normalisation) -> SAE:
+    def initial(
+        self,
+        activation: Activation,
+        sample: Tensor,
+        normalisation: Normalisation,
+        sparsity: str = "none",
+    ) -> SAE:
         """The SAE acting on normalised rows, at the start of training.
 
         An activation of another kind than the SAE's has parameters fitted to the sample, (n, D). Codes are
@@ -239,9 +249,10 @@ class Start:
         )
         factor = (own.W_dec.norm() / own.W_enc.norm()).sqrt().item()
         own = rescaled(own, factor)
-        start = activation.parameters(own.d_sae) | activation.training_parameters(own.d_sae)
+        penalty = activation.penalty(sparsity)
+        start = activation.parameters(own.d_sae) | penalty.initial(own.d_sae)
         x = sample.double()
-        parameters = activation.continuing(
+        parameters = penalty.continuing(
             {name: tensor.to(own.W_enc) for name, tensor in start.items()},
             own.codes(x).count().item() / len(x),
         )
@@ -252,13 +263,13 @@ class Start:
             positive = (pre > 0).sum().item() / len(
                 pre
             )  # per row, the most that thresholds from 0 can keep
-            target = activation.target_l0 if isinstance(activation, TargetsL0) else None
+            target = activation.target_l0 if isinstance(activation, LearnsThresholds) else None
             if target is not None and positive < target:
                 raise ConfigError(
                     f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row "
                     f"of --init {self.name}, got {target:g}; lower it, or use another --act"
                 )
-            parameters = activation.fitted(pre, parameters)
+            parameters = penalty.fitted(pre, parameters)
         return SAE(
             own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters, W_skip=own.W_skip
         ).copy_to(sample.dtype)

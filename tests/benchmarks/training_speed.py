@@ -61,7 +61,7 @@ def ours(case: str, chosen: argparse.Namespace) -> float:
         TrainingConfig(
             sparsity=sparsity,
             smoothing=0.0,
-            sparsity_weight=activation.default_weight(sparsity, chosen.d_in),
+            sparsity_weight=activation.penalty(sparsity).default_weight(chosen.d_in),
             precision="bf16" if "bf16" in case else "float32",
         ),
         10**6,
@@ -69,7 +69,7 @@ def ours(case: str, chosen: argparse.Namespace) -> float:
         1e-3,
     )
     solver = config.resolved(None).build(
-        initial_sae(activation, chosen.d_sae, Batch.of(rows), seed=0), task
+        initial_sae(activation, chosen.d_sae, Batch.of(rows), 0, None, sparsity), task
     )
     return least(lambda: solver.descend(Batch.of(rows)), chosen.steps)
 

@@ -88,7 +88,7 @@ def steps(day: Day) -> Figures:
                 TrainingConfig(
                     sparsity=sparsity,
                     smoothing=0.0,
-                    sparsity_weight=activation.default_weight(sparsity, D),
+                    sparsity_weight=activation.penalty(sparsity).default_weight(D),
                     precision=precision,
                 ),
                 10**6,
@@ -98,7 +98,7 @@ def steps(day: Day) -> Figures:
             solving = (
                 SOLVERS[solver]()
                 .resolved(None)
-                .build(initial_sae(activation, F, Batch.of(rows), seed=0), task)
+                .build(initial_sae(activation, F, Batch.of(rows), 0, None, sparsity), task)
             )
             rate = B / day.seconds(
                 lambda solving=solving: solving.descend(Batch.of(rows)), 10 if day.full else 2

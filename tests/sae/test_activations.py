@@ -51,16 +51,11 @@ def test_batchtopk_keeps_the_largest_of_a_training_batch() -> None:
 def test_batchtopk_calibrated_on_rows_keeps_k_of_them_on_average() -> None:
     pre, parameters = random_pre() + 0.5, {"threshold": torch.tensor(9.0, dtype=torch.float64)}
     for k in (1, K, 6):
-        assert (
-            BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters, lambda _: pre)).count()
-            == B * k
-        )
+        assert BatchTopK(k=k)(pre, BatchTopK(k=k).calibrated(pre, parameters)).count() == B * k
     few = (pre > 0).sum() // B + 1
-    kept_all = BatchTopK(k=int(few))(
-        pre, BatchTopK(k=int(few)).calibrated(pre, parameters, lambda _: pre)
-    ).dense()
+    kept_all = BatchTopK(k=int(few))(pre, BatchTopK(k=int(few)).calibrated(pre, parameters)).dense()
     assert torch.equal(kept_all, pre.relu())
-    assert BatchTopK(k=F).calibrated(pre, parameters, lambda _: pre)["threshold"] == 0
+    assert BatchTopK(k=F).calibrated(pre, parameters)["threshold"] == 0
 
 
 def test_opposites_of_activations_that_say_so_are_linear_together() -> None:
@@ -79,14 +74,12 @@ def test_batchtopk_threshold_is_a_running_mean() -> None:
         codes = activation.training_codes(random_pre(seed), parameters)
         dense = codes.dense()
         smallest.append(dense[dense > 0].min().item())
-        parameters = activation.estimated(codes, parameters, 0.5)
+        parameters = activation.after_step(codes, parameters)
     expected = smallest[0]
     for value in smallest[1:]:
         expected = 0.7 * expected + 0.3 * value
     assert parameters["threshold"].item() == pytest.approx(expected, rel=1e-12)
-    silent = activation.estimated(
-        DenseCodes(torch.zeros(B, F, dtype=torch.float64)), parameters, 0.5
-    )
+    silent = activation.after_step(DenseCodes(torch.zeros(B, F, dtype=torch.float64)), parameters)
     assert torch.equal(silent["threshold"], parameters["threshold"])
 
 
@@ -112,7 +105,9 @@ def test_the_l0_penaltys_gradient_is_the_straight_through_estimate() -> None:
     activation = JumpRelu()
     near = (np.abs(pre.numpy() - threshold.detach().numpy()) < bandwidth / 2).astype(float)
     assert 0 < near.mean() < 1
-    penalty = activation.penalty("l0", pre, DenseCodes(pre), torch.eye(F), {"threshold": threshold})
+    penalty = activation.penalty("l0").value(
+        pre, DenseCodes(pre), torch.eye(F), {"threshold": threshold}
+    )
     assert penalty.item() == pytest.approx((pre > threshold).sum(1).double().mean().item())
     penalty.backward()
     np.testing.assert_allclose(threshold.grad.numpy(), -near.mean(0) / bandwidth, rtol=1e-12)

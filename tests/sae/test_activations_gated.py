@@ -58,7 +58,7 @@ def test_gradients_of_the_loss_equal_the_papers_formula(
     leaves = [
         tensor.requires_grad_()
         for name, tensor in one.named_parameters()
-        if name not in one.activation.estimates
+        if name not in one.estimates
     ]
     x = normal(B, D, seed=4)
     found = one.loss(Batch.of(x), sparsity, WEIGHT)
@@ -105,7 +105,8 @@ def test_the_multiplier_moves_with_l0_and_thresholds_stay_above_0(active: int, s
     one = gated()
     given = one.activation_parameters | {"threshold": one.threshold - 0.5}
     codes = DenseCodes((torch.arange(F) < active).double().expand(B, F))
-    found = one.activation.estimated(codes, given, 0.9)
+    found = one.activation.after_step(codes, given)
+    found |= one.activation.penalty("target-l0").after_step(codes, given, 0.9)
     assert side * (found["multiplier"] - given["multiplier"]) > 0 and found["aim"] == 5
     assert torch.equal(found["threshold"], given["threshold"].relu())
 
@@ -123,7 +124,7 @@ def test_training_lowers_fvu_and_gives_rows_held_out_the_target(config: SolverCo
         activation,
         10,
         "target-l0",
-        activation.default_weight("target-l0", x.shape[1]),
+        activation.penalty("target-l0").default_weight(x.shape[1]),
     )
     sae, held_out = trained(solver, data, 10), x[4000:]
     assert sae.codes(held_out).count().item() / 4000 == pytest.approx(3, rel=0.1)

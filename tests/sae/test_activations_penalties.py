@@ -14,7 +14,7 @@ RHO = 0.2
 OFFERS = [
     (kind(target_rate=RHO) if sparsity == "kl" else kind(), sparsity)
     for kind in ACTIVATIONS.values()
-    for sparsity in kind.sparsities
+    for sparsity in kind().penalties()
     if sparsity in ("l1", "kl")
 ]
 POWER = {"p": torch.tensor(0.4, dtype=torch.float64)}
@@ -39,7 +39,7 @@ def test_l1_is_the_sum_of_sizes_in_the_reconstruction() -> None:
     expected = np.mean(
         [sum(abs(z[row, i]) * np.linalg.norm(W_dec[i]) for i in range(F)) for row in range(B)]
     )
-    assert Relu().penalty("l1", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(
+    assert Relu().penalty("l1").value(z, DenseCodes(z), W_dec, {}).item() == pytest.approx(
         expected, rel=1e-12
     )
 
@@ -50,18 +50,18 @@ def test_kl_is_the_divergence_of_firing_rates_from_the_target(kind: type[Activat
     found = rates(z.numpy(), NORMS.numpy())
     assert found.min() < RHO < found.max()
     expected = (RHO * np.log(RHO / found) + (1 - RHO) * np.log((1 - RHO) / (1 - found))).sum()
-    assert kind(target_rate=RHO).penalty("kl", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(
-        expected, rel=1e-12
-    )
+    assert kind(target_rate=RHO).penalty("kl").value(
+        z, DenseCodes(z), W_dec, {}
+    ).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_kl_is_zero_where_every_rate_is_the_target() -> None:
     _, W_dec = codes_and_decoder()
     u = 0.03 * D**0.5 * RHO / (1 - RHO)
     z = (u / NORMS).expand(B, F)
-    assert Relu(target_rate=RHO).penalty("kl", z, DenseCodes(z), W_dec, {}).item() == pytest.approx(
-        0, abs=1e-12
-    )
+    assert Relu(target_rate=RHO).penalty("kl").value(
+        z, DenseCodes(z), W_dec, {}
+    ).item() == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_gradient_of_a_penalty_equals_finite_differences(
 ) -> None:
     z, W_dec = (tensor.requires_grad_() for tensor in codes_and_decoder())
     assert torch.autograd.gradcheck(
-        lambda z, W: activation.penalty(sparsity, z, DenseCodes(z), W, {}), (z, W_dec)
+        lambda z, W: activation.penalty(sparsity).value(z, DenseCodes(z), W, {}), (z, W_dec)
     )
 
 
@@ -86,8 +86,10 @@ def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(
 ) -> None:
     z, W_dec = codes_and_decoder()
     scale = torch.linspace(0.1, 9, F, dtype=torch.float64)
-    before = activation.penalty(sparsity, z, DenseCodes(z), W_dec, POWER)
-    after = activation.penalty(sparsity, z, DenseCodes(z * scale), W_dec / scale[:, None], POWER)
+    before = activation.penalty(sparsity).value(z, DenseCodes(z), W_dec, POWER)
+    after = activation.penalty(sparsity).value(
+        z, DenseCodes(z * scale), W_dec / scale[:, None], POWER
+    )
     torch.testing.assert_close(after, before, rtol=1e-12, atol=0)
 
 
@@ -101,7 +103,7 @@ def test_norm_weights_are_the_positive_derivative_in_decoder_norms(
     norms = NORMS.clone().requires_grad_()
     scaled = W_dec / NORMS[:, None] * norms[:, None]
     (derivative,) = torch.autograd.grad(
-        B * activation.penalty(sparsity, z, DenseCodes(z), scaled, {}), norms
+        B * activation.penalty(sparsity).value(z, DenseCodes(z), scaled, {}), norms
     )
     found = activation.norm_weights(sparsity, DenseCodes(z), W_dec, {})
     if isinstance(activation, Gated):  # which penalises gates, by norms without gradient
@@ -120,7 +122,7 @@ def test_kl_and_its_gradient_are_finite_also_for_silent_latents(rate: float) -> 
     z.requires_grad_()
     W_dec.requires_grad_()
     activation = Relu(target_rate=rate)
-    penalty = activation.penalty("kl", z, DenseCodes(z), W_dec, {})
+    penalty = activation.penalty("kl").value(z, DenseCodes(z), W_dec, {})
     penalty.backward()
     weights = activation.norm_weights("kl", DenseCodes(z.detach()), W_dec.detach(), {})
     assert all(tensor.isfinite().all() for tensor in (penalty, z.grad, W_dec.grad, weights))
@@ -140,8 +142,8 @@ def test_lp_has_the_value_of_l1_and_the_gradients_of_a_sum_of_powers(
         {"p": torch.tensor(p).double()},
     )
     codes, scaled = where(z, mask), W_dec / NORMS[:, None] * norms[:, None]
-    found = Relu().penalty("lp", z, codes, scaled, power)
-    torch.testing.assert_close(found, Relu().penalty("l1", z, codes, scaled, power))
+    found = Relu().penalty("lp").value(z, codes, scaled, power)
+    torch.testing.assert_close(found, Relu().penalty("l1").value(z, codes, scaled, power))
     u = z.abs() * norms
     edge = (0.01 * u.sum() / mask.sum()).detach()
     powers = ((u + edge) ** p - edge**p).sum()
@@ -154,15 +156,16 @@ def test_lp_has_the_value_of_l1_and_the_gradients_of_a_sum_of_powers(
 
 def test_p_falls_from_1_to_the_last_as_training_goes_on() -> None:
     activation = Relu().resolved("lp", F)
-    codes, given = DenseCodes(torch.ones(B, F)), activation.training_parameters(F)
+    codes, given = DenseCodes(torch.ones(B, F)), activation.penalty("lp").initial(F)
     found = [
-        activation.estimated(codes, given, progress)["p"].item()
+        activation.penalty("lp").after_step(codes, given, progress)["p"].item()
         for progress in (0.1, 0.2, 0.6, 1.0)
     ]
     assert found == pytest.approx([1, 1, 0.6, 0.2])
-    assert Relu(last_p=0.5).estimated(codes, given, 1.0)["p"] == 0.5
-    assert Relu().resolved("l1", F).estimates == ()
-    silent = Relu().penalty(
-        "lp", torch.zeros(B, F), DenseCodes(torch.zeros(B, F)), torch.eye(F), given
+    assert Relu(last_p=0.5).penalty("lp").after_step(codes, given, 1.0)["p"] == 0.5
+    silent = (
+        Relu()
+        .penalty("lp")
+        .value(torch.zeros(B, F), DenseCodes(torch.zeros(B, F)), torch.eye(F), given)
     )
     assert silent == 0

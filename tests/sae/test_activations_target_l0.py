@@ -17,6 +17,7 @@ from saecli.train.start import initial_sae
 
 B, F, D, L = 40, 60, 12, 5.0
 AIM, MULTIPLIER = 7.0, 0.4
+TARGET = JumpRelu(target_l0=L).penalty("target-l0")
 SOLVERS = [Sgd(), PamSgd(release=0.3)]
 
 
@@ -42,7 +43,7 @@ def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Cod
     leaves = [
         tensor.requires_grad_()
         for name, tensor in sae.named_parameters()
-        if name not in activation.estimates
+        if name not in sae.estimates
     ]
     x, threshold = normal(B, D, seed=4), sae.threshold
     found = sae.loss(Batch.of(x), "target-l0", 0.7)
@@ -72,7 +73,7 @@ def test_the_quadratic_penaltys_gradients_are_those_found_by_hand() -> None:
     activation, given = JumpRelu(target_l0=L), parameters()
     pre = normal(B, F, seed=5).requires_grad_()
     given["threshold"].requires_grad_()
-    activation.penalty("target-l0", pre, DenseCodes(pre), torch.eye(F), given).backward()
+    activation.penalty("target-l0").value(pre, DenseCodes(pre), torch.eye(F), given).backward()
     v, theta = pre.detach().numpy(), given["threshold"].detach().numpy()
     near = np.abs(v - theta) < theta / 4
     slope = 2 * (((v > theta).sum(1).mean() - AIM) / L + MULTIPLIER) / L * near / (theta / 2) / B
@@ -88,7 +89,7 @@ def test_without_a_target_the_step_has_no_gradient_in_pre_activations() -> None:
     activation = JumpRelu()
     activation(pre, given).dense().sum().backward()
     assert torch.equal(pre.grad, (pre > given["threshold"]).double())
-    penalty = activation.penalty("l0", pre, DenseCodes(pre), torch.eye(F), given)
+    penalty = activation.penalty("l0").value(pre, DenseCodes(pre), torch.eye(F), given)
     assert torch.autograd.grad(penalty, [pre, given["threshold"]], allow_unused=True)[0] is None
 
 
@@ -96,18 +97,16 @@ def test_without_a_target_the_step_has_no_gradient_in_pre_activations() -> None:
 def test_the_controller_moves_thresholds_and_multiplier_with_l0(active: int, side: int) -> None:
     given = parameters()
     codes = DenseCodes((torch.arange(F) < active).double().expand(B, F))
-    found = JumpRelu(target_l0=L).estimated(codes, given, 0.3)
+    found = TARGET.after_step(codes, given, 0.3)
     excess = min(active / AIM - 1, 1.0)
     torch.testing.assert_close(found["threshold"], given["threshold"] * np.exp(0.05 * excess))
     torch.testing.assert_close(found["multiplier"], given["multiplier"] + 0.05 * excess)
     assert side * (found["threshold"] - given["threshold"]).min() > 0
     assert found["aim"].item() == AIM  # as long as it is below the schedule's
-    higher = JumpRelu(target_l0=L).estimated(codes, given | {"aim": torch.tensor(15.0)}, 0.3)
+    higher = TARGET.after_step(codes, given | {"aim": torch.tensor(15.0)}, 0.3)
     assert higher["aim"].item() == pytest.approx(L + 0.4 * (15 - L))  # 15: a quarter of the latents
-    assert JumpRelu(target_l0=L).estimated(codes, given, 0.9)["aim"] == L
-    nothing = JumpRelu(target_l0=L).estimated(
-        DenseCodes(torch.zeros(0, F, dtype=torch.float64)), given, 0.3
-    )
+    assert TARGET.after_step(codes, given, 0.9)["aim"] == L
+    nothing = TARGET.after_step(DenseCodes(torch.zeros(0, F, dtype=torch.float64)), given, 0.3)
     assert nothing.keys() == found.keys()  # processes all-reduce the same tensors
     assert nothing["multiplier"] == MULTIPLIER
     assert torch.equal(nothing["threshold"], given["threshold"])
@@ -116,7 +115,7 @@ def test_the_controller_moves_thresholds_and_multiplier_with_l0(active: int, sid
 def test_calibrated_on_rows_smoothed_less_as_many_latents_stay_active() -> None:
     pre, given = normal(B, F, seed=5), parameters()
     smoothed = {np.inf: 1.5 * pre, 0.2: pre}
-    found = JumpRelu(target_l0=L).calibrated(pre, given, smoothed.__getitem__)["threshold"]
+    found = TARGET.calibrated(pre, given, smoothed.__getitem__)["threshold"]
     assert (
         (pre > found).sum()
         == (1.5 * pre > given["threshold"]).sum()
@@ -127,7 +126,7 @@ def test_calibrated_on_rows_smoothed_less_as_many_latents_stay_active() -> None:
 
 def test_training_starts_with_the_first_aim_as_its_l0() -> None:
     x = normal(2000, D, seed=6)
-    start = initial_sae(JumpRelu(target_l0=3.0), F, Batch.of(x), seed=0)
+    start = initial_sae(JumpRelu(target_l0=3.0), F, Batch.of(x), 0, None, "target-l0")
     assert start.codes(x).count().item() / len(x) == pytest.approx(12, abs=0.01)
     assert start.aim == 12
 
@@ -138,7 +137,7 @@ def test_training_starts_with_the_first_aim_as_its_l0() -> None:
 def test_rows_held_out_have_the_target_as_their_l0(config: SolverConfig, target: float) -> None:
     x, activation = sparse_mixture(8000).x, JumpRelu(target_l0=target)
     data = RowsInMemory(x[:4000], batch_size=50)
-    weight = activation.default_weight("target-l0", x.shape[1])
+    weight = activation.penalty("target-l0").default_weight(x.shape[1])
     sae = trained(started(config, data, activation, 8, "target-l0", weight, smoothing=0.1), data, 8)
     assert sae.codes(x[4000:]).count().item() / 4000 == pytest.approx(target, rel=0.05)
     assert sae.tensors().keys() == {"W_enc", "b_enc", "W_dec", "b_dec", "threshold"}

@@ -221,7 +221,7 @@ def sae_of(activation: Activation, many: bool) -> SAE:
         parameters,
     )
     for name, parameter in sae.named_parameters():
-        parameter.requires_grad_(name not in activation.estimates)
+        parameter.requires_grad_(name not in sae.estimates)
     return sae
 
 

@@ -1,9 +1,10 @@
 """Activations, which map pre-activations to codes.
 
-An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient,
-sparsity penalties and the shape of its cells. To add one, write its class and a line in `ACTIVATIONS`.
+An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient and
+the penalties that it offers. To add one, write its class and a line in `ACTIVATIONS`.
 
-    base.py         Activation, KeepsK, Thresholded; TargetsRate, Anneals, TargetsL0: the penalties kl, lp, target-l0
+    base.py         Activation, KeepsK, Thresholded, LearnsThresholds
+    penalties.py    l1, l1-codes, kl, lp, and what training to a target L0 has in common
     elementwise.py  relu, jumprelu, gated, batchtopk: each latent by its own pre-activation
     topk.py         topk, relu-topk, abs-topk, matching-pursuit
     selection.py    codes of selected pre-activations, with sparse and straight-through gradients
@@ -12,8 +13,9 @@ sparsity penalties and the shape of its cells. To add one, write its class and a
 from typing import Any
 
 from ...base.errors import unknown_choice
-from .base import PENALTY_OPTIONS, Activation, KeepsK, Parameters, TargetsL0, Thresholded
+from .base import PENALTY_OPTIONS, Activation, KeepsK, LearnsThresholds, Thresholded
 from .elementwise import BatchTopK, Gated, JumpRelu, Relu
+from .penalties import Parameters, Penalty
 from .topk import AbsTopK, Largest, MatchingPursuit, ReluTopK, TopK
 
 __all__ = [
@@ -26,11 +28,12 @@ __all__ = [
     "JumpRelu",
     "KeepsK",
     "Largest",
+    "LearnsThresholds",
     "MatchingPursuit",
     "Parameters",
+    "Penalty",
     "Relu",
     "ReluTopK",
-    "TargetsL0",
     "Thresholded",
     "TopK",
     "activation_from_json",
@@ -56,7 +59,9 @@ ACTIVATIONS: dict[str, type[Activation]] = {
 def sparsity_names() -> tuple[str, ...]:
     """Every penalty that some activation offers."""
     return tuple(
-        dict.fromkeys(name for kind in ACTIVATIONS.values() for name in ("none", *kind.sparsities))
+        dict.fromkeys(
+            name for kind in ACTIVATIONS.values() for name in ("none", *kind().penalties())
+        )
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import Anneals, KeepsK, Parameters, TargetsL0, TargetsRate, Thresholded
+from .base import KeepsK, LearnsThresholds, Thresholded, last_p_option, target_rate_option
+from .penalties import KL, L1, L1OfCodes, Lp, Parameters, Penalty, TargetL0
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,15 +18,35 @@ if TYPE_CHECKING:
 # decoder is then fitted to denser codes than in training, which makes pre-activations grow faster (digits, k = 16: FVU
 # 0.129 with 0.05, 0.092 with 0.3 and 0.5).
 NEWEST = 0.3
+THRESHOLD = 0.1  # of jumprelu at the start, in units of normalised rows, unless fitted to a target
+BANDWIDTH = 0.3  # of the kernel in the gradient of thresholds, in units of codes
+RELATIVE_BANDWIDTH = 0.5  # with a target, over the threshold
+THRESHOLD_RATE = 0.05  # relative change of all thresholds per step, over the relative excess of L0
 
 
 @dataclass(frozen=True)
-class Relu(Thresholded, TargetsRate, Anneals):
+class Relu(Thresholded):
     """`z = max(pre, 0)`."""
 
     name: ClassVar[str] = "relu"
-    sparsities: ClassVar[tuple[str, ...]] = ("l1", "lp", "l1-codes", "kl", "none")
     opposites: ClassVar[bool] = True
+
+    target_rate: float | None = target_rate_option()
+    last_p: float | None = last_p_option()
+
+    def penalties(self) -> dict[str, Penalty]:
+        return {
+            "l1": L1(),
+            "lp": Lp(self.last_p),
+            "l1-codes": L1OfCodes(),
+            "kl": KL(self.target_rate),
+            "none": Penalty(),
+        }
+
+    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
+        import torch
+
+        return torch.zeros(d_sae)
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         from .selection import selected
@@ -45,17 +65,10 @@ class BatchTopK(Thresholded, KeepsK):
 
     name: ClassVar[str] = "batchtopk"
 
-    @property
-    def estimates(self) -> tuple[str, ...]:
-        return ("threshold",)
-
     def parameters(self, d_sae: int) -> Parameters:
         import torch
 
         return {"threshold": torch.zeros(())}  # before the first batch
-
-    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
-        return parameters["threshold"].clamp(min=0).expand(d_sae)
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         from .selection import where
@@ -68,7 +81,7 @@ class BatchTopK(Thresholded, KeepsK):
 
         return largest(pre, self.k * len(pre)).map(lambda values: values.relu())
 
-    def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
+    def after_step(self, codes: Codes, parameters: Parameters) -> Parameters:
         values, threshold = codes.values, parameters["threshold"]
         if not values.numel():
             return {"threshold": threshold}
@@ -76,65 +89,52 @@ class BatchTopK(Thresholded, KeepsK):
         moved = threshold.lerp(smallest, NEWEST).where(threshold > 0, smallest)
         return {"threshold": moved.where(smallest.isfinite(), threshold)}
 
-    def calibrated(
-        self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]
-    ) -> Parameters:
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
         kept = self.k * len(pre)
         if kept >= pre.numel():
             return {"threshold": parameters["threshold"].new_zeros(())}
         largest = pre.flatten().topk(kept + 1).values
         return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
 
-    def rescaled(self, parameters: Parameters, factor: float) -> Parameters:
-        return {"threshold": parameters["threshold"] * factor}
-
-
-THRESHOLD = 0.1  # at the start, in units of normalised rows, unless fitted to a target
-BANDWIDTH = 0.3  # of the kernel in the gradient of thresholds, in units of codes
-RELATIVE_BANDWIDTH = 0.5  # with a target, over the threshold
-
 
 @dataclass(frozen=True)
-class JumpRelu(TargetsL0, TargetsRate):
+class JumpRelu(LearnsThresholds):
     """`z = pre * H(pre - threshold)`, one learned threshold per latent; its gradient takes a rectangular kernel for the
     derivative of the step H.
 
-    With `--sparsity target-l0`, training minimises the squared error subject to L0 = L by the method of multipliers
-    (Hestenes, "Multiplier and gradient methods", 1969). It adds to the squared error, times a weight,
-
-        e^2 + 2 m e,    e = (L0 - aim) / L
-
-    where the aim falls from several times L to L. The quadratic alone exerts pressure only while L0 is above its
-    target; the multiplier m, a sum of past excess, holds L0 there. One factor on all thresholds, changed after each
-    step, removes at once the excess that Adam's small steps would leave.
-
     Sources: Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders"
-    (2024), equations 8 to 12, and the quadratic of its appendix on training to a fixed sparsity, used by Gemma Scope 2;
-    Anthropic, "Circuits Updates - January 2025", for the gradient of pre-activations; Gallego-Posada et al.,
-    "Controlled Sparsity via Constrained Optimization" (2022), for multipliers on L0.
+    (2024), equations 8 to 12; Anthropic, "Circuits Updates - January 2025", for the gradient of pre-activations with
+    `--sparsity target-l0`.
     """
 
     name: ClassVar[str] = "jumprelu"
-    sparsities: ClassVar[tuple[str, ...]] = ("target-l0", "l0", "l1", "l1-codes", "kl", "none")
-    multiplier_rate: ClassVar[float] = 0.05
+
+    target_rate: float | None = target_rate_option()
+
+    def penalties(self) -> dict[str, Penalty]:
+        return {
+            "target-l0": L0Constraint(self.target_l0, self),
+            "l0": L0(self),
+            "l1": L1(),
+            "l1-codes": L1OfCodes(),
+            "kl": KL(self.target_rate),
+            "none": Penalty(),
+        }
 
     def parameters(self, d_sae: int) -> Parameters:
         import torch
 
         return {"threshold": torch.full((d_sae,), THRESHOLD)}
 
-    def _width(self, thresholds: Tensor) -> Tensor:
-        """The width of each latent's kernel, (F,)."""
-        if self.target_l0 is None:
-            return thresholds.new_full(thresholds.shape, BANDWIDTH)
-        # Relative, since pre-activations, and thresholds with them, grow severalfold in training.
-        return RELATIVE_BANDWIDTH * thresholds.detach()
-
     def _near(self, pre: Tensor, parameters: Parameters) -> tuple[Codes, Tensor, Tensor]:
+        """The entries that give codes or gradients, with the threshold and the kernel's width of each."""
         from .selection import selected
 
         thresholds = self.thresholds(parameters, pre.shape[-1])
-        width = self._width(thresholds)
+        if self.target_l0 is None:
+            width = thresholds.new_full(thresholds.shape, BANDWIDTH)
+        else:  # relative, since pre-activations, and thresholds with them, grow severalfold in training
+            width = RELATIVE_BANDWIDTH * thresholds.detach()
         # Pre-activations just below their threshold give zero codes, but contribute to gradients.
         reach = thresholds.detach() - (width / 2 if thresholds.requires_grad else 0)
         near = selected(pre, pre > reach)
@@ -144,28 +144,11 @@ class JumpRelu(TargetsL0, TargetsRate):
         from .selection import Gate
 
         near, thresholds, width = self._near(pre, parameters)
-        return near.with_values(
-            Gate.apply(near.values, thresholds, width, self.target_l0 is not None)
-        )
+        to_pre = self.target_l0 is not None
+        return near.with_values(Gate.apply(near.values, thresholds, width, to_pre))
 
-    def default_weight(self, sparsity: str, d_in: int) -> float:
-        weights = {"l0": 0.001 * d_in, "target-l0": 0.05 * d_in}
-        return weights[sparsity] if sparsity in weights else super().default_weight(sparsity, d_in)
-
-    def penalty_l0(
-        self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters
-    ) -> Tensor:
-        """Mean number of active latents."""
-        return self._l0(pre.detach(), parameters)
-
-    def penalty_target_l0(
-        self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters
-    ) -> Tensor:
-        assert self.target_l0 is not None  # see `resolved`
-        excess = (self._l0(pre, parameters) - parameters["aim"]) / self.target_l0
-        return excess.square() + 2 * parameters["multiplier"] * excess
-
-    def _l0(self, pre: Tensor, parameters: Parameters) -> Tensor:
+    def l0(self, pre: Tensor, parameters: Parameters) -> Tensor:
+        """Mean number of active latents, with straight-through gradients."""
         from .selection import Step
 
         near, thresholds, width = self._near(pre, parameters)
@@ -173,7 +156,52 @@ class JumpRelu(TargetsL0, TargetsRate):
 
 
 @dataclass(frozen=True)
-class Gated(TargetsL0, Anneals):
+class L0(Penalty):
+    """Mean number of active latents; trains thresholds only."""
+
+    activation: JumpRelu
+
+    def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        return self.activation.l0(pre.detach(), parameters)
+
+    def default_weight(self, d_in: int) -> float:
+        return 0.001 * d_in
+
+
+@dataclass(frozen=True)
+class L0Constraint(TargetL0):
+    """Minimises the squared error subject to L0 = L by the method of multipliers (Hestenes, "Multiplier and gradient
+    methods", 1969):
+
+        e^2 + 2 m e,    e = (L0 - aim) / L
+
+    The quadratic alone exerts pressure only while L0 is above its target; the multiplier m holds L0 there. One factor
+    on all thresholds, changed after each step, removes at once the excess that Adam's small steps would leave.
+
+    Sources: the appendix of `JumpRelu`'s on training to a fixed sparsity, used by Gemma Scope 2, for the quadratic;
+    Gallego-Posada et al., "Controlled Sparsity via Constrained Optimization" (2022), for multipliers on L0.
+    """
+
+    activation: JumpRelu
+    rate: ClassVar[float] = 0.05
+    loose: ClassVar[bool] = False
+
+    def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        excess = (self.activation.l0(pre, parameters) - parameters["aim"]) / self.target
+        return excess.square() + 2 * parameters["multiplier"] * excess
+
+    def default_weight(self, d_in: int) -> float:
+        return 0.05 * d_in
+
+    def after_step(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
+        factor = (THRESHOLD_RATE * self.excess(codes, parameters)).exp()
+        return super().after_step(codes, parameters, progress) | {
+            "threshold": parameters["threshold"] * factor
+        }
+
+
+@dataclass(frozen=True)
+class Gated(LearnsThresholds):
     """`z = pre * H(pre - threshold)`, as `jumprelu`, with thresholds t >= 0 that gates train:
 
         loss = ||y_hat(z) - y||^2 + weight * penalty(g) + ||y_hat'(g) - y||^2,    g = relu(pre - t) / exp(r_mag)
@@ -181,16 +209,24 @@ class Gated(TargetsL0, Anneals):
     y_hat', and the penalty's decoder norms, are without gradient: with it, norms shrank without end, and FVU at L0 16
     was 0.25 on tiny-gemma2 instead of 0.125. It is the source's encoder with the magnitudes as `pre`: W_mag = W_enc,
     b_mag = b_enc, W_gate = W_enc / exp(r_mag), b_gate = (b_enc - t) / exp(r_mag). For t < 0, which is left out, gates
-    would open where magnitudes are 0. With `--sparsity target-l0` the penalty is l1 times exp(m).
+    would open where magnitudes are 0.
 
     Source: Rajamanoharan et al., "Improving Dictionary Learning with Gated Sparse Autoencoders" (2024).
     """
 
     name: ClassVar[str] = "gated"
-    sparsities: ClassVar[tuple[str, ...]] = ("target-l0", "l1", "lp", "none")
     opposites: ClassVar[bool] = True
-    multiplier_rate: ClassVar[float] = 0.02
-    loose: ClassVar[bool] = True
+    trained: ClassVar[tuple[str, ...]] = ("threshold", "r_mag")
+
+    last_p: float | None = last_p_option()
+
+    def penalties(self) -> dict[str, Penalty]:
+        return {
+            "target-l0": ControlledL1(self.target_l0),
+            "l1": L1(),
+            "lp": Lp(self.last_p),
+            "none": Penalty(),
+        }
 
     def parameters(self, d_sae: int) -> Parameters:
         import torch
@@ -203,30 +239,30 @@ class Gated(TargetsL0, Anneals):
         return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def gates(self, codes: Codes, parameters: Parameters) -> Codes:
-        thresholds, slopes = (
-            self.thresholds(parameters, codes.shape[1]),
-            (-parameters["r_mag"]).exp(),
-        )
-        return codes.with_values(
-            (codes.values - codes.by_latent(thresholds)).relu() * codes.by_latent(slopes)
-        )
-
-    def estimated(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        """Thresholds follow gates alone: with jumprelu's factor on them, FVU was 0.140 instead of 0.125."""
-        return super().estimated(codes, parameters, progress) | {
-            "threshold": parameters["threshold"].clamp(min=0)
-        }
-
-    def default_weight(self, sparsity: str, d_in: int) -> float:
-        return super().default_weight("l1" if sparsity == "target-l0" else sparsity, d_in)
-
-    def penalty_target_l0(
-        self, pre: Tensor, gates: Codes, W_dec: Tensor, parameters: Parameters
-    ) -> Tensor:
-        return parameters["multiplier"].exp() * self.penalty_l1(pre, gates, W_dec, parameters)
+        thresholds = codes.by_latent(self.thresholds(parameters, codes.shape[1]))
+        slopes = codes.by_latent((-parameters["r_mag"]).exp())
+        return codes.with_values((codes.values - thresholds).relu() * slopes)
 
     def norm_weights(
         self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters
     ) -> Tensor:
         """0, since the decoder of gates has no gradient."""
         return W_dec.new_zeros(len(W_dec))
+
+    def after_step(self, codes: Codes, parameters: Parameters) -> Parameters:
+        return {"threshold": parameters["threshold"].clamp(min=0)}
+
+
+@dataclass(frozen=True)
+class ControlledL1(TargetL0):
+    """L1 of the gates, times exp(m). Thresholds follow gates alone: with jumprelu's factor on them, FVU was 0.140
+    instead of 0.125."""
+
+    rate: ClassVar[float] = 0.02
+    loose: ClassVar[bool] = True
+
+    def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        return parameters["multiplier"].exp() * L1().value(pre, codes, W_dec, parameters)
+
+    def default_weight(self, d_in: int) -> float:
+        return L1().default_weight(d_in)
