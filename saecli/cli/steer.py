@@ -34,10 +34,7 @@ Temperature = Annotated[
         "--temperature", min=0, help="Sample at this temperature; 0: the likeliest token."
     ),
 ]
-Seed = Annotated[
-    int | None,
-    typer.Option("--seed", min=0, help="Seed the sampling of both texts.", show_default="0"),
-]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed the sampling of both texts.")]
 
 
 def command(
@@ -53,7 +50,7 @@ def command(
     site: Site = None,
     max_new_tokens: NewTokens = 40,
     temperature: Temperature = 0.0,
-    seed: Seed = None,
+    seed: Seed = 0,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

@@ -16,7 +16,7 @@ Sources: Turner et al., "Steering Language Models With Activation Engineering" (
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, counted
+from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of
 from ..extract.model_source import find_model
-from ..extract.passes import Passes
 from ..extract.sites import intercepted
 from ..extract.special import affixes, special_ids
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
@@ -39,131 +38,95 @@ from ..sae.library import SAELike, Subject, open_sae
 from .latents import largest_codes
 from .measured import with_rows
 
-METHODS, NEW_TOKENS = ("add", "clamp", "ablate"), 40
+METHODS = ("add", "clamp", "ablate")
+NEW_TOKENS = 40
 
 
-def _refuse(option: str, wrong: object, sentence: str) -> None:
-    if wrong:
-        raise ConfigError(f"--{option} {sentence}")
+class _Change(NamedTuple):
+    """What is done to latents of an SAE."""
+
+    hooked: Hooked
+    method: str
+    latents: list[int]
+    scales: list[float]  # of each latent; empty if not given
 
 
-def _chosen(
-    one: Hooked, method: str, latents: int | Sequence[int], scale: float | Sequence[float] | None
-) -> tuple[list[int], list[float]]:
-    _refuse("method", method not in METHODS, f"must be one of {', '.join(METHODS)}, got {method!r}")
-    given, last = np.ravel(latents), one.sae.d_sae - 1
-    scales = np.ravel([] if scale is None else scale).astype(float).tolist()
-    _refuse(
-        "latent",
-        not given.size or given.dtype.kind not in "iu",
-        f"must be the number of a latent, got {latents}",
-    )
-    for each in given:
-        _refuse(
-            "latent",
-            not 0 <= each <= last,
-            f"must be from 0 to {last}, the last of {one.name}, got {each}",
+def _change(
+    hooked: Hooked,
+    method: str,
+    latents: int | Sequence[int],
+    scale: float | Sequence[float] | None,
+) -> _Change:
+    if method not in METHODS:
+        raise unknown_choice("method", method, METHODS)
+    numbers, last = np.ravel(latents), hooked.sae.d_sae - 1
+    if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() > last:
+        raise ConfigError(
+            f"--latent must be from 0 to {last}, the last of {hooked.name}, got {latents}"
         )
-    _refuse(
-        "latent",
-        len(np.unique(given)) < given.size,
-        f"names a latent twice in {given.tolist()}; name each once",
-    )
-    _refuse(
-        "scale",
-        method == "ablate" and scales,
-        "does nothing with --method ablate; leave it out, or clamp",
-    )
-    _refuse(
-        "scale",
-        len(scales) not in (0, 1, given.size),
-        "must be given once, or once for each latent",
-    )
-    _refuse(
-        "scale", not np.isfinite(scales).all(), f"must be finite, got {', '.join(map(str, scales))}"
-    )
     if method == "ablate":
-        scales = [0.0]
-    return given.tolist(), np.broadcast_to(scales, given.shape).tolist() if scales else []
+        if scale is not None:
+            raise ConfigError("--scale does nothing with --method ablate; leave it out, or clamp")
+        scale = 0.0
+    scales = np.ravel([] if scale is None else scale).astype(float)
+    if len(scales) not in (0, 1, len(numbers)):
+        raise ConfigError("--scale must be given once, or once for each latent")
+    if len(scales) == 1:
+        scales = scales.repeat(len(numbers))
+    return _Change(hooked, method, numbers.tolist(), scales.tolist())
 
 
-def _on_store(
+def _largest_on_store(
     home: Home, opened: tuple[Subject, SavedSAE], device: str, latents: list[int]
-) -> tuple[list[float], int, str] | None:
-    """The largest codes of latents on the store that an SAE from `open_sae` was trained on, the number of rows looked
-    at, and the store's name; None where there is no such store, or it does not fit."""
+) -> tuple[list[float], int] | None:
+    """The largest code of each latent on the store that an SAE was trained on, and the number of rows looked at; None
+    where the store is missing, or does not fit."""
     subject, _ = opened
-    trained_on = [name for name in (subject.data, *subject.beside, subject.target) if name]
-    if not trained_on or any(
-        name not in home.stores.names() and not Path(name).exists() for name in trained_on
-    ):
+    names = [name for name in (subject.data, *subject.beside, subject.target) if name]
+    if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):
         return None
     try:
-        one = with_rows(home, opened, None, "all", device, Silent())
+        measured = with_rows(home, opened, None, "all", device, Silent())
     except ConfigError:  # a store made anew under the name may have other rows, or no targets
         return None
-    return *largest_codes(one, latents), one.rows.name
+    return largest_codes(measured, latents)
 
 
-def _default_scales(
-    method: str, name: str, latents: list[int], on_store: tuple[list[float], int, str] | None
-) -> list[float]:
-    """Each latent's largest code on the store."""
-    _refuse(
-        "scale",
-        on_store is None,
-        f"is needed with --method {method}, in units of the code: the store that {name} was trained on "
-        "is not here to take each latent's largest code from",
-    )
-    assert on_store is not None
-    largest, rows, store = on_store
-    for latent, code in zip(latents, largest, strict=True):
-        _refuse(
-            "scale",
-            code <= 0,
-            f"is needed with --method {method}, in units of the code: latent {latent} does not fire on "
-            f"{counted(rows, 'row')} of {store}",
-        )
-    return largest
-
-
-def _opened(
+def _hooked(
     opened: tuple[Subject, SavedSAE],
     method: str,
     model: str | None,
     layer: int | None,
     site: str | None,
-) -> tuple[Hooked, bool]:
-    """An SAE where it acts, and whether it can encode; of a crosscoder the decoder of one of its hook points."""
+) -> Hooked:
+    """An SAE where it acts; of a crosscoder the decoder of one of its hook points."""
     if not opened[1].sae.widths:
-        return hooked(opened, layer, site), True
-    one = hooked(opened, None, None)
-    _refuse(
-        "method",
-        method != "add",
-        f"must be add with {one.name}: a crosscoder's codes need the activations at all "
-        f"its hook points at once, got {method}",
-    )
-    if len(one.models) == 1 or model is None:
-        model = None
-    elif Path(model).is_dir():  # as stores name it
-        model = str(Path(model).resolve())
-    found = [
-        (place, point)
-        for place, point in zip(one.sae.places, one.writes, strict=True)
-        if model in (None, one.models[point.model], str(one.models[point.model]).partition("@")[0])
-        and layer in (None, point.layer)
-        and site in (None, point.site)
-    ]
-    if len(found) != 1:
-        named = ", ".join(
-            f"layer {at.layer} {at.site} of {one.models[at.model]}" for at in one.writes
-        )
+        return hooked(opened, layer, site)
+    crosscoder = hooked(opened, None, None)
+    if method != "add":
         raise ConfigError(
-            f"--model, --layer and --site must choose one hook point of {one.name}, {named}, got "
-            f"{len(found)}"
+            f"--method must be add with {crosscoder.name}: a crosscoder's codes need the activations at "
+            f"all its hook points at once, got {method}"
         )
-    ((place, point),), sae = found, one.sae
+    if model is not None and Path(model).is_dir():  # as stores name it
+        model = str(Path(model).resolve())
+    candidates = []
+    for number, point in enumerate(crosscoder.writes):
+        spec = str(crosscoder.models[point.model])
+        of_model = len(crosscoder.models) == 1 or model in (None, spec, spec.partition("@")[0])
+        if of_model and layer in (None, point.layer) and site in (None, point.site):
+            candidates.append(number)
+    if len(candidates) != 1:
+        points = [
+            f"layer {point.layer} {point.site} of {crosscoder.models[point.model]}"
+            for point in crosscoder.writes
+        ]
+        raise ConfigError(
+            f"--model, --layer and --site must choose one hook point of {crosscoder.name}, "
+            f"{', '.join(points)}, got {len(candidates)}"
+        )
+    point, sae = crosscoder.writes[candidates[0]], crosscoder.sae
+    place = sae.places[candidates[0]]
     part = SAE(
         sae.W_enc[place],
         sae.b_enc,
@@ -172,7 +135,8 @@ def _opened(
         sae.activation,
         sae.activation_parameters,
     )
-    return Hooked(one.name, part, one.models[point.model :][:1], (point,), (point,)), False
+    models = (crosscoder.models[point.model],)
+    return Hooked(crosscoder.name, part, models, (point,), (point,))
 
 
 @contextmanager
@@ -200,76 +164,71 @@ def steering(
     """
     name = getattr(model.config, "name_or_path", None)
     opened = open_sae(Home.at(home), sae, Silent())
-    one, _ = _opened(opened, method, name, layer, site)
-    chosen, scales = _chosen(one, method, latents, scale)
-    _refuse("scale", not scales, f"is needed with --method {method}, in units of the code")
-    with _changed(model, one, method, chosen, scales, special):
+    change = _change(_hooked(opened, method, name, layer, site), method, latents, scale)
+    if not change.scales:
+        raise ConfigError(f"--scale is needed with --method {method}, in units of the code")
+    with _changed(model, change, special):
         yield
 
 
 @contextmanager
-def _changed(
-    model: nn.Module,
-    one: Hooked,
-    method: str,
-    latents: list[int],
-    scales: list[float],
-    special: Sequence[int] | None,
-) -> Iterator[None]:
+def _changed(model: nn.Module, change: _Change, special: Sequence[int] | None) -> Iterator[None]:
     config = cast(Any, model.config).get_text_config()
     name = getattr(config, "name_or_path", "") or type(model).__name__
-    one.check(config.hidden_size, config.num_hidden_layers, name)
-    if special is None:
-        ids = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
-        special = [each for found in ids if found is not None for each in np.ravel(found).tolist()]
-    (_, blocks), device = (
-        blocks_of(model, config.num_hidden_layers, name),
-        next(model.parameters()).device,
-    )
-    sae, kept = (
-        one.sae.copy_to(device),
-        torch.tensor(sorted(special), dtype=torch.int64, device=device),
-    )
-    W = sae.W_dec[latents]  # (S, E)
-    batch: dict[str, Tensor | None] = {
-        "plain": None,
-        "read": None,
-    }  # which tokens are changed; what is encoded
+    sae_at = change.hooked
+    sae_at.check(config.hidden_size, config.num_hidden_layers, name)
+    _, blocks = blocks_of(model, config.num_hidden_layers, name)
+    device = next(model.parameters()).device
+    hooks = _Hooks(change, device, _special_of(config) if special is None else special)
+    read, written = sae_at.read, sae_at.written
+    with ExitStack() as opened:
+        opened.callback(model.register_forward_pre_hook(hooks.begin, with_kwargs=True).remove)
+        if read != written:
+            opened.enter_context(intercepted(blocks[read.layer], read.site, hooks.read, blocks))
+        opened.enter_context(intercepted(blocks[written.layer], written.site, hooks.write, blocks))
+        yield
 
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+
+def _special_of(config: Any) -> list[int]:
+    ids = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
+    return np.hstack([token for token in ids if token is not None] or [[]]).astype(int).tolist()
+
+
+class _Hooks:
+    """Called in each forward pass, in this order."""
+
+    def __init__(self, change: _Change, device: torch.device, special: Sequence[int]) -> None:
+        self.change, self.device = change, device
+        self.sae = change.hooked.sae.copy_to(device)
+        self.special = torch.tensor(sorted(special), dtype=torch.int64, device=device)
+        self.changed = torch.empty(0, 0, dtype=torch.bool)  # (B, T), which tokens are
+        self.x: Tensor | None = None  # (B, T, D); None for an SAE that reads where it writes
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find the tokens whose activations are changed."""
         token_ids = kwargs.get("input_ids", args[0] if args else None)  # none with inputs_embeds
         if token_ids is None:
             shape = kwargs["inputs_embeds"].shape[:2]
-            plain = torch.ones(shape, dtype=torch.bool, device=device)
+            self.changed = torch.ones(shape, dtype=torch.bool, device=self.device)
         else:
-            plain = ~torch.isin(token_ids.to(device), kept)
-        plain[first_tokens(plain, kwargs)] = False
-        batch.update(plain=plain, read=None)
+            self.changed = ~torch.isin(token_ids.to(self.device), self.special)
+        self.changed[first_tokens(self.changed, kwargs)] = False
 
-    def read(x: Tensor) -> Tensor:
-        batch["read"] = x.clone()  # a model may add to it in place
+    def read(self, x: Tensor) -> Tensor:
+        self.x = x.clone()  # a model may add to it in place
         return x
 
-    def write(y: Tensor) -> Tensor:
-        x, plain = y if one.read == one.written else batch["read"], batch["plain"]
-        assert plain is not None
-        if x is None:
-            raise ConfigError(
-                f"{one.name} cannot steer {name}: it reads layer {one.read.layer}, {one.read.site} after "
-                f"layer {one.written.layer}, {one.written.site}, which it predicts; name another run"
-            )
-        steps, steered = torch.tensor(scales).to(W), y.clone()
-        if method != "add":
-            steps = steps - sae.encode(x[plain.to(x.device)].to(W))[:, latents]  # (N, S)
-        steered[plain.to(y.device)] += (steps @ W).to(y)
+    def write(self, y: Tensor) -> Tensor:
+        """The activations, (B, T, E), with the change of codes decoded and added."""
+        W_dec = self.sae.W_dec[self.change.latents]  # (S, E)
+        steps = torch.tensor(self.change.scales).to(W_dec)
+        if self.change.method != "add":
+            x = y if self.x is None else self.x
+            codes = self.sae.encode(x[self.changed.to(x.device)].to(W_dec))  # (N, F)
+            steps = steps - codes[:, self.change.latents]  # (N, S)
+        steered = y.clone()
+        steered[self.changed.to(y.device)] += (steps @ W_dec).to(y)
         return steered
-
-    with ExitStack() as hooks:
-        hooks.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        if one.read != one.written:
-            hooks.enter_context(intercepted(blocks[one.read.layer], one.read.site, read, blocks))
-        hooks.enter_context(intercepted(blocks[one.written.layer], one.written.site, write, blocks))
-        yield
 
 
 def steer(
@@ -285,7 +244,7 @@ def steer(
     site: str | None = None,
     max_new_tokens: int = NEW_TOKENS,
     temperature: float = 0.0,
-    seed: int | None = None,
+    seed: int = 0,
     device: str = "auto",
     home: str | Path | Home | None = None,
     progress: bool | Listener = False,
@@ -299,109 +258,111 @@ def steer(
         SAE was trained on, None without these; and `continuations`, for each `prompt` the texts that follow it, `plain`
         and `steered`.
     """
-    prompts, listener = [prompts] if isinstance(prompts, str) else prompts, listening(progress)
-    _refuse(
-        "temperature",
-        not 0 <= temperature < np.inf,
-        f"must be at least 0, and finite, got {temperature}",
-    )
-    _refuse(
-        "seed",
-        seed is not None and not temperature,
-        "does nothing without --temperature, such as 1; leave it out",
-    )
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    listener, home = listening(progress), Home.at(home)
     if model is not None and model_revision is not None:
         model, model_revision = find_model(model, model_revision).spec, None
-    opened = open_sae(Home.at(home), sae, listener)
-    one, encodes = _opened(opened, method, model, layer, site)
-    chosen, scales = _chosen(one, method, latents, scale)
-    on_store = _on_store(Home.at(home), opened, device, chosen)
-    scales = scales or _default_scales(method, one.name, chosen, on_store)
-    source = model_of([one], model, model_revision, listener)
+    opened = open_sae(home, sae, listener)
+    sae_at = _hooked(opened, method, model, layer, site)
+    change = _change(sae_at, method, latents, scale)
+    largest, store_rows = _largest_on_store(home, opened, device, change.latents) or (None, None)
+    if not change.scales:
+        if largest is None:
+            raise ConfigError(
+                f"--scale is needed with --method {method}, in units of the code: the store that "
+                f"{sae_at.name} was trained on is not here to take each latent's largest code from"
+            )
+        change = change._replace(scales=largest)
+    source = model_of([sae_at], model, model_revision, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
-    Passes(loaded)  # refuses a model that is not causal
     prepend_bos = opened[1].origin.get("prepend_bos") is not False
     prefix = affixes(loaded.tokenizer, prepend_bos).prefix
     inputs = [_token_ids(loaded, prefix, prompt, max_new_tokens) for prompt in prompts]
     special = sorted(special_ids(loaded.tokenizer, control=False))
-    texts = TokenTexts(loaded.tokenizer)
-    found: list[dict[str, str]] = []
-    windows = [_changed_tokens(token_ids[0].numpy(), special) for token_ids in inputs]
-    places = list(dict.fromkeys([one.read, one.written]))
-    rows = [*zip(*stored_activations(loaded, windows, places, 1), strict=True)]
-    read, written = torch.cat(rows[0]), torch.cat(rows[-1])  # (N, D), (N, E)
-    codes = one.sae.copy_to(loaded.device).encode(read)  # (N, F)
-    norm = float(written.float().norm(dim=1).quantile(0.5)) if len(written) else None
-    largest: Sequence[float | None]
-    largest, rows_seen = on_store[:2] if on_store else ([None] * len(chosen), None)
-    with listener.progress(f"continuing with {source.name}", 2 * len(prompts), "texts") as show:
-        for prompt, token_ids in zip(prompts, inputs, strict=True):
-            settings = loaded, token_ids, max_new_tokens, temperature, seed or 0
-            plain = texts.joined(continuation(*settings))
-            show(2 * len(found) + 1)
-            with _changed(loaded.model, one, method, chosen, scales, special):
-                found.append(
-                    {
-                        "prompt": prompt,
-                        "plain": plain,
-                        "steered": texts.joined(continuation(*settings)),
-                    }
-                )
-            show(2 * len(found))
-    target = {
-        f"target_{key}": value
-        for key, value in one.written.place.items()
-        if one.read != one.written
-    }
+    read, written = _activations(loaded, inputs, special, sae_at)
+    encodes = not opened[1].sae.widths  # a part of a crosscoder cannot
+    settings = (max_new_tokens, temperature, seed)
+    continuations = []
+    with listener.progress(f"continuing with {source.name}", len(prompts), "prompts") as show:
+        for done, (prompt, token_ids) in enumerate(zip(prompts, inputs, strict=True)):
+            show(done)
+            texts = _continuations(loaded, token_ids, change, special, settings)
+            continuations.append({"prompt": prompt, **texts})
+    target = {f"target_{key}": value for key, value in sae_at.written.place.items()}
     return {
-        "run": one.name,
+        "run": sae_at.name,
         "model": source.name,
-        **one.read.place,
-        **target,
+        **sae_at.read.place,
+        **(target if sae_at.read != sae_at.written else {}),
         "method": method,
-        "activation_norm": norm,
-        "store_rows": rows_seen,
-        "latents": [
-            {
-                "latent": latent,
-                "scale": scale,
-                "decoder_norm": float(one.sae.W_dec[latent].norm()),
-                "prompt_max": float(codes[:, latent].max()) if len(codes) and encodes else None,
-                "store_max": code,
-            }
-            for latent, scale, code in zip(chosen, scales, largest, strict=True)
-        ],
+        "activation_norm": float(written.norm(dim=1).quantile(0.5)) if len(written) else None,
+        "store_rows": store_rows,
+        "latents": _latent_lines(change, read if encodes else read[:0], largest),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
-        "seed": (seed or 0) if temperature else None,
-        "continuations": found,
+        "seed": seed if temperature else None,
+        "continuations": continuations,
     }
-
-
-def _changed_tokens(token_ids: np.ndarray, special: Sequence[int]) -> StoredWindow:
-    changed = ~np.isin(token_ids, special)
-    changed[:1] = False
-    return StoredWindow(token_ids, changed)
 
 
 def _token_ids(model: LanguageModel, prefix: list[int], prompt: str, most: int) -> Tensor:
     """A prompt's tokens, (1, T), after the special ones that windows begin with."""
-    text = prompt.encode(errors="ignore").decode()
-    _refuse(
-        "prompt",
-        not prompt or text != prompt,
-        f"must be a text to continue, in UTF-8, got {prompt!a}",
-    )
-    own = model.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    if own[: len(prefix)] != prefix:
-        own = [*prefix, *own]
-    token_ids = torch.tensor(own, dtype=torch.int64)[None]
-    model.check_tokens(token_ids)
-    room = (model.source.positions or torch.inf) - token_ids.shape[1]
-    _refuse(
-        "max-new-tokens",
-        most > room,
-        f"must be at most {max(0, room)}, the positions of {model.source.name} that "
-        f"--prompt leaves, got {most}; lower it, or shorten the text",
-    )
-    return token_ids
+    if not prompt:
+        raise ConfigError("--prompt must be a text to continue, got ''")
+    token_ids = model.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    if token_ids[: len(prefix)] != prefix:
+        token_ids = [*prefix, *token_ids]
+    room = (model.source.positions or torch.inf) - len(token_ids)
+    if most > room:
+        raise ConfigError(
+            f"--max-new-tokens must be at most {max(0, room)}, the positions of {model.source.name} that "
+            f"--prompt leaves, got {most}; lower it, or shorten the text"
+        )
+    inputs = torch.tensor(token_ids, dtype=torch.int64)[None]
+    model.check_tokens(inputs)
+    return inputs
+
+
+def _activations(
+    model: LanguageModel, inputs: list[Tensor], special: list[int], sae_at: Hooked
+) -> tuple[Tensor, Tensor]:
+    """Those of the prompts' tokens that are changed, where an SAE reads and where it writes, (N, D) and (N, E)."""
+    windows = []
+    for token_ids in inputs:
+        changed = ~np.isin(token_ids[0].numpy(), special)
+        changed[:1] = False
+        windows.append(StoredWindow(token_ids[0].numpy(), changed))
+    points = list(dict.fromkeys([sae_at.read, sae_at.written]))
+    batches = stored_activations(model, windows, points, 1)
+    at_points = [torch.cat(parts).float() for parts in zip(*batches, strict=True)]
+    return at_points[0], at_points[-1]
+
+
+def _continuations(
+    model: LanguageModel,
+    token_ids: Tensor,
+    change: _Change,
+    special: list[int],
+    settings: tuple[int, float, int],
+) -> dict[str, str]:
+    texts = TokenTexts(model.tokenizer)
+    plain = texts.joined(continuation(model, token_ids, *settings))
+    with _changed(model.model, change, special):
+        steered = texts.joined(continuation(model, token_ids, *settings))
+    return {"plain": plain, "steered": steered}
+
+
+def _latent_lines(change: _Change, x: Tensor, on_store: list[float] | None) -> list[dict[str, Any]]:
+    """Each latent, with its largest codes on the prompts' activations, (N, D), and on the store."""
+    sae = change.hooked.sae
+    codes = sae.copy_to(x.device).encode(x)[:, change.latents]  # (N, S)
+    return [
+        {
+            "latent": latent,
+            "scale": change.scales[number],
+            "decoder_norm": float(sae.W_dec[latent].norm()),
+            "prompt_max": float(codes[:, number].max()) if len(codes) else None,
+            "store_max": None if on_store is None else on_store[number],
+        }
+        for number, latent in enumerate(change.latents)
+    ]

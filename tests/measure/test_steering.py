@@ -307,11 +307,6 @@ def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
     assert line["scale"] == line["store_max"] == pytest.approx(float(z[:, latent].max()), rel=1e-5)
     assert done.json["store_rows"] == len(x)
 
-    silent = next(iter(torch.nonzero(z.amax(0) == 0).flatten().tolist()), None)
-    if silent is not None:
-        refused = sae("steer", "first", "--latent", str(silent), *prompt)
-        assert refused.status == 2
-        assert f"latent {silent} does not fire on 2,000 rows of docs" in refused.err
     assert sae("rm", "docs", "--yes").status == 0
     refused = sae("steer", "first", "--latent", str(latent), *prompt)
     assert refused.status == 2
