@@ -36,9 +36,8 @@ def command(
     with --model CE recovered and KL; and stability, the PW-MCC between seeds. A score that a control reaches too is no
     evidence for the SAE.
 
-    Cost: seven trainings like the run's, nine with --model; with --seeds 1, three and four. Rows that are shuffled or
-    from a random model take 4 bytes per number of memory; a control is left out if its rows need more than half of the
-    free memory. Saves no run.
+    Cost: trains 7 SAEs (9 with --model); 3 (4) with --seeds 1. Rows that are shuffled or from a random model are held
+    in memory as float32; a control is left out if its rows need more than half of the free memory. Saves no run.
 
     Example: sae controls first --model google/gemma-2-2b
     """

@@ -19,12 +19,12 @@ arXiv:2501.17727 (random weights; shuffled rows are a simpler relative of its co
 Shapes: N rows, T tokens, D = d_in, E the width of targets; 0 without.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,11 +37,10 @@ from ..base.errors import (
     MachineError,
     RunError,
     TrainingError,
-    counted,
     demand_at_least,
     size_words,
 )
-from ..base.home import KEPT, Home
+from ..base.home import Home
 from ..base.machine import available_memory
 from ..extract.options import at_revisions
 from ..extract.splice import spec_of, stored_activations, stored_windows
@@ -68,6 +67,7 @@ MEASURES = ("fvu", "l0", "dead_fraction", "mcc", "f1", "ce_recovered", "kl", "st
 FIXED = {"fixed encoder": "W_enc", "fixed decoder": "W_dec"}
 SHUFFLED, RANDOM = "shuffled rows", "random weights"
 USED = 0.5  # fraction of the free memory that a control's rows may take
+Result = TypeVar("Result")
 
 
 def controls(
@@ -107,32 +107,26 @@ def controls(
     check_tokens_of_model(tokens, model)
     models = at_revisions(model, model_revision)
     demand_at_least("seeds", seeds)
-    one, plan = _original(Home.at(home), run, device, listener)
+    run_rows, plan = _original(Home.at(home), run, device, listener)
     if models is not None:
-        if (
-            len(
-                named := dict.fromkeys(
-                    str(spec_of(end.store.meta.source)) for end in one.rows.inputs
-                )
-            )
-            > 1
-        ):
-            raise ConfigError(
-                f"--model does nothing for {one.subject.name}, a crosscoder of {' and '.join(named)}: "
-                "random weights are drawn for one model; leave it out"
-            )
-        ((_, source), *_) = check_model(one, models)
+        _demand_one_model(run_rows)
+        ((_, source), *_) = check_model(run_rows, models)
         model = source.spec
     first = plan.training.seed
-    work = _Work(one, plan, range(first, first + seeds), listener, [])
-    lines = work.on_own_rows(model, tokens) + work.on_shuffled_rows()
+    work = _Work(run_rows, plan, range(first, first + seeds), listener, [])
+    lines = work.on_own_rows(model, tokens)
+    shuffled_line = work.unless_it_fails(SHUFFLED, work.on_shuffled_rows)
+    random_line = None
     if model is not None:
-        lines += work.on_random_weights(model)
+        random_line = work.unless_it_fails(RANDOM, lambda: work.on_random_weights(source.spec))
     return {
-        "run": one.subject.name,
-        "data": one.stores.name,
+        "run": run_rows.subject.name,
+        "data": run_rows.stores.name,
         "seeds": list(work.seeds),
-        "controls": lines,
+        "controls": [
+            *lines,
+            *(line for line in (shuffled_line, random_line) if line is not None),
+        ],
         "notes": work.notes,
     }
 
@@ -142,36 +136,40 @@ def _original(
 ) -> tuple[Measured, Plan]:
     """The run's SAE with its held-out rows, on the device, and its plan."""
     subject, saved = open_sae(home, name, listener)
-    folder, expected = (
-        subject.folder,
-        f"{subject.name} has no controls: expected a finished run of `sae train`, got",
-    )
-    if folder is None or not (marker := folder / home.runs.marker).is_file():
-        raise RunError(
-            f"{expected} a folder with an SAE of unknown training; name a run, which `sae list` shows"
-        )
-    if folder.parent.name == KEPT:
-        raise RunError(f"{expected} an epoch of one; name the run itself")
+    expected = f"{subject.name} has no controls: expected a finished run of `sae train`, got"
+    marker = None if subject.folder is None else subject.folder / home.runs.marker
+    if marker is None or not marker.is_file():
+        raise RunError(f"{expected} an SAE of unknown training; name a run, which `sae list` shows")
     if not subject.complete:
         raise RunError(
             f"{expected} an unfinished one; finish it by `sae train --resume --name {subject.name}`"
         )
     document = read_run(marker).settings
-    if (solver := document["solver"].get("name")) not in SOLVERS:
+    solver = document["solver"].get("name")
+    if solver not in SOLVERS:
         raise RunError(f"{expected} one of `sae {solver}`; name the run that it was made from")
     if "init" in document:
         raise RunError(
             f"{expected} one that began from {document['init']['name']}; name one without --init, which "
             "began from random directions"
         )
-    plan = run_again(home, folder, document, listener, "make controls of").plan
-    if plan.test_rows is None:
-        raise RunError(f"{expected} one without held-out rows; train it anew")
+    plan = run_again(home, marker.parent, document, listener, "make controls of").plan
+    assert plan.test_rows is not None  # those of a store
     saved = SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin)
+    training = replace(plan.training, device=device)
     return (
         Measured(subject, saved, "test", plan.test_rows),
-        replace(plan, training=replace(plan.training, device=device), test_rows=None),
+        replace(plan, training=training, test_rows=None),
     )
+
+
+def _demand_one_model(run: Measured) -> None:
+    specs = dict.fromkeys(str(spec_of(rows.store.meta.source)) for rows in run.rows.inputs)
+    if len(specs) > 1:
+        raise ConfigError(
+            f"--model does nothing for {run.subject.name}, a crosscoder of {' and '.join(specs)}: "
+            "random weights are drawn for one model; leave it out"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,30 +179,33 @@ class _Trained:
     dead_fraction: float | None
     stability: float | None  # mean PW-MCC between the training's seeds; None with one seed
 
-    def line(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: document.get(name) for name in MEASURES}
+    def line(self, measures: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "control": self.name,
-            "rows": document["rows"],
-            **found,
+            "rows": measures["rows"],
+            **{name: measures.get(name) for name in MEASURES},
             "stability": self.stability,
         }
 
 
 @dataclass(frozen=True)
 class _Work:
-    one: Measured  # the run's SAE and held-out rows
+    run: Measured  # the run's SAE and held-out rows
     plan: Plan  # of the run, without rows to measure after each epoch
     seeds: Sequence[int]  # of the trainings, the run's first
     listener: Listener
     notes: list[str]  # sentences on controls that are left out; grows
 
+    def unless_it_fails(self, name: str, work: Callable[[], Result]) -> Result | None:
+        """None and a note, instead of an error, if a training diverged or lacks memory."""
+        try:
+            return work()
+        except (MachineError, TrainingError) as error:
+            self.notes.append(f"{name} left out: {error}")
+            return None
+
     def on_own_rows(self, model: str | None, tokens: int | None) -> list[dict[str, Any]]:
-        one, run = self.one, self.one.subject
-        saes = [one.sae]
-        with self._noting(f"the stability of {run.name} is left out"):
-            saes += self._saes(run.name, self.plan, self.seeds[1:])
-        found = [_Trained("none", one.sae, run.dead_fraction, self._stability(run.name, saes))]
+        trained = [self._the_run_itself()]
         if getattr(self.plan.solver, "tied", False):
             self.notes.append(
                 "fixed encoder and fixed decoder are left out: weights are tied, so that to fix one is "
@@ -212,127 +213,94 @@ class _Work:
             )
         else:
             for name, held in FIXED.items():
-                with self._noting(f"{name} is left out"):
-                    solver = self.plan.solver
-                    if held == "W_dec" and not isinstance(
-                        solver, Sgd
-                    ):  # to solve for the decoder is to train it
-                        solver = Sgd(
-                            **{
-                                field.name: getattr(solver, field.name)
-                                for field in fields(SolverConfig)
-                            }
-                        )
-                    found.append(self._trained(name, replace(self.plan, solver=solver, held=held)))
-        documents = evaluated(
-            [self._measured(each, one.split, one.rows) for each in found],
-            model,
-            tokens,
-            self.listener,
+                control = self.unless_it_fails(name, partial(self._with_fixed_weights, name, held))
+                trained += [] if control is None else [control]
+        measured = [self._measured(each, self.run.split, self.run.rows) for each in trained]
+        documents = evaluated(measured, model, tokens, self.listener)
+        return [each.line(document) for each, document in zip(trained, documents, strict=True)]
+
+    def _the_run_itself(self) -> _Trained:
+        name, sae = self.run.subject.name, self.run.sae
+        stability = self.unless_it_fails(
+            f"stability of {name}",
+            lambda: _stability([sae, *self._saes(name, self.plan, self.seeds[1:])]),
         )
-        return [each.line(document) for each, document in zip(found, documents, strict=True)]
+        return _Trained("none", sae, self.run.subject.dead_fraction, stability)
 
-    def on_shuffled_rows(self) -> list[dict[str, Any]]:
-        with self._noting(f"{SHUFFLED} are left out"):
-            if self.one.rows.d_target:
-                self.notes.append(
-                    f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
-                )
-                return []
-            demand_memory(self._all_rows)
-            return [
-                self._line(SHUFFLED, *(shuffled(rows, self.seeds[0]) for rows in self._all_rows))
-            ]
-        return []
+    def _with_fixed_weights(self, name: str, held: str) -> _Trained:
+        solver = self.plan.solver
+        if held == "W_dec" and not isinstance(solver, Sgd):  # to solve for it is to train it
+            shared = {field.name: getattr(solver, field.name) for field in fields(SolverConfig)}
+            solver = Sgd(**shared)
+        return self._trained(name, replace(self.plan, solver=solver, held=held))
 
-    def on_random_weights(self, name: str) -> list[dict[str, Any]]:
+    def on_shuffled_rows(self) -> dict[str, Any] | None:
+        if self.run.rows.d_target:
+            self.notes.append(
+                f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
+            )
+            return None
+        train, test = self.plan.train_rows, self.run.rows
+        demand_memory([train, test])
+        return self._line(SHUFFLED, shuffled(train, self.seeds[0]), shuffled(test, self.seeds[0]))
+
+    def on_random_weights(self, name: str) -> dict[str, Any]:
         from ..extract.language_model import LanguageModel  # transformers takes seconds to import
         from ..extract.model_source import find_model
 
-        with self._noting(f"{RANDOM} are left out"):
-            demand_memory(self._all_rows)
-            model = LanguageModel(
-                find_model(name), self.one.sae.W_enc.device, weights_seed=self.seeds[0]
-            )
-            total, found = sum(rows.rows for rows in self._all_rows), list[ArrayRows]()
-            with self.listener.progress(f"running {name} with {RANDOM}", total, "rows") as show:
-                for rows in self._all_rows:
-                    before = sum(each.rows for each in found)
-
-                    def add(done: float, before: int = before) -> None:
-                        show(before + done)
-
-                    found.append(of_model(model, rows, add))
-            del model
-            if missing := total - sum(rows.rows for rows in found):
-                self.notes.append(
-                    f"{RANDOM}: {counted(missing, 'row')} of {total:,} left out, of windows from which "
-                    "the store dropped a token"
-                )
-            return [self._line(RANDOM, *found)]
-        return []
-
-    @property
-    def _all_rows(self) -> tuple[RowSource, RowSource]:
-        return self.plan.train_rows, self.one.rows
+        train, test = self.plan.train_rows, self.run.rows
+        demand_memory([train, test])
+        device = self.run.sae.W_enc.device
+        model = LanguageModel(find_model(name), device, weights_seed=self.seeds[0])
+        activations = []
+        for rows in (train, test):
+            label = f"running {name} with {RANDOM}"
+            with self.listener.progress(label, rows.rows, "rows") as show:
+                activations.append(of_model(model, rows, show))
+        del model
+        return self._line(RANDOM, *activations)
 
     def _line(self, name: str, train: ArrayRows, test: ArrayRows) -> dict[str, Any]:
         """The line of the run's training on other rows; with mcc by the directions of its own."""
         trained = self._trained(name, replace(self.plan, train_rows=train))
         (document,) = evaluated([self._measured(trained, None, test)], None, None, self.listener)
-        alignment = self._measured(trained, self.one.split, self.one.rows).alignment()
-        return trained.line(document if alignment is None else document | {"mcc": alignment.mcc()})
+        alignment = self._measured(trained, self.run.split, self.run.rows).alignment()
+        if alignment is not None:
+            document["mcc"] = alignment.mcc()
+        return trained.line(document)
 
     def _trained(self, name: str, plan: Plan) -> _Trained:
         saes = self._saes(name, plan, self.seeds)
         dead = reconstruction(saes[0], raw_batches(plan.train_rows))["silent_fraction"]
-        return _Trained(name, saes[0], dead, self._stability(name, saes))
+        return _Trained(name, saes[0], dead, _stability(saes))
 
     def _saes(self, name: str, plan: Plan, seeds: Sequence[int]) -> list[SAE]:
-        found: list[SAE] = []
+        saes: list[SAE] = []
         for seed in seeds:  # one after another, so that the memory of the run suffices
             seeded = replace(plan, training=replace(plan.training, seed=seed))
-            with self.listener.progress(
-                f"training {name}, seed {seed}", plan.steps, "steps"
-            ) as show:
-                found += Loop([start_training(seeded, Record(), show)]).train()
-        return found
-
-    def _stability(self, name: str, saes: Sequence[SAE]) -> float | None:
-        """The mean PW-MCC; None for one SAE, or if there is too little memory."""
-        with self._noting(f"the stability of {name} is left out"):
-            pairs = list(combinations(saes, 2))
-            return (
-                float(np.mean([matching(*pair).cosine.mean() for pair in pairs])) if pairs else None
-            )
-        return None
+            label = f"training {name}, seed {seed}"
+            with self.listener.progress(label, plan.steps, "steps") as show:
+                saes += Loop([start_training(seeded, Record(), show)]).train()
+        return saes
 
     def _measured(self, trained: _Trained, split: str | None, rows: RowSource) -> Measured:
-        name = self.one.subject.name if trained.name == "none" else trained.name
-        return Measured(
-            replace(self.one.subject, name=name, dead_fraction=trained.dead_fraction),
-            SavedSAE(trained.sae, self.one.saved.origin),
-            split,
-            rows,
-        )
-
-    @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
-        """Note, instead of raising, that a training diverged or lacks memory."""
-        try:
-            yield
-        except (MachineError, TrainingError) as error:
-            self.notes.append(f"{what}: {error}")
+        name = self.run.subject.name if trained.name == "none" else trained.name
+        subject = replace(self.run.subject, name=name, dead_fraction=trained.dead_fraction)
+        return Measured(subject, SavedSAE(trained.sae, self.run.saved.origin), split, rows)
 
 
-def demand_memory(rows: Sequence[RowSource]) -> None:
-    needed, free = (
-        sum(4 * some.rows * (some.d_in + some.d_target) for some in rows),
-        available_memory(),
-    )
-    if needed > USED * free:
+def _stability(saes: Sequence[SAE]) -> float | None:
+    """The mean PW-MCC; None for one SAE."""
+    cosines = [matching(*pair).cosine.mean() for pair in combinations(saes, 2)]
+    return float(np.mean(cosines)) if cosines else None
+
+
+def demand_memory(sources: Sequence[RowSource]) -> None:
+    needed = sum(4 * rows.rows * (rows.d_in + rows.d_target) for rows in sources)
+    allowed = USED * available_memory()
+    if needed > allowed:
         raise MachineError(
-            f"the rows, in memory, take {size_words(needed)}: expected {size_words(USED * free)} at "
+            f"the rows, in memory, take {size_words(needed)}: expected {size_words(allowed)} at "
             "most, half of what is free; end other programs, or take a run with a smaller --fraction"
         )
 
@@ -342,18 +310,19 @@ def shuffled(rows: RowSource, seed: int) -> ArrayRows:
 
     Cost: 4 N D bytes, and 7 s per 100 million numbers on one core.
     """
-    found, at = np.empty((rows.rows, rows.d_in), np.float32), 0
+    x = np.empty((rows.rows, rows.d_in), np.float32)
+    done = 0
     for batch in rows.sequential(CHECKED_ROWS):
-        found[at : at + len(batch)] = batch
-        at += len(batch)
+        x[done : done + len(batch)] = batch
+        done += len(batch)
     random = np.random.default_rng(seed)
-    return _like(rows, random.permuted(found, axis=0, out=found))
+    return _like(rows, random.permuted(x, axis=0, out=x))
 
 
-def _like(rows: RowSource, *arrays: np.ndarray) -> ArrayRows:
-    found = ArrayRows(*arrays)
-    found.widths, found.places = rows.widths, rows.places
-    return found
+def _like(rows: RowSource, x: np.ndarray, y: np.ndarray | None = None) -> ArrayRows:
+    replacement = ArrayRows(x, y)
+    replacement.widths, replacement.places = rows.widths, rows.places
+    return replacement
 
 
 def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], None]) -> ArrayRows:
@@ -364,16 +333,17 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
     from ..extract.forward import batch_tokens  # transformers takes seconds to import
     from ..extract.options import HookPoint
 
-    ends = [*rows.inputs, *([rows.target] if rows.target else [])]
-    context = ends[0].store.meta.source["context"]
-    places = [
-        HookPoint(end.store.meta.source["layer"], end.store.meta.source["site"]) for end in ends
-    ]
-    found, done = np.empty((rows.rows, rows.d_in + rows.d_target), np.float32), 0
-    windows = stored_windows(ends[0], ends[0].rows)
-    most = batch_tokens(model, "auto", context, places)
-    for parts in stored_activations(model, windows, places, most):
-        found[done : done + len(parts[0])] = torch.cat(parts, 1).to("cpu", torch.float32).numpy()
-        done += len(parts[0])
+    stored = [*rows.inputs, *([rows.target] if rows.target else [])]
+    sources = [each.store.meta.source for each in stored]
+    points = [HookPoint(source["layer"], source["site"]) for source in sources]
+    windows = stored_windows(stored[0], stored[0].rows)
+    tokens = batch_tokens(model, "auto", sources[0]["context"], points)
+    activations = np.empty((rows.rows, rows.d_in + rows.d_target), np.float32)
+    done = 0
+    for parts in stored_activations(model, windows, points, tokens):
+        batch = torch.cat(parts, 1).to("cpu", torch.float32).numpy()
+        activations[done : done + len(batch)] = batch
+        done += len(batch)
         show(done)
-    return _like(rows, *filter(np.size, np.split(found, [rows.d_in], axis=1)))
+    x, y = np.split(activations, [rows.d_in], axis=1)
+    return _like(rows, x, y if rows.d_target else None)

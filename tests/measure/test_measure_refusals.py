@@ -20,7 +20,7 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
 
 TRAINED = (
-    "train --data rows --keep-every 1 --name run",
+    "train --data rows --name run",
     "train --data rows --init run --name from",
     "train --data rows --data others --name both",
     "refit run",
@@ -99,7 +99,6 @@ COMMANDS = [
     ("controls from", 1, "without --init"),
     ("controls old", 1, "cannot make controls of old: "),
     ("controls {home}/saved", 1, "expected a finished run"),
-    ("controls {home}/runs/run/kept/epoch-1", 1, "expected a finished run"),
     ("controls nowhere", 1, "nowhere"),
     ("controls run --tokens 5", 2, "--tokens"),
     ("controls run --model tiny-gemma2", 1, "expected a store that `sae extract` made"),

@@ -107,7 +107,6 @@ def _words(
         load_tokenizer,
     )  # transformers takes seconds to import
     from ...extract.model_source import find_model
-    from ...extract.passes import Passes
     from ...extract.tokens import TokenTexts, Unembedding
 
     if model is None:
@@ -126,7 +125,6 @@ def _words(
         notes.append(f"{store.name} came from {named}, and is read through {place.spec}")
     loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
     unembedding = Unembedding(loaded)
-    Passes(loaded)  # refuses a model that is not causal
     return TokenTexts(loaded.tokenizer), unembedding, notes
 
 
