@@ -11,7 +11,7 @@ File = Annotated[
         metavar="FILE",
         help="A file (.npy, .npz, .safetensors, .pt, .pth, .h5, .hdf5, .idx or idx3-ubyte, the last two also with "
         ".gz); digits or patches: scikit-learn's handwritten digits, or 16x16 grey patches of its two photographs, "
-        "each less its mean; synthetic: rows made of known features; or a folder in which SAELens saved such a world.",
+        "each less its mean; synthetic: rows made of known features.",
     ),
 ]
 Name = Annotated[
@@ -40,7 +40,7 @@ def command(
     session = start(ctx, json)
     asked: dict[str, Any] = {"home": session.home.path, "progress": session.console, **options}
     if is_world(file):
-        store = import_synthetic(source=file, name=name, **asked)
+        store = import_synthetic(name=name, **asked)
     else:
         refuse_options_of_worlds(file, options.keys())
         store = import_array(file=file, name=name, **asked)

@@ -38,15 +38,16 @@ from .reader import ActivationStore
 from .schema import COLUMNS, WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
 from .shard_writer import Columns
 from .values import CODES, INDEX, OFFSET, VALUE
-from .worlds import SYNTHETIC, folder_of, is_saved_world, read_saelens, world_files, world_of
+from .worlds import world_of
 from .writer import StoreWriter
 
 LONGEST = 2**31 - 1  # most positions per document
 NAMED = 20  # most keys that a message lists
 SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
-OF_ROWS = {"rows", "seed", "dtype", "shard_rows"}  # options that a saved world leaves open
-OF_ARRAYS = options_of(ImportConfig).keys() - OF_ROWS
-OF_WORLDS = options_of(SyntheticConfig).keys() - OF_ROWS
+SYNTHETIC = "synthetic"
+OF_BOTH = {"dtype", "shard_rows"}  # options of arrays and of synthetic rows
+OF_ARRAYS = options_of(ImportConfig).keys() - OF_BOTH
+OF_WORLDS = options_of(SyntheticConfig).keys()
 WORLD_SHARD_ROWS = 32_768  # true codes of a shard are held in memory until it is whole
 
 
@@ -126,7 +127,6 @@ def _source_of(file: str, array: ArraySource, options: ImportConfig) -> dict[str
 
 
 def import_synthetic(
-    source: str | Path = SYNTHETIC,
     name: str | None = None,
     *,
     home: str | Path | None = None,
@@ -138,65 +138,41 @@ def import_synthetic(
     `evaluate` on it measures the features that an SAE has found. CLI equivalent: `sae import synthetic`.
 
     Args:
-        source: `synthetic`, or a folder in which SAELens saved a world (`SyntheticModel.save`).
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
         **options: `features` (G), `d_in` (D), `rows`, `seed`, `l0`, `zipf`, `hierarchy`, `correlation`; `dtype` and
-            `shard_rows`. A saved world takes `rows`, `seed`, `dtype` and `shard_rows`.
+            `shard_rows`.
 
     Raises ConfigError for an option that is unknown, invalid, or has no effect here, and as `import_array`.
     """
-    source, listener = str(source), listening(progress)
-    if not is_world(source):
-        raise ConfigError(
-            f"--source must be synthetic or a folder in which SAELens saved a world, got {source!r}"
-        )
-    saved = is_saved_world(source)
-    if found := sorted((OF_ARRAYS | OF_WORLDS if saved else OF_ARRAYS) & options.keys()):
-        raise ConfigError(f"{flag_of(found[0])} does nothing with {source}; leave it out")
-    demand_known("import_synthetic", options, [*OF_WORLDS, *OF_ROWS], "import synthetic")
-    shape = ImportConfig(
-        dtype=options.pop("dtype", None), shard_rows=options.pop("shard_rows", None)
-    )
+    listener = listening(progress)
+    for option in sorted(OF_ARRAYS & options.keys()):
+        raise ConfigError(f"{flag_of(option)} does nothing with synthetic; leave it out")
+    demand_known("import_synthetic", options, [*OF_WORLDS, *OF_BOTH], "import synthetic")
+    shape = ImportConfig(**{name: options.pop(name) for name in OF_BOTH & options.keys()})
     config, dtype = SyntheticConfig(**options), shape.dtype or "float32"
     with told_when_stopped(listener) as folders:
-        folder = _folder(home, name, folder_of(source).name)
-        wanted = {"kind": "world", "file": SYNTHETIC, **config.to_json()}
-        if saved:
-            wanted = {
-                "kind": "world",
-                "file": folder_of(source).name,
-                "rows": config.rows,
-                "seed": config.seed,
-                "sha256": {path.name: file_sha256(path) for path in world_files(source)},
-            }
-        request = hash_request({**wanted, "dtype": dtype, "shard_rows": shape.shard_rows})
+        folder = _folder(home, name, SYNTHETIC)
+        source = {"kind": "world", "file": SYNTHETIC, **config.to_json()}
+        request = hash_request({**source, "dtype": dtype, "shard_rows": shape.shard_rows})
         folders.append(folder)
-        if (there := finished_store(folder, request)) is not None:
-            there.demand_world()
-            return there
-        world = read_saelens(source, config.seed) if saved else world_of(config)
+        if (finished := finished_store(folder, request)) is not None:
+            finished.demand_world()
+            return finished
+        world = world_of(config)
         content = world.to_bytes()
-        record = WorldRecord(world.features, hashlib.sha256(content).hexdigest())
-        shard_rows = shape.shard_rows or rows_per_shard(world.d_in, dtype, WORLD_SHARD_ROWS)
-        meta = StoreMeta(wanted, request, dtype, world.d_in, shard_rows, world=record)
-        entries = world.firing_probabilities.sum()  # mean per row; in a saved world at most that
-        _check_room(
-            folder,
-            config.rows,
-            meta,
-            OFFSET.itemsize + int(entries * (INDEX.itemsize + VALUE.itemsize)),
+        meta = StoreMeta(
+            source=source,
+            request_hash=request,
+            dtype=dtype,
+            d_in=world.d_in,
+            shard_rows=shape.shard_rows or rows_per_shard(world.d_in, dtype, WORLD_SHARD_ROWS),
+            world=WorldRecord(world.features, hashlib.sha256(content).hexdigest()),
         )
+        codes_bytes = int(config.l0 * (INDEX.itemsize + VALUE.itemsize))
+        _check_room(folder, config.rows, meta, OFFSET.itemsize + codes_bytes)
 
         def blocks(writer: StoreWriter, start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
-            if writer.meta.world != record:
-                raise StoreError(
-                    f"cannot go on with {folder}: expected a world of SHA-256 {writer.meta.world}, got "
-                    f"{record}, as another machine may round differently; remove that store"
-                )
-            path = folder / WORLD_FILE
-            if not (path.is_file() and path.read_bytes() == content):
-                with appearing_whole(path) as temporary:
-                    temporary.write_bytes(content)
+            _write_world(folder, content, writer.meta.world, meta.world)
             for begin in range(start, config.rows, world.block_rows):
                 codes = world.codes(config.seed, begin // world.block_rows)[: config.rows - begin]
                 yield begin, world.rows(codes), {CODES: codes}
@@ -204,17 +180,30 @@ def import_synthetic(
         return _filled(folder, meta, config.rows, "sampling", listener, blocks)
 
 
+def _write_world(
+    folder: Path, content: bytes, begun: WorldRecord | None, world: WorldRecord | None
+) -> None:
+    """Write `world.safetensors` unless it is there; StoreError if the store was begun with another world."""
+    if begun != world:
+        raise StoreError(
+            f"cannot go on with {folder}: expected a world of SHA-256 {begun}, got {world}, as another machine "
+            "may round differently; remove that store"
+        )
+    path = folder / WORLD_FILE
+    if not (path.is_file() and path.read_bytes() == content):
+        with appearing_whole(path) as temporary:
+            temporary.write_bytes(content)
+
+
 def is_world(source: str) -> bool:
-    """Whether a source is a world: `synthetic`, if there is no file of that name, or one that SAELens saved."""
-    return (source == SYNTHETIC and not Path(source).is_file()) or is_saved_world(source)
+    """Whether a source is synthetic, and no file of that name."""
+    return source == SYNTHETIC and not Path(source).is_file()
 
 
 def refuse_options_of_worlds(source: str, given: Set[str]) -> None:
-    if found := sorted(
-        (options_of(SyntheticConfig).keys() - options_of(ImportConfig).keys()) & given
-    ):
+    for option in sorted(OF_WORLDS & given):
         raise ConfigError(
-            f"{flag_of(found[0])} does nothing with {source}; leave it out, or import synthetic"
+            f"{flag_of(option)} does nothing with {source}; leave it out, or import synthetic"
         )
 
 

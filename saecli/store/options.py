@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..base.options import Config, option
 
-DTYPES = ("float32", "float16", "bfloat16")  # of stored rows; see `codec.py`
+DTYPES = ("float32", "float16", "bfloat16")  # of stored rows; see `values.py`
 FLATTEN = ("positions", "features")
 BITS = ("bfloat16",)
 MAX_NORM_HELP = (
@@ -65,7 +65,7 @@ class SyntheticConfig(Config):
     Synthetic Data", 2026, arXiv:2602.14687.
     """
 
-    panel: ClassVar[str] = "Options of synthetic, --rows and --seed of a saved world too"
+    panel: ClassVar[str] = "Synthetic worlds"
 
     features: int = option(1024, "Known features that rows are made of.", minimum=2, maximum=2**20)
     d_in: int = option(128, "Dimensions of a row.", minimum=1, maximum=2**20)

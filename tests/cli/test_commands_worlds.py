@@ -150,10 +150,6 @@ def test_import_synthetic_is_a_function_too_which_knows_its_options(sae):
     )
     with pytest.raises(saecli.SaeError, match=r"no option feature; did you mean features\?"):
         saecli.import_synthetic(feature=3, home=sae.home)
-    with pytest.raises(
-        saecli.SaeError, match="must be synthetic or a folder in which SAELens saved a world"
-    ):
-        saecli.import_synthetic("elsewhere", home=sae.home)
 
 
 @pytest.mark.slow

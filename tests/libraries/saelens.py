@@ -13,8 +13,6 @@ python saelens.py evaluate MODEL HOOK WINDOWS.json SAE ...
     HOOK is a module of the Hugging Face model, which SAELens loads itself.
 python saelens.py score TRUTH.npz SAE ...
     Prints the scores of each SAE on a world, a JSON line each.
-python saelens.py save FOLDER KIND ROWS
-    Saves a world in FOLDER, and samples of its codes in FOLDER/codes.npz.
 """
 
 import json
@@ -32,15 +30,7 @@ from sae_lens.evals import get_eval_everything_config, run_evals
 from sae_lens.load_model import load_model
 from sae_lens.loading import pretrained_sae_loaders as loaders
 from sae_lens.synthetic import (
-    ExponentialMagnitudeConfig,
     FeatureDictionary,
-    FoldedNormalMagnitudeConfig,
-    HierarchyConfig,
-    LinearMagnitudeConfig,
-    LowRankCorrelationConfig,
-    SyntheticModel,
-    SyntheticModelConfig,
-    ZipfianFiringProbabilityConfig,
     eval_sae_on_synthetic_data,
 )
 from sae_lens.training.activation_scaler import ActivationScaler
@@ -114,18 +104,6 @@ CONVERTERS = {
 }
 
 BATCH = 500
-HIERARCHIES = {
-    "flat": None,
-    "tree": HierarchyConfig(4, 3, 2, compensate_probabilities=True),
-    "exclusive": HierarchyConfig(
-        4, 3, 2, 1.0, compensate_probabilities=True, scale_children_by_parent=True
-    ),
-}
-MEANS = {
-    "flat": LinearMagnitudeConfig(1.0, 2.0),
-    "tree": 1.0,
-    "exclusive": ExponentialMagnitudeConfig(1.0, 2.0),
-}
 
 
 def rows_in(folder: Path) -> torch.Tensor:
@@ -304,25 +282,6 @@ def score(truth: Path, *saes: str) -> None:
         print(json.dumps(found.to_dict()))
 
 
-def save(folder: Path, kind: str, rows: str) -> None:
-    config = SyntheticModelConfig(
-        num_features=60,
-        hidden_dim=12,
-        firing_probability=ZipfianFiringProbabilityConfig(0.5, 0.4, 0.02),
-        hierarchy=HIERARCHIES[kind],
-        correlation=LowRankCorrelationConfig(rank=5, correlation_scale=0.3),
-        std_firing_magnitudes=FoldedNormalMagnitudeConfig(0.3, 0.2),
-        mean_firing_magnitudes=MEANS[kind],
-        bias=2.0,
-        seed=3,
-    )
-    model = SyntheticModel(config)
-    model.save(str(folder))
-    torch.manual_seed(0)
-    x, codes = SyntheticModel.load_from_disk(str(folder)).sample_with_features(int(rows))
-    np.savez(folder / "codes.npz", codes=codes.numpy(), x=x.numpy())
-
-
 if __name__ == "__main__":
     action = {
         "formats": formats,
@@ -330,6 +289,5 @@ if __name__ == "__main__":
         "scopes": scopes,
         "evaluate": evaluate,
         "score": score,
-        "save": save,
     }[sys.argv[1]]
     action(Path(sys.argv[2]), *sys.argv[3:])

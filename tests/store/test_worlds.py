@@ -29,18 +29,11 @@ def few(features: int = G, **changes: np.ndarray) -> World:
         "std": np.zeros(features),
         "factor": np.empty((features, 0)),
     }
-    kinds = {
-        "parents": np.full(features, -1, np.int32),
-        "groups": np.full(features, -1, np.int32),
-        "scaled": np.zeros(features, bool),
-    }
-    fields |= {name: value for name, value in changes.items() if name in fields}
-    kinds |= {
-        name: np.asarray(value, kinds[name].dtype)
-        for name, value in changes.items()
-        if name in kinds
-    }
-    return World(**{name: value.astype(np.float32) for name, value in fields.items()}, **kinds)
+    fields |= changes
+    parents = np.full(features, -1, np.int32)
+    return World(
+        **{name: value.astype(np.float32) for name, value in fields.items()}, parents=parents
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,36 +94,6 @@ def test_correlations_of_firing_are_those_of_a_gaussian_copula():
     both = (fires[:, 0] & fires[:, 1]).mean()
     assert both == pytest.approx(0.25 + np.arcsin(0.8) / (2 * np.pi), abs=0.01)  # Sheppard 1899
     assert (fires[:, 0] & fires[:, 2]).mean() == pytest.approx(0.25, abs=0.01)
-
-
-def test_of_exclusive_siblings_at_most_one_fires_and_each_as_often():
-    world = few(5, parents=[-1, 0, 0, 0, 0], groups=[-1, 7, 7, 7, -1], std=np.full(5, 0.1))
-    fires = sampled(world, 4) > 0
-    assert fires[:, 1:4].sum(1).max() == 1
-    # One of three that fire on half of the rows each fires on 1 - 1/8 of those of the parent.
-    np.testing.assert_allclose(fires.mean(0), [0.5, *[0.5 * 7 / 8 / 3] * 3, 0.25], atol=0.015)
-
-
-def test_exclusive_roots_silence_their_children_too():
-    world = few(4, parents=[-1, -1, 0, 1], groups=[0, 0, -1, -1])
-    fires = sampled(world, 1) > 0
-    assert not (fires[:, 0] & fires[:, 1]).any()
-    assert not (fires[:, 2:] & ~fires[:, :2]).any()
-    assert fires.any(0).all()
-
-
-def test_a_scaled_childs_magnitude_follows_its_parents():
-    world = few(
-        2,
-        parents=[-1, 0],
-        scaled=[False, True],
-        mean=np.array([2.0, 3.0]),
-        std=np.array([0.5, 0.0]),
-    )
-    codes = sampled(world, 1)
-    both = codes[:, 1] > 0
-    assert both.any()
-    np.testing.assert_allclose(codes[both, 1], 3 * codes[both, 0] / 2, rtol=1e-6)
 
 
 def test_rows_are_the_bias_and_the_sum_of_magnitudes_times_directions():
