@@ -10,7 +10,6 @@ from measured import WAYS, Errors, Run, errors, means, ratios, select, with_base
 from saecli.show.style import COLOURS, MARKERS, figure, legend_below, log_scale
 
 KINDS = {
-    "inner": ("encoder steps on each batch", 1.0),
     "decay": ("weight decay", 0.0),
     "proximal": ("mu and nu, encoder", 0.0),
 }  # by group: name of the value, and its value in `base`
@@ -112,12 +111,12 @@ def ablations(
     acts: Mapping[str, str],
     kinds: Mapping[str, tuple[str, float]] = KINDS,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Draw the test error against inner steps, weight decay and proximal weight into `ablations.png`.
+    """Draw the test error against weight decay and proximal weight into `ablations.png`.
 
     Returns:
         Errors over those at the least value, by activation and group, and by way and value.
     """
-    acts = {act: title for act, title in acts.items() if select(runs, act=act, group="inner")}
+    acts = {act: title for act, title in acts.items() if select(runs, act=act, group="decay")}
     found: dict[str, dict[str, dict[str, float]]] = {act: {} for act in acts}
     with figure(out / "ablations.png", 10.5, 3.2 * len(acts)) as drawn:
         grid = drawn.subplots(len(acts), len(kinds), squeeze=False)

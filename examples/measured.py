@@ -207,9 +207,8 @@ def efficiency_claims(
 
 
 def ablation_claims(over: Mapping[str, Mapping[str, float]], where: str) -> list[Claim]:
-    """Claims on inner steps, weight decay and proximal weights, from errors relative to none."""
+    """Claims on weight decay and proximal weights, from errors relative to none."""
     words = {
-        "inner": "more encoder steps on each batch lower PAM-SGD's test error",
         "decay": "weight decay lowers the test error",
         "proximal": "proximal weights mu and nu lower the test error",
     }

@@ -14,10 +14,11 @@ from saecli.sae.activations import ACTIVATIONS, Activation
 from saecli.sae.dictionary import SAE, Batch
 from saecli.train.decoder_step import Pass
 from saecli.train.fit import planned
-from saecli.train.loop import Loop, Record, start_training
+from saecli.train.loop import Loop
 from saecli.train.options import SolverConfig, TrainingConfig
 from saecli.train.solver import Solver, StepReport, Task
 from saecli.train.start import initial_sae
+from saecli.train.training import Record, start_training
 
 D, F = 6, 16
 EVERY_ACTIVATION = [kind(k=3) if hasattr(kind, "k") else kind() for kind in ACTIVATIONS.values()]
@@ -62,52 +63,39 @@ def started(
     **more: Any,
 ) -> Solver:
     """A solver for a number of epochs, with a learning rate of 0.01; further arguments as of `task_of`."""
-    config = config.resolved(None)
-    initial = initial_sae(
-        activation, F, Batch.of(rows.x[:64]), 1, None, given[0] if given else "none"
-    )
-    steps = more.pop("steps", epochs * rows.batches * config.inner_steps)
+    sparsity = given[0] if given else "none"
+    initial = initial_sae(activation, F, Batch.of(rows.x[:64]), 1, None, sparsity)
+    steps = more.pop("steps", epochs * rows.batches)
     return config.build(
         initial,
         task_of(rows.rows, steps, 1e-2, *given, sample=rows.x, batches=rows.batches, **more),
     )
 
 
-def decoder_step(solver: Solver, rows: RowsInMemory, now: Pass) -> None:
-    """A decoder step, made again if the penalty has silenced latents."""
-    solved = False
-    while not solved:
-        solver.begin_pass(now, lambda: rows.some(now.rows))
-        for batch in rows.some(now.rows):
-            solver.observe(batch)
-        solved = solver.end_pass()
+def decoder_step(solver: Solver, rows: RowsInMemory, due: Pass) -> None:
+    step = solver.decoder_step(due, lambda: rows.some(due.rows))
+    for batch in rows.some(due.rows):
+        step.add(batch)
+    solver.update(step)
 
 
 def solve_decoder(solver: Solver, rows: RowsInMemory, last: bool = False) -> None:
     """The first or the last decoder step, over all rows."""
-    decoder_step(
-        solver, rows, replace([*solver.passes.values()][-1 if last else 0], rows=rows.rows)
-    )
+    due = [*solver.schedule.values()][-1 if last else 0]
+    decoder_step(solver, rows, replace(due, rows=rows.rows))
 
 
 def one_epoch(solver: Solver, rows: RowsInMemory, epoch: int = 0) -> list[StepReport]:
     """A pass over the rows, as the training loop makes it."""
     reports: list[StepReport] = []
-
-    def after(number: int) -> None:
-        if now := solver.passes.get((epoch, number)):
-            decoder_step(solver, rows, now)
-
-    solver.begin_epoch()
-    after(0)
-    for number, batch in enumerate(rows.shuffled(epoch), 1):
-        reports += solver.step(batch)
+    if 0 in solver.schedule and not solver.steps:
+        decoder_step(solver, rows, solver.schedule[0])
+    for batch in rows.shuffled(epoch):
         if solver.finished:
             break
-        if number < rows.batches:
-            after(number)
-    reports += solver.end_epoch()
-    after(rows.batches)
+        reports.append(solver.step(batch))
+        if solver.steps in solver.schedule:
+            decoder_step(solver, rows, solver.schedule[solver.steps])
     return reports
 
 
@@ -182,11 +170,11 @@ SOLVERS = [
     ("sgd", {}),
     ("sgd", {"tied": True, "clip_norm": 1.0}),
     ("pam-sgd", {}),
-    ("pam-sgd", {"decoder": "free"}),
+    ("pam", {}),
     ("pam-sgd", {"solve": "iterative"}),
-    ("pam-sgd", {"decoder_every": 1, "inner_steps": 1, "d_sae": 24}),
+    ("pam-sgd", {"decoder_every": 1, "d_sae": 24}),
     ("pam-sgd", {"d_sae": 400}),
-    ("pam-sgd", {"alpha": 1.0, "bias": "after", "mu_enc": 0.1, "mu_dec": 0.1}),
+    ("pam", {"alpha": 1.0, "bias": "after", "mu_enc": 0.1, "mu_dec": 0.1}),
 ]
 # The last but one solves in the dimension of the rows, of which there are fewer than latents; the one before solves
 # after every batch.

@@ -12,10 +12,10 @@ section=gemma
 source "$(dirname "$0")/../common.sh"
 
 if $quick; then  # K are the paper's 320, and 15, 80 and 640, of 4096
-    epochs=30 k=20 ks="1 5" fractions="0.05 0.25 0.45 0.7" relu_fractions="0.25" steps="3 10" decays="0.01" proximals="0 0.1"
+    epochs=30 k=20 ks="1 5" fractions="0.05 0.25 0.45 0.7" relu_fractions="0.25" decays="0.01" proximals="0 0.1"
 else
     epochs=100 k=320 ks="15 20 40 80 160 640 1280" fractions="0.05 0.1 0.25 0.35 0.4 0.45 0.5 0.7 0.85" relu_fractions=$fractions
-    steps="3 5 10" decays="0.00001 0.0001 0.001 0.01" proximals="0 0.0001 0.01 0.1"
+    decays="0.00001 0.0001 0.001 0.01" proximals="0 0.0001 0.01 0.1"
 fi
 activations $epochs
 topk="--act abs-topk --k"
@@ -39,9 +39,6 @@ for value in $ks; do
     train k topk sgd "$value" "$topk $value $(paper_sgd 1)"
     train k topk paper "$value" "$topk $value $(paper_pam 1)"
     train k topk default "$value" "--act topk --k $value $settings --fraction $share"
-done
-for inner in $steps; do
-    train inner topk paper "$inner" "$topk $k $(paper_pam 1) --inner-steps $inner"
 done
 for decay in $decays; do  # Adam's, which the paper's code uses, is half of this term's gradient
     weight=$(per 0.5 "$decay" "$d_in" "$rows")

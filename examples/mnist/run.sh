@@ -13,9 +13,9 @@ section=mnist takes="images, in a file that sae import takes [MNIST from the hub
 source "$(dirname "$0")/../common.sh"
 
 if $quick; then
-    epochs=20 kept=4 fractions="0.05 0.25" steps="3 10" decays="0.0001 0.01" proximals="0.01 1" ablated="topk"
+    epochs=20 kept=4 fractions="0.05 0.25" decays="0.0001 0.01" proximals="0.01 1" ablated="topk"
 else
-    epochs=50 kept=10 fractions="0.01 0.05 0.1 0.25 0.5 1" steps="3 5 10" decays="0.00001 0.0001 0.001 0.01"
+    epochs=50 kept=10 fractions="0.01 0.05 0.1 0.25 0.5 1" decays="0.00001 0.0001 0.001 0.01"
     proximals="0.0001 0.001 0.01 0.1 1" ablated="topk relu"
 fi
 if [[ -z $data ]]; then
@@ -41,9 +41,6 @@ for name in topk relu; do
     done
 done
 for name in $ablated; do
-    for inner in $steps; do
-        train inner $name paper "$inner" "${!name} $all $pam --inner-steps $inner"
-    done
     for decay in $decays; do  # Adam's, which the paper's code uses, is half of this term's gradient
         weight=$(per 0.5 "$decay" "$d_in" "$rows")
         train decay $name sgd "$decay" "${!name} $all $sgd --weight-decay $weight"

@@ -50,11 +50,12 @@ from ..sae.library import open_sae
 from ..sae.metrics import reconstruction
 from ..store.reader import RowSource
 from ..train import SOLVERS
-from ..train.loop import Loop, Record, start_training
+from ..train.loop import Loop
 from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
 from ..train.rows import CHECKED_ROWS, ArrayRows, raw_batches
 from ..train.runs import run_again
+from ..train.training import Record, start_training
 from .evaluate import check_model, check_tokens_of_model, evaluated
 from .measured import Measured
 from .stability import matching

@@ -36,7 +36,7 @@ from ..sae.formats import SavedSAE, save_native
 from ..sae.library import SAELike, origin_of
 from ..store.joined import Joined
 from ..store.reader import ActivationStore, RowSource
-from ..train.decoder_step import DecoderPass, Observed, sampled_bytes
+from ..train.decoder_step import Moments, sampled_bytes
 from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, plan, solve
 from ..train.rows import SUMMED_ROWS, ArrayLike
 from .evaluate import check_model, check_tokens_of_model, evaluated, note_doubts
@@ -63,22 +63,22 @@ def refitted(sae: SAE, rows: RowSource, listener: Listener, own: bool = False) -
     operations each. Rows are read once; in each iteration too if neither normal equations nor codes fit in memory.
     """
     with listener.progress("refitting the decoder", rows.rows, "rows") as show:
-        collected, done = DecoderPass(_system(sae, rows), sae, "none", rows.rows), 0
+        moments, done = Moments(_system(sae, rows), sae, "none", rows.rows), 0
         for batch in _batches(sae, rows):
-            collected.add(sae.codes(batch.x), batch)
+            moments.add(sae.codes(batch.x), batch)
             done += batch.size
             show(done)
-        observed = collected.finish(ALONE)
+        moments.reduce(ALONE)
         show(rows.rows, "choosing alpha")
         target, direction = "the old decoder", cast(torch.Tensor | None, sae.W_dec)
         if own and (sae.widths or rows.d_target):
             target, direction = "0", None
         elif own:
             target, direction = "W_enc'", sae.W_enc.T.contiguous()
-        state = _solved(sae, observed, direction)
+        state = _solved(sae, moments, direction)
     W_dec, b_dec = (tensor.to(sae.W_dec) for tensor in (state.W(direction), state.b))
     if own:
-        W_dec[~observed.fired] = sae.W_dec[~observed.fired]
+        W_dec[~moments.fired] = sae.W_dec[~moments.fired]
     if not (W_dec.isfinite().all() and b_dec.isfinite().all()):
         raise _not_finite()
     tensors = {"W_dec": W_dec, "b_dec": b_dec}
@@ -90,12 +90,12 @@ def refitted(sae: SAE, rows: RowSource, listener: Listener, own: bool = False) -
         target,
         state,
         rows.rows,
-        1 - observed.fired.double().mean().item(),
+        1 - moments.fired.double().mean().item(),
     )
 
 
-def _solved(sae: SAE, observed: Observed, direction: torch.Tensor | None) -> DecoderState:
-    W_dec, b_t = sae.W_dec, sae.b_dec.new_zeros(observed.y.shape[1])
+def _solved(sae: SAE, moments: Moments, direction: torch.Tensor | None) -> DecoderState:
+    W_dec, b_t = sae.W_dec, sae.b_dec.new_zeros(moments.y.shape[1])
     terms = Terms(
         alpha=0.0,
         beta=0.0,
@@ -105,11 +105,11 @@ def _solved(sae: SAE, observed: Observed, direction: torch.Tensor | None) -> Dec
         W_t=W_dec,
         b_t=b_t,
         decay=torch.zeros(sae.d_sae, dtype=torch.float64, device=W_dec.device),
-        skip=observed.skip,
+        skip=moments.skip,
     )
     try:
-        factorisation = choose_alpha(observed.system, terms, observed.z, observed.y, None)
-        return solve(observed.system, terms, factorisation, observed.z)
+        factorisation = choose_alpha(moments.system, terms, moments.z, moments.y, None)
+        return solve(moments.system, terms, factorisation, moments.z)
     except TrainingError as error:  # which advises on training
         raise _not_finite() from error
 

@@ -14,6 +14,6 @@ To add a solver, write its file (a configuration whose `build` makes a `Solver`)
 how the solvers differ.
 """
 
-from .options import PamSgd, Sgd, SolverConfig
+from .options import Pam, PamSgd, Sgd, SolverConfig
 
-SOLVERS: dict[str, type[SolverConfig]] = {kind.name: kind for kind in (Sgd, PamSgd)}
+SOLVERS: dict[str, type[SolverConfig]] = {kind.name: kind for kind in (Sgd, PamSgd, Pam)}

@@ -1,13 +1,13 @@
-"""One decoder step: its pass over the rows, the solution, and the upkeep of the latents.
+"""What a decoder step collects from the rows of its pass.
 
-B rows in a block, b of them in this process, n sampled; D = d_in, E = d_out, F = d_sae, P places of a crosscoder, one
-otherwise. With a skip the rows stand next to the targets, (B, E + D), which lack what the last skip predicts.
+B rows in a block, b of them in this process, n sampled; D = d_in, E = d_out, F = d_sae. With a skip the rows stand next
+to the targets, (B, E + D), which are what the last skip leaves: [y - x S_t, x].
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,29 +15,17 @@ from torch import Tensor
 from ..base.devices import moved
 from ..base.processes import Communicator
 from ..sae.codes import Codes
-from ..sae.dictionary import Batch, Coupled, Dictionary
-from .ridge import (
-    DecoderState,
-    HeldRows,
-    SkipSums,
-    StreamedCodes,
-    Sums,
-    System,
-    Terms,
-    solve,
-)
-from .ridge.choice import choose_alpha
+from ..sae.dictionary import Batch, Dictionary
+from .ridge import DecoderState, HeldRows, SkipSums, StreamedCodes, Sums, System
 
 SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen on them
-DOF_ROWS = 512  # of these, for the effective degrees of freedom
 LEAST_SIZE = 1e-2  # least size of encoder and decoder, over the encoder's norm at the start
 LEAST_NORM = (
-    1e-3  # decoder norm over the mean one, below which a penalty is replaced by a quadratic
+    1e-3  # decoder norm over the mean one, below which a penalty's quadratic grows no further
 )
-MOST_REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as replaceable
-# A penalty has silenced a latent whose contributions, over a row's norm, are on average below the first on all rows,
-# and below the second on those where it fires: a rare one contributes little to all rows, but much to its own.
-SILENT, SILENT_WHERE_FIRING = 1e-7, 1e-2
+
+
+Kind = Literal["mid", "release", "last"]
 
 
 @dataclass(frozen=True)
@@ -45,28 +33,50 @@ class Pass:
     """A pass over rows that ends in a decoder step."""
 
     number: int  # of decoder steps before it
-    epoch: int
-    after_batch: int  # of the epoch; 0 before the first
+    step: int  # encoder steps before it
     rows: int  # that it takes; others each time, if not all
+    kind: Kind  # the last takes rows unsmoothed, without the penalty
     chooses: bool  # alpha anew
-    decides: bool  # on the release, by alpha
-    releases: bool
-    last: bool  # takes rows unsmoothed, and leaves the penalty out
 
 
-@dataclass(frozen=True, eq=False)
-class Observed:
-    """A pass over the N rows of all processes."""
+def settles(number: int) -> bool:
+    """Whether alpha, which settles, is chosen at pass 0, 1, 2, 4, ..."""
+    return number & (number - 1) == 0
 
-    system: System
-    rows: float  # N
-    z: Tensor  # of sampled rows, (n, F); of this process, unless rank 0 or `solve_together`
-    y: Tensor  # their targets, (n, E)
-    norm_weights: (
-        Tensor  # the penalty's weight of each decoder norm, summed over rows, (F,), float64
-    )
-    firings: Tensor  # rows on which each latent fires, (F,), int64
-    skip: SkipSums | None
+
+class Moments:
+    """What a decoder step needs to know of its rows: N, sum z, sum y, sum z z', sum z y', every
+    `ceil(rows / SAMPLED_ROWS)`-th row as a sample, and how often and how much each latent fires."""
+
+    def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
+        self.system = system
+        self._activation, self._sparsity = dictionary.activation, sparsity
+        self._parameters = dictionary.activation_parameters
+        self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
+        # All rows are collected, not only the sampled ones.
+        self._holds = isinstance(system, HeldRows)
+        W_dec = dictionary.decoder().detach()
+        self._weighed = dictionary.weighed(W_dec)
+        # The penalty's weight of each decoder norm, summed over rows, (F,).
+        self.norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
+        # Rows on which each latent fires, (F,).
+        self.firings = torch.zeros(len(W_dec), dtype=torch.int64, device=W_dec.device)
+        self._W_skip = dictionary.W_skip
+        self.skip: SkipSums | None = None
+        width = dictionary.d_out
+        if self._W_skip is not None:
+            self.skip = SkipSums(dictionary.d_in, dictionary.d_out, W_dec.device)
+            width += dictionary.d_in
+        # Of the sampled rows: codes (n, F), targets (n, E), and their numbers among all rows.
+        self.z, self.y = W_dec.new_empty(0, len(W_dec)), W_dec.new_empty(0, width)
+        self._z, self._y = [self.z], [self.y]
+        self._numbers = [torch.arange(0)]
+        self._seen = 0
+
+    @property
+    def rows(self) -> float:
+        """N, of all processes."""
+        return self.system.rows
 
     @property
     def fired(self) -> Tensor:
@@ -74,32 +84,9 @@ class Observed:
         return self.firings > 0
 
     @property
-    def solve_together(self) -> bool:
-        """In lockstep, each multiplying by its own codes; else rank 0 alone."""
+    def solved_together(self) -> bool:
+        """In lockstep, each process multiplying by its own codes; else by rank 0 alone."""
         return isinstance(self.system, StreamedCodes)
-
-
-class DecoderPass:
-    """Collects a pass, with every `ceil(rows / SAMPLED_ROWS)`-th row as a sample."""
-
-    def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
-        self._system, self._activation, self._sparsity = system, dictionary.activation, sparsity
-        self._parameters = dictionary.activation_parameters
-        self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
-        self._holds = isinstance(
-            system, HeldRows
-        )  # all rows are collected, not only the sampled ones
-        W_dec = dictionary.decoder().detach()
-        self._weighed = dictionary.weighed(W_dec)
-        self._norm_weights = torch.zeros(len(W_dec), dtype=torch.float64, device=W_dec.device)
-        self._firings = torch.zeros(len(W_dec), dtype=torch.int64, device=W_dec.device)
-        self._W_skip, d_out = dictionary.W_skip, dictionary.d_out
-        self._skip = (
-            None if self._W_skip is None else SkipSums(dictionary.d_in, d_out, W_dec.device)
-        )
-        width = d_out if self._skip is None else d_out + dictionary.d_in
-        self._z, self._y = [W_dec.new_empty(0, len(W_dec))], [W_dec.new_empty(0, width)]
-        self._numbers, self._seen = [torch.arange(0)], 0
 
     def add(self, codes: Codes, batch: Batch) -> None:
         numbers = batch.numbers + self._seen
@@ -107,83 +94,62 @@ class DecoderPass:
         if not len(batch.x):
             return
         y = batch.y
-        if self._skip is not None and self._W_skip is not None:
+        if self.skip is not None and self._W_skip is not None:
             y = torch.addmm(y, batch.x, self._W_skip.detach(), alpha=-1)
-            self._skip.add(batch.x, y)
+            self.skip.add(batch.x, y)
             y = torch.cat([y, batch.x], 1)
-        sampled = (numbers % (1 if self._holds else self._stride) == 0).nonzero()[:, 0]
+        stride = 1 if self._holds else self._stride
+        sampled = (numbers % stride == 0).nonzero()[:, 0]
         if len(sampled):
             here = moved(sampled, y.device)
             self._z.append(codes.dense_rows(here))
             self._y.append(y[here])
             self._numbers.append(numbers[sampled])
         if not self._holds:
-            self._system.add(codes, y)
-        self._norm_weights += self._activation.norm_weights(
+            self.system.add(codes, y)
+        self.norm_weights += self._activation.norm_weights(
             self._sparsity, codes, self._weighed, self._parameters
         )
-        self._firings += codes.latent_counts()
+        self.firings += codes.latent_counts()
 
-    def finish(self, communicator: Communicator) -> Observed:
-        z, y, system = torch.cat(self._z), torch.cat(self._y), self._system
-        norm_weights, firings = self._norm_weights, self._firings
+    def reduce(self, communicator: Communicator) -> None:
+        """Complete the sums, over all processes; the sample is then rank 0's, or of all if `solved_together`."""
+        z, y = torch.cat(self._z), torch.cat(self._y)
         several = communicator.world_size > 1
         if several:  # rank 0 has all rows, sorted by their numbers; the others only their own
             order = communicator.gather(torch.cat(self._numbers)).argsort().to(z.device)
             z, y = communicator.gather(z)[order], communicator.gather(y)[order]
-            norm_weights = communicator.all_reduce(norm_weights)
-            firings = communicator.all_reduce(firings)
-            if self._skip is not None:
-                self._skip.reduce(communicator.all_reduce)
+            self.norm_weights = communicator.all_reduce(self.norm_weights)
+            self.firings = communicator.all_reduce(self.firings)
+            if self.skip is not None:
+                self.skip.reduce(communicator.all_reduce)
         if self._holds:
-            system, z, y = HeldRows(z, y), z[:: self._stride], y[:: self._stride]
-        elif several and isinstance(system, Sums | StreamedCodes):
-            system.reduce(communicator.all_reduce)
-        if several and isinstance(system, StreamedCodes):
-            sizes = communicator.broadcast_object(lambda: len(z))
-            z, y = (
-                communicator.broadcast(
-                    rows if communicator.is_main else rows.new_empty(sizes, rows.shape[1])
-                )
-                for rows in (z.contiguous(), y.contiguous())
-            )
-        return Observed(system, system.rows, z, y, norm_weights, firings, self._skip)
+            self.system = HeldRows(z, y)
+            z, y = z[:: self._stride], y[:: self._stride]
+        elif several and isinstance(self.system, Sums | StreamedCodes):
+            self.system.reduce(communicator.all_reduce)
+        if several and self.solved_together:
+            count = communicator.broadcast_object(lambda: len(z))
+            z = _broadcast_rows(z, count, communicator)
+            y = _broadcast_rows(y, count, communicator)
+        self.z, self.y = z, y
+
+
+def _broadcast_rows(rows: Tensor, count: int, communicator: Communicator) -> Tensor:
+    rows = rows.contiguous()
+    if not communicator.is_main:
+        rows = rows.new_empty(count, rows.shape[1])
+    return communicator.broadcast(rows)
 
 
 def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
     return 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
 
 
-def solved(
-    observed: Observed, terms: Terms, chooses: bool, most_replaceable: int, dof: bool
-) -> DecoderState:
-    """The decoder, at the terms' alpha, or where a choice from there ends; NaN for a choice over all decades."""
-    system, z, y, factorisation = observed.system, observed.z, observed.y, None
-    if chooses:
-        factorisation = choose_alpha(
-            system, terms, z, y, None if math.isnan(terms.alpha) else terms.alpha
-        )
-    some = z if len(z) == observed.rows else z[:: math.ceil(len(z) / DOF_ROWS)]
-    return solve(system, terms, factorisation, some if dof else None, most_replaceable)
-
-
-def penalty_decay(W_dec: Tensor, penalised: Tensor, weights: Tensor, size: float) -> Tensor:
-    """Of each latent, (F,), the weight of the quadratic in `||W_i||` that majorises the penalty, and equals it at the
-    current decoder.
-
-    `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so encoder and decoder step descend on one objective; without the
-    penalty the two would drive the codes to zero. `weights`, (F,), are its derivatives in the `penalised` norms, summed
-    over rows. Of a crosscoder these are sums over hook points; the quadratic then majorises it for multiples of W_t.
-    """
-    square = W_dec.double().square().sum(1)
-    norms = square / penalised.clamp(min=torch.finfo(torch.float64).tiny)
-    mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(len(norms)))
-    return weights / (2 * norms.clamp(min=LEAST_NORM * mean))
-
-
-def broadcast(
+def broadcast_state(
     state: DecoderState | None, like: Mapping[str, Tensor], communicator: Communicator
 ) -> DecoderState:
+    """Rank 0's state in all processes; `like` gives the tensors that it has by name, for their shapes."""
     if communicator.world_size == 1:
         assert state is not None
         return state
@@ -193,111 +159,25 @@ def broadcast(
         nothing: dict[str, Any] = dict.fromkeys(like)
         return replace(state, **nothing)
 
-    numbers, parts = communicator.broadcast_object(without_tensors), dict[str, Any]()
+    numbers = communicator.broadcast_object(without_tensors)
+    tensors: dict[str, Any] = {}
     for name, tensor in like.items():
-        part = tensor if state is None else getattr(state, name)
-        parts[name] = communicator.broadcast(
-            part.detach().clone(memory_format=torch.contiguous_format)
-        )
-    return replace(numbers, **parts)
+        own = tensor if state is None else getattr(state, name)
+        own = own.detach().clone(memory_format=torch.contiguous_format)
+        tensors[name] = communicator.broadcast(own)
+    return replace(numbers, **tensors)
 
 
-def directions_of_worst(
-    x: Tensor, residuals: Tensor, count: int, generator: torch.Generator
-) -> Tensor:
-    """Unit directions, (m, E), of the residuals, (n, E), of different rows x, (n, D), drawn without replacement with
-    probability proportional to their square: `count`, or as many as there are different rows with a residual.
+def penalty_decay(dictionary: Dictionary, weights: Tensor, size: float) -> Tensor:
+    """Of each latent, (F,), the weight of the quadratic in `||W_i||` that majorises the penalty, and equals it at the
+    current decoder.
 
-    Latents re-aimed at one row would be copies, which descent never parts.
+    `a ||W|| <= a (||W||^2 / ||W_t|| + ||W_t||) / 2`, so encoder and decoder step descend on one objective; without the
+    penalty the two would drive the codes to zero. `weights`, (F,), are its derivatives in the penalised norms, summed
+    over rows. Of a crosscoder these are sums over hook points; the quadratic then majorises it for multiples of W_t.
     """
-    scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
-    groups = torch.unique(x, dim=0, return_inverse=True)[1].cpu()  # (n,), the same for equal rows
-    numbers = torch.arange(len(x))
-    first = numbers.new_full((len(x),), len(x)).scatter_reduce_(0, groups, numbers, "amin")
-    weights = torch.where(first[groups] == numbers, scaled.square().sum(1).cpu(), 0.0)
-    count = min(count, int(weights.count_nonzero()))
-    if not count:
-        return residuals[:0]
-    drawn = torch.multinomial(weights, count, generator=generator)
-    chosen = scaled[moved(drawn, scaled.device)]
-    return (chosen / chosen.norm(dim=1, keepdim=True)).to(residuals.dtype)
-
-
-@torch.no_grad()
-def revive(
-    dictionary: Dictionary,
-    dead: Tensor,
-    others: Tensor,
-    directions: Tensor,
-    B: Tensor | None,
-    biased: bool,
-) -> None:
-    """Re-aim m dead latents, a mask (F,), at unit vectors d, (m, E), with the mean norms and parameters of others, a
-    mask, (F,).
-
-    The encoder is aimed along `B d`, B being the targets' regression, (D, E). A decoder that descends is aimed at d;
-    one that is solved for stays tied, or zero if free, until the next decoder step. b_enc is 0, which finds most
-    features, or if `biased` the mean of the others: under a penalty latents that start dense can stay so, with small
-    codes.
-    """
-
-    def mean_of_others(values: Tensor) -> Tensor:
-        return values.masked_fill(~others, 0).sum() / others.sum()
-
-    W_enc, along = dictionary.W_enc, directions.T
-    if B is not None:
-        along = B @ along
-        norms = along.norm(dim=0)
-        along = along / norms.masked_fill(norms == 0, 1)
-    W_enc[:, dead] = mean_of_others(W_enc.norm(dim=0)) * along
-    dictionary.b_enc.masked_fill_(dead, mean_of_others(dictionary.b_enc) if biased else 0.0)
-    for name, parameter in dictionary.activation_parameters.items():
-        if dictionary.latent_dimension(name) is not None:
-            parameter.masked_fill_(dead, mean_of_others(parameter))
-    for name, parameter in dictionary.named_parameters():
-        if name in ("W_dec", "Delta"):
-            norm = mean_of_others(parameter.norm(dim=1)) if parameter.requires_grad else 0.0
-            parameter[dead] = norm * directions
-
-
-@torch.no_grad()
-def silence(dictionary: Dictionary, norm_weights: Tensor, firings: Tensor, rows: float) -> bool:
-    """Turn off latents whose contribution to N rows, and to those on which they fire, `firings` of them, (F,), a
-    penalty has driven to nothing; whether there were any.
-
-    Otherwise a decoder step without the penalty would bring them back.
-    """
-    W_dec = dictionary.decoder()
-    contributed = norm_weights * W_dec.double().norm(dim=1) / math.sqrt(W_dec.shape[1])  # (F,)
-    little = contributed < SILENT * rows
-    small = contributed < SILENT_WHERE_FIRING * firings
-    gone = (norm_weights > 0) & little & small
-    dictionary.W_enc.masked_fill_(gone, 0)
-    dictionary.b_enc.masked_fill_(gone, 0)
-    return bool(gone.any())
-
-
-@torch.no_grad()
-def balance(dictionary: Coupled, size: float) -> float | None:
-    """Scale the codes, and the decoder by the inverse, to one norm of encoder and decoder: the factor, None if
-    one of them is zero.
-
-    Otherwise a penalty shrinks the codes in each encoder step, the decoder step compensates, and Adam's steps become
-    large compared to the encoder. It keeps `LEAST_SIZE` of its norm at the start, so that biases can silence codes.
-    """
-    norm, Delta = dictionary.W_enc.norm().item(), dictionary.Delta
-    assert Delta is not None
-    square = dictionary.c or Delta.norm().item() / max(
-        norm, torch.finfo(dictionary.W_enc.dtype).tiny
-    )
-    if not 0 < square < math.inf or not norm:
-        return None
-    factor = max(math.sqrt(square), LEAST_SIZE * size / norm)
-    rescaled = dictionary.activation.rescaled(dictionary.activation_parameters, factor)
-    dictionary.W_enc.mul_(factor)
-    dictionary.b_enc.mul_(factor)
-    for name, value in rescaled.items():
-        getattr(dictionary, name).copy_(value)
-    dictionary.c /= factor**2
-    Delta.div_(factor)
-    return factor
+    W_dec = dictionary.decoder().detach().double()
+    penalised = dictionary.weighed(W_dec).norm(dim=1)
+    norms = W_dec.square().sum(1) / penalised.clamp(min=torch.finfo(torch.float64).tiny)
+    mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(len(norms)))
+    return weights / (2 * norms.clamp(min=LEAST_NORM * mean))

@@ -43,8 +43,6 @@ PROJECT = "saecli"  # of runs in Weights & Biases and trackio, unless the enviro
 
 @dataclass
 class Progress:
-    epoch: int = 0  # epochs done
-    batch: int = 0  # batches done of the next
     step: int = 0
     rows: int = 0  # seen
     seconds: float = 0.0

@@ -36,12 +36,13 @@ from ..store.opening import open_joined
 from ..store.reader import Rows
 from ..store.split import Split
 from .files import claimed
-from .loop import Loop, Record, start_training
+from .loop import Loop
 from .options import FINETUNED, TEXT, TRAINED, Finetune, TrainingConfig, parted
 from .plan import Plan
 from .runs import Job, Run, unfinished_run
 from .start import Start, fingerprint
 from .through import FinetunePlan, Sampled, Through
+from .training import Record, start_training
 
 SAMPLE_TOKENS, TEST_TOKENS = 8192, 16_384  # whose activations are kept, to normalise and to measure
 
@@ -316,7 +317,9 @@ def finetune(
         (tuned,) = Loop([found]).train()
     for note in found.notes():
         listener.note(note)
-    tuned.metadata = plan.settings() | FinetuneRun(opened.stores, plan, "").origin | found.compared
+    tuned.metadata = plan.settings() | FinetuneRun(opened.stores, plan, "").origin
+    assert found.comparison is not None, "it begins with an SAE"
+    tuned.metadata |= found.comparison.measures
     return tuned
 
 

@@ -21,11 +21,12 @@ from ..store.joined import Joined, JoinedRows
 from ..store.opening import found_store
 from ..store.reader import ActivationStore, Rows
 from . import SOLVERS
-from .loop import Loop, Record, start_training
+from .loop import Loop
 from .options import Parts, TrainingConfig
 from .plan import Plan
 from .rows import ArrayLike, ArrayRows
 from .start import Start
+from .training import Record, start_training
 
 # Training options on files, and on the choice of a store's rows.
 OF_FOLDERS, OF_SPLITS = ("keep_every", "checkpoint_every", "log_to"), ("fraction", "split_seed")

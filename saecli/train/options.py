@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..base.errors import ConfigError, StoreError, flag_of
+from ..base.errors import ConfigError, StoreError
 from ..base.options import PAPER, Config, option, options_of
 from ..base.processes import ALONE, Communicator
 from ..extract.options import ExtractConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..store.reader import Rows as StoredRows
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
-MOST_DEFAULT_EPOCHS = 100
+MOST_DEFAULT_EPOCHS = 1000
 WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
 DECAY = 0.5  # last fraction of all steps, over which it falls to zero
 TRAIN_ON = (
@@ -55,15 +55,9 @@ SMALLEST = 2**18  # encoder weights from which auto picks bf16
 TRAINED = 0.9  # of the training documents, if training begins from an SAE; see `parted`
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
-WINDOW = 16  # batches among which inner steps mix rows
-MOST_INNER_STEPS = 10
 REVIVAL_ROWS = (
     2  # least rows per latent for revival: with fewer, latents stay idle for lack of rows
 )
-# Number of decoder steps aimed at by steps within epochs, the same under a penalty, and by leaving epochs out. Twice as
-# many as epochs raise F1 from 0.685 to 0.716 in the world with hierarchy (11 epochs, batchtopk); with relu and L1 they
-# raised L0, from 7.4 to 8.2 at equal FVU, when re-aimed latents began without a bias.
-DECODER_STEPS, PENALISED_STEPS, MOST_STEPS = 20, 16, 32
 # Fraction of all steps after which the decoder may be released; with fewer steps than this earlier, in proportion.
 RELEASE, RELEASE_STEPS = 0.5, 2000
 RELEASED_BELOW = (
@@ -309,6 +303,29 @@ class SolverConfig(Config, ABC):
     made_by: ClassVar[str]  # `module:function` in this package, imported when the solver is built
     memory_advice: ClassVar[str] = "use a smaller --d-sae"
 
+    smooths: ClassVar[bool] = True  # unless `--smoothing` says
+
+    def check(self, training: TrainingConfig, rows: RowSource) -> None:
+        """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
+
+    def build(self, initial: SAE, task: Any, communicator: Communicator = ALONE) -> Any:
+        """A `Solver` of a `Task`, from a copy of `initial`, alone or with the communicator's other processes."""
+        module, name = self.made_by.split(":")
+        return getattr(import_module(f".{module}", __package__), name)(
+            initial, task, self, communicator
+        )
+
+    @abstractmethod
+    def memory(
+        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
+    ) -> int:
+        """The solver's peak memory per process in bytes, without the codes of a batch."""
+
+
+@dataclass(frozen=True)
+class Paper(Config):
+    """Options that only the paper's experiments need."""
+
     clip_norm: float | None = option(
         None, "Clip the gradient of a batch's mean loss to this norm.", above=0, **PAPER
     )
@@ -330,12 +347,19 @@ class SolverConfig(Config, ABC):
         0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER
     )
 
-    inner_steps: int | str = option(
-        "auto",
-        f"Optimiser steps per batch. auto: about {DEFAULT_STEPS} in all of "
-        f"training, at most {MOST_INNER_STEPS} a batch; 1 with --steps or --init.",
-        choices=("auto",),
-        minimum=1,
+
+@dataclass(frozen=True)
+class Sgd(Paper, SolverConfig):
+    """Options of SGD."""
+
+    name: ClassVar[str] = "sgd"
+    made_by: ClassVar[str] = "solver:SgdSolver"
+
+    tied: bool = option(
+        False,
+        "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
+        "targets' regression on the rows.",
+        advanced=True,
     )
     revive: bool = option(
         True,
@@ -345,60 +369,12 @@ class SolverConfig(Config, ABC):
         advanced=True,
     )
 
-    def resolved(self, batches: int | None) -> Self:
-        """The same with `inner_steps` a number, given the batches in all of training; None for 1 each."""
-        if self.inner_steps != "auto":
-            return self
-        wanted = round(DEFAULT_STEPS / batches) if batches else 1
-        return replace(self, inner_steps=min(max(wanted, 1), MOST_INNER_STEPS))
-
-    @property
-    def rounds(self) -> int:
-        """`inner_steps` of resolved options."""
-        assert isinstance(self.inner_steps, int)
-        return self.inner_steps
-
-    def check(self, training: TrainingConfig, rows: RowSource) -> None:
-        """Refuse training settings, or rows, that cannot work with the solver's options, by a ConfigError."""
-
-    def window(self, rows: int, batch_size: int, d_in: int) -> int:
-        """Bytes of the window in which inner steps mix rows: apart, joined, mixed."""
-        return 0 if self.inner_steps == 1 else 3 * 4 * min(rows, WINDOW * batch_size) * d_in
-
-    def build(self, initial: SAE, task: Any, communicator: Communicator = ALONE) -> Any:
-        """A `Solver` of a `Task`, from a copy of `initial`, alone or with the communicator's other processes."""
-        module, name = self.made_by.split(":")
-        return getattr(import_module(f".{module}", __package__), name)(
-            initial, task, self, communicator
-        )
-
-    @abstractmethod
-    def memory(
-        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
-    ) -> int:
-        """The solver's peak memory per process in bytes, without the codes of a batch."""
-
-
-@dataclass(frozen=True)
-class Sgd(SolverConfig):
-    """Options of SGD."""
-
-    name: ClassVar[str] = "sgd"
-    made_by: ClassVar[str] = "solver:sgd"
-
-    tied: bool = option(
-        False,
-        "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
-        "targets' regression on the rows.",
-        advanced=True,
-    )
-
     def memory(
         self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
     ) -> int:
         """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
         matrices = (2 + VECTORS) * (1 if self.tied else 2) + bool(self.mu_enc)
-        return 4 * matrices * d_in * d_sae + self.window(rows, batch_size, d_in)
+        return 4 * matrices * d_in * d_sae
 
 
 @dataclass(frozen=True)
@@ -496,30 +472,57 @@ FINETUNED = tuple(
 
 
 @dataclass(frozen=True)
-class PamSgd(SolverConfig):
-    """Options of PAM-SGD; penalties are in the units of a sum of squared errors over all training rows."""
+class ClosedForm(SolverConfig):
+    """Options of solvers with a decoder step; penalties are in the units of a sum of squared errors over all rows."""
 
-    name: ClassVar[str] = "pam-sgd"
-    made_by: ClassVar[str] = "pam_sgd:PamSgdSolver"
     memory_advice: ClassVar[str] = (
         "use a smaller --d-sae, or --solver sgd, which solves for no decoder"
     )
+    trained: ClassVar[int] = 1  # matrices that descent moves
 
-    decoder: str = option(
-        "residual",
-        "Unknown of the decoder step: residual, Delta in W_dec = c W_enc' + Delta; free, "
-        "W_dec itself, as in the paper.",
-        choices=("residual", "free"),
-        **PAPER,
-    )
     alpha: float | str = option(
         "auto",
-        "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --decoder "
-        "free of ||W_dec||^2, next to the squared error summed over all rows. auto: "
-        "the best by leave-one-out.",
+        "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --solver pam of "
+        "||W_dec||^2, next to the squared error summed over all rows. auto: the best by "
+        "leave-one-out.",
         choices=("auto",),
         minimum=0,
     )
+    solve: str = option(
+        "auto",
+        "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
+        "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
+        "direct where it fits in memory.",
+        choices=("auto", "direct", "iterative"),
+        advanced=True,
+    )
+
+    def memory(
+        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
+    ) -> int:
+        """The decoder step's memory, solved in the way that takes least, and `other_bytes`."""
+        from .ridge import plan
+
+        ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
+        solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
+        return solving + self.other_bytes(rows, batch_size, d_in, d_sae)
+
+    def other_bytes(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
+        """Bytes besides the decoder step's: the sample on which alpha is chosen, weights and optimiser."""
+        from .decoder_step import sampled_bytes
+
+        weights = 4 * (3 + self.trained * (1 + VECTORS)) * d_in * d_sae
+        return sampled_bytes(rows, d_in, d_sae) + weights
+
+
+@dataclass(frozen=True)
+class Pam(Paper, ClosedForm):
+    """Options of the paper's Algorithm 3.1."""
+
+    name: ClassVar[str] = "pam"
+    made_by: ClassVar[str] = "pam_sgd:PamSolver"
+    smooths: ClassVar[bool] = False
+
     beta: float = option(
         0.0,
         "Weight of ||b_dec||^2, next to the squared error summed over all rows.",
@@ -540,46 +543,17 @@ class PamSgd(SolverConfig):
     nu_dec: float = option(
         0.0, "Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", minimum=0, **PAPER
     )
-    decoder_every: int | str = option(
-        "auto",
-        "When to solve for the decoder. auto: some 15 to 60 times. "
-        "epoch: after each epoch. N: also every N batches.",
-        choices=("auto", "epoch"),
-        minimum=1,
-        metavar="auto|epoch|N",
-        advanced=True,
-    )
-    release: float | str = option(
-        "auto",
-        "Fraction of steps after which W_dec is also trained by gradient. auto: "
-        f"{RELEASE}, less below {RELEASE_STEPS:,} steps, with --decoder residual if "
-        f"alpha is then below {RELEASED_BELOW} of the mean Gram diagonal, else and "
-        "for matching-pursuit never; 0 for transcoders. 1: never.",
-        choices=("auto",),
-        minimum=0,
-        maximum=1,
-        advanced=True,
-    )
     decoder_first: bool = option(
         False,
         "Solve for the decoder before the encoder steps of each epoch, not after them, "
         "as in the paper's code for language models.",
         **PAPER,
     )
-    solve: str = option(
-        "auto",
-        "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
-        "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
-        "direct where it fits in memory.",
-        choices=("auto", "direct", "iterative"),
-        advanced=True,
-    )
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
-        if rows.ready < rows.rows and self.takes_all_rows:
-            name = "decoder_first" if self.decoder_first else "decoder"
+        if rows.ready < rows.rows:
             raise ConfigError(
-                f"{flag_of(name)} needs all rows in memory, at most {rows.ready:,} with --model, got "
+                f"--solver pam needs all rows in memory, at most {rows.ready:,} with --model, got "
                 f"{rows.rows:,}; lower --rows, or make a store by `sae extract`"
             )
         if self.bias == "after" and self.alpha == "auto":
@@ -587,34 +561,38 @@ class PamSgd(SolverConfig):
                 "--bias after cannot be used with --alpha auto, which chooses for the bias that is joint "
                 "with W_dec; give a number, such as --alpha 1, or use --bias joint"
             )
-        if self.decoder_first and not isinstance(self.decoder_every, str):
-            raise ConfigError(
-                "--decoder-first cannot be used with --decoder-every, which adds decoder steps after "
-                "encoder steps; use one of them"
-            )
 
-    @property
-    def takes_all_rows(self) -> bool:
-        """Whether every decoder step takes all rows, as the paper's do."""
-        return self.decoder_first or self.decoder == "free"
 
-    def memory(
-        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
-    ) -> int:
-        """The decoder step's memory, solved in the way that takes least, and `other_bytes`."""
-        from .ridge import plan
+@dataclass(frozen=True)
+class PamSgd(ClosedForm):
+    """Options of PAM-SGD."""
 
-        ways = (self.solve,) if self.solve != "auto" else ("direct", "iterative")
-        solving = min(plan(rows, d_sae, d_in, solve=way, prefixes=prefixes).bytes for way in ways)
-        return solving + self.other_bytes(rows, batch_size, d_in, d_sae)
+    name: ClassVar[str] = "pam-sgd"
+    made_by: ClassVar[str] = "upkeep:PamSgdSolver"
+    trained: ClassVar[int] = 2  # once the decoder is released
 
-    def other_bytes(self, rows: int, batch_size: int, d_in: int, d_sae: int) -> int:
-        """Bytes besides the decoder step's: the sample on which alpha is chosen, the encoder's weights and optimiser,
-        and the window in which inner steps mix rows."""
-        from .decoder_step import sampled_bytes
-
-        moved = (
-            1 if self.release == 1 else 2
-        )  # matrices that have a gradient and an optimiser's state
-        weights = 4 * (3 + moved * (1 + VECTORS)) * d_in * d_sae
-        return sampled_bytes(rows, d_in, d_sae) + weights + self.window(rows, batch_size, d_in)
+    decoder_every: int | str = option(
+        "auto",
+        "Optimiser steps between decoder steps. auto: for 20 decoder steps in all, or if their "
+        "passes would take more than half of the rows of the optimiser steps, one per epoch.",
+        choices=("auto",),
+        minimum=1,
+        advanced=True,
+    )
+    release: float | str = option(
+        "auto",
+        "Fraction of steps after which W_dec is also trained by gradient. auto: "
+        f"{RELEASE}, less below {RELEASE_STEPS:,} steps, if alpha is then below {RELEASED_BELOW} of "
+        "the mean Gram diagonal, else and for matching-pursuit never; 0 for transcoders. 1: never.",
+        choices=("auto",),
+        minimum=0,
+        maximum=1,
+        advanced=True,
+    )
+    revive: bool = option(
+        True,
+        "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
+        f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
+        "With --init only before the first step, those that fire on none of the rows.",
+        advanced=True,
+    )

@@ -82,6 +82,8 @@ class Plan:
             training, activation = start.settled(training, activation, train_rows)
         if train_rows.passes == 1 and training.epochs is training.steps is None:
             training = replace(training, epochs=1)
+        if training.smoothing == "auto" and not solver.smooths:
+            training = replace(training, smoothing=0.0)
         training = settled(training, activation, train_rows.rows, train_rows.d_in)
         if activation.one_scale and (train_rows.places or training.normalize == "standardize"):
             raise ConfigError(
@@ -89,8 +91,6 @@ class Plan:
                 "with one hook point and --normalize scale, or another --act"
             )
         solver.check(training, train_rows)
-        epochs = None if start else training.epochs
-        solver = solver.resolved(epochs and epochs * training.epoch_batches(train_rows.rows))
         activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))
         plan = cls(train_rows, test_rows, training, solver, activation, start, kept_out=kept_out)
         if train_rows.passes > 1:
@@ -99,11 +99,11 @@ class Plan:
             raise ConfigError(
                 f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}"
             )
-        most = plan.batches * solver.rounds
+        most = plan.batches
         if (training.steps or 0) > most:
             raise ConfigError(
                 f"--steps must be at most {most} with --model, whose rows come once, got "
-                f"{training.steps}; raise --rows or --inner-steps, or {STORE}"
+                f"{training.steps}; raise --rows, or {STORE}"
             )
         if training.precision == "tf32":
             raise ConfigError(
@@ -120,14 +120,12 @@ class Plan:
     @cached_property
     def steps(self) -> int:
         """Optimiser steps in all of training."""
-        return (
-            self.training.steps or (self.training.epochs or 0) * self.batches * self.solver.rounds
-        )
+        return self.training.steps or (self.training.epochs or 0) * self.batches
 
     @cached_property
     def epochs(self) -> int:
         """Passes over the rows; of the last one perhaps a part."""
-        return math.ceil(self.steps / (self.batches * self.solver.rounds))
+        return math.ceil(self.steps / self.batches)
 
     @property
     def rows_trained(self) -> int:

@@ -1,5 +1,6 @@
 """Training runs, each in its own folder; several together from one reading of the rows."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -42,10 +43,11 @@ from .files import (
     logs_of,
     save_checkpoint,
 )
-from .loop import Loop, Measures, Record, Training, start_training
+from .loop import Loop
 from .options import TrainingConfig
 from .plan import Plan, doubts_at_start
 from .start import Start
+from .training import Measures, Record, Training, start_training
 
 
 @dataclass(frozen=True)
@@ -165,15 +167,16 @@ class RunRecord(Record):
         self._save(sae, self.folder)
         save_checkpoint(self.folder, state, progress)
         every = self.run.plan.training.keep_every
-        if test is None or every is None or progress.epoch % every:
+        epoch = math.ceil(progress.step / self.run.plan.batches)
+        if test is None or every is None or epoch % every:
             return
-        folder = self.folder / KEPT / f"epoch-{progress.epoch:0{len(str(self.epochs))}}"
+        folder = self.folder / KEPT / f"epoch-{epoch:0{len(str(self.epochs))}}"
         folder.mkdir(parents=True, exist_ok=True)
         self._save(sae, folder)
         self.run.write(
             folder,
             {
-                "epochs": progress.epoch,
+                "epochs": epoch,
                 "steps": progress.step,
                 "final": {"test_fvu": test["fvu"], "test_l0": test["l0"]},
             },
@@ -536,9 +539,8 @@ def _in_words(error: Exception, job: Job) -> Exception:
 
 
 def _what_is_kept(training: Training) -> str:
-    kept, epochs = training.progress, training.plan.epochs
-    stops = f"the run stops in epoch {kept.epoch + 1} of {epochs}"
-    if not kept.step:
+    kept, steps = training.progress.step, training.plan.steps
+    stops = f"the run stops at step {training.solver.steps:,} of {steps:,}"
+    if not kept:
         return f"{stops}, and nothing of it is kept"
-    of_epoch = "" if kept.batch else f"epoch {kept.epoch}, "
-    return f"{stops}; its checkpoint of {of_epoch}step {kept.step}, is kept"
+    return f"{stops}; its checkpoint of step {kept:,} is kept"

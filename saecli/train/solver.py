@@ -7,23 +7,24 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 
-from ..base.devices import products_in
+from ..base.devices import moved, products_in
 from ..base.processes import ALONE, Communicator
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE, Batch, Coupled, Dictionary, mixed
-from .decoder_step import Pass, directions_of_worst, revive
-from .options import REVIVAL_ROWS, WINDOW, Sgd, SolverConfig, TrainingConfig
+from ..sae.dictionary import SAE, Batch, Coupled, Dictionary
+from .adam import Adam
+from .decoder_step import Pass
+from .options import REVIVAL_ROWS, Paper, Sgd, SolverConfig, TrainingConfig
 from .rows import Smoothing
 
 REVIVALS = 20  # times that SGD looks for dead latents in all of training, at least once per epoch
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
 RECENT_ROWS = 4096  # least rows of the last batches, at which dead latents are re-aimed
-DECODER_STEP, REVIVING, MIXING, CALIBRATING = 1, 2, 3, 4  # kinds of draws; 0 for steps
+DECODER_STEP, REVIVING, CALIBRATING = 1, 2, 3  # kinds of draws; 0 for steps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
 
@@ -39,16 +40,17 @@ class Task:
     # Spread over all rows, (n, D) with targets (n, E), for smoothing and an activation's estimates; may be empty.
     sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
     B: Tensor | None = (
-        None  # the targets' linear regression on the rows, (D, E); None if they are the rows
+        None  # the targets' regression on the rows, (D, E); None if they are the rows
     )
     held: str | None = (
-        None  # W_enc or W_dec, kept bit for bit; then no latent is revived, silenced or rescaled
+        None  # W_enc or W_dec, kept bit for bit; then no latent is re-aimed or rescaled
     )
     begun: bool = False  # from an SAE: latents are revived once, before the first step
     memory: float = math.inf  # bytes that the solver may use
 
     @property
     def batches(self) -> int:
+        """Of one epoch."""
         return self.training.epoch_batches(self.rows)
 
     def learning_rate(self, step: int) -> float:
@@ -74,21 +76,15 @@ class StepReport:
 
 
 class Solver:
-    """Trains a dictionary on batches that are pushed to it.
+    """Trains a dictionary on batches that are pushed to it, one optimiser step each.
 
-        solver.begin_epoch()
-        for batch in rows: reports = solver.step(batch)
-        solver.end_epoch()
-
-    At each of its `passes`, by epoch and number of batches, a decoder step is made: `begin_pass`, `observe` with each
-    batch, and `end_pass`, all again until that returns True.
+    After the steps that `schedule` names, and before the first for 0, the loop makes a decoder step.
 
     Args:
         dictionary: trained in place, but for the parameters named in `held`.
-        every: batches after which the epoch's rows so far have been trained on.
     """
 
-    passes: Mapping[tuple[int, int], Pass] = {}
+    schedule: Mapping[int, Pass] = {}
 
     def __init__(
         self,
@@ -96,51 +92,52 @@ class Solver:
         held: Collection[str],
         task: Task,
         config: SolverConfig,
-        every: int,
         communicator: Communicator = ALONE,
     ) -> None:
-        self.dictionary, self.task, self.config, self.communicator = (
-            dictionary,
-            task,
-            config,
-            communicator,
-        )
-        self.every = every
+        self.dictionary, self.task, self.config = dictionary, task, config
+        self.re_aims = False  # dead latents
+        self.communicator = communicator
+        self.paper = config if isinstance(config, Paper) else Paper()
         self.penalty = dictionary.activation.penalty(task.training.sparsity or "none")
         self.smoothing = Smoothing(float(task.training.smoothing), task.sample.x, task.sample.y)
         # Sparse products read the weights latent by latent, so each latent's are contiguous, as in the decoder.
         dictionary.W_enc.data = dictionary.W_enc.data.T.contiguous().T
+        frozen = {*held, task.held, *dictionary.estimates}
         for name, parameter in dictionary.named_parameters():
-            parameter.requires_grad_(name not in (*held, task.held, *dictionary.estimates))
+            parameter.requires_grad_(name not in frozen)
+        several = communicator.world_size > 1
         self.optimizer = Adam(
             dict(dictionary.named_parameters()),
-            config.clip_norm,
-            communicator.all_reduce if communicator.world_size > 1 else None,
+            self.paper.clip_norm,
+            communicator.all_reduce if several else None,
         )
         self.steps = 0
         self.revived = 0
-        self.batches = 0  # of the epoch, taken so far
-        self._window: list[Batch] = []
-        self._recent: deque[Batch] = deque()  # the epoch's last batches
+        self._recent: deque[Batch] = deque()
         self.hold_encoder()
 
     @property
     def finished(self) -> bool:
         return self.steps >= self.task.steps
 
-    def begin_epoch(self) -> None:
-        self.batches = 0
-        self._recent.clear()
-
-    def step(self, batch: Batch) -> list[StepReport]:
-        """Collect a batch, and train once there is a window of them."""
-        if self.finished:
-            return []
-        self.batches += 1
-        self._window.append(batch)
+    def step(self, batch: Batch) -> StepReport:
+        """One step of descent on a batch; after the last the activation's estimates are calibrated."""
         self.remember(batch)
-        whole = len(self._window) == (1 if self.config.rounds == 1 else WINDOW)
-        return self._train_window() if whole or self.batches % self.every == 0 else []
+        report, codes = self.descend(batch)
+        self.take_codes(codes, batch.size)
+        if self.finished:
+            self.calibrate()
+        return report
+
+    def decoder_step(self, due: Pass, reread: Callable[[], Iterable[Batch]]) -> Any:
+        """Begin one of `schedule`; the loop pushes it the rows of its pass, and gives it to `update`.
+
+        `reread` gives the rows once more.
+        """
+        raise TypeError(f"{type(self).__name__} has no decoder step")
+
+    def update(self, step: Any) -> None:
+        raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def remember(self, batch: Batch) -> None:
         """Keep a batch among the last ones, of `RECENT_ROWS`."""
@@ -148,47 +145,10 @@ class Solver:
         while sum(batch.size for batch in self._recent) - self._recent[0].size >= RECENT_ROWS:
             self._recent.popleft()
 
-    @property
-    def can_be_kept(self) -> bool:
-        """Whether `state` and the last batches are all that is needed to resume."""
-        return not self._window
-
-    def end_epoch(self) -> list[StepReport]:
-        reports = self._train_window()
-        if self.finished:
-            self.calibrate()
-        return reports
-
-    def _train_window(self) -> list[StepReport]:
-        """`inner_steps` rounds over the batches, rows mixed anew: repeated steps on one batch would overfit to it."""
-        batches, self._window = self._window, []
-        if not batches:
-            return []
-        waiting, inner, size, reports = len(batches), self.config.rounds, batches[0].size, []
-        whole = Batch.joined(batches) if inner > 1 else None
-        rounds = min(inner, math.ceil((self.task.steps - self.steps) / waiting))
-        for round_ in range(rounds):
-            taken: Iterable[Batch] = batches
-            if whole is not None:
-                order = torch.randperm(whole.size, generator=self.draws(self.steps, MIXING))
-                taken = mixed(whole, order, size)
-            for batch in taken:
-                if self.finished:
-                    break
-                report, codes = self.descend(batch)
-                reports.append(report)
-                if round_ == rounds - 1:
-                    self.trained(codes, report.rows)
-        return reports
-
     def descend(self, batch: Batch) -> tuple[StepReport, Codes]:
         """One step of the optimiser on a batch, and its codes, smoothed."""
-        task, training, dictionary, step = (
-            self.task,
-            self.task.training,
-            self.dictionary,
-            self.steps,
-        )
+        task, dictionary, step = self.task, self.dictionary, self.steps
+        training = task.training
         batch = self.smoothing(batch, self.draws(step))
         self.optimizer.zero_grad()
         with products_in(training.precision):
@@ -196,64 +156,46 @@ class Solver:
             value = loss.value + self.extra_loss() / self.communicator.world_size
             value.backward()
             self.optimizer.step(task.learning_rate(step))
-        self.steps, codes = step + 1, loss.codes.detach()
+        self.steps = step + 1
+        codes = loss.codes.detach()
         with torch.no_grad():
             parameters = dictionary.activation_parameters
-            progress = self.steps / task.steps
             estimates = dictionary.activation.after_step(codes, parameters)
-            estimates |= self.penalty.after_step(codes, parameters, progress)
+            estimates |= self.penalty.after_step(codes, parameters, self.steps / task.steps)
             for name, estimate in estimates.items():
                 parameters[name].copy_(self.communicator.mean(estimate))
-        return StepReport(
-            self.steps,
-            batch.size,
-            value.detach(),
-            loss.squared_error.detach(),
-            codes.count().double() / batch.size,
-        ), codes
+        l0 = codes.count().double() / batch.size
+        squared_error = loss.squared_error.detach()
+        return StepReport(self.steps, batch.size, value.detach(), squared_error, l0), codes
 
-    def trained(self, codes: Codes, rows: int) -> None:
-        """Take a batch's codes, (b, F), once per epoch."""
-
-    def begin_pass(self, now: Pass, again: Callable[[], Iterable[Batch]]) -> None:
-        """Begin one of `passes`, whose batches `again` gives once more."""
-        raise TypeError(f"{type(self).__name__} has no decoder step")
-
-    def observe(self, batch: Batch) -> None:
-        raise TypeError(f"{type(self).__name__} has no decoder step")
-
-    def end_pass(self) -> bool:
-        """Solve for the decoder. False if the pass has to be made again first."""
-        raise TypeError(f"{type(self).__name__} has no decoder step")
+    def take_codes(self, codes: Codes, rows: int) -> None:
+        """Look at a batch's codes, (b, F), of `rows` rows in all processes."""
 
     def extra_loss(self) -> Tensor | float:
-        """Proximal terms and weight decay, over N."""
+        """The paper's proximal terms and weight decay, over N."""
         total: Tensor | float = 0.0
-        for name, held in self._held.items():
-            weight = getattr(self.config, PROXIMAL[name])
-            total = total + weight * (getattr(self.dictionary, name) - held).square().sum()
-        if self.config.weight_decay:
-            weights = (tensor for tensor in self.optimizer.tensors.values() if tensor.dim() == 2)
-            total = total + self.config.weight_decay * sum(
-                tensor.square().sum() for tensor in weights
-            )
+        for name, reference in self._references.items():
+            weight = getattr(self.paper, PROXIMAL[name])
+            total = total + weight * (getattr(self.dictionary, name) - reference).square().sum()
+        if self.paper.weight_decay:
+            matrices = [tensor for tensor in self.optimizer.tensors.values() if tensor.dim() == 2]
+            squares = sum(matrix.square().sum() for matrix in matrices)
+            total = total + self.paper.weight_decay * squares
         return total / self.task.rows
 
     def hold_encoder(self) -> None:
         """Take this encoder as the reference of its proximal terms."""
-        self._held = {
+        self._references = {
             name: getattr(self.dictionary, name).detach().clone()
             for name, weight in PROXIMAL.items()
-            if getattr(self.config, weight)
+            if getattr(self.paper, weight)
         }
 
     @property
     def revives(self) -> bool:
-        return (
-            self.config.revive
-            and not self.task.held
-            and self.steps < (1 if self.task.begun else REVIVAL * self.task.steps)
-        )
+        """Whether dead latents are re-aimed at this step."""
+        last = 1 if self.task.begun else REVIVAL * self.task.steps
+        return self.re_aims and not self.task.held and self.steps < last
 
     @torch.no_grad()
     def revive(self, fired: Tensor, rows: float) -> None:
@@ -268,7 +210,7 @@ class Solver:
             return
         aimed = dead & (dead.cumsum(0) <= len(directions))
         penalised = self.task.training.penalised
-        revive(self.dictionary, aimed, fired, directions, self.task.B, penalised)
+        re_aim(self.dictionary, aimed, fired, directions, self.task.B, penalised)
         self.optimizer.forget(aimed, fired, self.dictionary.latent_dimension)
         self.revived += len(directions)
 
@@ -282,14 +224,14 @@ class Solver:
         if rows.index is not None:  # rank 0 has all rows, in the order of one process
             order = communicator.gather(rows.index).argsort().to(x.device)
             x, residual = communicator.gather(x)[order], communicator.gather(residual)[order]
-        found = residual[:0]
+        directions = residual[:0]
         # If training has diverged, the check of the loss will say so.
         if communicator.is_main and len(x) and residual.isfinite().all():
-            found = directions_of_worst(x, residual, count, self.draws(self.steps, REVIVING))
-        size = communicator.broadcast_object(lambda: len(found))
-        return communicator.broadcast(
-            found if communicator.is_main else residual.new_empty(size, residual.shape[1])
-        )
+            directions = directions_of_worst(x, residual, count, self.draws(self.steps, REVIVING))
+        drawn = communicator.broadcast_object(lambda: len(directions))
+        if not communicator.is_main:
+            directions = residual.new_empty(drawn, residual.shape[1])
+        return communicator.broadcast(directions)
 
     @torch.no_grad()
     def calibrate(self) -> None:
@@ -322,78 +264,61 @@ class Solver:
         return self.dictionary.sae().without_training_parameters()
 
     def draws(self, number: int, kind: int = 0) -> torch.Generator:
-        return torch.Generator().manual_seed(
-            ((self.task.training.seed * 7 + kind) * 1_000_000_007 + number) % 2**63
-        )
+        seed = (self.task.training.seed * 7 + kind) * 1_000_000_007 + number
+        return torch.Generator().manual_seed(seed % 2**63)
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors needed to resume; called by all processes together."""
-        own = {
-            f"dictionary.{name}": tensor for name, tensor in self.dictionary.state_dict().items()
+        """All tensors needed to resume, besides the last batches; called by all processes together."""
+        weights = self.dictionary.state_dict().items()
+        return {
+            **{f"dictionary.{name}": tensor for name, tensor in weights},
+            **self.optimizer.state(),
+            **{f"reference.{name}": tensor for name, tensor in self._references.items()},
+            "steps": torch.tensor(self.steps),
+            "revived": torch.tensor(self.revived),
         }
-        held = {f"held.{name}": tensor for name, tensor in self._held.items()}
-        counts = {"steps": self.steps, "revived": self.revived, "batches": self.batches}
-        numbers = {name: torch.tensor(count) for name, count in counts.items()}
-        return own | self.optimizer.state() | held | numbers
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.steps, self.revived = int(state["steps"]), int(state["revived"])
-        self.batches = int(state["batches"])
         with torch.no_grad():
             for name, tensor in self.dictionary.state_dict().items():
                 tensor.copy_(state[f"dictionary.{name}"])
         self.optimizer.restore(state)
-        self._held = {name: state[f"held.{name}"].to(held) for name, held in self._held.items()}
-
-
-def sgd(initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE) -> "SgdSolver":
-    start = initial.sae()
-    return SgdSolver(
-        Coupled(start, 1.0, None, task.B) if config.tied else start, task, config, communicator
-    )
+        self._references = {
+            name: state[f"reference.{name}"].to(reference)
+            for name, reference in self._references.items()
+        }
 
 
 class SgdSolver(Solver):
     """Encoder and decoder by descent together."""
 
+    config: Sgd
+
     def __init__(
-        self, dictionary: Dictionary, task: Task, config: Sgd, communicator: Communicator = ALONE
+        self, initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE
     ) -> None:
-        looks = max(1, round(task.batches * config.rounds * REVIVALS / task.steps))
-        super().__init__(
-            dictionary, (), task, config, math.ceil(task.batches / looks), communicator
-        )
+        dictionary: Dictionary = initial.sae()
+        if config.tied:
+            dictionary = Coupled(initial.sae(), 1.0, None, task.B)
+        super().__init__(dictionary, (), task, config, communicator)
+        self.re_aims = config.revive
+        self._between = min(task.batches, math.ceil(task.steps / REVIVALS))
         self._forget_firing()
 
-    def begin_epoch(self) -> None:
-        super().begin_epoch()
-        self._forget_firing()
-
-    def step(self, batch: Batch) -> list[StepReport]:
-        reports = super().step(batch)
-        if (
-            self.batches % self.every == 0
-            and self.batches < self.task.batches
-            and not self.finished
-        ):
-            self._revive_silent()
-        return reports
-
-    def trained(self, codes: Codes, rows: int) -> None:
-        self._seen += rows
-        self._fired |= codes.fired()
-
-    def end_epoch(self) -> list[StepReport]:
-        reports = super().end_epoch()
-        self._revive_silent()
-        self.hold_encoder()
-        return reports
-
-    def _revive_silent(self) -> None:
-        if self.config.revive:
+    def step(self, batch: Batch) -> StepReport:
+        report = super().step(batch)
+        if self.steps % self._between == 0:
             fired = self.communicator.all_reduce(self._fired.to(torch.int32)) > 0
             self.revive(fired, self._seen)
-        self._forget_firing()
+            self._forget_firing()
+        if self.steps % self.task.batches == 0:
+            self.hold_encoder()
+        return report
+
+    def take_codes(self, codes: Codes, rows: int) -> None:
+        self._seen += rows
+        self._fired |= codes.fired()
 
     def _forget_firing(self) -> None:
         self._seen, self._fired = 0, torch.zeros_like(self.dictionary.b_enc, dtype=torch.bool)
@@ -407,125 +332,58 @@ class SgdSolver(Solver):
         self._seen, self._fired = int(state["seen"]), state["fired"].to(self._fired.device) > 0
 
 
-class Adam:
-    """`torch.optim.Adam` with its defaults, fused, on the named tensors that need a gradient.
+@torch.no_grad()
+def re_aim(
+    dictionary: Dictionary,
+    dead: Tensor,
+    others: Tensor,
+    directions: Tensor,
+    B: Tensor | None,
+    biased: bool,
+) -> None:
+    """Re-aim m dead latents, a mask (F,), at unit vectors d, (m, E), with the mean norms and parameters of others, a
+    mask, (F,).
 
-    It is called as a function, since the class imports torch's compiler, which takes a second and is not used.
-    `clip_norm` limits the norm of all gradients together; `all_reduce` sums those of several processes.
+    The encoder is aimed along `B d`, B being the targets' regression, (D, E). A decoder that descends is aimed at d;
+    one that is solved for stays tied until the next decoder step. b_enc is 0, which finds most features, or if `biased`
+    the mean of the others: under a penalty latents that start dense can stay so, with small codes.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        clip_norm: float | None = None,
-        all_reduce: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.clip_norm, self.all_reduce = clip_norm, all_reduce
-        self.tensors: dict[str, Tensor] = {}
-        self._average: dict[str, Tensor] = {}
-        self._square: dict[str, Tensor] = {}
-        self._steps: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            if tensor.requires_grad:
-                self.include(name, tensor)
+    def mean_of_others(values: Tensor) -> Tensor:
+        return values.masked_fill(~others, 0).sum() / others.sum()
 
-    def include(self, name: str, tensor: Tensor) -> None:
-        self.tensors[name] = tensor
-        # The fused step needs a tensor and its moments to have the same strides.
-        self._average[name], self._square[name] = torch.zeros_like(tensor), torch.zeros_like(tensor)
-        self._steps[name] = torch.zeros((), device=tensor.device)
+    W_enc, along = dictionary.W_enc, directions.T
+    if B is not None:
+        along = B @ along
+        norms = along.norm(dim=0)
+        along = along / norms.masked_fill(norms == 0, 1)
+    W_enc[:, dead] = mean_of_others(W_enc.norm(dim=0)) * along
+    dictionary.b_enc.masked_fill_(dead, mean_of_others(dictionary.b_enc) if biased else 0.0)
+    for name, parameter in dictionary.activation_parameters.items():
+        if dictionary.latent_dimension(name) is not None:
+            parameter.masked_fill_(dead, mean_of_others(parameter))
+    for name, parameter in dictionary.named_parameters():
+        if name in ("W_dec", "Delta"):
+            norm = mean_of_others(parameter.norm(dim=1)) if parameter.requires_grad else 0.0
+            parameter[dead] = norm * directions
 
-    def zero_grad(self) -> None:
-        for tensor in self.tensors.values():
-            tensor.grad = None
 
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        if self.all_reduce is None:
-            found = {
-                name: tensor.grad
-                for name, tensor in self.tensors.items()
-                if tensor.grad is not None
-            }
-        else:
-            found = self._reduced(self.all_reduce)
-        if self.clip_norm is not None:
-            norm = torch.stack([gradient.norm() for gradient in found.values()]).norm()
-            for gradient in found.values():
-                gradient *= (self.clip_norm / norm).clamp(max=1.0)
-        adam(
-            [self.tensors[name] for name in found],
-            [*found.values()],
-            [self._average[name] for name in found],
-            [self._square[name] for name in found],
-            [],
-            [self._steps[name] for name in found],
-            fused=True,
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            lr=lr,
-            weight_decay=0.0,
-            eps=1e-8,
-            maximize=False,
-        )
+def directions_of_worst(
+    x: Tensor, residuals: Tensor, count: int, generator: torch.Generator
+) -> Tensor:
+    """Unit directions, (m, E), of the residuals, (n, E), of different rows x, (n, D), drawn without replacement with
+    probability proportional to their square: `count`, or all that differ and have a residual.
 
-    def _reduced(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """All gradients, in one buffer."""
-        tensors = self.tensors
-        flat = all_reduce(
-            torch.cat(
-                [
-                    tensor.new_zeros(tensor.numel())
-                    if tensor.grad is None
-                    else tensor.grad.reshape(-1)
-                    for tensor in tensors.values()
-                ]
-            )
-        )
-        parts = flat.split([tensor.numel() for tensor in tensors.values()])
-        return {
-            name: torch.empty_like(tensor).copy_(part.view_as(tensor))  # with the tensor's strides
-            for (name, tensor), part in zip(tensors.items(), parts, strict=True)
-        }
-
-    def state(self) -> dict[str, Tensor]:
-        kept = {"step": self._steps, "exp_avg": self._average, "exp_avg_sq": self._square}
-        return {
-            f"adam.{key}.{name}": value
-            for key, values in kept.items()
-            for name, value in values.items()
-        }
-
-    @torch.no_grad()
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        for name, own in self.state().items():
-            own.copy_(state[name])
-
-    @torch.no_grad()
-    def forget(
-        self, latents: Tensor, others: Tensor, dimension: Callable[[str], int | None]
-    ) -> None:
-        """Reset the moments of re-aimed latents, a mask (F,): the first to 0, the second to the mean of other latents,
-        a mask, (F,).
-
-        The second moment of a latent without gradient for long would make its first steps several times lr.
-        """
-        for name in self.tensors:
-            if (along := dimension(name)) is None:
-                continue
-            average, square = (
-                moments[name].movedim(along, -1) for moments in (self._average, self._square)
-            )
-            average.masked_fill_(
-                latents, 0
-            )  # unlike indexing by a mask, masked_fill does not synchronise
-            mean = square.masked_fill(~others, 0).sum(-1, keepdim=True) / others.sum()
-            square.copy_(torch.where(latents, mean, square))
-
-    @torch.no_grad()
-    def rescale(self, factors: Mapping[str, float]) -> None:
-        """Follow tensors that were multiplied by a factor each: gradients shrink by it."""
-        for name in self.tensors:
-            self._average[name] /= factors[name]
-            self._square[name] /= factors[name] ** 2
+    Latents re-aimed at one row would be copies, which descent never parts.
+    """
+    scaled = residuals.double() / residuals.abs().max().clamp(min=torch.finfo(residuals.dtype).tiny)
+    groups = torch.unique(x, dim=0, return_inverse=True)[1].cpu()  # (n,), the same for equal rows
+    numbers = torch.arange(len(x))
+    first = numbers.new_full((len(x),), len(x)).scatter_reduce_(0, groups, numbers, "amin")
+    weights = torch.where(first[groups] == numbers, scaled.square().sum(1).cpu(), 0.0)
+    count = min(count, int(weights.count_nonzero()))
+    if not count:
+        return residuals[:0]
+    drawn = torch.multinomial(weights, count, generator=generator)
+    chosen = scaled[moved(drawn, scaled.device)]
+    return (chosen / chosen.norm(dim=1, keepdim=True)).to(residuals.dtype)

@@ -152,7 +152,7 @@ class ThroughModel(Solver):
         codes_stay = (
             ("W_enc", "b_enc", *initial.activation_parameters) if config.only == "decoder" else ()
         )
-        super().__init__(initial.sae(), ("threshold", *codes_stay), task, config, 1, communicator)
+        super().__init__(initial.sae(), ("threshold", *codes_stay), task, config, communicator)
         self.options, self.codes_stay, self.most = config, bool(codes_stay), math.inf
         with torch.no_grad():
             codes = self.dictionary.codes(task.sample.x)
@@ -175,13 +175,14 @@ class ThroughModel(Solver):
     def revives(self) -> bool:
         return False
 
-    def step(self, batch: Any) -> list[StepReport]:
-        return [] if self.finished else [self._step(batch)]
+    def remember(self, batch: Any) -> None:
+        """Nothing: no latent is re-aimed."""
 
-    def end_epoch(self) -> list[StepReport]:
+    def step(self, batch: Any) -> StepReport:
+        report = self._step(batch)
         if self.finished:
             self.calibrate()
-        return []
+        return report
 
     def _step(self, batch: StepWindows) -> StepReport:
         if self.options.windows != "auto":

@@ -21,7 +21,7 @@ import torch
 
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import Batch
-from saecli.train.options import PamSgd, Sgd, SolverConfig, TrainingConfig
+from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig, TrainingConfig
 from saecli.train.solver import Task
 from saecli.train.start import initial_sae
 
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[Activation, SolverConfig, str, int]] = {
     "relu, sgd, bf16 both": (Relu(), Sgd(), "relu-bf16", 10),
     "relu, pam-sgd, bf16": (Relu(), PamSgd(), "relu", 10),
     "relu, pam-sgd": (Relu(), PamSgd(), "relu", 10),
-    "relu, pam-sgd, free": (Relu(), PamSgd(decoder="free"), "relu", 8),
+    "relu, pam": (Relu(), Pam(), "relu", 8),
     "topk 32, sgd": (TopK(k=32), Sgd(), "topk-32", 10),
     "topk 32, sgd, bf16": (TopK(k=32), Sgd(), "topk-32", 10),
     "topk 32, sgd, bf16 both": (TopK(k=32), Sgd(), "topk-32-bf16", 10),
@@ -68,7 +68,7 @@ def ours(case: str, chosen: argparse.Namespace) -> float:
         10**6,
         1e-3,
     )
-    solver = config.resolved(None).build(
+    solver = config.build(
         initial_sae(activation, chosen.d_sae, Batch.of(rows), 0, None, sparsity), task
     )
     return least(lambda: solver.descend(Batch.of(rows)), chosen.steps)

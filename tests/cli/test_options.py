@@ -179,7 +179,7 @@ def test_a_runs_own_config_trains_the_same_bits(sae: CommandLine, tmp_path, solv
     spelt.write_text(
         "\n".join([given, *(line.removeprefix("# ") for line in defaults.splitlines()[1:])])
     )
-    assert {"smoothing", "sparsity", "inner_steps"} < tomllib.loads(spelt.read_text()).keys()
+    assert {"smoothing", "sparsity", "decoder_every"} < tomllib.loads(spelt.read_text()).keys()
     assert sae("train", "--config", spelt, "--name", "spelt").status == 0
     assert_same_weights(sae.home, "first", "spelt")
 

@@ -95,10 +95,8 @@ def steps(day: Day) -> Figures:
                 10**6,
                 1e-3,
             )
-            solving = (
-                SOLVERS[solver]()
-                .resolved(None)
-                .build(initial_sae(activation, F, Batch.of(rows), 0, None, sparsity), task)
+            solving = SOLVERS[solver]().build(
+                initial_sae(activation, F, Batch.of(rows), 0, None, sparsity), task
             )
             rate = B / day.seconds(
                 lambda solving=solving: solving.descend(Batch.of(rows)), 10 if day.full else 2

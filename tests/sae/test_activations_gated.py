@@ -10,7 +10,7 @@ from solver_problems import RowsInMemory, sparse_mixture, started, trained
 from saecli.sae.activations import Gated
 from saecli.sae.codes import Codes, DenseCodes, SparseCodes
 from saecli.sae.dictionary import SAE, Batch, Coupled, Dictionary
-from saecli.train.options import PamSgd, Sgd, SolverConfig
+from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig
 
 B, F, D, WEIGHT, PRESSURE = 40, 60, 12, 0.7, 1.7
 
@@ -112,9 +112,7 @@ def test_the_multiplier_moves_with_l0_and_thresholds_stay_above_0(active: int, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", [Sgd(), PamSgd(), PamSgd(decoder="free"), Sgd(tied=True)], ids=str
-)
+@pytest.mark.parametrize("config", [Sgd(), PamSgd(), Pam(), Sgd(tied=True)], ids=str)
 def test_training_lowers_fvu_and_gives_rows_held_out_the_target(config: SolverConfig) -> None:
     x, activation = sparse_mixture(8000).x, Gated(target_l0=3.0)
     data = RowsInMemory(x[:4000], batch_size=50)

@@ -91,7 +91,7 @@ def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
         prefixes="3,8",
         epochs=2,
         alpha=1e-6,
-        decoder="free",
+        solver="pam",
         dtype="float64",
         device="cpu",
     )

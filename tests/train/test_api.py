@@ -28,7 +28,7 @@ def unexplained(sae: saecli.SAE, rows: np.ndarray) -> float:
     "options",
     [
         {"solver": "sgd", "act": "topk", "k": 4, "tied": True},
-        {"act": "jumprelu", "seed": 3, "fraction": 0.5, "revive": False, "inner_steps": 2},
+        {"act": "jumprelu", "seed": 3, "fraction": 0.5, "revive": False},
     ],
     ids=str,
 )
@@ -68,7 +68,6 @@ def test_rows_in_memory_fit_alike_in_any_container_and_dtype():
         "d_sae": 24,
         "epochs": 20,
         "batch_size": 64,
-        "inner_steps": 1,
     }
     fitted = saecli.fit(rows, **options)
     assert unexplained(fitted, rows) < 0.3
@@ -128,7 +127,7 @@ def test_progress_is_shown_on_demand(capsys):
     [
         (some_rows(20), {"dsae": 3}, "fit has no option dsae; did you mean d_sae?"),
         (some_rows(20), {"xyzzy": 3}, "fit has no option xyzzy; expected one of `sae train`'s"),
-        (some_rows(20), {"solver": "adam"}, "solver must be one of sgd, pam-sgd, got 'adam'"),
+        (some_rows(20), {"solver": "adam"}, "solver must be one of sgd, pam-sgd, pam, got 'adam'"),
         (some_rows(20), {"act": "tanh"}, "act must be one of relu"),
         (some_rows(20), {"k": 3}, "k does nothing with act relu; leave it out, or use act topk"),
         (

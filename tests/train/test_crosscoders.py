@@ -130,7 +130,7 @@ def test_the_decoder_step_has_a_quadratic_with_the_value_and_slope_of_l1():
     def penalty(size: float) -> torch.Tensor:
         return weights * sae.weighed(size * sae.W_dec)[:, 0]
 
-    decay = penalty_decay(sae.W_dec, sae.weighed(sae.W_dec)[:, 0], weights, 1.0)
+    decay = penalty_decay(sae, weights, 1.0)
     square = decay * sae.W_dec.square().sum(1)
     torch.testing.assert_close(2 * square, penalty(1.0))  # slopes in the size
     for size in (0.5, 2.0):

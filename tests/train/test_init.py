@@ -34,10 +34,11 @@ from saecli.sae.formats import SavedSAE, save
 from saecli.store.values import Spread
 from saecli.train.files import read_metrics
 from saecli.train.fit import planned
-from saecli.train.loop import Loop, Record, start_training
+from saecli.train.loop import Loop
 from saecli.train.options import NORMALISATIONS
 from saecli.train.rows import fit_normalisation
 from saecli.train.start import Start, fingerprint
+from saecli.train.training import Record, start_training
 
 STILL = ("--solver", "sgd", "--steps", "1", "--lr", "1e-12", "--no-revive", "--json")
 
@@ -112,7 +113,7 @@ def test_decoder_step_at_the_start_only_lowers_the_error(sae: CommandLine):
     make_run(sae.home, "old", published(TopK(k=4)))
     words = ("--steps", "1", "--lr", "1e-12", "--smoothing", "0", "--json")
     (old,) = sae("eval", "old", "--json").json["runs"]
-    for more in ((), ("--decoder", "free")):
+    for more in ((), ("--solver", "pam")):
         assert (
             sae("train", "--init", "old", *words, *more).json["final"]["test_fvu"]
             < 0.99 * old["fvu"]
@@ -299,9 +300,9 @@ def test_defaults_of_training_on_keep_what_the_sae_has(sae: CommandLine):
     document = json.loads((sae.home / "runs" / "run-seed0" / "run.json").read_text())
     (old,) = sae("eval", "first", "--json").json["runs"]
     assert document["activation"]["target_l0"] == pytest.approx(old["l0"], rel=0.1)
-    training, solver = document["training"], document["solver"]
-    assert (training["smoothing"], training["sparsity_warm_up"], solver["inner_steps"]) == (0, 0, 1)
-    given = ("--smoothing", "0.1", "--inner-steps", "2", "--target-l0", "2")
+    training = document["training"]
+    assert (training["smoothing"], training["sparsity_warm_up"]) == (0, 0)
+    given = ("--smoothing", "0.1", "--target-l0", "2")
     assert sae("train", "--init", "first", "--epochs", "1", *given, "--name", "given").status == 0
     document = json.loads((sae.home / "runs" / "given" / "run.json").read_text())
     again = sae(
@@ -310,7 +311,7 @@ def test_defaults_of_training_on_keep_what_the_sae_has(sae: CommandLine):
     known = json.loads((sae.home / "runs" / "again" / "run.json").read_text())
     assert again.status == 0
     assert (known["activation"]["target_l0"], known["training"]["sparsity_weight"]) == (2, 3)
-    assert (document["training"]["smoothing"], document["solver"]["inner_steps"]) == (0.1, 2)
+    assert document["training"]["smoothing"] == 0.1
     assert document["activation"]["target_l0"] == 2
 
 

@@ -22,8 +22,6 @@ QUICK = (
     "4",
     "--batch-size",
     "64",
-    "--inner-steps",
-    "2",
     "--name",
     "run",
 )

@@ -13,7 +13,7 @@ from saecli.base.devices import multiplies_bf16, products_in
 from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.train import plan
-from saecli.train.options import PamSgd, Sgd, SolverConfig, TrainingConfig
+from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig, TrainingConfig
 from saecli.train.plan import settled
 from saecli.train.solver import Solver
 from saecli.train.start import initial_sae
@@ -38,7 +38,7 @@ def solver_in(
 ) -> Solver:
     x = torch.randn(256, 48, generator=torch.Generator().manual_seed(0))
     task = task_of(256, 100, 1e-2, sparsity, 0.1, precision=name)
-    return config.resolved(None).build(initial_sae(activation, 96, Batch.of(x), seed=0), task)
+    return config.build(initial_sae(activation, 96, Batch.of(x), seed=0), task)
 
 
 @pytest.mark.parametrize("device", BY_DEVICE, ids=str)
@@ -71,7 +71,7 @@ def test_an_error_within_leaves_the_process_as_it_was():
 
 
 @needs_bf16
-@pytest.mark.parametrize("config", [Sgd(), PamSgd(), PamSgd(decoder="free")], ids=str)
+@pytest.mark.parametrize("config", [Sgd(), PamSgd(), Pam()], ids=str)
 @pytest.mark.parametrize(("activation", "sparsity"), [(Relu(), "l1"), (TopK(k=4), "none")], ids=str)
 def test_gradients_are_rounded_and_weights_are_float32(config, activation, sparsity):
     x = torch.randn(256, 48, generator=torch.Generator().manual_seed(1))
@@ -90,7 +90,7 @@ def test_gradients_are_rounded_and_weights_are_float32(config, activation, spars
 @needs_bf16
 def test_decoder_steps_are_bit_for_bit_those_of_float32():
     x = torch.randn(256, 48, generator=torch.Generator().manual_seed(1))
-    config = PamSgd(decoder_every="epoch")
+    config = PamSgd()
     exact, rounded = (solver_in(name, config, Relu(), "l1") for name in ("float32", "bf16"))
     rounded.descend(Batch.of(x))  # after which nothing of it is left
     for solver in (exact, rounded):
@@ -98,12 +98,12 @@ def test_decoder_steps_are_bit_for_bit_those_of_float32():
             solver_in("float32", config, Relu(), "l1").dictionary.state_dict()
         )
         solver.steps = 1
-        solver.begin_pass(solver.passes[0, 1], lambda: [Batch.of(x)])
-        solver.observe(Batch.of(x))
-        solver.end_pass()
+        step = solver.decoder_step(next(iter(solver.schedule.values())), lambda: [Batch.of(x)])
+        step.add(Batch.of(x))
+        solver.update(step)
     for name, tensor in exact.dictionary.state_dict().items():
         assert torch.equal(tensor, rounded.dictionary.state_dict()[name]), name
-    assert exact.decoder.alpha == rounded.decoder.alpha
+    assert exact.alpha == rounded.alpha
 
 
 @needs_bf16

@@ -25,9 +25,10 @@ from saecli.store.options import SyntheticConfig
 from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of
 from saecli.train.fit import planned
-from saecli.train.loop import Loop, Record, start_training
+from saecli.train.loop import Loop
 from saecli.train.rows import HeldRows
 from saecli.train.solver import Adam, Solver
+from saecli.train.training import Record, start_training
 
 simulated_gpu.register()
 GPU = simulated_gpu.NAME
@@ -222,7 +223,6 @@ def test_a_decoder_step_waits_a_few_times_whatever_its_rows(
                     "d_sae": 24,
                     "epochs": 1,
                     "batch_size": rows,
-                    "inner_steps": 1,
                     "alpha": 1.0,
                     "smoothing": 0,
                     "solve": solve,
@@ -319,7 +319,7 @@ def test_a_step_does_not_wait_for_the_device(
         return report
 
     monkeypatch.setattr(Solver, "descend", counted)
-    trained("gpu", solver, act, options | {"inner_steps": 1} if solver == "pam-sgd" else options)
+    trained("gpu", solver, act, options)
     assert found[2:] == [{}] * len(found[2:])
 
 

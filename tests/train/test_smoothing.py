@@ -1,4 +1,4 @@
-"""Smoothing, the learning rate fitted to rows, inner steps, and the revival of dead latents."""
+"""Smoothing, the learning rate fitted to rows, and the revival of dead latents."""
 
 import math
 
@@ -18,12 +18,11 @@ from torch import Tensor
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import Batch
-from saecli.train import pam_sgd
-from saecli.train.decoder_step import directions_of_worst
-from saecli.train.options import MOST_INNER_STEPS, WIDEST, PamSgd, Sgd, SolverConfig
+from saecli.train import upkeep
+from saecli.train.options import WIDEST, PamSgd, Sgd, SolverConfig
 from saecli.train.plan import default_width
 from saecli.train.rows import Smoothing
-from saecli.train.solver import Solver
+from saecli.train.solver import Solver, directions_of_worst
 from saecli.train.start import HIGHEST_RATE, fitted_learning_rate
 
 DEAD = [2, 5]
@@ -96,15 +95,6 @@ def test_the_fitted_learning_rate_is_that_of_its_formula():
     assert fitted_learning_rate(x, 1) == pytest.approx(expected / 4, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("batches", "inner"), [(None, 1), (10, MOST_INNER_STEPS), (800, 5), (4000, 1), (90_000, 1)]
-)
-@pytest.mark.parametrize("solver", [Sgd, PamSgd])
-def test_inner_steps_make_up_for_few_batches(solver, batches, inner):
-    assert solver().resolved(batches).inner_steps == inner
-    assert solver(inner_steps=7).resolved(batches).inner_steps == 7
-
-
 def smoothing_solver(
     data: RowsInMemory,
     activation: Activation,
@@ -133,12 +123,11 @@ def firing(solver: Solver, data: RowsInMemory) -> Tensor:
     ("kind", "options"),
     [
         (PamSgd, {}),
-        (PamSgd, {"decoder": "free"}),
         (PamSgd, {"release": 0.0}),
         (Sgd, {}),
         (Sgd, {"tied": True}),
     ],
-    ids=["residual", "free", "released", "untied", "tied"],
+    ids=["residual", "released", "untied", "tied"],
 )
 def test_dead_latents_fire_again_after_an_epoch_and_stay_so(activation, kind, options):
     data = sparse_mixture()
@@ -212,7 +201,6 @@ def test_no_two_directions_are_of_equal_rows():
 def test_no_two_latents_are_re_aimed_at_one_row(kind):
     data = sparse_mixture()
     solver, encoder = started(kind(), data, TopK(k=3)), lambda: solver.dictionary.W_enc.detach()
-    solver.begin_epoch()
     for rows in (data.x[:4], data.x[2:7]):  # 7 different ones
         solver.step(Batch.of(rows))
     alive = torch.arange(F) < 3
@@ -232,7 +220,7 @@ def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
 
 @pytest.mark.parametrize("solve", ["direct", "iterative"])
 def test_a_latent_that_doubles_another_is_re_aimed_after_the_decoder_step(monkeypatch, solve):
-    monkeypatch.setattr(pam_sgd, "MOST_REAIMED", 1.5 / F)
+    monkeypatch.setattr(upkeep, "MOST_REAIMED", 1.5 / F)
     rows = sparse_mixture()
     solver = started(PamSgd(alpha=0.01, solve=solve), rows, Relu())
     with torch.no_grad():

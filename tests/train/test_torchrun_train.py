@@ -23,7 +23,7 @@ NETWORK = "10.77.7"  # of two namespaces, for two hosts
 COMMON = ("--dtype", "float64", "--d-sae", "32", "--data", "rows", "--json")
 VARIANTS = {
     "sgd": ("--solver", "sgd", "--batch-size", "250"),
-    "l1": ("--act", "relu", "--sparsity-weight", "3", "--inner-steps", "2", "--batch-size", "500"),
+    "l1": ("--act", "relu", "--sparsity-weight", "3", "--batch-size", "500"),
     "dead-latents": (
         "--act",
         "topk",
@@ -31,14 +31,13 @@ VARIANTS = {
         "1",
         "--lr",
         "0.1",
-        "--inner-steps",
-        "1",
         "--batch-size",
         "1000",
         "--epochs",
         "3",
     ),
-    "jumprelu-clipped": ("--act", "jumprelu", "--sparsity", "l0", "--clip-norm", "0.5"),
+    "jumprelu": ("--act", "jumprelu", "--sparsity", "l0"),
+    "clipped": ("--solver", "pam", "--act", "relu", "--clip-norm", "0.5"),
     "within-epochs": (
         "--act",
         "topk",
@@ -46,21 +45,17 @@ VARIANTS = {
         "3",
         "--decoder-every",
         "7",
-        "--inner-steps",
-        "1",
         "--epochs",
         "1",
     ),
-    "nested": ("--act", "topk", "--k", "3", "--prefixes", "4,16", "--inner-steps", "1"),
+    "nested": ("--act", "topk", "--k", "3", "--prefixes", "4,16"),
     "one-block": (
         "--fraction",
         "0.1",
         "--act",
         "relu",
-        "--inner-steps",
-        "2",
     ),  # of sums: one process has none
-    "iterative": ("--solve", "iterative", "--act", "topk", "--k", "3", "--inner-steps", "2"),
+    "iterative": ("--solve", "iterative", "--act", "topk", "--k", "3"),
     "few-rows": (
         "--fraction",
         "0.003",
@@ -74,8 +69,8 @@ VARIANTS = {
         "5",
     ),
     "paper": (
-        "--decoder",
-        "free",
+        "--solver",
+        "pam",
         "--alpha",
         "0.1",
         "--act",
@@ -167,8 +162,6 @@ def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine
         "2",
         "--batch-size",
         "255",
-        "--inner-steps",
-        "2",
     )
     one, done = in_one_and_several(sae, *COMMON, *words)
     assert_same_result(done.json, one)
@@ -179,10 +172,7 @@ def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
-    [
-        pytest.param(name, marks=() if name == "jumprelu-clipped" else pytest.mark.long)
-        for name in VARIANTS
-    ],
+    [pytest.param(name, marks=() if name == "clipped" else pytest.mark.long) for name in VARIANTS],
 )
 def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant: str):
     more = VARIANTS[variant]
@@ -206,8 +196,8 @@ def test_codes_that_are_computed_again_are_smoothed_as_they_were(sae: CommandLin
     )
     (tmp_path / "sitecustomize.py").write_text(without_memory)
     make_store(sae.home, "rows", some_rows())
-    words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2", "--inner-steps", "1")
-    words += ("--solve", "iterative", "--decoder", "free", "--alpha", "0.1", "--smoothing", "0.3")
+    words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2")
+    words += ("--solve", "iterative", "--solver", "pam", "--alpha", "0.1", "--smoothing", "0.3")
     path, documents = f"{tmp_path}:{Path(__file__).parents[2]}", {}
     for processes, name in ((1, "one"), (2, "several")):
         command = [*map(str, ("--home", sae.home, *words)), "--name", name]
@@ -256,7 +246,7 @@ def test_the_l0_asked_for_is_that_of_each_ranks_rows(sae: CommandLine, words: tu
 @pytest.mark.parametrize(
     ("more", "epochs"),
     [
-        (("--epochs", "6", "--inner-steps", "4"), 6),
+        (("--epochs", "6"), 6),
         (("--epochs", "1", "--checkpoint-every", "7", "--solver", "sgd"), 1),
     ],
     ids=["after epochs", "within an epoch"],

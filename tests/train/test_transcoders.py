@@ -11,8 +11,8 @@ import saecli
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import ACTIVATIONS, Relu
 from saecli.sae.dictionary import SAE, Batch
-from saecli.train.decoder_step import revive
 from saecli.train.rows import Smoothing, regressed
+from saecli.train.solver import re_aim
 
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 TOPK = ("--act", "topk", "--k", "4")
@@ -158,7 +158,7 @@ def test_a_revived_latent_is_aimed_along_the_regression():
         torch.randn(1, 5, generator=torch.Generator().manual_seed(1)), dim=1
     )
     dead = torch.tensor([False, True, False, False])
-    revive(sae, dead, ~dead, directions, B, biased=True)
+    re_aim(sae, dead, ~dead, directions, B, biased=True)
     assert sae.b_enc[1].item() == pytest.approx(5 / 3)
     aimed, expected = sae.W_enc[:, 1].detach(), B @ directions[0]
     torch.testing.assert_close(aimed / aimed.norm(), expected / expected.norm())

@@ -1,0 +1,358 @@
+"""One SAE in training: its state, what it logs, keeps and reports; and how it starts, or resumes from a checkpoint."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.console import Step
+from ..base.devices import device_named
+from ..base.errors import RunError, TrainingError
+from ..base.processes import ALONE, Communicator
+from ..sae.dictionary import SAE, Batch
+from ..sae.metrics import reconstruction
+from .comparison import Comparison
+from .files import Progress
+from .options import TRAIN_ON
+from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
+from .rows import HeldRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows
+from .solver import Solver, StepReport, Task
+from .start import fitted_learning_rate, initial_sae, shaped
+
+Measures = dict[str, Any]  # of `metrics.reconstruction`
+
+LOG_EVERY = 20  # steps between lines of measures, and between checks for divergence
+# Mean squared error, over the error of reconstructing every row as 0, above which training has diverged. Steps against
+# a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
+DIVERGED = 1e6
+ADVICE = "lower --lr, or look at the data"
+
+
+class Record:
+    """Callbacks of a training; subclasses write files."""
+
+    def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
+        """The state and the progress to resume from; None to start."""
+        return None
+
+    def begin(self, step: int, epochs: int) -> None:
+        """Training starts, or resumes after `step`; lines of later steps are void."""
+
+    def line(self, line: dict[str, Any]) -> None:
+        """A line of measures, with its `step`."""
+
+    def save(
+        self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
+    ) -> None:
+        """The SAE on raw activations, all tensors to resume, and after an epoch measures on test rows if any."""
+
+    def keep(self, sae: SAE) -> None:
+        """The SAE to keep instead of the last epoch's."""
+
+    def end(self) -> None:
+        """Training is over, or stopped."""
+
+
+@dataclass(eq=False)
+class Training:
+    """One SAE in training."""
+
+    plan: Plan
+    record: Record
+    show: Step
+    rows: TrainingRows
+    solver: Solver
+    progress: Progress  # up to the last checkpoint, its rows up to now
+    comparison: Comparison | None  # of an SAE that training begins with
+    test: Measures | None = None  # the last, of test rows
+    pending: list[StepReport] = field(default_factory=list)  # since the last line of measures
+    resumed_at: float = field(
+        default_factory=time.monotonic
+    )  # the seconds since are not in `progress`
+
+    @property
+    def sae(self) -> SAE:
+        """The current SAE, acting on raw activations; at the end the better one."""
+        if self.comparison is not None:
+            return self.comparison.sae(self.solver.dictionary)
+        sae = self.solver.dictionary.sae().without_training_parameters()
+        return on_raw_rows(sae, self.rows.normalisation)
+
+    def step(self, batch: Batch) -> None:
+        """A step of the solver; every `LOG_EVERY` steps a line of measures."""
+        report = self.solver.step(batch)
+        self.progress.rows += report.rows
+        self.pending.append(report)
+        if len(self.pending) == LOG_EVERY:
+            self.log()
+
+    def log(self) -> None:
+        """A line on the steps since the last; TrainingError if training has diverged."""
+        reports, self.pending = self.pending, []
+        if not reports:
+            return
+        variance = self.rows.normalisation.variance * self.solver.smoothing.inflation
+        line = averages(reports, variance, self.rows.communicator)
+        self.record.line(line)
+        # Fewer reports may hold one batch of outliers, and the epoch's end checks again.
+        if len(reports) == LOG_EVERY:
+            steps = f"over steps {reports[0].step} to {line['step']}"
+            demand_no_worse(line["batch_fvu"], self._worst_fvu, steps)
+        seconds = self.progress.seconds + time.monotonic() - self.resumed_at
+        rate = self.progress.rows / max(seconds, 1e-9)
+        self.show(
+            self.solver.steps,
+            f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
+            f"{rate:,.0f} rows/s",
+        )
+
+    @property
+    def _worst_fvu(self) -> float:
+        """The FVU above which training has diverged."""
+        targets = self.rows.sample.y.square().sum(1).mean() / self.rows.normalisation.variance
+        return DIVERGED * max(1.0, targets.item())
+
+    def demand_convergence(self, sae: SAE) -> None:
+        """TrainingError if a weight of the current SAE is NaN or infinite, or it is far worse than none."""
+        step, sample = self.solver.steps, self.rows.sample
+        if any(not tensor.isfinite().all() for tensor in sae.tensors().values()):
+            raise TrainingError(f"the weights became NaN or infinite at step {step}; {ADVICE}")
+        rows = sample.x if sample.y is sample.x else torch.cat([sample.x, sample.y], 1)
+        error = reconstruction(self.solver.dictionary, [rows])["mse"] * sae.d_out
+        fvu = error / self.rows.normalisation.variance.item()
+        demand_no_worse(fvu, self._worst_fvu, f"at step {step}")
+
+    def is_due(self) -> bool:
+        """Whether to keep a checkpoint within an epoch."""
+        if self.plan.train_rows.passes == 1:  # which cannot be read again
+            return False
+        return self.solver.steps - self.progress.step >= self.plan.training.checkpoint_every
+
+    def keep(self, sae: SAE, after_epoch: bool) -> None:
+        """Save a checkpoint, after an epoch with a line of measures on test rows."""
+        progress, solver = self.progress, self.solver
+        progress.step = solver.steps
+        progress.seconds += time.monotonic() - self.resumed_at
+        self.resumed_at = time.monotonic()
+        if after_epoch:
+            line = {"step": progress.step, "epoch": self.epochs}
+            if self.test is not None:
+                line |= {"test_fvu": self.test["fvu"], "test_l0": self.test["l0"]}
+            self.record.line({**line, **solver.record()})
+        state = solver.state()
+        for name, tensor in self.rows.normalisation.tensors().items():
+            state[f"normalisation.{name}"] = tensor
+        if self.comparison is not None:
+            state |= self.comparison.state()
+        self._demand_same(state.values())
+        self.record.save(sae, state, progress, self.test if after_epoch else None)
+
+    @property
+    def epochs(self) -> int:
+        """Begun so far."""
+        return math.ceil(self.progress.step / self.plan.batches)
+
+    def _demand_same(self, tensors: Iterable[Tensor]) -> None:
+        """TrainingError unless all processes, which repeat what changes the weights, have the same sums."""
+        communicator = self.rows.communicator
+        if communicator.world_size == 1:
+            return
+        sums = torch.stack([tensor.double().sum().cpu() for tensor in tensors]).nan_to_num()
+        least, most = (communicator.all_reduce(sums.clone(), op) for op in ("min", "max"))
+        if not torch.equal(least, most):
+            raise TrainingError(
+                f"the weights of {communicator.world_size} processes differ at step {self.solver.steps}: "
+                "expected the same in each; go on from the last checkpoint by --resume, on machines of one kind"
+            )
+
+    def compare(self) -> None:
+        """Choose between the SAE that training began with and its last."""
+        if self.comparison is None or self.comparison.measures:
+            return
+        self.comparison.compare(self.plan, self.solver.dictionary, self.rows.communicator)
+        if self.comparison.keeps_before:
+            self.test = None  # of the SAE that is not kept
+            self.record.keep(self.sae)
+
+    def notes(self) -> list[str]:
+        """Sentences for the user at the end of training."""
+        notes = self.solver.notes()
+        if self.comparison is not None:
+            notes += self.comparison.notes()
+        return notes
+
+    def result(self, train: Measures, test: Measures) -> dict[str, Any]:
+        """The results, given the measures on training and test rows; of a model's rows the last `rows_counted`."""
+        solver, progress, plan = self.solver, self.progress, self.plan
+        compared = {} if self.comparison is None else self.comparison.measures
+        return {
+            "rows_train": plan.rows_trained,
+            "rows_counted": train["rows"],
+            "rows_test": test["rows"],
+            "epochs": self.epochs,
+            "steps": progress.step,
+            "seconds": progress.seconds,
+            "rows_per_second": progress.rows / max(progress.seconds, 1e-9),
+            "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)],
+            "notes": self.notes(),
+            **compared,
+            "decoder_steps": [asdict(due) for due in solver.schedule.values()],
+            "final": {
+                "test_fvu": test["fvu"],
+                "test_mse": test["mse"],
+                "test_l0": test["l0"],
+                "train_fvu": train["fvu"],
+                "dead_fraction": train["silent_fraction"],
+                "lr": solver.task.lr,
+                **solver.record(),
+            },
+        }
+
+
+def start_training(
+    plan: Plan,
+    record: Record,
+    show: Step = lambda done, words="": None,
+    trainings: int = 1,
+    communicator: Communicator = ALONE,
+    shared: TrainingRows | None = None,
+) -> Training:
+    """Start a training, or resume it from its record's checkpoint.
+
+    Args:
+        show: called with the steps done and a few words on the measures.
+        trainings: number of trainings that divide the memory.
+        communicator: of the processes that train on other parts of each batch.
+        shared: the rows of another training on the same rows, whose sample is reused; ignored with a checkpoint.
+    """
+    memory, holds = demand_machine(plan, trainings, communicator)
+    checkpoint = communicator.broadcast_object(record.checkpoint)
+    state: Mapping[str, Tensor] = {}
+    progress = Progress()
+    if checkpoint is not None:
+        state, progress = checkpoint[0], replace(checkpoint[1])
+    rows = shared if shared and not state else _normalised(plan, state, holds, communicator)
+    initial = _initial(plan, rows, state)
+    solver = plan.solver.build(initial, _task(plan, rows, memory), communicator)
+    comparison = None
+    if plan.start is not None:
+        comparison = Comparison.of(plan.start, initial, rows.normalisation, state)
+    if state:
+        tensors = solver.state() | ({} if comparison is None else comparison.state())
+        demand_shapes(state, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        solver.restore(state)
+    elif plan.start is not None:
+        fired = torch.zeros(plan.d_sae, dtype=torch.bool, device=rows.sample.x.device)
+        for batch in rows.some(rows.rows, 0):
+            fired |= solver.dictionary.codes(batch.x).fired()
+        solver.revive(communicator.all_reduce(fired.to(torch.int32)) > 0, rows.rows)
+    try:
+        record.begin(progress.step, plan.epochs)
+    except BaseException:
+        record.end()
+        raise
+    return Training(plan, record, show, rows, solver, progress, comparison)
+
+
+def _initial(plan: Plan, rows: TrainingRows, state: Mapping[str, Tensor]) -> SAE:
+    """What training begins with, on normalised rows; of a checkpoint, which has all weights, any of its shape."""
+    start, activation = plan.start, plan.activation
+    sparsity = plan.training.sparsity or "none"
+    if start is None or state:
+        seed = plan.training.seed
+        initial = initial_sae(activation, plan.d_sae, rows.sample, seed, rows.regression, sparsity)
+    else:
+        initial = start.initial(activation, rows.sample.x, rows.normalisation, sparsity)
+    return shaped(initial, plan.training, plan.train_rows.places)
+
+
+def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
+    training = plan.training
+    lr = training.lr
+    if lr == "auto":
+        firing_rate = plan.activation.expected_l0(rows.d_in) / plan.d_sae
+        lr = fitted_learning_rate(rows.sample.x, training.batch_size * firing_rate)
+        lr *= TRAIN_ON if plan.start else 1
+    return Task(
+        training,
+        rows.rows,
+        plan.steps,
+        float(lr),
+        rows.sample,
+        rows.regression,
+        plan.held,
+        plan.start is not None,
+        memory,
+    )
+
+
+def _normalised(
+    plan: Plan, state: Mapping[str, Tensor], holds: bool, communicator: Communicator
+) -> TrainingRows:
+    training, rows, device = plan.training, plan.train_rows, device_named(plan.training.device)
+    if state:
+        width = rows.d_in + rows.d_target
+        shapes: dict[str, tuple[int, ...]] = {"mean": (width,), "scale": (width,), "variance": ()}
+        demand_shapes(state, {f"normalisation.{name}": shape for name, shape in shapes.items()})
+        normalisation = Normalisation(
+            **{name: state[f"normalisation.{name}"] for name in shapes}, d_in=rows.d_in
+        )
+    else:
+        spread = communicator.broadcast_object(rows.spread)
+        normalisation = fit_normalisation(
+            training.normalize, spread, getattr(torch, training.dtype), rows.widths, rows.d_target
+        )
+    # A GPU gets the rows as stored, and converts them.
+    stored = rows if device.type == "cpu" else HeldRows(rows, device) if holds else rows.as_stored()
+    return plan.in_batches(
+        stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator
+    )
+
+
+def averages(
+    reports: Sequence[StepReport], variance: Tensor, communicator: Communicator
+) -> dict[str, Any]:
+    """A line of `metrics.jsonl`: means over the rows of consecutive batches; `variance` is of smoothed rows.
+    TrainingError, with the step, if a loss is NaN or infinite."""
+    parts = torch.stack(
+        [
+            torch.stack([report.loss, report.squared_error, report.l0.to(report.loss)])
+            for report in reports
+        ]
+    )
+    losses, errors, l0s = communicator.all_reduce(parts.double()).cpu().unbind(1)  # all in one copy
+    bad = (~losses.isfinite()).nonzero()
+    if len(bad):
+        first = reports[int(bad[0])]
+        raise TrainingError(f"the loss became {first.loss.item()} at step {first.step}; {ADVICE}")
+    rows = torch.tensor([report.rows for report in reports]).to(losses)
+    weights = rows / rows.sum()
+    return {
+        "step": reports[-1].step,
+        "loss": (weights @ losses).item(),
+        "batch_fvu": (weights @ errors / variance.item()).item(),
+        "batch_l0": (weights @ l0s).item(),
+    }
+
+
+def demand_no_worse(fvu: float, worst: float, when: str) -> None:
+    """TrainingError if the FVU is above `worst`, or NaN: descent that recovers from there ends worse than it could."""
+    if not fvu <= worst:
+        raise TrainingError(
+            f"training diverged: the train FVU is {fvu:.3g} {when}, expected {worst:,.0f} at most; "
+            + ADVICE
+        )
+
+
+def demand_shapes(kept: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        got = tuple(kept[name].shape) if name in kept else "none"
+        if got != shape:
+            raise RunError(
+                f"cannot go on from a checkpoint of another training: expected {name} of shape {shape}, got "
+                f"{got}; remove the run's checkpoint.safetensors to train it from the start"
+            )
