@@ -27,8 +27,9 @@ from storing import make_meta
 from saecli.base.errors import StoreError
 from saecli.cli import main as cli
 from saecli.cli.main import loaded
+from saecli.store.schema import rank_folder
 from saecli.store.windows import Windows
-from saecli.store.writer import RankedStore, StoreWriter, joining_began, rank_folder
+from saecli.store.writer import StoreWriter, ranked_store
 
 BLOCKS = 60
 D_IN = 24
@@ -87,28 +88,23 @@ def write_ranks(path: Path, stop: int | None = None) -> None:
 
     A block of a rank is five documents of a row each; a row holds its document's number.
     """
-    with RankedStore.open(path, RANK_META, world_size=len(RANK_ROWS)) as store:
-        if not store.meta.ranks:
-            store.begin(RANK_ROWS)
-        for rank, limit in enumerate(RANK_ROWS if not joining_began(path) else []):
-            if limit:
-                with StoreWriter.open(
-                    rank_folder(path, rank), replace(store.meta, ranks=()), limit=limit
-                ) as writer:
-                    number = writer.cursor["block"] if writer.cursor else 0
-                    while not writer.full and (stop is None or number < stop):
-                        documents = rank + len(RANK_ROWS) * (5 * number + np.arange(5))
-                        writer.append(
-                            documents[:, None] * np.array([1, 0, 0], np.float32),
-                            {"document": documents},
-                            {"block": number},
-                            {"special": np.ones(2)},
-                        )
-                        number += 1
-                    if stop is None:
-                        writer.finish()
-        if stop is None and not store.meta.complete:
-            store.join()
+    ranks = len(RANK_ROWS)
+    with ranked_store(path, replace(RANK_META, ranks=ranks)):
+        for rank, limit in enumerate(RANK_ROWS):
+            folder = rank_folder(path, rank)
+            with StoreWriter.open(folder, RANK_META, limit=limit, is_part=True) as writer:
+                number = writer.cursor["block"] if writer.cursor else 0
+                while not writer.full and (stop is None or number < stop):
+                    documents = rank + ranks * (5 * number + np.arange(5))
+                    writer.append(
+                        documents[:, None] * np.array([1, 0, 0], np.float32),
+                        {"document": documents},
+                        {"block": number},
+                        {"special": np.ones(2)},
+                    )
+                    number += 1
+                if stop is None:
+                    writer.finish()
 
 
 class Producer:

@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..sae.dictionary import SAE
-from .forward import CPU_TOKENS
+from .forward import pass_tokens
 from .options import HookPoint
 from .passes import Below, Passes
 from .splice import StoredWindow, in_batches, padded
 
-GPU_TOKENS = 1 << 14  # tokens per forward pass on a GPU
 BLOCK_LOGITS = 1 << 25  # logits computed at once: 128 MB in float32
 CACHED_LOGITS = (
     1 << 20
@@ -201,11 +200,6 @@ def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
     size = max(1, size)
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
-
-
-def pass_tokens(device: torch.device) -> int:
-    """Tokens of one forward pass."""
-    return GPU_TOKENS if device.type == "cuda" else CPU_TOKENS
 
 
 def _ratio(total: Tensor, count: int) -> float:

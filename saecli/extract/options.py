@@ -24,6 +24,7 @@ OF_SOURCE = (
 )  # in `TextSource`'s order
 DEFAULT_CONTEXT = 128
 CHAT = ("chat", "chat_template", "control_tokens")  # options
+COLUMNS = ("document", "position", "token_id")  # of every store, besides `source` and `role`
 SHARD_ROWS = 32_768  # most rows per shard by default
 MOST = 2**31 - 1  # of any count, so that PyTorch and HDF5 can index with it
 
@@ -169,7 +170,7 @@ class ExtractConfig(Config):
     batch_size: int | str = option(
         "auto",
         "Windows per forward pass; halved on out-of-memory. Changes rows only by "
-        "rounding. auto: what fits on a GPU.",
+        "rounding. auto: of 16,384 tokens on a GPU, 2,048 on a CPU.",
         choices=("auto",),
         minimum=1,
         maximum=MOST,

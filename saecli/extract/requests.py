@@ -84,60 +84,80 @@ def store_requests(
     name: str | None,
     shelf: Shelf,
 ) -> list[StoreRequest]:
-    """The requested stores: every site of every layer of every model, all of the same tokens. Since a row that one
-    store drops is dropped from all, each `source` lists the other hook points, as `beside`, and of several models the
-    other ones, as `models`; derived names end in one hash."""
+    """The requested stores: every site of every layer of every model, all of the same tokens. Since a row that is not
+    finite in one store is dropped from all, each `source` lists the other hook points, as `beside`, and of several
+    models the other ones, as `models`; derived names end in one hash."""
+    points = _points(models, layers, sites)
+    if len(points) > 1 and config.max_norm_multiple is not None:
+        raise ConfigError(
+            "--max-norm-multiple drops the rows of one store, so it takes one model, layer and site, got "
+            f"{len(points)} of them; leave it out, or extract them one by one"
+        )
+    labels = _labels(points, models)
+    identities = [model.identity() for model in models]
+    chat = _chat_options(config)
+    common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
+    if text.chat:
+        common |= chat
+    if config.max_norm_multiple is not None:  # else hash as before this option existed
+        common["max_norm_multiple"] = config.max_norm_multiple
+    # In place of what was recognised in the text, so that a request is the same without a network.
+    asked = text.identity(asked=True) | chat
+    whole = common | asked
+    whole |= points[0].place if len(points) == 1 else {"places": list(labels.values())}
+    if len(models) > 1:
+        whole["models"] = identities
+    suffix = hash_request(whole)[:6]
+    requests = []
+    for point in points:
+        source = common | identities[point.model] | point.place
+        if len(points) > 1:
+            source["beside"] = [label for other, label in labels.items() if other != point]
+        if len(models) > 1:
+            source["models"] = identities[: point.model] + identities[point.model + 1 :]
+        if name is None:
+            label = labels[point] if len(models) > 1 else f"{_names(models)[0]}-{labels[point]}"
+            folder = checked_name(f"{label}-{suffix}", DERIVED)
+        else:
+            folder = checked_name(name if len(points) == 1 else f"{name}-{labels[point]}")
+        request_hash = hash_request(source | asked)
+        requests.append(StoreRequest(point, shelf.path / folder, source, request_hash))
+    return requests
+
+
+def _points(
+    models: Sequence["ModelSource"], layers: Sequence[int], sites: Sequence[str]
+) -> list[HookPoint]:
+    """Every site of every layer of every model; ConfigError for a layer that a model lacks."""
     for model, layer in product(models, layers):
         if not 0 <= layer < model.layers:
             raise ConfigError(
                 f"{model.name} has layers 0 to {model.layers - 1}, got --layer {layer}"
             )
-    points = [
-        HookPoint(layer, site, number)
-        for number, layer, site in product(
-            range(len(models)), dict.fromkeys(layers), dict.fromkeys(sites)
-        )
-    ]
-    several, identities = len(models) > 1, [model.identity() for model in models]
+    places = product(range(len(models)), dict.fromkeys(layers), dict.fromkeys(sites))
+    return [HookPoint(layer, site, number) for number, layer, site in places]
+
+
+def _names(models: Sequence["ModelSource"]) -> list[str]:
+    """The models' folder names, equal ones with a number."""
     names = [Path(os.path.abspath(model.name)).name for model in models]
     if len(set(names)) < len(names):
-        names = [f"{model_name}-{number}" for number, model_name in enumerate(names)]
-    common = {field: getattr(config, field) for field in DECIDING} | identities[0] | text.identity()
+        return [f"{name}-{number}" for number, name in enumerate(names)]
+    return names
+
+
+def _labels(points: Sequence[HookPoint], models: Sequence["ModelSource"]) -> dict[HookPoint, str]:
+    """What tells the hook points apart in names of stores, in order of the points."""
+    prefixes = [f"{name}-" for name in _names(models)] if len(models) > 1 else [""]
+    return {
+        point: f"{prefixes[point.model]}l{point.layer}-{point.site}" for point in sorted(points)
+    }
+
+
+def _chat_options(config: ExtractConfig) -> dict[str, Any]:
+    """The entries of `store.json` that only chats have."""
     template = config.template()
-    chat = {
+    return {
         "control_tokens": config.control_tokens,
         "chat_template": template and hash_request({"": template}),
     }
-    if text.chat:
-        common |= chat
-    # In place of what was recognised in the text, so that a request is the same without a network.
-    asked = text.identity(asked=True) | chat
-    if config.max_norm_multiple is not None:  # else hash as before this option existed
-        common["max_norm_multiple"] = config.max_norm_multiple
-    labels = {
-        point: f"{names[point.model]}-" * several + f"l{point.layer}-{point.site}"
-        for point in sorted(points)
-    }
-    whole = (
-        common
-        | asked
-        | (points[0].place if len(points) == 1 else {"places": list(labels.values())})
-        | ({"models": identities} if several else {})
-    )
-    found = []
-    for point in points:
-        source = {**common, **identities[point.model], **point.place}
-        if beside := [label for other, label in labels.items() if other != point]:
-            source["beside"] = beside
-        if several:
-            source["models"] = [
-                one for number, one in enumerate(identities) if number != point.model
-            ]
-        if name is None:
-            label = labels[point] if several else f"{names[0]}-{labels[point]}"
-            named = checked_name(f"{label}-{hash_request(whole)[:6]}", DERIVED)
-        else:
-            named = checked_name(name if len(points) == 1 else f"{name}-{labels[point]}")
-        hashed = hash_request(source | asked)
-        found.append(StoreRequest(point, shelf.path / named, source, hashed))
-    return found

@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import
     from .language_model import LanguageModel
     from .model_source import ModelSource
 
-COLUMNS = ("document", "position", "token_id")
 READ = 1 << 16  # rows of the columns per read
 
 

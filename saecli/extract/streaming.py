@@ -1,7 +1,7 @@
 """Rows of a model that nothing stores, and the description that stands in a run for its store."""
 
 from collections.abc import Callable, Generator, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ from ..base.processes import ALONE
 from ..store.schema import StoreMeta
 from ..store.shard_writer import Admission, Columns
 from ..store.values import DTYPES
-from .extraction import Extraction, Quota, settled
+from .extraction import Extraction, resolved
 from .forward import Ahead, demand_some, in_groups
 from .options import TINY_GEMMA2, ExtractConfig, at_revisions
 from .requests import StoreRequest, store_requests
 from .texts import STDLIB_DOCS
 
-GPU_TOKENS = 1 << 14  # per forward pass
 Blocks = Callable[
     [Callable[[int, int], None]], Generator[tuple[np.ndarray, np.ndarray], None, None]
 ]
@@ -79,10 +78,8 @@ def open_stream(
     from .language_model import LanguageModel  # transformers takes seconds to import
 
     where = device_named(device)
-    config, source, text = settled(config, given, where, ALONE)
+    config, source, text = resolved(config, given, where, ALONE)
     at_revisions(config.model, config.model_revision)  # raises if there are several for one model
-    if where.type == "cuda":  # what fits in all free memory would leave none for training
-        config = replace(config, batch_size=max(1, GPU_TOKENS // config.window))
     text.demand_read()
     layer, site = source.default_layer() if at[0] is None else at[0], at[1]
     (request,) = store_requests(config, [source], text, [layer], [site], None, home.stores)
@@ -91,14 +88,14 @@ def open_stream(
     )
     extraction = Extraction(config, [model], text, listener)
     meta, points = extraction.metas([request])[request.point], [request.point]
-    forward = extraction.forward(points)
+    forward = extraction.forward()
 
     def blocks(
         show: Callable[[int, int], None],
     ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
         admission, dtype = Admission(request.folder, meta), DTYPES[config.dtype]
         stored = offered = 0
-        with Ahead(extraction.blocks(Quota(0, 1, config.rows))) as found:
+        with Ahead(extraction.blocks()) as found:
             for group in in_groups(found, forward.tokens, config.rows):
                 for block, read in zip(group, forward.each(group, points, show), strict=True):
                     for words in block.notes:
@@ -106,7 +103,7 @@ def open_stream(
                     if not read:  # all its documents were left out
                         continue
                     columns: Columns = {name: block.columns[name] for name in meta.columns}
-                    rows, columns, _ = admission(read[request.point].rows, columns, {})
+                    rows, columns, _ = admission(read[request.point], columns, {})
                     stored, offered = stored + len(rows), block.offered
                     # bfloat16 has the range of float32: another type would not help
                     demand_some(stored, "float32", offered, 1)

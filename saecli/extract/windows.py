@@ -226,34 +226,30 @@ def _added(token_ids: list[int], document: int, source: int) -> Part:
 
 
 class Batch(NamedTuple):
-    """Windows as the model takes them. K kept tokens, S special tokens."""
+    """Windows as the model takes them. K kept tokens."""
 
     token_ids: Tensor  # (B, T), padded on the right with token 0
     mask: Tensor  # (B, T), 1 at tokens, 0 at padding
     kept: Tensor  # (K,), positions of the kept tokens in the flattened batch
     rows: Tensor  # (K,), their row numbers within the block
-    special: Tensor  # (S,), positions of the special tokens in the flattened batch
-    specials: Tensor  # (S,), their numbers among the block's special tokens
 
 
 class Run:
     """Windows that go through the model together: `lengths`, tokens per window, (W,), the ids of all tokens, (n,), and
-    which of these are `kept` as rows or `special`."""
+    which of these are `kept` as rows."""
 
-    def __init__(
-        self, lengths: np.ndarray, token_ids: np.ndarray, kept: np.ndarray, special: np.ndarray
-    ) -> None:
+    def __init__(self, lengths: np.ndarray, token_ids: np.ndarray, kept: np.ndarray) -> None:
         self.lengths = lengths
         self._starts = np.cumsum(lengths) - lengths
-        self._token_ids, self._kept, self._special = token_ids, kept, special
-        self.rows, self.specials = int(kept.sum()), int(special.sum())
+        self._token_ids, self._kept = token_ids, kept
+        self.rows = int(kept.sum())
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @classmethod
     def joined(cls, runs: "Sequence[Run]") -> "Run":
-        names = ("lengths", "_token_ids", "_kept", "_special")
+        names = ("lengths", "_token_ids", "_kept")
         return Run(*(np.concatenate([getattr(run, name) for run in runs]) for name in names))
 
     def batch(self, windows: np.ndarray) -> Batch:
@@ -261,23 +257,21 @@ class Run:
         offsets = np.arange(lengths.max())
         mask = offsets < lengths
         tokens = np.where(mask, self._starts[windows][:, None] + offsets, 0)
-        kept, special = mask & self._kept[tokens], mask & self._special[tokens]
-        found = (
+        kept = mask & self._kept[tokens]
+        arrays = (
             np.where(mask, self._token_ids[tokens], 0),
             mask.astype(np.int64),
             np.flatnonzero(kept),
             (np.cumsum(self._kept) - 1)[tokens[kept]],
-            np.flatnonzero(special),
-            (np.cumsum(self._special) - 1)[tokens[special]],
         )
-        return Batch(*map(torch.from_numpy, found))
+        return Batch(*map(torch.from_numpy, arrays))
 
 
 class Block(Run):
     """Windows in document order, from `cursor` to `end`.
 
     `columns` are `token_id`, `position` (in the window, including the prefix), `document`, `source` and `role` of each
-    row, (R,), of which a store takes those it names; `specials` is the number of special tokens. `before` has for each
+    row, (R,), of which a store takes those it names. `before` has for each
     special token, and for each document left out by reason, the number of the block's rows before it. `skipped` has the
     documents left out before each window, and after the last one.
     """
@@ -291,8 +285,8 @@ class Block(Run):
             np.array([len(window.token_ids) for window in windows], np.int64),
             _joined([window.token_ids for window in windows], np.int64),
             _joined([window.kept for window in windows], bool),
-            _joined([window.special for window in windows], bool),
         )
+        special = _joined([window.special for window in windows], bool)
         positions = np.arange(len(self._token_ids)) - np.repeat(self._starts, self.lengths)
         documents, sources, roles = (
             _joined([getattr(window, name) for window in windows], np.int64)
@@ -307,7 +301,7 @@ class Block(Run):
         }
         self.windows = StoredWindows.of(self.lengths, self._token_ids, self._kept)
         starts = np.array([*self.windows.first, self.rows])
-        self.before = {"special": np.cumsum(self._kept)[self._special]} | {
+        self.before = {"special": np.cumsum(self._kept)[special]} | {
             reason: np.repeat(starts, [counts.get(reason, 0) for counts in skipped])
             for reason in sorted({reason for counts in skipped for reason in counts})
         }

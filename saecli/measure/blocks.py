@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..extract.splice import COLUMNS
+from ..extract.options import COLUMNS
 from ..store.reader import Rows
 from ..store.split import window_starts
 

@@ -331,14 +331,14 @@ def of_model(model: "LanguageModel", rows: RowSource, show: Callable[[float], No
 
     Cost: a forward pass over the tokens, up to the last of the hook points; 4 N (D + E) bytes.
     """
-    from ..extract.forward import batch_tokens  # transformers takes seconds to import
+    from ..extract.forward import pass_tokens  # transformers takes seconds to import
     from ..extract.options import HookPoint
 
     stored = [*rows.inputs, *([rows.target] if rows.target else [])]
     sources = [each.store.meta.source for each in stored]
     points = [HookPoint(source["layer"], source["site"]) for source in sources]
     windows = stored_windows(stored[0], stored[0].rows)
-    tokens = batch_tokens(model, "auto", sources[0]["context"], points)
+    tokens = pass_tokens(model.device)
     activations = np.empty((rows.rows, rows.d_in + rows.d_target), np.float32)
     done = 0
     for parts in stored_activations(model, windows, points, tokens):

@@ -37,7 +37,7 @@ from ..base.console import Listener, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError, ModelError, demand_at_least, did_you_mean
 from ..base.home import Home
-from ..extract.forward import batch_tokens
+from ..extract.forward import pass_tokens
 from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint
 from ..extract.special import affixes
@@ -290,7 +290,7 @@ class LastTokens:
         self._model, self._points = model, list(points)
         self._affixes = affixes(model.tokenizer)
         self._room = self._affixes.room(context)
-        self._batch_tokens = batch_tokens(model, "auto", context, self._points)
+        self._batch_tokens = pass_tokens(model.device)
 
     def __call__(self, texts: Sequence[str]) -> dict[HookPoint, Tensor]:
         """The activations at each hook point, (N, D), float32, on the CPU."""

@@ -16,9 +16,9 @@ from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
 from .joined import Joined, in_words
 from .reader import ActivationStore
+from .schema import read_meta
 from .shard import stored_statistics
 from .values import OUTLYING, Statistics
-from .writer import saved_rows
 
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
 
@@ -90,7 +90,7 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
         return None
     store = ActivationStore.open(folder)
     if store.meta.request_hash != request_hash:
-        if not store.complete and not saved_rows(folder):
+        if not store.complete and not store.rows:
             return None
         raise StoreError(
             f"there is a store named {folder.name!r} already, made from something else; give another "
@@ -111,7 +111,7 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
     except (KeyboardInterrupt, PeerError) as stop:
         interrupts.told(stop)
         if rows := sum(
-            saved_rows(folder) for folder in folders if (folder / STORE_MARKER).exists()
+            read_meta(folder).rows for folder in folders if (folder / STORE_MARKER).exists()
         ):
             listener.note(
                 f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
@@ -130,7 +130,7 @@ def described(store: ActivationStore) -> dict[str, Any]:
     meta = store.meta
     norms = None if meta.norms is None else {**asdict(meta.norms), "quantiles": meta.norm_quantiles}
     return {
-        "rows": saved_rows(store.path),
+        "rows": store.rows,
         "d_in": store.d_in,
         "dtype": store.dtype,
         "shards": len(meta.shards),

@@ -9,10 +9,11 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, reduce
+from operator import add
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from ..base.documents import Origin, demand_version, parse_json
 from ..base.errors import ConfigError, StoreError, flag_of
 from ..base.files import flush_to_disk, regular, to_json, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
-from .values import CODES, DTYPES, Norms
+from .values import CODES, DTYPES, Dropped, Norms
 
 FORMAT_VERSION = 2
 SHARDS = "shards"
@@ -114,14 +115,6 @@ class JournalEntry:
 
 
 @dataclass(frozen=True)
-class RankShards:
-    """The rows that a rank is to store, and its shards; none while the store is unfinished."""
-
-    rows: int
-    shards: int = 0
-
-
-@dataclass(frozen=True)
 class WorldRecord:
     """The number of known features, and the SHA-256 of `world.safetensors`."""
 
@@ -135,7 +128,7 @@ class StoreMeta:
     request_hash: str
     dtype: str
     d_in: int
-    shard_rows: int  # in every shard but the last, or the last of each rank
+    shard_rows: int  # in every shard but the last
     chunk_rows: int = 0  # in a chunk; 0 for `rows_per_chunk`
     columns: tuple[str, ...] = ()  # names, out of `COLUMNS`, of the values stored with each row
     max_norm_multiple: float | None = None
@@ -155,7 +148,9 @@ class StoreMeta:
     control_tokens: dict[str, int] = field(
         default_factory=dict
     )  # of chats, rows by id of a template's token
-    ranks: tuple[RankShards, ...] = ()  # where several write the store
+    ranks: int = (
+        0  # number of processes that each write a store within it; 0 if one writes it alone
+    )
     world: WorldRecord | None = None
     windows: bool = False  # whether shards hold the windows of tokens that rows came from
     format_version: int = FORMAT_VERSION
@@ -194,10 +189,6 @@ class StoreMeta:
         """The names of the values stored with each row: the columns, and true codes."""
         return (*self.columns, CODES) if self.world else self.columns
 
-    def is_last(self, shard: int) -> bool:
-        """Whether a shard is its rank's last, and so may be short."""
-        return shard + 1 in (len(self.shards), *accumulate(rank.shards for rank in self.ranks))
-
     def request(self) -> dict[str, Any]:
         """The entries that must agree for an interrupted store to be resumed."""
         names = (
@@ -227,6 +218,37 @@ class StoreMeta:
         shards = (*self.shards, *(entry.shard for entry in entries))
         return dataclasses.replace(self, shards=shards, **totals)
 
+    def joined(self, parts: Mapping[str, "StoreMeta"]) -> Self:
+        """The store of several ranks, from the names of their folders and what these hold: rank 0's rows, then rank
+        1's, and so on; ValueError if they differ in what they are to hold."""
+        dropped = Dropped()
+        shards: list[ShardRecord] = []
+        norms: list[Norms] = []
+        sources, control_tokens = Counter(self.sources), Counter(self.control_tokens)
+        for name, part in parts.items():
+            if part.request() != self.request():
+                raise ValueError(
+                    f"expected the rows of {self.request()} in {name}, got {part.request()}"
+                )
+            dropped += Dropped(part.dropped, part.dropped_norms)
+            shards += [
+                dataclasses.replace(shard, file=f"{name}/{SHARDS}/{shard.file}")
+                for shard in part.shards
+            ]
+            norms += [] if part.norms is None else [part.norms]
+            sources.update(part.sources)
+            control_tokens.update(part.control_tokens)
+        return dataclasses.replace(
+            self,
+            complete=len(parts) == self.ranks and all(part.complete for part in parts.values()),
+            shards=tuple(shards),
+            dropped=dict(dropped.counts),
+            dropped_norms=dict(dropped.norms),
+            norms=reduce(add, norms) if norms else None,
+            sources=dict(sources),
+            control_tokens=dict(control_tokens),
+        )
+
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)
         for name in ("sources", "control_tokens", "ranks", "world", "windows"):
@@ -247,10 +269,9 @@ class StoreMeta:
 
     def demand_shards(self) -> None:
         """ValueError if the list of shards is not as a writer makes it."""
-        if self.ranks and sum(rank.shards for rank in self.ranks) != len(self.shards):
+        if self.ranks and self.shards:
             raise ValueError(
-                f"expected {sum(rank.shards for rank in self.ranks)} shards, as `ranks` says, got "
-                f"{len(self.shards)}"
+                "expected no list of shards beside `ranks`, whose stores have their own"
             )
         for index, shard in enumerate(self.shards):
             # An edited name must not lead out of the store.
@@ -263,9 +284,8 @@ class StoreMeta:
                     f"expected shard {shard.file} to hold a row or more, from byte 0 or later, got "
                     f"{shard.rows} from {shard.frame.start}"
                 )
-            if shard.rows > self.shard_rows or (
-                shard.rows < self.shard_rows and not self.is_last(index)
-            ):
+            is_last = index + 1 == len(self.shards)
+            if shard.rows > self.shard_rows or (shard.rows < self.shard_rows and not is_last):
                 raise ValueError(
                     f"expected {self.shard_rows} rows in shard {shard.file}, got {shard.rows}"
                 )
@@ -288,6 +308,11 @@ def shard_name(index: int) -> str:
     return f"{index:05d}.h5"
 
 
+def rank_folder(store: Path, rank: int) -> Path:
+    """The store that a rank writes within another."""
+    return store / SHARDS / f"{rank:05d}"
+
+
 def read_meta(store: Path) -> StoreMeta:
     """Read a store's `store.json`, and its journal if it is unfinished; StoreError if one is damaged or of a newer
     version, or there is no `store.json`."""
@@ -296,6 +321,9 @@ def read_meta(store: Path) -> StoreMeta:
     path = store / STORE_MARKER
     try:
         meta = StoreMeta.from_json(regular(path).read_bytes())
+        if meta.ranks:
+            folders = sorted(folder.parent for folder in (store / SHARDS).glob(f"*/{STORE_MARKER}"))
+            return meta.joined({folder.name: read_meta(folder) for folder in folders})
         if meta.complete:
             return meta
         path = store / JOURNAL

@@ -51,13 +51,19 @@ def make_anew(store: Path) -> str:
     return f"remove it with `sae rm {store.name}` and run the command that made it again"
 
 
+def _store_of(shard: Path) -> Path:
+    """The folder of a shard's store; a rank's is within another."""
+    folder = shard.parents[1]
+    return folder.parents[1] if folder.parent.name == SHARDS else folder
+
+
 def unreadable(path: Path, why: str) -> StoreError:
-    return StoreError(f"cannot read shard {path}: {why}; {make_anew(path.parents[1])}")
+    return StoreError(f"cannot read shard {path}: {why}; {make_anew(_store_of(path))}")
 
 
 def damage(path: Path, what: str, expected: str, got: str) -> StoreError:
     return StoreError(
-        f"shard {path} is damaged: expected {what} {expected}, got {got}; {make_anew(path.parents[1])}"
+        f"shard {path} is damaged: expected {what} {expected}, got {got}; {make_anew(_store_of(path))}"
     )
 
 
@@ -112,7 +118,7 @@ def _found(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except FileNotFoundError as error:
-        raise StoreError(f"shard {path} is missing; {make_anew(path.parents[1])}") from error
+        raise StoreError(f"shard {path} is missing; {make_anew(_store_of(path))}") from error
 
 
 def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
@@ -148,7 +154,7 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
         raise StoreError(
             f"shard {path} is damaged, or {STORE_MARKER} does not fit it: expected the XXH3-64 of its "
             f"headers and columns to be {record.frame.xxh3}, got {digest}; restore {STORE_MARKER} if it "
-            f"was edited, else {make_anew(path.parents[1])}"
+            f"was edited, else {make_anew(_store_of(path))}"
         )
     with hdf5_file(path) as file:
         dataset, rows = file[ACTIVATIONS], record.rows
@@ -166,7 +172,7 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
         ):
             if said != held:
                 raise StoreError(
-                    f"{path.parents[1] / STORE_MARKER} does not fit shard {path}, which is as it was "
+                    f"{_store_of(path) / STORE_MARKER} does not fit shard {path}, which is as it was "
                     f"written: expected {what} {held}, got {said}; {UNREADABLE}"
                 )
         columns = {name: file[name].id.get_offset() for name in (*meta.columns, CHUNK_CHECKSUMS)}
@@ -211,7 +217,7 @@ def demand_room(path: Path, meta: StoreMeta, record: ShardRecord) -> int:
     if size < end:
         raise StoreError(
             f"shard {path} is truncated: expected {end} bytes or more, got {size}; "
-            f"{make_anew(path.parents[1])}"
+            f"{make_anew(_store_of(path))}"
         )
     return end
 

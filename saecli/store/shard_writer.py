@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -41,21 +41,10 @@ if TYPE_CHECKING:
 ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
 
 
-ADMITTED, NONFINITE, HIGH_NORM, BESIDE = range(4)  # verdicts, one uint8 per row
-REASONS = {NONFINITE: "nonfinite", HIGH_NORM: "high_norm", BESIDE: "beside"}
+ADMITTED, NONFINITE, HIGH_NORM = range(3)  # verdicts, one uint8 per row
+REASONS = {NONFINITE: "nonfinite", HIGH_NORM: "high_norm"}
 
 Columns = Mapping[str, Column]
-Key = TypeVar("Key")
-
-
-def jointly(verdicts: Mapping[Key, np.ndarray]) -> dict[Key, np.ndarray]:
-    """Verdicts on a block of stores that hold the same rows, from each store's own: a row that one drops is dropped
-    from all, with the reason `BESIDE` where it could have been stored."""
-    dropped = np.logical_or.reduce([verdict != ADMITTED for verdict in verdicts.values()])
-    return {
-        key: np.where((verdict == ADMITTED) & dropped, np.uint8(BESIDE), verdict)
-        for key, verdict in verdicts.items()
-    }
 
 
 class Admission:

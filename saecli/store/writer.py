@@ -1,8 +1,6 @@
 """Writing a store so that after any kill the same producer, run again, completes it identically.
 
-Of several ranks each writes its own store in `ranks/NNNNN`. Rank 0 locks the joint store and records how many rows each
-rank is to store; joining renames the ranks' shards and then marks the store complete in `store.json`. A killed join
-resumes with the shards that remain.
+Of several ranks each writes a store of its own within the joint one, which rank 0 locks and begins.
 
 Legend: R rows, D = d_in.
 """
@@ -10,8 +8,7 @@ Legend: R rows, D = d_in.
 import json
 import os
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..base.errors import StoreError
-from ..base.files import LOCK, flush_to_disk, lock_folder, make_folder
+from ..base.files import LOCK, lock_folder
 from ..base.home import STORE_MARKER
 from ..base.machine import is_disk_full
 from .schema import (
@@ -28,7 +25,6 @@ from .schema import (
     SHARDS,
     WORLD_FILE,
     JournalEntry,
-    RankShards,
     Resume,
     ShardRecord,
     StoreMeta,
@@ -43,45 +39,8 @@ from .shard_writer import ADMITTED, Admission, Columns, ShardWriter
 from .values import DTYPES, Dropped, norm_fields
 from .windows import Windows
 
-RANKS = "ranks"  # folder of the stores of each rank
-WAIT_SECONDS = 10.0  # how long an interrupted rank 0 waits for the others to end
-POLL_SECONDS = 0.05
 
-
-class ClaimedStore:
-    """A store that only this process may write; a context manager that releases its lock, a descriptor."""
-
-    def __init__(self, path: Path, meta: StoreMeta, lock: int) -> None:
-        self.path, self.meta, self._lock = path, meta, lock
-        self._failed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        try:
-            self._tidy_up()
-        finally:
-            os.close(self._lock)
-
-    def _tidy_up(self) -> None:
-        """Remove what is no whole store."""
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Turn a failed write into a StoreError, after which nothing more is written."""
-        if self._failed:
-            raise StoreError(
-                f"cannot write to {self.path}: an earlier write failed; open it again to go on"
-            )
-        try:
-            yield
-        except OSError as error:
-            self._failed = True
-            raise refused(self.path, self.meta.rows, error) from error
-
-
-class StoreWriter(ClaimedStore):
+class StoreWriter:
     """Appends a producer's blocks of rows to a store, in shards that appear whole or not at all.
 
     A producer yields deterministic blocks, each at a cursor, a JSON object from which it can yield that block again:
@@ -97,8 +56,11 @@ class StoreWriter(ClaimedStore):
     the unfinished shard, and removes a store without rows.
     """
 
-    def __init__(self, path: Path, meta: StoreMeta, lock: int, limit: int | None) -> None:
-        super().__init__(path, meta, lock)
+    def __init__(
+        self, path: Path, meta: StoreMeta, lock: int, limit: int | None, is_part: bool
+    ) -> None:
+        self.path, self.meta, self._lock, self._is_part = path, meta, lock, is_part
+        self._failed = False
         self.admission = Admission(path, meta)
         self._limit = limit
         self._statistics = None if meta.complete else stored_statistics(path, meta)
@@ -111,25 +73,42 @@ class StoreWriter(ClaimedStore):
         self._current = Dropped()  # in the latest block
 
     @classmethod
-    def open(cls, path: Path, meta: StoreMeta, *, limit: int | None = None) -> Self:
+    def open(
+        cls, path: Path, meta: StoreMeta, *, limit: int | None = None, is_part: bool = False
+    ) -> Self:
         """Begin a store of at most `limit` rows, or resume it; StoreError if another process is writing it, it holds
-        something else, or a shard is missing or damaged."""
-        lock, there = claim(path, meta)
+        something else, or a shard is missing or damaged. As a rank's part of a store it may end without rows."""
+        lock, stored = claim(path, meta)
         try:
-            if there.ranks and not there.complete:
-                raise other_number(path, len(there.ranks), 1)
-            return cls(path, there, lock, limit)
+            return cls(path, stored, lock, limit, is_part)
         except BaseException:
             os.close(lock)
             raise
 
-    def _tidy_up(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
         try:
             if self._shard:
                 self._shard.abandon()
-        finally:
-            if not self.meta.rows:
+            if not self.meta.rows and not self.complete:
                 remove_empty(self.path)
+        finally:
+            os.close(self._lock)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Turn a failed write into a StoreError, after which nothing more is written."""
+        if self._failed:
+            raise StoreError(
+                f"cannot write to {self.path}: an earlier write failed; open it again to go on"
+            )
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            raise refused(self.path, self.meta.rows, error) from error
 
     @property
     def cursor(self) -> dict[str, Any] | None:
@@ -157,7 +136,6 @@ class StoreWriter(ClaimedStore):
         columns: Columns,
         cursor: dict[str, Any],
         dropped: Mapping[str, np.ndarray] | None = None,
-        verdict: np.ndarray | None = None,
         windows: Windows | None = None,
         before: Mapping[str, np.ndarray] | None = None,
     ) -> None:
@@ -167,7 +145,6 @@ class StoreWriter(ClaimedStore):
             activations: (R, D) float, or uint16 bits if the store is bfloat16; R may be 0.
             columns: (R,) integers for each of the store's columns, and true codes if it has them.
             dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN if unknown.
-            verdict: per row, for stores written together; see `jointly`.
             windows: the windows of the block's rows, of a store that keeps them.
             before: for each of those `dropped`, the number of the block's rows before it; after the last row of the
                 store nothing is counted. None counts all.
@@ -180,8 +157,7 @@ class StoreWriter(ClaimedStore):
                 f"{self.path} is complete, with {self.rows} rows; expected one to go on with; choose "
                 "another --name, or remove that store"
             )
-        if verdict is None:
-            verdict = self.admission.judge(activations)
+        verdict = self.admission.judge(activations)
         stored = DTYPES[self.meta.dtype]
         cursor = json.loads(json.dumps(cursor))
         admitted = np.flatnonzero(verdict == ADMITTED)
@@ -231,7 +207,7 @@ class StoreWriter(ClaimedStore):
         if self._resume is not None and self._resume.skip:
             raise self._differs("nothing")
         self._ended, self._current = self._ended + self._current, Dropped()
-        if not self.rows:
+        if not self.rows and not self._is_part:
             raise no_rows(self.path, self._ended.counts)
         with self._reporting():
             self._complete()
@@ -323,9 +299,10 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
                 )
             write_meta(path, meta)
             return lock, meta
-        there = read_meta(path)
-        wanted, got = meta.request(), there.request()
-        if wanted != got and not there.complete and not saved_rows(path):
+        stored = read_meta(path)
+        wanted, got = meta.request(), stored.request()
+        same_ranks = stored.complete or stored.ranks == meta.ranks
+        if not (wanted == got and same_ranks) and not stored.complete and not stored.rows:
             _remove_contents(path)  # the store was killed before it had a row
             write_meta(path, meta)
             return lock, meta
@@ -335,8 +312,10 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
                 f"{path} holds something else: expected {name} {wanted.get(name)}, got {got.get(name)}; "
                 "choose another --name, or remove that store"
             )
+        if not same_ranks:
+            raise other_number(path, stored.ranks or 1, meta.ranks or 1)
         repair_journal(path)
-        return lock, there
+        return lock, stored
     except BaseException as error:
         if not (path / STORE_MARKER).exists():
             _forsake(path)
@@ -363,9 +342,8 @@ def remove_empty(path: Path) -> None:
 
 def _remove_contents(path: Path) -> None:
     """Remove what a store has besides `store.json`."""
-    for folder in (path / SHARDS, path / RANKS):
-        if folder.exists():
-            shutil.rmtree(folder)
+    if (path / SHARDS).exists():
+        shutil.rmtree(path / SHARDS)
     for name in (JOURNAL, WORLD_FILE):
         (path / name).unlink(missing_ok=True)
 
@@ -404,103 +382,14 @@ def refused(path: Path, rows: int, error: OSError) -> StoreError:
     )
 
 
-def rank_folder(store: Path, rank: int) -> Path:
-    return store / RANKS / f"{rank:05d}"
-
-
-def joining_began(store: Path) -> bool:
-    """Whether a join has moved shards already, all ranks being complete; then only `RankedStore.join` may resume."""
-    return (store / RANKS).exists() and any((store / SHARDS).glob("*.h5"))
-
-
-def saved_rows(store: Path) -> int:
-    """Rows in the whole shards of a store, including all ranks'."""
-    meta = read_meta(store)
-    if meta.complete or not meta.ranks:
-        return meta.rows
-    folders = [rank_folder(store, rank) for rank in range(len(meta.ranks))]
-    return sum(read_meta(folder).rows for folder in folders if (folder / STORE_MARKER).exists())
-
-
-class RankedStore(ClaimedStore):
-    """Rank 0's lock on a store that several ranks write; leaving the `with` removes a store without rows."""
-
-    @classmethod
-    def open(cls, path: Path, meta: StoreMeta, *, world_size: int) -> Self:
-        """Begin or resume a store; StoreError as by `StoreWriter.open`, or if another number of processes began it."""
-        lock, there = claim(path, meta)
-        begun = len(there.ranks) or (1 if there.rows else world_size)
-        if not there.complete and begun != world_size:
-            os.close(lock)
-            raise other_number(path, begun, world_size)
-        return cls(path, there, lock)
-
-    def _tidy_up(self) -> None:
-        if self.meta.complete:
-            return
-        until = time.monotonic() + WAIT_SECONDS
-        for folder in sorted((self.path / RANKS).glob("*")):
-            while time.monotonic() < until:
-                try:
-                    os.close(lock_folder(folder))
-                    break
-                except BlockingIOError:
-                    time.sleep(POLL_SECONDS)
-        if not saved_rows(self.path):
-            remove_empty(self.path)
-
-    def begin(self, rows: Sequence[int], median_norm: float | None = None) -> None:
-        """Record the number of rows that each rank is to store, and the median norm to drop rows by."""
-        if not any(rows):
-            raise no_rows(self.path, {})
-        with self._reporting():
-            self._write(
-                replace(self.meta, ranks=tuple(map(RankShards, rows)), median_norm=median_norm)
-            )
-
-    def join(self) -> None:
-        """Join the ranks' stores, all complete, into one; StoreError if the disk refuses it."""
-        parts = [
-            read_meta(folder) if (folder / STORE_MARKER).exists() else None
-            for folder in (rank_folder(self.path, rank) for rank in range(len(self.meta.ranks)))
-        ]
-        shards: list[ShardRecord] = []
-        dropped = Dropped()
-        with self._reporting():
-            make_folder(self.path / SHARDS)
-            for rank, part in enumerate(parts):
-                for record in part.shards if part else ():
-                    joined = replace(record, file=shard_name(len(shards)))
-                    source = rank_folder(self.path, rank) / SHARDS / record.file
-                    if source.exists():  # else an earlier, killed join moved it
-                        source.rename(self.path / SHARDS / joined.file)
-                    shards.append(joined)
-                dropped += Dropped(part.dropped, part.dropped_norms) if part else Dropped()
-            flush_to_disk(self.path / SHARDS)
-            ranks = tuple(
-                RankShards(noted.rows, len(part.shards) if part else 0)
-                for noted, part in zip(self.meta.ranks, parts, strict=True)
-            )
-            meta = replace(
-                self.meta,
-                complete=True,
-                shards=tuple(shards),
-                ranks=ranks,
-                dropped=dict(dropped.counts),
-                dropped_norms=dict(dropped.norms),
-                sources={
-                    name: sum(part.sources[name] for part in parts if part)
-                    for name in self.meta.sources
-                },
-                control_tokens={
-                    name: rows
-                    for name in self.meta.control_tokens
-                    if (rows := sum(part.control_tokens.get(name, 0) for part in parts if part))
-                },
-            )
-            self._write(replace(meta, **norm_fields(stored_statistics(self.path, meta))))
-            shutil.rmtree(self.path / RANKS)
-
-    def _write(self, meta: StoreMeta) -> None:
-        write_meta(self.path, meta)
-        self.meta = meta
+@contextmanager
+def ranked_store(path: Path, meta: StoreMeta) -> Iterator[None]:
+    """Rank 0's lock on a store that `meta.ranks` processes write, which begins or resumes it; StoreError as by
+    `StoreWriter.open`. A store without rows is removed."""
+    lock, _ = claim(path, meta)
+    try:
+        yield
+        if not read_meta(path).rows:
+            remove_empty(path)
+    finally:
+        os.close(lock)

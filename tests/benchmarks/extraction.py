@@ -26,10 +26,10 @@ import torch
 from store_speed import timed
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
-from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill
+from saecli.extract.forward import Forward, fill, pass_tokens
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
-from saecli.extract.options import BUNDLED, TINY_GEMMA2, HookPoint
+from saecli.extract.options import BUNDLED, COLUMNS, TINY_GEMMA2, HookPoint
 from saecli.extract.texts import STDLIB_DOCS, Document, TextSource
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.schema import StoreMeta, rows_per_shard
@@ -82,7 +82,7 @@ def extract(
     width = model.source.d_model
     meta = StoreMeta({}, "", "bfloat16", width, rows_per_shard(width, "bfloat16"), columns=COLUMNS)
     with StoreWriter.open(folder, meta, limit=rows) as writer:
-        forward = Forward(model, "bfloat16", batch_tokens(model, "auto", CONTEXT, [place]), print)
+        forward = Forward(model, "bfloat16", pass_tokens(model.device), print)
         fill(
             {place: writer},
             partial(all_blocks, model, text, rows),

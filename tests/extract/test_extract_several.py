@@ -118,16 +118,7 @@ def test_rows_that_one_store_drops_are_dropped_from_all(sae: CommandLine, overfl
     )
     both = (*words, "--site", "resid_pre", "--site", "mlp_in")
     pre, mlp = sae(*both).json["stores"]
-    counts = [
-        {reason: found["dropped"].get(reason, 0) for reason in ("nonfinite", "beside")}
-        for found in (pre, mlp)
-    ]
-    assert counts[0]["nonfinite"] == counts[1]["beside"] > 20
-    assert counts[0]["beside"] == counts[1]["nonfinite"] == 0
-    assert (
-        mlp["dropped_norms"]["beside"]["rows"] == counts[1]["beside"]
-        and "beside" not in pre["dropped_norms"]
-    )
+    assert pre["dropped"] == mlp["dropped"] and pre["dropped"]["nonfinite"] > 20
     assert read(sae.home, pre["name"])[1] == read(sae.home, mlp["name"])[1]
     columns = read(sae.home, mlp["name"])[1]
     assert LETTER_C not in columns["token_id"] and len(columns["token_id"]) == 500
@@ -165,7 +156,7 @@ def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
         "s-gemma2-l1-resid_post",
         "s-overflowing-l1-resid_post",
     )
-    assert first["dropped"]["beside"] == second["dropped"]["nonfinite"] > 10
+    assert first["dropped"]["nonfinite"] == second["dropped"]["nonfinite"] > 10
     columns = read(sae.home, second["name"])[1]
     assert read(sae.home, first["name"])[1] == columns and LETTER_C not in columns["token_id"]
     for found, own in ((first, model), (second, overflowing)):
@@ -260,32 +251,10 @@ def test_rows_that_not_all_can_store_end_the_extraction(
     assert not list((sae.home / "activations").iterdir())
 
 
-def test_stores_of_different_tokens_are_refused(sae: CommandLine, model, text):
-    words = (
-        "extract",
-        "--model",
-        model,
-        "--dataset",
-        text,
-        "--rows",
-        "300",
-        "--shard-rows",
-        "60",
-        "--name",
-        "s",
-        "--site",
-        "mlp_in",
-        "--site",
-        "mlp_out",
-    )
-    assert sae(*words).status == 0
-    path = sae.home / "activations" / "s-l1-mlp_out" / "store.json"
-    document = json.loads(path.read_text())
-    document["shards"][2]["resume"]["skip"] += 1
-    path.write_text(json.dumps(document))
-    assert "s-l1-mlp_in and s-l1-mlp_out do not hold the same rows" in " ".join(
-        sae(*words).err.split()
-    )
+def test_a_norm_limit_takes_one_hook_point(sae: CommandLine, model, text):
+    words = ("extract", "--model", model, "--dataset", text, "--max-norm-multiple", "3")
+    done = sae(*words, *SEVERAL)
+    assert done.status == 2 and "--max-norm-multiple" in done.err
 
 
 def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text):

@@ -1,12 +1,8 @@
 """Windows, blocks and stores: every token once, for any batches, from wherever an earlier pass stopped."""
 
-import copy
 import shutil
-import threading
 from collections.abc import Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,16 +15,13 @@ from tiny_models import loaded, save_model, save_tokenizer
 from transformers import AutoTokenizer, LlamaModel
 
 from saecli.base.errors import ConfigError, ModelError
-from saecli.base.processes import Communicator
-from saecli.extract.extraction import rows_by_rank
-from saecli.extract.forward import COLUMNS, Forward, batch_tokens, fill, tokens_that_fit
+from saecli.extract.forward import Forward, fill
 from saecli.extract.language_model import LanguageModel
-from saecli.extract.options import HookPoint
+from saecli.extract.options import COLUMNS, HookPoint
 from saecli.extract.texts import Document
 from saecli.extract.windows import START, Block, Cursor, Windows, in_blocks
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.shard_writer import Admission
 from saecli.store.writer import StoreWriter
 
 BOS, EOS, CONTEXT, ROWS = 1, 2, 16, 700
@@ -158,75 +151,6 @@ def test_cutting_after_a_window_gives_those_that_followed(
         assert again.left_out + type(again.left_out)(seen) == whole.left_out
 
 
-class Talk:
-    """Ranks that are threads."""
-
-    def __init__(self, world_size: int) -> None:
-        self.barrier, self.said = threading.Barrier(world_size, timeout=20), [None] * world_size
-
-    def rank(self, number: int) -> Communicator:
-        def all_gather_object(value: Any) -> list[Any]:
-            self.said[number] = value
-            self.barrier.wait()
-            found = list(self.said)
-            self.barrier.wait()
-            return found
-
-        return SimpleNamespace(
-            rank=number, world_size=len(self.said), all_gather_object=all_gather_object
-        )
-
-
-@given(
-    texts=TEXTS,
-    rows=st.integers(1, 60),
-    world_size=st.integers(1, 4),
-    positions=st.sampled_from(["all", "last"]),
-    packed=st.booleans(),
-    least=st.integers(1, 4),
-)
-def test_the_ranks_together_are_given_the_rows_of_one_process(
-    tokenizers, texts, rows, world_size, positions, packed, least
-):
-    packed = packed and positions == "all"
-
-    def first_rows(some: list[Document], most: int) -> list[tuple[int, int]]:
-        windows = Windows(tokenizers[True], 8, positions, packed, least)
-        found = [
-            (int(document), int(token))
-            for window in windows.cut(some)
-            for document, token in zip(
-                window.documents[window.kept], window.token_ids[window.kept], strict=True
-            )
-        ]
-        return found[:most]
-
-    every, talk = documents(texts), Talk(world_size)
-    with ThreadPoolExecutor(world_size) as pool:
-        found = list(
-            pool.map(
-                lambda rank: rows_by_rank(
-                    every,
-                    Windows(copy.deepcopy(tokenizers[True]), 8, positions, packed, least),
-                    rows,
-                    talk.rank(rank),
-                    lambda done: None,
-                    3,
-                ),
-                range(world_size),
-            )
-        )
-    assert all(one == found[0] for one in found)
-    stored = [
-        row
-        for rank, count in enumerate(found[0])
-        for row in first_rows(
-            [document for document in every if document.number % world_size == rank], count
-        )
-    ]
-    assert sorted(stored) == sorted(first_rows(every, rows))
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, packed):
     texts = some_texts(200)
@@ -284,8 +208,7 @@ def rows_of(model: LanguageModel, tokens: int, notes: list[str]) -> list[np.ndar
     )
     assert sum(rows for _, rows in seen) == block.rows == len(block.columns["position"])
     assert sum(tokens for tokens, _ in seen) == block.lengths.sum()
-    assert all(part.special_norms.shape == (block.specials,) for part in found)
-    return [part.rows for part in found]
+    return [found[point] for point in POINTS]
 
 
 def test_a_batch_that_does_not_fit_is_halved(model, tmp_path: Path):
@@ -316,19 +239,6 @@ def test_an_error_that_is_not_of_memory_is_raised(tmp_path: Path):
         rows_of(broken, 64, [])
 
 
-def test_automatic_batches_are_powers_of_two_that_fit(model):
-    gib = 2**30
-    assert (
-        tokens_that_fit(free=10 * gib, window=gib, context=128) == 4 * 128
-    )  # seven tenths of ten are seven
-    assert (
-        tokens_that_fit(free=gib // 2, window=gib, context=128) == 128
-    )  # the forward pass will tell
-    assert tokens_that_fit(free=1000 * gib, window=1, context=128) == 1 << 15
-    assert batch_tokens(model, "auto", CONTEXT, POINTS) == 2048
-    assert batch_tokens(model, 3, CONTEXT, POINTS) == 3 * CONTEXT
-
-
 def fill_stores(
     home: Path,
     model: LanguageModel,
@@ -337,11 +247,9 @@ def fill_stores(
     *,
     packed: bool = False,
     batch: int = 64,
-    multiple: float | None = None,
     rows: int = ROWS,
 ) -> None:
-    """Fill stores by batches of `batch` tokens, interrupted once `stop_at` rows were computed; hook points with a
-    complete store only decide which rows are dropped."""
+    """Fill stores by batches of `batch` tokens, interrupted once `stop_at` rows were computed."""
     done = 0
 
     def show(tokens: int, rows: int) -> None:
@@ -360,7 +268,6 @@ def fill_stores(
                 16,
                 90,
                 columns=COLUMNS,
-                max_norm_multiple=multiple,
             ),
             limit=rows,
         )
@@ -368,7 +275,7 @@ def fill_stores(
     }
     try:
         fill(
-            {point: writer for point, writer in writers.items() if not writer.complete},
+            writers,
             lambda cursor: blocks(
                 some_texts(100, seed=3),
                 Windows(model.tokenizer, CONTEXT, packed=packed),
@@ -378,11 +285,6 @@ def fill_stores(
             Forward(model, "bfloat16", batch, print),
             rows,
             show,
-            {
-                point: Admission(writer.path, writer.meta)
-                for point, writer in writers.items()
-                if writer.complete
-            },
         )
     finally:
         for writer in writers.values():
@@ -399,12 +301,6 @@ def stored_rows(home: Path, point: HookPoint) -> tuple[np.ndarray, np.ndarray]:
     return collect(rows.sequential(64)), np.stack(
         [np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]
     )
-
-
-DROPPING, MULTIPLE = (
-    [HookPoint(0, "attn_out"), HookPoint(2, "mlp_out"), HookPoint(1, "resid_pre")],
-    1.15,
-)
 
 
 def test_blocks_do_not_cap_a_batch_and_give_the_same_store(model, tmp_path: Path):
@@ -424,54 +320,20 @@ def test_blocks_do_not_cap_a_batch_and_give_the_same_store(model, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_stores_filled_together_drop_what_any_of_them_drops(model, tmp_path: Path):
-    for point in DROPPING:  # every row there is
-        fill_stores(tmp_path / "every", model, [point], rows=10**6)
-    fill_stores(tmp_path / "together", model, DROPPING, multiple=MULTIPLE)
-    every = {point: stored_rows(tmp_path / "every", point) for point in DROPPING}
-    norms = {
-        point: np.linalg.norm(rows.astype(np.float64), axis=1) for point, (rows, _) in every.items()
-    }
-    fit = {point: found <= MULTIPLE * np.median(found[:100]) for point, found in norms.items()}
-    common = np.logical_and.reduce(list(fit.values()))
-    assert all((each & ~common).sum() > 50 for each in fit.values())
-    for point in DROPPING:
-        rows, columns = stored_rows(tmp_path / "together", point)
-        np.testing.assert_array_equal(columns, every[point][1][:, common][:, :ROWS])
-        np.testing.assert_allclose(rows, every[point][0][common][:ROWS], rtol=0.02, atol=0.02)
-        meta = opened(tmp_path / "together", point).meta
-        seen = ROWS + meta.dropped["high_norm"] + meta.dropped["beside"]
-        if (
-            common[:seen].sum() == ROWS
-        ):  # else the store was full within a block, all of whose dropped rows it counts
-            assert meta.dropped["beside"] == (fit[point] & ~common)[:seen].sum()
-        assert (
-            meta.dropped_norms["beside"].max
-            <= MULTIPLE * meta.median_norm
-            < meta.dropped_norms["high_norm"].max
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("multiple", "stops"), [(None, (650, 450, 250)), (MULTIPLE, (1300, 1000, 700))]
-)
-def test_stores_stopped_at_different_shards_equal_whole_ones(
-    model, tmp_path: Path, multiple, stops
-):
-    fill_stores(tmp_path / "whole", model, DROPPING, multiple=multiple)
+def test_stores_stopped_at_different_shards_equal_whole_ones(model, tmp_path: Path):
+    fill_stores(tmp_path / "whole", model, POINTS)
     stopped = tmp_path / "stopped"
-    folders = [stopped / f"{point.layer}-{point.site}" for point in DROPPING]
+    folders = [stopped / f"{point.layer}-{point.site}" for point in POINTS]
     stood: set[int] = set()
-    for stop_at, lost in zip(stops, [folders[2], folders[1], None], strict=True):
+    for stop_at, lost in zip((650, 450, 250), [folders[2], folders[1], None], strict=True):
         with pytest.raises(KeyboardInterrupt):
-            fill_stores(stopped, model, DROPPING, stop_at, multiple=multiple)
+            fill_stores(stopped, model, POINTS, stop_at)
         stood |= {ActivationStore.open(folder).rows for folder in folders if folder.exists()}
         if lost:
             shutil.rmtree(lost)
     assert len(stood) > 1 and max(stood) < ROWS
     for _ in range(2):  # the second time, the others are finished
-        fill_stores(stopped, model, DROPPING, multiple=multiple)
+        fill_stores(stopped, model, POINTS)
         for folder in folders:
             assert_same_pass(folder, tmp_path / "whole" / folder.name)
         shutil.rmtree(folders[2])

@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import saecli
 from saecli.extract.effects import effects
-from saecli.extract.forward import COLUMNS, Forward, fill
+from saecli.extract.forward import Forward, fill
 from saecli.extract.language_model import LanguageModel
-from saecli.extract.options import HookPoint
+from saecli.extract.options import COLUMNS, HookPoint
 from saecli.extract.passes import Passes
 from saecli.extract.splice import StoredWindow, stored_windows
 from saecli.extract.texts import Document

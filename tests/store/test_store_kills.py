@@ -174,7 +174,7 @@ def test_another_request_and_another_folder_are_refused(tmp_path):
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("left", ["nothing", "half a shard", "ranks"])
+@pytest.mark.parametrize("left", ["nothing", "half a shard"])
 def test_a_store_that_was_killed_without_a_row_gives_its_name_to_another(tmp_path, left):
     rows = np.ones((5, 4), np.float32)
     wanted = make_meta(4, source={"layer": 12})
@@ -185,9 +185,6 @@ def test_a_store_that_was_killed_without_a_row_gives_its_name_to_another(tmp_pat
         (tmp_path / "s" / "shards").mkdir()
         (tmp_path / "s" / "shards" / ".00000.h5.partial").write_bytes(b"x" * 100)
         (tmp_path / "s" / "shards.jsonl").write_text('{"shard": {"fi')
-    if left == "ranks":
-        (tmp_path / "s" / "ranks" / "00000").mkdir(parents=True)
-        write_meta(tmp_path / "s" / "ranks" / "00000", make_meta(4, source={"layer": 6}))
     for path in (tmp_path / "s", tmp_path / "t"):
         assert finished_store(path, "another") is None
         with StoreWriter.open(path, wanted) as writer:

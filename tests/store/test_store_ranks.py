@@ -15,29 +15,23 @@ from storing import collect, make_meta, memory_folder, stored_contents
 
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
-from saecli.store.writer import RankedStore, StoreWriter, rank_folder, saved_rows
+from saecli.store.schema import StoreMeta, rank_folder, read_meta, write_meta
+from saecli.store.writer import StoreWriter, ranked_store
 
 
-def test_a_joined_store_says_and_holds_what_the_ranks_stored(tmp_path: Path):
+def of_ranks(count: int) -> StoreMeta:
+    return replace(META, ranks=count)
+
+
+def test_a_store_of_several_ranks_says_and_holds_what_they_stored(tmp_path: Path):
     write(tmp_path / "s")
-    found = stored_contents(tmp_path / "s")
-    whole = found["meta"]
-    assert sorted(file.name for file in (tmp_path / "s").iterdir()) == [
-        ".lock",
-        "shards",
-        "store.json",
-    ]
+    contents = stored_contents(tmp_path / "s")
+    whole = contents["meta"]
     expected = [
         float(rank + len(ROWS) * number) for rank, rows in enumerate(ROWS) for number in range(rows)
     ]
-    assert found["rows"][:, 0].tolist() == expected
-    assert whole["complete"]
-    assert [(rank["rows"], rank["shards"]) for rank in whole["ranks"]] == [
-        (45, 7),
-        (23, 4),
-        (0, 0),
-        (31, 5),
-    ]
+    assert contents["rows"][:, 0].tolist() == expected
+    assert whole["complete"] and whole["ranks"] == 4
     assert [shard["rows"] for shard in whole["shards"]] == [7] * 6 + [3] + [7] * 3 + [2] + [
         7
     ] * 4 + [3]
@@ -46,44 +40,40 @@ def test_a_joined_store_says_and_holds_what_the_ranks_stored(tmp_path: Path):
     assert whole["norms"]["max"] == max(expected)
 
 
-def test_another_number_of_processes_is_refused_in_one_sentence(tmp_path: Path):
-    write(tmp_path / "several", stop=3)
-    with pytest.raises(
-        StoreError,
-        match="expected the number of processes that began it, 4, got 2; run the command "
-        "with `torchrun --nproc-per-node 4`, or remove that store",
-    ):
-        RankedStore.open(tmp_path / "several", META, world_size=2)
-    with pytest.raises(StoreError, match="that began it, 4, got 1; run the command with `torchrun"):
-        StoreWriter.open(tmp_path / "several", META)
-    with suppress(KeyboardInterrupt), StoreWriter.open(tmp_path / "one", META) as writer:
+def test_another_number_of_processes_is_refused(tmp_path: Path):
+    several, alone = tmp_path / "several", tmp_path / "alone"
+    write(several, stop=3)
+    refused = "the number of processes that began it, {}, got {}"
+    with pytest.raises(StoreError, match=refused.format(4, 2)), ranked_store(several, of_ranks(2)):
+        pass
+    with pytest.raises(StoreError, match=refused.format(4, 1)):
+        StoreWriter.open(several, META)
+    with suppress(KeyboardInterrupt), StoreWriter.open(alone, META) as writer:
         writer.append(np.ones((8, 3), np.float32), {"document": np.arange(8)}, {"block": 0})
         raise KeyboardInterrupt
-    with pytest.raises(
-        StoreError,
-        match="that began it, 1, got 4; run the command with one process, without torchrun",
-    ):
-        RankedStore.open(tmp_path / "one", META, world_size=4)
-    write(tmp_path / "several")  # as it was, each of them lets go of the lock
+    with pytest.raises(StoreError, match=refused.format(1, 4)), ranked_store(alone, of_ranks(4)):
+        pass
+    write(several)  # as it was, each of them lets go of the lock
 
 
 def test_a_second_command_is_refused_and_an_empty_store_removed(tmp_path: Path):
-    with RankedStore.open(tmp_path / "s", META, world_size=4) as store:
-        for again in (
-            lambda: RankedStore.open(tmp_path / "s", META, world_size=4),
-            lambda: StoreWriter.open(tmp_path / "s", META),
+    with ranked_store(tmp_path / "s", of_ranks(4)):
+        with (
+            pytest.raises(StoreError, match="another process is writing it"),
+            ranked_store(tmp_path / "s", of_ranks(4)),
         ):
-            with pytest.raises(StoreError, match="another process is writing it"):
-                again()
-        store.begin(ROWS)
-        assert saved_rows(tmp_path / "s") == 0
+            pass
+        with pytest.raises(StoreError, match="another process is writing it"):
+            StoreWriter.open(tmp_path / "s", META)
     assert not (tmp_path / "s").exists()
-    with (
-        RankedStore.open(tmp_path / "s", META, world_size=4) as store,
-        pytest.raises(StoreError, match="there are no rows to store"),
-    ):
-        store.begin([0, 0, 0, 0])
-    assert not (tmp_path / "s").exists()
+
+
+def test_a_rank_that_stores_something_else_is_refused(tmp_path: Path):
+    write(tmp_path / "s")
+    folder = rank_folder(tmp_path / "s", 1)
+    write_meta(folder, replace(read_meta(folder), request_hash="other"))
+    with pytest.raises(StoreError, match="cannot read"):
+        ActivationStore.open(tmp_path / "s")
 
 
 @pytest.mark.slow
@@ -98,22 +88,17 @@ def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
         columns=columns,
     )
     with memory_folder() as folder, pytest.MonkeyPatch.context() as patch:
-        with RankedStore.open(folder / "s", meta, world_size=len(counts)) as joined:
-            joined.begin(counts)
+        with ranked_store(folder / "s", replace(meta, ranks=len(counts))):
             for rank, count in enumerate(counts):
-                begin = sum(counts[:rank])
-                if count:
-                    with StoreWriter.open(
-                        rank_folder(folder / "s", rank), replace(joined.meta, ranks=())
-                    ) as writer:
-                        numbers = np.arange(begin, begin + count)
-                        writer.append(
-                            numbers[:, None] * np.ones(2, np.float32),
-                            dict.fromkeys(columns, numbers),
-                            {"row": 0},
-                        )
-                        writer.finish()
-            joined.join()
+                numbers = sum(counts[:rank]) + np.arange(count)
+                part = rank_folder(folder / "s", rank)
+                with StoreWriter.open(part, meta, is_part=True) as writer:
+                    writer.append(
+                        numbers[:, None] * np.ones(2, np.float32),
+                        dict.fromkeys(columns, numbers),
+                        {"row": 0},
+                    )
+                    writer.finish()
         store = ActivationStore.open(folder / "s")
         patch.setattr("saecli.store.stream.RUN_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         rows, size = store.split("all"), data.draw(st.integers(1, 60))

@@ -20,8 +20,8 @@ from ...base.documents import read_run
 from ...base.errors import ConfigError, ModelError, counted, demand_at_least
 from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
-from ...extract.options import at_revision
-from ...extract.splice import COLUMNS, recorded_revision, spec_of
+from ...extract.options import COLUMNS, at_revision
+from ...extract.splice import recorded_revision, spec_of
 from ...measure.blocks import in_blocks
 from ...measure.evaluate import evaluated
 from ...measure.hook_points import places_document
