@@ -72,21 +72,17 @@ def stability(
     """
     check_stability(len(saes), match_threshold)
     listener = listening(progress)
-    frequencies: list[NDArray[np.float64]] | None = None
     if data is None and not all(isinstance(sae, Measured) for sae in saes):
         opened = [
             open_sae(Home.at(home), sae, listener) for sae in saes if not isinstance(sae, Measured)
         ]
         names = check_comparable([(subject, saved.sae) for subject, saved in opened])
         models = [saved.sae.copy_to(device_named(device)) for _, saved in opened]
-    else:
-        everything = all_measured(Home.at(home), saes, data, split, device, listener)
-        models = [one.sae for one in everything]
-        names = check_comparable([(one.subject, one.sae) for one in everything])
-        frequencies = [
-            firing(one.sae, one.inputs(listener)).frequency.numpy() for one in everything
-        ]
-    return _document(names, models, frequencies, match_threshold, listener)
+        return _document(names, models, None, match_threshold, listener)
+    measured = all_measured(Home.at(home), saes, data, split, device, listener)
+    names = check_comparable([(each.subject, each.sae) for each in measured])
+    frequencies = [firing(each.sae, each.inputs(listener)).frequency.numpy() for each in measured]
+    return _document(names, [each.sae for each in measured], frequencies, match_threshold, listener)
 
 
 def check_stability(saes: int, match_threshold: float) -> None:
@@ -99,46 +95,32 @@ def check_stability(saes: int, match_threshold: float) -> None:
         )
 
 
-def check_comparable(everything: Sequence[tuple[Subject, SAE]]) -> list[str]:
+def check_comparable(saes: Sequence[tuple[Subject, SAE]]) -> list[str]:
     """The SAEs' names, numbered where several have the same; refuses SAEs that differ in d_in or in the store that they
     were trained on, or have weights that are not finite."""
-    names = [subject.name for subject, _ in everything]
+    names = [subject.name for subject, _ in saes]
     names = [
-        f"{name} {place}" if names.count(name) > 1 else name for place, name in enumerate(names, 1)
+        f"{name} {number}" if names.count(name) > 1 else name
+        for number, name in enumerate(names, 1)
     ]
-
-    for name, (_, sae) in zip(names, everything, strict=True):
+    first_subject, first_sae = saes[0]
+    for name, (subject, sae) in zip(names, saes, strict=True):
         for width in ("d_in", "d_out"):
-            expected, got = getattr(everything[0][1], width), getattr(sae, width)
+            expected, got = getattr(first_sae, width), getattr(sae, width)
             if got != expected:
                 raise ConfigError(
                     f"--stability compares runs of one {width}: expected {name} to have {expected} as "
                     f"{names[0]}, got {got}; name runs trained on the same rows"
                 )
+        if None not in (subject.data, first_subject.data) and subject.data != first_subject.data:
+            raise ConfigError(
+                f"--stability compares runs of the same data: expected {name} to be trained on "
+                f"{first_subject.data} as {names[0]}, got {subject.data}; name runs trained on one store"
+            )
         if not (sae.W_enc.isfinite().all() and sae.W_dec.isfinite().all()):
             raise ConfigError(
                 f"--stability cannot match the latents of {name}: expected finite weights, got a NaN or "
                 "infinity; leave it out, or train it again"
-            )
-    known = [
-        (name, subject)
-        for name, (subject, _) in zip(names, everything, strict=True)
-        if subject.data is not None
-    ]
-    for name, subject in known:
-        first, expected = known[0]
-        if subject.data != expected.data:
-            raise ConfigError(
-                f"--stability compares runs of the same data: expected {name} to be trained on "
-                f"{expected.data} as {first}, got {subject.data}; name runs trained on one store"
-            )
-        if (
-            None not in (subject.data_hash, expected.data_hash)
-            and subject.data_hash != expected.data_hash
-        ):
-            raise ConfigError(
-                f"--stability compares runs of the same data: expected {name} and {first} to be trained "
-                f"on one store, got two named {subject.data}; train one of them again"
             )
     return names
 
@@ -150,74 +132,87 @@ def _document(
     threshold: float,
     listener: Listener,
 ) -> dict[str, Any]:
-    pairs, found = list(combinations(range(len(saes)), 2)), []
-    sums = [
-        np.zeros((3, sae.d_sae)) for sae in saes
-    ]  # of each latent: |cosines|, matches, counterparts
-    with listener.progress("matching latents", len(pairs), "pairs") as show:
-        for i, j in pairs:
+    index_pairs = list(combinations(range(len(saes)), 2))
+    sums = [_LatentSums(sae.d_sae) for sae in saes]
+    pairs: list[dict[str, Any]] = []
+    with listener.progress("matching latents", len(index_pairs), "pairs") as show:
+        for i, j in index_pairs:
             if saes[i].W_dec.equal(saes[j].W_dec):
                 listener.note(
                     f"warning: {names[i]} and {names[j]} have the same decoder, so that they say nothing on "
                     "stability; expected runs that differ in seed"
                 )
-            one = matching(saes[i], saes[j])
-            for run, latents in ((i, one.first), (j, one.second)):
-                sums[run][:, latents] += one.cosine, one.cosine > threshold, np.ones(len(latents))
-            both = None
+            match = matching(saes[i], saes[j])
+            matched = match.cosine > threshold
+            sums[i].add(match.first, match.cosine, matched)
+            sums[j].add(match.second, match.cosine, matched)
+            of_firing = None
             if frequencies is not None:
-                both = (frequencies[i][one.first] > 0) & (frequencies[j][one.second] > 0)
-            counterparts = dict(zip(one.first.tolist(), one.second.tolist(), strict=True))
-            found.append(
+                fire = (frequencies[i][match.first] > 0) & (frequencies[j][match.second] > 0)
+                of_firing = _measures(match.cosine[fire], matched[fire])
+            counterparts = dict(zip(match.first.tolist(), match.second.tolist(), strict=True))
+            pairs.append(
                 {
                     "runs": [names[i], names[j]],
-                    **_measures(one.cosine, threshold),
-                    "firing": None if both is None else _measures(one.cosine[both], threshold),
+                    **_measures(match.cosine, matched),
+                    "firing": of_firing,
                     "counterparts": [counterparts.get(latent) for latent in range(saes[i].d_sae)],
                 }
             )
-            show(len(found))
+            show(len(pairs))
     runs = []
-    for run, (name, (cosines, matches, counts)) in enumerate(zip(names, sums, strict=True)):
+    for run, name in enumerate(names):
         frequency = None if frequencies is None else frequencies[run]
-        runs.append(
-            {
-                "run": name,
-                "d_sae": len(counts),
-                "silent": None if frequency is None else int((frequency == 0).sum()),
-                "cosine": [
-                    cosine / count if count else None
-                    for cosine, count in zip(cosines.tolist(), counts.tolist(), strict=True)
-                ],
-                "match_fraction": (matches / (len(saes) - 1)).tolist(),
-                "frequency": None if frequency is None else frequency.tolist(),
-            }
-        )
-    fired = None if frequencies is None else _means([pair["firing"] for pair in found])
+        runs.append({"run": name, **sums[run].document(len(saes) - 1, frequency)})
     return {
         "match_threshold": threshold,
-        **_means(found),
-        "firing": fired,
-        "pairs": found,
+        **_means(pairs),
+        "firing": None if frequencies is None else _means([pair["firing"] for pair in pairs]),
+        "pairs": pairs,
         "runs": runs,
     }
 
 
-def _measures(cosine: NDArray[np.float64], threshold: float) -> dict[str, Any]:
-    values = (cosine, cosine > threshold)
+class _LatentSums:
+    """Sums over the other runs for each latent of a run, (F,)."""
+
+    def __init__(self, d_sae: int) -> None:
+        self.cosines, self.matches, self.counterparts = np.zeros((3, d_sae))
+
+    def add(
+        self, latents: NDArray[np.int64], cosine: NDArray[np.float64], matched: NDArray[np.bool_]
+    ) -> None:
+        self.cosines[latents] += cosine
+        self.matches[latents] += matched
+        self.counterparts[latents] += 1
+
+    def document(self, others: int, frequency: NDArray[np.float64] | None) -> dict[str, Any]:
+        sums = zip(self.cosines.tolist(), self.counterparts.tolist(), strict=True)
+        return {
+            "d_sae": len(self.cosines),
+            "silent": None if frequency is None else int((frequency == 0).sum()),
+            "cosine": [total / count if count else None for total, count in sums],
+            "match_fraction": (self.matches / others).tolist(),
+            "frequency": None if frequency is None else frequency.tolist(),
+        }
+
+
+def _measures(cosine: NDArray[np.float64], matched: NDArray[np.bool_]) -> dict[str, Any]:
+    latents = len(cosine)
     return {
-        "latents": len(cosine),
-        **{
-            name: float(value.mean()) if len(value) else None
-            for name, value in zip(MEASURES, values, strict=True)
-        },
+        "latents": latents,
+        "pw_mcc": float(cosine.mean()) if latents else None,
+        "matched_fraction": float(matched.mean()) if latents else None,
     }
 
 
-def _means(documents: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+def _means(pairs: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Over the pairs that have a value."""
-    found = {name: [one[name] for one in documents if one[name] is not None] for name in MEASURES}
-    return {name: float(np.mean(values)) if values else None for name, values in found.items()}
+    means: dict[str, float | None] = {}
+    for name in MEASURES:
+        values = [pair[name] for pair in pairs if pair[name] is not None]
+        means[name] = float(np.mean(values)) if values else None
+    return means
 
 
 @dataclass(frozen=True)
@@ -228,7 +223,7 @@ class Matching:
 
 
 @torch.no_grad()
-def matching(one: Dictionary, other: Dictionary) -> Matching:
+def matching(first: Dictionary, second: Dictionary) -> Matching:
     """Match the latents of two SAEs of one d_in, on one device, to maximise the sum of decoder vectors' `|cosine|`.
 
         max over one-to-one p of sum_m |<w_m, v_p(m)>| / (||w_m|| ||v_p(m)||)
@@ -248,32 +243,29 @@ def matching(one: Dictionary, other: Dictionary) -> Matching:
     """
     from scipy.optimize import linear_sum_assignment  # takes a fifth of a second to import
 
-    swapped = one.d_sae > other.d_sae  # scipy copies a matrix that is higher than wide
-    narrow, wide = (
-        _unit(sae.decoder().double()).float() for sae in ((other, one) if swapped else (one, other))
-    )
+    swapped = first.d_sae > second.d_sae  # scipy copies a matrix that is higher than wide
+    decoders = [first.decoder(), second.decoder()]
+    narrow, wide = (_unit(W_dec.double()).float() for W_dec in sorted(decoders, key=len))
     needed, free = 8 * len(narrow) * len(wide), available_memory()
     if needed > free:
         raise MachineError(
-            f"too little memory to match {one.d_sae:,} latents with {other.d_sae:,}: expected "
+            f"too little memory to match {first.d_sae:,} latents with {second.d_sae:,}: expected "
             f"{size_words(needed)} or more free, got {size_words(free)}; end other programs, or match "
             "SAEs with fewer latents"
         )
-    cost = np.empty(
-        (len(narrow), len(wide))
-    )  # negated and in float64: scipy would make copies of anything else
+    # Negated and in float64: scipy would make copies of anything else.
+    cost = np.empty((len(narrow), len(wide)))
     for start in range(0, len(narrow), BLOCK_ROWS):
         cosines = narrow[start : start + BLOCK_ROWS] @ wide.T
         cost[start : start + BLOCK_ROWS] = cosines.abs_().neg_().cpu().numpy()
-    rows, columns = linear_sum_assignment(cost)
-    first, second = (columns, rows) if swapped else (rows, columns)
-    order = np.argsort(first)
-    first, second = first[order], second[order]
-    pairs = [
-        _unit(sae.decoder()[torch.from_numpy(latents).to(sae.decoder().device)].double())
-        for sae, latents in ((one, first), (other, second))
-    ]
-    return Matching(first, second, (pairs[0] * pairs[1]).sum(1).abs().clamp(max=1).cpu().numpy())
+    of_narrow, of_wide = linear_sum_assignment(cost)
+    latents = np.stack([of_wide, of_narrow] if swapped else [of_narrow, of_wide])
+    latents = latents[:, np.argsort(latents[0])]
+    w, v = (
+        _unit(W_dec[torch.from_numpy(chosen).to(W_dec.device)].double())
+        for W_dec, chosen in zip(decoders, latents, strict=True)
+    )
+    return Matching(latents[0], latents[1], (w * v).sum(1).abs().clamp(max=1).cpu().numpy())
 
 
 def _unit(vectors: Tensor) -> Tensor:

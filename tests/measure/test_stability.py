@@ -17,17 +17,10 @@ from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 
 
-def sae_of(
-    W_dec: torch.Tensor, W_enc: torch.Tensor | None = None, b_enc: torch.Tensor | None = None
-) -> SAE:
-    """An SAE of these decoder vectors (F, D), tied unless told otherwise."""
-    return SAE(
-        W_dec.T if W_enc is None else W_enc,
-        torch.zeros(len(W_dec)) if b_enc is None else b_enc,
-        W_dec,
-        torch.zeros(W_dec.shape[1]),
-        Relu(),
-    )
+def sae_of(W_dec: torch.Tensor, b_enc: torch.Tensor | None = None) -> SAE:
+    """A tied SAE of these decoder vectors (F, D)."""
+    b_enc = torch.zeros(len(W_dec)) if b_enc is None else b_enc
+    return SAE(W_dec.T, b_enc, W_dec, torch.zeros(W_dec.shape[1]), Relu())
 
 
 def vectors(latents: int, seed: int, d_in: int = 6) -> torch.Tensor:
@@ -69,7 +62,7 @@ def test_permuted_flipped_and_rescaled_copies_match_to_the_permutation(
     sign = torch.tensor([1.0, -1.0] * 5).unsqueeze(1)
     W = one.W_dec[order] * sign
     for scale in (1e-25, 3.0, 1e25):
-        (pair,) = saecli.stability([one, sae_of(W * scale, W.T / scale)])["pairs"]
+        (pair,) = saecli.stability([one, sae_of(W * scale)])["pairs"]
         assert pair["counterparts"] == torch.argsort(order).tolist()
         assert [pair[name] for name in ("latents", "pw_mcc", "matched_fraction")] == pytest.approx(
             [10, 1, 1]
@@ -207,20 +200,15 @@ def test_the_command_prints_the_functions_result(runs: CommandLine, tmp_path: Pa
     assert without_rows["pw_mcc"] == expected["pw_mcc"] and without_rows["firing"] is None
 
 
-def test_table_has_the_mean_and_firing_latents_if_some_are_silent(runs: CommandLine) -> None:
-    shown = runs("eval", *NAMES, "--stability").out
+def test_the_table_has_firing_latents_if_some_are_silent_and_equal_decoders_are_pointed_out(
+    runs: CommandLine,
+) -> None:
+    shown = runs("eval", *NAMES, "--stability")
     mean = saecli.stability(NAMES, home=runs.home)["pw_mcc"]
-    (line,) = (line for line in shown.splitlines() if "all pairs" in line)
-    assert f"{mean:.4g}" in line and "firing" not in shown
-    silent = random_sae(seed=3)
+    (line,) = (line for line in shown.out.splitlines() if "all pairs" in line)
+    assert f"{mean:.4g}" in line and "firing" not in shown.out
+    assert "same decoder" not in shown.err
+    silent = random_sae(seed=0)
     make_run(runs.home, "silent", silent.changed(b_enc=torch.full((F,), -1e9)))
-    assert "firing" in runs("eval", "seed-0", "silent", "--stability").out
-
-
-def test_runs_with_the_same_decoder_are_pointed_out(runs: CommandLine) -> None:
-    make_run(runs.home, "copy", random_sae(seed=0), split_seed=1)
-    assert (
-        "warning: seed-0 and copy have the same decoder"
-        in runs("eval", "seed-0", "copy", "--stability").err
-    )
-    assert "same decoder" not in runs("eval", *NAMES, "--stability").err
+    shown = runs("eval", "seed-0", "silent", "--stability")
+    assert "firing" in shown.out and "seed-0 and silent have the same decoder" in shown.err
