@@ -1,7 +1,7 @@
 """The rows that a store admits, and writing one shard of them.
 
-HDF5 writes its headers and the columns into memory, as on a full disk it can crash the process; the activations go to
-the offset that the headers give by plain writes, whose failure is an OSError.
+HDF5 writes into memory, as on a full disk it can crash the process: all but the activations, for which it leaves a gap.
+Activations and the rest go to disk by plain writes, whose failure is an OSError.
 
 Legend: R rows, D = d_in.
 """
@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -156,7 +156,7 @@ class ShardWriter:
         self._columns: dict[str, list[Column]] = {name: [] for name in meta.row_values}
         self._windows: list[Windows] = []
         self._checksums: list[int] = []  # per chunk
-        _, self._start = _headers(meta, meta.shard_rows)
+        self._start = _Image(meta, 1).start
         self._end = self._start
         make_folder(path.parent)
         self._file_path = partial_path(path)
@@ -194,20 +194,24 @@ class ShardWriter:
                 self._chunk = self._chunk[: self.rows]
             self._chunk[self._filled :] = 0
             self._flush_chunk()
-        columns = {name: stacked(parts) for name, parts in self._columns.items()}
-        columns[CHUNK_CHECKSUMS] = np.array(self._checksums, CHECKSUM)
         assert self.statistics is not None
-        windows = Windows.joined(self._windows) if self._meta.windows else None
-        image, start = _headers(self._meta, self.rows, columns, self.statistics, windows)
-        assert start == self._start, "the offset of the activations depends on their number"
-        for offset, data in image.writes:
-            _write(self._file, data, offset)
-        os.ftruncate(self._file, image.size)
+        image = _Image(self._meta, self.rows)
+        assert image.start == self._start, "the offset of the activations depends on their number"
+        for name, parts in self._columns.items():
+            image.put_column(name, stacked(parts))
+        image.put(CHUNK_CHECKSUMS, np.array(self._checksums, CHECKSUM))
+        if self._meta.windows:
+            image.put_group(WINDOWS, Windows.joined(self._windows).datasets())
+        image.put_statistics(self.statistics)
+        content, size = image.finish()
+        _write(self._file, content[: self._start], 0)
+        _write(self._file, content[self._end :], self._end)
+        os.ftruncate(self._file, size)
         os.close(self._file)
         self._file = -1
         digest = file_sha256(self._file_path)
         with self._file_path.open("rb", buffering=0) as file:
-            frame = Frame(start, frame_checksum(file, start, self._end))
+            frame = Frame(self._start, frame_checksum(file, self._start, self._end))
         settle(self._file_path, self.path)
         return digest, frame
 
@@ -241,119 +245,75 @@ def _write(file: int, data: memoryview | bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-class _Image(io.RawIOBase):
-    """A file object that records HDF5's writes: offset and bytes of each, and the file's size."""
-
-    def __init__(self) -> None:
-        self.writes: list[tuple[int, bytes]] = []
-        self.size = 0
-        self._at = 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def write(self, data: Any) -> int:
-        self.writes.append((self._at, bytes(data)))
-        self._at += len(data)
-        self.size = max(self.size, self._at)
-        return len(data)
-
-    def truncate(self, size: int | None = None) -> int:
-        self.size = self._at if size is None else size
-        return self.size
-
-
-def _headers(
-    meta: StoreMeta,
-    rows: int,
-    columns: Mapping[str, Column] | None = None,
-    statistics: Statistics | None = None,
-    windows: Windows | None = None,
-) -> tuple[_Image, int]:
-    """All bytes of a shard but its activations, and their byte offset.
+class _Image:
+    """A shard's bytes in memory, with a gap for the activations, at the offset `start`.
 
     A fixed-size, unfiltered, chunked dataset that is allocated at once has consecutive chunks and needs no index of
-    them (version 1.10 of the format); the bytes before them do not depend on `rows`.
+    them (version 1.10 of the format). It comes first, so that its offset does not depend on what follows. Equal rows
+    make equal bytes: no times are recorded.
     """
-    import h5py  # `sae list` need not wait for it
 
-    image = _Image()
-    creation, access = h5py.h5p.create(h5py.h5p.FILE_CREATE), h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    creation.set_obj_track_times(False)  # equal rows make equal bytes
-    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
-    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
-    access.set_alignment(1, ALIGNMENT)
-    with h5py.File(h5py.h5f.create(b"shard", h5py.h5f.ACC_TRUNC, creation, access)) as file:
-        for name in meta.columns:
-            _create(file, name, h5py.h5t.py_create(COLUMNS[name]), (rows,))
-        chunk = (min(meta.chunk_rows, rows), meta.d_in)
-        _create(file, CHUNK_CHECKSUMS, h5py.h5t.py_create(CHECKSUM), (-(-rows // chunk[0]),))
-        activations = _create(file, ACTIVATIONS, DTYPES[meta.dtype].hdf5, (rows, meta.d_in), chunk)
-        for name, column in (columns or {}).items():
-            if isinstance(column, np.ndarray):
-                file[name][...] = column
-            else:
-                _put(
-                    file,
-                    CODES,
-                    {
-                        "offset": column.indptr.astype(OFFSET),
-                        "index": column.indices.astype(INDEX),
-                        "value": column.data.astype(VALUE),
-                    },
-                )
-        if windows is not None:
-            _put(file, WINDOWS, windows.datasets())
-        if statistics is not None:
-            bins = np.flatnonzero(statistics.norm_counts)
-            group = _put(
-                file,
-                STATISTICS,
-                {
-                    "mean": statistics.spread.mean,
-                    "scatter": statistics.spread.scatter,
-                    "norm_bin": bins.astype("<i4"),
-                    "norm_count": statistics.norm_counts[bins],
-                },
-            )
-            for name, value in (
-                ("norm_mean", statistics.norms.mean),
-                ("norm_max", statistics.norms.max),
-            ):
-                group.attrs.create(name, value, dtype="<f8")
-        start = activations.get_chunk_info_by_coord((0, 0)).byte_offset
-    return image, start
+    def __init__(self, meta: StoreMeta, rows: int) -> None:
+        import h5py  # `sae list` need not wait for it
 
-
-def _put(file: h5py.File, name: str, columns: Mapping[str, np.ndarray]) -> h5py.Group:
-    import h5py
-
-    creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
-    creation.set_obj_track_times(False)
-    group = h5py.Group(h5py.h5g.create(file.id, name.encode(), gcpl=creation))
-    for key, values in columns.items():
-        group.create_dataset(key, data=values, track_times=False)
-    return group
-
-
-def _create(
-    file: h5py.File,
-    name: str,
-    kind: h5py.h5t.TypeID,
-    shape: tuple[int, ...],
-    chunk: tuple[int, ...] | None = None,
-) -> h5py.h5d.DatasetID:
-    import h5py
-
-    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    layout.set_obj_track_times(False)
-    if chunk:
-        layout.set_chunk(chunk)
+        self._memory = io.BytesIO()
+        creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+        creation.set_obj_track_times(False)
+        access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+        access.set_fileobj_driver(h5py.h5fd.fileobj_driver, self._memory)
+        access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+        access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
+        access.set_alignment(1, ALIGNMENT)
+        self._file = h5py.File(h5py.h5f.create(b"shard", h5py.h5f.ACC_TRUNC, creation, access))
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        layout.set_obj_track_times(False)
+        layout.set_chunk((min(meta.chunk_rows, rows), meta.d_in))
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    return h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), layout)
+        shape = h5py.h5s.create_simple((rows, meta.d_in))
+        activations = h5py.h5d.create(
+            self._file.id, ACTIVATIONS.encode(), DTYPES[meta.dtype].hdf5, shape, layout
+        )
+        self.start = activations.get_chunk_info_by_coord((0, 0)).byte_offset
+
+    def put(self, name: str, values: np.ndarray) -> None:
+        self._file.create_dataset(name, data=values, track_times=False)
+
+    def put_column(self, name: str, column: Column) -> None:
+        if isinstance(column, np.ndarray):
+            self.put(name, column)
+            return
+        codes = {
+            "offset": column.indptr.astype(OFFSET),
+            "index": column.indices.astype(INDEX),
+            "value": column.data.astype(VALUE),
+        }
+        self.put_group(CODES, codes)
+
+    def put_statistics(self, statistics: Statistics) -> None:
+        bins = np.flatnonzero(statistics.norm_counts)
+        datasets = {
+            "mean": statistics.spread.mean,
+            "scatter": statistics.spread.scatter,
+            "norm_bin": bins.astype("<i4"),
+            "norm_count": statistics.norm_counts[bins],
+        }
+        group = self.put_group(STATISTICS, datasets)
+        group.attrs.create("norm_mean", statistics.norms.mean, dtype="<f8")
+        group.attrs.create("norm_max", statistics.norms.max, dtype="<f8")
+
+    def put_group(self, name: str, datasets: Mapping[str, np.ndarray]) -> h5py.Group:
+        import h5py
+
+        creation = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+        creation.set_obj_track_times(False)
+        group = h5py.Group(h5py.h5g.create(self._file.id, name.encode(), gcpl=creation))
+        for key, values in datasets.items():
+            group.create_dataset(key, data=values, track_times=False)
+        return group
+
+    def finish(self) -> tuple[memoryview, int]:
+        """The bytes, and the file's size, which may exceed their number by a gap at the end."""
+        size = self._file.id.get_filesize()
+        self._file.close()
+        return self._memory.getbuffer(), size
