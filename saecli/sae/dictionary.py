@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -41,9 +41,8 @@ class Batch:
     x: Tensor  # this process' rows, (b, D)
     y: Tensor  # their targets, (b, E); x itself for reconstruction
     size: int  # B
-    index: Tensor | None = (
-        None  # ascending positions of these rows in the batch, (b,), on the CPU; None for all
-    )
+    # Ascending positions of these rows in the batch, (b,), on the CPU; None for all.
+    index: Tensor | None = None
 
     @classmethod
     def of(
@@ -62,37 +61,30 @@ class Batch:
     @classmethod
     def joined(cls, batches: Sequence[Self]) -> Self:
         x = torch.cat([batch.x for batch in batches])
-        y = (
-            x
-            if all(batch.y is batch.x for batch in batches)
-            else torch.cat([batch.y for batch in batches])
-        )
-        *before, size = accumulate((batch.size for batch in batches), initial=0)
+        reconstructs = all(batch.y is batch.x for batch in batches)
+        y = x if reconstructs else torch.cat([batch.y for batch in batches])
+        *begins, size = accumulate((batch.size for batch in batches), initial=0)
         if all(batch.index is None for batch in batches):
             return cls(x, y, size)
-        return cls(
-            x,
-            y,
-            size,
-            torch.cat(
-                [batch.numbers + begin for batch, begin in zip(batches, before, strict=True)]
-            ),
-        )
+        numbers = [batch.numbers + begin for batch, begin in zip(batches, begins, strict=True)]
+        return cls(x, y, size, torch.cat(numbers))
 
     @property
     def numbers(self) -> Tensor:
         """Positions of this process' rows in the batch, (b,), on the CPU."""
         return torch.arange(self.size) if self.index is None else self.index
 
+    def taken(self, rows: Tensor | slice, size: int, index: Tensor | None) -> "Batch":
+        """Some of this process' rows, as a batch of a given size and index."""
+        x = self.x[rows]
+        return Batch(x, x if self.y is self.x else self.y[rows], size, index)
+
     def first(self, count: int) -> "Batch":
-        own = min(count, self.size) if self.index is None else int((self.index < count).sum())
-        x = self.x[:own]
-        return Batch(
-            x,
-            x if self.y is self.x else self.y[:own],
-            min(count, self.size),
-            None if self.index is None else self.index[:own],
-        )
+        count = min(count, self.size)
+        if self.index is None:
+            return self.taken(slice(count), count, None)
+        own = slice(int((self.index < count).sum()))
+        return self.taken(own, count, self.index[own])
 
 
 def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
@@ -103,13 +95,7 @@ def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
         own = here[numbers]
         index = (own >= 0).nonzero()[:, 0]
         rows = moved(own[index], whole.x.device)
-        x = whole.x[rows]
-        yield Batch(
-            x,
-            x if whole.y is whole.x else whole.y[rows],
-            len(numbers),
-            None if whole.index is None else index,
-        )
+        yield whole.taken(rows, len(numbers), None if whole.index is None else index)
 
 
 @dataclass(frozen=True)
@@ -133,32 +119,26 @@ class PreActivations(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, W_enc = ctx.saved_tensors
+        to_x, to_W_enc, to_b_enc = ctx.needs_input_grad
         if gradient.layout == torch.strided:
             codes: Codes = DenseCodes(gradient)
-            W_gradient = (gradient.T @ x).T if ctx.needs_input_grad[1] else None
-            x_gradient = gradient @ W_enc.T if ctx.needs_input_grad[0] else None
         else:
             rows, columns = gradient._indices()
-            codes = SparseCodes(
-                offsets_of(rows, len(gradient)), columns, gradient._values(), gradient.shape[1]
-            )
-            W_gradient = codes.transposed_times(x).T if ctx.needs_input_grad[1] else None
-            x_gradient = codes.times(W_enc.T) if ctx.needs_input_grad[0] else None
-        return x_gradient, W_gradient, codes.sums() if ctx.needs_input_grad[2] else None
-
-
-class Parts(TypedDict, total=False):
-    """What only some dictionaries have."""
-
-    prefixes: (
-        Prefixes  # of a nested one, numbers of latents, ascending, the last being F; else empty
-    )
-    W_skip: Tensor | None  # weights of a transcoder's affine skip, (D, E)
-    widths: Sequence[int]  # of a crosscoder's hook points, in the order of the targets; else empty
+            offsets = offsets_of(rows, len(gradient))
+            codes = SparseCodes(offsets, columns, gradient._values(), gradient.shape[1])
+        return (
+            codes.times(W_enc.T) if to_x else None,
+            codes.transposed_times(x).T if to_W_enc else None,
+            codes.sums() if to_b_enc else None,
+        )
 
 
 class Dictionary(Module, ABC):
-    """Encoder, activation and decoder bias; subclasses define W_dec. Parameters are frozen until `requires_grad_`."""
+    """Encoder, activation and decoder bias; subclasses define W_dec. Parameters are frozen until `requires_grad_`.
+
+    Some have `prefixes`, the numbers of latents of a nested one, ascending, the last being F; `W_skip`, a transcoder's
+    affine skip, (D, E); or `widths`, of a crosscoder's hook points in the order of the targets.
+    """
 
     LATENT_DIMENSIONS: ClassVar[dict[str, int]] = {"W_enc": 1, "b_enc": 0, "W_dec": 0, "Delta": 0}
 
@@ -174,30 +154,25 @@ class Dictionary(Module, ABC):
         b_dec: Tensor,
         activation: Activation,
         activation_parameters: Parameters | None = None,
-        **parts: Unpack[Parts],
+        *,
+        prefixes: Prefixes = (),
+        W_skip: Tensor | None = None,
+        widths: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self.activation, self.prefixes = activation, tuple(parts.get("prefixes", ()))
-        self.widths, W_skip = tuple(parts.get("widths", ())), parts.get("W_skip")
-        self._learned = tuple(activation_parameters or {})
-        for name, tensor in {
-            "W_enc": W_enc,
-            "b_enc": b_enc,
-            "b_dec": b_dec,
-            **(activation_parameters or {}),
-        }.items():
-            self.register_parameter(name, Parameter(tensor.detach(), requires_grad=False))
-        self.register_parameter(
-            "W_skip", None if W_skip is None else Parameter(W_skip.detach(), requires_grad=False)
-        )
+        learned = activation_parameters or {}
+        self.activation = activation
+        self.prefixes = tuple(prefixes)
+        self.widths = tuple(widths)
+        self._learned = tuple(learned)
+        tensors = {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, **learned, "W_skip": W_skip}
+        for name, tensor in tensors.items():
+            frozen = None if tensor is None else Parameter(tensor.detach(), requires_grad=False)
+            self.register_parameter(name, frozen)
 
     @abstractmethod
     def decoder(self) -> Tensor:
         """W_dec, one dictionary vector per row, (F, E); differentiable in the parameters."""
-
-    @property
-    def parts(self) -> Parts:
-        return {"prefixes": self.prefixes, "W_skip": self.W_skip, "widths": self.widths}
 
     @property
     def d_in(self) -> int:
@@ -214,10 +189,8 @@ class Dictionary(Module, ABC):
     @property
     def places(self) -> list[slice]:
         """The columns of each hook point in the targets."""
-        return [
-            slice(begin, end)
-            for begin, end in pairwise(accumulate(self.widths or (self.d_out,), initial=0))
-        ]
+        ends = accumulate(self.widths or (self.d_out,), initial=0)
+        return [slice(begin, end) for begin, end in pairwise(ends)]
 
     def weighed(self, W_dec: Tensor) -> Tensor:
         """A matrix whose row norms weigh latents in penalties: W_dec, or a crosscoder's sums over hook points."""
@@ -318,7 +291,9 @@ class Dictionary(Module, ABC):
             copy(self.b_dec),
             self.activation,
             {name: copy(tensor) for name, tensor in self.activation_parameters.items()},
-            **self.parts | {"W_skip": None if self.W_skip is None else copy(self.W_skip)},
+            prefixes=self.prefixes,
+            W_skip=None if self.W_skip is None else copy(self.W_skip),
+            widths=self.widths,
         )
 
     @property
@@ -327,38 +302,42 @@ class Dictionary(Module, ABC):
         return self.activation.k if isinstance(self.activation, KeepsK) else None
 
     def __repr__(self) -> str:
-        kept = f", k={self.k}" if self.k else ""
-        nested = f", prefixes={self.prefixes}" if self.prefixes else ""
-        dtype = str(self.W_enc.dtype).removeprefix("torch.")
-        out = f", d_out={self.d_out}" if self.d_out != self.d_in else ""
-        skip = (", skip" if self.W_skip is not None else "") + (
-            f", widths={self.widths}" if self.widths else ""
-        )
-        return (
-            f"{type(self).__name__}({self.activation.name}{kept}, d_in={self.d_in}{out}, d_sae={self.d_sae}{nested}"
-            f"{skip}, {dtype}, {self.W_enc.device})"
-        )
+        parts = [self.activation.name]
+        parts += [f"k={self.k}"] if self.k else []
+        parts += [f"d_in={self.d_in}"]
+        parts += [f"d_out={self.d_out}"] if self.d_out != self.d_in else []
+        parts += [f"d_sae={self.d_sae}"]
+        parts += [f"prefixes={self.prefixes}"] if self.prefixes else []
+        parts += ["skip"] if self.W_skip is not None else []
+        parts += [f"widths={self.widths}"] if self.widths else []
+        parts += [name_of(self.W_enc.dtype), str(self.W_enc.device)]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
-    def _rows(self, verb: str, given: Tensor, width: int) -> Tensor:
+    def _rows(self, verb: str, tensor: Tensor, width: int) -> Tensor:
         device = self.W_enc.device
-        if not isinstance(given, Tensor):
-            got = f"{type(given).__name__}; make it one by `torch.as_tensor`"
-        elif not given.is_floating_point():
-            got = f"{given.dtype}; convert it by `.float()`"
-        elif not given.ndim or given.shape[-1] != width:
-            got = f"shape {tuple(given.shape)}"
-        elif given.device != device:
-            got = f"one on {given.device}; move one of the two by `.to`"
+        if not isinstance(tensor, Tensor):
+            got = type(tensor).__name__
+        elif (
+            tensor.is_floating_point() and tensor.shape[-1:] == (width,) and tensor.device == device
+        ):
+            return tensor.to(self.W_enc.dtype).reshape(math.prod(tensor.shape[:-1]), width)
         else:
-            return given.to(self.W_enc.dtype).reshape(math.prod(given.shape[:-1]), width)
+            got = f"{name_of(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}"
         raise ConfigError(
             f"cannot {verb}: expected a floating-point tensor of shape (..., {width}) on {device}, got "
             f"{got}"
         )
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class SAE(Dictionary):
-    """A sparse autoencoder, transcoder or crosscoder on raw activations."""
+    """A sparse autoencoder, transcoder or crosscoder on raw activations.
+
+    `metadata` has the settings of its run and its hook point, as far as known.
+    """
 
     W_dec: Tensor  # (F, E)
 
@@ -370,18 +349,29 @@ class SAE(Dictionary):
         b_dec: Tensor,
         activation: Activation,
         activation_parameters: Parameters | None = None,
-        **parts: Unpack[Parts],
+        *,
+        prefixes: Prefixes = (),
+        W_skip: Tensor | None = None,
+        widths: Sequence[int] = (),
     ) -> None:
-        super().__init__(W_enc, b_enc, b_dec, activation, activation_parameters, **parts)
-        self.metadata: dict[
-            str, Any
-        ] = {}  # the settings of its run and its hook point, as far as known
+        super().__init__(
+            W_enc,
+            b_enc,
+            b_dec,
+            activation,
+            activation_parameters,
+            prefixes=prefixes,
+            W_skip=W_skip,
+            widths=widths,
+        )
+        self.metadata: dict[str, Any] = {}
         self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
     @property
     def cfg(self) -> dict[str, Any]:
         """Its `metadata`, activation, sizes, dtype and device."""
-        shape = {
+        return {
+            **self.metadata,
             "act": self.activation.name,
             **self.activation.to_json(),
             "d_in": self.d_in,
@@ -390,46 +380,33 @@ class SAE(Dictionary):
             "prefixes": self.prefixes,
             "widths": self.widths,
             "skip": self.W_skip is not None,
+            "dtype": name_of(self.W_enc.dtype),
+            "device": str(self.W_enc.device),
         }
-        return (
-            self.metadata
-            | shape
-            | {
-                "dtype": str(self.W_enc.dtype).removeprefix("torch."),
-                "device": str(self.W_enc.device),
-            }
-        )
 
     def decoder(self) -> Tensor:
         return self.W_dec
 
     def tensors(self) -> dict[str, Tensor]:
         """All parameters by name, detached; W_skip only if it has one."""
-        names = (
-            "W_enc",
-            "b_enc",
-            "W_dec",
-            "b_dec",
-            *self._learned,
-            *(["W_skip"] * (self.W_skip is not None)),
-        )
+        skip = [] if self.W_skip is None else ["W_skip"]
+        names = ["W_enc", "b_enc", "W_dec", "b_dec", *self._learned, *skip]
         return {name: getattr(self, name).detach() for name in names}
 
     def changed(self, activation: Activation | None = None, **tensors: Tensor) -> Self:
         """The same with other tensors, or with an activation: it then has the parameters of use, not of training."""
         new = self.tensors() | tensors
-        learned = {
-            name: new[name]
-            for name in (self._learned if activation is None else activation.parameters(1))
-        }
+        learned = self._learned if activation is None else activation.parameters(1)
         changed = type(self)(
             new["W_enc"],
             new["b_enc"],
             new["W_dec"],
             new["b_dec"],
             activation or self.activation,
-            learned,
-            **self.parts | {"W_skip": new.get("W_skip")},
+            {name: new[name] for name in learned},
+            prefixes=self.prefixes,
+            W_skip=new.get("W_skip"),
+            widths=self.widths,
         )
         changed.metadata = self.metadata
         return changed
@@ -440,8 +417,8 @@ class SAE(Dictionary):
     def copy_to(self, *where: torch.device | torch.dtype | str) -> Self:
         """A copy on another device or in another dtype, row-major as from a file, for equal last bits."""
         tensors = self.tensors()
-        for one in where:
-            tensors = {name: tensor.to(one) for name, tensor in tensors.items()}
+        for to in where:
+            tensors = {name: tensor.to(to) for name, tensor in tensors.items()}
         return self.changed(None, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
     def on_raw_rows(
@@ -453,8 +430,8 @@ class SAE(Dictionary):
     ) -> Self:
         """Fold in the normalisation `(x - mean) / scale`, (D,) each: the same codes of raw rows, and predictions
         `target_scale * y_hat + target_mean`, (E,) each, by default `mean` and `scale`."""
-        target_mean = mean if target_mean is None else target_mean
-        target_scale = scale if target_scale is None else target_scale
+        if target_mean is None or target_scale is None:
+            target_mean, target_scale = mean, scale
         W_enc = self.W_enc / scale[:, None]
         tensors = {
             "W_enc": W_enc,
@@ -485,7 +462,9 @@ class Coupled(Dictionary):
             start.b_dec,
             start.activation,
             start.activation_parameters,
-            **start.parts,
+            prefixes=start.prefixes,
+            W_skip=start.W_skip,
+            widths=start.widths,
         )
         self.c, self.untied = c, False
         self.register_parameter(
