@@ -14,8 +14,8 @@ import numpy as np
 
 from ..base.errors import StoreError, demand_at_least
 from ..base.files import file_sha256
-from .schema import SHARDS, WORLD_FILE, StoreMeta, read_meta
-from .shard import Chunks, find_damage, make_anew, read_layout, stored_statistics
+from .schema import WORLD_FILE, StoreMeta, read_meta
+from .shard import Chunks, find_damage, make_anew, stored_statistics
 from .split import TEST_FRACTION, Deal, Split, Which
 from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
 from .values import CODES, Spread, stacked
@@ -379,14 +379,10 @@ class ActivationStore(Chunks):
             )
 
     def verify(self, show: Callable[[float], None] = lambda read: None) -> list[str]:
-        return find_damage(self.path, self.meta, show)
-
-    def misfits(self) -> list[str]:
-        """A sentence if a shard or `world.safetensors` does not fit `store.json`. Cost: reads all but activations."""
+        """A sentence for each problem with a shard or `world.safetensors`; see `find_damage`."""
+        problems = find_damage(self.path, self.meta, show)
         try:
-            for shard in self.meta.shards:
-                read_layout(self.path / SHARDS / shard.file, self.meta, shard)
             self.demand_world()
         except StoreError as error:
-            return [str(error)]
-        return []
+            problems.append(str(error))
+        return problems

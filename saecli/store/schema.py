@@ -25,7 +25,7 @@ from ..base.files import flush_to_disk, regular, to_json, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
 from .values import CODES, DTYPES, Dropped, Norms
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SHARDS = "shards"
 JOURNAL = "shards.jsonl"
 WORLD_FILE = "world.safetensors"
@@ -93,7 +93,6 @@ class ShardRecord:
 
     file: str
     rows: int
-    sha256: str
     dropped: dict[str, int]
     resume: Resume
     dropped_norms: dict[str, Norms]
@@ -260,8 +259,8 @@ class StoreMeta:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse the contents of a `store.json`; ValueError if it is invalid, or of a newer version."""
-        demand_version(text, FORMAT_VERSION)
+        """Parse the contents of a `store.json`; ValueError if it is invalid, or of another version."""
+        demand_version(text, FORMAT_VERSION, oldest=FORMAT_VERSION)
         parse_json(text, _Demanded)
         meta = parse_json(text, cls)
         meta.demand_shards()

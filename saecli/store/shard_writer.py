@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ..base.files import file_sha256, make_folder, partial_path, settle
+from ..base.files import make_folder, partial_path, settle
 from .schema import ACTIVATIONS, CHECKSUM, CHUNK_CHECKSUMS, COLUMNS, STATISTICS, Frame, StoreMeta
 from .shard import frame_checksum
 from .values import (
@@ -185,8 +185,8 @@ class ShardWriter:
             if self._filled == len(self._chunk):
                 self._flush_chunk()
 
-    def commit(self) -> tuple[str, Frame]:
-        """Finish the shard, flush it and rename it to its final path; returns its SHA-256 and its frame."""
+    def commit(self) -> Frame:
+        """Finish the shard, flush it and rename it to its final path."""
         if self._filled:
             if self.rows < len(
                 self._chunk
@@ -209,11 +209,10 @@ class ShardWriter:
         os.ftruncate(self._file, size)
         os.close(self._file)
         self._file = -1
-        digest = file_sha256(self._file_path)
         with self._file_path.open("rb", buffering=0) as file:
             frame = Frame(self._start, frame_checksum(file, self._start, self._end))
         settle(self._file_path, self.path)
-        return digest, frame
+        return frame
 
     def abandon(self) -> None:
         """Remove the hidden file; does nothing after `commit`."""

@@ -221,14 +221,13 @@ class StoreWriter:
             sources[name] += self._shard.count("source", number)
         for token_id in control:
             control[token_id] += self._shard.count("token_id", int(token_id))
-        digest, frame = self._shard.commit()
+        frame = self._shard.commit()
         of_shard = self._shard.statistics
         assert of_shard is not None
         self._statistics = of_shard if self._statistics is None else self._statistics + of_shard
         record = ShardRecord(
             self._shard.path.name,
             self._shard.rows,
-            digest,
             dict(self._ended.counts),
             self._last,
             dict(self._ended.norms),

@@ -175,7 +175,7 @@ def test_a_store_json_that_does_not_fit_its_shards_is_named(sae):
     for refused in (sae("list", "--check"), sae("train", "--epochs", "1", "--d-sae", "8")):
         assert refused.status == 1
         said = " ".join((refused.out + refused.err).split())
-        assert said.count(f"{marker} does not fit shard") == 1
+        assert f"{marker} does not fit shard" in said
         assert "expected columns [], got ['document']; restore it, or remove" in said
     assert not list((sae.home / "runs").glob("*"))
 

@@ -81,8 +81,8 @@ def test_a_store_json_that_does_not_fit_its_shards_is_named(tmp_path, index, cha
     path = tmp_path / "s" / "shards" / f"{index:05d}.h5"
     with pytest.raises(StoreError) as error:
         read(tmp_path)
-    (sentence,) = ActivationStore.open(tmp_path / "s").misfits()
-    assert str(error.value) == sentence
+    sentence = str(error.value)
+    assert sentence in ActivationStore.open(tmp_path / "s").verify()
     assert (
         f"{marker} does not fit shard {path}, which is as it was written: {said}; restore it"
         in sentence
@@ -104,7 +104,7 @@ def test_one_flipped_bit_anywhere_is_refused_by_name_and_found_by_verify(data):
         with pytest.raises(StoreError, match=r"00000\.h5 is damaged.* expected the XXH3-64"):
             read(folder)
         (problem,) = store.verify()
-        assert f"shard {path} is damaged: expected SHA-256" in problem
+        assert f"shard {path} is damaged" in problem
 
 
 @pytest.mark.parametrize("maps", [1, 256])
@@ -133,7 +133,6 @@ def document(tmp_path_factory):
 SHARD = {
     "file": "../00000.h5",
     "rows": 1,
-    "sha256": "",
     "dropped": {},
     "resume": {"cursor": {}, "skip": 0},
     "dropped_norms": {},
@@ -144,7 +143,8 @@ SHARD = {
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format_version": 3}, "expected format version 2 or older, got 3; upgrade saecli"),
+        ({"format_version": 4}, "expected format version 3 or older, got 4; upgrade saecli"),
+        ({"format_version": 2}, "expected format version 3, got 2, of an older saecli"),
         ({"format_version": None}, "format_version: expected a valid integer, got None"),
         ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
         ({"d_in": 0}, "d_in must be from 1 to 1099511627776, got 0"),
