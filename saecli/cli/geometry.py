@@ -74,7 +74,7 @@ def command(
     """
     from ..geometry.geometry import Wanted, found_in, penalty_of
     from ..geometry.plane import rows_of_slice
-    from ..measure.measured import all_measured
+    from ..measure.measured import open_all_measured
     from ..show.tables import disagreement, geometries_table, geometry_table
 
     session = start(ctx, json, plot)
@@ -89,7 +89,7 @@ def command(
                 f"--slice is for the picture of one SAE, got {len(runs or ())} runs; leave it out, or "
                 "name one"
             )
-    everything = all_measured(session.home, runs or [], data, split, "cpu", session.console)
+    everything = open_all_measured(session.home, runs or [], data, split, "cpu", session.console)
     marked = rows_of_slice(everything[0].of_store, chosen or "pca")
     documents = []
     for found in found_in(

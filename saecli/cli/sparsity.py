@@ -28,12 +28,12 @@ def command(
     Example: sae sparsity first second --plot sparsity.png
     """
     from ..measure.evaluate import sparsity_document
-    from ..measure.measured import all_measured
+    from ..measure.measured import open_all_measured
     from ..sae.metrics import firing
     from ..show.measures import SPARSITY, comparison, extremes, places_table
 
     session = start(ctx, json, plot)
-    everything = all_measured(
+    everything = open_all_measured(
         session.home, runs or [], data, split, device, session.console, target
     )
     pictured = 0 if plot is None else PICTURED_ROWS

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, demand_at_least
 from ..base.home import Home
-from ..measure.measured import Measured, RowsLike, measured
+from ..measure.measured import Measured, RowsLike, open_measured
 from ..sae.library import SAELike
 from ..store.reader import Rows
 from ..store.split import Which
@@ -101,7 +101,9 @@ def geometry(
     """
     wanted, listener = Wanted(rows, fit_rows, radius, penalty_of(lambda_)), listening(progress)
     return next(
-        found_in([measured(Home.at(home), sae, data, split, "cpu", listener)], wanted, listener)
+        found_in(
+            [open_measured(Home.at(home), sae, data, split, "cpu", listener)], wanted, listener
+        )
     ).document
 
 

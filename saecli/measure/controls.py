@@ -56,7 +56,7 @@ from ..train.plan import Plan
 from ..train.rows import CHECKED_ROWS, ArrayRows, raw_batches
 from ..train.runs import run_again
 from ..train.training import Record, start_training
-from .evaluate import check_model, check_tokens_of_model, evaluated
+from .evaluate import check_model, check_tokens_of_model, evaluate_all
 from .measured import Measured
 from .stability import matching
 
@@ -217,7 +217,7 @@ class _Work:
                 control = self.unless_it_fails(name, partial(self._with_fixed_weights, name, held))
                 trained += [] if control is None else [control]
         measured = [self._measured(each, self.run.split, self.run.rows) for each in trained]
-        documents = evaluated(measured, model, tokens, self.listener)
+        documents = evaluate_all(measured, model, tokens, self.listener)
         return [each.line(document) for each, document in zip(trained, documents, strict=True)]
 
     def _the_run_itself(self) -> _Trained:
@@ -264,7 +264,7 @@ class _Work:
     def _line(self, name: str, train: ArrayRows, test: ArrayRows) -> dict[str, Any]:
         """The line of the run's training on other rows; with mcc by the directions of its own."""
         trained = self._trained(name, replace(self.plan, train_rows=train))
-        (document,) = evaluated([self._measured(trained, None, test)], None, None, self.listener)
+        (document,) = evaluate_all([self._measured(trained, None, test)], None, None, self.listener)
         alignment = self._measured(trained, self.run.split, self.run.rows).alignment()
         if alignment is not None:
             document["mcc"] = alignment.mcc()

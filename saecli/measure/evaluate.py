@@ -1,12 +1,11 @@
 """Reconstruction, sparsity, and the effect on a language model."""
 
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
@@ -21,14 +20,13 @@ from ..extract.splice import (
     stored_windows,
     unfit,
 )
-from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.reader import Rows
 from ..store.split import Which
 from ..train.rows import ArrayLike
 from .hook_points import places_document
-from .measured import Measured, RowsLike, all_measured, by_rows, measured
+from .measured import Measured, RowsLike, by_rows, open_all_measured, open_measured
 from .worlds import FeatureScores
 
 if TYPE_CHECKING:
@@ -36,11 +34,8 @@ if TYPE_CHECKING:
     from ..extract.passes import Passes
 
 LIKE_L0 = 1.05  # an L0 up to this factor times another's counts as no larger
-ERRORS = {
-    "fvu": 1,
-    "ce_recovered": -1,
-    "kl": 1,
-}  # compared at similar L0; times its sign, less is better
+# Compared at similar L0; times its sign, less is better.
+ERRORS = {"fvu": 1, "ce_recovered": -1, "kl": 1}
 MAINLY, LEAST_ROWS = 0.9, 10  # see `sparsity`
 TOKENS = 16_384  # default number of tokens for CE and KL, of one SAE
 LEAST_TOKENS = 4096  # of many
@@ -65,33 +60,39 @@ def sparsity(
         equal rates give fewer than `LEAST_ROWS` firings elsewhere.
     """
     listener = listening(progress)
-    one = measured(Home.at(home), sae, data, split, device, listener)
-    return sparsity_document(one, firing(one.sae, one.inputs(listener)), listener)
+    sae_rows = open_measured(Home.at(home), sae, data, split, device, listener)
+    return sparsity_document(sae_rows, firing(sae_rows.sae, sae_rows.inputs(listener)), listener)
 
 
-def sparsity_document(one: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
-    found = one.heading | counts.result() | {"dead_fraction": one.subject.dead_fraction}
-    one.note_absent_sources(listener)
-    if parts := one.by_source:
-        tallies = [firing(part.sae, part.inputs(listener)) for part in parts.values()]
-        total = sum(own.frequency for own in tallies)
-        found["sources"] = [
+def sparsity_document(measured: Measured, counts: Firing, listener: Listener) -> dict[str, Any]:
+    document = measured.heading | counts.result()
+    document["dead_fraction"] = measured.subject.dead_fraction
+    measured.note_absent_sources(listener)
+    by_source = measured.by_source
+    if by_source:
+        document["sources"] = _firing_by_source(by_source, counts, listener)
+    return document | places_document(measured, listener)
+
+
+def _firing_by_source(
+    by_source: Mapping[str, Measured], counts: Firing, listener: Listener
+) -> list[dict[str, Any]]:
+    tallies = [firing(part.sae, part.inputs(listener)) for part in by_source.values()]
+    total = sum(tally.frequency for tally in tallies)
+    documents = []
+    for name, tally in zip(by_source, tallies, strict=True):
+        expected_elsewhere = counts.frequency * (counts.rows - tally.rows)
+        mainly = (tally.frequency >= MAINLY * total) & (expected_elsewhere >= LEAST_ROWS)
+        firings = tally.frequency * tally.rows / (counts.frequency * counts.rows)
+        documents.append(
             {
                 "source": name,
-                **own.result(),
-                "mainly": int(
-                    (
-                        (own.frequency >= MAINLY * total)
-                        & (counts.frequency * (counts.rows - own.rows) >= LEAST_ROWS)
-                    ).sum()
-                ),
-                "firings": (own.frequency * own.rows / (counts.frequency * counts.rows))
-                .nan_to_num()
-                .tolist(),
+                **tally.result(),
+                "mainly": int(mainly.sum()),
+                "firings": firings.nan_to_num().tolist(),
             }
-            for name, own in zip(parts, tallies, strict=True)
-        ]
-    return found | places_document(one, listener)
+        )
+    return documents
 
 
 def evaluate(
@@ -168,17 +169,17 @@ def compare(
     check_tokens_of_model(tokens, model)
     models = at_revisions(model, model_revision)
     listener = listening(progress)
-    everything = all_measured(Home.at(home), saes, data, split, device, listener, target)
-    found = evaluated(everything, models, tokens, listener)
-    note_doubts(found, everything, listener)
-    marks: list[bool | None] = [None] * len(found)
-    for members in by_rows(everything):
+    measured_saes = open_all_measured(Home.at(home), saes, data, split, device, listener, target)
+    documents = evaluate_all(measured_saes, models, tokens, listener)
+    note_doubts(documents, measured_saes, listener)
+    for document in documents:
+        document["unbeaten"] = None
+    for members in by_rows(measured_saes):
         if len(members) > 1:
-            for index, mark in zip(
-                members, unbeaten([found[index] for index in members]), strict=True
-            ):
-                marks[index] = mark
-    return [run | {"unbeaten": mark} for run, mark in zip(found, marks, strict=True)]
+            marks = unbeaten([documents[index] for index in members])
+            for index, mark in zip(members, marks, strict=True):
+                documents[index]["unbeaten"] = mark
+    return documents
 
 
 def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
@@ -189,21 +190,21 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
     other in a circle, although L0s are compared with a tolerance: at least one is unbeaten. A run with an error that is
     not finite beats none, and is not unbeaten.
     """
-    measured = [name for name in ERRORS if all(run.get(name) is not None for run in runs)]
-    errors = [tuple(ERRORS[name] * run[name] for name in measured) for run in runs]
-    finite = [all(map(math.isfinite, error)) for error in errors]
+    names = [name for name in ERRORS if all(run.get(name) is not None for run in runs)]
+    errors = [[ERRORS[name] * run[name] for name in names] for run in runs]
+    l0s = [run["l0"] for run in runs]
+    finite = [index for index in range(len(runs)) if all(map(math.isfinite, errors[index]))]
 
-    def beats(other: int, run: int) -> bool:
-        return (
-            finite[other]
-            and runs[other]["l0"] <= LIKE_L0 * runs[run]["l0"]
-            and errors[other] != errors[run]
-            and all(map(operator.le, errors[other], errors[run]))
+    def beats(other: int, index: int) -> bool:
+        no_worse = all(
+            theirs <= own for theirs, own in zip(errors[other], errors[index], strict=True)
         )
+        sparse_enough = l0s[other] <= LIKE_L0 * l0s[index]
+        return sparse_enough and no_worse and errors[other] != errors[index]
 
     return [
-        finite[run] and not any(beats(other, run) for other in range(len(runs)))
-        for run in range(len(runs))
+        index in finite and not any(beats(other, index) for other in finite)
+        for index in range(len(runs))
     ]
 
 
@@ -215,62 +216,75 @@ def check_tokens_of_model(tokens: int | None, model: str | Sequence[str] | None)
     demand_at_least("tokens", tokens)
 
 
-def check_model(one: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, ModelSource]]":
+class ModelRows(NamedTuple):
+    """Rows of one store, and the model that they are run through."""
+
+    rows: Rows
+    source: "ModelSource"
+
+
+def check_model(measured: Measured, model: str | Sequence[str]) -> list[ModelRows]:
     """The stores of an SAE's rows, inputs first, and the model of each; refuses models that cannot be run over them,
     before other work: loads no weights."""
     from ..extract.model_source import find_model  # transformers takes seconds to import
 
     names = [model] if isinstance(model, str) else model
-    ends = [one.of_store, *one.rows.inputs[1:], *([one.rows.target] if one.rows.target else [])]
-    of_rows = [spec_of(end.store.meta.source) for end in ends]
-    wanted = list(dict.fromkeys(of_rows))
-    sources = [find_model(name, recorded_revision(name, of_rows)) for name in names]
-    given = {source.spec: source for source in sources}
-    if len(wanted) > 1 and one.rows.target:
-        one.demand_reconstruction("the effect on a model")
-    if len(names) != len(wanted) or len(given) < len(names):
+    target = [measured.rows.target] if measured.rows.target else []
+    stores_rows = [measured.of_store, *measured.rows.inputs[1:], *target]
+    recorded = [spec_of(rows.store.meta.source) for rows in stores_rows]
+    wanted = list(dict.fromkeys(recorded))
+    sources = [find_model(name, recorded_revision(name, recorded)) for name in names]
+    by_spec = {source.spec: source for source in sources}
+    if len(wanted) > 1 and target:
+        measured.demand_reconstruction("the effect on a model")
+    if len(names) != len(wanted) or len(by_spec) < len(names):
         raise ConfigError(
-            f"--model must be given once for each model that {one.rows.name} came from, "
+            f"--model must be given once for each model that {measured.rows.name} came from, "
             f"{' and '.join(map(str, wanted))}, got {' and '.join(names)}"
         )
-    others = iter([source for name, source in given.items() if name not in wanted])
-    found = {name: given.get(str(name)) or next(others) for name in wanted}
-    pairs = [(end, found[name]) for end, name in zip(ends, of_rows, strict=True)]
+    others = iter([source for spec, source in by_spec.items() if spec not in wanted])
+    of_recorded = {spec: by_spec.get(str(spec)) or next(others) for spec in wanted}
+    pairs = [
+        ModelRows(rows, of_recorded[spec]) for rows, spec in zip(stores_rows, recorded, strict=True)
+    ]
     for pair in pairs:
         check_rows(*pair)
     return pairs
 
 
-def evaluated(
-    everything: Sequence[Measured],
+def evaluate_all(
+    measured_saes: Sequence[Measured],
     model: str | Sequence[str] | None,
     tokens: int | None,
     listener: Listener,
 ) -> list[dict[str, Any]]:
     """The results of `evaluate`, without `unbeaten`, for SAEs with their rows."""
-    for members in by_rows(everything):
-        everything[members[0]].note_absent_sources(listener)
-    if model is None:
-        return [one.heading | _reconstructed(one, listener) for one in everything]
-    passes = splices(everything, model, listener)  # raises before the rows are measured
-    found = [one.heading | _reconstructed(one, listener) for one in everything]
-    for splice in passes:
-        saes = [everything[index].sae for index in splice.members]
-        sources = [part.source for part in everything[splice.members[0]].by_source.values()]
-        for place, source in enumerate([None, *sources], -1):
-            every = splice.effects(saes, tokens or default_tokens(len(saes)), listener, source)
-            for index, effect in zip(splice.members, every, strict=True):
-                (found[index] if source is None else found[index]["sources"][place]).update(effect)
-    if any(run.get("ce_recovered", 0) is None for run in found):
+    for members in by_rows(measured_saes):
+        measured_saes[members[0]].note_absent_sources(listener)
+    splices = []
+    if model is not None:
+        splices = _splices(measured_saes, model, listener)  # raises before the rows are measured
+    documents = [each.heading | _reconstructed(each, listener) for each in measured_saes]
+    for splice in splices:
+        splice_tokens = tokens or default_tokens(len(splice.members))
+        effects = splice.effects(splice_tokens, listener)
+        for index, effect in zip(splice.members, effects, strict=True):
+            documents[index].update(effect)
+        for number, part in enumerate(splice.saes[0].by_source.values()):
+            effects = splice.effects(splice_tokens, listener, part.source)
+            for index, effect in zip(splice.members, effects, strict=True):
+                documents[index]["sources"][number].update(effect)
+    if any(document.get("ce_recovered", 0) is None for document in documents):
         listener.note(
             "ce_recovered is not defined (-): zeros at the hook point do not raise cross-entropy "
             "clearly, so there is nothing to recover"
         )
-    listener.note(
-        "special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
-        "out of the means"
-    )
-    return found
+    if splices:
+        listener.note(
+            "special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are "
+            "left out of the means"
+        )
+    return documents
 
 
 def default_tokens(saes: int) -> int:
@@ -280,132 +294,128 @@ def default_tokens(saes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Splice:
+class _Splice:
     """One pass through a model, or several side by side."""
 
-    members: list[int]  # indices of the SAEs on these rows
+    members: list[int]  # numbers of the SAEs on these rows
+    saes: list[Measured]
     models: "list[Passes]"
-    rows: Rows
     reads: tuple[HookPoint, ...]  # where activations are encoded
     writes: tuple[HookPoint, ...]  # where they are replaced; the same unless a transcoder's
 
     def effects(
-        self, saes: Sequence[SAE], tokens: int, listener: Listener, source: int | None = None
-    ) -> list[dict[str, Any]]:
-        """The effects on the rows, or on those of one source of a mixture: nothing if it has none."""
+        self, tokens: int, listener: Listener, source: int | None = None
+    ) -> Iterable[dict[str, Any]]:
+        """For each SAE, the effects on the rows, or on those of one source of a mixture: nothing if it has none."""
         from ..extract.effects import ZERO_TOKENS, effects
 
-        alone = len(self.models) == 1
-        windows = stored_windows(self.rows, tokens, source)
-        if (first := next(windows, None)) is None:
-            return [{}] * len(saes)
-        names = " and ".join(one.model.source.name for one in self.models)
-        each: list[tuple[HookPoint, ...]] = [
-            (point,) for point in self.writes if len(self.writes) > 1
-        ]
-        rows = self.rows.rows
+        rows = self.saes[0].of_store
+        windows = stored_windows(rows, tokens, source)
+        first = next(windows, None)
+        if first is None:
+            return [{}] * len(self.saes)
+        total = rows.rows
         if source is not None:
-            rows = sum(int((part == source).sum()) for part in self.rows.column("source", READ))
-        expected = min(tokens, rows)
+            total = sum(int((part == source).sum()) for part in rows.column("source", READ))
+        expected = min(tokens, total)
+        together = [self.writes] if len(self.models) == 1 else []
+        alone = [(point,) for point in self.writes] if len(self.writes) > 1 else []
+        names = " and ".join(passes.model.source.name for passes in self.models)
         with listener.progress(f"splicing into {names}", expected, "tokens") as show:
-            found = effects(
+            by_sae = effects(
                 self.models,
                 chain([first], windows),
                 self.reads,
-                [self.writes] * alone + each,
-                saes,
+                [*together, *alone],
+                [each.sae for each in self.saes],
                 show,
                 ZERO_TOKENS / expected,
             )
-        labels = [one.model.source.spec for one in self.models]
-        at = [{"model": labels[point.model], **point.place} for (point,) in each]
-        return [
-            (own[0] if alone else {})
-            | (
-                {"hook_points": [place | one for place, one in zip(at, own[alone:], strict=True)]}
-                if at
-                else {}
-            )
-            for own in found
-        ]
+        return [self._document(parts) for parts in by_sae]
+
+    def _document(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """The effect of replacing all hook points, if of one model, and of each of several alone."""
+        document: dict[str, Any] = {}
+        if len(self.models) == 1:
+            document, *parts = parts
+        if parts:
+            document["hook_points"] = [
+                {"model": self.models[point.model].model.source.spec, **point.place, **effect}
+                for point, effect in zip(self.writes, parts, strict=True)
+            ]
+        return document
 
 
-def splices(
-    everything: Sequence[Measured], name: str | Sequence[str], listener: Listener
-) -> list[Splice]:
+def _splices(
+    measured_saes: Sequence[Measured], model: str | Sequence[str], listener: Listener
+) -> list[_Splice]:
     """The passes to make through models for SAEs with their rows; all that cannot work is refused here."""
     from ..extract.language_model import LanguageModel  # transformers takes seconds to import
     from ..extract.passes import Passes
 
-    groups = by_rows(everything)
-    all_ends = [check_model(everything[members[0]], name) for members in groups]
-    device = everything[0].sae.W_enc.device
-    models = {
-        source.spec: Passes(LanguageModel(source, device, head=True))
-        for source in {source.spec: source for ends in all_ends for _, source in ends}.values()
-    }
-    found = []
-    for ends, members in zip(all_ends, groups, strict=True):
-        rows, own = ends[0][0], list(dict.fromkeys(source.spec for _, source in ends))
-        for end, source in ends:
-            if (last := largest(end, "token_id")) >= models[source.spec].model.vocabulary:
-                raise unfit(
-                    end,
-                    source,
-                    f"a token {last}, got token ids below {models[source.spec].model.vocabulary}",
-                )
-            if (recorded := spec_of(end.store.meta.source)) != source.spec:
-                listener.note(f"{end.name} came from {recorded}, and is run through {source.spec}")
-        places = tuple(
-            HookPoint(
-                end.store.meta.source["layer"],
-                end.store.meta.source["site"],
-                own.index(source.spec),
-            )
-            for end, source in ends
-        )
-        transcoder = everything[members[0]].rows.target is not None
-        found.append(
-            Splice(
-                members,
-                [models[one] for one in own],
-                rows,
-                places[:-1] if transcoder else places,
-                places[-1:] if transcoder else places,
-            )
-        )
-    return found
+    groups = [
+        (members, check_model(measured_saes[members[0]], model))
+        for members in by_rows(measured_saes)
+    ]
+    device = measured_saes[0].sae.W_enc.device
+    models: dict[str, Passes] = {}
+    for _, pairs in groups:
+        for _, source in pairs:
+            if source.spec not in models:
+                models[source.spec] = Passes(LanguageModel(source, device, head=True))
+    splices = []
+    for members, pairs in groups:
+        specs = list(dict.fromkeys(source.spec for _, source in pairs))
+        points = []
+        for rows, source in pairs:
+            _check_origin(rows, source, models[source.spec].model.vocabulary, listener)
+            origin = rows.store.meta.source
+            points.append(HookPoint(origin["layer"], origin["site"], specs.index(source.spec)))
+        reads = writes = tuple(points)
+        saes = [measured_saes[index] for index in members]
+        if saes[0].rows.target is not None:
+            reads, writes = reads[:-1], writes[-1:]
+        splices.append(_Splice(members, saes, [models[spec] for spec in specs], reads, writes))
+    return splices
 
 
-def _reconstructed(one: Measured, listener: Listener) -> dict[str, Any]:
-    dead: dict[str, Any] = {"dead_fraction": one.subject.dead_fraction}
-    if sources := [
-        {"source": name} | _reconstructed(part, listener) for name, part in one.by_source.items()
-    ]:
-        dead["sources"] = sources
-    alignment = one.alignment()
+def _check_origin(rows: Rows, source: "ModelSource", vocabulary: int, listener: Listener) -> None:
+    last = largest(rows, "token_id")
+    if last >= vocabulary:
+        raise unfit(rows, source, f"a token {last}, got token ids below {vocabulary}")
+    recorded = spec_of(rows.store.meta.source)
+    if recorded != source.spec:
+        listener.note(f"{rows.name} came from {recorded}, and is run through {source.spec}")
+
+
+def _reconstructed(measured: Measured, listener: Listener) -> dict[str, Any]:
+    more: dict[str, Any] = {"dead_fraction": measured.subject.dead_fraction}
+    by_source = measured.by_source
+    if by_source:
+        more["sources"] = [
+            {"source": name} | _reconstructed(part, listener) for name, part in by_source.items()
+        ]
+    batches = measured.batches(listener)
+    alignment = measured.alignment()
     if alignment is None:
-        return reconstruction(one.sae, one.batches(listener), massive=one.massive) | dead
-    scores, truth = (
-        FeatureScores(alignment, one.sae.W_dec.device),
-        one.of_store.codes(one.batch_rows),
-    )
+        return reconstruction(measured.sae, batches, massive=measured.massive) | more
+    scores = FeatureScores(alignment, measured.sae.W_dec.device)
+    truth = measured.of_store.codes(measured.batch_rows)
     measures = reconstruction(
-        one.sae,
-        one.batches(listener),
-        watch=lambda z: scores.update(z, next(truth)),
-        massive=one.massive,
+        measured.sae,
+        batches,
+        watch=lambda codes: scores.update(codes, next(truth)),
+        massive=measured.massive,
     )
-    return measures | dead | scores.result()
+    return measures | more | scores.result()
 
 
 def note_doubts(
-    found: Sequence[dict[str, Any]], everything: Sequence[Measured], listener: Listener
+    documents: Sequence[dict[str, Any]], measured_saes: Sequence[Measured], listener: Listener
 ) -> None:
     """Warn about SAEs with doubtful measures; see `metrics.doubts`."""
-    for one, run in zip(everything, found, strict=True):
-        if words := doubts(run, one.sae.d_in, one.sae.d_sae):
-            listener.note(
-                f"{run['run']}: warning: on these {counted(run['rows'], 'row')} "
-                f"{', and '.join(words.values())}"
-            )
+    for measured, document in zip(measured_saes, documents, strict=True):
+        sentences = doubts(document, measured.sae.d_in, measured.sae.d_sae).values()
+        if sentences:
+            rows = counted(document["rows"], "row")
+            listener.note(f"{document['run']}: warning: on these {rows} {', and '.join(sentences)}")

@@ -23,8 +23,8 @@ from ..sae.hub import Address, demand_writable, upload
 from ..sae.library import SAELike, hook_points, open_sae
 from ..sae.metrics import Reconstruction
 from ..store.joined import in_words
-from .evaluate import check_tokens_of_model, evaluated
-from .measured import Measured, RowsLike, measured, with_rows
+from .evaluate import check_tokens_of_model, evaluate_all
+from .measured import Measured, RowsLike, open_measured, with_rows
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -264,12 +264,12 @@ def push(
     models = at_revisions(model, model_revision)
     address = _folder_address(repo, sae)
     listener = listening(progress)
-    measured_sae = measured(Home.at(home), sae, data, "test", device, listener, target)
+    measured_sae = open_measured(Home.at(home), sae, data, "test", device, listener, target)
     demand_writable(address, private)
     conversion = _conversion(measured_sae, formats.named(format), listener)
     name = measured_sae.subject.name
     written = replace(measured_sae, saved=conversion.written)
-    (measures,) = evaluated([written], models, tokens, listener)
+    (measures,) = evaluate_all([written], models, tokens, listener)
     for remark in _hook_points_left_out(conversion.written, conversion.format):
         listener.note(f"{name} {remark}")
     if conversion.remark is not None:

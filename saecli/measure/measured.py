@@ -211,7 +211,7 @@ class Measured:
         return (batch[:, : self.sae.d_in] for batch in self.batches(listener))
 
 
-def measured(
+def open_measured(
     home: Home,
     sae: SAELike,
     data: RowsLike,
@@ -241,7 +241,7 @@ def with_rows(
     listener: Listener,
     target: ArrayLike | str | None = None,
 ) -> Measured:
-    """As `measured`, for an SAE from `open_sae`."""
+    """As `open_measured`, for an SAE from `open_sae`."""
     subject, saved = opened
     rows = _rows(home, subject, data, target, split, listener)
     if rows.inputs:
@@ -269,7 +269,7 @@ def with_rows(
     return Measured(subject, saved, rows.inputs[0].split.which if rows.inputs else None, rows)
 
 
-def all_measured(
+def open_all_measured(
     home: Home,
     saes: Sequence[SAELike | Measured],
     data: RowsLike,
@@ -278,11 +278,11 @@ def all_measured(
     listener: Listener,
     target: ArrayLike | str | None = None,
 ) -> list[Measured]:
-    """`measured` of each SAE, or of the newest run if there are none; those that are opened stay as they are."""
+    """`open_measured` of each SAE, or of the newest run if there are none; those that are opened stay as they are."""
     found = [
         one
         if isinstance(one, Measured)
-        else measured(home, one, data, split, device, listener, target)
+        else open_measured(home, one, data, split, device, listener, target)
         for one in saes or [None]
     ]
     if (

@@ -39,8 +39,8 @@ from ..store.reader import ActivationStore, RowSource
 from ..train.decoder_step import Moments, sampled_bytes
 from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, plan, solve
 from ..train.rows import SUMMED_ROWS, ArrayLike
-from .evaluate import check_model, check_tokens_of_model, evaluated, note_doubts
-from .measured import Measured, RowsLike, measured
+from .evaluate import check_model, check_tokens_of_model, evaluate_all, note_doubts
+from .measured import Measured, RowsLike, open_measured
 
 HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
 
@@ -172,7 +172,7 @@ def refit(
     Returns the SAE, on the device, acting on raw activations. Cost: one pass over the rows.
     """
     listener = listening(progress)
-    one = measured(Home.at(home), sae, data, "train", device, listener, target)
+    one = open_measured(Home.at(home), sae, data, "train", device, listener, target)
     rows = (
         _training_rows(one)
         if data is None or isinstance(data, ActivationStore | Joined | str)
@@ -199,7 +199,7 @@ def refitted_run(
     home, listener = Home.at(home), listening(progress)
     check_tokens_of_model(tokens, model)
     models = at_revisions(model, model_revision)
-    before = measured(home, run, data, "test", device, listener, target)
+    before = open_measured(home, run, data, "test", device, listener, target)
     folder = home.runs.path / checked_name(name or default_name(before.subject.name))
     if not is_free(folder):
         raise RunError(f"there is a run named {folder.name!r} already; give another --name")
@@ -215,7 +215,7 @@ def refitted_run(
         subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
         saved=saved,
     )
-    measures = evaluated([before, after], models, tokens, listener)
+    measures = evaluate_all([before, after], models, tokens, listener)
     old, new = (one["fvu"] for one in measures)
     if new > old:
         raise RunError(

@@ -11,7 +11,7 @@ from ..base.home import Home
 from ..geometry.geometry import Wanted, found_in, penalty_of
 from ..geometry.plane import rows_of_slice
 from ..measure.evaluate import compare, sparsity_document
-from ..measure.measured import RowsLike, all_measured
+from ..measure.measured import RowsLike, open_all_measured
 from ..measure.stability import stability
 from ..sae.library import SAELike
 from ..sae.metrics import firing
@@ -71,11 +71,11 @@ def draw(
         if len(saes) > 1:
             raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
         corners, penalty = options.pop("slice_", "pca"), penalty_of(options.pop("lambda_", "auto"))
-        everything = all_measured(at, saes, data, split, "cpu", listener)
+        everything = open_all_measured(at, saes, data, split, "cpu", listener)
         through = rows_of_slice(everything[0].of_store, corners)
         found = next(found_in(everything, Wanted(**options, penalty=penalty), listener))
         return [geometry.geometry(None, found, through)]
-    everything = all_measured(at, saes, data, split, device, listener, **options)
+    everything = open_all_measured(at, saes, data, split, device, listener, **options)
     if picture == "frontier":
         ranked = sparsest_first(compare(everything, progress=progress))
         families = {one.subject.name: one.family for one in everything}

@@ -23,10 +23,10 @@ from ...base.home import RUN_MARKER, Home
 from ...extract.options import COLUMNS, at_revision
 from ...extract.splice import recorded_revision, spec_of
 from ...measure.blocks import in_blocks
-from ...measure.evaluate import evaluated
+from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
 from ...measure.latents import Examples, Survey, at_random, neighbours, survey
-from ...measure.measured import Measured, RowsLike, held_out, measured
+from ...measure.measured import Measured, RowsLike, held_out, open_measured
 from ...sae.library import SAELike
 from ...sae.metrics import doubts
 from ...store.split import Which
@@ -176,7 +176,7 @@ def report(
         raise ConfigError("--model-revision does nothing without --model; leave it out")
     if not 1 <= examples <= MOST_EXAMPLES:
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
-    one = measured(Home.at(home), sae, data, split, device, listener, target)
+    one = open_measured(Home.at(home), sae, data, split, device, listener, target)
     chosen = None if latents is None else _numbers(latents, one)
     d_sae, has_tokens = one.sae.d_sae, set(COLUMNS) <= set(one.store.meta.columns)
     texts, unembedding, notes = _words(
@@ -201,7 +201,7 @@ def report(
     places = places_document(one, listener)
     details = _details(one, found, chosen, texts, unembedding, places, listener)
     holds_out = one.store.split("train", seed=one.subject.split_seed).rows < one.store.rows
-    (measures,) = evaluated([held_out(one) if holds_out else one], None, None, listener)
+    (measures,) = evaluate_all([held_out(one) if holds_out else one], None, None, listener)
     if not holds_out:
         notes.append(
             f"{one.store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows"
