@@ -1,8 +1,8 @@
 """Codes: an activation's output, and every product with it.
 
 Sparse codes are offsets, indices and values, as for `torch.nn.functional.embedding_bag`; with them a training step
-costs 2 D F operations per row, for the pre-activations, instead of 10 D F. Non-zeros are searched for on a CPU only: on
-a GPU the host would have to wait for their count.
+costs 2 D F operations per row, for the pre-activations, instead of 10 D F. Activations search for non-zeros on a CPU
+only: on a GPU the host would have to wait for their count.
 
 Shapes: B rows, n entries, D = d_in, F = d_sae, C columns of a right side, L prefixes.
 """
@@ -21,19 +21,15 @@ from torch.nn.functional import embedding_bag
 from ..base.devices import add_at, moved
 
 DENSITY = 0.1  # fraction of non-zeros above which dense products are faster
-PAIRS_FRACTION = (
-    0.2  # pairs of entries over the Gram matrix' size up to which products are added pair by pair
-)
+# Pairs of entries over the Gram matrix' size up to which products are added pair by pair.
+PAIRS_FRACTION = 0.2
 PAIRS, DEVICE_PAIRS = 1 << 19, 1 << 23  # pairs multiplied at a time, on a CPU and on a GPU
 CACHED_CODES = 1 << 18  # 1 MiB in float32
-PANEL, SPARSE_PANEL = (
-    256,
-    128,
-)  # columns of a Gram matrix at a time; a sparse block's must stay in a core's cache
+# Columns of a Gram matrix at a time; a sparse block's must stay in a core's cache.
+PANEL, SPARSE_PANEL = 256, 128
 
-Prefixes = tuple[
-    int, ...
-]  # numbers of leading latents, ascending, the last being F; empty if not nested
+# Numbers of leading latents, ascending, the last being F; empty if not nested.
+Prefixes = tuple[int, ...]
 
 
 def rise(prefixes: Sequence[int]) -> bool:
@@ -69,9 +65,9 @@ class Codes(ABC):
 
     def prefix_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
         """`z[:, :m] right[:m]` for each prefix m, (B, L, C), for (F, C), at the cost of `times`; differentiable."""
-        return (
-            self._block_times(right, prefixes).cumsum(1) if prefixes else self.times(right)[:, None]
-        )
+        if not prefixes:
+            return self.times(right)[:, None]
+        return self._block_times(right, prefixes).cumsum(1)
 
     def prefix_transposed_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
         """`sum_l Z_l' right_l`, (F, C), for (B, L, C); Z_l is zero outside prefix l."""
@@ -158,31 +154,25 @@ class DenseCodes(Codes):
         return self.values[numbers]
 
     def times(self, right: Tensor) -> Tensor:
-        return self.values @ right if self._few is None else self._few.times(right)
+        return self.values @ right
 
     def transposed_times(self, right: Tensor) -> Tensor:
-        return self.values.T @ right if self._few is None else self._few.transposed_times(right)
+        return self.values.T @ right
 
     def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
-        if self._few is not None:
-            return self._few._block_times(right, ends)
+        blocks = pairwise((0, *ends))
         return torch.stack(
-            [self.values[:, begin:end] @ right[begin:end] for begin, end in pairwise((0, *ends))], 1
+            [self.values[:, begin:end] @ right[begin:end] for begin, end in blocks], 1
         )
 
     def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
-        if self._few is not None:
-            return self._few._block_transposed_times(right, ends)
         blocks = zip(pairwise((0, *ends)), right.unbind(1), strict=True)
-        return torch.cat([self.values[:, begin:end].T @ one for (begin, end), one in blocks])
+        return torch.cat([self.values[:, begin:end].T @ part for (begin, end), part in blocks])
 
     def sums(self) -> Tensor:
         return self.values.sum(0)
 
     def add_gram(self, gram: Tensor) -> None:
-        if self._few is not None:
-            self._few.add_gram(gram)
-            return
         z = self.values
         for begin in range(0, len(gram), PANEL):
             end = begin + PANEL
@@ -198,32 +188,20 @@ class DenseCodes(Codes):
         return counts
 
     def row_counts(self) -> Tensor:
-        return torch.cat(
-            [(rows != 0).sum(1, dtype=torch.int32) for rows in in_cache(self.values)]
-        ).long()
+        blocks = in_cache(self.values)
+        return torch.cat([(rows != 0).sum(1, dtype=torch.int32) for rows in blocks]).long()
 
     def l1(self) -> Tensor:
         # Each row is summed in its own precision: converting every code to float64 takes as long as encoding.
         precision = torch.promote_types(self.values.dtype, torch.float32)
-        return torch.stack(
-            [
-                rows.abs().sum(1, dtype=precision).sum(dtype=torch.float64)
-                for rows in in_cache(self.values)
-            ]
-        ).sum()
+        by_row = [rows.abs().sum(1, dtype=precision) for rows in in_cache(self.values)]
+        return torch.stack([sums.sum(dtype=torch.float64) for sums in by_row]).sum()
 
     def compact(self) -> Codes:
         """Sparse if few codes are non-zero; the host waits for their number."""
-        return self._searched(wait=True) or self
-
-    @cached_property
-    def _few(self) -> "SparseCodes | None":
-        return None if self.values.requires_grad else self._searched()
-
-    def _searched(self, wait: bool = False) -> "SparseCodes | None":
-        flat = few_entries(self.values != 0, wait)
+        flat = few_entries(self.values != 0, wait=True)
         if flat is None:
-            return None
+            return self
         offsets, _, indices = located(flat, self.shape)
         return SparseCodes(offsets, indices, self.values.flatten()[flat], self.shape[1])
 
@@ -236,7 +214,7 @@ class SparseCodes(Codes):
     indices: Tensor  # latents, (n,), distinct within a row, in any order
     values: Tensor  # (n,); some may be zero
     width: int  # F
-    each: int | None = None  # entries per row, if all rows have equally many
+    each: int | None = None  # entries per row, if equal for all
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -250,13 +228,12 @@ class SparseCodes(Codes):
         return flat.scatter_(0, self.rows * self.width + self.indices, self.values).view(self.shape)
 
     def dense_rows(self, numbers: Tensor) -> Tensor:
-        to = self.rows.new_full(
-            (len(self.offsets),), len(numbers)
-        )  # one row more, for all that are not wanted
+        # One row more, for all that are not wanted.
+        to = self.rows.new_full((len(self.offsets),), len(numbers))
         to[numbers] = torch.arange(len(numbers), device=to.device)
-        found = self.values.new_zeros((len(numbers) + 1) * self.width)
-        found.scatter_(0, to[self.rows] * self.width + self.indices, self.values)
-        return found.view(-1, self.width)[:-1]
+        flat = self.values.new_zeros((len(numbers) + 1) * self.width)
+        flat.scatter_(0, to[self.rows] * self.width + self.indices, self.values)
+        return flat.view(-1, self.width)[:-1]
 
     def times(self, right: Tensor) -> Tensor:
         return embedding_bag(
@@ -317,6 +294,11 @@ class SparseCodes(Codes):
         """Number of entries of each row, (B,)."""
         return torch.diff(self.offsets, append=self.offsets.new_full((1,), len(self.values)))
 
+    def _sizes_on_cpu(self) -> Tensor:
+        if self.each is not None:
+            return torch.full((len(self.offsets),), self.each)
+        return self._sizes.cpu()
+
     @cached_property
     def _by_latent(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and values by latent, (n,) each, and the offset of each latent, (F,)."""
@@ -325,9 +307,7 @@ class SparseCodes(Codes):
 
     def add_gram(self, gram: Tensor) -> None:
         """By pairs of entries if few, at 25 ns per pair on a CPU; the host waits for a GPU unless `each` is known."""
-        sizes = (
-            self._sizes.cpu() if self.each is None else torch.full((len(self.offsets),), self.each)
-        )
+        sizes = self._sizes_on_cpu()
         if int(pairs_of(sizes).sum()) <= PAIRS_FRACTION * gram.numel():
             add_pairs(gram, self.indices, self.values, sizes)
         elif gram.device.type != "cpu":
@@ -352,23 +332,24 @@ def offsets_of(bags: Tensor, count: int) -> Tensor:
 
 def in_cache(values: Tensor) -> tuple[Tensor, ...]:
     """A matrix in blocks of rows that fit a CPU core's cache."""
-    return values.split(
-        max(1, CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values))
-    )
+    rows = CACHED_CODES // values.shape[1] if values.device.type == "cpu" else len(values)
+    return values.split(max(1, rows))
 
 
 def few_entries(mask: Tensor, wait: bool = False) -> Tensor | None:
     """Ascending flat indices of true entries, (n,); None if they are many, or on a GPU the host may not wait."""
-    if mask.device.type != "cpu":
-        flat = mask.flatten().nonzero()[:, 0] if wait else None
-        return None if flat is None or len(flat) > DENSITY * mask.numel() else flat
-    # NumPy counts and finds true entries several times faster than PyTorch.
-    found = mask.detach().flatten().numpy()
-    return (
-        None
-        if np.count_nonzero(found) > DENSITY * len(found)
-        else torch.from_numpy(np.flatnonzero(found))
-    )
+    most = DENSITY * mask.numel()
+    if (
+        mask.device.type == "cpu"
+    ):  # NumPy counts and finds true entries several times faster than PyTorch
+        flat_mask = mask.detach().flatten().numpy()
+        if np.count_nonzero(flat_mask) > most:
+            return None
+        return torch.from_numpy(np.flatnonzero(flat_mask))
+    if not wait:
+        return None
+    flat = mask.flatten().nonzero()[:, 0]
+    return None if len(flat) > most else flat
 
 
 def located(flat: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -382,14 +363,14 @@ def joined(blocks: Sequence[Codes]) -> Codes:
     sparse = [block for block in blocks if isinstance(block, SparseCodes)]
     if len(sparse) < len(blocks):
         return DenseCodes(torch.cat([block.dense() for block in blocks]))
-    *before, _ = accumulate((len(block.values) for block in sparse), initial=0)
-    offsets = [block.offsets + begin for block, begin in zip(sparse, before, strict=True)]
+    begins = accumulate((len(block.values) for block in sparse), initial=0)
+    each = {block.each for block in sparse}
     return SparseCodes(
-        torch.cat(offsets),
+        torch.cat([block.offsets + begin for block, begin in zip(sparse, begins, strict=False)]),
         torch.cat([block.indices for block in sparse]),
         torch.cat([block.values for block in sparse]),
         sparse[0].width,
-        sparse[0].each if len({block.each for block in sparse}) == 1 else None,
+        each.pop() if len(each) == 1 else None,
     )
 
 
@@ -400,31 +381,30 @@ def pairs_of(sizes: Tensor) -> Tensor:
 
 def add_pairs(gram: Tensor, indices: Tensor, values: Tensor, sizes: Tensor) -> None:
     """Add `z' z` to the lower triangle of `gram`, (F, F), pair by pair; `sizes`, on the CPU: entries per row, (B,)."""
-    device, most = gram.device, PAIRS if gram.device.type == "cpu" else DEVICE_PAIRS
-    ends, pairs = sizes.cumsum(0), pairs_of(sizes).cumsum(0)
+    device = gram.device
+    most = PAIRS if device.type == "cpu" else DEVICE_PAIRS
+    ends = sizes.cumsum(0)
+    pairs = pairs_of(sizes).cumsum(0)
     flat = gram.as_strided((len(gram) * gram.stride(0),), (1,))
     begun = 0
     while begun < len(sizes):
         seen = int(pairs[begun - 1]) if begun else 0
         stop = max(int(torch.searchsorted(pairs, seen + most, right=True)), begun + 1)
         begin, end = int(ends[begun] - sizes[begun]), int(ends[stop - 1])
-        chosen, factors = indices[begin:end], values[begin:end]
-        left, right = _within_rows(
-            moved(sizes[begun:stop], device), end - begin, int(pairs[stop - 1]) - seen
-        )
-        low, high = torch.aminmax(torch.stack([chosen[left], chosen[right]]), dim=0)
+        latents, factors = indices[begin:end], values[begin:end]
+        some_sizes = moved(sizes[begun:stop], device)
+        left, right = _within_rows(some_sizes, end - begin, int(pairs[stop - 1]) - seen)
+        low, high = torch.aminmax(torch.stack([latents[left], latents[right]]), dim=0)
         add_at(flat, high * gram.stride(0) + low, (factors[left] * factors[right]).to(gram.dtype))
         begun = stop
 
 
 def _within_rows(sizes: Tensor, entries: int, pairs: int) -> tuple[Tensor, Tensor]:
     """The numbers of both entries of each pair, (pairs,)."""
-    firsts = (sizes.cumsum(0) - sizes).repeat_interleave(
-        sizes, output_size=entries
-    )  # of each entry's row, (n,)
+    firsts = sizes.cumsum(0) - sizes  # (B,)
+    first_of_own_row = firsts.repeat_interleave(sizes, output_size=entries)  # (n,)
     numbers = torch.arange(entries, device=sizes.device)
-    partners = numbers + 1 - firsts  # number of entries of its row up to itself, (n,)
+    partners = numbers + 1 - first_of_own_row  # entries of its row up to itself, (n,)
     left = numbers.repeat_interleave(partners, output_size=pairs)
-    return left, torch.arange(pairs, device=sizes.device) - (
-        partners.cumsum(0) - partners - firsts
-    )[left]
+    shift = (partners.cumsum(0) - partners - first_of_own_row)[left]
+    return left, torch.arange(pairs, device=sizes.device) - shift

@@ -18,7 +18,7 @@ Shapes: B rows, b in this process, D = d_in, E = d_out, F = d_sae, L prefixes; o
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Module, Parameter
 
-from ..base.devices import moved
 from ..base.errors import ConfigError
 from .activations import Activation, KeepsK, Parameters
 from .codes import Codes, DenseCodes, Prefixes, SparseCodes, offsets_of
@@ -74,28 +73,12 @@ class Batch:
         """Positions of this process' rows in the batch, (b,), on the CPU."""
         return torch.arange(self.size) if self.index is None else self.index
 
-    def taken(self, rows: Tensor | slice, size: int, index: Tensor | None) -> "Batch":
-        """Some of this process' rows, as a batch of a given size and index."""
-        x = self.x[rows]
-        return Batch(x, x if self.y is self.x else self.y[rows], size, index)
-
     def first(self, count: int) -> "Batch":
         count = min(count, self.size)
-        if self.index is None:
-            return self.taken(slice(count), count, None)
-        own = slice(int((self.index < count).sum()))
-        return self.taken(own, count, self.index[own])
-
-
-def mixed(whole: Batch, order: Tensor, size: int) -> Iterator[Batch]:
-    """A batch's rows in a given order, (B,), in batches of `size`."""
-    here = torch.full((whole.size,), -1)
-    here[whole.numbers] = torch.arange(len(whole.x))
-    for numbers in order.split(size):
-        own = here[numbers]
-        index = (own >= 0).nonzero()[:, 0]
-        rows = moved(own[index], whole.x.device)
-        yield whole.taken(rows, len(numbers), None if whole.index is None else index)
+        own = count if self.index is None else int((self.index < count).sum())
+        x = self.x[:own]
+        y = x if self.y is self.x else self.y[:own]
+        return Batch(x, y, count, None if self.index is None else self.index[:own])
 
 
 @dataclass(frozen=True)
