@@ -19,9 +19,8 @@ from ..sae.dictionary import Batch, Dictionary
 from .ridge import DecoderState, HeldRows, SkipSums, StreamedCodes, Sums, System
 
 SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen on them
-LEAST_SIZE = 1e-2  # least size of encoder and decoder, over the encoder's norm at the start
-LEAST_NORM = (
-    1e-3  # decoder norm over the mean one, below which a penalty's quadratic grows no further
+LEAST_SIZE = (
+    1e-2  # least norm of encoder and decoder, over that at the start; of a latent, over the mean
 )
 
 
@@ -180,4 +179,4 @@ def penalty_decay(dictionary: Dictionary, weights: Tensor, size: float) -> Tenso
     penalised = dictionary.weighed(W_dec).norm(dim=1)
     norms = W_dec.square().sum(1) / penalised.clamp(min=torch.finfo(torch.float64).tiny)
     mean = max(norms.mean().item(), LEAST_SIZE * size / math.sqrt(len(norms)))
-    return weights / (2 * norms.clamp(min=LEAST_NORM * mean))
+    return weights / (2 * norms.clamp(min=LEAST_SIZE * mean))

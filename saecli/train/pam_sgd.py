@@ -27,9 +27,8 @@ from ..sae.dictionary import SAE, Batch, Coupled
 from .decoder_step import Moments, Pass, broadcast_state, penalty_decay, settles
 from .options import ClosedForm, Pam
 from .ridge import TOLERANCE, DecoderState, Terms, choose_alpha, plan, solve
-from .solver import DECODER_STEP, Solver, StepReport, Task
+from .solver import Draws, Solver, StepReport, Task
 
-DOF_ROWS = 512  # of the sample, for the effective degrees of freedom
 # A given alpha is warned about if N / d_sae is between 1/2 and 2, and degrees of freedom above this fraction of N.
 THRESHOLD_FRACTION = 0.8
 FIGURES = ("c", "relative_alpha", "ridge", "condition", "residual", "dof")  # of the last solution
@@ -42,7 +41,7 @@ class DecoderStep:
         self, solver: "PamSolver", due: Pass, reread: Callable[[], Iterable[Batch]]
     ) -> None:
         self.solver, self.due, self._reread = solver, due, reread
-        self._draws = solver.draws(due.number, DECODER_STEP)
+        self._draws = solver.draws(due.number, Draws.DECODER_STEP)
         self.moments = solver.moments(due, self._codes_again)
 
     @torch.no_grad()
@@ -59,7 +58,7 @@ class DecoderStep:
 
     def _codes_again(self) -> Iterator[Codes]:
         """The codes that `add` has seen, for an iterative solution that cannot keep them."""
-        draws = self.solver.draws(self.due.number, DECODER_STEP)
+        draws = self.solver.draws(self.due.number, Draws.DECODER_STEP)
         for batch in self._reread():
             codes, _ = self.solver.encoded(self.due, batch, draws)  # draws for all processes' rows
             if len(batch.x):
@@ -208,8 +207,7 @@ class PamSolver(Solver):
             terms = replace(terms, alpha=factorisation.alpha)
         dof_rows = None
         if due.number + 1 == len(self.schedule):
-            every = math.ceil(len(moments.z) / DOF_ROWS)
-            dof_rows = moments.z if len(moments.z) == moments.rows else moments.z[::every]
+            dof_rows = moments.z if len(moments.z) == moments.rows else moments.z[::8]
         state = solve(moments.system, terms, factorisation, dof_rows, most_replaceable)
         if state.skip is not None and self.dictionary.W_skip is not None:
             state = replace(state, skip=state.skip + self.dictionary.W_skip)

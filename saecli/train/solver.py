@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -21,11 +22,19 @@ from .decoder_step import Pass
 from .options import REVIVAL_ROWS, Paper, Sgd, SolverConfig, TrainingConfig
 from .rows import Smoothing
 
-REVIVALS = 20  # times that SGD looks for dead latents in all of training, at least once per epoch
+DECODER_STEPS = 20  # aimed at in all of training; SGD looks for dead latents as often
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
 RECENT_ROWS = 4096  # least rows of the last batches, at which dead latents are re-aimed
-DECODER_STEP, REVIVING, CALIBRATING = 1, 2, 3  # kinds of draws; 0 for steps
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
+
+
+class Draws(IntEnum):
+    """What random numbers are drawn for; each has a stream of its own."""
+
+    STEP = 0
+    DECODER_STEP = 1
+    REVIVAL = 2
+    CALIBRATION = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +158,7 @@ class Solver:
         """One step of the optimiser on a batch, and its codes, smoothed."""
         task, dictionary, step = self.task, self.dictionary, self.steps
         training = task.training
-        batch = self.smoothing(batch, self.draws(step))
+        batch = self.smoothing(batch, self.draws(step, Draws.STEP))
         self.optimizer.zero_grad()
         with products_in(training.precision):
             loss = dictionary.loss(batch, training.sparsity or "none", task.penalty_weight(step))
@@ -227,7 +236,9 @@ class Solver:
         directions = residual[:0]
         # If training has diverged, the check of the loss will say so.
         if communicator.is_main and len(x) and residual.isfinite().all():
-            directions = directions_of_worst(x, residual, count, self.draws(self.steps, REVIVING))
+            directions = directions_of_worst(
+                x, residual, count, self.draws(self.steps, Draws.REVIVAL)
+            )
         drawn = communicator.broadcast_object(lambda: len(directions))
         if not communicator.is_main:
             directions = residual.new_empty(drawn, residual.shape[1])
@@ -243,7 +254,7 @@ class Solver:
 
         def smoothed(width: float) -> Tensor:
             narrower = Smoothing(min(width, self.smoothing.width), sample)
-            return encoded(narrower(Batch.of(sample), self.draws(self.steps, CALIBRATING)).x)
+            return encoded(narrower(Batch.of(sample), self.draws(self.steps, Draws.CALIBRATION)).x)
 
         pre = encoded(sample)
         calibrated = self.dictionary.activation.calibrated(pre, parameters)
@@ -263,8 +274,8 @@ class Solver:
         """The current SAE, acting on normalised rows."""
         return self.dictionary.sae().without_training_parameters()
 
-    def draws(self, number: int, kind: int = 0) -> torch.Generator:
-        seed = (self.task.training.seed * 7 + kind) * 1_000_000_007 + number
+    def draws(self, number: int, purpose: Draws) -> torch.Generator:
+        seed = (self.task.training.seed * 7 + purpose) * 1_000_000_007 + number
         return torch.Generator().manual_seed(seed % 2**63)
 
     def state(self) -> dict[str, Tensor]:
@@ -303,7 +314,7 @@ class SgdSolver(Solver):
             dictionary = Coupled(initial.sae(), 1.0, None, task.B)
         super().__init__(dictionary, (), task, config, communicator)
         self.re_aims = config.revive
-        self._between = min(task.batches, math.ceil(task.steps / REVIVALS))
+        self._between = min(task.batches, math.ceil(task.steps / DECODER_STEPS))
         self._forget_firing()
 
     def step(self, batch: Batch) -> StepReport:

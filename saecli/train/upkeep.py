@@ -25,19 +25,14 @@ from .decoder_step import LEAST_SIZE, Kind, Moments, Pass, settles
 from .options import RELEASE, RELEASE_STEPS, RELEASED_BELOW, REVIVAL_ROWS, PamSgd
 from .pam_sgd import DecoderStep, PamSolver
 from .ridge import DecoderState, Terms
-from .solver import Task
+from .solver import DECODER_STEPS, Task
 
-DECODER_STEPS = 20  # aimed at in all of training
 # Rows per latent of a decoder step, resampled for each. Using all 117 took 1.4 times as long on tiny-gemma2, and was no
 # better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.
 PASS_ROWS = 32
 LAST_ROWS = 256  # of the last
-PASS_FRACTION = 1 / 2  # rows of all decoder steps, over those of all encoder steps
 MOST_REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as replaceable
-# A penalty has silenced a latent whose contributions, over a row's norm, are on average below the first on all rows,
-# and below the second on those where it fires: a rare one contributes little to all rows, but much to its own.
-SILENT, SILENT_WHERE_FIRING = 1e-7, 1e-2
-SILENCED = 1e6  # ridge of a silenced latent, over the mean Gram diagonal: none of it is left
+SILENT = 1e-3  # part of a row's norm: a penalty has silenced latents that contribute less where they fire
 
 
 class PamSgdSolver(PamSolver):
@@ -90,7 +85,8 @@ class PamSgdSolver(PamSolver):
         decay = self._decay(due, moments)
         if not self.task.held:
             silenced = silence(self.dictionary, moments)
-            decay = decay.masked_fill(silenced, SILENCED * moments.system.scale(1.0))
+            # A millionth of what they would get is left.
+            decay = decay.masked_fill(silenced, 1e6 * moments.system.scale(1.0))
         W_dec, b_dec = self._decoder_before(moments)
         return Terms(
             alpha * moments.rows / self.task.rows,
@@ -157,10 +153,10 @@ def passes_after(
 
 
 def steps_between(task: Task, d_sae: int) -> int:
-    """Encoder steps between decoder steps: `DECODER_STEPS` times in all, or once per epoch if these are fewer and their
-    passes would take more rows than `PASS_FRACTION` of the encoder steps."""
+    """Encoder steps between decoder steps: `DECODER_STEPS` times in all, or if their passes would take more than half
+    of the rows of the encoder steps, once per epoch."""
     rows_of_steps = task.steps * task.training.batch_size
-    affordable = PASS_FRACTION * rows_of_steps / min(task.rows, PASS_ROWS * d_sae)
+    affordable = rows_of_steps / (2 * min(task.rows, PASS_ROWS * d_sae))
     epochs = math.ceil(task.steps / task.batches)
     return math.ceil(task.steps / min(DECODER_STEPS, max(round(affordable), epochs)))
 
@@ -196,14 +192,11 @@ def balance(solver: PamSgdSolver, step: DecoderStep, state: DecoderState) -> Non
 
 @torch.no_grad()
 def silence(dictionary: Dictionary, moments: Moments) -> Tensor:
-    """Turn off latents whose contribution to the N rows, and to those on which they fire, a penalty has driven to
-    nothing: a mask, (F,). Otherwise a decoder step without the penalty would bring them back."""
+    """Turn off latents whose contribution to the rows on which they fire a penalty has driven to nothing: a mask, (F,).
+    Otherwise a decoder step without the penalty would bring them back."""
     W_dec = dictionary.decoder()
-    norms = W_dec.double().norm(dim=1)
-    contributed = moments.norm_weights * norms / math.sqrt(W_dec.shape[1])
-    little = contributed < SILENT * moments.rows
-    small = contributed < SILENT_WHERE_FIRING * moments.firings
-    gone = (moments.norm_weights > 0) & little & small
+    contributed = moments.norm_weights * W_dec.double().norm(dim=1) / math.sqrt(W_dec.shape[1])
+    gone = (moments.norm_weights > 0) & (contributed < SILENT * moments.firings)
     dictionary.W_enc.masked_fill_(gone, 0)
     dictionary.b_enc.masked_fill_(gone, 0)
     return gone
