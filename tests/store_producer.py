@@ -55,7 +55,7 @@ def blocks(since: dict | None) -> Iterator[tuple[dict, np.ndarray, dict, dict, W
         rows = rng.standard_normal((count, D_IN), np.float32)
         rows[rng.random(count) < 0.1, 3] = np.nan
         columns = {"document": np.full(count, number), "position": np.arange(count)}
-        dropped = {"special": rng.lognormal(size=rng.integers(0, 3))}
+        dropped = {"special": rng.integers(0, count + 1, rng.integers(0, 3))}
         yield {"block": number}, rows, columns, dropped, windows_of(count, number)
 
 
@@ -100,7 +100,7 @@ def write_ranks(path: Path, stop: int | None = None) -> None:
                         documents[:, None] * np.array([1, 0, 0], np.float32),
                         {"document": documents},
                         {"block": number},
-                        {"special": np.ones(2)},
+                        {"special": np.zeros(2, int)},
                     )
                     number += 1
                 if stop is None:

@@ -226,9 +226,8 @@ def store_block(writer: StoreWriter, block: Block, rows: np.ndarray | None) -> N
         np.empty((0, writer.meta.d_in), np.float32) if rows is None else rows,
         {name: block.columns[name] for name in writer.meta.columns},
         block.cursor.to_json(),
-        {reason: np.full(len(own), np.nan) for reason, own in block.before.items()},
-        block.windows if writer.meta.windows else None,
         block.before,
+        block.windows if writer.meta.windows else None,
     )
 
 

@@ -12,7 +12,7 @@ from ..base.devices import device_named
 from ..base.home import Home
 from ..base.processes import ALONE
 from ..store.schema import StoreMeta
-from ..store.shard_writer import Admission, Columns
+from ..store.shard_writer import ADMITTED, Admission
 from ..store.values import DTYPES
 from .extraction import Extraction, resolved
 from .forward import Ahead, demand_some, in_groups
@@ -102,14 +102,15 @@ def open_stream(
                         listener.note(words)
                     if not read:  # all its documents were left out
                         continue
-                    columns: Columns = {name: block.columns[name] for name in meta.columns}
-                    rows, columns, _ = admission(read[request.point], columns, {})
+                    rows = admission.rows(read[request.point])
+                    admitted = admission.verdicts(rows) == ADMITTED
+                    rows = rows[admitted]
                     stored, offered = stored + len(rows), block.offered
                     # bfloat16 has the range of float32: another type would not help
                     demand_some(stored, "float32", offered, 1)
                     yield (
                         rows if rows.dtype == dtype.storage else dtype.encode_rows(rows),
-                        np.asarray(columns["document"]),
+                        block.columns["document"][admitted],
                     )
         demand_some(stored, "float32", offered, 1, ended=True)
 

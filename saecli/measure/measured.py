@@ -27,7 +27,6 @@ from ..sae.library import SAELike, Subject, hook_points, note_if_remade, open_sa
 from ..store.joined import Joined, JoinedRows, in_words
 from ..store.opening import open_joined
 from ..store.reader import ActivationStore, Rows, RowSource
-from ..store.shard import stored_statistics
 from ..store.split import Which
 from ..store.values import OUTLYING
 from ..store.worlds import World
@@ -147,9 +146,9 @@ class Measured:
             ]
         found = []
         for rows in [self.rows.target] if self.rows.target else self.rows.inputs:
-            statistics = stored_statistics(rows.store.path, rows.store.meta)
-            assert statistics is not None
-            found.append(OUTLYING * statistics.norm_quantile(0.5))
+            norms = rows.store.meta.norms
+            assert norms is not None
+            found.append(OUTLYING * norms.median)
         return found
 
     def massive(self, y: Tensor) -> Tensor:

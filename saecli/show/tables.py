@@ -130,19 +130,15 @@ def _stored(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
         ]
     ]
     if norms:
-        lines.append(["norm", f"median {number(norms['quantiles'].get('0.5'))}, {_sizes(norms)}"])
+        sizes = [f"{name} {number(norms[name])}" for name in ("median", "mean", "max")]
+        lines.append(["norm", ", ".join(sizes)])
     for reason, count in store["dropped"].items():
         words = counted(count, "text")
         if reason not in TEXT_REASONS:
-            own = store["dropped_norms"].get(reason)
             percentage = 100 * count / (store["rows"] + _rows_dropped(store))
-            words = f"{count:,} ({percentage:.2g}%)" + (f", norm {_sizes(own)}" if own else "")
+            words = f"{count:,} ({percentage:.2g}%)"
         lines.append([f"dropped: {reason}", words])
     return lines
-
-
-def _sizes(norms: Mapping[str, float]) -> str:
-    return f"mean {number(norms['mean'])}, max {number(norms['max'])}"
 
 
 def _rows_dropped(store: Mapping[str, Any]) -> int:
@@ -182,15 +178,10 @@ def _cell(entry: dict[str, Any], column: str) -> Any:
     if column == "created":
         return _local_time(value)
     if column == "norms" and value is not None:
-        return value["quantiles"].get("0.5")
-    if (
-        column == "dropped" and value is not None
-    ):  # the percentage of rows, and their mean norm: 2.1% at 44.5
-        norms = entry["dropped_norms"].values()
-        dropped, measured = _rows_dropped(entry), sum(found["rows"] for found in norms)
-        mean = sum(found["rows"] * found["mean"] for found in norms) / max(measured, 1)
-        at = f" at {number(mean)}" if measured else ""
-        return f"{100 * dropped / (entry['rows'] + dropped):.2g}%{at}" if dropped else None
+        return value["median"]
+    if column == "dropped" and value is not None:  # the percentage of rows
+        dropped = _rows_dropped(entry)
+        return f"{100 * dropped / (entry['rows'] + dropped):.2g}%" if dropped else None
     return value
 
 

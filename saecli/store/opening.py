@@ -74,12 +74,12 @@ def note_outlying(name: str, statistics: Statistics | None, listener: Listener) 
     """As `note_outliers`, by the statistics of some rows."""
     if statistics is None:
         return
-    rows, fraction = statistics.outliers()
-    if rows:
+    norms = statistics.norms
+    if norms.massive_rows:
         listener.note(
-            f"{name}: {rows:,} of {statistics.norms.rows:,} rows have over {OUTLYING} times the median "
-            f"norm, and hold at least {fraction:.1%} of the variance; --max-norm-multiple {OUTLYING} drops them "
-            "as rows are made"
+            f"{name}: {norms.massive_rows:,} of {norms.rows:,} rows have over {OUTLYING} times the median "
+            f"norm, and hold at least {statistics.massive_fraction():.1%} of the variance; "
+            f"--max-norm-multiple {OUTLYING} drops them as rows are made"
         )
 
 
@@ -125,21 +125,22 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
 
 
 def described(store: ActivationStore) -> dict[str, Any]:
-    """The entries of a store's JSON: with rows dropped, the norms of dropped and stored rows, a mixture's sources and
-    the control tokens of chats."""
+    """The entries of a store's JSON: with rows dropped, the norms of rows, a mixture's sources and the control tokens
+    of chats."""
     meta = store.meta
-    norms = None if meta.norms is None else {**asdict(meta.norms), "quantiles": meta.norm_quantiles}
-    return {
+    document: dict[str, Any] = {
         "rows": store.rows,
         "d_in": store.d_in,
         "dtype": store.dtype,
         "shards": len(meta.shards),
         "dropped": meta.dropped,
-        "norms": norms,
-        **{name: rows for name in ("sources", "control_tokens") if (rows := getattr(meta, name))},
-        "dropped_norms": {name: asdict(found) for name, found in meta.dropped_norms.items()},
-        "source": meta.source,
+        "norms": None if meta.norms is None else asdict(meta.norms),
     }
+    if meta.sources:
+        document["sources"] = meta.sources
+    if meta.control_tokens:
+        document["control_tokens"] = meta.control_tokens
+    return {**document, "source": meta.source}
 
 
 def stored(stores: Sequence[ActivationStore]) -> dict[str, Any]:

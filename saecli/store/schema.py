@@ -23,7 +23,7 @@ from ..base.documents import Origin, demand_version, parse_json
 from ..base.errors import ConfigError, StoreError, flag_of
 from ..base.files import flush_to_disk, regular, to_json, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
-from .values import CODES, DTYPES, Dropped, Norms
+from .values import CODES, DTYPES, Norms
 
 FORMAT_VERSION = 3
 SHARDS = "shards"
@@ -95,7 +95,6 @@ class ShardRecord:
     rows: int
     dropped: dict[str, int]
     resume: Resume
-    dropped_norms: dict[str, Norms]
     frame: Frame
 
 
@@ -105,10 +104,8 @@ class JournalEntry:
 
     shard: ShardRecord
     dropped: dict[str, int]
-    dropped_norms: dict[str, Norms]
     median_norm: float | None
     norms: Norms
-    norm_quantiles: dict[str, float]
     sources: dict[str, int]
     control_tokens: dict[str, int]
 
@@ -137,9 +134,7 @@ class StoreMeta:
     created: str = field(default_factory=now)
     complete: bool = False
     dropped: dict[str, int] = field(default_factory=dict)  # number of rows, by reason
-    dropped_norms: dict[str, Norms] = field(default_factory=dict)
     norms: Norms | None = None
-    norm_quantiles: dict[str, float] = field(default_factory=dict)  # by fraction, within 0.87%
     shards: tuple[ShardRecord, ...] = ()
     sources: dict[str, int] = field(
         default_factory=dict
@@ -220,7 +215,7 @@ class StoreMeta:
     def joined(self, parts: Mapping[str, "StoreMeta"]) -> Self:
         """The store of several ranks, from the names of their folders and what these hold: rank 0's rows, then rank
         1's, and so on; ValueError if they differ in what they are to hold."""
-        dropped = Dropped()
+        dropped: Counter[str] = Counter()
         shards: list[ShardRecord] = []
         norms: list[Norms] = []
         sources, control_tokens = Counter(self.sources), Counter(self.control_tokens)
@@ -229,7 +224,7 @@ class StoreMeta:
                 raise ValueError(
                     f"expected the rows of {self.request()} in {name}, got {part.request()}"
                 )
-            dropped += Dropped(part.dropped, part.dropped_norms)
+            dropped.update(part.dropped)
             shards += [
                 dataclasses.replace(shard, file=f"{name}/{SHARDS}/{shard.file}")
                 for shard in part.shards
@@ -241,8 +236,7 @@ class StoreMeta:
             self,
             complete=len(parts) == self.ranks and all(part.complete for part in parts.values()),
             shards=tuple(shards),
-            dropped=dict(dropped.counts),
-            dropped_norms=dict(dropped.norms),
+            dropped=dict(dropped),
             norms=reduce(add, norms) if norms else None,
             sources=dict(sources),
             control_tokens=dict(control_tokens),

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +36,7 @@ from .schema import (
     ShardRecord,
     StoreMeta,
 )
-from .values import BINS, CODES, DTYPES, Column, Norms, Spread, Statistics
+from .values import CODES, DTYPES, Column, Norms, Spread, Statistics
 from .windows import WINDOWS, Windows
 
 if TYPE_CHECKING:
@@ -413,14 +413,8 @@ def stored_statistics(path: Path, meta: StoreMeta) -> Statistics | None:
         read_layout(shard, meta, record)  # verifies the checksum before any byte is used
         with hdf5_file(shard) as file:
             group = file[STATISTICS]
-            mean, scatter, bins, number = (
-                group[name][:] for name in ("mean", "scatter", "norm_bin", "norm_count")
-            )
-            norms = Norms(
-                record.rows, *(float(group.attrs[name]) for name in ("norm_mean", "norm_max"))
-            )
-        counts = np.zeros(BINS, np.int64)
-        counts[bins] = number
-        found = Statistics(Spread(record.rows, mean, scatter), norms, counts)
-        total = found if total is None else total + found
+            spread = Spread(record.rows, group["mean"][:], group["scatter"][:])
+            norms = Norms(**{field.name: group.attrs[field.name].item() for field in fields(Norms)})
+        statistics = Statistics(spread, norms)
+        total = statistics if total is None else total + statistics
     return total

@@ -12,6 +12,7 @@ import io
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ from .values import (
     OFFSET,
     VALUE,
     Column,
-    Dropped,
+    Norms,
+    Spread,
     Statistics,
     row_norms,
     stacked,
@@ -42,65 +44,21 @@ ALIGNMENT = 64  # bytes; NumPy is slow on unaligned numbers
 
 
 ADMITTED, NONFINITE, HIGH_NORM = range(3)  # verdicts, one uint8 per row
-REASONS = {NONFINITE: "nonfinite", HIGH_NORM: "high_norm"}
+REASONS = {"nonfinite": NONFINITE, "high_norm": HIGH_NORM}
 
 Columns = Mapping[str, Column]
 
 
 class Admission:
-    """Drops and counts rows that are not finite in the stored type, or have a norm above `max_norm_multiple` times the
-    median of the first block that has a finite row."""
+    """Drops rows that are not finite in the stored type, or have a norm above `max_norm_multiple` times the median of
+    the first block that has a finite row."""
 
     def __init__(self, path: Path, meta: StoreMeta) -> None:
         self._path, self._meta = path, meta
         self.median = meta.median_norm
 
-    @property
-    def waits(self) -> bool:
-        """Whether the median is needed and not yet known."""
-        return self._meta.max_norm_multiple is not None and self.median is None
-
-    def judge(self, activations: np.ndarray) -> np.ndarray:
-        return self._judged(self._as_rows(activations))
-
-    def __call__(
-        self,
-        activations: np.ndarray,
-        columns: Columns,
-        dropped: Mapping[str, np.ndarray],
-        verdict: np.ndarray | None = None,
-        counted: int | None = None,
-    ) -> tuple[np.ndarray, Columns, Dropped]:
-        """The rows and columns of a block to store, and the rows dropped, of its own among the first `counted` of the
-        block; see `StoreWriter.append`."""
-        rows, out = self._as_rows(activations), Dropped.of(dropped)
-        if columns.keys() != set(self._meta.row_values):
-            raise ValueError(
-                f"a block does not fit {self._path}: expected columns {list(self._meta.row_values)}, "
-                f"got {list(columns)}"
-            )
-        for name, column in columns.items():
-            if isinstance(column, np.ndarray) and (
-                column.shape != (len(rows),) or column.dtype.kind not in "iu"
-            ):
-                raise ValueError(
-                    f"column {name} does not fit {self._path}: expected {len(rows)} integers, "
-                    f"got {column.dtype} of shape {column.shape}"
-                )
-        verdict = self._judged(rows) if verdict is None else verdict
-        if not verdict.any():
-            return rows, columns, out
-        first = slice(counted)
-        out += Dropped.of(
-            {
-                name: self._row_norms(rows[first][verdict[first] == reason])
-                for reason, name in REASONS.items()
-            }
-        )
-        kept = verdict == ADMITTED
-        return rows[kept], {name: columns[name][kept] for name in self._meta.row_values}, out
-
-    def _as_rows(self, activations: np.ndarray) -> np.ndarray:
+    def rows(self, activations: np.ndarray) -> np.ndarray:
+        """Activations, (R, D), of the storage dtype or float32; ValueError if they are none that a store takes."""
         meta = self._meta
         if activations.ndim != 2 or activations.shape[1] != meta.d_in:
             raise ValueError(
@@ -116,20 +74,19 @@ class Admission:
         with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
             return activations.astype(np.float32, copy=False)
 
-    def _judged(self, rows: np.ndarray) -> np.ndarray:
-        """The verdict on undecoded rows; sets the median if it is needed and not yet known."""
-        keeps = DTYPES[self._meta.dtype].keeps(rows)
-        verdict = np.where(keeps, np.uint8(ADMITTED), np.uint8(NONFINITE))
-        if self._meta.max_norm_multiple is not None and keeps.any():
-            norms = self._row_norms(rows if keeps.all() else rows[keeps])
-            self.median = float(np.median(norms)) if self.median is None else self.median
-            verdict[np.flatnonzero(keeps)[norms > self._meta.max_norm_multiple * self.median]] = (
-                HIGH_NORM
-            )
-        return verdict
+    def verdicts(self, rows: np.ndarray) -> np.ndarray:
+        """The verdict on each of some `rows`, (R,); sets the median if it is needed and not yet known."""
+        multiple = self._meta.max_norm_multiple
+        finite = DTYPES[self._meta.dtype].keeps(rows)
+        verdicts = np.where(finite, np.uint8(ADMITTED), np.uint8(NONFINITE))
+        if multiple is not None and finite.any():
+            norms = self._norms(rows[finite])
+            if self.median is None:
+                self.median = float(np.median(norms))
+            verdicts[np.flatnonzero(finite)[norms > multiple * self.median]] = HIGH_NORM
+        return verdicts
 
-    def _row_norms(self, rows: np.ndarray) -> np.ndarray:
-        """Norms, (R,), of undecoded rows; infinite for rows with a NaN or infinity in the stored type."""
+    def _norms(self, rows: np.ndarray) -> np.ndarray:
         if rows.dtype.kind == "f":
             return row_norms(rows)
         decoded = np.empty(rows.shape, np.float32)
@@ -148,6 +105,8 @@ class ShardWriter:
         self.rows = 0
         self._meta = meta
         self.statistics: Statistics | None = None
+        self._spread: Spread | None = None
+        self._norms: list[np.ndarray] = []
         self._chunk = np.empty((meta.chunk_rows, meta.d_in), DTYPES[meta.dtype].storage)
         # Allocating these for every chunk costs more than the arithmetic on them.
         self._decoded = np.empty(self._chunk.shape, np.float32)
@@ -194,7 +153,8 @@ class ShardWriter:
                 self._chunk = self._chunk[: self.rows]
             self._chunk[self._filled :] = 0
             self._flush_chunk()
-        assert self.statistics is not None
+        assert self._spread is not None
+        self.statistics = Statistics(self._spread, Norms.of(np.concatenate(self._norms)))
         image = _Image(self._meta, self.rows)
         assert image.start == self._start, "the offset of the activations depends on their number"
         for name, parts in self._columns.items():
@@ -229,8 +189,9 @@ class ShardWriter:
         )
         DTYPES[self._meta.dtype].decode_rows(rows, decoded)
         np.copyto(scratch, decoded)
-        found = Statistics.of(scratch)
-        self.statistics = found if self.statistics is None else self.statistics + found
+        self._norms.append(row_norms(scratch))
+        spread = Spread.of(scratch)
+        self._spread = spread if self._spread is None else self._spread + spread
         self._checksums.append(xxh3_64_intdigest(self._chunk.data))
         _write(self._file, self._chunk.data.cast("B"), self._end)
         self._end += self._chunk.nbytes
@@ -290,16 +251,10 @@ class _Image:
         self.put_group(CODES, codes)
 
     def put_statistics(self, statistics: Statistics) -> None:
-        bins = np.flatnonzero(statistics.norm_counts)
-        datasets = {
-            "mean": statistics.spread.mean,
-            "scatter": statistics.spread.scatter,
-            "norm_bin": bins.astype("<i4"),
-            "norm_count": statistics.norm_counts[bins],
-        }
-        group = self.put_group(STATISTICS, datasets)
-        group.attrs.create("norm_mean", statistics.norms.mean, dtype="<f8")
-        group.attrs.create("norm_max", statistics.norms.max, dtype="<f8")
+        spread = {"mean": statistics.spread.mean, "scatter": statistics.spread.scatter}
+        group = self.put_group(STATISTICS, spread)
+        for name, value in asdict(statistics.norms).items():
+            group.attrs.create(name, value)
 
     def put_group(self, name: str, datasets: Mapping[str, np.ndarray]) -> h5py.Group:
         import h5py

@@ -3,9 +3,8 @@
 Legend: R rows, D = d_in, n entries, G features.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     import h5py
     from scipy.sparse import csr_array
 
+OUTLYING = 10  # times the median norm
 PIECE_BYTES = 256 << 10  # converted at a time, in bytes of the source
 
 
@@ -140,64 +140,52 @@ def stacked(parts: Sequence[Column]) -> Any:
 
 @dataclass(frozen=True)
 class Norms:
+    """Euclidean norms of rows. Massive rows have over `OUTLYING` times the median: attention sinks have 40 to 150.
+
+    Of several shards together the median is the mean of theirs, and massive rows are those of each.
+    """
+
     rows: int
     mean: float
     max: float
+    median: float
+    massive_rows: int
+    massive_sum: float  # of the norms of massive rows
+    massive_squares: float  # sum of their squares
 
     @classmethod
     def of(cls, norms: np.ndarray) -> Self:
-        """Summary of the finite norms, (R,) (at least one)."""
-        finite = norms[np.isfinite(norms)]
-        return cls(len(finite), float(finite.mean()), float(finite.max()))
+        """Summary of finite norms, (R,), R at least 1."""
+        median = float(np.median(norms))
+        massive = norms[norms > OUTLYING * median]
+        return cls(
+            rows=len(norms),
+            mean=float(norms.mean()),
+            max=float(norms.max()),
+            median=median,
+            massive_rows=len(massive),
+            massive_sum=float(massive.sum()),
+            massive_squares=float(np.square(massive).sum()),
+        )
 
     def __add__(self, other: "Norms") -> "Norms":
         rows = self.rows + other.rows
+        weight = other.rows / rows
         return Norms(
-            rows,
-            self.mean + (other.mean - self.mean) * (other.rows / rows),
-            max(self.max, other.max),
+            rows=rows,
+            mean=self.mean + (other.mean - self.mean) * weight,
+            max=max(self.max, other.max),
+            median=self.median + (other.median - self.median) * weight,
+            massive_rows=self.massive_rows + other.massive_rows,
+            massive_sum=self.massive_sum + other.massive_sum,
+            massive_squares=self.massive_squares + other.massive_squares,
         )
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """Rows dropped, by reason: their number, and their norms if one is finite."""
-
-    counts: Mapping[str, int] = field(default_factory=dict)
-    norms: Mapping[str, Norms] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, norms: Mapping[str, np.ndarray]) -> Self:
-        """Count rows by their norms, (R,) for each reason; NaN or infinity for a row without one."""
-        return cls(
-            {reason: len(values) for reason, values in norms.items() if len(values)},
-            {
-                reason: Norms.of(values)
-                for reason, values in norms.items()
-                if np.isfinite(values).any()
-            },
-        )
-
-    def __add__(self, other: "Dropped") -> "Dropped":
-        norms = dict(self.norms)
-        for reason, more in other.norms.items():
-            norms[reason] = norms[reason] + more if reason in norms else more
-        return Dropped(Counter(self.counts) + Counter(other.counts), norms)
 
 
 def row_norms(rows: np.ndarray) -> np.ndarray:
     """Euclidean norms, (R,) float64, of float rows, (R, D); NaN or infinite where the row is."""
     with np.errstate(invalid="ignore"):
         return np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
-
-
-# Bin 0 is for norms of 0; bin i for norms in [2^((i - 1) / 40 - 149), 2^(i / 40 - 149)). The least float32 above 0 is
-# 2^-149, and no norm in 2^42 dimensions reaches 2^149.
-BINS_PER_DOUBLING, LEAST_EXPONENT = 40, -149
-BINS = 1 + BINS_PER_DOUBLING * 2 * -LEAST_EXPONENT
-QUANTILE_ERROR = 2 ** (0.5 / BINS_PER_DOUBLING) - 1  # relative, half a bin: 0.87%
-QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
-OUTLYING = 10  # times the median norm: attention sinks have 40 to 150 times
 
 
 @dataclass(frozen=True)
@@ -251,57 +239,26 @@ class Spread:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of rows; `norm_counts`, (BINS,) int64, is a histogram of their norms."""
+    """Statistics of rows."""
 
     spread: Spread
     norms: Norms
-    norm_counts: np.ndarray
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Self:
         """Measure finite rows, (R, D) float64, R at least 1, overwriting them."""
-        norms = row_norms(rows)
-        with np.errstate(divide="ignore"):
-            above = np.floor(BINS_PER_DOUBLING * (np.log2(norms) - LEAST_EXPONENT))
-        bins = np.where(norms > 0, above + 1, 0).astype(np.int64)
-        return cls(Spread.of(rows), Norms.of(norms), np.bincount(bins, minlength=BINS))
+        norms = Norms.of(row_norms(rows))
+        return cls(Spread.of(rows), norms)
 
     def __add__(self, other: "Statistics") -> Self:
-        return type(self)(
-            self.spread + other.spread,
-            self.norms + other.norms,
-            self.norm_counts + other.norm_counts,
+        return type(self)(self.spread + other.spread, self.norms + other.norms)
+
+    def massive_fraction(self) -> float:
+        """The least fraction of the scatter that massive rows can have: by `(|x| - |mean|)^2 <= |x - mean|^2`."""
+        norms, centre = self.norms, float(np.linalg.norm(self.spread.mean))
+        if not norms.massive_rows:
+            return 0.0
+        scatter = (
+            norms.massive_squares - 2 * centre * norms.massive_sum + norms.massive_rows * centre**2
         )
-
-    def outliers(self) -> tuple[int, float]:
-        """Number of rows whose norm is over `OUTLYING` times the median, within a bin, and the least fraction of the
-        scatter that they can have."""
-        edge = OUTLYING * self.norm_quantile(0.5)
-        bins = np.arange(BINS)
-        middles = 2.0 ** ((bins - 0.5) / BINS_PER_DOUBLING + LEAST_EXPONENT)
-        counts = np.where((bins > 0) & (middles > edge), self.norm_counts, 0)
-        if not counts.any():
-            return 0, 0.0
-        norms = np.minimum(middles, self.norms.max)
-        distances = np.maximum(norms - np.linalg.norm(self.spread.mean), 0)  # from the mean
-        scatter = self.spread.scatter.sum()
-        return int(counts.sum()), float(min(1, (counts * distances**2).sum() / scatter))
-
-    def norm_quantile(self, fraction: float) -> float:
-        """The quantile of the norms, fraction in (0, 1], to a relative `QUANTILE_ERROR`."""
-        wanted = max(1, int(np.ceil(fraction * self.norms.rows)))
-        index = int(np.searchsorted(np.cumsum(self.norm_counts), wanted))
-        middle = 2.0 ** ((index - 0.5) / BINS_PER_DOUBLING + LEAST_EXPONENT) if index else 0.0
-        return min(middle, self.norms.max)
-
-
-def norm_fields(statistics: Statistics | None) -> dict[str, Any]:
-    """The fields of `store.json` on the norms of the rows stored, if any."""
-    if statistics is None:
-        return {}
-    return {
-        "norms": statistics.norms,
-        "norm_quantiles": {
-            f"{fraction:g}": statistics.norm_quantile(fraction) for fraction in QUANTILES
-        },
-    }
+        return min(1.0, scatter / float(self.spread.scatter.sum()))

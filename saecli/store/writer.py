@@ -8,6 +8,7 @@ Legend: R rows, D = d_in.
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,9 +35,9 @@ from .schema import (
     shard_name,
     write_meta,
 )
-from .shard import stored_statistics
-from .shard_writer import ADMITTED, Admission, Columns, ShardWriter
-from .values import DTYPES, Dropped, norm_fields
+from .shard import read_layout
+from .shard_writer import ADMITTED, REASONS, Admission, Columns, ShardWriter
+from .values import DTYPES
 from .windows import Windows
 
 
@@ -61,16 +62,14 @@ class StoreWriter:
     ) -> None:
         self.path, self.meta, self._lock, self._is_part = path, meta, lock, is_part
         self._failed = False
-        self.admission = Admission(path, meta)
+        self._admission = Admission(path, meta)
         self._limit = limit
-        self._statistics = None if meta.complete else stored_statistics(path, meta)
         self._shard: ShardWriter | None = None
-        self._resume = (
-            meta.shards[-1].resume if meta.shards else None
-        )  # until the first block has come again
+        # Until the first block has come again.
+        self._resume = meta.shards[-1].resume if meta.shards else None
         self._last: Resume | None = None  # where the last row stored came from
-        self._ended = Dropped()  # in blocks that ended since the last shard
-        self._current = Dropped()  # in the latest block
+        self._ended: Counter[str] = Counter()  # dropped in blocks that ended since the last shard
+        self._current: Counter[str] = Counter()  # dropped in the latest block
 
     @classmethod
     def open(
@@ -80,6 +79,8 @@ class StoreWriter:
         something else, or a shard is missing or damaged. As a rank's part of a store it may end without rows."""
         lock, stored = claim(path, meta)
         try:
+            for shard in () if stored.complete else stored.shards:
+                read_layout(path / SHARDS / shard.file, stored, shard)
             return cls(path, stored, lock, limit, is_part)
         except BaseException:
             os.close(lock)
@@ -137,17 +138,15 @@ class StoreWriter:
         cursor: dict[str, Any],
         dropped: Mapping[str, np.ndarray] | None = None,
         windows: Windows | None = None,
-        before: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Append one block, without the rows that `Admission` drops.
 
         Args:
             activations: (R, D) float, or uint16 bits if the store is bfloat16; R may be 0.
             columns: (R,) integers for each of the store's columns, and true codes if it has them.
-            dropped: norms of the rows of this block that the producer itself dropped, by reason; NaN if unknown.
+            dropped: for each row that the producer itself dropped, by reason, the number of the block's rows before it,
+                (n,); after the last row of the store none is counted.
             windows: the windows of the block's rows, of a store that keeps them.
-            before: for each of those `dropped`, the number of the block's rows before it; after the last row of the
-                store nothing is counted. None counts all.
 
         Raises:
             StoreError: the write fails (whole shards stay), or the producer does not resume where the store ends.
@@ -157,48 +156,80 @@ class StoreWriter:
                 f"{self.path} is complete, with {self.rows} rows; expected one to go on with; choose "
                 "another --name, or remove that store"
             )
-        verdict = self.admission.judge(activations)
-        stored = DTYPES[self.meta.dtype]
+        rows = self._admission.rows(activations)
+        self._demand_columns(columns, len(rows))
+        verdicts = self._admission.verdicts(rows)
+        admitted = np.flatnonzero(verdicts == ADMITTED)
         cursor = json.loads(json.dumps(cursor))
-        admitted = np.flatnonzero(verdict == ADMITTED)
-        begin, end = 0, len(admitted)
-        if self._resume is not None:  # some of the block's rows were stored before an interruption
-            begin = self._resume.skip
-            if Resume(cursor, begin).position != self._resume.position or end < begin:
-                raise self._differs(f"{end} rows at {cursor}")
-            self._resume = None
-        if self._limit is not None:
-            end = min(end, begin + max(0, self._limit - self.rows))
-        dropped, counted = dropped or {}, len(verdict)
+        begin, end = self._stored_already(cursor, len(admitted)), len(admitted)
+        self._ended += self._current
         if self._limit is not None and self.rows + end - begin >= self._limit:
-            counted = int(admitted[end - 1]) + 1 if end else 0
-            dropped = {
-                name: norms[before[name] < counted] if before else norms
-                for name, norms in dropped.items()
-            }
-        rows, columns, left_out = self.admission(activations, columns, dropped, verdict, counted)
-        self._ended, self._current = self._ended + self._current, left_out
+            end = min(end, begin + max(0, self._limit - self.rows))
+            last = int(admitted[end - 1]) + 1 if end else 0
+            self._current = _counts(verdicts[:last], dropped or {}, last)
+        else:
+            self._current = _counts(verdicts, dropped or {}, len(rows) + 1)
+        if len(admitted) < len(rows):
+            rows = rows[admitted]
+            columns = {name: columns[name][admitted] for name in self.meta.row_values}
         if windows is not None:
-            windows = windows.admitted(verdict == ADMITTED, end)
+            windows = windows.admitted(verdicts == ADMITTED, end)
         with self._reporting():
-            while begin < end:
-                if self._shard is None:
-                    self._shard = ShardWriter(
-                        self.path / SHARDS / shard_name(len(self.meta.shards)), self.meta
-                    )
-                stop = min(end, begin + self.meta.shard_rows - self._shard.rows)
-                part = rows[begin:stop]
-                self._shard.append(
-                    part
-                    if part.dtype == stored.storage
-                    else stored.encode_rows(np.ascontiguousarray(part)),
-                    {name: columns[name][begin:stop] for name in self.meta.row_values},
-                    None if windows is None else windows.part(begin, stop, self._shard.rows),
+            self._store(rows, columns, windows, cursor, begin, end)
+
+    def _demand_columns(self, columns: Columns, rows: int) -> None:
+        if columns.keys() != set(self.meta.row_values):
+            raise ValueError(
+                f"a block does not fit {self.path}: expected columns {list(self.meta.row_values)}, "
+                f"got {list(columns)}"
+            )
+        for name, column in columns.items():
+            if isinstance(column, np.ndarray) and (
+                column.shape != (rows,) or column.dtype.kind not in "iu"
+            ):
+                raise ValueError(
+                    f"column {name} does not fit {self.path}: expected {rows} integers, "
+                    f"got {column.dtype} of shape {column.shape}"
                 )
-                self._last = Resume(cursor, stop)
-                if self._shard.rows == self.meta.shard_rows:
-                    self._record()
-                begin = stop
+
+    def _stored_already(self, cursor: dict[str, Any], rows: int) -> int:
+        """Rows of a block of so many that were stored before an interruption."""
+        if self._resume is None:
+            return 0
+        skip = self._resume.skip
+        if Resume(cursor, skip).position != self._resume.position or rows < skip:
+            raise self._differs(f"{rows} rows at {cursor}")
+        self._resume = None
+        return skip
+
+    def _store(
+        self,
+        rows: np.ndarray,
+        columns: Columns,
+        windows: Windows | None,
+        cursor: dict[str, Any],
+        begin: int,
+        end: int,
+    ) -> None:
+        """Write rows `begin` to `end` of a block into shards."""
+        stored = DTYPES[self.meta.dtype]
+        while begin < end:
+            if self._shard is None:
+                path = self.path / SHARDS / shard_name(len(self.meta.shards))
+                self._shard = ShardWriter(path, self.meta)
+            stop = min(end, begin + self.meta.shard_rows - self._shard.rows)
+            part = rows[begin:stop]
+            if part.dtype != stored.storage:
+                part = stored.encode_rows(np.ascontiguousarray(part))
+            self._shard.append(
+                part,
+                {name: columns[name][begin:stop] for name in self.meta.row_values},
+                None if windows is None else windows.part(begin, stop, self._shard.rows),
+            )
+            self._last = Resume(cursor, stop)
+            if self._shard.rows == self.meta.shard_rows:
+                self._record()
+            begin = stop
 
     def finish(self) -> StoreMeta:
         """Write the last shard and mark the store complete; StoreError if it has no rows, or fewer than before."""
@@ -206,9 +237,9 @@ class StoreWriter:
             return self.meta
         if self._resume is not None and self._resume.skip:
             raise self._differs("nothing")
-        self._ended, self._current = self._ended + self._current, Dropped()
+        self._ended, self._current = self._ended + self._current, Counter()
         if not self.rows and not self._is_part:
-            raise no_rows(self.path, self._ended.counts)
+            raise no_rows(self.path, self._ended)
         with self._reporting():
             self._complete()
         return self.meta
@@ -222,27 +253,24 @@ class StoreWriter:
         for token_id in control:
             control[token_id] += self._shard.count("token_id", int(token_id))
         frame = self._shard.commit()
-        of_shard = self._shard.statistics
-        assert of_shard is not None
-        self._statistics = of_shard if self._statistics is None else self._statistics + of_shard
+        assert self._shard.statistics is not None
+        norms = self._shard.statistics.norms
         record = ShardRecord(
-            self._shard.path.name,
-            self._shard.rows,
-            dict(self._ended.counts),
-            self._last,
-            dict(self._ended.norms),
-            frame,
+            file=self._shard.path.name,
+            rows=self._shard.rows,
+            dropped=dict(self._ended),
+            resume=self._last,
+            frame=frame,
         )
-        dropped = Dropped(self.meta.dropped, self.meta.dropped_norms) + self._ended
-        self._shard, self._ended = None, Dropped()
+        dropped = Counter(self.meta.dropped) + self._ended
+        self._shard, self._ended = None, Counter()
         return JournalEntry(
-            record,
-            dict(dropped.counts),
-            dict(dropped.norms),
-            self.admission.median,
+            shard=record,
+            dropped=dict(dropped),
+            median_norm=self._admission.median,
+            norms=norms if self.meta.norms is None else self.meta.norms + norms,
             sources=sources,
             control_tokens=control,
-            **norm_fields(self._statistics),
         )
 
     def _record(self) -> None:
@@ -255,15 +283,13 @@ class StoreWriter:
         """Commit the last shard, if any, and write it to `store.json` together with the store's completion: resuming
         after a short shard would count its dropped rows twice."""
         meta = self.meta.extended([self._commit()] if self._shard else [])
-        dropped = Dropped(meta.dropped, meta.dropped_norms) + self._ended
-        self._ended = Dropped()
         meta = replace(
             meta,
             complete=True,
-            dropped=dict(dropped.counts),
-            dropped_norms=dict(dropped.norms),
+            dropped=dict(Counter(meta.dropped) + self._ended),
             control_tokens={name: rows for name, rows in meta.control_tokens.items() if rows},
         )
+        self._ended = Counter()
         write_meta(self.path, meta)
         self.meta = meta
 
@@ -274,6 +300,13 @@ class StoreWriter:
             f"{self._resume.cursor}, got {got}; the source has changed, so remove the store and make it "
             "again"
         )
+
+
+def _counts(verdicts: np.ndarray, dropped: Mapping[str, np.ndarray], rows: int) -> Counter[str]:
+    """The number of rows dropped, by reason, of those with fewer than `rows` of the block's rows before them."""
+    counts = {name: int((before < rows).sum()) for name, before in dropped.items()}
+    counts |= {name: int((verdicts == verdict).sum()) for name, verdict in REASONS.items()}
+    return Counter({name: count for name, count in counts.items() if count})
 
 
 def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:

@@ -135,7 +135,6 @@ SHARD = {
     "rows": 1,
     "dropped": {},
     "resume": {"cursor": {}, "skip": 0},
-    "dropped_norms": {},
     "frame": {"start": 0, "xxh3": ""},
 }
 
