@@ -42,7 +42,6 @@ class Swish(Activation):
     """`z = pre * sigmoid(pre)`."""
 
     name: ClassVar[str] = "swish"
-    opposites: ClassVar[bool] = True
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
         return DenseCodes(pre * pre.sigmoid())

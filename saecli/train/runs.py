@@ -303,7 +303,7 @@ def resumed_job(
     plan, begun = job.run.plan, job.run.plan.start
     if begun is None or communicator.broadcast_object((job.folder / CHECKPOINT).exists):
         return job
-    start = communicator.broadcast_object(lambda: begun.again(home, listener))
+    start = communicator.broadcast_object(lambda: begun.reopened(home, listener))
     return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
 
 

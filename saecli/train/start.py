@@ -25,10 +25,9 @@ from ..store.reader import RowSource
 from .options import TrainingConfig
 from .rows import SAMPLED_ROWS, Normalisation
 
-RATE_FACTOR, RATE_POWER = 0.105, 1 / 3
-HIGHEST_RATE, OF_WIDTH = 0.008, 128
-ENOUGH_FIRINGS, FIRINGS_POWER = 8, 2 / 3
-POWER_ITERATIONS = 30  # for two digits of an eigenvalue
+RATE = 0.105  # b of `fitted_learning_rate`
+HIGHEST_RATE = 0.008 * math.sqrt(128)  # a
+ENOUGH_FIRINGS = 8  # per batch
 
 
 def initial_sae(
@@ -41,41 +40,38 @@ def initial_sae(
 ) -> SAE:
     """An SAE with random unit directions, `W_dec = W_enc' B`, its scale fitted to a batch of normalised rows. B,
     (D, E), is the targets' regression on them, None if the targets are the rows.
-
-    If the activation is linear on pairs of opposites and there are two latents per dimension, half of the directions
-    are opposites of the others: the SAE can then be linear from the start (without a penalty, test FVU after 50 passes
-    over 700 rows of tiny-gemma2: 1e-7 instead of 1e-3).
     """
     x, d_in = batch.x, batch.x.shape[1]
-    directions = torch.randn(
-        d_in, d_sae, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-    if activation.opposites and d_sae >= 2 * d_in:
-        half = d_sae // 2
-        directions[:, half : 2 * half] = -directions[:, :half]
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(d_in, d_sae, generator=generator, dtype=torch.float64)
     W_enc = (directions / directions.norm(dim=0)).to(x)
     penalty = activation.penalty(sparsity)
     start = activation.parameters(d_sae) | penalty.initial(d_sae)
     parameters = penalty.fitted(x @ W_enc, {name: tensor.to(x) for name, tensor in start.items()})
     codes = activation.training_codes(x @ W_enc, parameters | {"W_enc": W_enc})
-    y_hat = codes.times(W_enc.T if B is None else W_enc.T @ B)
-    size = y_hat.square().sum()
-    fit = ((batch.y * y_hat).sum() / size).clamp(min=1e-3) if size > 0 else x.new_ones(())
-    W_enc = W_enc * fit.sqrt()
-    parameters = penalty.fitted(x @ W_enc, parameters)
-    W_dec, d_out = W_enc.T if B is None else W_enc.T @ B, batch.y.shape[1]
+    y_hat = codes.times(_decoder_of(W_enc, B))
+    fit = (batch.y * y_hat).sum() / y_hat.square().sum()
+    if fit > 0:  # else no code fires
+        W_enc = W_enc * fit.sqrt()
     return SAE(
-        W_enc, x.new_zeros(d_sae), W_dec.contiguous(), x.new_zeros(d_out), activation, parameters
+        W_enc,
+        x.new_zeros(d_sae),
+        _decoder_of(W_enc, B),
+        x.new_zeros(batch.y.shape[1]),
+        activation,
+        penalty.fitted(x @ W_enc, parameters),
     )
+
+
+def _decoder_of(W_enc: Tensor, B: Tensor | None) -> Tensor:
+    return W_enc.T.contiguous() if B is None else W_enc.T @ B
 
 
 def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
     """The SAE nested and with an affine skip, 0 if new, as the settings ask; `widths` of a crosscoder's hook points."""
-    skip = (
-        sae.W_enc.new_zeros(sae.d_in, sae.d_out)
-        if training.skip and sae.W_skip is None
-        else sae.W_skip
-    )
+    skip = sae.W_skip
+    if training.skip and skip is None:
+        skip = sae.W_enc.new_zeros(sae.d_in, sae.d_out)
     return SAE(
         sae.W_enc,
         sae.b_enc,
@@ -92,7 +88,7 @@ def shaped(sae: SAE, training: TrainingConfig, widths: Sequence[int]) -> SAE:
 def fitted_learning_rate(batch: Tensor, firings: float) -> float:
     """Peak learning rate of Adam.
 
-        lr = min(0.008 sqrt(128 / D), 0.105 / (D lambda)^(1/3)) * min(1, firings / 8)^(2/3)
+        lr = min(a / sqrt(D), b / (D lambda)^(1/3)) * min(1, firings / 8)^(2/3)
 
     lambda is the largest eigenvalue of `sum ||x||^2 x x' / sum ||x||^2` for rows of mean squared norm D. A step of Adam
     moves a latent, of norm about 1, by up to `lr sqrt(D)`, and the pre-activations of rows along the leading direction
@@ -104,18 +100,17 @@ def fitted_learning_rate(batch: Tensor, firings: float) -> float:
 
     Source: Gao et al., "Scaling and evaluating sparse autoencoders" (2024), whose rate falls as 1/sqrt(d_sae).
     """
-    most = HIGHEST_RATE * math.sqrt(OF_WIDTH / batch.shape[1])
-    rarity = min(1.0, firings / ENOUGH_FIRINGS) ** FIRINGS_POWER
-    x = batch.double()
+    x, d_in = batch.double(), batch.shape[1]
     square = x.square().sum(1)
+    rate = HIGHEST_RATE / math.sqrt(d_in)
     direction, length = x[square.argmax()], square.max().sqrt()
-    if not length > 0:
-        return most * rarity
-    for _ in range(POWER_ITERATIONS):
-        direction = x.T @ (square * (x @ (direction / length))) / square.sum()
-        length = direction.norm()
-    spread = (length / square.mean()).item()  # lambda / D, whatever the rows' scale
-    return min(most, RATE_FACTOR / (x.shape[1] ** 2 * spread) ** RATE_POWER) * rarity
+    if length > 0:
+        for _ in range(30):  # power iterations, for two digits
+            direction = x.T @ (square * (x @ (direction / length))) / square.sum()
+            length = direction.norm()
+        spread = (length / square.mean()).item()  # lambda / D, whatever the rows' scale
+        rate = min(rate, RATE / (d_in**2 * spread) ** (1 / 3))
+    return rate * min(1.0, firings / ENOUGH_FIRINGS) ** (2 / 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,29 +140,26 @@ class Start:
         assert self.sae is not None, "a training that resumes from a checkpoint has no start"
         return self.sae
 
-    def again(self, home: Home, listener: Listener) -> Self:
-        """The same with its SAE, opened again; RunError if that has changed."""
-        found = Start.open(home, self.name, listener)
-        if found.hash != self.hash:
+    def reopened(self, home: Home, listener: Listener) -> Self:
+        """The same with its SAE; RunError if that has changed."""
+        start = Start.open(home, self.name, listener)
+        if start.hash != self.hash:
             raise RunError(
-                f"{self.name} is not the SAE that this run was begun from, though it has its name; train "
-                "anew"
+                f"{self.name} is not the SAE that this run was begun from, though it has its name; "
+                "train anew"
             )
-        return replace(self, sae=found.sae)
+        return replace(self, sae=start.sae)
 
     def settings(self, act: str, given: Collection[str]) -> dict[str, Any]:
         """The settings, such as `k`, of an activation that has the SAE's name, and its penalty unless something of one
         is given; none for another."""
-        own, known = self._sae.activation, self._sae.metadata
-        if own.name != act:
+        activation, metadata = self._sae.activation, self._sae.metadata
+        if activation.name != act:
             return {}
-        settings = {name: getattr(own, name) for name in own.of_codes}
+        settings = {name: getattr(activation, name) for name in activation.of_codes}
         if {"sparsity", *PENALTY_OPTIONS}.isdisjoint(given):
-            settings |= {
-                name: known[name]
-                for name in ("sparsity", "sparsity_weight", *PENALTY_OPTIONS)
-                if known.get(name) is not None
-            }
+            names = ("sparsity", "sparsity_weight", *PENALTY_OPTIONS)
+            settings |= {name: metadata[name] for name in names if metadata.get(name) is not None}
         return settings
 
     def settled(
@@ -176,58 +168,49 @@ class Start:
         """The settings, with what they leave open inherited from the SAE: `d_sae`, `prefixes`, `skip`, and as a target
         its L0 on these rows; smoothing and the penalty's rise are for random directions. ConfigError if the SAE does
         not fit the rows or the settings."""
-        sae = self._sae
-        for what, wanted, got in (
-            ("rows", sae.d_in, rows.d_in),
-            ("targets", sae.d_out, rows.d_target or rows.d_in),
-        ):
-            if wanted != got:
-                raise ConfigError(
-                    f"--init {self.name} cannot be trained on these rows: expected {what} of {wanted} "
-                    f"dimensions, got {got}; use other rows, or another SAE"
-                )
-        got_inputs = hook_points(Joined.of(rows).origin)[0] if rows.inputs else []
-        if [*self.inputs] != got_inputs and sorted(self.inputs) == sorted(got_inputs):
-            raise ConfigError(
-                f"--data names the inputs of --init {self.name} in another order than it was trained on; "
-                f"name them in this order: {', '.join(self.inputs)}"
-            )
-        if sae.W_skip is not None and not rows.d_target:
-            raise ConfigError(
-                f"--init {self.name} is a transcoder: expected the store of what it predicts, got none; "
-                "name it with --target"
-            )
-        if training.d_sae not in (None, sae.d_sae):
-            raise ConfigError(
-                f"--d-sae must be {sae.d_sae}, as in --init {self.name}, got {training.d_sae}; leave it "
-                "out"
-            )
-        prefixes = training.prefixes or ",".join(map(str, sae.prefixes)) or None
-        rise, smoothing, sparsity = (
-            training.sparsity_warm_up,
-            training.smoothing,
-            training.sparsity or activation.default_sparsity,
-        )
+        self._demand_fit(training, rows)
+        sae, rise = self._sae, training.sparsity_warm_up
+        sparsity = training.sparsity or activation.default_sparsity
         training = replace(
             training,
             d_sae=sae.d_sae,
-            prefixes=prefixes,
+            prefixes=training.prefixes or ",".join(map(str, sae.prefixes)) or None,
             skip=training.skip or sae.W_skip is not None,
             sparsity_warm_up=0.0 if rise is None and sparsity != "none" else rise,
-            smoothing=0.0 if smoothing == "auto" else smoothing,
+            smoothing=0.0 if training.smoothing == "auto" else training.smoothing,
         )
-        if (
-            isinstance(activation, LearnsThresholds)
-            and self._has_parameters(activation)
-            and sparsity == "target-l0"
-            and activation.target_l0 is None
-        ):
-            some = torch.from_numpy(
-                next(rows.batches(SAMPLED_ROWS, seed=training.shuffle_seed, epoch=0))
-            )
-            l0 = sae.codes(some[:, : sae.d_in].to(sae.W_enc)).count().item() / len(some)
+        aims = sparsity == "target-l0" and self._is_like(activation)
+        if aims and isinstance(activation, LearnsThresholds) and activation.target_l0 is None:
+            batches = rows.batches(SAMPLED_ROWS, seed=training.shuffle_seed, epoch=0)
+            x = torch.from_numpy(next(batches))[:, : sae.d_in].to(sae.W_enc)
+            l0 = sae.codes(x).count().item() / len(x)
             activation = replace(activation, target_l0=max(float(f"{l0:.3g}"), 1.0))
         return training, activation
+
+    def _demand_fit(self, training: TrainingConfig, rows: RowSource) -> None:
+        sae, name = self._sae, f"--init {self.name}"
+        widths = ("rows", sae.d_in, rows.d_in), ("targets", sae.d_out, rows.d_target or rows.d_in)
+        for what, wanted, got in widths:
+            if wanted != got:
+                raise ConfigError(
+                    f"{name} cannot be trained on these rows: expected {what} of {wanted} dimensions, "
+                    f"got {got}; use other rows, or another SAE"
+                )
+        inputs = hook_points(Joined.of(rows).origin)[0] if rows.inputs else []
+        if [*self.inputs] != inputs and sorted(self.inputs) == sorted(inputs):
+            raise ConfigError(
+                f"--data names the inputs of {name} in another order than it was trained on; name "
+                f"them in this order: {', '.join(self.inputs)}"
+            )
+        if sae.W_skip is not None and not rows.d_target:
+            raise ConfigError(
+                f"{name} is a transcoder: expected the store of what it predicts, got none; name it "
+                "with --target"
+            )
+        if training.d_sae not in (None, sae.d_sae):
+            raise ConfigError(
+                f"--d-sae must be {sae.d_sae}, as in {name}, got {training.d_sae}; leave it out"
+            )
 
     def initial(
         self,
@@ -242,39 +225,37 @@ class Start:
         scaled to give encoder and decoder one norm, since Adam's steps are of one size for both.
         """
         mean, scale, target_mean, target_scale = (part.double() for part in normalisation.of_sae())
-        own = self._sae.copy_to(torch.float64).copy_to(sample.device)
+        sae = self._sae.copy_to(torch.float64).copy_to(sample.device)
         # Raw rows are normalised ones, normalised by these.
-        own = own.on_raw_rows(
+        sae = sae.on_raw_rows(
             -mean / scale, 1 / scale, -target_mean / target_scale, 1 / target_scale
         )
-        factor = (own.W_dec.norm() / own.W_enc.norm()).sqrt().item()
-        own = rescaled(own, factor)
-        penalty = activation.penalty(sparsity)
-        start = activation.parameters(own.d_sae) | penalty.initial(own.d_sae)
-        x = sample.double()
-        parameters = penalty.continuing(
-            {name: tensor.to(own.W_enc) for name, tensor in start.items()},
-            own.codes(x).count().item() / len(x),
-        )
-        if self._has_parameters(activation):
-            parameters |= own.activation_parameters
+        sae = rescaled(sae, (sae.W_dec.norm() / sae.W_enc.norm()).sqrt().item())
+        penalty, x = activation.penalty(sparsity), sample.double()
+        parameters = activation.parameters(sae.d_sae) | penalty.initial(sae.d_sae)
+        parameters = {name: tensor.to(sae.W_enc) for name, tensor in parameters.items()}
+        parameters = penalty.continuing(parameters, sae.codes(x).count().item() / len(x))
+        if self._is_like(activation):
+            parameters |= sae.activation_parameters
         else:
-            pre = own.pre_activations(x)
-            positive = (pre > 0).sum().item() / len(
-                pre
-            )  # per row, the most that thresholds from 0 can keep
-            target = activation.target_l0 if isinstance(activation, LearnsThresholds) else None
-            if target is not None and positive < target:
-                raise ConfigError(
-                    f"--target-l0 must be at most {positive:.1f}, the positive pre-activations per row "
-                    f"of --init {self.name}, got {target:g}; lower it, or use another --act"
-                )
+            pre = sae.pre_activations(x)
+            self._demand_reachable(activation, pre)
             parameters = penalty.fitted(pre, parameters)
         return SAE(
-            own.W_enc, own.b_enc, own.W_dec, own.b_dec, activation, parameters, W_skip=own.W_skip
+            sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec, activation, parameters, W_skip=sae.W_skip
         ).copy_to(sample.dtype)
 
-    def _has_parameters(self, activation: Activation) -> bool:
+    def _demand_reachable(self, activation: Activation, pre: Tensor) -> None:
+        if not isinstance(activation, LearnsThresholds) or activation.target_l0 is None:
+            return
+        most = (pre > 0).sum().item() / len(pre)  # per row, with thresholds of 0
+        if most < activation.target_l0:
+            raise ConfigError(
+                f"--target-l0 must be at most {most:.1f}, the positive pre-activations per row of "
+                f"--init {self.name}, got {activation.target_l0:g}; lower it, or use another --act"
+            )
+
+    def _is_like(self, activation: Activation) -> bool:
         return type(activation) is type(self._sae.activation)
 
 
@@ -296,7 +277,6 @@ def fingerprint(sae: SAE) -> str:
     digest = hashlib.sha256(to_json([activation_to_json(sae.activation), sae.prefixes]).encode())
     for name, tensor in sorted(sae.tensors().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(
-            tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )  # NumPy has no bfloat16
+        # As bytes, since NumPy has no bfloat16.
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

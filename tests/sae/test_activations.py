@@ -58,14 +58,6 @@ def test_batchtopk_calibrated_on_rows_keeps_k_of_them_on_average() -> None:
     assert BatchTopK(k=F).calibrated(pre, parameters)["threshold"] == 0
 
 
-def test_opposites_of_activations_that_say_so_are_linear_together() -> None:
-    pre = random_pre()
-    for activation in EVERY:
-        parameters = {name: tensor.double() for name, tensor in activation.parameters(F).items()}
-        one, other = (activation.training_codes(v, parameters | W_ENC).dense() for v in (pre, -pre))
-        assert torch.allclose(one - other, pre, atol=1e-12) == activation.opposites, activation.name
-
-
 def test_batchtopk_threshold_is_a_running_mean() -> None:
     activation, parameters = BatchTopK(k=K), BatchTopK(k=K).parameters(F)
     parameters = {"threshold": parameters["threshold"].double()}

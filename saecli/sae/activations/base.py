@@ -35,7 +35,6 @@ class Activation(Config):
     """A configuration that maps pre-activations to codes, with its parameters, their gradients, and its penalties.
 
     trained: names of parameters that have a gradient.
-    opposites: whether `phi(v) - phi(-v) = v`, so that two latents of opposite directions are linear together.
     one_scale: whether codes compare directions of latents, so that a scale for each dimension would change them.
     of_codes: settings that a trained SAE's codes depend on.
     """
@@ -43,7 +42,6 @@ class Activation(Config):
     panel: ClassVar[str] = "Activation"
     name: ClassVar[str]
     trained: ClassVar[tuple[str, ...]] = ()
-    opposites: ClassVar[bool] = False
     one_scale: ClassVar[bool] = False
     of_codes: ClassVar[tuple[str, ...]] = ()
 

@@ -29,7 +29,6 @@ class Relu(Thresholded):
     """`z = max(pre, 0)`."""
 
     name: ClassVar[str] = "relu"
-    opposites: ClassVar[bool] = True
 
     target_rate: float | None = target_rate_option()
     last_p: float | None = last_p_option()
@@ -215,7 +214,6 @@ class Gated(LearnsThresholds):
     """
 
     name: ClassVar[str] = "gated"
-    opposites: ClassVar[bool] = True
     trained: ClassVar[tuple[str, ...]] = ("threshold", "r_mag")
 
     last_p: float | None = last_p_option()
