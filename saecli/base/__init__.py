@@ -8,6 +8,6 @@ files.py       files and folders written atomically
 home.py        the home folder: stores and runs by name
 interrupts.py  Ctrl-C at any moment
 machine.py     memory, the hub's reachability, rank and world size
-options.py     options for Python, TOML and the command line, and their names elsewhere
+options.py     options for Python, TOML and the command line
 processes.py   torch.distributed, as far as needed
 """

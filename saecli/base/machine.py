@@ -4,18 +4,14 @@ the environment that a launcher such as torchrun sets."""
 import errno
 import math
 import os
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from .errors import MachineError, one_line
+from .errors import one_line
 
 CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-LEAST_ADDRESS_SPACE = (
-    2 << 30
-)  # bytes; with less, libraries abort the process while loading, or wait for threads
 # Messages on failed allocations by torch on a CPU and on devices, CUDA's libraries, the dynamic linker, and Python if
 # a thread has no room for its stack.
 REFUSALS = (
@@ -76,16 +72,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error means that a disk, or a limit on its use, refused to hold more."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def demand_address_space() -> None:
-    """Raise a MachineError if `ulimit -v` is below `LEAST_ADDRESS_SPACE`, with which libraries cannot be loaded."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
-        raise MachineError(
-            f"too little address space to load the libraries: expected {LEAST_ADDRESS_SPACE >> 20:,} "
-            f"MiB or more, got {limit >> 20:,} MiB; raise the limit with `ulimit -v`"
-        )
 
 
 def available_memory() -> int:

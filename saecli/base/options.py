@@ -1,5 +1,5 @@
 """Options, each declared once by `option(...)` as a field of a `Config`: for Python, TOML files, the command line and
-help pages. And options of other tools (SAELens, sparsify, dictionary_learning), with ours."""
+help pages."""
 
 import dataclasses
 import functools
@@ -209,113 +209,9 @@ def choose(
     return table[name].among(given)
 
 
-# Names of other tools, ours, and how its value differs.
-_ELSEWHERE = (
-    (
-        "l1_coefficient l1_coeff l1_penalty l1_alpha l1_weight sparsity_penalty sparsity_coefficient",
-        "sparsity_weight",
-        "the same value if rows were normalised to a mean squared norm of d_in, as SAELens' expected_average_only_in "
-        "nearly does",
-    ),
-    (
-        "l0_coefficient",
-        "sparsity_weight",
-        "with --act jumprelu and --sparsity l0, the same value if rows were "
-        "normalised to a mean squared norm of d_in; or --target-l0 for a given L0",
-    ),
-    (
-        "expansion_factor expansion",
-        "d_sae",
-        "the number of latents, which is the factor times d_in",
-    ),
-    ("num_latents n_latents dict_size dictionary_size d_hidden n_features", "d_sae", ""),
-    (
-        "architecture activation activation_fn activation_function",
-        "act",
-        "standard is relu, and Matryoshka SAEs are made by --prefixes",
-    ),
-    ("learning_rate", "lr", ""),
-    ("k_sparse", "k", ""),
-    ("topk", "k", "with --act topk or batchtopk"),
-    ("train_batch_size_tokens", "batch_size", "in rows, of which each is a token's"),
-    ("train_batch_size sae_batch_size", "batch_size", ""),
-    ("n_epochs num_epochs", "epochs", ""),
-    ("total_training_steps", "steps", ""),
-    (
-        "lr_warm_up_steps lr_warmup_steps warmup_steps",
-        "lr_warm_up",
-        "a fraction of all steps, not their number",
-    ),
-    ("lr_decay_steps decay_start", "lr_decay", "a fraction of all steps, not their number"),
-    (
-        "l1_warm_up_steps l1_warmup_steps l0_warm_up_steps sparsity_warmup_steps",
-        "sparsity_warm_up",
-        "a fraction of all steps, not their number",
-    ),
-    (
-        "normalize_activations",
-        "normalize",
-        "scale, the default, is SAELens' expected_average_only_in after subtracting the mean",
-    ),
-    (
-        "matryoshka_widths group_sizes group_fractions",
-        "prefixes",
-        "numbers of latents with commas between, each counted from the first latent",
-    ),
-    (
-        "auxk_alpha aux_loss_coefficient",
-        "revive",
-        "dead latents are re-aimed, by no term of the loss",
-    ),
-    (
-        "hook_name hook_layer hook_point hookpoints hookpoint layers",
-        "layer",
-        "blocks.12.hook_resid_post is --layer 12 --site resid_post",
-    ),
-    ("model_name model_name_or_path", "model", ""),
-    ("dataset_path dataset_name", "dataset", ""),
-    ("context_size ctx_len context_length", "context", ""),
-    (
-        "training_tokens num_tokens max_examples",
-        "rows",
-        "a row is a token's activations; training passes over those of "
-        "a store --epochs times, or for --steps steps",
-    ),
-    ("cached_activations_path", "data", ""),
-    ("run_name", "name", ""),
-    (
-        "output_path output_dir save_dir checkpoint_path",
-        "home",
-        "the folder of stores and runs, before the command; --name is the run's name in it",
-    ),
-    ("n_checkpoints", "keep_every", "epochs between those that are kept"),
-    (
-        "log_to_wandb wandb",
-        "log_to",
-        "wandb; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE are read as by wandb itself",
-    ),
-)
-OTHERS = {theirs: (ours, words) for names, ours, words in _ELSEWHERE for theirs in names.split()}
-
-
-def in_place_of(name: str, options: Collection[str]) -> str:
-    """Advice on another tool's option, given to a command with these options; empty if unknown."""
-    ours, words = OTHERS.get("wandb" if name.startswith("wandb") else name, ("", ""))
-    if not ours:
-        return ""
-    written = flag_of(ours)
-    if ours not in options:
-        written = f"`sae {written}`" if ours == "home" else f"`sae train {written}`"
-    return f"here {written}" + f": {words}" * bool(words)
-
-
 def demand_known(function: str, given: Iterable[str], known: Collection[str], command: str) -> None:
     """Raise a ConfigError, with advice, for an option that a function lacks; `command` has the same ones."""
     for name in given:
         if name not in known:
-            advice = (
-                in_place_of(name, known)
-                or did_you_mean(name, known)
-                or f"expected one of `sae {command}`'s"
-            )
+            advice = did_you_mean(name, known) or f"expected one of `sae {command}`'s"
             raise ConfigError(f"{function} has no option {name}; {advice}")

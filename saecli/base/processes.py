@@ -6,7 +6,6 @@ All processes must make the same calls in the same order. When one has ended, th
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +23,6 @@ Value = TypeVar("Value")
 PATIENCE = timedelta(
     days=1
 )  # the others wait while rank 0 solves; a process that has ended is noticed at once
-STORE_PATIENCE = timedelta(seconds=10)
-BLAME_SECONDS = 3.0  # that a process which lost a peer waits for the peer to say why
-SAID = "sae-said"
 _launcher: list[Any] = []  # the key-value store that torchrun keeps, once this process has joined
 
 
@@ -160,28 +156,9 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def is_first_to_say(sentence: str, blames_another: bool) -> bool:
-    """Whether no other process has printed this sentence, or, if it `blames_another`, any sentence."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sentence says why
-    if not _launcher:
-        return True
-    try:
-        _launcher[0].set_timeout(STORE_PATIENCE)
-        waited_until = time.monotonic() + BLAME_SECONDS
-        while blames_another and time.monotonic() < waited_until:
-            if _launcher[0].check([SAID]):
-                return False
-            time.sleep(0.1)
-        first = _launcher[0].add(f"{SAID}-{sentence}", 1) == 1
-        _launcher[0].add(SAID, 1)
-        return first
-    except RuntimeError:  # the launcher is gone, and its store with it
-        return True
-
-
 def _terminated(number: int, frame: Any) -> None:
     raise PeerError(
-        "told to end, as torchrun does where another process failed or was stopped; run the same command "
+        "terminated by torchrun, since another process failed or was stopped; run the same command "
         "again to go on from what was saved (`sae train` with --resume)"
     )
 

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
@@ -18,15 +18,13 @@ from typer.core import TyperCommand, TyperGroup
 from ..base import interrupts
 from ..base.errors import (
     ConfigError,
-    PeerError,
     SaeError,
     did_you_mean,
     one_line,
     printable,
     shortened,
 )
-from ..base.machine import demand_address_space, is_disk_full, is_out_of_memory, rank, world
-from ..base.options import in_place_of
+from ..base.machine import is_disk_full, is_out_of_memory, rank, world
 
 COMMANDS = {
     "extract": "Run a language model over text and store its activations.",
@@ -50,40 +48,10 @@ COMMANDS = {
 TOGETHER = ("extract", "train", "finetune")  # commands that torchrun may run in several processes
 
 
-class Once:
-    """Refuses an option that takes one value and is given twice; a base of commands."""
-
-    def make_parser(self, ctx: Any) -> Any:
-        parser = cast(Any, super()).make_parser(ctx)
-        parse = parser.parse_args
-
-        def parse_once(args: list[str]) -> Any:
-            values, rest, order = parse(args)
-            for index, each in enumerate(() if ctx.resilient_parsing else order):
-                if each in order[:index] and not (each.multiple or each.is_flag):
-                    raise ConfigError(
-                        f"{each.opts[0]} is given twice: expected one value; leave one of them out"
-                    )
-            return values, rest, order
-
-        parser.parse_args = parse_once
-        return parser
-
-
-class Command(Once, TyperCommand):
-    """A command that takes options in any spelling, `--d_sae` too, and leaves advanced ones to `--help-all`."""
+class Command(TyperCommand):
+    """A command that leaves advanced options to `--help-all`."""
 
     advanced: Collection[str] = ()
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except typer.TyperException as error:
-            flag = getattr(error, "option_name", None)  # of an option that does not exist
-            name = str(flag).removeprefix("--").replace("-", "_").lower()
-            if remedy := in_place_of(name, {each.name for each in self.params}):
-                raise ConfigError(f"{ctx.command_path} has no option {flag}; {remedy}") from None
-            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if not ctx.params.get("help_all"):
@@ -97,7 +65,6 @@ class Command(Once, TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, refusing first what needs no torch to be refused."""
-        demand_address_space()
         if any(ctx.params.get(name, ...) in (None, [], ()) for name in ("run", "runs")):
             ctx.find_root().obj.runs.find(None)
         return super().invoke(ctx)
@@ -120,20 +87,7 @@ def loaded(name: str) -> Command:
     help_all = cast(Any, typer.main.get_command(listed).params[0])  # Typer's only way to make one
     help_all.hidden = not command.advanced  # --help shows all
     command.params.append(help_all)
-    command.context_settings["token_normalize_func"] = _as_spelled(command)
     return command
-
-
-def _as_spelled(command: Command) -> Callable[[str], str]:
-    """A function that respells the name of an option in capitals or with underscores; other words stay."""
-    flags = [flag for each in command.params for flag in (*each.opts, *each.secondary_opts)]
-    names = {flag.lstrip("-") for flag in flags}
-
-    def spelled(word: str) -> str:
-        name = word.replace("_", "-").lower()
-        return name if name in names else word
-
-    return spelled
 
 
 def _print_all(ctx: typer.Context, wanted: bool) -> None:
@@ -158,7 +112,7 @@ def _show_all(
     """Holds an option."""
 
 
-class LazyGroup(Once, TyperGroup):
+class LazyGroup(TyperGroup):
     """Imports a command's module only when it is named."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -253,7 +207,11 @@ def sentence_for(error: BaseException) -> str | None:
     if isinstance(error, SaeError):
         return error.sentence
     if is_out_of_memory(error):
-        return f"out of memory: {_out_of_memory(error)}"
+        where = "the GPU" if "CUDA" in str(error) else "the machine"
+        return (
+            f"out of memory: {where} refused an allocation; use a smaller --batch-size or, to train, "
+            "--d-sae"
+        )
     if isinstance(error, OSError):
         if is_disk_full(error):
             return (
@@ -262,16 +220,6 @@ def sentence_for(error: BaseException) -> str | None:
             )
         return f"cannot use {error.filename}: {error.strerror}" if error.filename else None
     return None
-
-
-def _out_of_memory(error: BaseException) -> str:
-    words = str(error)
-    if isinstance(error, ImportError):
-        return f"a library could not be loaded ({one_line(error)}); raise ulimit -v, or end other programs"
-    if "start new thread" in words:
-        return "the system refused a thread; raise ulimit -u and ulimit -v, or end other programs"
-    where = "the GPU" if "CUDA" in words or "CUBLAS" in words else "the machine"
-    return f"{where} refused an allocation; use a smaller --batch-size or, to train, --d-sae"
 
 
 def main() -> None:
@@ -315,15 +263,8 @@ def main() -> None:
                 "it"
             )
         sentence = as_named(printable(shortened(" ".join(sentence.split()))))
-        if world() == 1:
-            print(f"sae: {sentence}", file=errors)
-        else:
-            from ..base.processes import (
-                is_first_to_say,
-            )  # torch is loaded: the processes have joined
-
-            if is_first_to_say(sentence, blames_another=isinstance(error, PeerError)):
-                print(f"sae: process {rank()} of {world()}: {sentence}", file=errors)
+        where = f"process {rank()} of {world()}: " if world() > 1 else ""
+        print(f"sae: {where}{sentence}", file=errors)
         _end(2 if isinstance(error, ConfigError) else 1)
 
 

