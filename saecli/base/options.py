@@ -1,141 +1,131 @@
-"""Options, each declared once by `option(...)` as a field of a `Config`: for Python, TOML files, the command line and
-help pages."""
+"""Options, each declared once as an annotated field of a `Config`, for Python, TOML files and the command line.
+
+    rows: Annotated[Count, Shown("Rows to store.")] = 100_000
+    alpha: Annotated[NonNegative | Literal["auto"], Shown("Ridge of the decoder step.")] = "auto"
+
+pydantic checks a value against its annotation, strictly: True is no number, and "3" is none.
+"""
 
 import dataclasses
 import functools
 import json
-import operator
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+
+from .documents import BOUNDS, expectation
 from .errors import ConfigError, did_you_mean, flag_of, unknown_choice
 
-# JSON readers with only doubles round whole numbers above 2^53; other numbers must fit float32.
-LARGEST = {int: 2**53, float: 1e30}
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}
-PAPER: dict[str, Any] = {
-    "panel": "The paper's experiments",
-    "advanced": True,
-}  # for options that only these need
+Count = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch and HDF5 index with it
+Seed = Annotated[int, Ge(0), Le(2**53)]  # readers of JSON may round larger ones
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Check = AfterValidator  # of a function that returns the value, or raises ValueError("auto, or ...")
+PAPER = "The paper's experiments"  # panel of options that only these need
 
 
 @dataclass(frozen=True)
-class Option:
+class Shown:
+    """How an option appears on help pages and the command line."""
+
     help: str
-    name: str = ""
-    kinds: tuple[type, ...] = ()  # of `KINDS`
-    optional: bool = False  # can be None, for a default that depends on something else
-    default: Any = None
-    minimum: float | None = None
-    above: float | None = None
-    maximum: float | None = None
-    below: float | None = None
-    choices: tuple[str, ...] = ()  # the words allowed, with numbers or without
-    check: Callable[[str], None] | None = (
-        None  # instead of `choices`; its ValueError describes valid words
-    )
     metavar: str | None = None
     panel: str | None = None  # of the help page; None for its configuration's
     advanced: bool = False  # shown by `--help-all` only
-    once: bool = (
-        False  # not repeatable, where other numbers may be repeated for one result per value
-    )
-    several: bool = False  # may be given several times, in a file as a list; if `once`, the values make one tuple
+    once: bool = False  # not to be repeated where other numbers may be, for one result per value
+    cli: bool = True  # False: valid in Python and in a file of --config, but no option of a command
+
+
+@dataclass(frozen=True)
+class Option(Shown):
+    """A field of a configuration as an option."""
+
+    name: str = ""
+    kind: Any = str  # its annotation
+    default: Any = None
+
+    @property
+    def several(self) -> bool:
+        """Whether the values given make one tuple."""
+        return any(get_origin(kind) is tuple for kind in _plain_types(self.kind))
+
+    @property
+    def item(self) -> Any:
+        """The annotation of one value."""
+        tuples = [kind for kind in _plain_types(self.kind) if get_origin(kind) is tuple]
+        return get_args(tuples[0])[0] if tuples else self.kind
+
+    @property
+    def types(self) -> list[type]:
+        """The types of one value, such as int and str for `int | Literal["auto"]`."""
+        kinds = [str if get_origin(kind) is Literal else kind for kind in _plain_types(self.item)]
+        return [kind for kind in kinds if kind is not types.NoneType]
+
+    @property
+    def choices(self) -> list[str]:
+        """The words among which one value is chosen, besides any numbers."""
+        literals = [kind for kind in _plain_types(self.item) if get_origin(kind) is Literal]
+        return [word for literal in literals for word in get_args(literal)]
 
     @property
     def repeatable(self) -> bool:
-        return not self.once and not {int, float}.isdisjoint(self.kinds)
-
-    @property
-    def expected(self) -> str:
-        words = [
-            f"one of {', '.join(self.choices)}"
-            if kind is str and self.choices and not self.check
-            else KINDS[kind]
-            for kind in self.kinds
-        ]
-        return " or ".join(words) + ", or a list of such" * self.several
-
-    def admits(self, value: Any) -> bool:
-        """Whether a value has an allowed type and is among the allowed words."""
-        if isinstance(value, list):
-            return (
-                self.several
-                and bool(value)
-                and not any(isinstance(one, list) or not self.admits(one) for one in value)
-            )
-        if type(value) is str:  # a NUL would end a file's name, and cannot come from a command line
-            known = not self.choices or self.check is not None or value in self.choices
-            return str in self.kinds and known and "\0" not in value
-        return type(value) in self.kinds or (type(value) is int and float in self.kinds)
+        """Whether a command may give one result for each of several values."""
+        return not (self.once or self.several) and not {int, float}.isdisjoint(self.types)
 
     def checked(self, value: Any) -> Any:
         """The value, converted to the option's type; ConfigError if it is not allowed."""
-        if value is None and self.optional:
-            return None
-        if self.several:
-            one = replace(self, several=False, optional=False)
-            return tuple(map(one.checked, value if isinstance(value, list | tuple) else [value]))
-        if type(value) in LARGEST and not abs(value) <= LARGEST[type(value)]:
-            raise ConfigError(
-                f"{flag_of(self.name)} must be a number of ordinary size, got {value!s:.40}"
-            )
-        if type(value) is str and str in self.kinds and not self.admits(value) and self.choices:
-            raise unknown_choice(self.name, value, self.choices)
-        if not self.admits(value):
-            raise ConfigError(f"{flag_of(self.name)} must be {self.expected}, got {value!r}")
+        if self.several and value is not None and not isinstance(value, tuple):
+            value = tuple(value) if isinstance(value, list) else (value,)
+        return self._validated(_adapter(self.kind).validate_python, value)
+
+    def parsed(self, text: str) -> Any:
+        """One value from the text that a command line or a file gives."""
+        return self._validated(_adapter(self.item).validate_strings, text)
+
+    def _validated(self, validate: Callable[[Any], Any], value: Any) -> Any:
         try:
-            if isinstance(value, str) and self.check is not None:
-                self.check(value)
-        except ValueError as error:
-            raise ConfigError(f"{flag_of(self.name)} must be {error}, got {value!r}") from None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            for words, bound, holds in (
-                ("at least", self.minimum, operator.ge),
-                ("above", self.above, operator.gt),
-                ("at most", self.maximum, operator.le),
-                ("below", self.below, operator.lt),
-            ):
-                if bound is not None and not holds(value, bound):
-                    raise ConfigError(
-                        f"{flag_of(self.name)} must be {words} {bound:g}, got {value:g}"
-                    )
-        return float(value) if type(value) is int and int not in self.kinds else value
+            return validate(value)
+        except ValidationError as error:
+            problems = error.errors(include_url=False)
+            out_of_bounds = [problem for problem in problems if problem["type"] in BOUNDS]
+            expected = " or ".join(dict.fromkeys(map(expectation, out_of_bounds or problems)))
+            got = problems[0]["input"]
+            question = did_you_mean(got, self.choices) if isinstance(got, str) else ""
+            raise ConfigError(
+                f"{flag_of(self.name)} must be {expected}, got {got if out_of_bounds else repr(got)}"
+                + (f"; {question}" if question else "")
+            ) from None
 
 
-def option(default: Any, help: str, **rules: Any) -> Any:
-    """Declare a field; `rules` are further fields of `Option`."""
-    return field(default=default, metadata={"option": Option(help, **rules)})
+def _plain_types(kind: Any) -> list[Any]:
+    """The members of a union, without their constraints."""
+    if get_origin(kind) is Annotated:
+        return _plain_types(get_args(kind)[0])
+    if get_origin(kind) in (typing.Union, types.UnionType):
+        return [plain for member in get_args(kind) for plain in _plain_types(member)]
+    return [kind]
 
 
-def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Values as words of a command line."""
-    return [
-        word
-        for name, value in values.items()
-        if value not in (None, False)
-        for one in (value if isinstance(value, list) else [value])
-        for word in (flag_of(name), *([] if one is True else [str(one)]))
-    ]
-
-
-def scalar_types(annotation: Any) -> tuple[type, ...]:
-    """The types in an annotation: `(int, str, NoneType)` for `int | str | None`."""
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return typing.get_args(annotation)
-    return (annotation,)
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 @dataclass(frozen=True)
 class Config:
+    """Options that are checked when it is made; ConfigError for one that is not allowed."""
+
     panel: ClassVar[str] = "Options"
 
     def __post_init__(self) -> None:
-        for name, one in options_of(type(self)).items():
-            object.__setattr__(self, name, one.checked(getattr(self, name)))
+        for name, option in options_of(type(self)).items():
+            object.__setattr__(self, name, option.checked(getattr(self, name)))
 
     @classmethod
     def among(cls, options: Mapping[str, Any]) -> Self:
@@ -143,7 +133,7 @@ class Config:
         return cls(**{name: options[name] for name in options_of(cls) if name in options})
 
     def to_json(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
@@ -155,29 +145,32 @@ class Config:
 
 def options_of(config: type[Config]) -> dict[str, Option]:
     """The options that the fields of a configuration class declare, by name."""
-    found: Any = config
-    return _options_of(found)
+    declared: Any = config  # mypy takes a class whose instances define __hash__ for unhashable
+    return _options_of(declared)
 
 
 @functools.cache
 def _options_of(config: Any) -> dict[str, Option]:
-    hints = typing.get_type_hints(config)
-    found = {}
-    for one in dataclasses.fields(config):
-        kinds, made = scalar_types(hints[one.name]), one.metadata["option"]
-        items = tuple(
-            typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple
+    kinds = typing.get_type_hints(config, include_extras=True)
+    options = {}
+    for field in dataclasses.fields(config):
+        kind = kinds[field.name]
+        (shown,) = (note for note in kind.__metadata__ if isinstance(note, Shown))
+        options[field.name] = Option(
+            **vars(shown), name=field.name, kind=kind, default=field.default
         )
-        found[one.name] = replace(
-            made,
-            name=one.name,
-            default=one.default,
-            several=bool(items),
-            kinds=items or tuple(kind for kind in kinds if kind is not types.NoneType),
-            optional=types.NoneType in kinds,
-            once=made.once or bool(items),
-        )
-    return found
+    return options
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """Values as words of a command line."""
+    words = []
+    for name, value in values.items():
+        if value in (None, False):
+            continue
+        for item in value if isinstance(value, list | tuple) else [value]:
+            words += [flag_of(name)] if item is True else [flag_of(name), str(item)]
+    return words
 
 
 def toml_lines(values: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 from ..base.documents import read_run
 from ..base.home import RUN_MARKER
 from ..extract.options import TINY_GEMMA2
-from .options import Json, is_given, start
+from .options import Json, start
 
 ROWS = 20_000
 EPOCHS = 20
@@ -46,7 +46,8 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
     store, *runs = f"demo-{number}", f"demo-{number}-sgd", f"demo-{number}-pam-sgd"
     measures, root = pictures / "measures.csv", ctx.find_root()
     home = ["--home", str(session.home.path)]
-    shown_home = home if is_given(root, "home", "COMMANDLINE") else []
+    source = root.get_parameter_source("home")
+    shown_home = home if source is not None and source.name == "COMMANDLINE" else []
     with redirect_stdout(sys.stderr if json else sys.stdout):
         for step, (purpose, words) in enumerate(chain(store, runs, pictures, measures), 1):
             print(f"\n{step}. {purpose}\n$ sae {shlex.join([*shown_home, *words])}", flush=True)

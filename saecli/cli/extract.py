@@ -1,46 +1,46 @@
-from dataclasses import replace
-from enum import Enum
-from functools import partial
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
+from annotated_types import Ge
 
-from ..base.options import Option, options_of
+from ..base.options import Config, Shown, options_of
 from ..base.processes import communicator
-from ..extract.options import SITES, ExtractConfig
-from .options import Device, Json, configured, start, word_or_number
+from ..extract.options import ExtractConfig, Site
+from .options import Device, Json, configured, start
 
-_MODEL = options_of(ExtractConfig)["model"]
-MODELS = replace(
-    _MODEL,
-    several=True,
-    panel=ExtractConfig.panel,
-    help=f"{_MODEL.help} Several with one tokenizer give one store each, of the same tokens.",
-)
-Layers = Annotated[
-    list[Any] | None,
-    typer.Option(
-        "--layer",
-        help="Block to read, from 0; can be given several times, for one store each; all: every block.",
-        parser=partial(word_or_number, Option("", choices=("all",)), int),
-        metavar="all|INTEGER",
-        show_default="the middle one, 12 of Gemma-2-2B's 26",
-        rich_help_panel=ExtractConfig.panel,
-    ),
-]
-Site = Enum("Site", [(site, site) for site in SITES], type=str)  # type: ignore[misc]  # Typer takes no list of Literal
-Sites = Annotated[
-    list[Site] | None,
-    typer.Option(
-        "--site",
-        help="Hook point in the block: resid_post, its output (SAELens' blocks.L.hook_resid_post); resid_pre, "
-        "its input (hidden_states[L], as in the paper's code); mlp_in, the MLP's input after its norm; "
-        "mlp_out or attn_out, the output of MLP or attention. Can be given several times, for one store per "
-        "layer and site, with the same tokens.",
-        show_default="resid_post",
-        rich_help_panel=ExtractConfig.panel,
-    ),
-]
+
+@dataclass(frozen=True)
+class Places(Config):
+    """What to read: one store for each of these."""
+
+    panel: ClassVar[str] = ExtractConfig.panel
+
+    model: Annotated[
+        tuple[str, ...],
+        Shown(
+            f"{options_of(ExtractConfig)['model'].help} Several with one tokenizer give one store "
+            "each, of the same tokens."
+        ),
+    ] = (ExtractConfig.model,)
+    layer: Annotated[
+        tuple[Annotated[int, Ge(0)] | Literal["all"], ...] | None,
+        Shown(
+            "Block to read, from 0; can be given several times, for one store each; all: every "
+            "block. Default: the middle one, 12 of Gemma-2-2B's 26."
+        ),
+    ] = None
+    site: Annotated[
+        tuple[Site, ...],
+        Shown(
+            "Hook point in the block: resid_post, its output (SAELens' blocks.L.hook_resid_post); "
+            "resid_pre, its input (hidden_states[L], as in the paper's code); mlp_in, the MLP's "
+            "input after its norm; mlp_out or attn_out, the output of MLP or attention. Can be given "
+            "several times, for one store per layer and site, with the same tokens."
+        ),
+    ] = ("resid_post",)
+
+
 Name = Annotated[
     str | None,
     typer.Option(
@@ -51,12 +51,10 @@ Name = Annotated[
 ]
 
 
-@configured(ExtractConfig, more=(MODELS,))
+@configured(ExtractConfig, Places)
 def command(
     ctx: typer.Context,
     options: dict[str, Any],
-    layer: Layers = None,
-    site: Sites = None,
     name: Name = None,
     device: Device = "auto",
     json: Json = False,
@@ -74,9 +72,12 @@ def command(
     from ..store.opening import stored
 
     session = start(ctx, json)
+    layers = options.pop("layer", ())
+    if "model" in options:
+        options["model"] = [*options["model"]]
     stores = extract(
-        layer="all" if "all" in (layer or []) else layer or [],
-        site=[one.value for one in site or []] or ["resid_post"],
+        layer="all" if "all" in layers else layers,
+        site=options.pop("site", ("resid_post",)),
         name=name,
         home=session.home.path,
         device=device,

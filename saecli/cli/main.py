@@ -4,22 +4,18 @@ and a line in `COMMANDS`."""
 import inspect
 import io
 import os
-import re
 import sys
-from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from ..base import interrupts
 from ..base.errors import (
     ConfigError,
     SaeError,
-    did_you_mean,
     one_line,
     printable,
     shortened,
@@ -48,72 +44,28 @@ COMMANDS = {
 TOGETHER = ("extract", "train", "finetune")  # commands that torchrun may run in several processes
 
 
-class Command(TyperCommand):
-    """A command that leaves advanced options to `--help-all`."""
-
-    advanced: Collection[str] = ()
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        if not ctx.params.get("help_all"):
-            for each in cast(Any, self.params):
-                each.hidden = each.hidden or each.name in self.advanced
-            if self.advanced:
-                self.epilog = (
-                    f"{ctx.command_path} --help-all shows {len(self.advanced)} more options."
-                )
-        super().format_help(ctx, formatter)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command, refusing first what needs no torch to be refused."""
-        if any(ctx.params.get(name, ...) in (None, [], ()) for name in ("run", "runs")):
-            ctx.find_root().obj.runs.find(None)
-        return super().invoke(ctx)
-
-
-def loaded(name: str) -> Command:
+def loaded(name: str) -> Any:
     """The command of that name, from its module."""
     function = import_module(f".{'import_' if name == 'import' else name}", __package__).command
-    paragraphs = [
-        " ".join(lines.split()) for lines in (inspect.getdoc(function) or "").split("\n\n")
-    ]
+    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+    help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command(name, cls=Command, help=escape("\n\n".join(paragraphs)))(function)
-    command = cast(Command, typer.main.get_command(app))
-    for one in cast(Any, command.params):
-        one.help = escape(one.help)  # square brackets are rich's markup
-    command.advanced = getattr(function, "advanced", ())
-    listed = typer.Typer(add_completion=False)
-    listed.command()(_show_all)
-    help_all = cast(Any, typer.main.get_command(listed).params[0])  # Typer's only way to make one
-    help_all.hidden = not command.advanced  # --help shows all
-    command.params.append(help_all)
+    app.command(name, help=help)(function)
+    command: Any = typer.main.get_command(app)
+    hidden = sum(param.hidden for param in command.params)
+    if hidden:
+        command.epilog = f"sae {name} --help-all shows {hidden} more options."
     return command
-
-
-def _print_all(ctx: typer.Context, wanted: bool) -> None:
-    if wanted and not ctx.resilient_parsing:
-        ctx.params["help_all"] = True
-        print(ctx.get_help(), end="")
-        raise typer.Exit
-
-
-def _show_all(
-    help_all: Annotated[
-        bool,
-        typer.Option(
-            "--help-all",
-            help="Show all options, and exit.",
-            is_eager=True,
-            expose_value=False,
-            callback=_print_all,
-        ),
-    ] = False,
-) -> None:
-    """Holds an option."""
 
 
 class LazyGroup(TyperGroup):
     """Imports a command's module only when it is named."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # for the list
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, listed, rest = super().resolve_command(ctx, args)
@@ -122,9 +74,6 @@ class LazyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except typer.BadParameter as error:
-            error.message = _plainly(error.message or "")
-            raise
         except KeyboardInterrupt as stop:
             if not stop.args:
                 print(interrupts.NOT_WRITTEN, file=sys.stderr)
@@ -138,21 +87,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _plainly(message: str) -> str:
-    """Typer's message on an option's value, without phrases of its validation library."""
-    message = message.removeprefix("Value error, ")
-    if message.startswith("Input should be "):
-        return f"expected {message.removeprefix('Input should be ').partition(',')[0]}."
-    if found := re.fullmatch(r"'(.*)' is not one of (.*?)\.?", message):
-        question = did_you_mean(found[1], re.findall("'([^']*)'", found[2]))
-        return f"'{found[1]}' is not one of {found[2]}" + (f"; {question}" if question else ".")
-    return message
-
-
-for _name, _summary in COMMANDS.items():
-    app.command(_name, help=_summary)(lambda: None)  # in the list
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,32 +2,21 @@
 
 import functools
 import inspect
-import json
-import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ..base import interrupts
 from ..base.console import Console
-from ..base.errors import ConfigError, did_you_mean, flag_of, one_line
+from ..base.errors import ConfigError, did_you_mean, flag_of, one_line, unknown_choice
 from ..base.files import check_place, is_free, regular, write_csv
 from ..base.home import Home
-from ..base.options import (
-    KINDS,
-    PAPER,
-    Config,
-    Option,
-    options_of,
-    scalar_types,
-    toml_lines,
-)
+from ..base.options import PAPER, Config, Option, options_of
 from ..extract.options import SITES
 
 
@@ -42,163 +31,166 @@ class Given:
 def configured(
     *configs: type[Config],
     repeated: bool = False,
-    advanced: Collection[str] = (),
-    more: Collection[Option] = (),
+    more: Iterable[Option] = (),
     **tables: Mapping[str, type[Config]],
 ) -> Callable:
     """Decorate a command with options of configurations, of tables of them by the option that selects an entry, and
-    `--config`. The parameter `options` receives those that the user set; if they can be `repeated`, `Given` ones.
-    `advanced` names those of its own options that `--help-all` alone shows."""
+    `--config` and `--help-all`. Its parameter `options` receives those that the user set; if they can be `repeated`,
+    a tuple of `Given`."""
     declared = [
-        replace(one, panel=one.panel or config.panel)
+        replace(option, panel=option.panel or config.panel)
         for config in configs
-        for one in options_of(config).values()
+        for option in options_of(config).values()
     ]
     for selector, table in tables.items():
-        declared += [
-            replace(one, panel=one.panel or f"Options of --{selector}") for one in _merged(table)
-        ]
-    options = {
-        one.name: replace(one, several=one.several or (repeated and one.repeatable))
-        for one in [*declared, *more]
-    }
+        declared += _merged(table, f"Options of --{selector}")
+    declared += more
+    options = {option.name: option for option in declared}
 
     def decorate(function: Callable) -> Callable:
-        signature = inspect.signature(function, eval_str=True)
-        own = {
-            name: parameter for name, parameter in signature.parameters.items() if name != "options"
-        }
-        shown = sorted(options.values(), key=lambda one: one.panel == PAPER["panel"])
-
         @functools.wraps(function)
-        def command(**arguments: Any) -> Any:
-            values = {name: arguments.pop(name) for name in options}
-            ctx, file = arguments["ctx"], arguments.pop("config")
-            given = {name: value for name, value in values.items() if is_given(ctx, name)}
-            with _naming(ctx, file):
-                return function(
-                    options=_combinations(given, options) if repeated else given, **arguments
+        def command(
+            ctx: typer.Context, config: Path | None, help_all: bool, **arguments: Any
+        ) -> None:
+            of_file = ctx.default_map or {}
+            try:
+                values = {}
+                for name, option in options.items():
+                    value = arguments.pop(name, None)
+                    if not option.cli and name in of_file:
+                        values[name] = option.checked(of_file[name])
+                    elif option.cli and is_given(ctx, name):
+                        values[name] = _typed(option, value)
+                function(
+                    ctx=ctx, options=_combinations(values) if repeated else values, **arguments
                 )
+            except ConfigError as error:
+                raise error.within(f"with --config {config}") if config else error from None
 
-        everything = [
-            one.replace(kind=Parameter.KEYWORD_ONLY)
-            for one in [
-                *own.values(),
-                _config_parameter(options | _own_options(own)),
-                *map(_parameter, shown),
-            ]
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        shown = sorted(options.values(), key=lambda option: option.panel == PAPER)
+        parameters = [
+            *(parameter for parameter in own if parameter.name != "options"),
+            _config_parameter([option.name for option in shown if not option.cli]),
+            HELP_ALL,
+            *(_parameter(option, repeated) for option in shown if option.cli),
         ]
-        command.__signature__ = signature.replace(parameters=everything)  # type: ignore[attr-defined]  # Typer reads it
-        command.__annotations__ = {one.name: one.annotation for one in everything}
-        command.advanced = {*advanced, *(one.name for one in options.values() if one.advanced)}  # type: ignore[attr-defined]  # LazyGroup reads it
+        # Typer reads the parameters of a command from its signature.
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+        )
         return command
 
     return decorate
 
 
-def _merged(table: Mapping[str, type[Config]]) -> list[Option]:
-    """The options of a table's configurations; help of one that not all entries take names those that do."""
-    declared = {key: options_of(config) for key, config in table.items()}
-    takers = {
-        name: [key for key in table if name in declared[key]]
-        for one in declared.values()
-        for name in one
-    }
-    found = {name: declared[keys[0]][name] for name, keys in takers.items()}
+def _merged(table: Mapping[str, type[Config]], panel: str) -> list[Option]:
+    """The options of a table's configurations. The help lists the entries that take an option if not all do."""
+    takers: dict[str, list[str]] = {}
+    options: dict[str, Option] = {}
+    for key, config in table.items():
+        for name, option in options_of(config).items():
+            takers.setdefault(name, []).append(key)
+            options[name] = replace(option, panel=option.panel or panel)
     return [
-        one
+        option
         if len(takers[name]) == len(table)
-        else replace(one, help=f"{one.help} ({', '.join(takers[name])})")
-        for name, one in found.items()
+        else replace(option, help=f"{option.help} ({', '.join(takers[name])})")
+        for name, option in options.items()
     ]
 
 
-def _combinations(given: Mapping[str, Any], options: Mapping[str, Option]) -> tuple[Given, ...]:
-    several = {
-        name: value
-        for name, value in given.items()
-        if isinstance(value, list) and not options[name].once
-    }
-    for name, words in several.items():
-        if twice := [word for index, word in enumerate(words) if word in words[:index]]:
-            raise ConfigError(
-                f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per value"
-            )
-    chosen = [
-        dict(zip(several, combination, strict=True)) for combination in product(*several.values())
-    ]
-    return tuple(
-        Given({**given, **one}, {name: one[name] for name in one if len(several[name]) > 1})
-        for one in chosen
-    )
-
-
-def _parameter(option: Option) -> Parameter:
-    default = option.default
-    settings: dict[str, Any] = {
-        "help": option.help,
-        "rich_help_panel": option.panel,
-        "metavar": option.metavar,
-        "show_default": default is not None and default is not False,
-    }
-    kind: Any = Literal[option.choices] if option.choices else option.kinds[0]
-    if len(option.kinds) > 1:
-        kind, numeric = str, next(kind for kind in option.kinds if kind is not str)
-        settings |= {
-            "parser": functools.partial(word_or_number, option, numeric),
-            "autocompletion": lambda: list(option.choices),
-            "metavar": option.metavar or f"{'|'.join(option.choices)}|{numeric.__name__.upper()}",
-        }
-    flag = flag_of(option.name)
-    if kind is bool:
+def _parameter(option: Option, repeated: bool) -> Parameter:
+    """An option for Typer: a flag, or text that `_typed` checks."""
+    flag, default = flag_of(option.name), option.default
+    kind: Any = bool
+    several = option.several or (repeated and option.repeatable)
+    metavar = option.metavar
+    if bool in option.types:
         flag += f"/{flag_of('no_' + option.name)}"  # so that the command line can undo a file's
-    if option.several:
-        kind, default = list[kind], None if default is None else [default]
+    else:
+        types = [kind.__name__ for kind in option.types if kind is not str or not option.choices]
+        metavar = metavar or f"<{'|'.join([*option.choices, *types])}>"
+        metavar += "..." if several else ""
+        kind = list[str] if several else str
+        words = [str(word) for word in (default if isinstance(default, tuple) else [default])]
+        default = None if default is None else words if several else words[0]
+    info = typer.Option(
+        flag,
+        help=option.help,
+        rich_help_panel=option.panel,
+        metavar=metavar,
+        hidden=option.advanced,
+        show_default=default not in (None, False),
+        autocompletion=lambda: option.choices,
+    )
     return Parameter(
         option.name,
         Parameter.KEYWORD_ONLY,
         default=default,
-        annotation=Annotated[
-            kind | None if option.default is None else kind, typer.Option(flag, **settings)
-        ],
+        annotation=Annotated[kind | None if default is None else kind, info],
     )
 
 
-def word_or_number(option: Option, numeric: type, text: str) -> str | int | float:
-    if text in option.choices:
-        return text
-    try:
-        return numeric(text)
-    except ValueError:
-        if option.check is not None:
-            return text  # the configuration checks it
-        raise typer.BadParameter(
-            f"{text!r} is neither a number nor {' nor '.join(option.choices)}"
-        ) from None
+def _typed(option: Option, value: Any) -> Any:
+    """What the user gave for an option, from the text that Typer passes on; ConfigError if it is not allowed."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, list):
+        return option.parsed(value)
+    values = [option.parsed(text) for text in value]
+    return tuple(values) if option.several else values
 
 
-def _own_options(parameters: Mapping[str, Parameter]) -> dict[str, Option]:
-    """The options among a command's own parameters, without positional arguments."""
-    found = {}
-    for name, parameter in parameters.items():
-        if get_origin(parameter.annotation) is Annotated:
-            annotation, info = get_args(parameter.annotation)
-            if isinstance(info, typer.models.OptionInfo):
-                (kind,) = (one for one in scalar_types(annotation) if one is not types.NoneType)
-                if several := get_origin(kind) is list:
-                    (kind,) = get_args(kind)
-                choices = get_args(kind) if get_origin(kind) is Literal else ()
-                kinds = (int, str) if info.parser else (kind if kind in KINDS else str,)
-                found[name] = Option(info.help or "", name, kinds, choices=choices, several=several)
-    return found
+def _combinations(given: Mapping[str, Any]) -> tuple[Given, ...]:
+    """One `Given` for each combination of values that are lists."""
+    several = {name: values for name, values in given.items() if isinstance(values, list)}
+    for name, values in several.items():
+        twice = [value for index, value in enumerate(values) if value in values[:index]]
+        if twice:
+            raise ConfigError(
+                f"{flag_of(name)} {twice[0]} is given twice; give each value once, for one SAE per value"
+            )
+    combinations = []
+    for combination in product(*several.values()):
+        chosen = dict(zip(several, combination, strict=True))
+        varied = {name: value for name, value in chosen.items() if len(several[name]) > 1}
+        combinations.append(Given({**given, **chosen}, varied))
+    return tuple(combinations)
 
 
-def _config_parameter(options: Mapping[str, Option]) -> Parameter:
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        ctx.command.epilog = None
+        for param in ctx.command.params:
+            param.hidden = False  # type: ignore[attr-defined]  # of every parameter of Typer's
+        print(ctx.get_help(), end="")
+        raise typer.Exit
+
+
+HELP_ALL = Parameter(
+    "help_all",
+    Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            help="Show all options, and exit.",
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+        ),
+    ],
+)
+
+
+def _config_parameter(file_only: Collection[str]) -> Parameter:
     """The parameter `config`, parsed before all others: its file's values become their defaults."""
 
     def load(ctx: typer.Context, path: Path | None) -> Path | None:
         if path is not None and not ctx.resilient_parsing:
-            ctx.default_map = _read_config(path, options, f"sae {ctx.info_name}")
+            ctx.default_map = _read_config(ctx, path, file_only)
         return path
 
     option = typer.Option(
@@ -214,8 +206,8 @@ def _config_parameter(options: Mapping[str, Option]) -> Parameter:
     )
 
 
-def _read_config(path: Path, options: Mapping[str, Option], command: str) -> dict[str, Any]:
-    """The options in a TOML file by name, in the form that the command line gives."""
+def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> dict[str, Any]:
+    """The options in a TOML file by name; Typer and the configurations check their values."""
     import tomllib
 
     try:
@@ -224,79 +216,59 @@ def _read_config(path: Path, options: Mapping[str, Option], command: str) -> dic
         raise ConfigError(
             f"cannot read --config {path}: {error.strerror or error}; give a TOML file of options"
         ) from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not TOML, not text, a huge number, or deeply nested lists
+    except (ValueError, RecursionError) as error:  # not TOML, not text, or deeply nested lists
         raise ConfigError(
             f"cannot read --config {path}: expected TOML, lines such as d_sae = 512, got something "
             f"else: {one_line(error)}"
         ) from error
-    found: dict[str, Any] = {}
+    params = {
+        param.name: param
+        for param in ctx.command.params
+        if param.param_type_name == "option" and not param.is_eager
+    }
+    options: dict[str, Any] = {}
     for written, value in document.items():
         name = written.replace("-", "_")
-        try:
-            _demand_entry(name, written, value, options, command)
-            if name in found:
-                raise ConfigError(
-                    f"expected {name} once, got it spelt {written} as well; leave one out"
-                )
-        except ConfigError as error:
-            raise error.within(f"cannot use {path}") from None
-        one = [
-            value if isinstance(value, bool) else str(value)
-            for value in (value if isinstance(value, list) else [value])
-        ]
-        found[name] = one if options[name].several else one[0]
-    return found
+        if name not in params and name not in file_only:
+            advice = did_you_mean(name, [*params, *file_only]) or "see `--help-all`"
+            raise ConfigError(
+                f"cannot use {path}: expected the long name of an option of `sae {ctx.info_name}`, "
+                f"got {written}; {advice}"
+            )
+        several = name not in params or params[name].multiple
+        if isinstance(value, list) and (not several or not value):
+            most = "one value or more" if several else "one value"
+            raise ConfigError(f"cannot use {path}: {written} takes {most}, got {value}")
+        wrapped = name in params and several and not isinstance(value, list)
+        options[name] = [value] if wrapped else value
+    return options
 
 
-def _demand_entry(
-    name: str, written: str, value: Any, options: Mapping[str, Option], command: str
-) -> None:
-    if isinstance(value, dict):
-        raise ConfigError(
-            f"expected lines such as d_sae = 512 outside of any table, got the table [{written}]; "
-            "leave its heading out"
-        )
-    if name not in options:
-        advice = did_you_mean(name, options) or f"`{command} --help` lists them"
-        raise ConfigError(
-            f"expected the long name of an option of `{command}`, got {written}; {advice}"
-        )
-    if not options[name].admits(value):
-        question = did_you_mean(value, options[name].choices) if isinstance(value, str) else ""
-        raise ConfigError(
-            f"{written} must be {options[name].expected}, got {json.dumps(value, default=str)}"
-            + f"; {question}" * bool(question)
-        )
-
-
-@contextmanager
-def _naming(ctx: typer.Context, path: Path | None) -> Iterator[None]:
-    """Add the file and its lines to errors about options that came from a file."""
-    try:
-        yield
-    except ConfigError as error:
-        said = {
-            name: given[0] if isinstance(given, list) and len(given) == 1 else given
-            for name, given in ctx.params.items()
-            if name in error.options and is_given(ctx, name, "DEFAULT_MAP")
-        }
-        if not said:
-            raise
-        raise error.within(f"{path} says {' and '.join(toml_lines(said))}") from error
-
-
-def is_given(ctx: Any, name: str, source: str = "") -> bool:
-    """Whether the user set an option, on the command line or in a file; or by that source."""
-    found = ctx.get_parameter_source(name)
-    return found is not None and (found.name == source if source else found.name != "DEFAULT")
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Whether the user set an option, on the command line or in a file."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def given(ctx: typer.Context, name: str) -> Any:
     """An option's value as given by the user; None if it has its default."""
     return ctx.params[name] if is_given(ctx, name) else None
+
+
+def one_of(choices: Collection[str]) -> dict[str, Any]:
+    """Settings of an option that takes one of some words, or several of them."""
+
+    def check(param: typer.CallbackParam, words: Any) -> Any:
+        for word in words if isinstance(words, list) else [words]:
+            if word is not None and word not in choices:
+                raise unknown_choice(param.name, word, choices)
+        return words
+
+    return {
+        "callback": check,
+        "metavar": f"<{'|'.join(choices)}>",
+        "autocompletion": lambda: list(choices),
+    }
 
 
 def demand_once(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
@@ -321,8 +293,19 @@ def home_of(ctx: typer.Context) -> Home:
     return Home(Path(ctx.find_root().params["home"]))  # there is no session during completion
 
 
-def _runs(ctx: typer.Context, names: list[str] | None) -> list[str]:
+def _chosen_run(ctx: typer.Context, name: str | None) -> str | None:
+    """The name, where none is needed: RunError before anything slow is imported if there is no run at all."""
     home = ctx.find_root().obj  # None during completion
+    if home and name is None:
+        home.runs.find(None)
+    return name
+
+
+def _chosen_runs(ctx: typer.Context, names: list[str] | None) -> list[str]:
+    """The names that match; as `_chosen_run` for none."""
+    home = ctx.find_root().obj
+    if home and not names:
+        home.runs.find(None)
     return home.runs.matching(names or []) if home else names or []
 
 
@@ -336,6 +319,7 @@ Run = Annotated[
     typer.Argument(
         help="Run name, folder that holds an SAE, or user/repo/folder@revision on the Hugging Face hub.",
         **_RUN,
+        callback=_chosen_run,
     ),
 ]
 Runs = Annotated[
@@ -344,11 +328,12 @@ Runs = Annotated[
         help="Run names or patterns such as 'mlp-*', folders that hold an SAE, or user/repo/folder@revision on the "
         "Hugging Face hub.",
         **_RUN,
-        callback=_runs,
+        callback=_chosen_runs,
     ),
 ]
 OwnRun = Annotated[
-    str | None, typer.Argument(help="Compare this finished run of sae train.", **_RUN)
+    str | None,
+    typer.Argument(help="Compare this finished run of sae train.", **_RUN, callback=_chosen_run),
 ]
 Data = Annotated[
     list[str] | None,
@@ -425,13 +410,11 @@ Model = Annotated[
 Layer = Annotated[
     int | None, typer.Option("--layer", help="Read this block, from 0, if the SAE's file has none.")
 ]
-if TYPE_CHECKING:  # a type checker cannot read a table
-    SiteName = str
-else:
-    SiteName = Literal[SITES]
 Site = Annotated[
-    SiteName | None,
-    typer.Option("--site", help="Read this hook point, if the SAE's file has none."),
+    str | None,
+    typer.Option(
+        "--site", help="Read this hook point, if the SAE's file has none.", **one_of(SITES)
+    ),
 ]
 Device = Annotated[
     str,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ from .options import (
     demand_once,
     home_of,
     is_given,
+    one_of,
     run_names,
     start,
     store_names,
@@ -87,6 +88,7 @@ Init = Annotated[
     typer.Option(
         "--init",
         metavar="RUN",
+        hidden=True,
         help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
         "hub. d_sae and prefixes are inherited; act and k can be overridden. It is kept as "
         "it was if its loss on a tenth of the training documents, kept out of training, does not fall.",
@@ -99,6 +101,7 @@ Layer = Annotated[
     typer.Option(
         "--layer",
         callback=demand_once,
+        hidden=True,
         help="Block of --model to read, from 0.",
         show_default="the middle one",
         rich_help_panel=PANEL,
@@ -109,23 +112,20 @@ Site = Annotated[
     typer.Option(
         "--site",
         callback=demand_once,
+        hidden=True,
         help="Hook point in the block; see `sae extract`.",
         show_default="resid_post",
         rich_help_panel=PANEL,
     ),
 ]
-if TYPE_CHECKING:  # a type checker cannot read tables
-    SolverName = str
-    ActName = str
-else:
-    SolverName, ActName = Literal[tuple(SOLVERS)], Literal[tuple(ACTIVATIONS)]
-Solver = Annotated[SolverName, typer.Option("--solver", help="Training algorithm.")]
+Solver = Annotated[str, typer.Option("--solver", help="Training algorithm.", **one_of(SOLVERS))]
 Act = Annotated[
-    ActName,
+    str,
     typer.Option(
         "--act",
         help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
         "--k, has the least error, in 2 to 3 times the time.",
+        **one_of(ACTIVATIONS),
     ),
 ]
 Name = Annotated[
@@ -150,7 +150,6 @@ Resume = Annotated[
 @configured(
     TrainingConfig,
     repeated=True,
-    advanced={"init", "layer", "site"},
     more=FROM_MODEL,
     solver=SOLVERS,
     act=ACTIVATIONS,

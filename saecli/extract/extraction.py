@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
@@ -32,6 +32,7 @@ from .options import (
     SITES,
     ExtractConfig,
     HookPoint,
+    ModelDtype,
     at_revisions,
 )
 from .requests import StoreRequest, demand_same_tokens, store_requests
@@ -171,7 +172,7 @@ def resolved(
     config = replace(
         config,
         context=config.context or min(DEFAULT_CONTEXT, source.positions or DEFAULT_CONTEXT),
-        model_dtype=source.dtype_on(device, config.model_dtype),
+        model_dtype=cast(ModelDtype, source.dtype_on(device, config.model_dtype)),
     )
     source.check_context(config.window)
     text = processes.broadcast_object(text.pinned)

@@ -3,18 +3,22 @@
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+
+from annotated_types import Ge, Le
 
 from ..base.errors import ConfigError, counted, flag_of
 from ..base.files import regular
-from ..base.options import Config, option, options_of
-from ..store.options import DTYPES, MAX_NORM_HELP
+from ..base.options import Config, Positive, Shown, options_of
+from ..store.options import MAX_NORM_HELP, StoredDtype
 from .texts import DEFAULT_CONFIGS, LOCAL_SUFFIXES, STDLIB_DOCS, Mixture, TextSource
 
 TINY_GEMMA2 = "tiny-gemma2"
 BUNDLED = {TINY_GEMMA2: Path(__file__).parents[1] / "assets" / TINY_GEMMA2}
-SITES = ("resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out")
-MODEL_DTYPES = ("float32", "bfloat16", "float16")
+Site = Literal["resid_post", "resid_pre", "mlp_in", "mlp_out", "attn_out"]
+SITES = get_args(Site)
+ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
+MODEL_DTYPES: tuple[str, ...] = get_args(ModelDtype)
 DEFAULT_DATASET = "Salesforce/wikitext"
 OF_SOURCE = (
     "dataset_config",
@@ -82,105 +86,119 @@ class ExtractConfig(Config):
 
     panel: ClassVar[str] = "Rows"
 
-    model: str = option(
-        "google/gemma-2-2b",
-        f"Hub id, folder or GGUF file of a causal language model; {TINY_GEMMA2} is bundled.",
+    model: Annotated[
+        str,
+        Shown(f"Hub id, folder or GGUF file of a causal language model; {TINY_GEMMA2} is bundled."),
+    ] = "google/gemma-2-2b"
+    model_revision: Annotated[
+        tuple[str, ...] | None,
+        Shown(
+            "Branch, tag or commit of a hub model, such as step1000 of Pythia; the store records the commit. "
+            "Several: one per --model. Default: main."
+        ),
+    ] = None
+    dataset: Annotated[
+        tuple[str, ...] | None,
+        Shown(
+            "Text: a hub dataset id, streamed; a .txt file (documents separated by blank lines), .jsonl or .parquet "
+            f"file; {STDLIB_DOCS}, Python's own docstrings; several times for a mixture. "
+            f"Default: {DEFAULT_DATASET}, for {TINY_GEMMA2} {STDLIB_DOCS}."
+        ),
+    ] = None
+    mix: Annotated[
+        tuple[Positive, ...] | None,
+        Shown(
+            "Weight of each --dataset, in order: rows come in these proportions. Default: equal."
+        ),
+    ] = None
+    dataset_config: Annotated[
+        tuple[str, ...] | None,
+        Shown(
+            "Configuration of a hub dataset. It and the next three hold for all datasets that have one; or give one "
+            'per --dataset, in order, "" for the default. Default: the dataset\'s own; for wikitext '
+            "wikitext-103-raw-v1."
+        ),
+    ] = None
+    dataset_split: Annotated[tuple[str, ...], Shown("Split of a hub dataset.")] = ("train",)
+    dataset_revision: Annotated[
+        tuple[str, ...] | None,
+        Shown(
+            "Commit, branch or tag of a hub dataset; the store records "
+            "the commit. Default: the newest."
+        ),
+    ] = None
+    text_column: Annotated[
+        tuple[str, ...],
+        Shown("Column of texts or messages. Default: text, else messages or conversations."),
+    ] = ("text",)
+    chat: Annotated[
+        Literal["auto", "off"],
+        Shown("auto: messages go through the tokenizer's chat template; off: they are refused."),
+    ] = "auto"
+    chat_template: Annotated[
+        str | None, Shown("Jinja file of a chat template. Default: the tokenizer's own.")
+    ] = None
+    control_tokens: Annotated[
+        Literal["keep", "drop"],
+        Shown("In chats, keep or drop tokens such as <start_of_turn>; an added BOS is dropped."),
+    ] = "keep"
+    rows: Annotated[int, Ge(1), Le(MOST), Shown("Rows to store; fewer if the text ends first.")] = (
+        100_000
     )
-    model_revision: tuple[str, ...] | None = option(
-        None,
-        "Branch, tag or commit of a hub model, such as step1000 of Pythia; the store records the commit. "
-        "Several: one per --model. Default: main.",
-    )
-    dataset: tuple[str, ...] | None = option(
-        None,
-        "Text: a hub dataset id, streamed; a .txt file (documents separated by blank lines), .jsonl or .parquet "
-        f"file; {STDLIB_DOCS}, Python's own docstrings; several times for a mixture. "
-        f"Default: {DEFAULT_DATASET}, for {TINY_GEMMA2} {STDLIB_DOCS}.",
-    )
-    mix: tuple[float, ...] | None = option(
-        None,
-        "Weight of each --dataset, in order: rows come in these proportions. Default: equal.",
-        above=0,
-    )
-    dataset_config: tuple[str, ...] | None = option(
-        None,
-        "Configuration of a hub dataset. It and the next three hold for all datasets that have one; or give one "
-        'per --dataset, in order, "" for the default. Default: the dataset\'s own; for wikitext '
-        "wikitext-103-raw-v1.",
-    )
-    dataset_split: tuple[str, ...] = option("train", "Split of a hub dataset.")
-    dataset_revision: tuple[str, ...] | None = option(
-        None,
-        "Commit, branch or tag of a hub dataset; the store records "
-        "the commit. Default: the newest.",
-    )
-    text_column: tuple[str, ...] = option(
-        "text", "Column of texts or messages. Default: text, else messages or conversations."
-    )
-    chat: str = option(
-        "auto",
-        "auto: messages go through the tokenizer's chat template; off: they are refused.",
-        choices=("auto", "off"),
-    )
-    chat_template: str | None = option(
-        None, "Jinja file of a chat template. Default: the tokenizer's own."
-    )
-    control_tokens: str = option(
-        "keep",
-        "In chats, keep or drop tokens such as <start_of_turn>; an added BOS is dropped.",
-        choices=("keep", "drop"),
-    )
-    rows: int = option(
-        100_000, "Rows to store; fewer if the text ends first.", minimum=1, maximum=MOST
-    )
-    min_tokens: int = option(1, "Skip and count texts of fewer tokens.", minimum=1, maximum=MOST)
-    context: int | None = option(
-        None,
-        f"Most tokens per window, including BOS. Default: {DEFAULT_CONTEXT}, or the "
-        "model's limit if lower.",
-        minimum=1,
-        maximum=MOST,
-    )
-    packed: bool = option(
-        False,
-        "Concatenate documents into full windows, separated by the special tokens around a text; "
-        "tokens then attend across documents.",
-    )
-    prepend_bos: str = option(
-        "on",
-        "on: every window begins with BOS, else with EOS, also where the tokenizer adds none; off: only "
-        "where it does. Without BOS position 0 is an outlier that holds nearly all variance.",
-        choices=("on", "off"),
-    )
-    positions: str = option(
-        "all",
-        "all: one row per token that is not special; last: one row per document, the last "
-        "token of its first window, as in the paper; assistant: of chats, what the "
-        "assistant says.",
-        choices=("all", "last", "assistant"),
-    )
-    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
-    dtype: str = option("bfloat16", "Precision of the stored rows.", choices=DTYPES)
-    model_dtype: str = option(
-        "auto",
-        "Precision of weights and forward pass. auto: the checkpoint's own; on a CPU that does not "
-        "multiply bfloat16 natively, float32.",
-        choices=("auto", *MODEL_DTYPES),
-    )
-    batch_size: int | str = option(
-        "auto",
-        "Windows per forward pass; halved on out-of-memory. Changes rows only by "
-        "rounding. auto: of 16,384 tokens on a GPU, 2,048 on a CPU.",
-        choices=("auto",),
-        minimum=1,
-        maximum=MOST,
-    )
-    shard_rows: int | None = option(
-        None,
-        f"Rows per shard file. Default: 64 MiB, {SHARD_ROWS:,} rows at most.",
-        minimum=1,
-        maximum=MOST,
-    )
+    min_tokens: Annotated[int, Ge(1), Le(MOST), Shown("Skip and count texts of fewer tokens.")] = 1
+    context: Annotated[
+        int | None,
+        Ge(1),
+        Le(MOST),
+        Shown(
+            f"Most tokens per window, including BOS. Default: {DEFAULT_CONTEXT}, or the "
+            "model's limit if lower."
+        ),
+    ] = None
+    packed: Annotated[
+        bool,
+        Shown(
+            "Concatenate documents into full windows, separated by the special tokens around a text; "
+            "tokens then attend across documents."
+        ),
+    ] = False
+    prepend_bos: Annotated[
+        Literal["on", "off"],
+        Shown(
+            "on: every window begins with BOS, else with EOS, also where the tokenizer adds none; off: only "
+            "where it does. Without BOS position 0 is an outlier that holds nearly all variance."
+        ),
+    ] = "on"
+    positions: Annotated[
+        Literal["all", "last", "assistant"],
+        Shown(
+            "all: one row per token that is not special; last: one row per document, the last "
+            "token of its first window, as in the paper; assistant: of chats, what the "
+            "assistant says."
+        ),
+    ] = "all"
+    max_norm_multiple: Annotated[float | None, Ge(1), Shown(MAX_NORM_HELP)] = None
+    dtype: Annotated[StoredDtype, Shown("Precision of the stored rows.")] = "bfloat16"
+    model_dtype: Annotated[
+        ModelDtype,
+        Shown(
+            "Precision of weights and forward pass. auto: the checkpoint's own; on a CPU that does not "
+            "multiply bfloat16 natively, float32."
+        ),
+    ] = "auto"
+    batch_size: Annotated[
+        Annotated[int, Ge(1), Le(MOST)] | Literal["auto"],
+        Shown(
+            "Windows per forward pass; halved on out-of-memory. Changes rows only by "
+            "rounding. auto: of 16,384 tokens on a GPU, 2,048 on a CPU."
+        ),
+    ] = "auto"
+    shard_rows: Annotated[
+        int | None,
+        Ge(1),
+        Le(MOST),
+        Shown(f"Rows per shard file. Default: 64 MiB, {SHARD_ROWS:,} rows at most."),
+    ] = None
 
     @property
     def window(self) -> int:
@@ -245,7 +263,10 @@ class ExtractConfig(Config):
 
     def _of_each(self, name: str, datasets: Sequence[str]) -> list[Any]:
         """The value of `mix`, or of one of `OF_SOURCE`, for each dataset, or the default."""
-        values, default = getattr(self, name) or ("",), options_of(type(self))[name].default
+        values, default = (
+            getattr(self, name) or ("",),
+            options_of(type(self))[name].default or (None,),
+        )
         if len(values) != len(datasets) and (len(values) > 1 or (name == "mix" and self.mix)):
             raise ConfigError(
                 f"{flag_of(name)} must be given once per --dataset{', or once' * (name != 'mix')}, got "
@@ -253,7 +274,7 @@ class ExtractConfig(Config):
             )
         each = values * (len(datasets) // len(values))
         return [
-            value if value and _takes(one, name) else default
+            value if value and _takes(one, name) else default[0]
             for value, one in zip(each, datasets, strict=True)
         ]
 

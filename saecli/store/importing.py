@@ -5,7 +5,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from .arrays import (
     naming,
 )
 from .opening import DERIVED, finished_store, told_when_stopped
-from .options import ImportConfig, SyntheticConfig
+from .options import ImportConfig, StoredDtype, SyntheticConfig
 from .reader import ActivationStore
 from .schema import COLUMNS, WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
 from .shard_writer import Columns
@@ -56,10 +56,10 @@ def import_array(
     name: str | None = None,
     *,
     key: str | None = None,
-    flatten: str | None = None,
-    bits: str | None = None,
+    flatten: Literal["positions", "features"] | None = None,
+    bits: Literal["bfloat16"] | None = None,
     max_norm_multiple: float | None = None,
-    dtype: str | None = None,
+    dtype: StoredDtype | None = None,
     shard_rows: int | None = None,
     home: str | Path | None = None,
     progress: bool | Listener = False,
@@ -83,13 +83,13 @@ def import_array(
         folder = _folder(home, name, Path(file).stem)
         array = open_array(file, key, flatten, bits)
         folders.append(folder)
-        dtype = dtype or array.dtype
-        shard_rows = shard_rows or rows_per_shard(array.features, dtype)
+        stored_dtype = dtype or array.dtype
+        shard_rows = shard_rows or rows_per_shard(array.features, stored_dtype)
         source = _source_of(file, array, options)
         meta = StoreMeta(
             source=source,
-            request_hash=hash_request({**source, "dtype": dtype, "shard_rows": shard_rows}),
-            dtype=dtype,
+            request_hash=hash_request({**source, "dtype": stored_dtype, "shard_rows": shard_rows}),
+            dtype=stored_dtype,
             d_in=array.features,
             shard_rows=shard_rows,
             columns=tuple(array.columns(0, 0)),

@@ -1,13 +1,13 @@
 """The options of an import. Imports neither NumPy nor torch, so that help pages are fast."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from ..base.options import Config, option
+from annotated_types import Ge, Le, Lt
 
-DTYPES = ("float32", "float16", "bfloat16")  # of stored rows; see `values.py`
-FLATTEN = ("positions", "features")
-BITS = ("bfloat16",)
+from ..base.options import Config, Positive, Seed, Shown
+
+StoredDtype = Literal["float32", "float16", "bfloat16"]  # see `values.py`
 MAX_NORM_HELP = (
     "Drop and count rows whose norm exceeds this multiple of the median norm of the first block (up to "
     "about 10,000 rows, or 16 MiB of an imported file), which the store records; dictionary_learning's "
@@ -21,34 +21,37 @@ class ImportConfig(Config):
 
     panel: ClassVar[str] = "Rows"
 
-    key: str | None = option(None, "Which array of the file; needed if it holds several.")
-    flatten: str | None = option(
-        None,
-        "Rows of an array of more than two dimensions: positions, each vector along the "
-        "last of (batch, position, width), split into training and test rows by whole "
-        "sequences; features, each element of the first dimension, such as an image. "
-        "Default: features for idx files, others are refused.",
-        choices=FLATTEN,
-    )
-    bits: str | None = option(
-        None,
-        "What the bits of 2-byte integers, or of 2 bytes without a type, stand for, as NumPy shows "
-        "bfloat16 of JAX and Keras. Other integers than bytes of images are refused.",
-        choices=BITS,
-    )
-    max_norm_multiple: float | None = option(None, MAX_NORM_HELP, minimum=1)
-    dtype: str | None = option(
-        None,
-        "Precision of the stored rows; default: the file's own if it is float16 or "
-        "bfloat16, else float32.",
-        choices=DTYPES,
-    )
-    shard_rows: int | None = option(
-        None,
-        "Rows in a shard file. Default: 64 MiB, of synthetic rows at most 32,768.",
-        minimum=1,
-        maximum=2**31 - 1,
-    )
+    key: Annotated[str | None, Shown("Which array of the file; needed if it holds several.")] = None
+    flatten: Annotated[
+        Literal["positions", "features"] | None,
+        Shown(
+            "Rows of an array of more than two dimensions: positions, each vector along the "
+            "last of (batch, position, width), split into training and test rows by whole "
+            "sequences; features, each element of the first dimension, such as an image. "
+            "Default: features for idx files, others are refused."
+        ),
+    ] = None
+    bits: Annotated[
+        Literal["bfloat16"] | None,
+        Shown(
+            "What the bits of 2-byte integers, or of 2 bytes without a type, stand for, as NumPy shows "
+            "bfloat16 of JAX and Keras. Other integers than bytes of images are refused."
+        ),
+    ] = None
+    max_norm_multiple: Annotated[float | None, Ge(1), Shown(MAX_NORM_HELP)] = None
+    dtype: Annotated[
+        StoredDtype | None,
+        Shown(
+            "Precision of the stored rows; default: the file's own if it is float16 or "
+            "bfloat16, else float32."
+        ),
+    ] = None
+    shard_rows: Annotated[
+        int | None,
+        Ge(1),
+        Le(2**31 - 1),
+        Shown("Rows in a shard file. Default: 64 MiB, of synthetic rows at most 32,768."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -67,26 +70,34 @@ class SyntheticConfig(Config):
 
     panel: ClassVar[str] = "Synthetic worlds"
 
-    features: int = option(1024, "Known features that rows are made of.", minimum=2, maximum=2**20)
-    d_in: int = option(128, "Dimensions of a row.", minimum=1, maximum=2**20)
-    rows: int = option(100_000, "Rows to store.", minimum=1, maximum=2**31 - 1)
-    seed: int = option(0, "Another seed gives other rows and another world.", minimum=0)
-    l0: float = option(10.0, "Features active on a row, in the mean.", above=0)
-    zipf: float = option(
-        0.5,
-        "Exponent s: the i-th most frequent feature fires on c / i^s of the rows, at most on 0.4.",
-        minimum=0,
-        maximum=10,
+    features: Annotated[int, Ge(2), Le(2**20), Shown("Known features that rows are made of.")] = (
+        1024
     )
-    hierarchy: bool = option(
-        True,
-        "Let two thirds of the features stand in trees: one root in 32 features, two levels "
-        "below it, 4 children to a parent; a child fires only with its parent.",
-    )
-    correlation: float = option(
-        0.25,
-        "Fraction of the variance of each feature's Gaussian that comes from 25 shared "
-        "ones; a feature fires where its Gaussian is high.",
-        minimum=0,
-        below=1,
-    )
+    d_in: Annotated[int, Ge(1), Le(2**20), Shown("Dimensions of a row.")] = 128
+    rows: Annotated[int, Ge(1), Le(2**31 - 1), Shown("Rows to store.")] = 100_000
+    seed: Annotated[Seed, Shown("Another seed gives other rows and another world.")] = 0
+    l0: Annotated[Positive, Shown("Features active on a row, in the mean.")] = 10.0
+    zipf: Annotated[
+        float,
+        Ge(0),
+        Le(10),
+        Shown(
+            "Exponent s: the i-th most frequent feature fires on c / i^s of the rows, at most on 0.4."
+        ),
+    ] = 0.5
+    hierarchy: Annotated[
+        bool,
+        Shown(
+            "Let two thirds of the features stand in trees: one root in 32 features, two levels "
+            "below it, 4 children to a parent; a child fires only with its parent."
+        ),
+    ] = True
+    correlation: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        Shown(
+            "Fraction of the variance of each feature's Gaussian that comes from 25 shared "
+            "ones; a feature fires where its Gaussian is high."
+        ),
+    ] = 0.25

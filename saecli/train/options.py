@@ -10,10 +10,23 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+
+from annotated_types import Ge, Gt, Le
 
 from ..base.errors import ConfigError, StoreError
-from ..base.options import PAPER, Config, option, options_of
+from ..base.options import (
+    PAPER,
+    Check,
+    Config,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Seed,
+    Shown,
+    options_of,
+)
 from ..base.processes import ALONE, Communicator
 from ..extract.options import ExtractConfig
 from ..extract.texts import STDLIB_DOCS
@@ -50,7 +63,9 @@ TEXT = (
     "packed",
     "model_dtype",
 )
-NORMALISATIONS = ("scale", "standardize", "none")
+Normalisation = Literal["scale", "standardize", "none"]
+Precision = Literal["float32", "tf32", "bf16", "auto"]
+NORMALISATIONS = get_args(Normalisation)
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
 TRAINED = 0.9  # of the training documents, if training begins from an SAE; see `parted`
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
@@ -68,8 +83,8 @@ VECTORS = (
 )
 
 
-def check_prefixes(text: str) -> None:
-    """Raise a ValueError, whose message completes "the option must be", for an invalid `--prefixes`."""
+def check_prefixes(text: str) -> str:
+    """The text; ValueError, whose message completes "the option must be", for an invalid `--prefixes`."""
     words = text.split(",")
     numbers = [int(word) for word in words if word.strip().isdecimal()]
     rise = all(before < after for before, after in pairwise((0, *numbers)))
@@ -77,16 +92,18 @@ def check_prefixes(text: str) -> None:
         raise ValueError(
             "auto, or numbers of latents with commas between, each larger than the one before"
         )
+    return text
 
 
 TRACKER_NAMES = ("trackio", "wandb")  # here, since `train.files` takes long to import
 
 
-def check_trackers(text: str) -> None:
-    """Raise a ValueError, whose message completes "the option must be", for an invalid `--log-to`."""
+def check_trackers(text: str) -> str:
+    """The text; ValueError, whose message completes "the option must be", for an invalid `--log-to`."""
     words = text.split(",")
     if not {*words} <= {*TRACKER_NAMES} or len({*words}) < len(words):
         raise ValueError(f"one of {', '.join(TRACKER_NAMES)}, or several with commas between")
+    return text
 
 
 @dataclass(frozen=True)
@@ -104,152 +121,163 @@ class TrainingConfig(Config):
 
     panel: ClassVar[str] = "Training"
 
-    d_sae: int | None = option(None, "Number of latents. Default: 4 d_in.", minimum=1)
-    prefixes: str | None = option(
-        None,
-        "Matryoshka: for each N, the first N latents alone must reconstruct the input. "
-        "auto: a 16th, a quarter and half of d_sae. Default: not nested.",
-        check=check_prefixes,
-        metavar="auto|N,N,...",
-    )
-    skip: bool = option(
-        False,
-        "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with "
-        "the decoder.",
-        advanced=True,
-    )
-    epochs: int | None = option(
-        None,
-        f"Passes over the training rows. Default: enough for {DEFAULT_STEPS} batches, at "
-        f"most {MOST_DEFAULT_EPOCHS}.",
-        minimum=1,
-        once=True,
-    )
-    steps: int | None = option(None, "Optimiser steps, instead of --epochs.", minimum=1, once=True)
-    batch_size: int = option(256, "Rows per batch.", minimum=1, once=True)
-    lr: float | str = option(
-        "auto",
-        "Peak learning rate. auto: from the spread of the rows and the firing rate; "
-        f"{TRAIN_ON:g} of that with --init.",
-        choices=("auto",),
-        above=0,
-    )
-    lr_warm_up: float = option(
-        WARM_UP,
-        "Fraction of all steps over which the learning rate rises from 0.",
-        minimum=0,
-        maximum=1,
-        advanced=True,
-    )
-    lr_decay: float = option(
-        DECAY,
-        "Last fraction of all steps, over which the learning rate falls to 0.",
-        minimum=0,
-        maximum=1,
-        advanced=True,
-    )
-    smoothing: float | str = option(
-        "auto",
-        "Move each training row along differences of other rows, by this fraction "
-        f"of its norm, against overfitting. auto: {WIDEST}, falling as 1/sqrt(rows)"
-        " beyond max(d_sae, 4 d_in) rows; 0 with --init.",
-        choices=("auto",),
-        minimum=0,
-        maximum=10,
-        advanced=True,
-    )
-    sparsity: str | None = option(
-        None,
-        "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
-        "active latents; target-l0, square of its excess over --target-l0, with gated "
-        "l1 of the weight that gives it; lp, sum of (|z_i| ||W_dec_i||)^p, p falling "
-        "from 1; kl, divergence of firing rates from --target-rate; l1-codes, sum of "
-        "|z_i|. Default: l1 with relu, target-l0 with jumprelu and gated, else none.",
-        choices=sparsity_names(),
-    )
-    sparsity_weight: float | None = option(
-        None,
-        "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
-        " l1 0.1 sqrt(d_in), lp 0.04 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
-        "start), kl 0.01 d_in.",
-        minimum=0,
-        maximum=MOST_WEIGHT,
-    )
-    sparsity_warm_up: float | None = option(
-        None,
-        "Fraction of all steps over which the penalty's weight rises from 0. "
-        f"Default: {PENALTY_WARM_UP}, with --init 0.",
-        minimum=0,
-        maximum=1,
-        advanced=True,
-    )
-    fraction: float = option(
-        1.0,
-        f"Fraction of the training rows to use, with --init at most {TRAINED:g}; does not change "
-        "the held-out tenth of the documents.",
-        above=0,
-        maximum=1,
-        once=True,
-        advanced=True,
-    )
-    split_seed: int = option(
-        0, "Seed of the choice of held-out test rows.", minimum=0, once=True, advanced=True
-    )
-    seed: int = option(0, "Seed of everything random except the order of the rows.", minimum=0)
-    shuffle_seed: int = option(
-        0, "Seed of the order of the rows.", minimum=0, once=True, advanced=True
-    )
-    normalize: str = option(
-        "scale",
-        "Normalise rows, folded into the saved weights. scale: centre and divide by one "
-        "number; standardize: unit variance per dimension.",
-        choices=NORMALISATIONS,
-        once=True,
-        advanced=True,
-    )
-    checkpoint_every: int = option(
-        1000,
-        "Steps between checkpoints within an epoch; there is one after every epoch.",
-        minimum=1,
-        once=True,
-        metavar="N",
-        advanced=True,
-    )
-    keep_every: int | None = option(
-        None,
-        "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N.",
-        minimum=1,
-        once=True,
-        metavar="N",
-        advanced=True,
-    )
-    log_to: str | None = option(
-        None,
-        f"Also log to {', '.join(TRACKER_NAMES)}, or several with commas between. "
-        "Project: WANDB_PROJECT, TRACKIO_PROJECT, else saecli.",
-        check=check_trackers,
-        metavar="NAME,...",
-        once=True,
-        advanced=True,
-    )
-    device: str = option(
-        "auto", "Where to train: cpu, cuda, cuda:1. auto: cuda if available.", once=True
-    )
-    dtype: str = option(
-        "float32",
-        "Precision of weights and steps; decoder steps always sum in float64.",
-        choices=("float32", "float64"),
-        once=True,
-        advanced=True,
-    )
-    precision: str = option(
-        "auto",
-        "Precision of matrix products in descent steps; bf16 sums in float32. auto: bf16 "
-        f"if the device has it and d_in d_sae is at least {SMALLEST:,}, else float32.",
-        choices=("float32", "tf32", "bf16", "auto"),
-        once=True,
-        advanced=True,
-    )
+    d_sae: Annotated[Count | None, Shown("Number of latents. Default: 4 d_in.")] = None
+    prefixes: Annotated[
+        Annotated[str, Check(check_prefixes)] | None,
+        Shown(
+            "Matryoshka: for each N, the first N latents alone must reconstruct the input. "
+            "auto: a 16th, a quarter and half of d_sae. Default: not nested.",
+            metavar="auto|N,N,...",
+        ),
+    ] = None
+    skip: Annotated[
+        bool,
+        Shown(
+            "Add an affine skip from rows to targets to a transcoder; pam-sgd solves for it with "
+            "the decoder.",
+            advanced=True,
+        ),
+    ] = False
+    epochs: Annotated[
+        Count | None,
+        Shown(
+            f"Passes over the training rows. Default: enough for {DEFAULT_STEPS} batches, at "
+            f"most {MOST_DEFAULT_EPOCHS}.",
+            once=True,
+        ),
+    ] = None
+    steps: Annotated[Count | None, Shown("Optimiser steps, instead of --epochs.", once=True)] = None
+    batch_size: Annotated[Count, Shown("Rows per batch.", once=True)] = 256
+    lr: Annotated[
+        Positive | Literal["auto"],
+        Shown(
+            "Peak learning rate. auto: from the spread of the rows and the firing rate; "
+            f"{TRAIN_ON:g} of that with --init."
+        ),
+    ] = "auto"
+    lr_warm_up: Annotated[
+        Fraction,
+        Shown("Fraction of all steps over which the learning rate rises from 0.", advanced=True),
+    ] = WARM_UP
+    lr_decay: Annotated[
+        Fraction,
+        Shown(
+            "Last fraction of all steps, over which the learning rate falls to 0.", advanced=True
+        ),
+    ] = DECAY
+    smoothing: Annotated[
+        Annotated[float, Ge(0), Le(10)] | Literal["auto"],
+        Shown(
+            "Move each training row along differences of other rows, by this fraction "
+            f"of its norm, against overfitting. auto: {WIDEST}, falling as 1/sqrt(rows)"
+            " beyond max(d_sae, 4 d_in) rows; 0 with --init.",
+            advanced=True,
+        ),
+    ] = "auto"
+    sparsity: Annotated[
+        str | None,
+        Shown(
+            "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
+            "active latents; target-l0, square of its excess over --target-l0, with gated "
+            "l1 of the weight that gives it; lp, sum of (|z_i| ||W_dec_i||)^p, p falling "
+            "from 1; kl, divergence of firing rates from --target-rate; l1-codes, sum of "
+            "|z_i|. Default: l1 with relu, target-l0 with jumprelu and gated, else none.",
+            metavar=f"<{'|'.join(sparsity_names())}>",
+        ),
+    ] = None
+    sparsity_weight: Annotated[
+        float | None,
+        Ge(0),
+        Le(MOST_WEIGHT),
+        Shown(
+            "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
+            " l1 0.1 sqrt(d_in), lp 0.04 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
+            "start), kl 0.01 d_in."
+        ),
+    ] = None
+    sparsity_warm_up: Annotated[
+        Fraction | None,
+        Shown(
+            "Fraction of all steps over which the penalty's weight rises from 0. "
+            f"Default: {PENALTY_WARM_UP}, with --init 0.",
+            advanced=True,
+        ),
+    ] = None
+    fraction: Annotated[
+        float,
+        Gt(0),
+        Le(1),
+        Shown(
+            f"Fraction of the training rows to use, with --init at most {TRAINED:g}; does not change "
+            "the held-out tenth of the documents.",
+            once=True,
+            advanced=True,
+        ),
+    ] = 1.0
+    split_seed: Annotated[
+        Seed, Shown("Seed of the choice of held-out test rows.", once=True, advanced=True)
+    ] = 0
+    seed: Annotated[Seed, Shown("Seed of everything random except the order of the rows.")] = 0
+    shuffle_seed: Annotated[
+        Seed, Shown("Seed of the order of the rows.", once=True, advanced=True)
+    ] = 0
+    normalize: Annotated[
+        Normalisation,
+        Shown(
+            "Normalise rows, folded into the saved weights. scale: centre and divide by one "
+            "number; standardize: unit variance per dimension.",
+            once=True,
+            advanced=True,
+        ),
+    ] = "scale"
+    checkpoint_every: Annotated[
+        Count,
+        Shown(
+            "Steps between checkpoints within an epoch; there is one after every epoch.",
+            once=True,
+            metavar="N",
+            advanced=True,
+        ),
+    ] = 1000
+    keep_every: Annotated[
+        Count | None,
+        Shown(
+            "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N.",
+            once=True,
+            metavar="N",
+            advanced=True,
+        ),
+    ] = None
+    log_to: Annotated[
+        Annotated[str, Check(check_trackers)] | None,
+        Shown(
+            f"Also log to {', '.join(TRACKER_NAMES)}, or several with commas between. "
+            "Project: WANDB_PROJECT, TRACKIO_PROJECT, else saecli.",
+            metavar="NAME,...",
+            once=True,
+            advanced=True,
+        ),
+    ] = None
+    device: Annotated[
+        str, Shown("Where to train: cpu, cuda, cuda:1. auto: cuda if available.", once=True)
+    ] = "auto"
+    dtype: Annotated[
+        Literal["float32", "float64"],
+        Shown(
+            "Precision of weights and steps; decoder steps always sum in float64.",
+            once=True,
+            advanced=True,
+        ),
+    ] = "float32"
+    precision: Annotated[
+        Precision,
+        Shown(
+            "Precision of matrix products in descent steps; bf16 sums in float32. auto: bf16 "
+            f"if the device has it and d_in d_sae is at least {SMALLEST:,}, else float32.",
+            once=True,
+            advanced=True,
+        ),
+    ] = "auto"
 
     @property
     def nested(self) -> Prefixes:
@@ -326,26 +354,32 @@ class SolverConfig(Config, ABC):
 class Paper(Config):
     """Options that only the paper's experiments need."""
 
-    clip_norm: float | None = option(
-        None, "Clip the gradient of a batch's mean loss to this norm.", above=0, **PAPER
-    )
-    weight_decay: float = option(
-        0.0,
-        "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
-        "summed over all rows.",
-        minimum=0,
-        **PAPER,
-    )
-    mu_enc: float = option(
-        0.0,
-        "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
-        "rows; t counts decoder steps, with sgd epochs.",
-        minimum=0,
-        **PAPER,
-    )
-    nu_enc: float = option(
-        0.0, "Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", minimum=0, **PAPER
-    )
+    clip_norm: Annotated[
+        Positive | None,
+        Shown("Clip the gradient of a batch's mean loss to this norm.", panel=PAPER, advanced=True),
+    ] = None
+    weight_decay: Annotated[
+        NonNegative,
+        Shown(
+            "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
+            "summed over all rows.",
+            panel=PAPER,
+            advanced=True,
+        ),
+    ] = 0.0
+    mu_enc: Annotated[
+        NonNegative,
+        Shown(
+            "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
+            "rows; t counts decoder steps, with sgd epochs.",
+            panel=PAPER,
+            advanced=True,
+        ),
+    ] = 0.0
+    nu_enc: Annotated[
+        NonNegative,
+        Shown("Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", panel=PAPER, advanced=True),
+    ] = 0.0
 
 
 @dataclass(frozen=True)
@@ -355,19 +389,23 @@ class Sgd(Paper, SolverConfig):
     name: ClassVar[str] = "sgd"
     made_by: ClassVar[str] = "solver:SgdSolver"
 
-    tied: bool = option(
-        False,
-        "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
-        "targets' regression on the rows.",
-        advanced=True,
-    )
-    revive: bool = option(
-        True,
-        "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
-        f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
-        "With --init only before the first step, those that fire on none of the rows.",
-        advanced=True,
-    )
+    tied: Annotated[
+        bool,
+        Shown(
+            "Tie the decoder to the encoder: W_dec = W_enc'; with --target W_enc' B, B the "
+            "targets' regression on the rows.",
+            advanced=True,
+        ),
+    ] = False
+    revive: Annotated[
+        bool,
+        Shown(
+            "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
+            f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
+            "With --init only before the first step, those that fire on none of the rows.",
+            advanced=True,
+        ),
+    ] = True
 
     def memory(
         self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
@@ -384,47 +422,48 @@ class Finetune(SolverConfig):
     name: ClassVar[str] = "finetune"
     made_by: ClassVar[str] = "through:ThroughModel"
 
-    model: str | None = option(
-        None,
-        "Language model: hub id, folder or GGUF file. Default: the one that RUN names.",
-        once=True,
-    )
-    model_revision: str | None = option(
-        None,
-        "Branch, tag or commit of a hub model. Default: the one that RUN names.",
-        once=True,
-    )
-    layer: int | None = option(
-        None, "Block where RUN acts, if it does not say.", minimum=0, once=True, advanced=True
-    )
-    site: str | None = option(
-        None, "Hook point in the block, if RUN does not say.", once=True, advanced=True
-    )
-    tokens: int = option(
-        500_000, "Tokens to train on; shorter text is passed over again.", minimum=1, once=True
-    )
-    objective: str = option(
-        "kl",
-        "What the spliced model's predictions are trained for: kl, the model's own "
-        "predictions; ce, the next token.",
-        choices=("kl", "ce"),
-    )
-    fvu_weight: float = option(
-        5.0, "Weight of FVU next to the objective, in nats per token.", minimum=0
-    )
-    only: str | None = option(
-        None,
-        "Train the decoder alone, so that codes stay. Default: encoder and decoder.",
-        choices=("decoder",),
-    )
-    windows: int | str = option(
-        "auto",
-        "Windows per forward pass; a step stays the same. auto: what fits in memory.",
-        choices=("auto",),
-        minimum=1,
-        once=True,
-        advanced=True,
-    )
+    model: Annotated[
+        str | None,
+        Shown(
+            "Language model: hub id, folder or GGUF file. Default: the one that RUN names.",
+            once=True,
+        ),
+    ] = None
+    model_revision: Annotated[
+        str | None,
+        Shown("Branch, tag or commit of a hub model. Default: the one that RUN names.", once=True),
+    ] = None
+    layer: Annotated[
+        Seed | None, Shown("Block where RUN acts, if it does not say.", once=True, advanced=True)
+    ] = None
+    site: Annotated[
+        str | None, Shown("Hook point in the block, if RUN does not say.", once=True, advanced=True)
+    ] = None
+    tokens: Annotated[
+        Count, Shown("Tokens to train on; shorter text is passed over again.", once=True)
+    ] = 500_000
+    objective: Annotated[
+        Literal["kl", "ce"],
+        Shown(
+            "What the spliced model's predictions are trained for: kl, the model's own "
+            "predictions; ce, the next token."
+        ),
+    ] = "kl"
+    fvu_weight: Annotated[
+        NonNegative, Shown("Weight of FVU next to the objective, in nats per token.")
+    ] = 5.0
+    only: Annotated[
+        Literal["decoder"] | None,
+        Shown("Train the decoder alone, so that codes stay. Default: encoder and decoder."),
+    ] = None
+    windows: Annotated[
+        Count | Literal["auto"],
+        Shown(
+            "Windows per forward pass; a step stays the same. auto: what fits in memory.",
+            once=True,
+            advanced=True,
+        ),
+    ] = "auto"
 
     def memory(
         self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
@@ -480,22 +519,23 @@ class ClosedForm(SolverConfig):
     )
     trained: ClassVar[int] = 1  # matrices that descent moves
 
-    alpha: float | str = option(
-        "auto",
-        "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --solver pam of "
-        "||W_dec||^2, next to the squared error summed over all rows. auto: the best by "
-        "leave-one-out.",
-        choices=("auto",),
-        minimum=0,
-    )
-    solve: str = option(
-        "auto",
-        "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
-        "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
-        "direct where it fits in memory.",
-        choices=("auto", "direct", "iterative"),
-        advanced=True,
-    )
+    alpha: Annotated[
+        NonNegative | Literal["auto"],
+        Shown(
+            "Ridge of the decoder step: weight of ||W_dec - c W_enc'||^2, with --solver pam of "
+            "||W_dec||^2, next to the squared error summed over all rows. auto: the best by "
+            "leave-one-out."
+        ),
+    ] = "auto"
+    solve: Annotated[
+        Literal["auto", "direct", "iterative"],
+        Shown(
+            "How to solve for the decoder: direct, by factorising a d_sae x d_sae matrix in "
+            "float64, slow on consumer GPUs; iterative, without it, to a residual of 1e-4. auto: "
+            "direct where it fits in memory.",
+            advanced=True,
+        ),
+    ] = "auto"
 
     def memory(
         self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
@@ -523,32 +563,41 @@ class Pam(Paper, ClosedForm):
     made_by: ClassVar[str] = "pam_sgd:PamSolver"
     smooths: ClassVar[bool] = False
 
-    beta: float = option(
-        0.0,
-        "Weight of ||b_dec||^2, next to the squared error summed over all rows.",
-        minimum=0,
-        **PAPER,
-    )
-    bias: str = option(
-        "joint",
-        "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
-        "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
-        "must be a number.",
-        choices=("joint", "after"),
-        **PAPER,
-    )
-    mu_dec: float = option(
-        0.0, "Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", minimum=0, **PAPER
-    )
-    nu_dec: float = option(
-        0.0, "Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", minimum=0, **PAPER
-    )
-    decoder_first: bool = option(
-        False,
-        "Solve for the decoder before the encoder steps of each epoch, not after them, "
-        "as in the paper's code for language models.",
-        **PAPER,
-    )
+    beta: Annotated[
+        NonNegative,
+        Shown(
+            "Weight of ||b_dec||^2, next to the squared error summed over all rows.",
+            panel=PAPER,
+            advanced=True,
+        ),
+    ] = 0.0
+    bias: Annotated[
+        Literal["joint", "after"],
+        Shown(
+            "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
+            "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
+            "must be a number.",
+            panel=PAPER,
+            advanced=True,
+        ),
+    ] = "joint"
+    mu_dec: Annotated[
+        NonNegative,
+        Shown("Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", panel=PAPER, advanced=True),
+    ] = 0.0
+    nu_dec: Annotated[
+        NonNegative,
+        Shown("Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", panel=PAPER, advanced=True),
+    ] = 0.0
+    decoder_first: Annotated[
+        bool,
+        Shown(
+            "Solve for the decoder before the encoder steps of each epoch, not after them, "
+            "as in the paper's code for language models.",
+            panel=PAPER,
+            advanced=True,
+        ),
+    ] = False
 
     def check(self, training: TrainingConfig, rows: RowSource) -> None:
         if rows.ready < rows.rows:
@@ -571,28 +620,29 @@ class PamSgd(ClosedForm):
     made_by: ClassVar[str] = "upkeep:PamSgdSolver"
     trained: ClassVar[int] = 2  # once the decoder is released
 
-    decoder_every: int | str = option(
-        "auto",
-        "Optimiser steps between decoder steps. auto: for 20 decoder steps in all, or if their "
-        "passes would take more than half of the rows of the optimiser steps, one per epoch.",
-        choices=("auto",),
-        minimum=1,
-        advanced=True,
-    )
-    release: float | str = option(
-        "auto",
-        "Fraction of steps after which W_dec is also trained by gradient. auto: "
-        f"{RELEASE}, less below {RELEASE_STEPS:,} steps, if alpha is then below {RELEASED_BELOW} of "
-        "the mean Gram diagonal, else and for matching-pursuit never; 0 for transcoders. 1: never.",
-        choices=("auto",),
-        minimum=0,
-        maximum=1,
-        advanced=True,
-    )
-    revive: bool = option(
-        True,
-        "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
-        f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
-        "With --init only before the first step, those that fire on none of the rows.",
-        advanced=True,
-    )
+    decoder_every: Annotated[
+        Count | Literal["auto"],
+        Shown(
+            "Optimiser steps between decoder steps. auto: for 20 decoder steps in all, or if their "
+            "passes would take more than half of the rows of the optimiser steps, one per epoch.",
+            advanced=True,
+        ),
+    ] = "auto"
+    release: Annotated[
+        Fraction | Literal["auto"],
+        Shown(
+            "Fraction of steps after which W_dec is also trained by gradient. auto: "
+            f"{RELEASE}, less below {RELEASE_STEPS:,} steps, if alpha is then below {RELEASED_BELOW} of "
+            "the mean Gram diagonal, else and for matching-pursuit never; 0 for transcoders. 1: never.",
+            advanced=True,
+        ),
+    ] = "auto"
+    revive: Annotated[
+        bool,
+        Shown(
+            "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
+            f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
+            "With --init only before the first step, those that fire on none of the rows.",
+            advanced=True,
+        ),
+    ] = True

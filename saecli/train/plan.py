@@ -22,6 +22,7 @@ from .options import (
     PENALTY_WARM_UP,
     SMALLEST,
     WIDEST,
+    Precision,
     SolverConfig,
     TrainingConfig,
 )
@@ -205,7 +206,7 @@ def settled(
     )
 
 
-def _precision(training: TrainingConfig, weights: int) -> str:
+def _precision(training: TrainingConfig, weights: int) -> Precision:
     exact = training.dtype == "float64"
     if training.precision == "auto":
         rounded = (

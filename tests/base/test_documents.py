@@ -238,7 +238,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
 
 
 def test_what_is_wrong_is_named_by_its_place_in_the_document():
-    with pytest.raises(ValueError, match=r"^a\.1: expected a valid integer, got '3'$"):
+    with pytest.raises(ValueError, match=r"^a\.1: expected a whole number, got '3'$"):
         parse_json('{"a": [1, "3"]}', dict[str, list[int]])
     with pytest.raises(ValueError, match=r"^expected an object, got \[\]$"):
         parse_json("[]", dict[str, int])

@@ -28,8 +28,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("line", "words"),
     [
         ("sae tr", ["train"]),
-        ("sae train --so", ["--solver", "--solve"]),
-        ("sae train --solver ", ["sgd", "pam-sgd"]),
+        ("sae train --so", ["--solver"]),
+        ("sae train --solver ", ["sgd", "pam-sgd", "pam"]),
         ("sae train --alpha ", ["auto"]),
         ("sae extract --site res", ["resid_post", "resid_pre"]),
         ("sae export --to sp", ["sparsify"]),

@@ -23,9 +23,9 @@ def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path):
     sentences = {
         "train": "no activation store in",
         "eval": "no run in",
-        "export --to saelens": "--out",
+        "export --to saelens": "no run in",
         "export --out there --to saelens": "no run in",
-        "steer": "--latent",
+        "steer": "no run in",
     }
     code = (
         f"import sys\nfrom saecli.cli.main import main\nfor line in {[*sentences]}:\n"

@@ -2,17 +2,19 @@
 run.toml`: a run's own file trains it again, and the command line wins."""
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
+from annotated_types import Ge, Gt, Le, Lt
 from homes import CommandLine, assert_same_weights, make_store, some_rows
 from typer.testing import CliRunner
 
-from saecli.base.errors import ConfigError, TrainingError
-from saecli.base.options import PAPER, Config, option, options_of
+from saecli.base.errors import ConfigError
+from saecli.base.options import Config, Count, NonNegative, Shown, options_of, toml_lines
 from saecli.cli.options import configured
 from saecli.sae.activations import ACTIVATIONS
 from saecli.train import SOLVERS
@@ -20,56 +22,71 @@ from saecli.train import SOLVERS
 
 @dataclass(frozen=True)
 class Sample(Config):
-    panel: ClassVar[str] = "Sample"
-
-    size: int = option(3, "Size.", minimum=1, maximum=9)
-    rate: float | str = option("auto", "Rate.", choices=("auto",), above=0, below=1)
-    kind: str = option("a", "Kind.", choices=("a", "b"))
-    name: str | None = option(None, "Name.")
-    loud: bool = option(False, "Loudly.", **PAPER)
-
-
-VALUES = [
-    0,
-    1,
-    9,
-    10,
-    0.0,
-    0.5,
-    1.0,
-    True,
-    "a",
-    "b",
-    "c",
-    "auto",
-    "many",
-    "",
-    float("nan"),
-    2**54,
-    [1],
-    [1, 2],
-]
+    size: Annotated[int, Ge(1), Le(9), Shown("Size.")] = 3
+    rate: Annotated[Annotated[float, Gt(0), Lt(1)] | Literal["auto"], Shown("Rate.")] = "auto"
+    kind: Annotated[Literal["a", "b"], Shown("Kind.")] = "a"
+    name: Annotated[str | None, Shown("Name.")] = None
+    parts: Annotated[tuple[Count, ...] | None, Shown("Parts.")] = None
+    loud: Annotated[bool, Shown("Loudly.", advanced=True)] = False
+    deep: Annotated[NonNegative, Shown("Depth.", cli=False)] = 0.0
 
 
-@pytest.mark.parametrize("name", ["size", "rate", "kind", "name", "loud"])
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_python_and_a_file_take_the_same_values(name: str, value: object):
-    one = options_of(Sample)[name]
-    try:
-        taken = one.checked(value)
-    except ConfigError as error:
-        assert error.options == [name] and str(error).startswith(f"{name} must be ")
-    else:
-        assert one.admits(value) and taken == value
+TAKEN = {
+    "size": [1, 9],
+    "rate": [0.5, "auto"],
+    "kind": ["a", "b"],
+    "name": ["a", "", None],
+    "parts": [(1, 2), None],
+    "loud": [True, False],
+    "deep": [0.0, 0.5],
+}
+OTHERS = [0, -1, 10, 1.5, True, "3", "c", None, float("nan"), [1, "x"], [[1]], (0,)]
 
 
-def test_a_file_admits_lists_for_options_given_several_times():
-    one = options_of(Sample)["size"]
-    assert replace(one, several=True).admits([1, 2]) and not one.admits([1, 2])
-    assert not any(replace(one, several=True).admits(value) for value in ([], [1, "x"], [[1]]))
+@pytest.mark.parametrize("name", TAKEN)
+def test_python_takes_what_the_annotation_says_and_names_the_option_otherwise(name: str):
+    for value in TAKEN[name]:
+        assert getattr(Sample(**{name: value}), name) == value
+    refused = 0
+    for value in OTHERS:
+        try:
+            taken = getattr(Sample(**{name: value}), name)
+        except ConfigError as error:
+            assert error.sentence.startswith(f"--{name} must be ")
+            refused += 1
+        else:
+            assert taken in (value, (value,))
+    assert refused >= 6
 
 
-def test_the_command_line_takes_what_python_takes():
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"size": 0}, "--size must be at least 1, got 0"),
+        ({"size": 3.0}, "--size must be a whole number, got 3.0"),
+        ({"rate": 1.0}, "--rate must be below 1, got 1.0"),
+        ({"rate": "fast"}, "--rate must be a number or auto, got 'fast'"),
+        ({"kind": "A"}, "--kind must be a or b, got 'A'; did you mean a?"),
+        ({"parts": [3, 0]}, "--parts must be at least 1, got 0"),
+    ],
+)
+def test_a_refusal_is_one_sentence(values: dict[str, Any], said: str):
+    with pytest.raises(ConfigError) as refusal:
+        Sample(**values)
+    assert refusal.value.sentence == said
+
+
+def test_whole_numbers_are_taken_for_others_and_one_value_for_several():
+    sample = Sample(deep=1, parts=[1, 2])
+    assert (sample.deep, type(sample.deep), sample.parts) == (1.0, float, (1, 2))
+    assert Sample(parts=3).parts == (3,)
+    assert Sample.from_json(sample.to_json()) == sample
+
+
+@pytest.fixture
+def sample_command() -> Callable[..., str]:
+    """Runs a command with the options of `Sample`, which prints them."""
+
     @configured(Sample)
     def command(ctx: typer.Context, options: dict):
         print(Sample.among(options))
@@ -77,46 +94,65 @@ def test_the_command_line_takes_what_python_takes():
     app = typer.Typer()
     app.command()(command)
 
-    def run(*words: str) -> str:
-        return CliRunner().invoke(app, words).output.strip()
+    def run(*words: str | Path) -> str:
+        done = CliRunner().invoke(app, list(map(str, words)))
+        return str(done.exception) if isinstance(done.exception, ConfigError) else done.output
 
-    assert run() == str(Sample())
-    assert run("--size", "5", "--rate", "0.5", "--kind", "b", "--name", "x", "--loud") == str(
-        Sample(size=5, rate=0.5, kind="b", name="x", loud=True)
+    return run
+
+
+def test_the_command_line_and_a_file_take_what_python_takes(sample_command, tmp_path: Path):
+    assert sample_command() == f"{Sample()}\n"
+    wanted = Sample(size=5, rate=0.5, kind="b", name="x", parts=(1, 2), loud=True)
+    words = [
+        "--size",
+        "5",
+        "--rate",
+        "0.5",
+        "--kind",
+        "b",
+        "--name",
+        "x",
+        "--parts",
+        "1",
+        "--parts",
+        "2",
+        "--loud",
+    ]
+    assert sample_command(*words) == f"{wanted}\n"
+    config = tmp_path / "config.toml"
+    config.write_text("\n".join(toml_lines(replace(wanted, deep=0.25).to_json())))
+    assert sample_command("--config", config) == f"{replace(wanted, deep=0.25)}\n"
+    assert sample_command("--config", config, "--size", "2", "--no-loud") == (
+        f"{replace(wanted, deep=0.25, size=2, loud=False)}\n"
     )
-    assert command.advanced == {"loud"}
-    assert "neither a number nor auto" in " ".join(run("--rate", "many").replace("│", " ").split())
+
+
+def test_the_command_line_refuses_in_the_same_words(sample_command, tmp_path: Path):
+    assert "size must be at least 1, got 0" in sample_command("--size", "0")
+    assert "rate must be a number or auto, got 'fast'" in sample_command("--rate", "fast")
+    assert "No such option" in sample_command("--deep", "1")
+    config = tmp_path / "config.toml"
+    for text, name in (("deep = -1", "deep"), ("size = [1, 2]", "size"), ("parts = []", "parts")):
+        config.write_text(text)
+        said = sample_command("--config", config)
+        assert str(config) in said and name in said
+
+
+def test_help_shows_constraints_in_brief_and_advanced_options_on_demand(sample_command):
+    brief, whole = sample_command("--help"), sample_command("--help-all")
+    for words in ("<int>", "<auto|float>", "<a|b>", "<int>..."):
+        assert words in brief
+    assert "--loud" in whole and "--loud" not in brief
+    assert "--deep" not in whole
 
 
 def test_an_option_of_several_configurations_is_declared_alike():
     for table in (SOLVERS, ACTIVATIONS):
         declared: dict[str, object] = {}
         for config in table.values():
-            for name, one in options_of(config).items():
-                assert declared.setdefault(name, one) == one
-
-
-def test_an_error_names_its_options_and_each_caller_spells_them():
-    error = ConfigError(
-        "--k must be at most --d-sae, 64, got a--k; raise --d-sae, see `sae train --help`"
-    )
-    assert error.options[:2] == ["k", "d_sae"]
-    assert (
-        str(error) == "k must be at most d_sae, 64, got a--k; raise d_sae, see `sae train --help`"
-    )
-    assert (
-        error.sentence
-        == "--k must be at most --d-sae, 64, got a--k; raise --d-sae, see `sae train --help`"
-    )
-
-
-@pytest.mark.parametrize("kind", [ConfigError, TrainingError])
-def test_words_of_the_caller_leave_an_error_its_options(kind: type):
-    error = (
-        kind("--k must be 3; lower --k").within("run {0}").within("file", "stopped").within("again")
-    )
-    assert isinstance(error, kind) and error.options == ["k"]
-    assert error.sentence == "again: file: run {0}: --k must be 3; lower --k; stopped"
+            for name, option in options_of(config).items():
+                assert declared.setdefault(name, option) == option
 
 
 def test_of_several_runs_the_one_that_cannot_be_trained_is_named(sae: CommandLine):

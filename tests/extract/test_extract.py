@@ -172,7 +172,7 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
             "--dataset-split does nothing with the dataset a.jsonl",
         ),
         *(
-            (("--" + name, "9" * 10), f"--{name} must be at most 2.14748e+09")
+            (("--" + name, "9" * 10), f"--{name} must be at most 2147483647")
             for name in ("rows", "context", "batch-size", "shard-rows")
         ),
         (("--mix", "1"), "--mix does nothing with the dataset"),

@@ -144,8 +144,8 @@ SHARD = {
     [
         ({"format_version": 4}, "expected format version 3 or older, got 4; upgrade saecli"),
         ({"format_version": 2}, "expected format version 3, got 2, of an older saecli"),
-        ({"format_version": None}, "format_version: expected a valid integer, got None"),
-        ({"d_in": "4"}, "d_in: expected a valid integer, got '4'"),
+        ({"format_version": None}, "format_version: expected a whole number, got None"),
+        ({"d_in": "4"}, "d_in: expected a whole number, got '4'"),
         ({"d_in": 0}, "d_in must be from 1 to 1099511627776, got 0"),
         (
             {"chunk_rows": 10**30},

@@ -6,10 +6,12 @@ Shapes: B rows, D = d_in, E = d_out, F = d_sae. A latent is active on a row if i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from ...base.errors import ConfigError, flag_of
-from ...base.options import Config, option
+from ...base.options import Config, Count, Positive, Shown
 from .penalties import (
     L1,
     LAST_P,
@@ -125,7 +127,7 @@ class KeepsK(Activation):
 
     of_codes: ClassVar[tuple[str, ...]] = ("k",)
 
-    k: int = option(32, "Active latents per row; with batchtopk on average.", minimum=1)
+    k: Annotated[Count, Shown("Active latents per row; with batchtopk on average.")] = 32
 
     def expected_l0(self, d_in: int) -> float:
         return self.k
@@ -152,12 +154,13 @@ class LearnsThresholds(Thresholded):
 
     trained: ClassVar[tuple[str, ...]] = ("threshold",)
 
-    target_l0: float | None = option(
-        None,
-        "Active latents per row, on average, that --sparsity target-l0 trains to; "
-        f"default: {TARGET_L0:g}, at most an eighth of the latents.",
-        above=0,
-    )
+    target_l0: Annotated[
+        Positive | None,
+        Shown(
+            "Active latents per row, on average, that --sparsity target-l0 trains to; "
+            f"default: {TARGET_L0:g}, at most an eighth of the latents."
+        ),
+    ] = None
 
     def check(self, d_sae: int) -> None:
         if self.target_l0 is not None and self.target_l0 > d_sae:
@@ -170,22 +173,19 @@ class LearnsThresholds(Thresholded):
         return super().expected_l0(d_in) if self.target_l0 is None else self.target_l0
 
 
-def target_rate_option() -> Any:
-    return option(
-        None,
+TargetRate = Annotated[
+    float | None,
+    Ge(LEAST_RATE),
+    Lt(1),
+    Shown(
         "Firing rate that --sparsity kl aims at for every latent, a fraction of the rows; default: "
         f"{TARGET_RATE}.",
-        minimum=LEAST_RATE,
-        below=1,
         advanced=True,
-    )
-
-
-def last_p_option() -> Any:
-    return option(
-        None,
-        f"Power p that --sparsity lp falls to; default: {LAST_P}.",
-        above=0,
-        maximum=1,
-        advanced=True,
-    )
+    ),
+]
+LastP = Annotated[
+    float | None,
+    Gt(0),
+    Le(1),
+    Shown(f"Power p that --sparsity lp falls to; default: {LAST_P}.", advanced=True),
+]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import KeepsK, LearnsThresholds, Thresholded, last_p_option, target_rate_option
+from .base import KeepsK, LastP, LearnsThresholds, TargetRate, Thresholded
 from .penalties import KL, L1, L1OfCodes, Lp, Parameters, Penalty, TargetL0
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Relu(Thresholded):
 
     name: ClassVar[str] = "relu"
 
-    target_rate: float | None = target_rate_option()
-    last_p: float | None = last_p_option()
+    target_rate: TargetRate = None
+    last_p: LastP = None
 
     def penalties(self) -> dict[str, Penalty]:
         return {
@@ -108,7 +108,7 @@ class JumpRelu(LearnsThresholds):
 
     name: ClassVar[str] = "jumprelu"
 
-    target_rate: float | None = target_rate_option()
+    target_rate: TargetRate = None
 
     def penalties(self) -> dict[str, Penalty]:
         return {
@@ -216,7 +216,7 @@ class Gated(LearnsThresholds):
     name: ClassVar[str] = "gated"
     trained: ClassVar[tuple[str, ...]] = ("threshold", "r_mag")
 
-    last_p: float | None = last_p_option()
+    last_p: LastP = None
 
     def penalties(self) -> dict[str, Penalty]:
         return {
