@@ -8,7 +8,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...base.documents import Origin, read_json
+from ...base.documents import read_json
 from ...base.errors import ConfigError, FormatError, one_line
 from ...base.files import appearing_whole, as_named, regular
 from ...store.arrays import check_memory, list_numpy, load_torch, naming
@@ -27,15 +27,12 @@ from ..codes import Prefixes, rise
 from ..dictionary import SAE
 
 Document = TypeVar("Document")
-Made = TypeVar("Made")
+Configured = TypeVar("Configured")
 
 WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
 PLAIN = {name: name for name in WEIGHTS}
-LINEAR = {
-    "encoder.weight": "W_enc.T",
-    "encoder.bias": "b_enc",
-    "decoder.weight": "W_dec.T",
-}  # of two nn.Linear
+# Of two nn.Linear.
+LINEAR = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc", "decoder.weight": "W_dec.T"}
 GATED = {
     "W_enc": "W_enc",
     "b_gate": "b_gate",
@@ -46,6 +43,16 @@ GATED = {
 }
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
+ORIGIN = {
+    "model": str,
+    "layer": int,
+    "site": str,
+    "dataset": str,
+    "context": int,
+    "prepend_bos": bool,
+    "target_layer": int,
+    "target_site": str,
+}
 TO_FIT = "end other programs, or read it on a machine with more"
 
 MODELS = {  # TransformerLens' and Gemma Scope 2's names, and the hub's
@@ -67,18 +74,6 @@ class SavedSAE:
     scaled: bool = False  # whether it takes scaled rows, by a factor that the file lacks
     processing: dict[str, Any] = field(default_factory=dict)  # options of TransformerLens' model
     remarks: tuple[str, ...] = ()  # what its user should know, each a predicate
-
-    @classmethod
-    def of(
-        cls,
-        sae: SAE,
-        origin: Origin,
-        transcodes: bool = False,
-        scaled: bool = False,
-        processing: dict[str, Any] | None = None,
-    ) -> "SavedSAE":
-        known = {name: value for name, value in asdict(origin).items() if value is not None}
-        return cls(sae, known, transcodes, scaled, processing or {})
 
     @property
     def is_transcoder(self) -> bool:
@@ -105,48 +100,19 @@ def assemble(
     `subtracts`: whether the file's encoder subtracts `b_dec` from rows; `transcodes`: whether it may be a transcoder,
     of any output width, with W_skip or without. Of a file's gates, see `GATED`, the encoder is made that of magnitudes.
     """
+    tensors = dict(tensors)
     gated = "b_gate" in tensors
-    tensors = {
-        "threshold" if name == "b_gate" else name: tensor for name, tensor in tensors.items()
-    }
+    if gated:
+        tensors["threshold"] = tensors.pop("b_gate")
     skip = ["W_skip"] if transcodes and "W_skip" in tensors else []
-    ours(path, tensors, {name: name for name in (*WEIGHTS, *activation.parameters(1), *skip)})
-    if tensors["W_enc"].ndim != 2 or not tensors["W_enc"].numel():
-        raise FormatError(
-            f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got "
-            f"{tuple(tensors['W_enc'].shape)}"
-        )
-    d_in, d_sae = tensors["W_enc"].shape
-    d_out = (
-        len(tensors["b_dec"])
-        if transcodes and tensors["b_dec"].shape == tensors["W_dec"].shape[1:]
-        else d_in
-    )
+    renamed(path, tensors, {name: name for name in (*WEIGHTS, *activation.parameters(1), *skip)})
+    d_sae, d_out = _check_shapes(path, tensors, activation, transcodes)
     dtype = torch.promote_types(tensors["W_enc"].dtype, torch.float32)
     copied = [
         tensor for tensor in tensors.values() if tensor.dtype != dtype or not tensor.is_contiguous()
     ]
     check_memory(str(path), sum(tensor.numel() for tensor in copied) * dtype.itemsize, TO_FIT)
-    shapes = {
-        "W_enc": (d_in, d_sae),
-        "b_enc": (d_sae,),
-        "W_dec": (d_sae, d_out),
-        "b_dec": (d_out,),
-        "W_skip": (d_in, d_out),
-        **{
-            name: tuple(parameter.shape) for name, parameter in activation.parameters(d_sae).items()
-        },
-    }
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != shapes[name]:
-            raise FormatError(
-                f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}"
-            )
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise FormatError(
-                f"{path}: expected finite floating-point numbers in {name}, got "
-                f"{'others' if tensor.is_floating_point() else tensor.dtype}; the file is damaged"
-            )
+    _check_finite(path, tensors)
     configured(path, activation.check, d_sae=d_sae)
     if prefixes and (prefixes[-1] != d_sae or not rise(prefixes)):
         raise FormatError(
@@ -154,43 +120,69 @@ def assemble(
         )
     if widths and (min(widths) < 1 or sum(widths) != d_out):
         raise FormatError(
-            f"{path}: expected widths of places that sum to {d_out}, got {list(widths)}"
+            f"{path}: expected widths of hook points that sum to {d_out}, got {list(widths)}"
         )
     ready = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     W_enc, b_enc, W_dec, b_dec = (ready.pop(name) for name in WEIGHTS)
     W_skip = ready.pop("W_skip", None)
-    sae = SAE(
-        W_enc,
-        b_enc,
-        W_dec,
-        b_dec,
-        activation,
-        ready,
-        prefixes=prefixes,
-        W_skip=W_skip,
-        widths=widths,
-    )
+    parts: dict[str, Any] = {"prefixes": prefixes, "W_skip": W_skip, "widths": widths}
+    sae = SAE(W_enc, b_enc, W_dec, b_dec, activation, ready, **parts)
     if gated:
-        slopes = sae.activation_parameters["r_mag"].double().exp()
-        sae = sae.changed(
-            W_enc=(sae.W_enc * slopes).to(dtype),
-            threshold=(sae.b_enc - slopes * sae.activation_parameters["threshold"]).to(dtype),
-        )
+        slopes = ready["r_mag"].double().exp()
+        threshold = sae.b_enc - slopes * ready["threshold"]
+        sae = sae.changed(W_enc=(W_enc * slopes).to(dtype), threshold=threshold.to(dtype))
     if not subtracts:
         return sae
     shift = sae.b_dec.double() @ sae.W_enc.double()
     return sae.changed(b_enc=(sae.b_enc.double() - shift).to(dtype))
 
 
+def _check_shapes(
+    path: Path, tensors: Mapping[str, Tensor], activation: Activation, transcodes: bool
+) -> tuple[int, int]:
+    """F and E of tensors by this tool's names; FormatError unless they fit each other."""
+    W_enc, b_dec = tensors["W_enc"], tensors["b_dec"]
+    if W_enc.ndim != 2 or not W_enc.numel():
+        raise FormatError(
+            f"{path}: expected W_enc of shape (d_in, d_sae), both at least 1, got {tuple(W_enc.shape)}"
+        )
+    d_in, d_sae = W_enc.shape
+    d_out = d_in
+    if transcodes and b_dec.shape == tensors["W_dec"].shape[1:]:
+        d_out = len(b_dec)
+    shapes = {
+        "W_enc": (d_in, d_sae),
+        "b_enc": (d_sae,),
+        "W_dec": (d_sae, d_out),
+        "b_dec": (d_out,),
+        "W_skip": (d_in, d_out),
+    }
+    shapes |= {name: tuple(own.shape) for name, own in activation.parameters(d_sae).items()}
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise FormatError(
+                f"{path}: expected {name} of shape {shapes[name]}, got {tuple(tensor.shape)}"
+            )
+    return d_sae, d_out
+
+
+def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise FormatError(f"{path}: expected floating-point {name}, got {tensor.dtype}")
+        if not tensor.isfinite().all():
+            raise FormatError(f"{path}: expected finite numbers in {name}; the file is damaged")
+
+
 def unscaled(sae: SAE, factor: float, target_factor: float | None = None) -> SAE:
     """The same on raw rows x, of an SAE that takes `factor * x` and predicts `target_factor * y`, by default equal."""
-    ends = (
-        (sae.d_in, 0),
-        (sae.d_in, 1 / factor),
-        (sae.d_out, 0),
-        (sae.d_out, 1 / (target_factor or factor)),
-    )
-    return sae.on_raw_rows(*(sae.W_dec.new_full((width,), value) for width, value in ends))
+
+    def filled(width: int, value: float) -> Tensor:
+        return sae.W_dec.new_full((width,), value)
+
+    rows = filled(sae.d_in, 0), filled(sae.d_in, 1 / factor)
+    targets = filled(sae.d_out, 0), filled(sae.d_out, 1 / (target_factor or factor))
+    return sae.on_raw_rows(*rows, *targets)
 
 
 def with_unit_rows(sae: SAE) -> SAE:
@@ -202,29 +194,31 @@ def with_unit_rows(sae: SAE) -> SAE:
     return sae.changed(W_enc=sae.W_enc * norms, b_enc=sae.b_enc * norms, W_dec=W_dec)
 
 
-def ours(path: Path, found: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def renamed(
+    path: Path, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+) -> dict[str, Tensor]:
     """A file's tensors by this tool's names. `names` has exactly the file's names, and for each this tool's, with `.T`
     after it if the file stores the transpose."""
-    if found.keys() != names.keys():
+    if tensors.keys() != names.keys():
         raise FormatError(
-            f"{path}: expected the tensors {sorted(names)}, got {sorted(found)}; missing "
-            f"{sorted(names.keys() - found.keys())}, unexpected {sorted(found.keys() - names.keys())}"
+            f"{path}: expected the tensors {sorted(names)}, got {sorted(tensors)}; missing "
+            f"{sorted(names.keys() - tensors.keys())}, unexpected {sorted(tensors.keys() - names.keys())}"
         )
-    return {
-        own.removesuffix(".T"): found[name].T
-        if own.endswith(".T") and found[name].ndim == 2
-        else found[name]
-        for name, own in names.items()
-    }
+    ours = {}
+    for name, own in names.items():
+        transposed = own.endswith(".T") and tensors[name].ndim == 2
+        ours[own.removesuffix(".T")] = tensors[name].T if transposed else tensors[name]
+    return ours
 
 
-def theirs(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The inverse of `ours`, for the tensors that there are."""
-    return {
-        name: tensors[own.removesuffix(".T")].T if own.endswith(".T") else tensors[own]
-        for name, own in names.items()
-        if own.removesuffix(".T") in tensors
-    }
+def renamed_back(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The inverse of `renamed`, for the tensors that there are."""
+    theirs = {}
+    for name, own in names.items():
+        tensor = tensors.get(own.removesuffix(".T"))
+        if tensor is not None:
+            theirs[name] = tensor.T if own.endswith(".T") else tensor
+    return theirs
 
 
 def thresholds_of(sae: SAE) -> Tensor:
@@ -233,7 +227,7 @@ def thresholds_of(sae: SAE) -> Tensor:
     return sae.activation.thresholds(sae.activation_parameters, sae.d_sae).to(sae.W_enc.dtype)
 
 
-def configured(path: Path, kind: Callable[..., Made], **settings: Any) -> Made:
+def configured(path: Path, kind: Callable[..., Configured], **settings: Any) -> Configured:
     """What settings from a file make, such as an activation; FormatError if they do not fit."""
     try:
         return kind(**settings)
@@ -246,8 +240,8 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
     return [
         name
         for name in names
-        for one in pattern.split("|")
-        if name.count("/") == one.count("/") and fnmatch.fnmatchcase(name, one)
+        for alternative in pattern.split("|")
+        if name.count("/") == alternative.count("/") and fnmatch.fnmatchcase(name, alternative)
     ]
 
 
@@ -267,31 +261,15 @@ def read_config(path: Path, kind: type[Document]) -> Document:
         raise FormatError(f"cannot read {path}: {error}") from error
 
 
-def origin_from(fields: Mapping[str, Any]) -> Origin:
-    """An origin from another library's entries, without entries of unexpected types."""
-    kinds = {
-        "model": str,
-        "layer": int,
-        "site": str,
-        "dataset": str,
-        "context": int,
-        "prepend_bos": bool,
-        "target_layer": int,
-        "target_site": str,
+def origin_from(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """An origin from another library's entries, without those of unexpected types."""
+    origin: dict[str, Any] = {
+        name: value for name, value in entries.items() if type(value) is ORIGIN[name]
     }
-    known: dict[str, Any] = {
-        name: value for name, value in fields.items() if type(value) is kinds[name]
-    }
-    if "model" in known:
-        known["model"] = next(
-            (
-                re.sub(pattern, on_hub, known["model"])
-                for pattern, on_hub in MODELS.items()
-                if re.fullmatch(pattern, known["model"])
-            ),
-            known["model"],
-        )
-    return Origin(**known)
+    for pattern, on_hub in MODELS.items():
+        if re.fullmatch(pattern, origin.get("model", "")):
+            return origin | {"model": re.sub(pattern, on_hub, origin["model"])}
+    return origin
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -309,35 +287,31 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in tensors.items()
     ):
         raise FormatError(
-            f"{path}: expected a state_dict, tensors by name, got {type(tensors).__name__} of something "
-            "else"
+            f"{path}: expected a state_dict, tensors by name, got {type(tensors).__name__}"
         )
     return _numbers(path, tensors)
 
 
 def read_npz(path: Path) -> dict[str, Tensor]:
     """The floating-point arrays of NumPy's archive, without running code."""
+    tensors = {}
     with naming(str(path), TO_FIT):
-        arrays = {name: load() for name, load in list_numpy(regular(path)).items()}
-        for name, array in arrays.items():
+        for name, load in list_numpy(regular(path)).items():
+            array = load()
             if array.dtype not in FLOATS:
                 raise FormatError(
                     f"{path}: expected floating-point numbers in {name!r}, got {array.dtype}"
                 )
-        return {
-            name: torch.from_numpy(np.asarray(array.read(()))) for name, array in arrays.items()
-        }
+            tensors[name] = torch.from_numpy(np.asarray(array.read(())))
+    return tensors
 
 
 def _numbers(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """FormatError unless all tensors are dense numbers on the CPU."""
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if (
-            tensor.layout != torch.strided
-            or tensor.device.type != "cpu"
-            or dtype not in (*FLOATS, *WHOLE)
-        ):
+        usual = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not usual or dtype not in (*FLOATS, *WHOLE):
             raise FormatError(
                 f"{path}: expected numbers in {name!r}, got {dtype}, {tensor.layout}, on "
                 f"{tensor.device}; the file is damaged, or holds no SAE"
@@ -357,21 +331,16 @@ def write_tensors(
         try:
             save(ready, temporary, **({} if metadata is None else {"metadata": metadata}))
         except (SafetensorError, RuntimeError) as error:  # neither library raises an OSError
-            if found := re.search(r"\(os error (\d+)\)", str(error)):
-                number = int(found[1])
+            if match := re.search(r"\(os error (\d+)\)", str(error)):
+                number = int(match[1])
                 raise OSError(number, os.strerror(number), str(path)) from error
-            raise FormatError(
-                as_named(
-                    f"cannot write {path}: {one_line(error)}; nothing half-written was kept, free "
-                    "some space and run the same command again"
-                )
-            ) from error
+            raise FormatError(as_named(f"cannot write {path}: {one_line(error)}")) from error
 
 
 def refuse_unless(path: Path, config: Mapping[str, Any], key: str, *allowed: Any) -> None:
     """FormatError if an entry of a configuration would change what the SAE computes here."""
     value = config.get(key, allowed[0])
-    if not any(type(value) is type(one) and value == one for one in allowed):
+    if (type(value), value) not in [(type(known), known) for known in allowed]:
         raise FormatError(
             f"{path}: {key} {value!r} cannot be expressed here; "
             f"expected {' or '.join(map(repr, allowed))}"

@@ -55,7 +55,7 @@ def load_sparsify(folder: Path) -> SavedSAE:
     )
     activation = common.configured(path, ReluTopK, k=config.get("k"))
     names = SPARSIFY_NAMES | (SKIP if config.get("skip_connection", False) else {})
-    tensors = common.ours(file, common.read_safetensors(file)[0], names)
+    tensors = common.renamed(file, common.read_safetensors(file)[0], names)
     sae = common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes)
     module = folder.absolute().name
     origin = hooks.origin_of_module(module, "input" if transcodes else "output")
@@ -63,7 +63,7 @@ def load_sparsify(folder: Path) -> SavedSAE:
         origin |= hooks.origin_of_module(module, "output", "target_")
     if origin:
         origin["model"] = _model_of_run(folder.absolute().parent / "config.json")
-    return SavedSAE.of(sae, common.origin_from(origin), transcodes)
+    return SavedSAE(sae, common.origin_from(origin), transcodes)
 
 
 def _model_of_run(path: Path) -> Any:
@@ -95,7 +95,9 @@ def save_sparsify(saved: SavedSAE, folder: Path) -> None:
     tensors = sae.tensors()
     if not saved.is_transcoder:
         tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)
-    common.write_tensors(folder / SPARSIFY_WEIGHTS, common.theirs(tensors, SPARSIFY_NAMES | SKIP))
+    common.write_tensors(
+        folder / SPARSIFY_WEIGHTS, common.renamed_back(tensors, SPARSIFY_NAMES | SKIP)
+    )
 
 
 LEARNING_CONFIG, LEARNING_WEIGHTS = "config.json", "ae.pt"
@@ -123,7 +125,7 @@ class Config:
 class Layout:
     """The state_dict of a class."""
 
-    names: dict[str, str]  # as of `common.ours`
+    names: dict[str, str]  # as of `common.renamed`
     subtracts: bool  # the decoder bias from rows
     activation: type[Activation]
     extras: tuple[str, ...] = ()  # further entries
@@ -177,7 +179,7 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
     older = {"k"} if trainer.k is not None else set()
     older |= {"threshold"} if layout.activation is ReluTopK else set()  # which does not use it
     extra = [name for name in layout.extras if name in found or name not in older]
-    tensors = common.ours(file, found, layout.names | {name: name for name in extra})
+    tensors = common.renamed(file, found, layout.names | {name: name for name in extra})
     extras = {name: tensors.pop(name) for name in extra}
     k = (
         {"k": _whole(file, "k", extras["k"], 1)[0] if "k" in extras else trainer.k}
@@ -198,7 +200,7 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
         site = re.sub(r"_layer_?\d+", "", site)
         if isinstance(config.buffer, dict) and config.buffer.get("io") == "in":
             site = INPUTS.get(site, site)
-    return SavedSAE.of(
+    return SavedSAE(
         common.assemble(file, tensors, activation, layout.subtracts, prefixes),
         common.origin_from({"model": trainer.lm_name, "layer": trainer.layer, "site": site}),
     )
@@ -261,7 +263,9 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
         tensors["b_enc"] = common.bias_with_subtraction(sae.b_enc, sae.b_dec, sae.W_enc)
     extras = {key: _extra(sae, key) for key in layout.extras}
     common.write_tensors(
-        folder / LEARNING_WEIGHTS, common.theirs(tensors, layout.names) | extras, save=torch.save
+        folder / LEARNING_WEIGHTS,
+        common.renamed_back(tensors, layout.names) | extras,
+        save=torch.save,
     )
 
 
@@ -300,7 +304,7 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     )
     found, _ = common.read_safetensors(file)
     further = {name: own for name, own in (SKIP | THRESHOLD).items() if name in found}
-    tensors = common.ours(file, found, TRACER_NAMES | further)
+    tensors = common.renamed(file, found, TRACER_NAMES | further)
     activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
     if config.get("activation") == "topk":
         k = config.get("k", "")
@@ -314,7 +318,7 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     for of, side in (("", "input"), ("target_", "output")):
         hook = config.get(f"feature_{side}_hook")
         origin |= hooks.origin_of_hook(f"blocks.{match[1]}.{hook}", of) if hook else {}
-    return SavedSAE.of(sae, common.origin_from(origin), transcodes=True)
+    return SavedSAE(sae, common.origin_from(origin), transcodes=True)
 
 
 def _read_yaml(path: Path) -> dict[str, str]:
@@ -368,5 +372,6 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
     if not isinstance(sae.activation, Relu):
         tensors, names = tensors | {"threshold": common.thresholds_of(sae)}, names | THRESHOLD
     common.write_tensors(
-        folder / TRACER_WEIGHTS.replace("*", str(origin["layer"])), common.theirs(tensors, names)
+        folder / TRACER_WEIGHTS.replace("*", str(origin["layer"])),
+        common.renamed_back(tensors, names),
     )

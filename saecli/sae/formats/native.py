@@ -5,7 +5,7 @@ parameters, and W_skip (d_in, d_out) of a transcoder with a skip. The header's e
 `format_version`, `activation` and `origin`; of a nested SAE `prefixes`, numbers of latents; of a crosscoder `widths`.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ def save_native(saved: SavedSAE, folder: Path) -> None:
         "activation": activation_to_json(saved.sae.activation),
         "origin": saved.origin,
     }
-    header |= {
-        name: value for name in ("prefixes", "widths") if (value := getattr(saved.sae, name))
-    }
+    if saved.sae.prefixes:
+        header["prefixes"] = saved.sae.prefixes
+    if saved.sae.widths:
+        header["widths"] = saved.sae.widths
     write_tensors(folder / FILE_NAME, saved.sae.tensors(), {"saecli": to_json(header)})
 
 
@@ -55,14 +56,6 @@ def load_native(folder: Path) -> SavedSAE:
         activation = activation_from_json(header.activation)
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from error
-    return SavedSAE.of(
-        assemble(
-            path,
-            tensors,
-            activation,
-            prefixes=header.prefixes,
-            transcodes=True,
-            widths=header.widths,
-        ),
-        header.origin,
-    )
+    sae = assemble(path, tensors, activation, False, header.prefixes, True, header.widths)
+    origin = asdict(header.origin).items()
+    return SavedSAE(sae, {name: value for name, value in origin if value is not None})

@@ -74,13 +74,13 @@ def load_saelens(folder: Path) -> SavedSAE:
     )
     names = common.PLAIN | {name: name for name in activation.parameters(1)} | skip
     names = common.GATED if isinstance(activation, Gated) else names
-    tensors = common.ours(folder / TENSORS, found, names)
+    tensors = common.renamed(folder / TENSORS, found, names)
     subtracts = not transcodes and config.get("apply_b_dec_to_input", True)
     sae = common.assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
     if config.get("rescale_acts_by_decoder_norm", False):
         sae = common.with_unit_rows(sae)
     processing = metadata.get("model_from_pretrained_kwargs")
-    return SavedSAE.of(
+    return SavedSAE(
         sae,
         common.origin_from(
             {
@@ -179,5 +179,6 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
     if "threshold" in tensors:
         tensors["threshold"] = common.thresholds_of(sae)
     common.write_tensors(
-        folder / TENSORS, common.theirs(tensors, common.PLAIN | {"threshold": "threshold"} | SKIP)
+        folder / TENSORS,
+        common.renamed_back(tensors, common.PLAIN | {"threshold": "threshold"} | SKIP),
     )

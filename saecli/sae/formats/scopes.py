@@ -147,12 +147,12 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     origin = {"model": config.get("model_name"), **_origin(ends[0])}
     if config.get("type") == "crosscoder":
         tensors, widths = _concatenated(folder, len(_layers_and_module(ends[0])[0]))
-        return SavedSAE.of(
+        return SavedSAE(
             common.assemble(folder, tensors, JumpRelu(), widths=widths), common.origin_from(origin)
         )
     path = folder / GEMMA_WHOLE
     skip = SKIP if config.get("affine_connection", False) else {}
-    tensors = common.ours(path, common.read_safetensors(path)[0], GEMMA_NAMES | skip)
+    tensors = common.renamed(path, common.read_safetensors(path)[0], GEMMA_NAMES | skip)
     transcodes = (
         config.get("type") == "transcoder"
         or bool(skip)
@@ -160,7 +160,7 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
     )
     origin |= _origin(ends[1], "target_") if transcodes else {}
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
-    return SavedSAE.of(sae, common.origin_from(origin), transcodes)
+    return SavedSAE(sae, common.origin_from(origin), transcodes)
 
 
 def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[int, ...]]:
@@ -176,7 +176,9 @@ def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[i
             f"hf_hook_point_in, got {', '.join(sorted(there))}; fetch the whole folder again"
         )
     else:
-        parts = [common.ours(path, common.read_safetensors(path)[0], GEMMA_NAMES) for path in files]
+        parts = [
+            common.renamed(path, common.read_safetensors(path)[0], GEMMA_NAMES) for path in files
+        ]
     width, latents = parts[0]["b_dec"].numel(), parts[0]["b_enc"].numel()
     shapes = {
         "W_enc": (width, latents),
@@ -208,7 +210,7 @@ def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[i
 
 def _unstacked(path: Path, layers: int) -> list[dict[str, Tensor]]:
     """The tensors of each layer, in a file of all."""
-    found = common.ours(path, common.read_safetensors(path)[0], GEMMA_NAMES)
+    found = common.renamed(path, common.read_safetensors(path)[0], GEMMA_NAMES)
     for name, tensor in found.items():
         if not tensor.ndim or len(tensor) != layers or not layers:
             raise FormatError(
@@ -256,7 +258,7 @@ def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
             )
     write_json(folder / GEMMA_CONFIG, config)
     tensors = sae.tensors() | {"threshold": common.thresholds_of(sae)}
-    common.write_tensors(folder / GEMMA_WHOLE, common.theirs(tensors, GEMMA_NAMES | SKIP))
+    common.write_tensors(folder / GEMMA_WHOLE, common.renamed_back(tensors, GEMMA_NAMES | SKIP))
 
 
 LLAMA_CONFIG, LLAMA_R1_CONFIG, LLAMA_R1_WEIGHTS = (
@@ -314,7 +316,7 @@ def load_llama_scope(folder: Path) -> SavedSAE:
             "negative codes cannot be expressed here"
         )
     path = next(path for name in LLAMA_WEIGHTS if (path := folder / name).is_file())
-    tensors = common.ours(path, common.read_safetensors(path)[0], LLAMA_NAMES)
+    tensors = common.renamed(path, common.read_safetensors(path)[0], LLAMA_NAMES)
     tensors["threshold"] = torch.full_like(tensors["b_enc"], threshold, dtype=torch.float32)
     return _folded(path, tensors, config, config.dataset_average_activation_norm, raw=True)
 
@@ -328,7 +330,7 @@ def load_llama_scope_r1(folder: Path) -> SavedSAE:
         end: f"dataset_average_activation_norm.{hook}"
         for end, hook in (("in", config.hook_point_in), ("out", config.hook_point_out))
     }
-    found = common.ours(
+    found = common.renamed(
         path,
         common.read_safetensors(path)[0],
         LLAMA_NAMES | {name: name for name in (*ends.values(), "log_jumprelu_threshold")},
@@ -371,7 +373,7 @@ def _folded(
     sae = sae.changed(
         threshold=sae.activation_parameters["threshold"] / compared.masked_fill(compared == 0, 1)
     )
-    return SavedSAE.of(
+    return SavedSAE(
         common.unscaled(sae, c_in, c_out),
         common.origin_from(
             {
@@ -404,9 +406,9 @@ def load_qwen_scope(file: Path) -> SavedSAE:
     activation = common.configured(
         path if "k" in config else file, TopK, k=config.get("k", next(iter(found), None))
     )
-    tensors = common.ours(file, common.read_torch(file), QWEN_NAMES)
+    tensors = common.renamed(file, common.read_torch(file), QWEN_NAMES)
     models = [f"Qwen/{match[1]}" for name in names if (match := _MODEL.fullmatch(name))]
-    return SavedSAE.of(
+    return SavedSAE(
         common.assemble(file, tensors, activation),
         common.origin_from(
             {
@@ -427,7 +429,9 @@ def load_one_file(file: Path) -> SavedSAE:
         )
     found = common.read_torch(file)
     names = next((names for names in ONE_FILE_NAMES if names.keys() == found.keys()), LLAMA_NAMES)
-    sae = common.assemble(file, common.ours(file, found, names), Relu(), subtracts=match[1] is None)
+    sae = common.assemble(
+        file, common.renamed(file, found, names), Relu(), subtracts=match[1] is None
+    )
     if match[1] is None:
         return SavedSAE(sae, {"model": "gpt2", "layer": int(match[3])})
     owner = "deepseek-ai" if match[1].startswith("DeepSeek") else "meta-llama"
