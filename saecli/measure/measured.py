@@ -4,7 +4,7 @@ Shapes: N rows, B rows of a batch, D = d_in, E the width of targets; 0 without.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -37,10 +37,8 @@ from .worlds import Alignment
 # side; None for the stores that the run was trained on, else the newest.
 RowsLike = ActivationStore | Joined | Rows | JoinedRows | ArrayLike | str | Sequence[str] | None
 
-BATCH_CODES, BATCH_ROWS = (
-    1 << 24,
-    1024,
-)  # per batch: at most 64 MB of codes; smaller batches are faster
+# Per batch: at most 64 MB of codes; smaller batches are faster.
+BATCH_CODES, BATCH_ROWS = 1 << 24, 1024
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ class Measured:
     @property
     def family(self) -> str:
         """Its solver, if known, and activation, for legends."""
-        return " ".join(filter(None, (self.sae.metadata.get("solver"), self.sae.activation.name)))
+        solver = self.sae.metadata.get("solver")
+        return f"{solver} {self.sae.activation.name}" if solver else self.sae.activation.name
 
     @property
     def _stored(self) -> RowSource:
@@ -98,67 +97,59 @@ class Measured:
         return Alignment.of(self.sae.W_dec, torch.from_numpy(World.of_store(self.store).directions))
 
     @cached_property  # it reads the column `source`
-    def _sources_present(self) -> set[int]:
+    def _sources(self) -> dict[str, int | None]:
+        """The sources of a mixture by name: their numbers, None for those without a row here."""
+        if not self.rows.inputs or self.source is not None or not self.store.meta.sources:
+            return {}
         columns = self.of_store.column("source", self.batch_rows)
-        return {int(number) for part in columns for number in np.unique(part)}
+        present = {int(number) for part in columns for number in np.unique(part)}
+        return {
+            name: number if number in present else None
+            for number, name in enumerate(self.store.meta.sources)
+        }
 
     @property
     def by_source(self) -> "dict[str, Measured]":
         """Of a mixture with rows of several sources, the same on the rows of each, by name."""
-        names = self._source_names()
-        if not names or len(self._sources_present) < 2:
+        present = {name: number for name, number in self._sources.items() if number is not None}
+        if len(present) < 2:
             return {}
-        return {
-            name: replace(self, source=number)
-            for number, name in enumerate(names)
-            if number in self._sources_present
-        }
+        return {name: replace(self, source=number) for name, number in present.items()}
 
     def note_absent_sources(self, listener: Listener) -> None:
-        """Say which sources of a mixture have no row here."""
-        absent = [
-            name
-            for number, name in enumerate(self._source_names())
-            if number not in self._sources_present
-        ]
+        absent = [name for name, number in self._sources.items() if number is None]
         if absent:
             listener.note(
                 f"{self.rows.name}: the {self.split} rows hold none of {' and '.join(absent)}, where "
                 "measures by source are left out; --split all measures every row"
             )
 
-    def _source_names(self) -> list[str]:
-        if not self.rows.inputs or self.source is not None:
-            return []
-        return list(self.store.meta.sources)
-
     @cached_property
     def _massive_norms(self) -> list[float]:
         """`OUTLYING` times the median norm of all rows, at each hook point that is predicted."""
-        if not self.rows.inputs:
-            y = [
-                torch.from_numpy(rows[:, -self.sae.d_out :])
-                for rows in self.rows.sequential(self.batch_rows)
-            ]
-            return [
-                OUTLYING * float(torch.cat([part[:, place].norm(dim=1) for part in y]).median())
+        if self.rows.inputs:
+            predicted = [self.rows.target] if self.rows.target else self.rows.inputs
+            medians = []
+            for rows in predicted:
+                assert rows.store.meta.norms is not None
+                medians.append(rows.store.meta.norms.median)
+        else:
+            batches = self.rows.sequential(self.batch_rows)
+            y = [torch.from_numpy(batch[:, -self.sae.d_out :]) for batch in batches]
+            medians = [
+                float(torch.cat([part[:, place].norm(dim=1) for part in y]).median())
                 for place in self.sae.places
             ]
-        found = []
-        for rows in [self.rows.target] if self.rows.target else self.rows.inputs:
-            norms = rows.store.meta.norms
-            assert norms is not None
-            found.append(OUTLYING * norms.median)
-        return found
+        return [OUTLYING * median for median in medians]
 
     def massive(self, y: Tensor) -> Tensor:
         """Which of some rows, or targets, (B, E), have over `OUTLYING` times the median norm at a hook point that is
         predicted, (B,) bool."""
-        found = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+        massive = torch.zeros(len(y), dtype=torch.bool, device=y.device)
         for place, limit in zip(self.sae.places, self._massive_norms, strict=True):
             if limit > 0:
-                found |= y[:, place].norm(dim=1) > limit
-        return found
+                massive |= y[:, place].norm(dim=1) > limit
+        return massive
 
     @property
     def heading(self) -> dict[str, str | None]:
@@ -184,25 +175,20 @@ class Measured:
 
     def batches(self, listener: Listener) -> Iterator[Tensor]:
         """Rows in stored order, targets next to them, (B, D + E), in the SAE's dtype and on its device."""
+        W_enc = self.sae.W_enc
+        sources: Iterable[np.ndarray | None] = repeat(None)
+        if self.source is not None:
+            sources = self.of_store.column("source", self.batch_rows)
+        batches = carried(self.rows.sequential(self.batch_rows), W_enc.device)
         done = 0
         with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
-            W_enc = self.sae.W_enc
-            sources = (
-                repeat(None)
-                if self.source is None
-                else self.of_store.column("source", self.batch_rows)
-            )
-            for batch, own in zip(
-                carried(self.rows.sequential(self.batch_rows), W_enc.device), sources, strict=False
-            ):
-                taken = (
-                    batch
-                    if own is None
-                    else batch[torch.from_numpy(own == self.source).to(batch.device)]
-                )
-                if len(taken):
-                    yield taken.to(W_enc.dtype)
+            for batch, sources_of_rows in zip(batches, sources, strict=False):
                 done += len(batch)
+                if sources_of_rows is not None:
+                    of_source = torch.from_numpy(sources_of_rows == self.source)
+                    batch = batch[of_source.to(batch.device)]
+                if len(batch):
+                    yield batch.to(W_enc.dtype)
                 show(done)
 
     def inputs(self, listener: Listener) -> Iterator[Tensor]:
@@ -252,20 +238,23 @@ def with_rows(
             f"{subject.name} is a transcoder: expected the store of what it predicts, got {rows.name} "
             "alone; name both, by --data and --target"
         )
-    if rows.d_target and saved.sae.d_out != rows.d_target:
-        raise ConfigError(
-            f"{subject.name} cannot be measured on {rows.name}: expected targets of {saved.sae.d_out} "
-            f"dimensions, got {rows.d_target}; name another store with --target"
-        )
-    if saved.sae.d_in != rows.d_in:
-        raise ConfigError(
-            f"{subject.name} cannot be measured on {rows.name}: expected rows of {saved.sae.d_in} "
-            f"dimensions, got {rows.d_in}; name another store with --data"
-        )
+    _demand_width(subject, rows, "rows", saved.sae.d_in, rows.d_in, "--data")
+    if rows.d_target:
+        _demand_width(subject, rows, "targets", saved.sae.d_out, rows.d_target, "--target")
     saved = replace(saved, sae=saved.sae.copy_to(device_named(device)))
     if rows.places and not saved.sae.widths:  # a crosscoder's, which no other format records
         saved.sae.widths = rows.places
     return Measured(subject, saved, rows.inputs[0].split.which if rows.inputs else None, rows)
+
+
+def _demand_width(
+    subject: Subject, rows: RowSource, what: str, expected: int, got: int, option: str
+) -> None:
+    if got != expected:
+        raise ConfigError(
+            f"{subject.name} cannot be measured on {rows.name}: expected {what} of {expected} "
+            f"dimensions, got {got}; name another store with {option}"
+        )
 
 
 def open_all_measured(
@@ -278,31 +267,29 @@ def open_all_measured(
     target: ArrayLike | str | None = None,
 ) -> list[Measured]:
     """`open_measured` of each SAE, or of the newest run if there are none; those that are opened stay as they are."""
-    found = [
-        one
-        if isinstance(one, Measured)
-        else open_measured(home, one, data, split, device, listener, target)
-        for one in saes or [None]
+    opened = [
+        sae
+        if isinstance(sae, Measured)
+        else open_measured(home, sae, data, split, device, listener, target)
+        for sae in saes or [None]
     ]
-    if (
-        not all(isinstance(one, Measured) for one in saes)
-        and len({one.chosen_rows for one in found}) > 1
-    ):
+    are_given = all(isinstance(sae, Measured) for sae in saes)
+    if not are_given and len(by_rows(opened)) > 1:
         listener.note("these runs are measured on different rows, each on its own store and split")
-    return found
+    return opened
 
 
-def held_out(one: Measured) -> Measured:
+def held_out(measured: Measured) -> Measured:
     """The same SAE with the held-out rows of its store, at least one."""
-    rows = one.stores.split("test", seed=one.subject.split_seed).reusing()
-    return replace(one, split="test", rows=rows)
+    rows = measured.stores.split("test", seed=measured.subject.split_seed).reusing()
+    return replace(measured, split="test", rows=rows)
 
 
-def by_rows(everything: Sequence[Measured]) -> list[list[int]]:
+def by_rows(saes: Sequence[Measured]) -> list[list[int]]:
     """The indices of SAEs on the same rows, one list per choice of rows."""
     groups: dict[tuple[str, int, float] | None, list[int]] = {}
-    for index, one in enumerate(everything):
-        groups.setdefault(one.chosen_rows, []).append(index)
+    for index, measured in enumerate(saes):
+        groups.setdefault(measured.chosen_rows, []).append(index)
     return list(groups.values())
 
 
@@ -310,21 +297,21 @@ def _compare_hook_points(
     name: str, origin: Mapping[str, Any], stores: Joined, listener: Listener
 ) -> None:
     """Warn if an SAE was trained on other hook points than the stores hold; refuse a crosscoder's in another order."""
-    (wanted, wanted_target), (got, got_target) = hook_points(origin), hook_points(stores.origin)
-    models = [Path(one["model"]).name for one in (origin, stores.origin) if one.get("model")]
-    if reason := why_unsettled(origin, stores.origin):
+    reason = why_unsettled(origin, stores.origin)
+    if reason:
         raise ConfigError(f"{name} cannot be measured on {stores.name}: {reason}")
-    if len(wanted) > 1 and wanted != got and sorted(wanted) == sorted(got):
+    trained_on, stored = hook_points(origin), hook_points(stores.origin)
+    if len(trained_on[0]) > 1 and trained_on != stored and set(trained_on[0]) == set(stored[0]):
         raise ConfigError(
             f"--data names the inputs of {name} in another order than it was trained on; name them in "
-            f"this order: {', '.join(wanted)}"
+            f"this order: {', '.join(trained_on[0])}"
         )
-    if wanted and got and (wanted, wanted_target) != (got, got_target):
+    models = [Path(source.get("model") or "").name for source in (origin, stores.origin)]
+    if trained_on[0] and stored[0] and trained_on != stored:
         listener.warn(
-            f"{name} was trained on {in_words(wanted, wanted_target)}; {stores.name} holds "
-            f"{in_words(got, got_target)}"
+            f"{name} was trained on {in_words(*trained_on)}; {stores.name} holds {in_words(*stored)}"
         )
-    elif len({*models}) > 1:
+    elif all(models) and models[0] != models[1]:
         listener.warn(
             f"{name} was trained on {models[0]}; {stores.name} holds activations of {models[1]}"
         )
@@ -338,9 +325,7 @@ def _rows(
     split: Which,
     listener: Listener,
 ) -> RowSource:
-    names = [data] if isinstance(data, str) else []
-    if isinstance(data, list | tuple) and data and all(isinstance(name, str) for name in data):
-        names = list(data)
+    names = _store_names(data)
     if not names and not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | None):
         return ArrayRows(data, target)
     if target is not None and not (names and isinstance(target, str)):
@@ -350,20 +335,37 @@ def _rows(
         )
     if isinstance(data, Rows | JoinedRows):
         return data.reusing()
-    if isinstance(data, ActivationStore | Joined):
-        stores = data if isinstance(data, Joined) else Joined((data,))
+    if isinstance(data, Joined):
+        stores = data
+    elif isinstance(data, ActivationStore):
+        stores = Joined((data,))
+    elif names:
+        stores = open_joined(home, names, target, listener)
     else:
-        if not names and subject.streamed and subject.data not in home.stores.names():
-            raise ConfigError(
-                f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
-                "store, or make one of its text by `sae extract "
-                f"{shlex.join(words_of(subject.streamed))}`"
-            )
-        found = names or [name for name in (subject.data, *subject.beside) if name]
-        named = (target if isinstance(target, str) else None) if names else subject.target
-        if not found:
-            listener.warn(f"{subject.name} does not name its store: taking the newest")
-        stores = open_joined(home, found, named, listener)
+        stores = _own_stores(home, subject, listener)
     note_if_remade(subject, stores, listener)
     fraction = subject.fraction if split == "train" else 1.0
     return stores.split(split, fraction=fraction, seed=subject.split_seed).reusing()
+
+
+def _store_names(data: RowsLike) -> list[str]:
+    if isinstance(data, str):
+        return [data]
+    if isinstance(data, list | tuple):
+        names = [name for name in data if isinstance(name, str)]
+        return names if len(names) == len(data) else []
+    return []
+
+
+def _own_stores(home: Home, subject: Subject, listener: Listener) -> Joined:
+    """The stores that an SAE was trained on, else the newest."""
+    if subject.streamed and subject.data not in home.stores.names():
+        raise ConfigError(
+            f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
+            "store, or make one of its text by `sae extract "
+            f"{shlex.join(words_of(subject.streamed))}`"
+        )
+    names = [name for name in (subject.data, *subject.beside) if name]
+    if not names:
+        listener.warn(f"{subject.name} does not name its store: taking the newest")
+    return open_joined(home, names, subject.target, listener)
