@@ -1,7 +1,8 @@
 """Text to tokens to a language model to rows.
 
 options.py          ExtractConfig: the options of `sae extract`; names of models and sites
-texts.py            documents: stdlib-docs, .txt, .jsonl, .parquet, datasets of the hub
+texts.py            documents: of files, of datasets of the hub, of a mixture of these
+text_files.py       the texts of stdlib-docs, .txt, .jsonl and .parquet files
 chats.py            messages through a chat template, and who says each token
 special.py          what a tokenizer puts around a text
 windows.py          documents to windows of tokens, windows to blocks

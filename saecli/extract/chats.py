@@ -1,34 +1,29 @@
 """Conversations through a tokenizer's chat template: their tokens, who says them, and where turns begin.
 
-The assistant says what a template has in {% generation %}, else what follows a generation prompt, to the end of the
-turn. What others say is found by rendering the conversation up to there with another content.
+What a message says is found by rendering the conversation with another content in its place. The assistant also says
+the token that ends its turn, or says what a template has in {% generation %}.
 """
 
 import re
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 from typing import Any
 
 from ..base.errors import ModelError, one_line
+from .special import special_ids
 from .texts import value_of
 
 ROLES = ("template", "system", "user", "assistant", "tool")
 ASSISTANT = ROLES.index("assistant")
 NUMBERS = {role: number for number, role in enumerate(ROLES)} | {
-    "developer": 1,
+    "developer": ROLES.index("system"),
     "model": ASSISTANT,
-    "function": 4,
+    "function": ROLES.index("tool"),
 }
 SHAREGPT = {"human": "user", "gpt": "assistant"}
-DATE = (
-    "26 Jul 2024"  # for templates that name today's, as Llama's do: rows must not depend on the day
-)
+# For templates that name today's, as Llama's do: rows must not depend on the day.
+DATE = "26 Jul 2024"
 OTHER = "\ue000"  # a content unlike any other
-
-
-class Conversation(str):
-    """A conversation's text, with the `Chats` that rendered it, its messages, and words for its row."""
-
-    origin: tuple["Chats", Any, str]
 
 
 class Chats:
@@ -42,29 +37,24 @@ class Chats:
                 f"the tokenizer of {name} has no chat template; expected one, to render messages by; name "
                 "a jinja file with --chat-template, or a model that was trained on chats"
             ) from error
-        self._tokenizer, self._marks = (
-            tokenizer,
-            bool(re.search(r"{%-?\s*generation\s*-?%}", self._template)),
-        )
+        self._tokenizer = tokenizer
+        self.control = special_ids(tokenizer, control=True)
+        self.marks_assistant = bool(re.search(r"{%-?\s*generation\s*-?%}", self._template))
 
-    def read(self, row: Any, column: str, where: str) -> str:
+    def read(self, row: Any, column: str, where: str) -> "str | Conversation":
         """The conversation in a column of a row, blank without messages; `where` names the row in errors."""
-        if not (messages := messages_of(row, column, where)):
+        messages = messages_of(row, column, where)
+        if not messages:
             return ""
-        found = Conversation(self._applied(messages, where))
-        found.origin = self, messages, where
-        return found
+        return Conversation(self, messages, where, self.apply(messages, where, tokenize=False))
 
-    def _applied(self, messages: Any, where: str, tokenize: bool = False, **options: Any) -> Any:
+    def apply(self, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
+        """transformers' `apply_chat_template`; a ModelError if the template refuses the messages."""
         from jinja2 import TemplateError
 
         try:
             return self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._template,
-                date_string=DATE,
-                tokenize=tokenize,
-                **options,
+                messages, chat_template=self._template, date_string=DATE, **options
             )
         except (
             TemplateError,
@@ -79,98 +69,104 @@ class Chats:
                 "template with --chat-template"
             ) from error
 
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages and their rendering; `where` names their row in errors."""
+
+    chats: Chats
+    messages: list[dict[str, Any]]
+    where: str
+    rendered: str
+
+    def __str__(self) -> str:
+        return self.rendered
+
     def tokens(
-        self, chat: Conversation, prefix: list[int], assistant: bool = False
+        self, prefix: list[int], needs_assistant: bool = False
     ) -> tuple[list[int], list[int], list[int]]:
-        """A conversation's tokens after the prefix, the role of each, a number in `ROLES`, and the first tokens of
-        turns. If the `assistant`'s are needed and cannot be found, a ModelError."""
-        _, messages, where = chat.origin
-        found = self._applied(
-            messages,
-            where,
-            True,
+        """The tokens after the prefix, the role of each, a number in `ROLES`, and the first tokens of turns. A
+        ModelError if what the assistant says is needed and cannot be found."""
+        tokenized = self.chats.apply(
+            self.messages,
+            self.where,
+            tokenize=True,
             return_dict=True,
-            return_assistant_tokens_mask=self._marks,
+            return_assistant_tokens_mask=self.chats.marks_assistant,
             tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
         )
-        begins, ends = ([place[side] for place in found["offset_mapping"]] for side in (0, 1))
-        roles, turns, at = [0] * len(begins), [], 0
-        for count, message in enumerate(messages, 1):
+        token_ids = tokenized["input_ids"]
+        starts = [start for start, _ in tokenized["offset_mapping"]]
+        ends = [end for _, end in tokenized["offset_mapping"]]
+        roles, turns = [0] * len(token_ids), []
+        for number, message in enumerate(self.messages):
             role = NUMBERS.get(message["role"], 0)
-            if place := self._place(chat, count, role == ASSISTANT, at):
-                begin, end, at = place
-                turns.append(bisect_left(begins, at))
-                own = slice(bisect_right(ends, begin), bisect_left(begins, end))
-                roles[own] = [role * (role != ASSISTANT or not self._marks)] * len(roles[own])
-            elif assistant and role == ASSISTANT and not self._marks:
-                raise ModelError(
-                    f"the chat template changes what the assistant says in {where}; expected it as it is; "
-                    "name a template with {% generation %} with --chat-template"
-                )
-        if self._marks:
-            roles = [
-                ASSISTANT * says or role
-                for says, role in zip(found["assistant_masks"], roles, strict=True)
-            ]
-        skipped = len(prefix) * (found["input_ids"][: len(prefix)] == prefix)
-        return found["input_ids"][skipped:], roles[skipped:], [turn - skipped for turn in turns]
+            marked = role == ASSISTANT and self.chats.marks_assistant
+            span = self._content_span(number)
+            if span is None:
+                if needs_assistant and role == ASSISTANT and not marked:
+                    raise ModelError(
+                        f"the chat template changes what the assistant says in {self.where}; expected it "
+                        "as it is; name a template with {% generation %} with --chat-template"
+                    )
+                continue
+            first, after = bisect_right(ends, span[0]), bisect_left(starts, span[1])
+            if after < len(token_ids) and token_ids[after] in self.chats.control:
+                after += 1  # ends the turn
+                last = after if role == ASSISTANT else after - 1
+            else:
+                last = after
+            if not marked:
+                roles[first:last] = [role] * (last - first)
+            while after < len(token_ids) and self.rendered[starts[after] : ends[after]].isspace():
+                after += 1
+            turns.append(after)
+        if self.chats.marks_assistant:
+            for index, is_assistant in enumerate(tokenized["assistant_masks"]):
+                if is_assistant:
+                    roles[index] = ASSISTANT
+        skipped = len(prefix) if token_ids[: len(prefix)] == prefix else 0
+        return token_ids[skipped:], roles[skipped:], [turn - skipped for turn in turns]
 
-    def _place(
-        self, chat: Conversation, count: int, answers: bool, at: int
-    ) -> tuple[int, int, int] | None:
-        """Where the last of the first `count` messages begins and ends, and its turn ends, `at` or later; None if the
-        template takes no conversation that ends there, or then says it otherwise."""
-        *before, last = chat.origin[1][:count]
+    def _content_span(self, number: int) -> tuple[int, int] | None:
+        """The characters of a message's content in the rendering; None if the template refuses another content there,
+        or then says more than that otherwise."""
+        messages = [*self.messages]
+        messages[number] = {**messages[number], "content": OTHER}
         try:
-            whole, other = (
-                self._applied([*before, one], "") for one in (last, {**last, "content": OTHER})
-            )
-            others = [
-                one for one in before if one["role"] != "system"
-            ]  # whom Mistral's cites after a user alone
-            prompts = [
-                self._applied(some, "", add_generation_prompt=True)
-                for some in (before, others)[: 1 + (len(others) < len(before))]
-                if answers and some
-            ]
+            other = self.chats.apply(messages, self.where, tokenize=False)
         except ModelError:
             return None
-        head, found, tail = other.partition(OTHER)
-        for start in (*prompts, head) if found else ():
-            turn = whole.removeprefix(start)
-            said = turn.rstrip() if answers else turn.removesuffix(tail)
-            begin = len(start) if chat.startswith(whole.rstrip()) else chat.find(turn.rstrip(), at)
-            if whole.startswith(start) and begin >= 0:
-                return (
-                    begin,
-                    begin + len(said),
-                    begin + len(turn if chat.startswith(turn, begin) else turn.rstrip()),
-                )
+        before, found, after = other.partition(OTHER)
+        span = len(before), len(self.rendered) - len(after)
+        whole = self.rendered
+        if found and span[0] <= span[1] and whole.startswith(before) and whole.endswith(after):
+            return span
         return None
 
 
 def messages_of(row: Any, column: str, where: str) -> list[dict[str, Any]]:
     """The messages in a column of a row as templates take them, without entries of None."""
-    given, found = value_of(row, column, where) or [], []
-    for number, one in enumerate(given if isinstance(given, list) else [given], 1):
-        fields = (
-            {key: value for key, value in one.items() if value is not None}
-            if isinstance(one, dict)
-            else {}
+    value = value_of(row, column, where) or []
+    values = value if isinstance(value, list) else [value]
+    return [_message(each, number, where) for number, each in enumerate(values, 1)]
+
+
+def _message(value: Any, number: int, where: str) -> dict[str, Any]:
+    """A message with role and content, or ShareGPT's from and value; of a content in parts the texts."""
+    fields: dict[str, Any] = {}
+    if isinstance(value, dict):
+        fields = {name: entry for name, entry in value.items() if entry is not None}
+    role = fields.pop("role", fields.pop("from", ""))
+    content = fields.pop("content", fields.pop("value", ""))
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if texts or not parts else None
+    if not (role and isinstance(role, str) and isinstance(content, str)):
+        got = ", ".join(value) if isinstance(value, dict) else repr(value)
+        raise ModelError(
+            f"message {number} of {where} has no {'text' if role else 'role'}; expected role and "
+            f"content, or from and value, got {got:.60}; correct it"
         )
-        role, content = (
-            fields.pop(ours, fields.pop(theirs, ""))
-            for ours, theirs in zip(("role", "content"), ("from", "value"), strict=True)
-        )
-        if isinstance(content, list):
-            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-            texts = [part for part in parts if isinstance(part, str)]
-            content = "".join(texts) if texts or not parts else None
-        if not (role and isinstance(role, str) and isinstance(content, str)):
-            got = ", ".join(one) if isinstance(one, dict) else repr(one)
-            raise ModelError(
-                f"message {number} of {where} has no {'text' if role else 'role'}; expected role and "
-                f"content, or from and value, got {got:.60}; correct it"
-            )
-        found.append({**fields, "role": SHAREGPT.get(role, role), "content": content})
-    return found
+    return {**fields, "role": SHAREGPT.get(role, role), "content": content}

@@ -283,7 +283,7 @@ class Extraction:
             )
             for document in documents:
                 if document.number % world_size == rank:
-                    self.all.check_text(document.text, document.number)
+                    self.all.check_text(str(document.text), document.number)
                     yield document
 
         for block in in_blocks(documents_from, self.windows(), self.rows, cursor, self.block_rows):

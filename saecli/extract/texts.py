@@ -4,26 +4,27 @@ Documents are numbered, blank ones too, so that a later pass resumes where an ea
 read by `datasets`, which takes over a second to open the smallest file.
 """
 
-import ast
-import hashlib
-import inspect
-import json
-import os
 import platform
 import re
-import sysconfig
-import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain, groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from ..base.errors import ModelError, one_line
 from ..base.files import NotAFile, file_sha256, regular
 from ..base.machine import why_unreachable
+from .text_files import (
+    Read,
+    Text,
+    jsonl_texts,
+    parquet_texts,
+    stdlib_docstrings,
+    stdlib_sha256,
+    txt_texts,
+)
 
 STDLIB_DOCS = "stdlib-docs"
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -32,20 +33,7 @@ DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user 
 MARK_EVERY = 256  # rows of a hub dataset between two marks
 COMMIT = re.compile("[0-9a-f]{40}")
 WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"
-ENOUGH_LINES, MOST_BAD = (
-    100,
-    0.01,
-)  # from 100 lines on, a .jsonl file is refused if over 1% of them hold no text
-_STDLIB_SKIPPED = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-)
-_DOCSTRING_MIN_CHARS = 40
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-Texts = Generator[str, None, None]
-Read = Callable[
-    [Any, str, str], str
-]  # from a row and a column; the words for the row are for errors
 Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` before that document}
 
 
@@ -53,7 +41,7 @@ class Document(NamedTuple):
     """A text, its number, the mark from which to read it again, None for the beginning, and its source's number."""
 
     number: int
-    text: str
+    text: Text
     mark: Mark | None
     source: int = 0
 
@@ -126,26 +114,32 @@ class TextSource:
     def recognised(self) -> Self:
         """The source with the column of its messages, if its first row has one; where the network does not let it be
         read, as it is, with the reason."""
-
-        def of_messages(row: Any, column: str, where: str) -> str:
-            columns = (column, *CHAT_COLUMNS) if column == "text" else (column,)
-            there = next((name for name in columns if isinstance(row, dict) and name in row), "")
-            value = row[there] if there else None
-            return (
-                there
-                if isinstance(value, list) and all(isinstance(one, dict) for one in value)
-                else ""
-            )
-
         if not self.chat:
             return self
         try:
-            found = next(replace(self, read=of_messages).documents()).text
+            row = self._first_row()
         except ModelError as error:
             if not self.on_hub or why_unreachable() is None:
                 raise
             return replace(self, asked=self.column, unread=error.sentence)
-        return replace(self, asked=self.column, column=found or self.column, chat=bool(found))
+        names = (self.column, *CHAT_COLUMNS) if self.column == "text" else (self.column,)
+        column = next((name for name in names if name in row), self.column)
+        messages = row.get(column)
+        is_chat = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
+        return replace(
+            self, asked=self.column, column=column if is_chat else self.column, chat=is_chat
+        )
+
+    def _first_row(self) -> dict[str, Any]:
+        """The first row by column; of a line that holds no JSON object, none."""
+        rows: list[Any] = []
+
+        def read(row: Any, column: str, where: str) -> str:
+            rows.append(row)
+            return ""
+
+        next(replace(self, read=read).documents())
+        return rows[0] if isinstance(rows[0], dict) else {}
 
     def identity(self, asked: bool = False) -> dict[str, Any]:
         """What determines the documents, a JSON object; with `asked` as known before `recognised`, and so the same
@@ -155,7 +149,7 @@ class TextSource:
             return {
                 "dataset": STDLIB_DOCS,
                 "python": platform.python_version(),
-                "sha256": _stdlib_sha256(sysconfig.get_path("stdlib")),
+                "sha256": stdlib_sha256(),
             }
         if self.on_hub:
             return {
@@ -378,131 +372,3 @@ def _local_file(dataset: str) -> Path:
             f"the text source {dataset} cannot be read: {error}; convert it or name another"
         ) from error
     return path
-
-
-def stdlib_docstrings() -> Texts:
-    """The distinct docstrings of Python's standard library, in the order of its files."""
-    seen: set[str] = set()
-    for path in _stdlib_files(sysconfig.get_path("stdlib")):
-        for text in _docstrings(path.read_bytes()):
-            if len(text) >= _DOCSTRING_MIN_CHARS and text not in seen:
-                seen.add(text)
-                yield text
-
-
-def _stdlib_files(root: str) -> list[Path]:
-    found: list[Path] = []
-    for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in _STDLIB_SKIPPED]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    return sorted(found)
-
-
-@cache
-def _stdlib_sha256(root: str) -> str:
-    """Of the files read: distributions leave out different modules of one version."""
-    digest = hashlib.sha256()
-    for path in _stdlib_files(root):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _docstrings(source: bytes) -> Iterator[str]:
-    with warnings.catch_warnings(action="ignore"):  # old modules have invalid escapes
-        try:
-            tree = ast.parse(source)
-        except (SyntaxError, ValueError):  # templates and other files that only look like modules
-            return
-    for node in ast.walk(tree):
-        if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
-            yield inspect.cleandoc(text)
-
-
-def txt_texts(path: Path) -> Texts:
-    """The paragraphs of a file, or its lines if no blank lines separate paragraphs."""
-    blocks = (is_text for is_text, _ in groupby(_lines(path), key=lambda line: bool(line.strip())))
-    if sum(islice(filter(None, blocks), 2)) < 2:  # blank lines at either end separate nothing
-        yield from (line for line in _lines(path) if line.strip())
-        return
-    for is_text, lines in groupby(_lines(path), key=lambda line: bool(line.strip())):
-        if is_text:
-            yield "\n".join(lines)
-
-
-def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8-sig", errors=errors) as file:
-            for line in file:
-                yield line.rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise ModelError(
-            f"the text file {path} is not UTF-8: it has the byte 0x{error.object[error.start]:02x}; "
-            "convert the file to UTF-8"
-        ) from error
-
-
-def jsonl_texts(path: Path, column: str, read: Read, note: Callable[[str], None]) -> Texts:
-    """One column of a file with one JSON object per line; up to 1% of the lines, if without text, are skipped."""
-    lines, bad, refused = 0, 0, False
-    first: ModelError | None = None
-    try:
-        for number, line in enumerate(_lines(path, errors="surrogateescape"), 1):
-            if not line.strip():
-                continue
-            lines, text = lines + 1, None
-            try:
-                text = _text_in(line, column, read, f"line {number} of {path}")
-            except ModelError as error:
-                first, bad = first or error, bad + 1
-            if lines >= ENOUGH_LINES and bad > MOST_BAD * lines:
-                break
-            if text is not None:
-                yield text
-        if first is not None and (refused := bad > MOST_BAD * lines):
-            raise (
-                first
-                if bad == lines
-                else first.within(
-                    after=f"bad lines: {bad:,} of the first {lines:,}, and no more than {MOST_BAD:.0%} are left out"
-                )
-            )
-    finally:  # also if reading stops before the file's end
-        if bad and not refused:
-            note(f"left out {bad:,} of {lines:,} lines, the first: {first}")
-
-
-def _text_in(line: str, column: str, read: Read, where: str) -> str:
-    try:
-        text = read(json.loads(line), column, where)
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ModelError(f"{where} is not UTF-8; correct the line") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(
-            f"{where} cannot be read; expected one JSON object per line, got {one_line(error)}; "
-            "correct the line"
-        ) from error
-    return text
-
-
-def parquet_texts(path: Path, column: str, read: Read) -> Texts:
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            there = (
-                column in file.schema_arrow.names
-            )  # else the first row is refused, or shows the column of messages
-            batches = file.iter_batches(
-                1 << 16 if there else 1, columns=[column] if there else None
-            )
-            for number, row in enumerate(
-                chain.from_iterable(batch.to_pylist() for batch in batches)
-            ):
-                yield read(row, column, f"row {number} of {path}")
-    except ModelError:
-        raise
-    except (OSError, ValueError) as error:  # pyarrow's own errors are of both kinds
-        raise ModelError(
-            f"the text file {path} cannot be read: {one_line(error)}; write it as Parquet again"
-        ) from error

@@ -182,23 +182,22 @@ class Windows:
         if len(parts) > 1:
             yield self._window([*parts, _added(self.suffix, number, source)], end)
 
-    def _tokens(self, text: str) -> tuple[list[int], list[int], list[int]]:
-        """Tokens, roles and turns, as `Chats.tokens`, without the special tokens around a text."""
+    def _tokens(self, text: str | Conversation) -> tuple[list[int], list[int], list[int]]:
+        """Tokens, roles and turns, as `Conversation.tokens`, without the special tokens around a text."""
         if isinstance(text, Conversation):
-            found = text.origin[0].tokens(text, self.prefix, self._positions == "assistant")
+            token_ids, roles, turns = text.tokens(self.prefix, self._positions == "assistant")
         else:
-            ids = (
-                self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                if text.strip()
-                else []
-            )
-            found = ids, [0] * len(ids), []
-        if len(found[0]) >= self._min_tokens:
-            return found
-        self.left_out["short_texts" if found[0] else "empty_texts"] += 1
+            token_ids = []
+            if text.strip():
+                tokenized = self._tokenizer(text, add_special_tokens=False, verbose=False)
+                token_ids = tokenized["input_ids"]
+            roles, turns = [0] * len(token_ids), []
+        if len(token_ids) >= self._min_tokens:
+            return token_ids, roles, turns
+        self.left_out["short_texts" if token_ids else "empty_texts"] += 1
         return [], [], []
 
-    def _begun(self, text: str, token_ids: list[int]) -> int:
+    def _begun(self, text: str | Conversation, token_ids: list[int]) -> int:
         """How many tokens of a chat's rest stand for the prefix: a second BOS would be a second attention sink."""
         count = len(self.prefix)
         return count if isinstance(text, Conversation) and token_ids[:count] == self.prefix else 0

@@ -106,9 +106,13 @@ def test_roles_found_turn_by_turn_are_those_of_generation_tags(folder, family, c
         opened(folder, template) for template in (family, f"{family}_generation")
     )
     texts = [one.read(row, "messages", "it") for one in (plain, tagged)]
-    ids, roles, turns = plain.tokens(texts[0], [], True)
-    assert (texts[0], ids, roles, turns) == (texts[1], *tagged.tokens(texts[1], [], True))
+    ids, roles, turns = texts[0].tokens([], True)
+    tagged_ids, tagged_roles, tagged_turns = texts[1].tokens([], True)
+    assert (str(texts[0]), ids, turns) == (str(texts[1]), tagged_ids, tagged_turns)
     assert ids == tokenizer(str(texts[0]), add_special_tokens=False)["input_ids"]
+    for token, role, tagged_role in zip(ids, roles, tagged_roles, strict=True):
+        # Tags also hold the space that a template has before the answer.
+        assert role == tagged_role or (role == 0 and tokenizer.decode(token).isspace())
     for role, own in ((2, contents[::2]), (3, contents[1::2])):
         said = [
             token
@@ -121,7 +125,7 @@ def test_roles_found_turn_by_turn_are_those_of_generation_tags(folder, family, c
 def test_windows_begin_with_turns_and_go_on_from_where_one_ended(folder):
     tokenizer, gemma = opened(folder, "gemma")
     text = gemma.read(chat(["a b c"] * 7 + ["x" * 90] + ["hello"] * 4), "messages", "it")
-    (ids, _, turns), ends, room = gemma.tokens(text, [BOS]), [0], CONTEXT - 1
+    (ids, _, turns), ends, room = text.tokens([BOS]), [0], CONTEXT - 1
     while ends[-1] < len(ids):
         most = min(len(ids), ends[-1] + room)
         ends.append(
