@@ -14,8 +14,9 @@ import numpy as np
 
 from ..base.errors import StoreError, demand_at_least
 from ..base.files import file_sha256
+from .chunks import Chunks
 from .schema import WORLD_FILE, StoreMeta, read_meta
-from .shard import Chunks, find_damage, make_anew, stored_statistics
+from .shard import find_damage, make_anew, stored_statistics
 from .split import TEST_FRACTION, Deal, Split, Which
 from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
 from .values import CODES, Spread, stacked
@@ -309,7 +310,7 @@ class ActivationStore(Chunks):
 
     def __init__(self, path: Path, meta: StoreMeta, homed: bool = True) -> None:
         super().__init__(path, meta)
-        self.complete, self.stored_bytes = meta.complete, meta.rows * meta.row_bytes
+        self.complete = meta.complete
         self.homed = homed  # in the home, where its name finds it
 
     @classmethod
@@ -382,7 +383,8 @@ class ActivationStore(Chunks):
         """A sentence for each problem with a shard or `world.safetensors`; see `find_damage`."""
         problems = find_damage(self.path, self.meta, show)
         try:
-            self.demand_world()
+            if self.rows:  # the world is written before the first
+                self.demand_world()
         except StoreError as error:
             problems.append(str(error))
         return problems

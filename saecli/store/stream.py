@@ -15,7 +15,7 @@ from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from .shard import Chunks
+from .chunks import Chunks
 from .split import Deal
 from .values import DTYPES
 

@@ -61,6 +61,12 @@ def read_raw(files: Iterable[Path]) -> None:
                 pass
 
 
+def size_of(path: Path) -> int:
+    """The bytes of a store's rows."""
+    meta = ActivationStore.open(path).meta
+    return meta.rows * meta.row_bytes
+
+
 def consume(batches: Iterable[np.ndarray]) -> int:
     """Ask for every batch, and touch one number of each; returns the number of rows."""
     rows = 0
@@ -90,7 +96,7 @@ def measure(path: Path, place: str, passes: int) -> None:
     """Print how fast a store is read from the page cache or from disk."""
     files = sorted((path / "shards").iterdir())
     kept = ActivationStore.open(path) if place == "page cache" else None
-    stored = ActivationStore.open(path).stored_bytes
+    stored = size_of(path)
     best: dict[str, np.ndarray] = {}
     shares = {"raw": 1.0}
 
@@ -129,7 +135,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             path = Path(folder) / dtype
             seconds = write(path, dtype, arguments.d_in, int(arguments.gib * 2**30))
-            size = ActivationStore.open(path).stored_bytes
+            size = size_of(path)
             print(f"{dtype:9} {'':10} {'(written, with checksums)':29} {size / seconds / 1e9:6.2f}")
             for place in ("page cache", "disk"):
                 measure(path, place, arguments.passes)

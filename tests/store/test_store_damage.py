@@ -107,23 +107,6 @@ def test_one_flipped_bit_anywhere_is_refused_by_name_and_found_by_verify(data):
         assert f"shard {path} is damaged" in problem
 
 
-@pytest.mark.parametrize("maps", [1, 256])
-def test_a_shard_that_changes_while_the_store_is_open_is_checked_again(tmp_path, monkeypatch, maps):
-    monkeypatch.setattr("saecli.store.shard.Chunks.MAPS", maps)
-    path = tmp_path / "s" / "shards" / "00000.h5"
-    rows = make_store(tmp_path / "s", ROWS).split("all")
-    np.testing.assert_array_equal(collect(rows.sequential(64)), ROWS)
-    if maps == 1:
-        flipped(path, path.stat().st_size // 2)
-        with pytest.raises(StoreError, match=r"00000\.h5 is damaged"):
-            collect(rows.sequential(64))
-    os.truncate(path, 1000)
-    with pytest.raises(
-        StoreError, match=r"00000\.h5 (was cut short|is truncated): expected \d+ bytes.*, got 1000"
-    ):
-        collect(rows.sequential(64))
-
-
 @pytest.fixture(scope="module")
 def document(tmp_path_factory):
     path = make_store(tmp_path_factory.mktemp("whole") / "s", ROWS).path
