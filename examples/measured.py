@@ -60,13 +60,6 @@ class Run:
         lines = [line for line in read_metrics(self.folder) if "test_fvu" in line]
         return [line["epoch"] for line in lines], [line["test_fvu"] for line in lines]
 
-    def kept(self) -> dict[int, SAE]:
-        """The SAE after each epoch that was kept."""
-        return {
-            int(path.name.removeprefix("epoch-")): load(path).sae
-            for path in sorted(self.folder.glob("kept/*"))
-        }
-
 
 def runs_of(out: Path) -> list[Run]:
     """The finished runs below an output folder, by name."""

@@ -187,7 +187,6 @@ PINNED = {
     "circuit-tracer": "circuit-tracer==0.5.0",
     "sae-probes": "sae-probes==0.4.2",
     "wandb": "wandb==0.31.0",
-    "trackio": "trackio==0.43.0",
 }
 
 # Named among its requirements, imported nowhere there; PyPI's is built for one torch and fails beside another.

@@ -35,11 +35,10 @@ def picture(axes: Axes, pixels: np.ndarray, low: float, high: float, colours: st
 
 
 def reconstructions(out: Path, first: dict[str, Run], x: torch.Tensor) -> None:
-    """Rows of held-out images, what each way makes of them, and of the first of them along training."""
+    """Rows of held-out images, and what each way makes of them."""
     black, white = x.min().item(), x.max().item()
-    with figure(out / "reconstructions.png", 9, 7.4) as drawn:
-        above, below = drawn.subfigures(2, 1, height_ratios=(1.15, 1))
-        grid = above.subplots(1 + len(first), SHOWN)
+    with figure(out / "reconstructions.png", 9, 4.0) as drawn:
+        grid = drawn.subplots(1 + len(first), SHOWN)
         rows = {"held out": x[:SHOWN]} | {
             SHORT[way]: run.sae(x[:SHOWN]) for way, run in first.items()
         }
@@ -47,14 +46,6 @@ def reconstructions(out: Path, first: dict[str, Run], x: torch.Tensor) -> None:
             for axes, image in zip(panels, images, strict=True):
                 picture(axes, image.numpy(), black, white)
             panels[0].set_ylabel(name, fontsize=9)
-        kept = {way: run.kept() for way, run in first.items()}
-        grid = below.subplots(len(first), len(next(iter(kept.values()))))
-        for panels, (way, saes) in zip(grid, kept.items(), strict=True):
-            for axes, (epoch, sae) in zip(panels, saes.items(), strict=True):
-                picture(axes, sae(x[:1])[0].numpy(), black, white)
-                if way == "sgd":
-                    axes.set_title(f"epoch {epoch}", fontsize=9)
-            panels[0].set_ylabel(SHORT[way], fontsize=9)
 
 
 def filters(out: Path, first: dict[str, Run], x: torch.Tensor) -> None:

@@ -13,9 +13,9 @@ section=mnist takes="images, in a file that sae import takes [MNIST from the hub
 source "$(dirname "$0")/../common.sh"
 
 if $quick; then
-    epochs=20 kept=4 fractions="0.05 0.25" decays="0.0001 0.01" proximals="0.01 1" ablated="topk"
+    epochs=20 fractions="0.05 0.25" decays="0.0001 0.01" proximals="0.01 1" ablated="topk"
 else
-    epochs=50 kept=10 fractions="0.01 0.05 0.1 0.25 0.5 1" decays="0.00001 0.0001 0.001 0.01"
+    epochs=50 fractions="0.01 0.05 0.1 0.25 0.5 1" decays="0.00001 0.0001 0.001 0.01"
     proximals="0.0001 0.001 0.01 0.1 1" ablated="topk relu"
 fi
 if [[ -z $data ]]; then
@@ -29,10 +29,9 @@ all="--epochs $epochs"
 topk="--act abs-topk --k 15" relu="--act relu --sparsity none"
 
 for name in topk relu; do
-    keep="$all --keep-every $kept"
-    train base $name sgd 1 "${!name} $keep $sgd"
-    train base $name paper 1 "${!name} $keep $pam"
-    train base $name default 1 "${!name/abs-/} --data images --d-sae 256 $keep"
+    train base $name sgd 1 "${!name} $all $sgd"
+    train base $name paper 1 "${!name} $all $pam"
+    train base $name default 1 "${!name/abs-/} --data images --d-sae 256 $all"
     for fraction in $fractions; do  # of the epochs that the paper's code gives each
         some="--fraction $fraction --epochs $(awk "BEGIN { print $fraction < 1 ? 10 : 20 }")"
         train size $name sgd "$fraction" "${!name} $some $sgd"

@@ -8,7 +8,7 @@ Source: Micikevicius et al., "Mixed Precision Training" (2018).
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -103,18 +103,8 @@ def _arrived(tensor: Tensor, copied: "torch.cuda.Event") -> Tensor:
 
 
 def products_in(precision: str) -> AbstractContextManager[Any]:
-    """A context in which products of float32 matrices are in float32, tf32 (a setting of the whole process) or bf16."""
-    return _Cast() if precision == "bf16" else _tf32() if precision == "tf32" else nullcontext()
-
-
-@contextmanager
-def _tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    """A context in which products of float32 matrices are in float32 or bf16."""
+    return _Cast() if precision == "bf16" else nullcontext()
 
 
 class _Cast(TorchDispatchMode):
@@ -145,11 +135,6 @@ def demand_precision(precision: str, device: torch.device) -> None:
             f"--precision {precision} is slower than float32 here: --device {device.type} has no "
             "bfloat16 products; use --precision float32"
         )
-    if precision == "tf32" and not _rounds_tf32(device):
-        raise ConfigError(
-            f"--precision {precision} does nothing here: --device {device.type} multiplies float32 "
-            "matrices in float32 all the same; use --precision float32"
-        )
 
 
 def multiplies_bf16(device: torch.device) -> bool:
@@ -157,10 +142,3 @@ def multiplies_bf16(device: torch.device) -> bool:
     if device.type == "cpu":
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _rounds_tf32(device: torch.device) -> bool:
-    """Whether a device rounds factors to TF32, in which 1 + 2^-12 is 1."""
-    factor = torch.full((64, 64), 1 + 2.0**-12, device=device)
-    with _tf32():
-        return bool((factor @ factor == 64).all())

@@ -22,7 +22,6 @@ RUN_MARKER = "run.json"
 UNREADABLE = (
     "restore it, or remove the folder to go on without it"  # advice on a marker that cannot be read
 )
-KEPT = "kept"  # folder of a run that holds the run folders of its earlier epochs
 LISTED = 3  # entries that a message names
 NAME_BYTES = 200  # of UTF-8: file systems allow 255, and temporary names are longer
 

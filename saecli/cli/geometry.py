@@ -67,8 +67,7 @@ def command(
     with the SAE's rank or a rank per cell. On the SAE's own cells, the gap to local PCA of the same rank is the cost of
     sharing dictionary vectors; reported from 100 rows in 20 cells on, in --json always.
 
-    Several runs, or the epochs that `sae train --keep-every` keeps (RUN/kept/*), make one table, and --plot draws how
-    they move.
+    Several runs make one table, and --plot draws them side by side.
 
     Example: sae geometry first --plot geometry.png
     """

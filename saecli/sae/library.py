@@ -14,7 +14,7 @@ import torch
 from ..base.console import Listener, Silent
 from ..base.documents import Origin, read_run
 from ..base.errors import HubError, RunError, unknown_choice
-from ..base.home import KEPT, RUN_MARKER, Home
+from ..base.home import RUN_MARKER, Home
 from ..store.joined import Joined
 from ..store.reader import ActivationStore
 from . import formats
@@ -206,12 +206,7 @@ def find_subject(
     address = Address.parse(text)
     if address is not None and text.startswith(("hf://", "https://")):
         return Subject(*fetch(address, note))
-    kept = home.runs.path / text  # RUN/kept/epoch-N
-    folder = (
-        kept
-        if kept.parts[-2:-1] == (KEPT,) and (kept / marker).is_file()
-        else Path(text).expanduser()
-    )
+    folder = Path(text).expanduser()
     if folder.is_file() and formats.recognise(folder) is None:
         raise RunError(
             f"{text} is a file: expected a run's name or a folder that holds an SAE; name the file's "
@@ -220,11 +215,7 @@ def find_subject(
     if address is not None and folder.is_dir() and cached(address) is not None:
         note(f"{text} is a folder here, which is taken; hf://{text} is what the hub has")
     if (folder / marker).is_file():
-        inside = folder.resolve().is_relative_to(
-            home.runs.path.resolve()
-        )  # an epoch that a run has kept
-        name = str(folder.resolve().relative_to(home.runs.path.resolve())) if inside else text
-        return _run(folder, marker, name)
+        return _run(folder, marker, text)
     if formats.recognise(folder) is not None:
         return Subject(text, folder)
     if folder.is_dir():

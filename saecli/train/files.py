@@ -7,7 +7,6 @@
     checkpoint.safetensors    all state needed to resume, of the end of an epoch, or within one of every 1,000 steps
     sae.safetensors           the SAE at that time, acting on raw activations
     wandb/                    with --log-to wandb, its own files
-    kept/epoch-N              with --keep-every, the SAE of an earlier epoch, with a run.json
 
 Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` newer than the checkpoint are
 dropped on resuming.
@@ -15,13 +14,12 @@ dropped on resuming.
 
 from __future__ import annotations
 
-import contextvars
 import importlib.util
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,13 +30,11 @@ from ..base.documents import Marker, parse_json, read_json
 from ..base.errors import ConfigError, RunError, one_line
 from ..base.files import appearing_whole, lock_folder, regular, to_json
 from ..base.home import RUN_MARKER
-from .options import TRACKER_NAMES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
-PROJECT = "saecli"  # of runs in Weights & Biases and trackio, unless the environment names another
 
 
 @dataclass
@@ -140,7 +136,7 @@ class WandbRun:
 
         def begun(identity: str, mode: str | None) -> Any:
             return wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                project=os.environ.get("WANDB_PROJECT", "saecli"),
                 name=run.folder.name,
                 id=identity,
                 resume="allow",
@@ -176,46 +172,12 @@ class WandbRun:
         self._run.finish()
 
 
-class TrackioRun:
-    def __init__(self, run: Logged) -> None:
-        import trackio
-
-        # A context of its own, since in one context trackio finishes the run begun before.
-        with redirect_stdout(sys.stderr):
-            self._run = contextvars.Context().run(
-                trackio.init,
-                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-                name=run.identity,
-                config=run.settings,
-                resume="allow",
-                embed=False,
-            )
-
-    def write(self, line: dict[str, Any]) -> None:
-        self._run.log(_numbers(line), step=line["step"])
-
-    def close(self) -> None:
-        with redirect_stdout(sys.stderr):
-            self._run.finish()
-
-
-TRACKERS: dict[str, Callable[[Logged], Log]] = dict(
-    zip(TRACKER_NAMES, (TrackioRun, WandbRun), strict=True)
-)
-
-
-def demand_trackers(names: str | None) -> None:
-    for name in names.split(",") if names else ():
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"--log-to needs the package {name}, which is not installed; install it with `pip "
-                f"install 'saecli[{name}]'`, or leave --log-to out: metrics.jsonl holds the same figures"
-            )
-
-
-def logs_of(run: Logged, names: str | None) -> Iterator[Log]:
-    yield MetricsLog(run)
-    yield from (TRACKERS[name](run) for name in (names.split(",") if names else ()))
+def demand_wandb() -> None:
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "--log-to wandb needs the package wandb, which is not installed; install it with `pip install "
+            "'saecli[wandb]'`, or leave --log-to out: metrics.jsonl holds the same figures"
+        )
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, int | float]:
@@ -230,7 +192,7 @@ BEFORE_CHECKPOINT = {
     CONFIG,
     RUN_MARKER,
     METRICS,
-    *TRACKERS,
+    "wandb",
     "sae.safetensors",
 }  # files written before it
 

@@ -29,7 +29,7 @@ from .start import Start
 from .training import Record, start_training
 
 # Training options on files, and on the choice of a store's rows.
-OF_FOLDERS, OF_SPLITS = ("keep_every", "checkpoint_every", "log_to"), ("fraction", "split_seed")
+OF_FOLDERS, OF_SPLITS = ("checkpoint_every", "log_to"), ("fraction", "split_seed")
 Stored = ActivationStore | Joined | Rows | JoinedRows
 Fitted = Stored | ArrayLike
 RowsOf = Callable[[TrainingConfig], Parts]

@@ -64,7 +64,7 @@ TEXT = (
     "model_dtype",
 )
 Normalisation = Literal["scale", "standardize", "none"]
-Precision = Literal["float32", "tf32", "bf16", "auto"]
+Precision = Literal["float32", "bf16", "auto"]
 NORMALISATIONS = get_args(Normalisation)
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
 TRAINED = 0.9  # of the training documents, if training begins from an SAE; see `parted`
@@ -92,17 +92,6 @@ def check_prefixes(text: str) -> str:
         raise ValueError(
             "auto, or numbers of latents with commas between, each larger than the one before"
         )
-    return text
-
-
-TRACKER_NAMES = ("trackio", "wandb")  # here, since `train.files` takes long to import
-
-
-def check_trackers(text: str) -> str:
-    """The text; ValueError, whose message completes "the option must be", for an invalid `--log-to`."""
-    words = text.split(",")
-    if not {*words} <= {*TRACKER_NAMES} or len({*words}) < len(words):
-        raise ValueError(f"one of {', '.join(TRACKER_NAMES)}, or several with commas between")
     return text
 
 
@@ -239,21 +228,10 @@ class TrainingConfig(Config):
             advanced=True,
         ),
     ] = 1000
-    keep_every: Annotated[
-        Count | None,
-        Shown(
-            "Also keep the SAE of every N-th epoch, as RUN/kept/epoch-N.",
-            once=True,
-            metavar="N",
-            advanced=True,
-        ),
-    ] = None
     log_to: Annotated[
-        Annotated[str, Check(check_trackers)] | None,
+        Literal["wandb"] | None,
         Shown(
-            f"Also log to {', '.join(TRACKER_NAMES)}, or several with commas between. "
-            "Project: WANDB_PROJECT, TRACKIO_PROJECT, else saecli.",
-            metavar="NAME,...",
+            "Also log to Weights & Biases. Project: WANDB_PROJECT, else saecli.",
             once=True,
             advanced=True,
         ),

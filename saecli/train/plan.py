@@ -106,11 +106,6 @@ class Plan:
                 f"--steps must be at most {most} with --model, whose rows come once, got "
                 f"{training.steps}; raise --rows, or {STORE}"
             )
-        if training.precision == "tf32":
-            raise ConfigError(
-                "--precision tf32 holds for the whole process, also for --model while it gives the rows; "
-                f"use --precision float32, or {STORE}"
-            )
         return plan
 
     @cached_property  # as rows of a model are fewer once the text has ended

@@ -1,6 +1,5 @@
 """Training runs, each in its own folder; several together from one reading of the rows."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,7 +18,7 @@ from ..base.console import Listener, Silent
 from ..base.documents import RUN_VERSION, read_run
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.files import appearing_whole, write_json
-from ..base.home import KEPT, RUN_MARKER, Home, checked_name
+from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.machine import is_disk_full
 from ..base.options import toml_lines
 from ..base.processes import Communicator
@@ -36,11 +35,12 @@ from .files import (
     CONFIG,
     Log,
     Logged,
+    MetricsLog,
     Progress,
+    WandbRun,
     claimed,
-    demand_trackers,
+    demand_wandb,
     load_checkpoint,
-    logs_of,
     save_checkpoint,
 )
 from .loop import Loop
@@ -140,7 +140,8 @@ class Run:
 
 class RunRecord(Record):
     def __init__(self, run: Run, folder: Path, listener: Listener) -> None:
-        demand_trackers(run.plan.training.log_to)
+        if run.plan.training.log_to is not None:
+            demand_wandb()
         self.run, self.folder, self.listener = run, folder, listener
         self.logs: list[Log] = []
 
@@ -148,13 +149,11 @@ class RunRecord(Record):
         return load_checkpoint(self.folder)
 
     def begin(self, step: int, epochs: int) -> None:
-        self.epochs, plan = epochs, self.run.plan
-        settings = self.run.stores.names() | plan.settings()
-        for log in logs_of(
-            Logged(self.folder, self.run.created, settings, step, self.listener),
-            plan.training.log_to,
-        ):
-            self.logs.append(log)
+        settings = self.run.stores.names() | self.run.plan.settings()
+        logged = Logged(self.folder, self.run.created, settings, step, self.listener)
+        self.logs.append(MetricsLog(logged))
+        if self.run.plan.training.log_to is not None:
+            self.logs.append(WandbRun(logged))
 
     def line(self, line: dict[str, Any]) -> None:
         for log in self.logs:
@@ -163,34 +162,18 @@ class RunRecord(Record):
     def save(
         self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
     ) -> None:
-        """Write the SAE and the checkpoint, and after an epoch that `--keep-every` asks for a run folder of it."""
-        self._save(sae, self.folder)
+        self._save(sae)
         save_checkpoint(self.folder, state, progress)
-        every = self.run.plan.training.keep_every
-        epoch = math.ceil(progress.step / self.run.plan.batches)
-        if test is None or every is None or epoch % every:
-            return
-        folder = self.folder / KEPT / f"epoch-{epoch:0{len(str(self.epochs))}}"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._save(sae, folder)
-        self.run.write(
-            folder,
-            {
-                "epochs": epoch,
-                "steps": progress.step,
-                "final": {"test_fvu": test["fvu"], "test_l0": test["l0"]},
-            },
-        )
 
     def keep(self, sae: SAE) -> None:
-        self._save(sae, self.folder)
+        self._save(sae)
 
     def end(self) -> None:
         for log in self.logs:
             log.close()
 
-    def _save(self, sae: SAE, folder: Path) -> None:
-        save_native(SavedSAE(sae.copy_to(torch.float32), self.run.origin), folder)
+    def _save(self, sae: SAE) -> None:
+        save_native(SavedSAE(sae.copy_to(torch.float32), self.run.origin), self.folder)
 
 
 @dataclass(frozen=True)

@@ -118,14 +118,6 @@ def test_stores_are_taken_by_name_from_python(sae: CommandLine):
     assert saecli.join("rows", "more").d_in == 16
 
 
-def test_an_epoch_that_was_kept_is_named_as_the_help_says(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    assert (
-        sae("train", "--d-sae", 16, "--epochs", 2, "--keep-every", 1, "--name", "run").status == 0
-    )
-    assert sae("eval", "run/kept/epoch-1", "--json").json["runs"][0]["run"] == "run/kept/epoch-1"
-
-
 def test_a_text_given_as_a_name_is_not_printed_whole(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "run", random_sae())

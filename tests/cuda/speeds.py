@@ -29,7 +29,7 @@ from saecli.train.ridge import StreamedCodes, Sums, Terms, choose_alpha, plan, s
 from saecli.train.solver import Task
 from saecli.train.start import initial_sae
 
-PRECISIONS = ("float32", "tf32", "bf16")
+PRECISIONS = ("float32", "bf16")
 K, LAYER = 32, 12
 WIDEST_DENSE = 16_384  # d_sae up to which dense codes are summed, and alpha chosen
 

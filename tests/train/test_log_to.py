@@ -1,11 +1,8 @@
 """`sae train --log-to`: what a tracker has is what metrics.jsonl says, resumed runs included."""
 
 import importlib.util
-import json
 import os
-import sqlite3
 import subprocess
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,44 +49,6 @@ def run_with(
         text=True,
         stdin=subprocess.DEVNULL,
     )
-
-
-@pytest.mark.long
-def test_trackio_has_the_curves_and_settings_of_several_runs(sae: CommandLine, tmp_path: Path):
-    make_store(sae.home, "rows", some_rows(1000))
-    done = run_with(
-        "trackio", sae.home, "--seed", "0", "--seed", "1", "--json", TRACKIO_DIR=str(tmp_path)
-    )
-    assert done.returncode == 0, done.stderr
-    runs = json.loads(done.stdout)["runs"]  # what trackio prints is on stderr
-    with closing(sqlite3.connect(tmp_path / "saecli.db")) as database:
-        for run in runs:
-            lines = [
-                (step, json.loads(figures))
-                for step, figures in database.execute(
-                    "select step, metrics from metrics where run_name like ? order by id",
-                    (f"{run['run']}-%",),
-                )
-            ]
-            assert lines == [
-                (
-                    line["step"],
-                    {
-                        name: value
-                        for name, value in line.items()
-                        if name != "step" and value is not None
-                    },
-                )
-                for line in read_metrics(Path(run["path"]))
-            ]
-        settings = [
-            json.loads(text)
-            for (text,) in database.execute("select config from configs order by id")
-        ]
-    assert [(one["seed"], one["d_sae"], one["solver"], one["data"]) for one in settings] == [
-        (0, 24, "pam-sgd", "rows"),
-        (1, 24, "pam-sgd", "rows"),
-    ]
 
 
 @pytest.mark.long

@@ -211,27 +211,6 @@ def test_smaller_fractions_train_on_fewer_rows_and_test_on_the_same(sae: Command
     assert documents[0]["rows_test"] == documents[1]["rows_test"]
 
 
-@pytest.mark.slow
-def test_epochs_that_are_kept_measure_as_they_did_in_training(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    for name, words in (("one", ("--keep-every", "2")), ("plain", ())):
-        quick = (*QUICK[:2], *QUICK[4:], "--epochs", "5")
-        assert sae("train", "--data", "rows", "--name", name, *quick, *words).status == 0
-    assert_same_weights(sae.home, "one", "plain")
-    kept = sorted((sae.home / "runs" / "one" / "kept").iterdir())
-    assert [folder.name for folder in kept] == ["epoch-2", "epoch-4"]
-    lines = read_metrics(sae.home / "runs" / "one")
-    in_training = {line["epoch"]: line["test_fvu"] for line in lines if "epoch" in line}
-    measured = sae("eval", *map(str, kept), "--json")
-    assert not measured.err.count("not finished")
-    assert [run["run"] for run in measured.json["runs"]] == ["one/kept/epoch-2", "one/kept/epoch-4"]
-    assert [run["fvu"] for run in measured.json["runs"]] == pytest.approx(
-        [in_training[2], in_training[4]], rel=1e-5
-    )
-    assert len(sae("geometry", *map(str, kept), "one", "--json").json["runs"]) == 3
-    assert [run["name"] for run in sae("list", "--json").json["runs"]] == ["plain", "one"]
-
-
 def test_steps_take_the_place_of_epochs(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     document = sae("train", "--steps", "37", "--batch-size", "64", "--d-sae", "24", "--json").json
