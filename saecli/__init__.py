@@ -13,8 +13,6 @@ Names are imported on first use, so that `import saecli` is fast.
 
 import importlib as _importlib
 import os as _os
-import sys as _sys
-from types import ModuleType as _ModuleType
 
 # Waiting OpenMP threads sleep rather than spin, unless the user has set this: beside other work, spinning takes half of
 # a training's CPU time or more (tests/benchmarks/README.md). OpenMP reads it when torch is loaded.
@@ -22,27 +20,45 @@ _os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 TYPE_CHECKING = False  # true to a type checker, which then knows exactly these names
 if TYPE_CHECKING:
-    from typing import Any
+    from .base.errors import SaeError as SaeError
+    from .extract.extraction import extract as extract
+    from .geometry.geometry import geometry as geometry
+    from .measure.controls import controls as controls
+    from .measure.evaluate import compare as compare
+    from .measure.evaluate import evaluate as evaluate
+    from .measure.evaluate import sparsity as sparsity
+    from .measure.export import export as export
+    from .measure.export import push as push
+    from .measure.probes import probe as probe
+    from .measure.refit import refit as refit
+    from .measure.stability import stability as stability
+    from .measure.steer import steer as steer
+    from .measure.steer import steering as steering
+    from .sae.dictionary import SAE as SAE
+    from .sae.library import load_sae as load_sae
+    from .sae.library import save_sae as save_sae
+    from .show.drawing import draw as draw
+    from .show.report import report as report
+    from .store.importing import import_array as import_array
+    from .store.importing import import_synthetic as import_synthetic
+    from .store.opening import list_home as list_home
+    from .store.reader import ActivationStore as ActivationStore
+    from .train.finetune import finetune as finetune
+    from .train.fit import fit as fit
+    from .train.fit import join as join
+    from .train.fit import open_store as open_store
+else:
+    # Importing a submodule for the first time binds its name here. These two have the names of functions, and are
+    # imported now, so that the names are free from here on.
+    from . import extract, geometry
 
-    from .base.errors import SaeError
-    from .extract.extraction import extract
-    from .geometry.geometry import geometry
-    from .measure.controls import controls
-    from .measure.evaluate import compare, evaluate, sparsity
-    from .measure.export import export, push
-    from .measure.probes import probe
-    from .measure.refit import refit
-    from .measure.stability import stability
-    from .measure.steer import steer, steering
-    from .sae.dictionary import SAE
-    from .sae.library import load_sae, save_sae
-    from .show.drawing import draw
-    from .show.report import report
-    from .store.importing import import_array, import_synthetic
-    from .store.opening import list_home
-    from .store.reader import ActivationStore
-    from .train.finetune import finetune
-    from .train.fit import fit, join, open_store
+    del extract, geometry
+
+    def __getattr__(name):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_importlib.import_module(f".{_MODULES[name]}", __name__), name)
+
 
 __version__ = "0.1.0"
 _NAMES = {  # by module
@@ -67,54 +83,8 @@ _NAMES = {  # by module
     "train.fit": ["fit", "join", "open_store"],
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = [
-    "SAE",
-    "ActivationStore",
-    "SaeError",
-    "compare",
-    "controls",
-    "draw",
-    "evaluate",
-    "export",
-    "extract",
-    "finetune",
-    "fit",
-    "geometry",
-    "import_array",
-    "import_synthetic",
-    "join",
-    "list_home",
-    "load_sae",
-    "open_store",
-    "probe",
-    "push",
-    "refit",
-    "report",
-    "save_sae",
-    "sparsity",
-    "stability",
-    "steer",
-    "steering",
-]
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> "Any":
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(_importlib.import_module(f".{_MODULES[name]}", __name__), name)
+__all__ = [*_MODULES]
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(_ModuleType):
-    """Keeps `saecli.extract` and `saecli.geometry` functions, where importing their rooms would bind them."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (isinstance(value, _ModuleType) and name in _MODULES):
-            super().__setattr__(name, value)
-
-
-_sys.modules[__name__].__class__ = _Package
