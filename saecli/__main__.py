@@ -1,14 +1,16 @@
 """The entry point of `sae` and `python -m saecli`."""
 
-from .base import interrupts
+import sys
 
 
 def main() -> None:
-    """Run the command line, handling Ctrl-C from the first moment."""
-    interrupts.watch()
-    from .cli.main import main as run
+    """Run the command line; Ctrl-C ends it with status 130, also while libraries are loaded."""
+    try:
+        from .cli.main import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
     with redirect_stdout(sys.stderr if json else sys.stdout):
         for step, (purpose, words) in enumerate(chain(store, runs, pictures, measures), 1):
             print(f"\n{step}. {purpose}\n$ sae {shlex.join([*shown_home, *words])}", flush=True)
-            root.command.main([*home, *words], standalone_mode=False)
+            status = root.command.main([*home, *words], standalone_mode=False)
+            if status:  # of Ctrl-C
+                raise typer.Exit(status)
     results = {name: read_run(runs_folder / name / RUN_MARKER).settings["result"] for name in runs}
     measured = read_measures(measures)
     lines = [

@@ -12,7 +12,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..base import interrupts
 from ..base.errors import (
     ConfigError,
     SaeError,
@@ -70,15 +69,6 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and loaded(str(name)), rest
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as stop:
-            if not stop.args:
-                print(interrupts.NOT_WRITTEN, file=sys.stderr)
-                interrupts.told(stop)
-            raise
 
 
 app = typer.Typer(
@@ -167,10 +157,7 @@ def main() -> None:
                 errors="backslashreplace"
             )  # names may have characters that the encoding lacks
     try:
-        try:
-            app(prog_name="sae")
-        finally:
-            interrupts.end()
+        app(prog_name="sae")  # which exits with status 130 after Ctrl-C
     except SystemExit as stop:
         if isinstance(stop.code, int) and stop.code:
             _end(stop.code)
@@ -179,13 +166,7 @@ def main() -> None:
 
             leave()
         raise
-    except KeyboardInterrupt as stop:
-        if not stop.args:
-            print(interrupts.NOT_WRITTEN, file=errors)
-        _end(interrupts.STATUS)
     except Exception as error:  # the outermost boundary: unforeseen errors are reported as bugs
-        if interrupts.came():  # and a library turned it into another error
-            _end(interrupts.STATUS)
         if os.environ.get("SAE_DEBUG"):
             raise
         from ..base.files import as_named

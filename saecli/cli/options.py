@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..base import interrupts
 from ..base.console import Console
 from ..base.errors import ConfigError, did_you_mean, flag_of, one_line, unknown_choice
 from ..base.files import check_place, is_free, regular, write_csv
@@ -462,9 +461,8 @@ def start(
     out: Path | None = None,
     checks_use: bool = True,
 ) -> Session:
-    """Begin a command, after its imports: from now on Ctrl-C is a KeyboardInterrupt. ConfigError if a path cannot be
-    written; unless `checks_use`, the command itself refuses a folder in use."""
-    interrupts.begin()
+    """Begin a command. ConfigError if a path cannot be written; unless `checks_use`, the command itself refuses a
+    folder in use."""
     if plot is not None:
         from ..show.style import check_suffix  # matplotlib takes a second to import
 

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..base import interrupts
 from ..base.console import Listener, listening
 from ..base.documents import RunDocument, read_run
 from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted, did_you_mean
@@ -108,8 +107,7 @@ def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
     folders: list[Path] = []
     try:
         yield folders
-    except (KeyboardInterrupt, PeerError) as stop:
-        interrupts.told(stop)
+    except (KeyboardInterrupt, PeerError):
         if rows := sum(
             read_meta(folder).rows for folder in folders if (folder / STORE_MARKER).exists()
         ):

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..base import interrupts
 from ..base.console import Listener, Silent
 from ..base.documents import RUN_VERSION, read_run
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
@@ -423,8 +422,7 @@ def train_runs(
         documents, errors = _trained(
             jobs, listener, communicator, alone or communicator.world_size > 1
         )
-    except (KeyboardInterrupt, PeerError) as stop:
-        interrupts.told(stop)
+    except (KeyboardInterrupt, PeerError):
         for job in jobs:
             listener.note(
                 f"stopped; {job.remedy}"
