@@ -97,7 +97,7 @@ class Press:
         system, terms, E = self._system, self._terms, self._terms.d_out
         psi = system.centred(self._z, terms.shrink(system.rows))
         rows, prefixes, F = psi.shape
-        own = None if self._index is None else factorisation.own(self._index)
+        own = None if self._index is None else factorisation.own(self._index, self._centre)
         if own is None:
             u = factorisation.solve(psi.reshape(-1, F).T)  # (F, n L)
             bias = 1 / (system.rows + terms.beta + terms.nu)
@@ -106,9 +106,8 @@ class Press:
             about = (self._y - self._centre[:E]).repeat_interleave(prefixes, 0)
             residual = about - u.T @ self._right
         else:
-            u, slack = own.u(), own.slack[:, None, None]
-            residual = own.residual(self._centre)[:, :E]
-            residual = residual - terms.mu * (u.T @ terms.W_t.double())
+            u, slack = own.u, own.slack[:, None, None]
+            residual = own.residual[:, :E] - terms.mu * (u.T @ terms.W_t.double())
         if terms.direction is not None:
             both = factorisation.solve(torch.cat([self._mixed_right, self._mixed_T0], 1))
             untargeted, along = both.chunk(2, 1)

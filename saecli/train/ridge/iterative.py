@@ -16,15 +16,10 @@ from ...base.errors import TrainingError
 from ...sae.codes import Codes, DenseCodes, Prefixes, SparseCodes, joined
 from .system import NOT_FINITE, AllReduce, Factorisation, Inverse, System, reduced
 
-MOST = 500  # iterations at most
-RESTARTS = 3  # from the true residual, from which the recurrence drifts
-COLUMNS = (
-    256  # of the right side at a time: the sums for a row of codes then stay in a core's cache
-)
+MOST_ITERATIONS = 500
 TOLERANCE = 1e-4  # of residuals; the objective is then some 1e-7 of its decrease above the minimum
-RESOLUTION = 1e-8  # least ridge over the mean diagonal: a smaller one is lost in float32 products
-PROBES = 32  # of the inverse's diagonal
-JOINED_ROWS = 16_384  # of kept blocks: each adds to F sums
+# Columns of the right side at a time: the sums for a row of codes then stay in a core's cache.
+COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -50,27 +45,28 @@ def conjugate_gradient(
     inverse = 1 / diagonal[:, None]
     size = (right.square() * inverse).sum(0).sqrt()  # (C,)
     size = torch.where(size > 0, size, 1.0)
-    solution, taken, steps = start.clone(), 0, []
-    for _ in range(RESTARTS):
+    solution = start.clone()
+    steps: list[tuple[Tensor, Tensor]] = []
+    for _ in range(3):  # again from the true residual, from which the recurrence drifts
         residual = right - times(solution)
         scaled = inverse * residual
         square = (residual * scaled).sum(0)
-        if taken >= MOST or square.sqrt().div(size).max() <= tolerance:
+        if square.sqrt().div(size).max() <= tolerance:
             break
         direction = scaled
-        while taken < MOST and square.sqrt().div(size).max() > tolerance / 2:
+        while len(steps) < MOST_ITERATIONS and square.sqrt().div(size).max() > tolerance / 2:
             image = times(direction)
             step = square / _positive((direction * image).sum(0))
             solution.addcmul_(direction, step)
             residual.addcmul_(image, step, value=-1)
             scaled = inverse * residual
-            before, square = square, (residual * scaled).sum(0)
-            ratio = square / _positive(before)
+            square_before, square = square, (residual * scaled).sum(0)
+            ratio = square / _positive(square_before)
             direction = torch.addcmul(scaled, direction, ratio)
             steps.append((step, ratio))
-            taken += 1
-    worst = square.sqrt().div(size)
-    return solution, Descent(worst.max().item(), taken, _condition(steps, int(worst.argmax())))
+    residuals = square.sqrt().div(size)
+    worst = int(residuals.argmax())
+    return solution, Descent(residuals[worst].item(), len(steps), _condition(steps, worst))
 
 
 def _positive(values: Tensor) -> Tensor:
@@ -114,16 +110,11 @@ class StreamedCodes(System):
 
         d_sae, d_out = start.shape
         self.count = zeros(1)
-        self.sum_z, self.sum_y, self.squares, self.zy = (
-            zeros(d_sae),
-            zeros(d_out),
-            zeros(d_sae),
-            zeros(d_sae, d_out),
-        )
+        self.sum_z, self.sum_y = zeros(d_sae), zeros(d_out)
+        self.squares, self.zy = zeros(d_sae), zeros(d_sae, d_out)
         self.start, self.prefixes = start, prefixes
-        self.streams = (
-            False  # whether codes did not fit, in any process, and every iteration encodes again
-        )
+        # Whether codes did not fit, in any process, and every iteration encodes again.
+        self.streams = False
         self._again, self._room = again, budget
         self._kept: list[Codes] | None = []
         self._pending: list[SparseCodes] = []
@@ -146,7 +137,7 @@ class StreamedCodes(System):
             self._kept.append(codes)
             return
         self._pending.append(codes)
-        if sum(block.shape[0] for block in self._pending) >= JOINED_ROWS:
+        if sum(block.shape[0] for block in self._pending) >= 16_384:  # each block adds to F sums
             self._join()
 
     def _join(self) -> None:
@@ -181,21 +172,20 @@ class StreamedCodes(System):
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Iterative":
         self._join()
-        return Iterative(self, max(ridge, RESOLUTION * (self.scale(shrink) or 1.0)), shrink, decay)
+        least = 1e-8 * (self.scale(shrink) or 1.0)  # less is lost in float32 products
+        return Iterative(self, max(ridge, least), shrink, decay)
 
     def times(self, V: Tensor, shrink: float) -> Tensor:
         """`A V`, (F, C), with products in the codes' precision and sums in float64."""
-        u, prefixes = self.u, max(1, len(self.prefixes))
-        apart = u @ V  # (C,)
-        narrow, offset = V.to(self.start.dtype), apart.to(self.start.dtype)
-        both = V.new_zeros(len(V) + 1, V.shape[1])
-        total, sums = both[:-1], both[-1]
+        u, dtype = self.u, self.start.dtype
+        mean = u @ V  # (C,)
+        sums = V.new_zeros(len(V) + 1, V.shape[1])  # of z v', and of v
         for codes in self._again() if self._kept is None else self._kept:
-            v = codes.prefix_times(narrow, self.prefixes) - offset  # (B, L, C)
-            total += codes.prefix_transposed_times(v, self.prefixes)
-            sums += v.sum((0, 1), dtype=torch.float64)
-        both = self._all_reduce(both) / prefixes
-        return both[:-1].addr_(u, (1 - shrink) * self.count * apart - both[-1])
+            v = codes.prefix_times(V.to(dtype), self.prefixes) - mean.to(dtype)  # (B, L, C)
+            sums[:-1] += codes.prefix_transposed_times(v, self.prefixes)
+            sums[-1] += v.sum((0, 1), dtype=torch.float64)
+        sums = self._all_reduce(sums) / max(1, len(self.prefixes))
+        return sums[:-1].addr_(u, (1 - shrink) * self.count * mean - sums[-1])
 
 
 class Iterative(Factorisation):
@@ -220,8 +210,9 @@ class Iterative(Factorisation):
 
         Source: Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix" (2007).
         """
-        F, generator = len(self._diagonal), torch.Generator().manual_seed(0)
-        signs = torch.randint(2, (F, PROBES), generator=generator).to(self._diagonal) * 2 - 1
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(2, (len(self._diagonal), 32), generator=generator)
+        signs = signs.to(self._diagonal) * 2 - 1
         return Inverse((signs * self.solve(signs)).mean(1), self._block)
 
     def condition(self) -> float:
@@ -234,19 +225,14 @@ class Iterative(Factorisation):
         def times(V: Tensor) -> Tensor:
             return self._codes.times(V, self._shrink).addcmul_(self._added[:, None], V)
 
-        solution, width = (
-            torch.empty_like(right),
-            right.shape[1] if self._codes.streams else COLUMNS,
-        )
+        width = right.shape[1] if self._codes.streams else COLUMNS
+        solution = torch.empty_like(right)
         for begin in range(0, right.shape[1], width):
-            some = slice(begin, begin + width)
-            guess = (
-                right[:, some] / self._diagonal[:, None]
-                if start is None
-                else start[:, some].double()
-            )
-            solution[:, some], descent = conjugate_gradient(
-                times, right[:, some], guess, self._diagonal, TOLERANCE
+            columns = slice(begin, begin + width)
+            G = right[:, columns]
+            guess = G / self._diagonal[:, None] if start is None else start[:, columns].double()
+            solution[:, columns], descent = conjugate_gradient(
+                times, G, guess, self._diagonal, TOLERANCE
             )
             if not math.isfinite(descent.residual):
                 raise TrainingError(NOT_FINITE)

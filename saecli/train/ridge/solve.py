@@ -16,7 +16,6 @@ N rows, n sampled; F = d_sae, D skipped dimensions, E targets proper. All float6
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +23,13 @@ from torch import Tensor
 from ...sae.codes import Codes, Prefixes
 from .iterative import COLUMNS, StreamedCodes
 from .sums import HeldRows, Sums
-from .system import PIECE, Factorisation, Inverse, System, Terms
+from .system import Factorisation, Inverse, System, Terms
 
-FLAT = 1e-14  # fraction of ||T0||^2 up to which the objective's curvature in c is rounding
-KEPT_FRACTION = 0.8  # of the remaining memory, for the codes that an iteration keeps
-MATRICES = 6  # F x E matrices of float64 that a solution takes
 LEAST_TOLERANCE = 0.1  # of a latent that others cannot replace: a variance inflation factor of 10
-RIDGE = 1e-9  # over A_xx's mean diagonal: dimensions of x that codes explain, or that never vary, get no skip
 
 
 @dataclass(frozen=True)
-class Plan:
+class Method:
     kind: str  # "direct" by sums over the rows, "dual" by the rows themselves, "iterative" by products with codes
     bytes: int  # peak memory, without the codes that an iteration keeps
     budget: float = 0.0  # for those
@@ -44,11 +39,9 @@ class Plan:
         if self.kind == "direct":
             d_sae, d_out = start.shape
             return Sums(d_sae, d_out, start.device, self.prefixes)
-        return (
-            HeldRows()
-            if self.kind == "dual"
-            else StreamedCodes(start, again, self.budget, self.prefixes)
-        )
+        if self.kind == "dual":
+            return HeldRows()
+        return StreamedCodes(start, again, self.budget, self.prefixes)
 
 
 def plan(
@@ -58,23 +51,23 @@ def plan(
     memory: float = math.inf,
     solve: str = "auto",
     prefixes: Prefixes = (),
-) -> Plan:
-    """The way to solve a decoder step: with `solve` "auto" by a factorisation if it fits in bytes of memory, else by
+) -> Method:
+    """How to solve a decoder step: with `solve` "auto" by a factorisation if it fits in bytes of memory, else by
     iteration."""
+    solution = 6 * d_sae * d_out  # numbers of float64
     if rows < d_sae and not prefixes:
         # Codes, their centred and weighted copies, targets, products of N x N and their factor.
-        factorised = Plan(
-            "dual", 8 * (rows * (5 * d_sae + d_out) + 2 * rows * rows + MATRICES * d_sae * d_out)
-        )
+        held = rows * (5 * d_sae + d_out) + 2 * rows * rows
+        factorised = Method("dual", 8 * (held + solution))
     else:  # the Gram matrix and its factor
-        factorised = Plan("direct", 8 * d_sae * (2 * d_sae + MATRICES * d_out), prefixes=prefixes)
-    streaming, keeping = (
-        8 * d_sae * (MATRICES * d_out + 6 * columns)  # vectors of the iteration, for each column
-        for columns in (d_out, min(COLUMNS, d_out))
-    )
+        factorised = Method("direct", 8 * (2 * d_sae * d_sae + solution), prefixes=prefixes)
+    # Vectors of the iteration, for each column; of all columns at once if codes come again for each product.
+    streaming = 8 * (solution + 6 * d_sae * d_out)
+    keeping = 8 * (solution + 6 * d_sae * min(COLUMNS, d_out))
     if solve == "direct" or (solve == "auto" and factorised.bytes <= max(memory, streaming)):
         return factorised
-    return Plan("iterative", streaming, KEPT_FRACTION * max(memory - keeping, 0), prefixes)
+    budget = 0.8 * max(memory - keeping, 0)  # the rest for what codes take while they are joined
+    return Method("iterative", streaming, budget, prefixes)
 
 
 @dataclass(frozen=True)
@@ -96,11 +89,9 @@ class DecoderState:
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
         """(F, E), given T0."""
-        return (
-            self.Delta
-            if direction is None
-            else torch.add(self.Delta, direction.double(), alpha=self.c)
-        )
+        if direction is None:
+            return self.Delta
+        return torch.add(self.Delta, direction.double(), alpha=self.c)
 
 
 def solve(
@@ -111,80 +102,70 @@ def solve(
     most_replaceable: int = 0,
 ) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
-    `factorisation` replaces the terms'. `z`: codes of some rows, or of all in the system's order, (n, F), for the
-    degrees of freedom. At most `most_replaceable` latents are found that others can replace.
+    `factorisation` replaces the terms'. `z`: codes of some rows, (n, F), for the degrees of freedom. At most
+    `most_replaceable` latents are found that others can replace.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
     F^3 / 3 for replaceable latents.
     """
-    factorisation = factorisation or system.factorise(terms)
-    rows, y_bar, E, alpha = system.rows, system.y_bar, terms.d_out, factorisation.alpha
-    centre = terms.centre(rows, y_bar)
-    bias, c, skip, eliminated = terms.bare_bias(rows, y_bar)[:E], 0.0, None, None
-    dof = math.nan if z is None else effective_dof(factorisation, terms, z)
-    relative_alpha = factorisation.relative_alpha
-    solution = _solved(factorisation, terms, most_replaceable > 0)
-    W, along = solution.W[:, :E], solution.along
-    if terms.skip is not None:
-        A_xx, A_xy = terms.skip.blocks(rows, y_bar[E:], centre)
-        eliminated = _Elimination.of(solution.W[:, E:], system.cross(centre)[:, E:], A_xx)
-    if along is not None and terms.direction is not None:
-        free = (W, along) if eliminated is None else (eliminated(W, A_xy), eliminated(along))
-        c = best_multiple(terms.direction.double(), *free, alpha)
-        W.add_(along, alpha=c * alpha)
-    if eliminated is not None:
-        skip = eliminated.skip(W, A_xy)
-        W, bias = eliminated(W, A_xy), bias - terms.rows_fraction(rows) * (y_bar[E:] @ skip)
-    b = bias - terms.rows_fraction(rows) * (system.u @ W)
-    replaceable = None
-    if solution.inverse is not None:
-        diagonal = system.diagonal(terms.shrink(rows))
-        inverse = solution.inverse if eliminated is None else eliminated.inverse(solution.inverse)
-        replaceable = replaced_by_others(diagonal, inverse, most_replaceable)
-    if terms.direction is not None:
-        W.sub_(terms.direction.double(), alpha=c)
-    return DecoderState(
-        c,
-        W,
-        b,
-        alpha,
-        relative_alpha,
-        solution.ridge,
-        solution.raised,
-        solution.condition,
-        solution.residual,
-        dof,
-        skip,
-        replaceable,
-    )
+    M = factorisation or system.factorise(terms)
+    rows, E, alpha = system.rows, terms.d_out, M.alpha
+    s, centre = terms.rows_fraction(rows), terms.centre(rows, system.y_bar)
+    b = terms.bare_bias(rows, system.y_bar)[:E]
 
-
-class _Solution(NamedTuple):
-    W: Tensor  # M (C + mu W_t), (F, E + D)
-    along: Tensor | None  # M T0, (F, E)
-    condition: float
-    residual: float
-    ridge: float
-    raised: bool
-    inverse: Inverse | None  # M
-
-
-def _solved(factorisation: Factorisation, terms: Terms, inverts: bool) -> _Solution:
-    system = factorisation.system
-    W = factorisation.solve_cross(terms.centre(system.rows, system.y_bar))
+    # M (C_y + mu W_t), M C_x and M T0
+    W, P = M.solve_cross(centre).tensor_split([E], 1)
     if terms.mu:
-        W[:, : terms.d_out] += factorisation.solve(terms.mu * terms.W_t.double())
-    along = None if terms.direction is None else factorisation.solve(terms.direction.double())
-    # The figures after the solutions: an iteration estimates them from its steps.
-    condition, residual = factorisation.condition(), factorisation.residual()
-    return _Solution(
-        W,
-        along,
-        condition,
-        residual,
-        factorisation.ridge,
-        factorisation.raised,
-        factorisation.inverse() if inverts else None,
+        W += M.solve(terms.mu * terms.W_t.double())
+    T0 = None if terms.direction is None else terms.direction.double()
+    along = None if T0 is None else M.solve(T0)
+
+    # The skip S of each.
+    elimination, S, S_along = None, None, None
+    if terms.skip is not None:
+        x_bar = system.y_bar[E:]
+        A_xx, A_xy = terms.skip.blocks(rows, x_bar, centre)
+        elimination = _Elimination(P, system.cross(centre)[:, E:], A_xx)
+        W, S = elimination(W, A_xy)
+        if along is not None:
+            along, S_along = elimination(along)
+
+    # c, and W and S at alpha T
+    c = 0.0
+    if T0 is not None and along is not None:
+        c = best_multiple(T0, W, along, alpha)
+        W.add_(along, alpha=c * alpha)
+        if S is not None and S_along is not None:
+            S.add_(S_along, alpha=c * alpha)
+
+    b = b - s * (system.u @ W)
+    if S is not None:
+        b = b - s * (x_bar @ S)
+    if T0 is not None:
+        W.sub_(T0, alpha=c)
+
+    dof = math.nan if z is None else effective_dof(M, terms, z)
+    condition, residual = M.condition(), M.residual()
+    replaceable = None
+    if most_replaceable:  # last, since the inverse may overwrite the factor
+        inverse = M.inverse()
+        if elimination is not None:
+            inverse = elimination.inverse(inverse)
+        diagonal = system.diagonal(terms.shrink(rows))
+        replaceable = replaced_by_others(diagonal, inverse, most_replaceable)
+    return DecoderState(
+        c=c,
+        Delta=W,
+        b=b,
+        alpha=alpha,
+        relative_alpha=M.relative_alpha,
+        ridge=M.ridge,
+        raised=M.raised,
+        condition=condition,
+        residual=residual,
+        dof=dof,
+        skip=S,
+        replaceable=replaceable,
     )
 
 
@@ -199,19 +180,19 @@ def replaced_by_others(diagonal: Tensor, inverse: Inverse, most: int) -> Tensor:
     """
     inflation, order = (diagonal * inverse.diagonal).sort(descending=True)
     latents = order[: 2 * most][inflation[: 2 * most] > 1 / LEAST_TOLERANCE]
-    found = torch.zeros_like(diagonal)
+    replaceable = torch.zeros_like(diagonal)
     if not len(latents):
-        return found
-    M, own = inverse.block(latents), diagonal[latents]
+        return replaceable
+    M, A_ii = inverse.block(latents), diagonal[latents]
     for _ in range(min(most, len(latents))):
-        inflation = own * M.diagonal()
+        inflation = A_ii * M.diagonal()
         worst = inflation.argmax()
         if inflation[worst] <= 1 / LEAST_TOLERANCE:
             break
-        found[latents[worst]] = 1
+        replaceable[latents[worst]] = 1
         M = M - torch.outer(M[:, worst], M[worst]) / M[worst, worst]
-        own[worst] = 0
-    return found
+        A_ii[worst] = 0
+    return replaceable
 
 
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
@@ -223,71 +204,50 @@ def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -
     gradient.
     """
     curvature = (T0 * (T0 - alpha * along)).sum().item()
-    if curvature <= FLAT * T0.square().sum().item():
+    if curvature <= 1e-14 * T0.square().sum().item():  # rounding
         return 1.0
     return (T0 * untargeted).sum().item() / curvature
 
 
 def effective_dof(factorisation: Factorisation, terms: Terms, z: Tensor) -> float:
     """The trace of the matrix from targets to all prefixes' reconstructions, estimated from codes z, (n, F):
-    `sum_i h_i` with c fixed, from 1, the bias alone, to min(N, F + 1). n F^2 operations."""
+    `sum_i h_i` with c fixed, from 1, the bias alone, to min(N, F + 1); with a bias fitted after, at most 1 too large.
+
+    h_i is the leverage, `1 / (N + beta + nu) + psi_i' M psi_i`, with prefixes a mean. n F^2 operations.
+    """
     system = factorisation.system
-    prefixes, rows = max(1, len(system.prefixes)), system.rows
-    most = min(prefixes * rows, len(system.u) + 1)
-    if terms.joint:
-        return min(rows * (1 - slack_of(factorisation, terms, z)).mean().item(), most)
-    fitted = factorisation.quadratic(system.centred(z, 0.0).flatten(0, 1)).mean() * rows
-    overlap = terms.rows_fraction(rows) * (1 - rows * factorisation.quadratic(system.u[None]))
-    return min((fitted + overlap).item(), most)
+    rows, prefixes = system.rows, max(1, len(system.prefixes))
+    psi = system.centred(z, terms.shrink(rows)).flatten(0, 1)
+    leverage = factorisation.quadratic(psi).mean().item() + 1 / (rows + terms.beta + terms.nu)
+    return min(rows * leverage, prefixes * rows, len(system.u) + 1)
 
 
-def slack_of(factorisation: Factorisation, terms: Terms, z: Tensor) -> Tensor:
-    """`1 - h_i`, (n,), for codes z, (n, F), if n = N in the system's order. h_i is the leverage,
-    `1 / (N + beta + nu) + psi_i' M psi_i`; with prefixes the trace of `choice`'s H_i."""
-    system = factorisation.system
-    if len(z) == system.rows:
-        own = [
-            factorisation.own(some) for some in torch.arange(len(z), device=z.device).split(PIECE)
-        ]
-        held = [rows.slack for rows in own if rows is not None]
-        if held:
-            return torch.cat(held)
-    psi = system.centred(z, terms.shrink(system.rows))
-    leverages = factorisation.quadratic(psi.flatten(0, 1)).view(psi.shape[:2]).mean(1)
-    return 1 - 1 / (system.rows + terms.beta + terms.nu) - leverages
+class _Elimination:
+    """The skip eliminated from W's equations: S = K^-1 (A_xy - C_x' W) for a W without it, which loses P S."""
 
-
-class _Elimination(NamedTuple):
-    """The skip eliminated from W's equations."""
-
-    P: Tensor  # (F, D)
-    C: Tensor  # C_x
-    factor: Tensor  # of K by Cholesky, (D, D)
-
-    @classmethod
-    def of(cls, P: Tensor, C: Tensor, A_xx: Tensor) -> "_Elimination":
-        K = A_xx - C.T @ P
+    def __init__(self, P: Tensor, C_x: Tensor, A_xx: Tensor) -> None:
+        self._P, self._C_x = P, C_x  # (F, D)
+        K = A_xx - C_x.T @ P
         K = (K + K.T) / 2
-        ridge = RIDGE * max(A_xx.diagonal().mean().item(), torch.finfo(torch.float64).tiny)
+        # A ridge, raised against rounding: dimensions of x that codes explain, or that never vary, get no skip.
+        ridge = 1e-9 * max(A_xx.diagonal().mean().item(), torch.finfo(torch.float64).tiny)
         failed = True
-        while failed:  # rounding, where codes explain some of x exactly
-            factor, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
+        while failed:
+            self._R, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
             ridge *= 10
-        return cls(P, C, factor)
 
-    def skip(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:
-        """`K^-1 (A_xy - C_x' W)`, (D, E), for a solution without the skip, (F, E)."""
-        right = -self.C.T @ W
-        return torch.cholesky_solve(right if A_xy is None else right + A_xy, self.factor)
+    def __call__(self, W: Tensor, A_xy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The solution with the skip, (F, E), and the skip, (D, E), for targets that have products A_xy with x."""
+        right = -self._C_x.T @ W
+        if A_xy is not None:
+            right = right + A_xy
+        S = torch.cholesky_solve(right, self._R)
+        return W - self._P @ S, S
 
     def inverse(self, without: Inverse) -> Inverse:
         """M with the skip, `M + P K^-1 P'`."""
-        root = torch.linalg.solve_triangular(self.factor, self.P.T, upper=False)  # (D, F)
+        root = torch.linalg.solve_triangular(self._R, self._P.T, upper=False)  # (D, F)
         return Inverse(
             without.diagonal + root.square().sum(0),
             lambda latents: without.block(latents) + root[:, latents].T @ root[:, latents],
         )
-
-    def __call__(self, W: Tensor, A_xy: Tensor | None = None) -> Tensor:
-        """The solution with the skip, (F, E)."""
-        return W - self.P @ self.skip(W, A_xy)

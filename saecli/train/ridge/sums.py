@@ -10,15 +10,6 @@ from torch import Tensor
 from ...sae.codes import Codes, DenseCodes, Prefixes
 from .system import PIECE, AllReduce, Cholesky, Factorisation, Inverse, OwnRows, System, reduced
 
-CONSTANT = 2.0**-23  # spread of a latent over its mean below which float32 cannot tell it from none
-RESOLUTION = (
-    1e-13  # least ridge over the mean diagonal: a smaller one is lost in float64's rounding
-)
-OFFSET = 100  # squared mean over variance above which sums are taken about the mean
-DUAL_RESOLUTION = (
-    1e-9  # the same in N dimensions, where the solution is a difference divided by the ridge
-)
-
 
 class Sums(System):
     """N, means, `S = sum z z'` and `C = sum z y'`.
@@ -52,7 +43,8 @@ class Sums(System):
         if self._is_empty:
             self.z_0 = _offset(len(y), codes.sums(), codes.squares())
             self.y_0 = _offset(len(y), y.sum(0), y.square().sum(0))
-            self._is_empty, self._codes_are_offset = False, bool(self.z_0.any())
+            self._is_empty = False
+            self._codes_are_offset = bool(self.z_0.any())
         if self._codes_are_offset:
             codes = DenseCodes(codes.dense() - self.z_0.to(y.dtype))
         y = y - self.y_0.to(y.dtype)
@@ -62,26 +54,23 @@ class Sums(System):
         codes.add_gram(self.gram)
         self.zy += codes.transposed_times(y)
 
-    def recentre(self, z_0: Tensor, y_0: Tensor) -> None:
-        z, y = self.z_0 - z_0, self.y_0 - y_0
-        if z.any() or y.any():
-            moved = self.sum_z + self.count * z
-            self.gram.addr_(z, self.sum_z).addr_(moved, z)
-            self.zy.addr_(z, self.sum_y).addr_(moved, y)
-            self.sum_z = moved
-            self.sum_y += self.count * y
-            self.z_0, self.y_0, self._codes_are_offset = z_0, y_0, bool(z_0.any())
+    def _recentre(self, z_0: Tensor, y_0: Tensor) -> None:
+        shift_z, shift_y = self.z_0 - z_0, self.y_0 - y_0
+        if not (shift_z.any() or shift_y.any()):
+            return
+        sum_z = self.sum_z + self.count * shift_z
+        self.gram.addr_(shift_z, self.sum_z).addr_(sum_z, shift_z)
+        self.zy.addr_(shift_z, self.sum_y).addr_(sum_z, shift_y)
+        self.sum_z = sum_z
+        self.sum_y += self.count * shift_y
+        self.z_0, self.y_0 = z_0, y_0
 
     def reduce(self, all_reduce: AllReduce) -> None:
         """`F^2 / 2 + F E` numbers are all-reduced, a panel at a time."""
         count = all_reduce(self.count.clone()).clamp(min=1)
-        # Rounded, since later blocks subtract them in float32.
-        self.recentre(
-            *(
-                (all_reduce(self.count * offset) / count).float().double()
-                for offset in (self.z_0, self.y_0)
-            )
-        )
+        z_0 = all_reduce(self.count * self.z_0) / count
+        y_0 = all_reduce(self.count * self.y_0) / count
+        self._recentre(z_0, y_0)
         reduced([self.count, self.sum_z, self.sum_y, self.zy], all_reduce)
         for begin in range(0, len(self.sum_z), PIECE):
             end = begin + PIECE
@@ -105,11 +94,10 @@ class Sums(System):
 
     def cross(self, centre: Tensor) -> Tensor:
         about_means = torch.addr(self.zy, self.sum_z / self.count, self.sum_y, alpha=-1)
-        # Else rounding, to be divided:
-        about_means[self._spread <= self.count * (CONSTANT * self._z_bar).square()] = 0.0
-        return about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows).mul_(
-            self._membership[..., None]
-        )
+        # Float32 cannot tell a latent's spread from none: rounding, to be divided.
+        about_means[self._spread <= self.count * (2.0**-23 * self._z_bar).square()] = 0.0
+        about_centre = about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows)
+        return about_centre.mul_(self._membership[..., None])
 
     def diagonal(self, shrink: float) -> Tensor:
         between = self._membership * self._z_bar.square() - shrink * self.u.square()
@@ -136,9 +124,9 @@ class Sums(System):
             A.diagonal().copy_(diagonal + ridge)
             return A
 
-        return Direct(
-            self, Cholesky.of(build, max(ridge, RESOLUTION * (diagonal.abs().mean().item() or 1.0)))
-        )
+        # A smaller ridge is lost in float64's rounding.
+        least = 1e-13 * (diagonal.abs().mean().item() or 1.0)
+        return Direct(self, Cholesky(build, max(ridge, least)))
 
 
 class Direct(Factorisation):
@@ -176,9 +164,8 @@ class HeldRows(System):
     def __init__(self, z: Tensor | None = None, y: Tensor | None = None) -> None:
         self._z = [] if z is None else [z]
         self._y = [] if y is None else [y]
-        self._lifts: tuple[float, Tensor, Tensor] | None = (
-            None  # s, Z_h, (N, F), and Z_h Z_h', (N, N)
-        )
+        # s, Z_h, (N, F), and Z_h Z_h', (N, N).
+        self._lifted: tuple[float, Tensor, Tensor] | None = None
 
     def add(self, codes: Codes, y: Tensor) -> None:
         self._z.append(codes.dense())
@@ -209,83 +196,82 @@ class HeldRows(System):
         return about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows)
 
     def diagonal(self, shrink: float) -> Tensor:
-        return self._centre(shrink)[0].square().sum(0)
+        Z_h, _ = self._lift(shrink)
+        return Z_h.square().sum(0)
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Dual":
         """2 N^2 F + N^3 / 3 operations, the first term only once if there is no decay."""
-        lifted, gram = self._centre(shrink)
+        Z_h, gram = self._lift(shrink)
 
         def build(ridge: float) -> Tensor:
-            S = (lifted * _weight(decay, ridge).T) @ lifted.T if decay.any() else gram.clone()
+            S = (Z_h * _weight(decay, ridge).T) @ Z_h.T if decay.any() else gram.clone()
             if shrink == 1:
                 # The rows sum to 0, so S 1 = r 1; nothing is solved for along 1, so a larger eigenvalue costs nothing.
                 S += S.diagonal().mean() / self.rows
             S.diagonal().add_(ridge)
             return S
 
-        least = DUAL_RESOLUTION * (lifted.square().sum().item() / self.rows or 1.0)
-        return Dual(self, Cholesky.of(build, max(ridge, least)), shrink, lifted, decay)
+        # The solution is a difference divided by the ridge: a smaller one is lost in rounding.
+        least = 1e-9 * (gram.diagonal().sum().item() / self.rows or 1.0)
+        return Dual(self, Cholesky(build, max(ridge, least)), shrink, Z_h, decay)
 
-    def _centre(self, shrink: float) -> tuple[Tensor, Tensor]:
+    def _lift(self, shrink: float) -> tuple[Tensor, Tensor]:
         """Z_h and its products, kept for other ridges."""
-        if self._lifts is None or self._lifts[0] != shrink:
-            lifted = self.z - (1 - (1 - shrink) ** 0.5) * self._z_bar
-            self._lifts = shrink, lifted, lifted @ lifted.T
-        return self._lifts[1:]
+        if self._lifted is None or self._lifted[0] != shrink:
+            Z_h = self.z - (1 - (1 - shrink) ** 0.5) * self._z_bar
+            self._lifted = shrink, Z_h, Z_h @ Z_h.T
+        return self._lifted[1:]
 
 
 class Dual(Direct):
-    """A Cholesky factor of the N x N matrix S; `lifted` is Z_h."""
+    """A Cholesky factor of the N x N matrix S."""
 
     def __init__(
-        self, system: HeldRows, factor: Cholesky, shrink: float, lifted: Tensor, decay: Tensor
+        self, system: HeldRows, factor: Cholesky, shrink: float, Z_h: Tensor, decay: Tensor
     ) -> None:
         super().__init__(system, factor)
-        self._rows, self._shrink, self._lifted = system, shrink, lifted
+        self._rows, self._shrink, self._Z_h = system, shrink, Z_h
         self._weight = _weight(decay, factor.ridge)  # r E^-1, (F, 1)
 
     def solve(self, right: Tensor) -> Tensor:
         """4 N F + 2 N^2 operations per column."""
-        scaled = self._weight * right
-        return (scaled - self._lift(self._factor.solve(self._lifted @ scaled))) / self.ridge
+        weighted = self._weight * right
+        return (weighted - self._lift(self._factor.solve(self._Z_h @ weighted))) / self.ridge
 
     def solve_cross(self, centre: Tensor) -> Tensor:
         """By `sum z (y - centre)' = Z_h' Y`, without cancellation."""
-        return self._lift(self._factor.solve(self._apart(centre)))
+        return self._lift(self._factor.solve(self._targets(centre)))
 
     def quadratic(self, psi: Tensor) -> Tensor:
         """2 N F + N^2 operations per row."""
-        scaled = self._weight * psi.T
-        return (
-            (scaled * psi.T).sum(0) - self._factor.squared_norms(self._lifted @ scaled)
-        ) / self.ridge
+        weighted = self._weight * psi.T
+        subtracted = self._factor.squared_norms(self._Z_h @ weighted)
+        return ((weighted * psi.T).sum(0) - subtracted) / self.ridge
 
-    def own(self, index: Tensor) -> OwnRows:
+    def own(self, index: Tensor, centre: Tensor) -> OwnRows:
         """2 N^2 operations for each row."""
-        rows, columns = len(self._lifted), torch.arange(len(index), device=index.device)
-        units = self._lifted.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
+        rows, columns = len(self._Z_h), torch.arange(len(index), device=index.device)
+        units = self._Z_h.new_full((rows, len(index)), -(1 - (1 - self._shrink) ** 0.5) / rows)
         units[index, columns] += 1  # P's columns
         solved = self._factor.solve(units)
         return OwnRows(
             self.ridge * (solved * units).sum(0),
-            lambda: self._lift(solved),
-            lambda centre: self.ridge * (solved.T @ self._apart(centre)),
+            self._lift(solved),
+            self.ridge * (solved.T @ self._targets(centre)),
         )
 
     inverse = Factorisation.inverse  # the factor's is N x N
 
     def _lift(self, columns: Tensor) -> Tensor:
         """`r E^-1 Z_h'` times columns, (N, C)."""
-        return self._weight * (self._lifted.T @ columns)
+        return self._weight * (self._Z_h.T @ columns)
 
-    def _apart(self, centre: Tensor) -> Tensor:
+    def _targets(self, centre: Tensor) -> Tensor:
         """`Y = P^-1 (y - centre)`, (N, E); with s = 1 P leaves centred targets as they are."""
-        rows = self._rows.y - centre
-        return (
-            rows
-            if self._shrink == 1
-            else rows.add_(rows.mean(0), alpha=(1 - self._shrink) ** -0.5 - 1)
-        )
+        y = self._rows.y - centre
+        if self._shrink == 1:
+            return y
+        return y.add_(y.mean(0), alpha=(1 - self._shrink) ** -0.5 - 1)
 
 
 def _weight(decay: Tensor, ridge: float) -> Tensor:
@@ -300,6 +286,7 @@ def _joined(blocks: list[Tensor]) -> Tensor:
 
 
 def _offset(rows: int, sums: Tensor, squares: Tensor) -> Tensor:
+    """The mean where its square is above a hundred times the variance, in the sums' precision; else 0."""
     mean = sums.double() / rows
     variance = squares.double() / rows - mean.square()
-    return torch.where(mean.square() > OFFSET * variance, mean, 0.0).to(sums.dtype).double()
+    return torch.where(mean.square() > 100 * variance, mean, 0.0).to(sums.dtype).double()

@@ -9,30 +9,23 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from scipy.linalg.lapack import dtrtri
-from scipy.sparse.linalg import LinearOperator, onenormest
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes
 
-AllReduce = Callable[
-    [Tensor], Tensor
-]  # the sum of all processes' tensors, the same bits in each process
+# The sum of all processes' tensors, the same bits in each process.
+AllReduce = Callable[[Tensor], Tensor]
 
 NOT_FINITE = (
     "the decoder step cannot be solved: the codes, or their products, are not finite; lower --lr"
 )
-INFINITE_ALPHA = (
-    1e9  # over A's mean diagonal: W equals T to nine digits, and c would be lost in a difference
-)
-PIECE = 256  # rows of a matrix all-reduced at a time
-RAISES = 15  # attempts to factorise, each with a ridge ten times larger
+PIECE = 256  # rows of a matrix at a time, where all would take as much memory again
 
 
 class SkipSums:
@@ -67,7 +60,7 @@ class Terms:
     W_t: Tensor  # before this step, (F, E)
     b_t: Tensor  # (E,); with a skip (E + D,), zeros at the end
     decay: Tensor  # (F,)
-    joint: bool = True  # b optimal jointly with W; if not, W is solved with b = 0, and b is then optimal for that W
+    joint: bool = True  # else W is solved with b = 0, and b is then optimal for that W
     skip: SkipSums | None = None  # its D dimensions are the system's last targets
 
     @property
@@ -83,10 +76,8 @@ class Terms:
 
     def bare_bias(self, rows: float, y_bar: Tensor) -> Tensor:
         """`s y_bar + t b_t`, (E,)."""
-        return (
-            self.rows_fraction(rows) * y_bar
-            + self.nu / (rows + self.beta + self.nu) * self.b_t.double()
-        )
+        t = self.nu / (rows + self.beta + self.nu)
+        return self.rows_fraction(rows) * y_bar + t * self.b_t.double()
 
     def centre(self, rows: float, y_bar: Tensor) -> Tensor:
         """Subtracted from targets before solving for W, (E,)."""
@@ -135,8 +126,10 @@ class System(ABC):
 
     def centred(self, z: Tensor, shrink: float) -> Tensor:
         """psi, the centred codes in each prefix of rows z, (n, F): (n, L, F)."""
-        parts = z.double()[:, None]
-        return (parts * self._masks if self.prefixes else parts) - shrink * self.u
+        codes = z.double()[:, None]
+        if self.prefixes:
+            codes = codes * self._masks
+        return codes - shrink * self.u
 
     @abstractmethod
     def cross(self, centre: Tensor) -> Tensor:
@@ -151,19 +144,19 @@ class System(ABC):
         return max(self.diagonal(shrink).mean().item(), 0.0)
 
     def factorise(self, terms: Terms) -> "Factorisation":
-        """Factorise `A + diag(decay) + (alpha + mu) I`, alpha at most `INFINITE_ALPHA` times A's mean diagonal.
+        """Factorise `A + diag(decay) + (alpha + mu) I`, alpha at most 1e9 times A's mean diagonal.
 
         A ridge that does not factorise is raised; TrainingError if none does, or if the matrix is not finite.
         """
         shrink = terms.shrink(self.rows)
         scale = self.scale(shrink)
-        alpha = min(terms.alpha, INFINITE_ALPHA * scale) or terms.alpha
-        found = self._factorise(alpha + terms.mu, shrink, terms.decay)
-        found.alpha = alpha + (
-            found.ridge - (alpha + terms.mu)
-        )  # ridge - mu would lose alpha to a large mu
-        found.relative_alpha = found.alpha / max(scale, sys.float_info.min)
-        return found
+        # With more W equals T to nine digits, and c would be lost in a difference.
+        alpha = min(terms.alpha, 1e9 * scale) or terms.alpha
+        factorisation = self._factorise(alpha + terms.mu, shrink, terms.decay)
+        raised_by = factorisation.ridge - (alpha + terms.mu)  # a large mu would swallow alpha
+        factorisation.alpha = alpha + raised_by
+        factorisation.relative_alpha = factorisation.alpha / max(scale, sys.float_info.min)
+        return factorisation
 
     @abstractmethod
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Factorisation": ...
@@ -173,10 +166,8 @@ class OwnRows(NamedTuple):
     """m of the system's own rows, to full precision: with a small ridge differences cancel."""
 
     slack: Tensor  # 1 - 1/(N + beta + nu) - psi_i' M psi_i, (m,), 1 less the leverage
-    u: Callable[[], Tensor]  # gives M psi_i, (F, m)
-    residual: Callable[
-        [Tensor], Tensor
-    ]  # gives y_i - centre - psi_i' M sum z (y - centre)', (m, E)
+    u: Tensor  # M psi_i, (F, m)
+    residual: Tensor  # y_i - centre - psi_i' M sum z (y - centre)', (m, E)
 
 
 class Inverse(NamedTuple):
@@ -193,11 +184,8 @@ class Factorisation(ABC):
     relative_alpha: float  # alpha over A's mean diagonal
 
     def __init__(self, system: System, ridge: float, raised: bool) -> None:
-        self.system, self.ridge, self.raised = (
-            system,
-            ridge,
-            raised,
-        )  # raised: a smaller ridge did not factorise
+        self.system, self.ridge = system, ridge
+        self.raised = raised  # a smaller ridge did not factorise
 
     @abstractmethod
     def solve(self, right: Tensor) -> Tensor:
@@ -210,11 +198,11 @@ class Factorisation(ABC):
         """`psi_i' M psi_i`, (n,), of rows psi, (n, F)."""
         return (psi.T * self.solve(psi.T)).sum(0)
 
-    def inverse(self) -> "Inverse":
-        """Of the matrix, at F times the cost of `quadratic` at most; called last, as it may overwrite the factor."""
+    def inverse(self) -> Inverse:
+        """At F times the cost of `quadratic` at most; called last, as it may overwrite the factor."""
         u = self.system.u
         numbers = torch.arange(len(u), device=u.device)
-        units = (one_hot(some, len(u)).to(u) for some in numbers.split(PIECE))
+        units = (one_hot(latents, len(u)).to(u) for latents in numbers.split(PIECE))
         return Inverse(torch.cat([self.quadratic(unit) for unit in units]), self._block)
 
     def _block(self, latents: Tensor) -> Tensor:
@@ -223,13 +211,13 @@ class Factorisation(ABC):
 
     @abstractmethod
     def condition(self) -> float:
-        """Estimate of the matrix's 1-norm condition number; of an iteration's, preconditioned."""
+        """Estimate of the matrix's condition number; of an iteration's, preconditioned."""
 
     def residual(self) -> float:
         """The largest so far over its right side; nan if solutions are exact to float64's rounding."""
         return math.nan
 
-    def own(self, index: Tensor) -> OwnRows | None:
+    def own(self, index: Tensor, centre: Tensor) -> OwnRows | None:
         """The system's own rows with given numbers, (m,); None if it does not hold rows."""
         return None
 
@@ -241,26 +229,21 @@ def reduced(tensors: Iterable[Tensor], all_reduce: AllReduce) -> None:
 
 
 class Cholesky:
-    """A symmetric positive definite matrix, (F, F), as `R' R`; `raised` if a ridge smaller than `ridge` failed."""
+    """A symmetric positive definite matrix, (F, F), as `R' R`: `build(ridge)`, whose lower triangle is read and whose
+    memory the factor takes. `raised` if a ridge smaller than `ridge` failed.
 
-    def __init__(self, R: Tensor, ridge: float, raised: bool) -> None:
-        self._R, self.ridge, self.raised = R, ridge, raised
+    F^3 / 3 operations, and ten times the ridge, per attempt.
+    """
 
-    @classmethod
-    def of(cls, build: Callable[[float], Tensor], ridge: float) -> Self:
-        """Factorise `build(ridge)`, whose lower triangle is read and whose memory the factor takes; F^3 / 3 operations,
-        and ten times the ridge, per attempt."""
-        for attempt in range(RAISES):
-            R, info = (
-                build(ridge).mT,
-                torch.empty((), dtype=torch.int32),
-            )  # column-major, as LAPACK writes it
-            info = info.to(R.device)
+    def __init__(self, build: Callable[[float], Tensor], ridge: float) -> None:
+        for attempt in range(15):
+            R = build(ridge).mT  # column-major, as LAPACK writes it
+            info = torch.empty((), dtype=torch.int32, device=R.device)
             torch.linalg.cholesky_ex(R, upper=True, out=(R, info))
-            if (
-                not info.item() and R.diagonal().isfinite().all()
-            ):  # a NaN need not fail on every device
-                return cls(R, ridge, attempt > 0)
+            # A NaN need not fail on every device.
+            if not info.item() and R.diagonal().isfinite().all():
+                self._R, self.ridge, self.raised = R, ridge, attempt > 0
+                return
             del R
             if not build(ridge).sum().isfinite():
                 raise TrainingError(NOT_FINITE)
@@ -273,9 +256,8 @@ class Cholesky:
 
     def solve(self, right: Tensor) -> Tensor:
         """2 F^2 operations per column."""
-        return torch.cholesky_solve(
-            right, self._R, upper=True
-        ).contiguous()  # products with it are then faster
+        solution = torch.cholesky_solve(right, self._R, upper=True)
+        return solution.contiguous()  # products with it are then faster
 
     def squared_norms(self, right: Tensor) -> Tensor:
         """`g' (R' R)^-1 g` of each column g, (C,); half the operations of a solution."""
@@ -283,33 +265,23 @@ class Cholesky:
 
     def inverse(self) -> Inverse:
         """On a CPU, from `R^-1`, which replaces R; F^3 / 3 operations."""
-        found, _ = dtrtri(self._R.numpy(), overwrite_c=1)
+        inverse_R, _ = dtrtri(self._R.numpy(), overwrite_c=1)
         del self._R
-        root = torch.from_numpy(found)
+        root = torch.from_numpy(inverse_R)
         return Inverse(
             torch.linalg.vector_norm(root, dim=1).square(),
             lambda latents: root[latents] @ root[latents].T,
         )
 
     def condition(self) -> float:
-        """The 1-norm's (Higham and Tisseur, "A Block Algorithm for Matrix 1-Norm Estimation", 2000)."""
-        return self._norm(lambda columns: self._R.mT @ (self._R @ columns)) * self._norm(self.solve)
+        """An estimate from below, by power iterations on the matrix and its inverse."""
+        largest = self._norm(lambda vector: self._R.mT @ (self._R @ vector))
+        return largest * self._norm(self.solve)
 
     def _norm(self, times: Callable[[Tensor], Tensor]) -> float:
-        side, device = len(self._R), self._R.device
-        # The norm is invariant under signs; starting from ones, an eigenvector of `HeldRows`' matrix, rounding would
-        # break ties.
-        signs = (1.0 - 2.0 * (np.arange(side) % 2))[:, None]
-
-        def signed(columns: np.ndarray) -> np.ndarray:
-            return (
-                signs
-                * times(torch.from_numpy(signs * columns.reshape(side, -1)).to(device))
-                .cpu()
-                .numpy()
-            )
-
-        operator = LinearOperator(
-            (side, side), matvec=signed, rmatvec=signed, matmat=signed, rmatmat=signed, dtype=float
-        )
-        return float(onenormest(operator, t=1))  # with t > 1, columns would be drawn at random
+        generator = torch.Generator().manual_seed(0)
+        vector = torch.randn(len(self._R), 1, generator=generator, dtype=torch.float64)
+        vector = vector.to(self._R.device)
+        for _ in range(10):
+            vector = times(vector / vector.norm())
+        return vector.norm().item()
