@@ -39,19 +39,20 @@ def command(
     """Solve for the decoder of an SAE that is optimal on a store's rows.
 
     Adapts an SAE that was published, or trained on other rows, to the rows of --data. The encoder is unchanged, so the
-    same latents fire. One pass over the training rows gives decoder and bias in closed form. A ridge keeps the decoder
-    close to the old one, or on the rows of its own training to the encoder, times a factor; leave-one-out error chooses
-    the ridge. Prints FVU, cosine and L0 on held-out rows before and after; with --model also CE recovered and KL.
+    same latents fire. One pass over the training rows gives decoder and bias in closed form. A ridge, chosen by
+    leave-one-out error, penalises the distance to the rescaled old decoder, or on the rows of its own training to the
+    rescaled encoder. Prints FVU, cosine and L0 on held-out rows before and after; with --model also CE recovered and
+    KL.
 
     Saves a run, which other commands take like a trained one, unless FVU on held-out rows has risen.
 
     Example: sae refit google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82 --data notes
     """
-    from ..measure.refit import refitted_run
+    from ..measure.refit import refit_run
     from ..show.measures import refit_table
 
     session = start(ctx, json)
-    document = refitted_run(
+    document = refit_run(
         run=run,
         data=data,
         target=target,

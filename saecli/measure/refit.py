@@ -14,12 +14,13 @@ their old weights, on other rows times c.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import carried, free_memory
@@ -43,6 +44,10 @@ from .evaluate import check_model, check_tokens_of_model, evaluate_all, note_dou
 from .measured import Measured, RowsLike, open_measured
 
 HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
+NOT_FINITE = (
+    "the decoder cannot be solved for: expected finite products of codes and rows, got others; look "
+    "at the SAE and at the rows for huge numbers"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +60,7 @@ class Refitted:
 
 
 @torch.no_grad()
-def refitted(sae: SAE, rows: RowSource, listener: Listener, own: bool = False) -> Refitted:
+def refit_decoder(sae: SAE, rows: RowSource, listener: Listener, own: bool = False) -> Refitted:
     """The SAE with the exact decoder for these rows; `own`: on which it was trained. RunError if their products with
     the codes are not finite, MachineError if there is too little memory.
 
@@ -63,84 +68,75 @@ def refitted(sae: SAE, rows: RowSource, listener: Listener, own: bool = False) -
     operations each. Rows are read once; in each iteration too if neither normal equations nor codes fit in memory.
     """
     with listener.progress("refitting the decoder", rows.rows, "rows") as show:
-        moments, done = Moments(_system(sae, rows), sae, "none", rows.rows), 0
+        moments = Moments(_system(sae, rows), sae, "none", rows.rows)
+        done = 0
         for batch in _batches(sae, rows):
             moments.add(sae.codes(batch.x), batch)
             done += batch.size
             show(done)
         moments.reduce(ALONE)
         show(rows.rows, "choosing alpha")
-        target, direction = "the old decoder", cast(torch.Tensor | None, sae.W_dec)
-        if own and (sae.widths or rows.d_target):
-            target, direction = "0", None
-        elif own:
-            target, direction = "W_enc'", sae.W_enc.T.contiguous()
-        state = _solved(sae, moments, direction)
+        target, direction = _target(sae, bool(rows.d_target), own)
+        state = _solve(sae, moments, direction)
     W_dec, b_dec = (tensor.to(sae.W_dec) for tensor in (state.W(direction), state.b))
     if own:
         W_dec[~moments.fired] = sae.W_dec[~moments.fired]
     if not (W_dec.isfinite().all() and b_dec.isfinite().all()):
-        raise _not_finite()
+        raise RunError(NOT_FINITE)
     tensors = {"W_dec": W_dec, "b_dec": b_dec}
     if state.skip is not None and sae.W_skip is not None:
         tensors["W_skip"] = sae.W_skip + state.skip.to(sae.W_dec)
-    # Row-major, as from its file.
-    return Refitted(
-        sae.changed(None, **tensors).copy_to(sae.W_enc.device),
-        target,
-        state,
-        rows.rows,
-        1 - moments.fired.double().mean().item(),
-    )
+    row_major = sae.changed(None, **tensors).copy_to(sae.W_enc.device)  # as from its file
+    dead_fraction = 1 - moments.fired.double().mean().item()
+    return Refitted(row_major, target, state, rows.rows, dead_fraction)
 
 
-def _solved(sae: SAE, moments: Moments, direction: torch.Tensor | None) -> DecoderState:
-    W_dec, b_t = sae.W_dec, sae.b_dec.new_zeros(moments.y.shape[1])
+def _target(sae: SAE, transcodes: bool, own: bool) -> tuple[str, Tensor | None]:
+    """T0, in words and numbers."""
+    if not own:
+        return "the old decoder", sae.W_dec
+    if sae.widths or transcodes:
+        return "0", None
+    return "W_enc'", sae.W_enc.T.contiguous()
+
+
+def _solve(sae: SAE, moments: Moments, direction: Tensor | None) -> DecoderState:
     terms = Terms(
         alpha=0.0,
         beta=0.0,
         mu=0.0,
         nu=0.0,
         direction=direction,
-        W_t=W_dec,
-        b_t=b_t,
-        decay=torch.zeros(sae.d_sae, dtype=torch.float64, device=W_dec.device),
+        W_t=sae.W_dec,
+        b_t=sae.b_dec.new_zeros(moments.y.shape[1]),
+        decay=torch.zeros(sae.d_sae, dtype=torch.float64, device=sae.W_dec.device),
         skip=moments.skip,
     )
     try:
         factorisation = choose_alpha(moments.system, terms, moments.z, moments.y, None)
         return solve(moments.system, terms, factorisation, moments.z)
     except TrainingError as error:  # which advises on training
-        raise _not_finite() from error
-
-
-def _not_finite() -> RunError:
-    return RunError(
-        "the decoder cannot be solved for: expected finite products of codes and rows, got others; look "
-        "at the SAE and at the rows for huge numbers"
-    )
+        raise RunError(NOT_FINITE) from error
 
 
 def _system(sae: SAE, rows: RowSource) -> System:
-    device, d_sae, skipped = sae.W_enc.device, sae.d_sae, 0 if sae.W_skip is None else sae.d_in
-    other = (
-        sampled_bytes(rows.rows, sae.d_out + skipped, d_sae)
-        + 3 * sae.W_enc.itemsize * SUMMED_ROWS * d_sae
-    )
-    free = free_memory(device)
-    chosen = plan(rows.rows, d_sae, sae.d_out + skipped, free - other, prefixes=sae.prefixes)
-    if chosen.bytes + other > free:
+    width = sae.d_out + (0 if sae.W_skip is None else sae.d_in)
+    batch_bytes = 3 * sae.W_enc.itemsize * SUMMED_ROWS * sae.d_sae
+    beside = sampled_bytes(rows.rows, width, sae.d_sae) + batch_bytes
+    free = free_memory(sae.W_enc.device)
+    memory_plan = plan(rows.rows, sae.d_sae, width, free - beside, prefixes=sae.prefixes)
+    needed = memory_plan.bytes + beside
+    if needed > free:
         raise MachineError(
-            f"refitting {d_sae:,} latents needs {(chosen.bytes + other) / 2**30:.1f} GiB of memory, "
+            f"refitting {sae.d_sae:,} latents needs {needed / 2**30:.1f} GiB of memory, "
             f"{free / 2**30:.1f} GiB are free; end other programs, or use a machine with more"
         )
 
     def codes_again() -> Iterator[Codes]:
         return (sae.codes(batch.x) for batch in _batches(sae, rows))
 
-    return chosen.system(
-        torch.cat([sae.W_dec, sae.W_dec.new_zeros(d_sae, skipped)], 1), codes_again
-    )
+    skip = sae.W_dec.new_zeros(sae.d_sae, width - sae.d_out)
+    return memory_plan.system(torch.cat([sae.W_dec, skip], 1), codes_again)
 
 
 def _batches(sae: SAE, rows: RowSource) -> Iterable[Batch]:
@@ -172,16 +168,14 @@ def refit(
     Returns the SAE, on the device, acting on raw activations. Cost: one pass over the rows.
     """
     listener = listening(progress)
-    one = open_measured(Home.at(home), sae, data, "train", device, listener, target)
-    rows = (
-        _training_rows(one)
-        if data is None or isinstance(data, ActivationStore | Joined | str)
-        else one.rows
-    )
-    return refitted(one.sae, rows, listener, _is_own(one)).sae
+    measured = open_measured(Home.at(home), sae, data, "train", device, listener, target)
+    rows = measured.rows
+    if data is None or isinstance(data, ActivationStore | Joined | str):
+        rows = _training_rows(measured)
+    return refit_decoder(measured.sae, rows, listener, _is_own(measured)).sae
 
 
-def refitted_run(
+def refit_run(
     run: SAELike = None,
     data: RowsLike = None,
     *,
@@ -205,101 +199,109 @@ def refitted_run(
         raise RunError(f"there is a run named {folder.name!r} already; give another --name")
     if models is not None:
         check_model(before, models)
-    created, began, rows = now(), time.monotonic(), _training_rows(before)
-    found = refitted(before.sae, rows, listener, _is_own(before))
+    created, began = now(), time.monotonic()
+    refitted = refit_decoder(before.sae, _training_rows(before), listener, _is_own(before))
     seconds = time.monotonic() - began
-    stores, source = before.stores, before.subject.name
-    saved = SavedSAE(found.sae, before.saved.origin | origin_of(stores, before.subject.split_seed))
+    origin = origin_of(before.stores, before.subject.split_seed)
     after = replace(
         before,
-        subject=replace(before.subject, name=folder.name, dead_fraction=found.dead_fraction),
-        saved=saved,
+        subject=replace(before.subject, name=folder.name, dead_fraction=refitted.dead_fraction),
+        saved=SavedSAE(refitted.sae, before.saved.origin | origin),
     )
     measures = evaluate_all([before, after], models, tokens, listener)
-    old, new = (one["fvu"] for one in measures)
+    old, new = (document["fvu"] for document in measures)
     if new > old:
         raise RunError(
-            f"nothing is saved: expected the exact decoder for {found.rows:,} rows to lower FVU on held-out "
-            f"rows, {old:.4g}, got {new:.4g}; keep the old one, or refit on more rows"
+            f"nothing is saved: expected the exact decoder for {refitted.rows:,} rows to lower FVU on "
+            f"held-out rows, {old:.4g}, got {new:.4g}; keep the old one, or refit on more rows"
         )
     note_doubts(measures[1:], [after], listener)
-    decoder = found.decoder
-    final = {
-        "test_fvu": measures[1]["fvu"],
-        "test_mse": measures[1]["mse"],
-        "test_l0": measures[1]["l0"],
-        "dead_fraction": found.dead_fraction,
-        "alpha": decoder.alpha,
-        "relative_alpha": decoder.relative_alpha,
-        "c": decoder.c,
-        "condition": decoder.condition,
-        "dof": decoder.dof,
-    }
     result = {
-        "rows_train": found.rows,
+        "rows_train": refitted.rows,
         "rows_test": before.rows.rows,
         "seconds": seconds,
-        "notes": _notes(found),
-        "final": final,
+        "notes": _notes(refitted),
+        "final": _final(refitted, measures[1]),
     }
-    with folder_appearing_whole(folder) as temporary:
-        save_native(saved, temporary)
-        write_json(
-            temporary / RUN_MARKER,
-            {
-                "format_version": RUN_VERSION,
-                "created": created,
-                "complete": True,
-                **stores.names(),
-                "training": {
-                    "split_seed": before.subject.split_seed,
-                    "fraction": 1.0,
-                    "d_sae": found.sae.d_sae,
-                },
-                "solver": {"name": "refit", "source": source},
-                "activation": activation_to_json(found.sae.activation),
-                "result": result,
-            },
-        )
+    _save(after, folder, {"name": "refit", "source": before.subject.name}, created, result)
     return {
         "run": folder.name,
         "path": str(folder),
-        "source": source,
-        "act": found.sae.activation.name,
-        "data": stores.name,
-        "d_in": stores.d_in,
-        "d_sae": found.sae.d_sae,
+        "source": before.subject.name,
+        "act": refitted.sae.activation.name,
+        "data": before.stores.name,
+        "d_in": before.stores.d_in,
+        "d_sae": refitted.sae.d_sae,
         **result,
         "before": measures[0],
         "after": measures[1],
     }
 
 
+def _final(refitted: Refitted, measures: Mapping[str, Any]) -> dict[str, Any]:
+    decoder = refitted.decoder
+    return {
+        "test_fvu": measures["fvu"],
+        "test_mse": measures["mse"],
+        "test_l0": measures["l0"],
+        "dead_fraction": refitted.dead_fraction,
+        "alpha": decoder.alpha,
+        "relative_alpha": decoder.relative_alpha,
+        "c": decoder.c,
+        "condition": decoder.condition,
+        "dof": decoder.dof,
+    }
+
+
+def _save(
+    after: Measured, folder: Path, solver: dict[str, str], created: str, result: dict[str, Any]
+) -> None:
+    document = {
+        "format_version": RUN_VERSION,
+        "created": created,
+        "complete": True,
+        **after.stores.names(),
+        "training": {
+            "split_seed": after.subject.split_seed,
+            "fraction": 1.0,
+            "d_sae": after.sae.d_sae,
+        },
+        "solver": solver,
+        "activation": activation_to_json(after.sae.activation),
+        "result": result,
+    }
+    with folder_appearing_whole(folder) as temporary:
+        save_native(after.saved, temporary)
+        write_json(temporary / RUN_MARKER, document)
+
+
 def default_name(source: str) -> str:
     """The name of the run refitted from a source: a run's name, a path, or an address on the hub."""
-    path, _, _ = source.partition("@") if not Path(source).exists() else (source, "", "")
+    path = source if Path(source).exists() else source.partition("@")[0]
     return f"refit-{Path(path).resolve().name or 'sae'}"
 
 
-def _training_rows(one: Measured) -> RowSource:
+def _training_rows(measured: Measured) -> RowSource:
     """All of them, whatever fraction the SAE was trained on."""
-    return one.stores.split("train", seed=one.subject.split_seed).reusing()
+    return measured.stores.split("train", seed=measured.subject.split_seed).reusing()
 
 
-def _is_own(one: Measured) -> bool:
+def _is_own(measured: Measured) -> bool:
     """Whether the SAE was trained on rows of these stores."""
-    return one.subject.data_hash is not None and one.subject.data_hash == one.stores.hash
+    data_hash = measured.subject.data_hash
+    return data_hash is not None and data_hash == measured.stores.hash
 
 
-def _notes(found: Refitted) -> list[str]:
-    decoder, said = found.decoder, []
+def _notes(refitted: Refitted) -> list[str]:
+    decoder, notes = refitted.decoder, []
     if decoder.relative_alpha > HELD:
-        said.append(
-            f"the decoder is {found.target} times {decoder.c:.3g}: {found.rows:,} rows are too few to improve it"
+        notes.append(
+            f"the decoder is {refitted.target} times {decoder.c:.3g}: {refitted.rows:,} rows are too few "
+            "to improve it"
         )
     if decoder.residual > 2 * TOLERANCE:
-        said.append(
-            f"the decoder was solved to a residual of {decoder.residual:.1g} only, where {TOLERANCE:g} was "
-            "wanted; on a machine with more memory it would be solved directly"
+        notes.append(
+            f"the decoder was solved to a residual of {decoder.residual:.1g} only, where {TOLERANCE:g} "
+            "was wanted; on a machine with more memory it would be solved directly"
         )
-    return said
+    return notes
