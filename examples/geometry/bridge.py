@@ -20,17 +20,17 @@ os.environ.setdefault(
 import numpy as np
 import torch
 from diagrams import cells_in, tints
+from matplotlib.axes import Axes
 from torch import Tensor
 
-from saecli.geometry.bridge import fvu, spread
 from saecli.geometry.cells import cells_of
 from saecli.geometry.diagram import PowerDiagram
-from saecli.geometry.local_pca import LocalPCA, kmeans
 from saecli.geometry.plane import PlaneCells, keys_at, plane_cells
+from saecli.geometry.references import LocalPCA, fvu, kmeans_centres
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
-from saecli.show.geometry import arrows, fill
-from saecli.show.style import COLOURS, figure
+from saecli.show.geometry import fill
+from saecli.show.style import COLOURS, GREY, figure
 
 LATENTS, RATE = 80, 8e-3
 WINDOW = (-2.1, 2.1, -2.1, 2.1)
@@ -62,6 +62,14 @@ def trained(x: Tensor, k: int, steps: int, generator: torch.Generator) -> SAE:
     return sae.sae().copy_to(torch.float64)
 
 
+def arrows(axes: Axes, starts: np.ndarray, ends: np.ndarray, colour: str) -> None:
+    """Draw rows, (M, 2), as open dots, with lines to their reconstructions, (M, 2), as full dots."""
+    lines = np.stack([starts, ends], 1).transpose(2, 1, 0)
+    axes.plot(*lines, color=colour, linewidth=0.7, alpha=0.8, zorder=2)
+    axes.scatter(*starts.T, s=9, facecolors="white", edgecolors=GREY, linewidths=0.6, zorder=3)
+    axes.scatter(*ends.T, s=8, c=colour, linewidths=0, zorder=4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bridge.png"), help="PNG, PDF or SVG")
@@ -80,42 +88,38 @@ def main() -> None:
             own = np.unique(np.array(keys_at(cells, x)), return_inverse=True)[1]
             areas_of_sae = plane_cells(cells, WINDOW)
             count = int(own.max()) + 1
-            means = kmeans(rows, count, 0)
-            nearest = means.predict(rows)
-            constant = LocalPCA(rows, nearest, means.cluster_centers_)
-            best = LocalPCA(rows, own, np.zeros((count, 2)))
+            centres = kmeans_centres(rows, count)
+            voronoi = PowerDiagram(torch.from_numpy(centres), torch.zeros(count))
+            local_pca = LocalPCA(rows, np.zeros((count, 2)), own)
             regions: list[tuple[str, PlaneCells, np.ndarray]] = [
                 (
                     f"k-means, {count} cells",
-                    cells_in(
-                        PowerDiagram(torch.from_numpy(means.cluster_centers_), torch.zeros(count)),
-                        WINDOW,
-                    )[0],
-                    constant.reconstruct(rows, nearest, np.zeros(count, int)),
+                    cells_in(voronoi, WINDOW)[0],
+                    LocalPCA(rows, centres).reconstruct(rows, 0),
                 ),
                 (f"Top-{k} SAE, {count} cells visited", areas_of_sae, sae(x.double()).numpy()),
                 (
                     f"local PCA of rank {min(k, 2)} on these cells",
                     areas_of_sae,
-                    best.reconstruct(rows, own, np.full(count, min(k, 2))),
+                    local_pca.reconstruct(rows, min(k, 2), own),
                 ),
             ]
-            found = []
+            fvus = []
             for axes, colour, (name, areas, ends) in zip(
                 panels, (COLOURS[1], COLOURS[0], COLOURS[2]), regions, strict=True
             ):
-                found.append(fvu(np.square(ends - rows).sum(), spread(rows)))
+                fvus.append(fvu(rows, ends))
                 fill(
                     axes, areas, 0.6 + 0.4 * tints(len(areas.keys))
                 )  # paler still: the arrows matter here
                 arrows(axes, rows, ends, colour)
                 axes.set(
-                    title=f"{name}: FVU {found[-1] if found[-1] > 1e-12 else 0:.4f}",
+                    title=f"{name}: FVU {fvus[-1] if fvus[-1] > 1e-12 else 0:.4f}",
                     xticks=[],
                     yticks=[],
                 )
             print(
-                f"Top-{k}: k-means {found[0]:.4f}, SAE {found[1]:.4f}, local PCA {found[2]:.4f}; {count} cells; "
+                f"Top-{k}: k-means {fvus[0]:.4f}, SAE {fvus[1]:.4f}, local PCA {fvus[2]:.4f}; {count} cells; "
                 f"trained in {seconds:.1f} s"
             )
     print(f"drew {given.out}")

@@ -32,15 +32,6 @@ Radius = Annotated[
         help="Radius of the local complexity, as a fraction of the rows' median distance to their mean.",
     ),
 ]
-Lambda = Annotated[
-    str,
-    typer.Option(
-        "--lambda",
-        metavar="auto|FLOAT",
-        help="Cost per row of each dimension of local PCA's variable rank, in squared "
-        "units of the rows. auto: the mean rank equals the SAE's.",
-    ),
-]
 
 
 def command(
@@ -51,7 +42,6 @@ def command(
     rows: Most = 100_000,
     fit_rows: FitRows = 50_000,
     radius: Radius = 0.01,
-    lambda_: Lambda = "auto",
     plot: Plot = None,
     slice_: Slice = "pca",
     json: Json = False,
@@ -64,51 +54,41 @@ def command(
     number of boundaries within --radius of it.
 
     References are fitted on training rows: k-means, and local PCA, the best map that is affine on each of its cells,
-    with the SAE's rank or a rank per cell. On the SAE's own cells, the gap to local PCA of the same rank is the cost of
-    sharing dictionary vectors; reported from 100 rows in 20 cells on, in --json always.
-
-    Several runs make one table, and --plot draws them side by side.
+    with the SAE's rank. Several runs make one table.
 
     Example: sae geometry first --plot geometry.png
     """
-    from ..geometry.geometry import Wanted, found_in, penalty_of
+    from ..geometry.cells import check_cells
+    from ..geometry.geometry import Settings, measure_geometry
     from ..geometry.plane import rows_of_slice
     from ..measure.measured import open_all_measured
     from ..show.tables import disagreement, geometries_table, geometry_table
 
     session = start(ctx, json, plot)
-    wanted = Wanted(rows, fit_rows, radius, penalty_of(lambda_))
-    if (chosen := given(ctx, "slice_")) is not None:
-        if plot is None:
-            raise ConfigError(
-                "--slice does nothing without --plot; leave it out, or name a picture with --plot"
-            )
-        if len(runs or ()) > 1:
-            raise ConfigError(
-                f"--slice is for the picture of one SAE, got {len(runs or ())} runs; leave it out, or "
-                "name one"
-            )
-    everything = open_all_measured(session.home, runs or [], data, split, "cpu", session.console)
-    marked = rows_of_slice(everything[0].of_store, chosen or "pca")
+    settings = Settings(rows, fit_rows, radius)
+    corners = given(ctx, "slice_")
+    if corners is not None and plot is None:
+        raise ConfigError(
+            "--slice does nothing without --plot; leave it out, or name a picture with --plot"
+        )
+    if plot is not None and len(runs or ()) > 1:
+        raise ConfigError(f"--plot draws one SAE, got {len(runs or ())} runs; name one of them")
+    measured = open_all_measured(session.home, runs or [], data, split, "cpu", session.console)
+    for run in measured:
+        check_cells(run.sae.activation)
+    marked = rows_of_slice(measured[0].of_store, corners or "pca")
     documents = []
-    for found in found_in(
-        everything, wanted, session.console
-    ):  # only documents are kept, so that memory does not grow
-        documents.append(found.document)
-        if plot is not None and len(everything) == 1:
-            from ..show.geometry import geometry  # matplotlib takes a second to import
+    for run in measured:
+        result = measure_geometry(run, settings, session.console)
+        documents.append(result.document)
+        if plot is not None:
+            from ..show.geometry import draw_geometry  # matplotlib takes a second to import
 
-            geometry(plot, found, marked)
-    if plot is not None:
-        if len(documents) > 1:
-            from ..show.geometry import geometries
-
-            geometries(plot, documents)
-        session.console.note(f"drew {plot}")
-    for document in documents:
-        if where := disagreement(document["power_diagram"]):
+            draw_geometry(plot, result, marked)
+            session.console.note(f"drew {plot}")
+        if where := disagreement(result.document["power_diagram"]):
             session.console.note(
-                f"{document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
+                f"{result.document['run']}: the power diagram disagrees {where}; by the theorem it agrees on "
                 f"all, so this is a bug or rounding, please report it"
             )
     if len(documents) == 1:

@@ -4,7 +4,6 @@ geometry.py       saecli.geometry: rows measured, references, the document of `s
 survey.py         one pass over rows: cells visited, margins, local complexity, ranks, samples
 cells.py          a row's cell, margin and nearby boundaries; `cells_of` any SAE
 diagram.py        K-th order power diagrams, and the theorem that they are the cells of TopK
-bridge.py         FVU of k-means, the SAE and local PCA on the same rows
-local_pca.py      k-means and local PCA, in memory and streamed
+references.py     FVU of k-means, the SAE and local PCA on the same rows
 plane.py          planes through rows, and the cells in a window of one
 """

@@ -22,7 +22,7 @@ from ..base.errors import ConfigError
 from ..sae.dictionary import SAE
 from ..store.reader import Rows
 from .cells import Cells
-from .local_pca import principal_components
+from .references import principal_directions
 from .survey import support_keys
 
 PRINCIPAL_ROWS = 2048  # rows that the principal components are taken of, evenly spaced
@@ -60,7 +60,7 @@ class Plane:
             return cls(torch.zeros(D, dtype=torch.float64), torch.eye(2, D, dtype=torch.float64))
         some = rows[:: -(-len(rows) // PRINCIPAL_ROWS)].astype(np.float64)
         mean = some.mean(0)
-        directions = principal_components(some - mean)[0][:, :2].T
+        directions = principal_directions(some - mean)[:, :2].T
         # Axes of the space stand in where the rows span fewer directions.
         basis = directions if len(directions) == 2 else np.eye(2, D)
         return cls(torch.from_numpy(mean), torch.from_numpy(basis.copy()))
@@ -140,12 +140,11 @@ class PlaneCells:
 
 @torch.no_grad()
 def keys_at(cells: Cells, points: Tensor) -> list[bytes]:
-    """The keys of the cells of a plane's partition that points lie in, (M, 2) in the plane's coordinates."""
-    return [
-        key
-        for some in points.split(max(1, BLOCK // cells.sae.d_sae))
-        for key in support_keys(cells.supports(cells.pre_activations(some)))
-    ]
+    """The keys of the cells that points lie in, (M, D), or (M, 2) in a plane's coordinates and its partition."""
+    keys: list[bytes] = []
+    for part in points.split(max(1, BLOCK // cells.sae.d_sae)):
+        keys += support_keys(cells.supports(cells.pre_activations(part)))
+    return keys
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""One pass over rows: cells visited, margins, local complexity, ranks, degenerate latents, and uniform samples.
+"""One pass over rows: cells visited, margins, local complexity, ranks, degenerate latents, and a uniform sample.
 
     margin:             distance of x to the boundary of its cell, see `cells.py`
     local complexity:   boundary hyperplanes within a radius of x
@@ -10,10 +10,9 @@ Shapes: B rows, D = d_in, F = d_sae.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,12 @@ from .diagram import agreement
 
 KEY_BYTES = 16  # two of a billion cells share a key with probability 1e-21
 QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
+COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
+BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
+SAMPLE_ROWS = 50_000  # rows kept for the references
+SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
+AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, 10 seconds on two cores
+RANK_ROWS = 100  # rows of whose cells the map's rank is computed
 
 
 def support_keys(supports: Tensor) -> list[bytes]:
@@ -44,21 +49,14 @@ class Census:
     active: int = 0
     counts: Counter[bytes] = field(default_factory=Counter)
     _growth: list[tuple[int, int]] = field(default_factory=list)
-    _marks: Iterator[int] = field(
-        default_factory=lambda: (step * 10**power for power in count() for step in (1, 2, 5))
-    )
-    _next: int = 0
 
     def add(self, keys: list[bytes], active: int) -> None:
-        """Count the cells of some rows, by `support_keys`, and their `active` latents, summed."""
+        """Count the cells of rows, by `support_keys`, and their `active` latents, summed."""
         self.active += active
-        while keys:
-            if self._next <= self.rows:
-                self._next = next(self._marks)
-            now, keys = keys[: self._next - self.rows], keys[self._next - self.rows :]
-            self.counts.update(now)
-            self.rows += len(now)
-            if self.rows == self._next:
+        for key in keys:
+            self.counts[key] += 1
+            self.rows += 1
+            if str(self.rows).rstrip("0") in ("1", "2", "5"):
                 self._growth.append((self.rows, len(self.counts)))
 
     @property
@@ -95,35 +93,81 @@ class Census:
         }
 
 
-class Reservoir:
-    """A uniform sample of a stream, without replacement; a stream of at most `capacity` rows is kept in order.
+@dataclass(frozen=True)
+class Survey:
+    """The results of a pass over rows, B of them."""
 
-    Source: Vitter, "Random sampling with a reservoir" (1985), algorithm R.
-    """
+    census: Census
+    margins: NDArray[np.float64]  # (margin, margin / ||x||), (B, 2)
+    sample: NDArray[np.float32]  # of the rows, uniform and in order, (at most `sample_capacity`, D)
 
-    def __init__(self, capacity: int, seed: int = 0) -> None:
-        self.capacity, self.seen = capacity, 0
-        self._random = np.random.default_rng(seed)
-        self._kept: NDArray | None = None
 
-    def add(self, rows: NDArray) -> None:
-        if self._kept is None:
-            self._kept = np.empty(
-                (self.capacity, *rows.shape[1:]), rows.dtype
-            )  # takes no memory until written
-        slots = np.arange(self.seen, self.seen + len(rows))
-        late = slots >= self.capacity
-        slots[late] = self._random.integers(0, slots[late] + 1)
-        taken = slots < self.capacity
-        self._kept[slots[taken]] = rows[
-            taken
-        ]  # of two rows for one slot numpy keeps the later, as it should
-        self.seen += len(rows)
+@torch.no_grad()
+def survey_rows(cells: Cells, batches: Iterable[Tensor], rows: int) -> Survey:
+    """One pass over so many rows, in batches of (any number, D)."""
+    census = Census()
+    margins, sample = [], []
+    sampled = np.zeros(rows, bool)
+    capacity = min(rows, sample_capacity(cells.sae.d_in))
+    sampled[np.random.default_rng(0).permutation(rows)[:capacity]] = True
+    for x in batches:
+        pre = cells.pre_activations(x)
+        supports = cells.supports(pre)
+        sample.append(x.float().numpy()[sampled[census.rows : census.rows + len(x)]])
+        margins.append(margins_of(cells, x, pre))
+        census.add(support_keys(supports), int(supports.sum()))
+    return Survey(census, np.concatenate(margins), np.concatenate(sample))
 
-    @property
-    def rows(self) -> NDArray:
-        """The sample, (min(capacity, rows seen), ...)."""
-        return np.empty(0) if self._kept is None else self._kept[: self.seen]
+
+def margins_of(cells: Cells, x: Tensor, pre: Tensor) -> NDArray[np.float64]:
+    """(margin, margin / ||x||), (B, 2), of rows, (B, D), with their pre-activations, (B, F)."""
+    margins = cells.margins(pre)
+    # A row at the origin is infinitely far from its boundary in units of its own norm.
+    relative = (margins / x.double().norm(dim=1)).nan_to_num(0.0, torch.inf)
+    return torch.stack([margins, relative], 1).numpy()
+
+
+@torch.no_grad()
+def margins_in_memory(cells: Cells, rows: NDArray[np.floating]) -> NDArray[np.float64]:
+    """`margins_of` rows in memory, (B, D)."""
+    batches = torch.from_numpy(rows).split(batch_size(cells.sae.d_sae))
+    return np.concatenate([margins_of(cells, x, cells.pre_activations(x)) for x in batches])
+
+
+def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
+    """The distribution of margins, (B, 2), in units of the rows, and as `relative` in units of each row's norm."""
+    margin, relative = margins.T
+    return {**describe(margin), "relative": describe(relative)}
+
+
+def radius_of(rows: NDArray[np.floating], fraction: float) -> float:
+    """A fraction of the median distance of rows, (B, D), to their mean."""
+    distances = np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1)
+    return fraction * float(np.median(distances))
+
+
+@torch.no_grad()
+def local_complexity(cells: Cells, rows: NDArray[np.floating], radius: float) -> NDArray[np.int64]:
+    """Boundary hyperplanes within the radius of each of at most 1000 of the rows, (B, D)."""
+    x = torch.from_numpy(spread_out(rows, COMPLEXITY_ROWS))
+    return cells.crossings(cells.pre_activations(x), radius).numpy()
+
+
+@torch.no_grad()
+def rank_measures(cells: Cells, rows: NDArray[np.floating]) -> dict[str, Any]:
+    """The rank of the SAE's map over the cells of at most 100 rows; `full`: the fraction of rank min(|S|, D)."""
+    x = torch.from_numpy(spread_out(rows, RANK_ROWS))
+    supports = torch.unique(cells.supports(cells.pre_activations(x)), dim=0)
+    ranks = np.array([rank(cells.sae, support.nonzero()[:, 0]) for support in supports])
+    full = ranks == supports.sum(1).clamp(max=cells.sae.d_in).numpy()
+    return {"cells": len(ranks), "full": float(full.mean()), **describe(ranks.astype(float))}
+
+
+@torch.no_grad()
+def agreement_measures(sae: SAE, rows: NDArray[np.floating]) -> dict[str, Any] | None:
+    """`agreement` on rows, within `AGREEMENT_WORK`."""
+    most = max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))
+    return agreement(sae, torch.from_numpy(spread_out(rows, most)).split(64))
 
 
 def describe(values: NDArray) -> dict[str, float]:
@@ -136,11 +180,18 @@ def describe(values: NDArray) -> dict[str, float]:
 
 def spread_out(rows: NDArray, count: int) -> NDArray:
     """At most `count` of the rows, evenly spaced."""
-    return (
-        rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
-        if len(rows)
-        else rows
-    )
+    if len(rows) <= count:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, count).astype(int)]
+
+
+def batch_size(d_sae: int) -> int:
+    return max(16, min(1024, BATCH_CODES // d_sae))
+
+
+def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
+    """Rows of a sample: `rows`, or fewer to stay within 256 MiB."""
+    return max(1, min(rows, SAMPLE_BYTES // (4 * d_in)))
 
 
 def rank(sae: SAE, support: Tensor) -> int:
@@ -185,107 +236,3 @@ def _in_groups(rows: Tensor) -> int:
         blake2b(row, digest_size=16).digest() for row in (rows + 0.0).contiguous().numpy()
     )
     return sum(equal for equal in counts.values() if equal > 1)
-
-
-COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
-BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
-MARGINS = 200_000  # margins kept for quantiles
-SAMPLE_ROWS = 50_000  # rows kept for the references
-SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
-AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, some ten seconds on two cores
-RANK_ROWS = 100  # rows whose cells' maps have their rank found
-
-
-def batch_size(d_sae: int) -> int:
-    return max(16, min(1024, BATCH_CODES // d_sae))
-
-
-def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
-    """Rows of a sample: `rows`, or fewer to stay within 256 MiB."""
-    return max(1, min(rows, SAMPLE_BYTES // (4 * d_in)))
-
-
-def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
-    """The distribution of margins, (B, 2), in units of the rows, and as `relative` in units of each row's norm."""
-    margin, relative = margins.T
-    return {**describe(margin), "relative": describe(relative)}
-
-
-def radius_of(rows: NDArray[np.floating], fraction: float) -> float:
-    """A fraction of the median distance of rows, (B, D), to their mean."""
-    return fraction * float(
-        np.median(np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1))
-    )
-
-
-@torch.no_grad()
-def local_complexity(cells: Cells, rows: NDArray[np.floating], radius: float) -> NDArray[np.int64]:
-    """Boundary hyperplanes within the radius of each of at most 1000 of the rows, (B, D)."""
-    some = torch.from_numpy(spread_out(rows, COMPLEXITY_ROWS))
-    return cells.crossings(cells.pre_activations(some), radius).numpy()
-
-
-def visit(cells: Cells, x: Tensor) -> tuple[Tensor, list[bytes], NDArray[np.float64]]:
-    """Supports, (B, F), the keys of these cells, and (margin, margin / ||x||), (B, 2), of rows, (B, D)."""
-    pre = cells.pre_activations(x)
-    supports, margins = cells.supports(pre), cells.margins(pre)
-    # A row at the origin is infinitely far from its boundary in units of its own norm.
-    relative = (margins / x.double().norm(dim=1)).nan_to_num(0.0, torch.inf)
-    return supports, support_keys(supports), torch.stack([margins, relative], 1).numpy()
-
-
-@torch.no_grad()
-def visits(cells: Cells, rows: NDArray[np.floating]) -> tuple[list[bytes], NDArray[np.float64]]:
-    """The key of each row's cell, and (margin, margin / ||x||), (B, 2), of rows in memory, (B, D)."""
-    keys: list[bytes] = []
-    margins = []
-    for x in torch.from_numpy(rows).split(batch_size(cells.sae.d_sae)):
-        _, some, distances = visit(cells, x)
-        keys += some
-        margins.append(distances)
-    return keys, np.concatenate(margins)
-
-
-@dataclass
-class Survey:
-    """The results of a pass over rows so far, in constant memory."""
-
-    cells: Cells
-    sample: Reservoir  # of the rows, (B, D), float32
-    sample_keys: Reservoir  # the keys of their cells, (B,)
-    census: Census = field(default_factory=Census)
-    margins: Reservoir = field(
-        default_factory=lambda: Reservoir(MARGINS)
-    )  # of (margin, margin / ||x||), (B, 2)
-
-    @torch.no_grad()
-    def add(self, x: Tensor) -> None:
-        supports, keys, margins = visit(self.cells, x)
-        self.census.add(keys, int(supports.sum()))
-        self.margins.add(margins)
-        # Two reservoirs of one seed and size keep the same rows.
-        self.sample.add(x.float().numpy())
-        self.sample_keys.add(np.frombuffer(b"".join(keys), f"V{KEY_BYTES}"))
-
-    @torch.no_grad()
-    def rank_measures(self) -> dict[str, Any]:
-        """The rank of the SAE's map over the cells of at most 100 rows; `full`: the fraction of rank min(|S|, D)."""
-        some = torch.from_numpy(spread_out(self.sample.rows, RANK_ROWS))
-        supports = torch.unique(self.cells.supports(self.cells.pre_activations(some)), dim=0)
-        ranks = np.array([rank(self.cells.sae, support.nonzero()[:, 0]) for support in supports])
-        full = ranks == supports.sum(1).clamp(max=self.cells.sae.d_in).numpy()
-        return {"cells": len(ranks), "full": float(full.mean()), **describe(ranks.astype(float))}
-
-    @torch.no_grad()
-    def agreement_measures(self, sae: SAE) -> dict[str, Any] | None:
-        """`agreement` on the sample, within `AGREEMENT_WORK`."""
-        most = max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))
-        return agreement(sae, torch.from_numpy(spread_out(self.sample.rows, most)).split(64))
-
-
-def gather(cells: Cells, batches: Iterable[Tensor]) -> Survey:
-    capacity = sample_capacity(cells.sae.d_in)
-    survey = Survey(cells, Reservoir(capacity), Reservoir(capacity))
-    for x in batches:
-        survey.add(x)
-    return survey

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from ..base.console import listening
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
-from ..geometry.geometry import Wanted, found_in, penalty_of
+from ..geometry.geometry import Settings, measure_geometry
 from ..geometry.plane import rows_of_slice
 from ..measure.evaluate import compare, sparsity_document
 from ..measure.measured import RowsLike, open_all_measured
@@ -17,7 +17,8 @@ from ..sae.library import SAELike
 from ..sae.metrics import firing
 from ..store.split import Which
 from ..train.files import read_metrics
-from . import geometry, pictures
+from . import pictures
+from .geometry import draw_geometry
 from .measures import sparsest_first
 
 PICTURED_ROWS = 200  # whose codes are drawn
@@ -70,11 +71,10 @@ def draw(
     if picture == "geometry":
         if len(saes) > 1:
             raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
-        corners, penalty = options.pop("slice_", "pca"), penalty_of(options.pop("lambda_", "auto"))
-        everything = open_all_measured(at, saes, data, split, "cpu", listener)
-        through = rows_of_slice(everything[0].of_store, corners)
-        found = next(found_in(everything, Wanted(**options, penalty=penalty), listener))
-        return [geometry.geometry(None, found, through)]
+        corners, settings = options.pop("slice_", "pca"), Settings(**options)
+        (run,) = open_all_measured(at, saes, data, split, "cpu", listener)
+        marked = rows_of_slice(run.of_store, corners)
+        return [draw_geometry(None, measure_geometry(run, settings, listener), marked)]
     everything = open_all_measured(at, saes, data, split, device, listener, **options)
     if picture == "frontier":
         ranked = sparsest_first(compare(everything, progress=progress))

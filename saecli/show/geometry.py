@@ -1,6 +1,5 @@
-"""Pictures of geometry: cells on a plane, margins, local complexity, growth, the bridge; and of several SAEs."""
+"""The picture of `sae geometry`: cells on a plane, margins, local complexity, growth of the cells visited."""
 
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,17 +11,17 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, LogNorm, Normalize, to_rgb
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.errors import counted, number
 from ..geometry.cells import cells_of
-from ..geometry.geometry import Found
-from ..geometry.plane import Plane, PlaneCells, Window, keys_at, plane_cells, window_of
-from ..geometry.survey import describe, spread_out
-from .style import COLOURS, GREY, figure, legend_below, log_scale, say_empty, short
+from ..geometry.geometry import Geometry
+from ..geometry.plane import Plane, PlaneCells, keys_at, plane_cells, window_of
+from ..geometry.survey import spread_out
+from .style import COLOURS, GREY, figure, log_scale, say_empty, short
 
 # Lightness falls steadily, so that it reads alike in grey and for the colour-blind.
 SCALE = ListedColormap(matplotlib.colormaps["YlGnBu"](np.linspace(0.15, 0.8, 256)))
@@ -31,14 +30,7 @@ NEUTRAL = np.array(to_rgb("#eeeeee"))
 LINE = "#333333"
 DARKEST, FAINTEST = 0.7, 0.25  # lines between cells
 POINTS = 1000  # most rows drawn
-ARROWS = 200  # rows whose reconstructions are drawn
-ROUNDING = 1e-12  # a lower FVU is shown as zero
-HEADING = {"fontsize": 10.5, "fontweight": "bold"}
-BRIDGE = {
-    "kmeans_fvu": ("k-means", COLOURS[1]),
-    "sae_fvu": ("SAE", COLOURS[0]),
-    "local_pca_fvu": ("local PCA", COLOURS[2]),
-}
+FITS = {"kmeans": "k-means", "sae": "the SAE", "local_pca": "local PCA"}
 # How margins and complexity are drawn: of the split measured, and of the other.
 SPLIT_STYLES: tuple[dict[str, Any], ...] = (
     {"color": COLOURS[0], "alpha": 0.75},
@@ -129,160 +121,121 @@ def scatter(axes: Axes, points: NDArray, marks: Mapping[int, NDArray]) -> int:
     return len(points)
 
 
-def arrows(axes: Axes, starts: NDArray, ends: NDArray, colour: str) -> None:
-    """Draw rows, (M, 2), as open dots, with lines to their reconstructions, (M, 2), as full dots."""
-    axes.grid(False)
-    axes.plot(
-        *np.stack([starts, ends], 1).transpose(2, 1, 0),
-        color=colour,
-        linewidth=0.7,
-        alpha=0.8,
-        zorder=2,
-    )
-    axes.scatter(
-        starts[:, 0],
-        starts[:, 1],
-        s=9,
-        facecolors="white",
-        edgecolors=GREY,
-        linewidths=0.6,
-        zorder=3,
-    )
-    axes.scatter(ends[:, 0], ends[:, 1], s=8, c=colour, linewidths=0, zorder=4)
-
-
 @torch.no_grad()
-def geometry(path: Path | None, found: Found, marked: Mapping[int, Tensor]) -> Figure:
-    """Draw the geometry of an SAE in nine panels, on the plane through the `marked` rows, (D,) each, by number, or on
+def draw_geometry(path: Path | None, measured: Geometry, marked: Mapping[int, Tensor]) -> Figure:
+    """Draw the geometry of an SAE in six panels, on the plane through the `marked` rows, (D,) each, by number, or on
     the plane of the first two principal components."""
-    document, sample, D = found.document, found.survey.sample.rows, found.one.sae.d_in
-    plane = Plane.through(torch.stack([*marked.values()])) if marked else Plane.principal(sample)
-    near = document["complexity"]
-    with figure(path, 12, 13) as drawn:
-        parts: Any = drawn.subfigures(3, 1, height_ratios=[2, 1.15, 1.4])
-        above, middle, below = parts
-        drawn.suptitle(short(f"{document['run']} on {document['data']}"), fontsize=12)
-        size, occupancy = above.subplots(1, 2)
-        window = _draw_plane(size, occupancy, found, plane, marked)
-        shown, whole = (
-            (", projected onto the plane", f", in all {D:,} dimensions") if D > 2 else ("", "")
+    document, D = measured.document, measured.run.sae.d_in
+    fvus = {name: number(document["references"][f"{key}_fvu"]) for key, name in FITS.items()}
+    with figure(path, 12, 9.4) as drawn:
+        parts: Any = drawn.subfigures(2, 1, height_ratios=[2, 1.1])
+        above, below = parts
+        drawn.suptitle(
+            f"{short(document['run'])} on {short(document['data'])}; FVU of "
+            + ", ".join(f"{name} {fvu}" for name, fvu in fvus.items()),
+            fontsize=12,
         )
-        middle.suptitle(f"Cells and margins of the rows{whole}", **HEADING)
-        margins, complexity, growth, sizes = middle.subplots(1, 4)
-        _draw_margins(margins, {split: some[:, 0] for split, some in found.margins.items()})
-        _draw_complexity(
-            complexity, found.complexity, f"{near['boundary']} within {number(near['radius'])}"
-        )
-        _draw_growth(growth, found.survey.census.growth)
-        _draw_sizes(sizes, found.survey.census.sizes())
-        rows = spread_out(sample, ARROWS)
+        draw_cells(above, measured, marked)
         below.suptitle(
-            f"{counted(len(rows), 'row')} (open) and their reconstructions (full){shown}; FVU of all "
-            f"rows{whole}",
-            **HEADING,
+            "Cells and margins of the rows" + (f", in all {D:,} dimensions" if D > 2 else ""),
+            fontsize=10.5,
+            fontweight="bold",
         )
-        _draw_bridge(
-            list(below.subplots(1, 3, sharex=True, sharey=True)), found, plane, rows, window
-        )
+        margins, complexity, growth, sizes = below.subplots(1, 4)
+        _draw_margins(margins, measured)
+        _draw_complexity(complexity, measured)
+        _draw_growth(growth, measured.census.growth)
+        _draw_sizes(sizes, measured.census.sizes())
     return drawn
 
 
-def _draw_plane(
-    size: Axes, occupancy: Axes, found: Found, plane: Plane, marked: Mapping[int, Tensor]
-) -> Window:
-    sae, x = found.one.sae, torch.from_numpy(found.survey.sample.rows)
-    points, marks = (
-        plane.coordinates(x),
-        {row: plane.coordinates(at[None]) for row, at in marked.items()},
-    )
+def draw_cells(part: SubFigure, measured: Geometry, marked: Mapping[int, Tensor]) -> None:
+    """The cells on a plane twice: by the latents they keep, with rows as dots, and by the rows projected onto them."""
+    sae, x = measured.run.sae, torch.from_numpy(measured.sample)
+    plane = Plane.through(torch.stack([*marked.values()])) if marked else Plane.principal(x.numpy())
+    points = plane.coordinates(x)
+    marks = {row: plane.coordinates(x_row[None]) for row, x_row in marked.items()}
     section = cells_of(plane.section(sae))
-    window = window_of(points, torch.cat([points[:0], *marks.values()]))
-    cells, keys = plane_cells(section, window), keys_at(section, points)
-    projected = sae.d_in > 2
-    caption = (
-        f"on the plane through rows {', '.join(map(str, marked))}"
-        if marked
-        else "on the plane of principal components 1 and 2"
-        if projected
-        else "in the space of the rows"
-    )
+    cells = plane_cells(section, window_of(points, torch.cat([points[:0], *marks.values()])))
+    keys = keys_at(section, points)
+    size, occupancy = part.subplots(1, 2)
+
     fill_by_size(size, cells)
-    dots = counted(
-        scatter(size, points.numpy(), {row: at[0].numpy() for row, at in marks.items()}), "row"
-    )
-    same = (
-        f"{counted(int(cells.kept[0]), 'latent')} kept in each"
-        if cells.kept.min() == cells.kept.max()
-        else "colour: latents kept"
-    )
+    dots = scatter(size, points.numpy(), {row: at[0].numpy() for row, at in marks.items()})
+    projected = sae.d_in > 2
+    if marked:
+        place = f"on the plane through rows {', '.join(map(str, marked))}"
+    elif projected:
+        place = "on the plane of principal components 1 and 2"
+    else:
+        place = "in the space of the rows"
+    if cells.kept.min() == cells.kept.max():
+        colour = f"{counted(int(cells.kept[0]), 'latent')} kept in each"
+    else:
+        colour = "colour: latents kept"
+    onto = " projected onto it" if projected else ""
     size.set_title(
-        f"{counted(len(cells.keys), 'cell')} {caption}\n{same}; dots: {dots}"
-        f"{' projected onto it' if projected else ''}"
+        f"{counted(len(cells.keys), 'cell')} {place}\n{colour}; dots: {counted(dots, 'row')}{onto}"
     )
+
     rows = counted(len(points), "row")
-    inside = "rows projected onto the cell" if projected else "rows in the cell"
-    fill_by_occupancy(occupancy, cells, cells.occupancy(keys), inside)
-    own = sum(map(operator.eq, keys, found.survey.sample_keys.rows.tolist()))
-    occupancy.set_title(
-        f"{rows} projected onto the cells, {own:,} really inside\nmedian distance to the plane: "
-        f"{float(plane.distances(x).median()):.3g}"
-        if projected
-        else f"{rows} in the cells"
-    )
+    if projected:
+        label = "rows projected onto the cell"
+        inside = sum(map(operator.eq, keys, keys_at(cells_of(sae), x)))
+        distance = float(plane.distances(x).median())
+        title = (
+            f"{rows} projected onto the cells, {inside:,} really inside\n"
+            f"median distance to the plane: {distance:.3g}"
+        )
+    else:
+        label, title = "rows in the cell", f"{rows} in the cells"
+    fill_by_occupancy(occupancy, cells, cells.occupancy(keys), label)
+    occupancy.set_title(title)
     for axes in (size, occupancy):
         axes.set_xlabel("first axis, in units of the rows")
     size.set_ylabel("second axis, in units of the rows")
-    return window
 
 
-def _draw_splits(
-    axes: Axes,
-    title: str,
-    every: Mapping[str, NDArray],
-    drawn: Mapping[str, NDArray],
-    bins: list[float],
-) -> None:
-    """Histograms by split; the title has the median of the first one, which is the one measured."""
-    for (name, some), style in zip(drawn.items(), SPLIT_STYLES, strict=False):
-        axes.hist(
-            some,
-            bins,
-            weights=np.full(len(some), 1 / max(1, len(some))),
-            label=f"{name} rows",
-            **style,
-        )
-    axes.set(
-        ylabel="fraction of rows",
-        title=f"{title}, median {describe(next(iter(every.values())))['median']:.3g}",
-    )
-    if len(drawn) > 1:
+def _draw_splits(axes: Axes, values: Mapping[str, NDArray], bins: list[float]) -> None:
+    """Histograms by split, the one measured first."""
+    for (split, numbers), style in zip(values.items(), SPLIT_STYLES, strict=False):
+        weights = np.full(len(numbers), 1 / max(1, len(numbers)))
+        axes.hist(numbers, bins, weights=weights, label=f"{split} rows", **style)
+    axes.set_ylabel("fraction of rows")
+    if len(values) > 1:
         axes.legend(loc="best", fontsize=8)
 
 
-def _draw_margins(axes: Axes, margins: Mapping[str, NDArray]) -> None:
-    drawn = {
-        name: kept
-        for name, some in margins.items()
-        if len(kept := some[np.isfinite(some) & (some > 0)])
-    }
-    axes.set(xlabel="distance to the boundary", ylabel="fraction of rows", title="margin")
-    if not drawn:
+def _draw_margins(axes: Axes, measured: Geometry) -> None:
+    axes.set(
+        xlabel="distance to the boundary",
+        title=f"margin, median {measured.document['margin']['median']:.3g}",
+    )
+    values = {}
+    for split, (margins, _) in ((split, both.T) for split, both in measured.margins.items()):
+        drawable = margins[np.isfinite(margins) & (margins > 0)]
+        if len(drawable):
+            values[split] = drawable
+    if not values:
         say_empty(axes, "no row has\na boundary near")
         return
-    every = np.concatenate(list(drawn.values()))
+    every = np.concatenate(list(values.values()))
     low, high = np.log10(every.min()) - 0.05, np.log10(every.max()) + 0.05
-    short_by = max(0.0, 1 - (high - low)) / 2  # ticks need a decade
-    bins = np.logspace(low - short_by, high + short_by, 41).tolist()
-    _draw_splits(axes, "margin", margins, drawn, bins)
+    missing = max(0.0, 1 - (high - low)) / 2  # ticks need a decade
+    _draw_splits(axes, values, np.logspace(low - missing, high + missing, 41).tolist())
     log_scale(axes, "x")
 
 
-def _draw_complexity(axes: Axes, complexity: Mapping[str, NDArray], near: str) -> None:
-    most = max((int(some.max(initial=0)) for some in complexity.values()), default=0)
-    step = max(1, -(-(most + 1) // 30))
+def _draw_complexity(axes: Axes, measured: Geometry) -> None:
+    complexity = measured.document["complexity"]
+    most = max(int(counts.max(initial=0)) for counts in measured.complexity.values())
+    step = -(-(most + 1) // 30)
     bins = (np.arange(0, most + step + 1, step) - 0.5).tolist()
-    _draw_splits(axes, "local complexity", complexity, complexity, bins)
-    axes.set_xlabel(near)
+    _draw_splits(axes, measured.complexity, bins)
+    axes.set(
+        xlabel=f"{complexity['boundary']} within {number(complexity['radius'])}",
+        title=f"local complexity, median {complexity['median']:.3g}",
+    )
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
@@ -323,87 +276,3 @@ def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
     log_scale(axes, "x", whole=True)
     axes.set_ylim(0.8, max(10, sizes.max() * 1.5))
     log_scale(axes, "y", whole=True)
-
-
-def _draw_bridge(
-    panels: Sequence[Axes], found: Found, plane: Plane, rows: NDArray, window: Window
-) -> None:
-    starts, ends = (
-        plane.coordinates(torch.from_numpy(rows)).numpy(),
-        found.bridge.reconstructions(rows),
-    )
-    for axes, (key, (name, colour)) in zip(panels, BRIDGE.items(), strict=True):
-        arrows(
-            axes,
-            starts,
-            plane.coordinates(torch.from_numpy(np.asarray(ends[name]))).numpy(),
-            colour,
-        )
-        fvu = found.document["references"][key]
-        shown = (
-            "not defined, rows all equal"
-            if math.isnan(fvu)
-            else f"FVU {fvu if abs(fvu) > ROUNDING else 0:.3g}"
-        )
-        axes.set(
-            title=f"{name}: {shown}",
-            aspect="equal",
-            xlim=window[:2],
-            ylim=window[2:],
-            xlabel="first axis",
-        )
-    panels[0].set_ylabel("second axis")
-
-
-def geometries(path: Path | None, runs: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw margins, local complexity, cells and the bridge of several SAEs, documents of `sae geometry`."""
-    with figure(path, 10.5, 6.6) as drawn:
-        (margin, complexity), (visited, bridge) = drawn.subplots(2, 2, sharex=True)
-        _band(margin, [run["margin"] for run in runs], "margin", logarithmic=True)
-        kinds = {run["complexity"]["boundary"] for run in runs}
-        _band(
-            complexity,
-            [run["complexity"] for run in runs],
-            f"{kinds.pop() if len(kinds) == 1 else 'boundaries'} near a row",
-        )
-        at = np.arange(len(runs))
-        visited.plot(
-            at, [run["cells_visited"] / run["rows"] for run in runs], color=COLOURS[0], marker="o"
-        )
-        visited.set(ylabel="cells visited per row", ylim=(0, 1.05))
-        lines = []
-        for (key, (name, colour)), marker in zip(BRIDGE.items(), "sod", strict=True):
-            lines += bridge.plot(
-                at,
-                [run["references"][key] for run in runs],
-                color=colour,
-                marker=marker,
-                label=name,
-            )
-        bridge.set_ylabel("fraction of variance\nunexplained (FVU)")
-        if all(np.nan_to_num(line.get_ydata(), nan=1.0).min() > 0 for line in lines):
-            log_scale(bridge, "y")
-        for axes in (margin, complexity, visited, bridge):
-            axes.set_xticks(at, [short(run["run"], 18) for run in runs], rotation=30, ha="right")
-        legend_below(drawn, lines, [name for name, _ in BRIDGE.values()])
-    return drawn
-
-
-def _band(
-    axes: Axes, measures: Sequence[Mapping[str, float]], label: str, logarithmic: bool = False
-) -> None:
-    """Draw medians, with bands for the middle half and nine tenths of the rows."""
-    places = np.arange(len(measures))
-    for low, high, alpha in (("p5", "p95", 0.18), ("p25", "p75", 0.32)):
-        axes.fill_between(
-            places,
-            [some[low] for some in measures],
-            [some[high] for some in measures],
-            color=COLOURS[0],
-            alpha=alpha,
-            linewidth=0,
-        )
-    axes.plot(places, [some["median"] for some in measures], color=COLOURS[0], marker="o")
-    axes.set(ylabel=label, title="median, middle half, middle nine tenths of the rows")
-    if logarithmic and all(some["p5"] > 0 and np.isfinite(some["p95"]) for some in measures):
-        log_scale(axes, "y")

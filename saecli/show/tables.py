@@ -350,22 +350,6 @@ def _median(label: str, measures: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def _price(own: Mapping[str, Any]) -> list[list[Any]]:
-    inside = f"{counted(own['rows_measured'], 'row')}, {counted(own['cells'], 'own cell')}"
-    if not own["enough"]:
-        return [
-            [
-                "price of shared vectors",
-                None,
-                f"too few: {inside}" if own["cells"] else "no own cell has enough rows",
-            ]
-        ]
-    return [
-        ["FVU of local PCA on own cells", own["local_pca_fvu"], inside],
-        ["price of shared vectors", own["price"], f"SAE {number(own['sae_fvu'])} there, less that"],
-    ]
-
-
 def geometry_table(document: Mapping[str, Any]) -> RenderableType:
     """The table of `sae geometry` for one SAE."""
     occupancy, rank, bad = document["occupancy"], document["rank"], document["degenerate"]
@@ -443,12 +427,6 @@ def geometry_table(document: Mapping[str, Any]) -> RenderableType:
             compared["local_pca_fvu"],
             f"{counted(compared['local_pca_cells'], 'cell')} of rank {compared['local_pca_rank']:,}",
         ],
-        [
-            "FVU of local PCA, variable rank",
-            compared["variable_rank_fvu"],
-            f"lambda {number(compared['variable_rank_lambda'])}, mean rank {number(compared['variable_rank_mean'])}",
-        ],
-        *_price(compared["own_cells"]),
     ]
     return table(
         f"{document['run']} on {document['data']}, {document['split']} rows",
@@ -458,36 +436,15 @@ def geometry_table(document: Mapping[str, Any]) -> RenderableType:
 
 
 def geometries_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The table of `sae geometry` for several SAEs, one a line in the order given."""
-    rows = []
-    for one in documents:
-        compared, own = one["references"], one["references"]["own_cells"]
-        rows.append(
-            [
-                *(one[name] for name in ("run", "rows", "l0", "cells_visited")),
-                one["margin"]["median"],
-                one["complexity"]["median"],
-                *(compared[f"{name}_fvu"] for name in ("kmeans", "sae", "local_pca")),
-                own["price"] if own["enough"] else "too few",
-                own["rows_measured"],
-                own["cells"],
-            ]
-        )
-    return table(
-        None,
+    """The table of `sae geometry` for several SAEs, a line each."""
+    rows = [
         [
-            "run",
-            "rows",
-            "l0",
-            "cells visited",
-            "margin, median",
-            "complexity, median",
-            "k-means FVU",
-            "SAE FVU",
-            "local PCA FVU",
-            "price of shared vectors",
-            "rows behind it",
-            "own cells",
-        ],
-        rows,
-    )
+            *(document[name] for name in ("run", "rows", "l0", "cells_visited")),
+            document["margin"]["median"],
+            document["complexity"]["median"],
+            *(document["references"][f"{name}_fvu"] for name in ("kmeans", "sae", "local_pca")),
+        ]
+        for document in documents
+    ]
+    heads = ["run", "rows", "l0", "cells visited", "margin, median", "complexity, median"]
+    return table(None, [*heads, "k-means FVU", "SAE FVU", "local PCA FVU"], rows)

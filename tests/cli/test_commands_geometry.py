@@ -149,15 +149,14 @@ def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: Comma
 
 
 @pytest.mark.slow
-def test_several_runs_are_measured_as_each_alone(sae: CommandLine, tmp_path: Path):
+def test_several_runs_are_measured_as_each_alone(sae: CommandLine):
     make_run(sae.home, "early", random_sae(TopK(3)))
     make_run(sae.home, "late", random_sae(TopK(3), seed=1))
     make_run(sae.home, "other", random_sae(Relu(), seed=2))
-    done = sae("geometry", "early", "late", "other", "--json", "--plot", tmp_path / "x.pdf")
-    assert [one["run"] for one in done.json["runs"]] == ["early", "late", "other"]
-    assert (tmp_path / "x.pdf").stat().st_size > 5000
-    for one in done.json["runs"]:
-        assert one == sae("geometry", one["run"], "--json").json
+    done = sae("geometry", "early", "late", "other", "--json")
+    assert [run["run"] for run in done.json["runs"]] == ["early", "late", "other"]
+    for run in done.json["runs"]:
+        assert run == sae("geometry", run["run"], "--json").json
     out = sae("geometry", "early", "late").out
     assert out.index("early") < out.index("late")
     make_run(sae.home, "pursuit", random_sae(MatchingPursuit(3)))
@@ -176,22 +175,7 @@ def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, w
         done = sae(
             "geometry", activation.name, "--plot", tmp_path / "x.png", "--slice", "pca", *words
         )
-        assert (done.status, done.out.count("FVU of")) == (
-            0,
-            4 + ("PCA on own cells" in done.out),
-        ), done.err
-
-
-def test_lambda_sets_what_a_dimension_costs(sae: CommandLine):
-    make_run(sae.home, "one", random_sae(TopK(3)))
-    auto, free, dear = (
-        sae("geometry", "--json", "--lambda", words).json["references"]
-        for words in ("auto", "0", "1e9")
-    )
-    assert auto["variable_rank_mean"] == pytest.approx(3, abs=0.1)
-    assert free["variable_rank_fvu"] < auto["variable_rank_fvu"] < dear["variable_rank_fvu"]
-    assert (dear["variable_rank_lambda"], dear["variable_rank_mean"]) == (1e9, 0)
-    assert auto["own_cells"]["cells"] > 0
+        assert (done.status, done.out.count("FVU of")) == (0, 3), done.err
 
 
 def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLine):

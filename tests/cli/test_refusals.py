@@ -34,7 +34,7 @@ WRONG = [
     ("geometry run --slice 0,1 --plot x.png", "--slice"),
     ("geometry run --slice 0,1,9999 --plot x.png", "9999"),
     ("geometry run --plot x.gif", "--plot"),
-    ("geometry run --lambda -1", "--lambda"),
+    ("geometry run both --plot x.png", "--plot"),
     ("geometry run --radius 0", "--radius"),
     ("geometry x --plot new/a.png", "LAST"),
     ("export run --to onnx --out out", "--to"),

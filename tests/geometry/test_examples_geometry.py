@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from saecli.geometry.diagram import PowerDiagram
 
@@ -34,8 +36,8 @@ def run(name: str, out: Path, *words: str) -> None:
 
 def fvus(said: str, k: int) -> tuple[float, float, float]:
     """k-means, SAE and local PCA of a Top-K SAE."""
-    found = re.search(rf"Top-{k}: k-means ([\d.]+), SAE ([\d.]+), local PCA ([\d.]+)", said)
-    return tuple(float(number) for number in found.groups())
+    printed = re.search(rf"Top-{k}: k-means ([\d.]+), SAE ([\d.]+), local PCA ([\d.]+)", said)
+    return tuple(float(number) for number in printed.groups())
 
 
 @pytest.mark.slow
@@ -54,10 +56,11 @@ def test_script_runs_and_draws(
         assert float(re.search(r"off by ([\d.e-]+)", said).group(1)) < 1e-12
         held, same = re.search(r"; (\d+) of 9999 points hold them, and (\d+)", said).groups()
         assert int(held) == int(same) > 100
-    if name == "bridge.py":
-        assert all(
-            fvus(said, k)[1] >= fvus(said, k)[2] for k in (1, 3)
-        )  # however badly it is trained
+    if name == "bridge.py":  # however badly it is trained
+        assert all(fvus(said, k)[1] >= fvus(said, k)[2] for k in (1, 3))
+    if name == "ranks.py":
+        fixed, variable = map(float, re.findall(r"FVU ([\d.]+) at", said))
+        assert variable < 0.9 * fixed
 
 
 @pytest.mark.long
@@ -85,10 +88,10 @@ def test_sites_are_recovered_from_their_kth_order_diagram(
     )
     supports = rng.permutation(list(itertools.combinations(range(d), k)))
     nu = sites_of(diagram, torch.from_numpy(supports))
-    found = recover(nu, k, supports.tolist())
-    assert found.is_kth_order
-    torch.testing.assert_close(found.diagram.centroids, diagram.centroids)
-    torch.testing.assert_close(found.diagram.weights, diagram.weights, atol=1e-9, rtol=0)
+    recovered = recover(nu, k, supports.tolist())
+    assert recovered.is_kth_order
+    torch.testing.assert_close(recovered.diagram.centroids, diagram.centroids)
+    torch.testing.assert_close(recovered.diagram.weights, diagram.weights, atol=1e-9, rtol=0)
     x = torch.from_numpy(3 * rng.normal(size=(500, 2)))
     kept = torch.from_numpy(supports)[nu.nearest(x, 1)[:, 0]]
     assert torch.equal(kept.sort(1).values, diagram.nearest(x, k).sort(1).values)
@@ -96,3 +99,24 @@ def test_sites_are_recovered_from_their_kth_order_diagram(
         torch.from_numpy(rng.normal(size=(math.comb(d, k), 2))), torch.zeros(math.comb(d, k))
     )
     assert k == 1 or not recover(random, k, supports.tolist()).is_kth_order
+
+
+@given(st.integers(0, 2**32), st.floats(0, 3))
+def test_no_choice_of_ranks_beats_the_theorems_ranks_for_lambda(seed: int, cost: float) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(SCRIPTS)
+        from ranks import spectra, variable_ranks
+    rng = np.random.default_rng(seed)
+    x, labels = rng.normal(size=(40, 3)) @ rng.normal(size=(3, 3)), rng.permutation(40) % 3
+
+    def total(ranks: tuple[int, ...]) -> float:
+        error = 0.0
+        for cell, rank in enumerate(ranks):
+            inside = x[labels == cell]
+            values = np.linalg.svd(inside - inside.mean(0), compute_uv=False)
+            error += (values[rank:] ** 2).sum() + cost * rank * len(inside)
+        return error
+
+    best = min(map(total, itertools.product(range(4), repeat=3)))
+    ranks = variable_ranks(spectra(x, labels, 3), cost)
+    assert total(tuple(ranks)) == pytest.approx(best, rel=1e-9, abs=1e-9)

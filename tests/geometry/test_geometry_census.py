@@ -1,4 +1,4 @@
-"""The census and the samples of a stream against the whole stream held in memory."""
+"""The census and the sample of a stream against the whole stream in memory."""
 
 from collections import Counter
 
@@ -9,8 +9,9 @@ from encoders import encoder, sae_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saecli.geometry import survey
 from saecli.geometry.cells import cells_of
-from saecli.geometry.survey import Census, Reservoir, Survey, describe, support_keys
+from saecli.geometry.survey import Census, describe, support_keys, survey_rows
 from saecli.sae.activations import TopK
 
 
@@ -30,35 +31,27 @@ def test_streamed_counts_equal_a_set_over_all_rows(
     assert all(cells == len(set(keys[:seen])) for seen, cells in census.growth)
     marks = [mark for mark in (1, 2, 5, 10, 20, 50, 100, 200) if mark < rows]
     assert [seen for seen, _ in census.growth] == [*marks, rows]
-    found = census.occupancy()
+    occupancy = census.occupancy()
     shares = counts / rows
-    assert found["entropy"] == pytest.approx(-(shares * np.log(shares)).sum(), abs=1e-12)
-    assert found["effective"] == pytest.approx(np.exp(found["entropy"]))
-    assert (found["max"], found["singletons"]) == (counts[0], (counts == 1).sum())
-    assert found["mean"] == pytest.approx(counts.mean())
+    assert occupancy["entropy"] == pytest.approx(-(shares * np.log(shares)).sum(), abs=1e-12)
+    assert occupancy["effective"] == pytest.approx(np.exp(occupancy["entropy"]))
+    assert (occupancy["max"], occupancy["singletons"]) == (counts[0], (counts == 1).sum())
+    assert occupancy["mean"] == pytest.approx(counts.mean())
 
 
-@pytest.mark.parametrize("batch", [1, 7, 100])
-def test_a_stream_that_fits_is_kept_whole_and_in_order(batch: int) -> None:
-    stream = np.random.default_rng(0).normal(size=(100, 3))
-    reservoir = Reservoir(100)
-    for start in range(0, 100, batch):
-        reservoir.add(stream[start : start + batch])
-    np.testing.assert_array_equal(reservoir.rows, stream)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 13, 60])
-def test_every_row_of_a_longer_stream_is_kept_equally_often(batch: int) -> None:
-    kept = np.zeros(60)
-    for seed in range(2000):
-        reservoir = Reservoir(15, seed)
-        for start in range(0, 60, batch):
-            reservoir.add(np.arange(start, min(start + batch, 60)))
-        assert len(set(reservoir.rows.tolist())) == 15
-        kept[reservoir.rows] += 1
-    # 2000 draws with probability 1/4: a standard deviation of 19
-    assert np.abs(kept - 500).max() < 5 * 19.4
+@pytest.mark.parametrize(("rows", "kept"), [(500, 500), (3000, 700)])
+def test_the_sample_of_a_stream_is_uniform_in_order_and_whole_if_it_fits(
+    rows: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "SAMPLE_BYTES", 4 * 4 * 700)
+    rng = np.random.default_rng(0)
+    sae = sae_of(*encoder(rng, 4, 20, "plain"), TopK(3), rng)
+    x = torch.from_numpy(rng.normal(size=(rows, 4))).float()
+    result = survey_rows(cells_of(sae), x.split(128), rows)
+    numbers = [int((x == row).all(1).nonzero()) for row in torch.from_numpy(result.sample)]
+    assert len(numbers) == kept and numbers == sorted(set(numbers))
+    assert np.median(numbers) == pytest.approx(rows / 2, abs=0.1 * rows)
+    assert (result.census.rows, len(result.margins)) == (rows, rows)
 
 
 def test_distributions_are_described_by_ranks_that_infinities_do_not_spoil() -> None:
@@ -67,16 +60,3 @@ def test_distributions_are_described_by_ranks_that_infinities_do_not_spoil() -> 
     assert describe(values) == {"mean": 50, **ranks}
     assert describe(np.array([1.0, np.inf]))["max"] == np.inf
     assert describe(np.full(3, np.inf))["median"] == np.inf
-
-
-def test_the_keys_of_the_sample_are_those_of_its_rows() -> None:
-    rng = np.random.default_rng(0)
-    sae = sae_of(*encoder(rng, 4, 200, "plain"), TopK(3), rng)
-    cells, rows = cells_of(sae), torch.from_numpy(rng.normal(size=(3000, 4))).float()
-    survey = Survey(cells, Reservoir(700), Reservoir(700))
-    for x in rows.split(128):
-        survey.add(x)
-    kept = torch.from_numpy(survey.sample.rows)
-    keys = survey.sample_keys.rows.tolist()
-    assert keys == support_keys(cells.supports(cells.pre_activations(kept)))
-    assert any(key.endswith(b"\0") for key in keys)  # which fixed-width strings would lose

@@ -157,7 +157,6 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (saecli.evaluate, {"sae": "seed-0", "split": "other"}, "split must be one of"),
     (saecli.geometry, {"sae": "seed-0", "data": some_rows(50)}, "data must be a store"),
     (saecli.geometry, {"sae": "seed-0", "radius": 0.0}, "radius"),
-    (saecli.geometry, {"sae": "seed-0", "lambda_": "much"}, "lambda"),
     (saecli.sparsity, {"sae": "seed-0", "data": some_rows(50, 9)}, "rows of 8 dimensions, got 9"),
     (saecli.sparsity, {"sae": "seed-0", "device": "tpu"}, "device"),
     (saecli.push, {"sae": "seed-0", "repo": "one"}, "cannot push to 'one': expected USER/REPO"),

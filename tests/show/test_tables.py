@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from saecli.sae.activations import TopK
 from saecli.show.measures import places_table
-from saecli.show.tables import disagreement, geometries_table, geometry_table, table
+from saecli.show.tables import disagreement, geometry_table, table
 
 NASTY = ("[red]x", "[red", "\\[b]", ":cat:", "$x$", "[/]")
 COLUMNS = ["run", "latents", "mean of a measure", "note"]
@@ -151,29 +151,3 @@ def test_rows_that_break_the_theorem_stand_out(document: dict[str, Any]):
         with console.capture() as taken:
             console.print(geometry_table(broken))
         assert "\x1b[1;31mdisagrees" in taken.get()
-
-
-def test_the_price_comes_with_its_rows_and_cells_or_not_at_all(document: dict[str, Any]):
-    own = document["references"]["own_cells"]
-    assert own["enough"]
-    behind = f"{own['rows_measured']} rows, {own['cells']} own cells"
-    table = geometry_table(document)
-    assert about(table, "FVU of local PCA on own cells") == [
-        [f"{own['local_pca_fvu']:.4g}", behind]
-    ]
-    assert about(table, "price") == [
-        [f"{own['price']:.4g}", f"SAE {own['sae_fvu']:.4g} there, less that"]
-    ]
-    few = deepcopy(document)
-    few["references"]["own_cells"] |= {"enough": False, "rows_measured": 8, "cells": 1}
-    table = geometry_table(few)
-    assert about(table, "FVU of local PCA on") == []
-    assert about(table, "price") == [["-", "too few: 8 rows, 1 own cell"]]
-    none = deepcopy(few)
-    none["references"]["own_cells"] |= {"rows_measured": 0, "cells": 0, "price": None}
-    assert about(geometry_table(none), "price") == [["-", "no own cell has enough rows"]]
-    assert [cells[-3:] for cells in about(geometries_table([document, few, none]), "one")][-3:] == [
-        [f"{own['price']:.4g}", str(own["rows_measured"]), str(own["cells"])],
-        ["too few", "8", "1"],
-        ["too few", "0", "0"],
-    ]

@@ -1,0 +1,265 @@
+"""An SAE between k-means and local PCA, on the same rows.
+
+    FVU = sum ||x - x_hat||^2 / sum ||x - mean||^2 over the rows measured
+
+    k-means      x_hat = m_c                            constant on each cell c, m_c the mean of its training rows
+    SAE          affine on each of its cells, all from the same dictionary vectors
+    local PCA    x_hat = m_c + (x - m_c) V_c V_c'       V_c the first r principal directions of the cell's rows
+
+Local PCA minimises `sum ||x - x_hat||^2` over all maps that are affine of rank r on each cell; k-means is rank 0.
+Source: the paper on SAEs as a bridge between k-means and local PCA, and its theorem on the optimal piecewise affine
+autoencoder. Shapes: N training rows, M rows measured, D = d_in, C cells, r = rank.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..sae.dictionary import SAE
+
+# Least mean number of training rows per cell; of local PCA per dimension of its rank, or its directions fit noise.
+ROWS_PER_CELL = 4
+# N C D up to which k-means starts from k-means++ and converges, which takes minutes beyond.
+CAREFUL_WORK = 3 * 10**8
+MINIBATCH_WORK = 10**12  # N C D of all passes of mini-batches at most, 20 seconds on two cores
+PASSES = 3  # over the rows in mini-batches
+BATCH = 4096
+SCATTER = 2**27  # numbers in the scatter matrices of streamed local PCA at most, 1 GiB
+CODES = 2**22  # codes at a time, 16 MiB in float32
+
+Rows = NDArray[np.floating]
+Labels = NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """N training rows: `batches` reads them all, (B, D) each, in the same random order each time."""
+
+    rows: int
+    batches: Callable[[], Iterable[Rows]]
+
+
+def measure_references(
+    sae: SAE, rows: Rows, train: Rows, rank: int, stream: Stream | None = None
+) -> dict[str, Any]:
+    """Fit k-means and local PCA on training rows; measure them and the SAE on rows, (M, D), M > 0.
+
+    k-means has `min(d_sae, N / 4)` cells, local PCA `min(d_sae, N / (4 rank))`, at least one.
+
+    Args:
+        train: rows to fit on, (N, D), N > 0.
+        rank: of local PCA: the SAE's rank on its own cells, K or the mean L0; at most D is used.
+        stream: N rows to fit on instead, with `train` a sample of them; cells are limited by the sample, for local
+            PCA by `SCATTER / D^2`.
+
+    Cost: two k-means fits of at most `MINIBATCH_WORK` products, and an SVD per cell; of a stream two passes, N C D
+    each, and N D^2.
+    """
+    rank = min(rank, train.shape[1])
+    fitted_rows = stream.rows if stream else len(train)
+    counts = [
+        max(1, min(sae.d_sae, fitted_rows // per_cell))
+        for per_cell in (ROWS_PER_CELL, ROWS_PER_CELL * max(1, rank))
+    ]
+    fits: Sequence[LocalPCA]
+    if stream:
+        fits = _fit_stream(train, stream, counts)
+    else:
+        fits = [LocalPCA(train, kmeans_centres(train, count)) for count in counts]
+    kmeans, local_pca = fits
+    return {
+        "kmeans_fvu": fvu(rows, kmeans.reconstruct(rows, 0)),
+        "sae_fvu": fvu(rows, reconstruct(sae, rows)),
+        "local_pca_fvu": fvu(rows, local_pca.reconstruct(rows, rank)),
+        "kmeans_cells": len(kmeans.centres),
+        "local_pca_cells": len(local_pca.centres),
+        "local_pca_rank": rank,
+        "rows_fitted": fitted_rows,
+        "rows_measured": len(rows),
+    }
+
+
+def reconstruct(sae: SAE, rows: Rows) -> Rows:
+    step = max(1, CODES // sae.d_sae)
+    parts = torch.from_numpy(rows).to(sae.W_enc.dtype).split(step)
+    return np.concatenate([sae(part).numpy() for part in parts])
+
+
+def fvu(rows: Rows, reconstruction: Rows) -> float:
+    """FVU on rows, (M, D); if all rows are equal infinite, as in `sae eval`, or NaN without a residual."""
+    residual = float(np.square(reconstruction - rows.astype(np.float64)).sum())
+    spread = float(np.square(rows - rows.mean(0, dtype=np.float64)).sum())
+    if spread > 0:
+        return residual / spread
+    return math.inf if residual > 0 else math.nan
+
+
+def kmeans_centres(train: Rows, count: int, seed: int = 0) -> Rows:
+    """Centres, (C, D), of at most `count` <= N cells of training rows, (N, D), by k-means.
+
+    scikit-learn's KMeans from k-means++ until it converges; above `CAREFUL_WORK` its MiniBatchKMeans, from random rows
+    in three passes, with fewer cells where these would exceed `MINIBATCH_WORK`.
+
+    Source: Sculley, "Web-scale k-means clustering" (2010), for the mini-batches.
+    """
+    from sklearn.cluster import KMeans, MiniBatchKMeans  # half a second that only this needs
+    from sklearn.exceptions import ConvergenceWarning
+
+    if train.size * count <= CAREFUL_WORK:
+        estimator = KMeans(count, n_init=1, random_state=seed)
+    else:
+        estimator = MiniBatchKMeans(
+            _affordable(train, count),
+            n_init=1,
+            random_state=seed,
+            init="random",
+            max_iter=PASSES,
+            batch_size=BATCH,
+            max_no_improvement=None,
+            compute_labels=False,
+        )
+    with warnings.catch_warnings():
+        # Rows that repeat leave fewer distinct ones than cells, which costs nothing but empty cells.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return estimator.fit(train).cluster_centers_
+
+
+def nearest(rows: Rows, centres: Rows) -> Labels:
+    """The nearest of the centres, (C, D), to each row, (M, D): its cell, (M,)."""
+    from sklearn.metrics import pairwise_distances_argmin
+
+    return pairwise_distances_argmin(rows, centres.astype(rows.dtype))
+
+
+class LocalPCA:
+    """Local PCA on the cells nearest to centres, (C, D), fitted on training rows in memory, (N, D).
+
+    `labels`, (N,), are the training rows' cells if others than the nearest. A centre stands in for the mean of a cell
+    without training rows.
+    """
+
+    def __init__(self, train: Rows, centres: Rows, labels: Labels | None = None) -> None:
+        self.centres = centres
+        self._train = train
+        labels = nearest(train, centres) if labels is None else labels
+        self._members = members(labels, len(centres))
+
+    def mean(self, cell: int) -> Rows:
+        """Mean of a cell's training rows, (D,), float64."""
+        inside = self._members[cell]
+        if not len(inside):
+            return self.centres[cell].astype(np.float64)
+        return self._train[inside].mean(0, dtype=np.float64)
+
+    def directions(self, cell: int) -> Rows:
+        """`principal_directions` of a cell's training rows."""
+        return principal_directions(self._train[self._members[cell]] - self.mean(cell))
+
+    def reconstruct(self, rows: Rows, rank: int, labels: Labels | None = None) -> Rows:
+        """`x_hat`, (M, D), float64, of rows, (M, D), by r directions in each cell; `labels` as in `__init__`.
+
+        Cost: one SVD per cell with rows, O(N D min(N / C, D)) in all; none for rank 0.
+        """
+        labels = nearest(rows, self.centres) if labels is None else labels
+        result = np.empty(rows.shape)
+        for cell, inside in enumerate(members(labels, len(self.centres))):
+            if not len(inside):
+                continue
+            mean = self.mean(cell)
+            result[inside] = mean
+            if rank:
+                directions = self.directions(cell)[:, :rank]
+                result[inside] += ((rows[inside] - mean) @ directions) @ directions.T
+        return result
+
+
+class StreamedPCA(LocalPCA):
+    """Local PCA fitted on a stream, from exact sums about centres, (C, D), near the cells' means, against rounding.
+
+    `with_directions`: whether ranks above 0 are wanted, for 8 C D^2 bytes. scikit-learn's IncrementalPCA takes 4.5
+    times as long for 64 of 768 directions, and needs batches with that many rows of each cell.
+    """
+
+    def __init__(self, centres: Rows, with_directions: bool) -> None:
+        C, D = centres.shape
+        width = D if with_directions else 0
+        self.centres = centres.astype(np.float64)
+        self.counts = np.zeros(C, np.int64)
+        self._sums = np.zeros((C, D))
+        self._products = np.zeros((C, width, width))
+
+    def add(self, rows: Rows, labels: Labels) -> None:
+        """Add training rows, (B, D), of those cells, (B,)."""
+        for cell in np.unique(labels):
+            offset = rows[labels == cell] - self.centres[cell]
+            self.counts[cell] += len(offset)
+            self._sums[cell] += offset.sum(0)
+            if self._products.size:
+                self._products[cell] += offset.T @ offset
+
+    def mean(self, cell: int) -> Rows:
+        return self.centres[cell] + self._sums[cell] / max(1, self.counts[cell])
+
+    def directions(self, cell: int) -> Rows:
+        count = max(1, int(self.counts[cell]))
+        mean = self._sums[cell] / count
+        covariance = self._products[cell] / count - np.outer(mean, mean)
+        return _directions_of(covariance, min(count - 1, len(mean)))
+
+
+def principal_directions(rows: Rows) -> Rows:
+    """All principal directions of rows about zero, (N, D), orthonormal, (D, r), those of largest variance first;
+    float64, r = min(N - 1, D). Cost: O(N D min(N, D))."""
+    N, D = rows.shape
+    r = max(0, min(N - 1, D))
+    if N <= D and r:
+        return np.linalg.svd(rows, full_matrices=False)[2][:r].T
+    return _directions_of(rows.T @ rows, r)
+
+
+def _directions_of(covariance: Rows, r: int) -> Rows:
+    return np.linalg.eigh(covariance)[1][:, ::-1][:, :r]
+
+
+def members(labels: Labels, count: int) -> list[NDArray[np.int64]]:
+    """The rows in each of `count` cells, given the cell of each row."""
+    order = np.argsort(labels, kind="stable")
+    return np.split(order, np.searchsorted(labels[order], np.arange(1, count)))
+
+
+def _fit_stream(sample: Rows, stream: Stream, counts: Sequence[int]) -> list[StreamedPCA]:
+    """k-means and local PCA with about `counts` cells, from two passes: one for centres, one for sums."""
+    means, pieces = (_affordable(sample, min(count, len(sample))) for count in counts)
+    pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
+    kmeans, cells = _streamed_centres(sample, stream, [means, pieces])
+    fits = [StreamedPCA(kmeans, with_directions=False), StreamedPCA(cells, with_directions=True)]
+    for batch in stream.batches():
+        for fit in fits:
+            fit.add(batch, nearest(batch, fit.centres))
+    return fits
+
+
+def _streamed_centres(sample: Rows, stream: Stream, counts: Sequence[int]) -> list[Rows]:
+    """The centres of MiniBatchKMeans for each number of cells, in one pass, started from the sample."""
+    from sklearn.cluster import MiniBatchKMeans  # half a second that only this needs
+
+    estimators = [
+        MiniBatchKMeans(count, n_init=1, random_state=0, init="random").partial_fit(sample)
+        for count in counts
+    ]
+    for rows in stream.batches():
+        for batch in np.split(rows, range(BATCH, len(rows), BATCH)):
+            for estimator in estimators:
+                estimator.partial_fit(batch)
+    return [estimator.cluster_centers_ for estimator in estimators]
+
+
+def _affordable(train: Rows, count: int) -> int:
+    """`count` cells, or fewer if three passes over rows, (N, D), would exceed `MINIBATCH_WORK`."""
+    return max(1, min(count, MINIBATCH_WORK // (PASSES * train.size)))
