@@ -47,19 +47,15 @@ IDX_TYPES = {
 }
 CHUNK_CACHE_BYTES = 64 << 20  # of an HDF5 dataset, whose rows may be read a chunk's part at a time
 
-Index = tuple[
-    int | slice, ...
-]  # of an array's first dimensions: integers, and a slice of the last of them
-
 
 @dataclass(frozen=True)
 class Array:
     shape: tuple[int, ...]
     dtype: str
-    read: Callable[[Index], Any]  # the numbers there, in a form that NumPy can convert to float32
-    flatten: str | None = (
-        None  # how files of this format are flattened by default; None if either way may be meant
-    )
+    # Some elements of the first dimension, or by () all, in a form that NumPy can convert to float32.
+    read: Callable[[slice | tuple[()]], Any]
+    # How files of this format are flattened by default; None if either way may be meant.
+    flatten: str | None = None
 
 
 Arrays = dict[str, Callable[[], Array]]
@@ -67,13 +63,9 @@ Arrays = dict[str, Callable[[], Array]]
 
 @dataclass(frozen=True)
 class ArraySource:
-    shape: tuple[
-        int, ...
-    ]  # (rows, features); or (documents, positions, features), or more dimensions of positions
-    dtype: str  # the stored type that loses least: the array's own if "float16" or "bfloat16", else "float32"
-    read: Callable[
-        [Index], Any
-    ]  # rows, by index as in `Array`, with the array's own last dimensions
+    shape: tuple[int, ...]  # (rows, features), or (documents, positions, ..., features)
+    dtype: str  # the stored type that loses least: float16 or bfloat16 if the array's own, else float32
+    read: Callable[[slice | tuple[()]], Any]  # as in `Array`
     documents: np.ndarray | None = None  # (rows,) int64
 
     @property
@@ -94,27 +86,16 @@ class ArraySource:
         return {"document": documents, "position": positions}
 
     def blocks(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """The rows from `start` on in blocks of about 16 MiB: the number of the first row, and (R, F) float32."""
-        lead, most = self.shape[:-1], max(1, BLOCK_BYTES // (4 * self.features))
-        # The first dimension whose elements fit in a block, and the rows per element.
-        axis = next(
-            (axis for axis in range(len(lead)) if math.prod(lead[axis + 1 :]) <= most),
-            len(lead) - 1,
-        )
-        unit = math.prod(lead[axis + 1 :])
-        row = start
-        while row < self.rows:
-            outer, first = divmod(row // unit, lead[axis])
-            last = min(first + max(1, most // unit), lead[axis])
-            end = (outer * lead[axis] + last) * unit
-            block = self.read((*map(int, np.unravel_index(outer, lead[:axis])), slice(first, last)))
+        """The rows from `start` on, in blocks of about 16 MiB, or of one document: the number of the first row, and
+        (R, F) float32."""
+        unit = self.rows // self.shape[0]  # rows per element of the first dimension
+        step = max(1, BLOCK_BYTES // (4 * self.features * unit))
+        for element in range(start // unit, self.shape[0], step):
             # Overflow gives infinities; the store drops and counts such rows.
             with np.errstate(over="ignore"):
-                yield (
-                    row,
-                    np.ascontiguousarray(block, np.float32).reshape(-1, self.features)[row - end :],
-                )
-            row = end
+                block = np.ascontiguousarray(self.read(slice(element, element + step)), np.float32)
+            row = element * unit
+            yield max(row, start), block.reshape(-1, self.features)[max(0, start - row) :]
 
 
 # Raised for unreadable files, each as observed. Exceptions that could come from a bug here are not listed; `libraries`
@@ -185,8 +166,8 @@ def check_memory(name: str, needed: int, to_fit: str = IN_PIECES) -> None:
 def as_bfloat16(array: Array) -> Array:
     """An array of `TWO_BYTES` as the bfloat16 numbers whose bits it holds."""
 
-    def read(index: Index) -> np.ndarray:
-        values = np.ascontiguousarray(array.read(index))
+    def read(elements: slice | tuple[()]) -> np.ndarray:
+        values = np.ascontiguousarray(array.read(elements))
         bits = values.view("<u2") if values.dtype.kind == "V" else values.astype(np.uint16)
         return (bits.astype(np.uint32) << 16).view(np.float32)
 
@@ -215,8 +196,8 @@ def _of_torch(shape: tuple[int, ...], tensor: Any) -> Array:
     kind = tensor if hasattr(tensor, "layout") else tensor[0:0]
     dtype = str(kind.dtype).removeprefix("torch.")
 
-    def read(index: Index) -> np.ndarray:
-        part = tensor[index]
+    def read(elements: slice | tuple[()]) -> np.ndarray:
+        part = tensor[elements]
         return (part.float() if dtype == "bfloat16" else part).numpy(force=True)
 
     return Array(shape, dtype if str(kind.layout) == "torch.strided" else f"sparse {dtype}", read)
@@ -227,12 +208,12 @@ def list_numpy(path: Path) -> Arrays:
     with libraries(), path.open("rb") as file:
         if file.read(2) == b"PK":
             zipfile.ZipFile(file).close()  # of a damaged one NumPy would leave the file open
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    if isinstance(found, np.ndarray):
-        return {"": lambda: _of_numpy(found)}
-    with found:
+        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        return {"": lambda: _of_numpy(loaded)}
+    with loaded:
         sizes = {
-            info.filename.removesuffix(".npy"): info.file_size for info in found.zip.infolist()
+            info.filename.removesuffix(".npy"): info.file_size for info in loaded.zip.infolist()
         }
 
     def load(key: str) -> Array:
@@ -243,7 +224,7 @@ def list_numpy(path: Path) -> Arrays:
             raise ValueError("expected an array, got bytes")
         return _of_numpy(values)
 
-    return {key: partial(load, key) for key in found.files}
+    return {key: partial(load, key) for key in loaded.files}
 
 
 def _list_safetensors(path: Path) -> Arrays:
@@ -259,50 +240,42 @@ def _list_safetensors(path: Path) -> Arrays:
 def _list_torch(path: Path) -> Arrays:
     import torch
 
-    visited: set[int] = set()
-
     def tensors(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
             yield key, value.detach()
-        elif (
-            isinstance(value, Mapping) and id(value) not in visited
-        ):  # a pickled mapping can contain itself
-            visited.add(id(value))
+        elif isinstance(value, Mapping):
             for name, entry in value.items():
                 yield from tensors(entry, f"{key}.{name}" if key else str(name))
 
     return {
         key: partial(_of_torch, tuple(tensor.shape), tensor)
-        for key, tensor in tensors(load_torch(path, in_place=True), "")
+        for key, tensor in tensors(load_torch(path), "")
     }
 
 
-def load_torch(path: Path, in_place: bool = False, to_fit: str = IN_PIECES) -> Any:
-    """Load a file of `torch.save` on the CPU, without running code in it; call it within `naming`. `in_place` maps the
-    numbers rather than reads them, if the file allows."""
+def load_torch(path: Path, to_fit: str = IN_PIECES) -> Any:
+    """Load a file of `torch.save` on the CPU, without running code in it; call it within `naming`. Numbers are mapped
+    rather than read if the file allows."""
     import torch
 
-    archive = zipfile.is_zipfile(path)
-    size = path.stat().st_size
-    if archive:
+    can_map = zipfile.is_zipfile(path)  # files of torch before 1.6 can only be read whole
+    if can_map:
         with zipfile.ZipFile(path) as file:
-            size = sum(info.file_size for info in file.infolist())
-            in_place &= all(info.compress_type == zipfile.ZIP_STORED for info in file.infolist())
-    if not (archive and in_place):  # files of torch before 1.6 can only be read whole
+            members = file.infolist()
+        size = sum(member.file_size for member in members)
+        can_map = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+    else:
+        size = path.stat().st_size
+    if not can_map:
         check_memory(str(path), size, to_fit)
     try:
         with libraries():
-            return torch.load(
-                path, map_location="cpu", weights_only=True, mmap=archive and in_place
-            )
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:
-        with path.open("rb") as file:
-            pickled = archive or file.read(1) == pickle.PROTO
-        if not pickled:
-            raise
         raise FormatError(
-            f"cannot read {path}: expected tensors alone, got other Python objects, which are not loaded "
-            "as they could run code; save the tensors alone, with `torch.save`"
+            f"cannot read {path}: it is damaged, or holds other Python objects than tensors, which are not "
+            "loaded as they could run code; check that the file is whole and of this format, or save the "
+            "tensors alone with `torch.save`"
         ) from error
 
 

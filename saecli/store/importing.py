@@ -114,7 +114,7 @@ def _source_of(file: str, array: ArraySource, options: ImportConfig) -> dict[str
         "kind": "array",
         "file": Path(file).name,
         "key": options.key,
-        "sha256": file_sha256(Path(file)) if is_file else _hash(array.read((slice(None),))),
+        "sha256": file_sha256(Path(file)) if is_file else _hash(array.read(())),
     }
     if options.max_norm_multiple is not None:
         source["max_norm_multiple"] = options.max_norm_multiple

@@ -153,14 +153,6 @@ def torch_file(values: object, method: int | None = None, **options: bool) -> by
         return archive(*((name, file.read(name)) for name in file.namelist()), method=method)
 
 
-def nested(depth: int) -> dict:
-    """Mappings of which each holds the next twice."""
-    value: dict = {"x": torch.from_numpy(ROWS)}
-    for _ in range(depth):
-        value = {"a": value, "b": value}
-    return value
-
-
 NOT_THIS = "check that the file is whole and of this format"
 FILES = {
     "negative shape.npy": (lambda: npy(shape=(-20, 6)), NOT_THIS),
@@ -193,7 +185,6 @@ FILES = {
         lambda: torch_file({"x": torch.from_numpy(ROWS)}, zipfile.ZIP_DEFLATED),
         None,
     ),
-    "nested.pt": (lambda: torch_file(nested(60)), None),
     "of no device.pt": (lambda: torch_file(torch.ones(3, 4, device="meta")), NOT_THIS),
     "claimed.safetensors": (lambda: save({"x": ROWS}).replace(b"[20,6]", b"[99,6]"), NOT_THIS),
     "old.pth": (
