@@ -25,9 +25,11 @@ al., "Robustly Identifying Concepts Introduced During Chat Fine-Tuning Using Cro
 Shapes: B rows, D = d_in, F = d_sae, P hook points.
 """
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,13 +48,12 @@ class PlaceSums:
     """Sums over rows for a crosscoder's `share` and both `beta`, float64."""
 
     def __init__(self, sae: SAE) -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.float64, device=sae.W_enc.device)
-
+        zeros = partial(torch.zeros, dtype=torch.float64, device=sae.W_enc.device)
         self._sae = sae
         self._error = zeros(sae.d_out)
         self._z_square = zeros(sae.d_sae)
-        self._z_error, self._z_predicted = (zeros(sae.d_sae, sae.d_out) for _ in range(2))
+        self._z_error = zeros(sae.d_sae, sae.d_out)
+        self._z_predicted = zeros(sae.d_sae, sae.d_out)
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
@@ -65,70 +66,67 @@ class PlaceSums:
         self._z_error += codes.transposed_times(error)
         self._z_predicted += codes.transposed_times(predicted - self._sae.b_dec)
 
-    def result(self, spread: Spread) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Given the spread of all rows counted: FVU by hook point, (P,), `share`, (F, P), `beta`, (F, P), NaN for a
-        latent that never fired and between hook points of unlike widths, and `beta` for reconstructions; on the CPU."""
+    def result(self, spread: Spread) -> "PlaceMeasures":
+        """Given the spread of all rows counted."""
         places, W_dec = self._sae.places, self._sae.W_dec.double()
         scatter = torch.from_numpy(spread.scatter).to(W_dec.device)
         fvu = torch.stack([self._error[place].sum() / scatter[place].sum() for place in places])
-        spreads = [(scatter[place].mean() / spread.rows).sqrt() for place in places]
-        W = [W_dec[:, place] / deviation for place, deviation in zip(places, spreads, strict=True)]
-        norms = torch.stack([part.norm(dim=1) for part in W], 1)
+        deviations = [(scatter[place].mean() / spread.rows).sqrt() for place in places]
+        W = [W_dec[:, place] / scale for place, scale in zip(places, deviations, strict=True)]
+        norms = torch.stack([W_p.norm(dim=1) for W_p in W], 1)
         share = norms / norms.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
         largest = norms.argmax(1)
-        beta = torch.full((2, *norms.shape), torch.nan, dtype=norms.dtype, device=norms.device)
+        beta = torch.full_like(norms, torch.nan)
+        beta_predicted = beta.clone()
         for best, direction in enumerate(W):
-            own = (largest == best) & (self._z_square > 0)
-            d = direction[own]
-            for number, (place, part, deviation) in enumerate(zip(places, W, spreads, strict=True)):
-                if part.shape[1] == d.shape[1]:
-                    error, carried = (
-                        (d * sums[own, place]).sum(1) / deviation / self._z_square[own]
-                        for sums in (self._z_error, self._z_predicted)
-                    )
-                    beta[:, own, number] = torch.stack(
-                        [(d * part[own]).sum(1) + error, carried]
-                    ) / d.square().sum(1)
-        return fvu.cpu(), share.cpu(), *beta.cpu()
+            latents = (largest == best) & (self._z_square > 0)
+            d = direction[latents]
+            scale = self._z_square[latents] * d.square().sum(1)
+            for p, (place, W_p, deviation) in enumerate(zip(places, W, deviations, strict=True)):
+                if W_p.shape[1] != d.shape[1]:
+                    continue
+                of_error = (d * self._z_error[latents, place]).sum(1) / (deviation * scale)
+                of_decoder = (d * W_p[latents]).sum(1) / d.square().sum(1)
+                beta[latents, p] = of_decoder + of_error
+                of_predicted = (d * self._z_predicted[latents, place]).sum(1)
+                beta_predicted[latents, p] = of_predicted / (deviation * scale)
+        return PlaceMeasures(fvu.cpu(), share.cpu(), beta.cpu(), beta_predicted.cpu())
 
 
-def elsewhere(share: Tensor, beta: Tensor) -> Tensor:
-    """The largest ratio of beta at another hook point to beta where the latent is largest, (F,)."""
-    best = share.argmax(1, keepdim=True)
-    return (beta / beta.gather(1, best)).scatter(1, best, -torch.inf).amax(1)
+class PlaceMeasures(NamedTuple):
+    """Of each hook point; `beta` is NaN for a latent that never fired and between hook points of unlike widths."""
+
+    fvu: Tensor  # (P,)
+    share: Tensor  # (F, P)
+    beta: Tensor  # (F, P)
+    beta_predicted: Tensor  # (F, P), for reconstructions
+
+    def nu(self, beta: Tensor) -> Tensor:
+        """The largest ratio of beta at another hook point to beta where the latent is largest, (F,)."""
+        best = self.share.argmax(1, keepdim=True)
+        return (beta / beta.gather(1, best)).scatter(1, best, -torch.inf).amax(1)
 
 
-def classes(
-    names: Sequence[str], share: Tensor, nu_error: Tensor, nu_reconstruction: Tensor
-) -> list[str]:
-    """Which hook points have each latent, in words, given `share`, (F, P), and nu, (F,) each."""
-    found = []
-    for own, error, carried in zip(
-        share.tolist(), nu_error.tolist(), nu_reconstruction.tolist(), strict=True
-    ):
-        name = names[own.index(max(own))]
-        if max(own) <= EXCLUSIVE:
-            found.append(
-                f"only {name} by latent scaling"
-                if error < SHRUNK and carried < DECOUPLED
-                else "shared"
-                if min(own) > SHARED / len(own)
-                else "in between"
-            )
-        else:
-            found.append(
-                f"only {name} by decoder norm"
-                if error != error
-                else f"looks only {name}: complete shrinkage"
-                if error > SHRUNK
-                else f"looks only {name}: latent decoupling"
-                if carried > DECOUPLED
-                else f"only {name}"
-            )
-    return found
+def latent_class(
+    names: Sequence[str], shares: Sequence[float], nu_error: float, nu_reconstruction: float
+) -> str:
+    """Which hook points have a latent, in words."""
+    largest = max(shares)
+    name = names[shares.index(largest)]
+    if largest <= EXCLUSIVE:
+        if nu_error < SHRUNK and nu_reconstruction < DECOUPLED:
+            return f"only {name} by latent scaling"
+        return "shared" if min(shares) > SHARED / len(shares) else "in between"
+    if math.isnan(nu_error):
+        return f"only {name} by decoder norm"
+    if nu_error > SHRUNK:
+        return f"looks only {name}: complete shrinkage"
+    if nu_reconstruction > DECOUPLED:
+        return f"looks only {name}: latent decoupling"
+    return f"only {name}"
 
 
-def places_document(one: Measured, listener: Listener) -> dict[str, Any]:
+def places_document(measured: Measured, listener: Listener) -> dict[str, Any]:
     """What `saecli.sparsity` adds for a crosscoder, in one more pass over the rows; nothing for others.
 
     Returns:
@@ -137,34 +135,47 @@ def places_document(one: Measured, listener: Listener) -> dict[str, Any]:
         share is above `SHARED` / P; `share` and `scaling` (beta), lists of P numbers per latent; `nu_error` and
         `nu_reconstruction`, largest over the other hook points; and `class`, per latent. None where unknown.
     """
-
-    def known(value: float) -> float | None:
-        return None if value != value else value
-
-    if not (widths := one.sae.widths):
+    widths = measured.sae.widths
+    if not widths:
         return {}
-    sums = PlaceSums(one.sae)
-    for batch in one.inputs(listener):
+    sums = PlaceSums(measured.sae)
+    for batch in measured.inputs(listener):
         sums.update(batch)
-    fvu, share, beta, carried = sums.result(one.rows.spread())
-    names = [Path(str(rows.store.meta.source.get("model"))).name for rows in one.rows.inputs]
-    if len(set(names)) < len(widths):
-        names = [rows.name for rows in one.rows.inputs] or [
-            f"place {number}" for number in range(len(widths))
-        ]
-    nu = elsewhere(share, beta), elsewhere(share, carried)
+    measures = sums.result(measured.rows.spread())
+    share = measures.share
+    shares: list[list[float]] = share.tolist()
+    nu_error = measures.nu(measures.beta).tolist()
+    nu_reconstruction = measures.nu(measures.beta_predicted).tolist()
+    names = _place_names(measured)
     exclusive = (share > EXCLUSIVE).sum(0).tolist()
     return {
         "places": [
-            {"name": name, "width": width, "fvu": error, "exclusive": count}
-            for name, width, error, count in zip(
-                names, widths, fvu.tolist(), exclusive, strict=True
+            {"name": name, "width": width, "fvu": fvu, "exclusive": count}
+            for name, width, fvu, count in zip(
+                names, widths, measures.fvu.tolist(), exclusive, strict=True
             )
         ],
         "shared": int((share.amin(1) > SHARED / len(widths)).sum()),
-        "share": share.tolist(),
-        "scaling": [[known(value) for value in row] for row in beta.tolist()],
-        "nu_error": [*map(known, nu[0].tolist())],
-        "nu_reconstruction": [*map(known, nu[1].tolist())],
-        "class": classes(names, share, *nu),
+        "share": shares,
+        "scaling": [_without_nan(betas) for betas in measures.beta.tolist()],
+        "nu_error": _without_nan(nu_error),
+        "nu_reconstruction": _without_nan(nu_reconstruction),
+        "class": [
+            latent_class(names, *latent)
+            for latent in zip(shares, nu_error, nu_reconstruction, strict=True)
+        ],
     }
+
+
+def _place_names(measured: Measured) -> list[str]:
+    inputs = measured.rows.inputs
+    names = [Path(str(rows.store.meta.source.get("model"))).name for rows in inputs]
+    if len(set(names)) == len(measured.sae.widths):
+        return names
+    if inputs:
+        return [rows.name for rows in inputs]
+    return [f"place {number}" for number in range(len(measured.sae.widths))]
+
+
+def _without_nan(values: Sequence[float]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values]

@@ -1,5 +1,6 @@
 """Crosscoders: an SAE over several places side by side."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from homes import CommandLine, make_store, same
 from reports import index_of, pages_of
 
 import saecli
-from saecli.measure.hook_points import PlaceSums, classes, elsewhere
+from saecli.measure.hook_points import PlaceMeasures, PlaceSums, latent_class
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE, Batch
 from saecli.store.joined import Joined
@@ -170,23 +171,20 @@ def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
 
 
 def test_classes_are_told_by_norms_and_then_by_both_scalings():
-    own = torch.tensor([0.95, 0.05])
-    cases = {
-        "only a": (own, 0.1, 0.4),
-        "looks only a: complete shrinkage": (own, 0.3, 0.9),
-        "looks only a: latent decoupling": (own, 0.1, 0.6),
-        "only b": (own.flip(0), 0.1, 0.4),
-        "only a by decoder norm": (own, torch.nan, torch.nan),
-        "shared": (torch.tensor([0.6, 0.4]), 0.9, 0.9),
-        "in between": (torch.tensor([0.8, 0.2]), 0.9, 0.9),
-        "only b by latent scaling": (torch.tensor([0.4, 0.6]), 0.1, 0.4),
-    }
-    share, nu_error, nu_reconstruction = zip(*cases.values(), strict=True)
-    assert classes(
-        ["a", "b"], torch.stack(share), torch.tensor(nu_error), torch.tensor(nu_reconstruction)
-    ) == [*cases]
+    for shares, nu_error, nu_reconstruction, expected in (
+        ([0.95, 0.05], 0.1, 0.4, "only a"),
+        ([0.95, 0.05], 0.3, 0.9, "looks only a: complete shrinkage"),
+        ([0.95, 0.05], 0.1, 0.6, "looks only a: latent decoupling"),
+        ([0.05, 0.95], 0.1, 0.4, "only b"),
+        ([0.95, 0.05], math.nan, math.nan, "only a by decoder norm"),
+        ([0.6, 0.4], 0.9, 0.9, "shared"),
+        ([0.8, 0.2], 0.9, 0.9, "in between"),
+        ([0.4, 0.6], 0.1, 0.4, "only b by latent scaling"),
+    ):
+        assert latent_class(["a", "b"], shares, nu_error, nu_reconstruction) == expected
     beta = torch.tensor([[0.5, 2.0, 0.1], [torch.nan] * 3])
-    nu = elsewhere(torch.tensor([[0.2, 0.5, 0.3]] * 2), beta)
+    share = torch.tensor([[0.2, 0.5, 0.3]] * 2)
+    nu = PlaceMeasures(torch.zeros(3), share, beta, beta).nu(beta)
     assert nu[0] == 0.25 and nu[1].isnan()
 
 
