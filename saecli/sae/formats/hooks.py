@@ -19,7 +19,7 @@ Sources: `components/rms_norm.py`, `layer_norm.py`, `transformer_block.py` and `
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ...base.documents import read_json
 from ...store.arrays import naming
+from ..dictionary import SAE
 from .common import TO_FIT, SavedSAE
 
 SITES = {  # by TransformerLens' name, exact in all models
@@ -54,6 +55,10 @@ WITHOUT_SECOND_NORM = {
     "self_attn.output": "attn_out",
     "attention.output": "attn_out",
 }
+ENDS = (
+    "",
+    "target_",
+)  # of rows, and of a transcoder's targets: before `layer` and `site` of an origin
 CENTRED = ("resid_pre", "resid_post", "attn_out", "mlp_out", "hook_resid_mid")
 
 _HOOK = re.compile(r"blocks\.(\d{1,9})\.(\S+)")
@@ -98,27 +103,22 @@ MODEL_TYPES = {  # by the hub's name, for models that are not on this machine
 BUNDLED = Path(__file__).parents[2] / "assets"
 
 
-@dataclass(frozen=True)
-class Affine:
+class Affine(NamedTuple):
     """What a norm does last, `rows * weight + bias`, (D,) each, float64."""
 
-    weight: Tensor
     bias: Tensor
-
-    @classmethod
-    def identity(cls, width: int) -> "Affine":
-        return cls(torch.ones(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
+    weight: Tensor
 
     def inverse(self) -> "Affine":
-        return Affine(1 / self.weight, -self.bias / self.weight)
+        return Affine(-self.bias / self.weight, 1 / self.weight)
 
 
 def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
     """`layer` and `site` in TransformerLens' name, after `of`; empty for other names."""
     match = _HOOK.fullmatch(name) if isinstance(name, str) else None
-    return (
-        {f"{of}layer": int(match[1]), f"{of}site": SITES.get(match[2], match[2])} if match else {}
-    )
+    if match is None:
+        return {}
+    return {f"{of}layer": int(match[1]), f"{of}site": SITES.get(match[2], match[2])}
 
 
 def hook_name(origin: Mapping[str, Any], of: str = "") -> str | None:
@@ -142,31 +142,26 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
     its model is known, by default `model`."""
     origin, remarks = dict(saved.origin), list(saved.remarks)
     model = origin.get("model", model)
-    family = None if model is None else _family(model)
-    centred = (
-        saved.processing.get("center_writing_weights") is True
-        and (family is None or family.layer_norm)
-        and any(origin.get(f"{of}site") in CENTRED for of in ("", "target_"))
-    )
-    ends: dict[str, Affine] = {}
-    for of in ("", "target_"):
-        site = origin.get(f"{of}site")
-        if family is None or model is None:
-            continue
-        if site in WITHOUT_SECOND_NORM and not family.second_norm:
-            origin[f"{of}site"] = WITHOUT_SECOND_NORM[site]
-        elif site == NORMALIZED and (saved.processing.get("fold_ln") or not family.layer_norm):
-            if (norm := _norm(model, family, origin, of, saved)) is None:
-                continue
-            origin[f"{of}site"] = "mlp_in"
-            ends[of] = norm
-            remarks.append(
-                f"reads rows before the norm's weight ({NORMALIZED}); that of {model} is folded in here, "
-                "so that it reads mlp_in"
-            )
-    sae = _between(saved, ends)
-    if centred:
-        sae = sae.changed(W_enc=sae.W_enc - sae.W_enc.mean(0)) if _reads_centred(origin) else sae
+    family = _family(model)
+    if family is not None and not family.second_norm:
+        for end in ENDS:
+            if (site := origin.get(f"{end}site")) in WITHOUT_SECOND_NORM:
+                origin[f"{end}site"] = WITHOUT_SECOND_NORM[site]
+    norms = {}
+    if family is not None and (saved.processing.get("fold_ln") or not family.layer_norm):
+        norms = _norms(saved, model, NORMALIZED)
+    for end in norms:
+        origin[f"{end}site"] = "mlp_in"
+        remarks.append(
+            f"reads rows before the norm's weight ({NORMALIZED}); that of {model} is folded in here, so "
+            "that it reads mlp_in"
+        )
+    sae = _folded(saved, norms)
+    centred = saved.processing.get("center_writing_weights") is True
+    sites = {saved.origin.get(f"{end}site") for end in ENDS}
+    if centred and (family is None or family.layer_norm) and sites & {*CENTRED}:
+        if origin.get("site") in CENTRED:
+            sae = sae.changed(W_enc=sae.W_enc - sae.W_enc.mean(0))
         remarks.append(
             "was trained on rows less their mean over dimensions (center_writing_weights): that mean does "
             "not change its codes here, and its predictions lack it"
@@ -177,34 +172,26 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
 
 def unsettled(saved: SavedSAE) -> SavedSAE:
     """An SAE at `mlp_in` as one at `ln2.hook_normalized`, if its model's norm is on this machine; others as is."""
-    origin, ends, remarks = dict(saved.origin), dict[str, Affine](), list[str]()
-    processing = saved.processing
+    origin, processing = dict(saved.origin), dict(saved.processing)
+    remarks = []
     model = origin.get("model")
-    family = None if model is None else _family(model)
-    for of in ("", "target_"):
-        if model is None or family is None or origin.get(f"{of}site") != "mlp_in":
-            continue
-        if (norm := _norm(model, family, origin, of, saved)) is None:
-            continue
-        origin[f"{of}site"] = NORMALIZED
-        ends[of] = norm.inverse()
-        processing = processing | ({"fold_ln": True} if family.layer_norm else {})
+    family = _family(model)
+    norms = _norms(saved, model, "mlp_in")
+    for end in norms:
+        origin[f"{end}site"] = NORMALIZED
         remarks.append(
-            f"is written for {hook_name(origin, of)}, rows before the norm's weight; that of {model} is "
+            f"is written for {hook_name(origin, end)}, rows before the norm's weight; that of {model} is "
             "folded into it"
         )
+    if norms and family is not None and family.layer_norm:
+        processing["fold_ln"] = True
     if not saved.sae.widths and "mlp_in" in (origin.get("site"), origin.get("target_site")):
         remarks.append(
             "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its "
             "HookedTransformer lacks"
         )
-    return replace(
-        saved,
-        sae=_between(saved, ends),
-        origin=origin,
-        processing=processing,
-        remarks=tuple(remarks),
-    )
+    sae = _folded(saved, {end: norm.inverse() for end, norm in norms.items()})
+    return replace(saved, sae=sae, origin=origin, processing=processing, remarks=tuple(remarks))
 
 
 def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | None:
@@ -212,7 +199,7 @@ def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | N
     if rows.get("site") != "mlp_in" or origin.get("site") != NORMALIZED:
         return None
     model = origin.get("model", rows.get("model"))
-    family = None if model is None else _family(model)
+    family = _family(model)
     if family is not None and family.layer_norm:
         return (
             f"it reads {NORMALIZED}, which TransformerLens 2 takes after the LayerNorm's weight and bias, as "
@@ -226,20 +213,20 @@ def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | N
     )
 
 
-def _reads_centred(origin: Mapping[str, Any]) -> bool:
-    return origin.get("site") in CENTRED
-
-
-def _between(saved: SavedSAE, ends: Mapping[str, Affine]) -> Any:
-    """The SAE on rows and targets that such maps, by the prefix of their site, give; saved.sae if there are none."""
+def _folded(saved: SavedSAE, norms: Mapping[str, Affine]) -> SAE:
+    """The SAE on what the norms, by end, make of its rows and targets."""
     sae = saved.sae
-    if not ends:
+    if not norms:
         return sae
-    rows = ends.get("", Affine.identity(sae.d_in))
-    targets = ends.get("target_", Affine.identity(sae.d_out)) if saved.is_transcoder else rows
+    rows = norms.get("", _identity(sae.d_in))
+    targets = norms.get("target_", _identity(sae.d_out)) if saved.is_transcoder else rows
     device, dtype = sae.W_enc.device, sae.W_enc.dtype
-    maps = [tensor.to(device) for one in (rows, targets) for tensor in (one.bias, one.weight)]
-    return sae.copy_to(device, torch.float64).on_raw_rows(*maps).copy_to(device, dtype)
+    maps = [tensor.to(device) for tensor in (*rows, *targets)]
+    return sae.copy_to(torch.float64).on_raw_rows(*maps).copy_to(dtype)
+
+
+def _identity(width: int) -> Affine:
+    return Affine(torch.zeros(width, dtype=torch.float64), torch.ones(width, dtype=torch.float64))
 
 
 def _folder(model: str) -> Path | None:
@@ -257,37 +244,48 @@ def _folder(model: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def _family(model: str) -> Family | None:
+def _family(model: str | None) -> Family | None:
+    if model is None:
+        return None
     folder = _folder(model)
-    if folder is not None:
-        try:
-            config = read_json(folder / "config.json", dict[str, Any])
-        except (OSError, ValueError):
-            return None
-        text = config.get("text_config")
-        kind = (text if isinstance(text, dict) else config).get("model_type")
-    else:
-        kind = next((kind for name, kind in MODEL_TYPES.items() if re.fullmatch(name, model)), None)
-    return FAMILIES.get(str(kind))
+    if folder is None:
+        kinds = (kind for name, kind in MODEL_TYPES.items() if re.fullmatch(name, model))
+        return FAMILIES.get(next(kinds, ""))
+    try:
+        config = read_json(folder / "config.json", dict[str, Any])
+    except (OSError, ValueError):
+        return None
+    text = config.get("text_config")
+    return FAMILIES.get(str((text if isinstance(text, dict) else config).get("model_type")))
 
 
-def _norm(
-    model: str, family: Family, origin: Mapping[str, Any], of: str, saved: SavedSAE
-) -> Affine | None:
-    """The norm before the MLP of a layer, if its weights are on this machine, fit and can be inverted."""
-    folder = _folder(model)
-    wanted = re.compile(
-        rf"(?:.+\.)?(?:layers|h)\.{origin[f'{of}layer']}\.{family.norm}\.(weight|bias)"
-    )
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")) if folder else ():
+def _norms(saved: SavedSAE, model: str | None, site: str) -> dict[str, Affine]:
+    """The norms before the MLP at an SAE's ends of this site, if their weights are on this machine, fit and can be
+    inverted."""
+    family = _family(model)
+    folder = None if model is None else _folder(model)
+    if family is None or folder is None:
+        return {}
+    norms = {}
+    for end in ENDS:
+        if saved.origin.get(f"{end}site") != site:
+            continue
+        width = saved.sae.d_out if end else saved.sae.d_in
+        parts = _weights(folder, rf"{saved.origin[f'{end}layer']}\.{family.norm}")
+        bias = parts.get("bias", torch.zeros(width, dtype=torch.float64))
+        weight = parts.get("weight", torch.zeros(0)) + family.offset
+        if weight.shape == bias.shape == (width,) and weight.abs().min() > 0:
+            norms[end] = Affine(bias, weight)
+    return norms
+
+
+def _weights(folder: Path, module: str) -> dict[str, Tensor]:
+    """Weight and bias of a module, named by a pattern after `layers.`, in a model's safetensors files."""
+    wanted = re.compile(rf"(?:.+\.)?(?:layers|h)\.{module}\.(weight|bias)")
+    parts = {}
+    for path in sorted(folder.glob("*.safetensors")):
         with naming(str(path), TO_FIT), safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 if match := wanted.fullmatch(name):
-                    found[match[1]] = file.get_tensor(name).double()
-    width = saved.sae.d_out if of else saved.sae.d_in
-    bias = found.get("bias", torch.zeros(width, dtype=torch.float64))
-    if "weight" not in found or found["weight"].shape != (width,) or bias.shape != (width,):
-        return None
-    weight = found["weight"] + family.offset
-    return Affine(weight, bias) if weight.abs().min() > 0 else None
+                    parts[match[1]] = file.get_tensor(name).double()
+    return parts
