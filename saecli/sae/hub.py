@@ -42,8 +42,8 @@ class Address:
         """`user/repo[/folder][@revision]` or `user/repo@revision/folder`, also after `hf://`, or a web page's URL."""
         if web := _WEB.fullmatch(text):
             return cls(web[1], web[3] or "", web[2])
-        found = _PATH.fullmatch(text)
-        return None if found is None else cls(found[1], found[3] or "", found[2] or found[4])
+        path = _PATH.fullmatch(text)
+        return None if path is None else cls(path[1], path[3] or "", path[2] or path[4])
 
     def at(self, folder: str) -> Self:
         """Another folder of the same repository and revision."""
@@ -67,18 +67,19 @@ def registered(text: str) -> Registered | None:
     here."""
     name, _, wanted = text.partition("/")
     release = _release(name)
-    one = next((one for one in release.get("saes", ()) if one["id"] == wanted), None)
-    if one is None:
+    entries = [entry for entry in release.get("saes", ()) if entry["id"] == wanted]
+    if not entries:
         return None
     overrides = release.get("config_overrides") or {}
+    scaling = overrides.get("normalize_activations", "none")
     reason = INEXPRESSIBLE.get(release.get("conversion_func") or "")
-    if (scaling := overrides.get("normalize_activations")) not in (None, "none"):
+    if scaling != "none":
         reason = f"each row is scaled by its own norm ({scaling})"
     if reason:
         raise FormatError(f"{text} cannot be expressed here: {reason}; use SAELens")
     return Registered(
-        Address(release["repo_id"], str(one["path"])),
-        one.get("norm_scaling_factor"),
+        Address(release["repo_id"], str(entries[0]["path"])),
+        entries[0].get("norm_scaling_factor"),
         overrides.get("model_from_pretrained_kwargs") or {},
     )
 
@@ -86,12 +87,13 @@ def registered(text: str) -> Registered | None:
 def registry_hint(text: str, asks: bool = True) -> str:
     """What SAELens' registry has instead of an unknown SAE, or what to install if it `asks` and SAELens is missing."""
     name, _, wanted = text.partition("/")
-    if ids := [one["id"] for one in _release(name).get("saes", ())]:
+    ids = [entry["id"] for entry in _release(name).get("saes", ())]
+    if ids:
         question = did_you_mean(wanted, ids) or f"its first is {ids[0]}"
         return f"; SAELens' release {name} has {len(ids):,} SAEs, and is named as {name}/ID: {question}"
-    return "; for a release and id of SAELens, install sae-lens or name its place on the hub" * (
-        asks and find_spec("sae_lens") is None
-    )
+    if asks and find_spec("sae_lens") is None:
+        return "; for a release and id of SAELens, install sae-lens or name its place on the hub"
+    return ""
 
 
 def _release(name: str) -> dict[str, Any]:
@@ -120,29 +122,22 @@ def fetch(address: Address, note: Callable[[str], None]) -> tuple[str, Path]:
         with hub_errors(address):
             info = HfApi().model_info(address.repo, revision=address.revision, timeout=30)
     except HubError as error:
-        there = cached(address) if is_passing(error.__cause__) else None
-        if there is None:
+        snapshot = cached(address) if is_passing(error.__cause__) else None
+        if snapshot is None:
             raise
-        names = [path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()]
-        found, *_ = _choose(address, names, note)
+        files = [path for path in snapshot.rglob("*") if path.is_file()]
+        names = [path.relative_to(snapshot).as_posix() for path in files]
+        chosen, _ = _choose(address, names, note)
         note(
-            f"the Hugging Face hub cannot be reached ({one_line(error.__cause__ or error)}); {found} is taken from "
-            f"the cache, as of {there.name}"
+            f"the Hugging Face hub cannot be reached ({one_line(error.__cause__ or error)}); {chosen} is taken from "
+            f"the cache, as of {snapshot.name}"
         )
-        return str(found), there / found.folder
-    found, form, names = _choose(address, [file.rfilename for file in info.siblings or ()], note)
+        return str(chosen), snapshot / chosen.folder
+    chosen, names = _choose(address, [file.rfilename for file in info.siblings or ()], note)
     with hub_errors(address):
-        for wanted in ([names[:1]] if form.check is not None else []) + [names]:
-            snapshot = Path(
-                snapshot_download(
-                    address.repo,
-                    revision=address.revision,
-                    allow_patterns=[glob.escape(name) for name in wanted],
-                )
-            )
-            if form.check is not None:
-                form.check((snapshot / names[0]).parent)
-    return str(found), snapshot / found.folder
+        patterns = [glob.escape(name) for name in names]
+        folder = snapshot_download(address.repo, revision=address.revision, allow_patterns=patterns)
+    return str(chosen), Path(folder) / chosen.folder
 
 
 def cached(address: Address) -> Path | None:
@@ -150,58 +145,44 @@ def cached(address: Address) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    settings: dict[str, Any] = {"revision": address.revision, "allow_patterns": []}
     try:
-        return Path(
-            snapshot_download(
-                address.repo, revision=address.revision, local_files_only=True, allow_patterns=[]
-            )
-        )
+        return Path(snapshot_download(address.repo, local_files_only=True, **settings))
     except LocalEntryNotFoundError:
         return None
 
 
 def _choose(
     address: Address, names: Sequence[str], note: Callable[[str], None]
-) -> tuple[Address, Format, list[str]]:
-    """Address, format and files of the SAE at an address, among a repository's files."""
+) -> tuple[Address, list[str]]:
+    """Address and files of the SAE at an address, among a repository's files."""
     wanted, file = address.folder, None
     if wanted in names:
         wanted, _, file = wanted.rpartition("/")
     folders: dict[str, list[str]] = {}  # the files in each, and in the folders in it
     for path in map(PurePosixPath, names):
         for folder in [*path.parents][:2]:
-            folders.setdefault("" if folder.name == "" else str(folder), []).append(
-                str(path.relative_to(folder))
-            )
-    inside = {
-        folder: FORMATS[name]
-        for folder, files in sorted(folders.items())
-        if PurePosixPath(folder).is_relative_to(wanted)
-        and (file is None or folder == wanted)
-        and (name := format_of(files, file))
-    }
-    found = wanted if wanted in inside else next(iter(inside)) if len(inside) == 1 else None
-    if found is not None:
-        if found != wanted:
-            note(f"{address} holds one SAE, in {found}")
-        at, form = address if file else address.at(found), inside[found]
-        return (
-            at,
-            form,
-            [str(PurePosixPath(found, own)) for own in form.among(folders[found], str(at), file)],
-        )
-    if inside:
-        shown = ", ".join(str(address.at(folder)) for folder in list(inside)[:SHOWN])
-        raise HubError(
-            f"{address} holds {len(inside):,} SAEs: name one of them, {shown}"
-            f"{', ...' if len(inside) > SHOWN else ''}"
-        )
-    there = (
-        ", ".join(sorted(folder or "files at its top" for folder in folders)[:SHOWN]) or "no file"
-    )
-    raise HubError(
-        f"no SAE found in {address}: expected a folder with {known_files()}, got {there}"
-    )
+            key = "" if folder.name == "" else str(folder)
+            folders.setdefault(key, []).append(str(path.relative_to(folder)))
+    formats: dict[str, Format] = {}  # of the folders with an SAE at the address or below
+    for key, files in sorted(folders.items()):
+        below = key == wanted or (file is None and PurePosixPath(key).is_relative_to(wanted))
+        name = format_of(files, file) if below else None
+        if name:
+            formats[key] = FORMATS[name]
+    if wanted not in formats and len(formats) == 1:
+        (wanted,) = formats
+        note(f"{address} holds one SAE, in {wanted}")
+    if wanted in formats:
+        chosen = address if file else address.at(wanted)
+        own = formats[wanted].among(folders[wanted], str(chosen), file)
+        return chosen, [str(PurePosixPath(wanted, name)) for name in own]
+    if formats:
+        shown = ", ".join(str(address.at(key)) for key in [*formats][:SHOWN])
+        more = ", ..." if len(formats) > SHOWN else ""
+        raise HubError(f"{address} holds {len(formats):,} SAEs: name one of them, {shown}{more}")
+    got = ", ".join(sorted(key or "files at its top" for key in folders)[:SHOWN]) or "no file"
+    raise HubError(f"no SAE found in {address}: expected a folder with {known_files()}, got {got}")
 
 
 def demand_writable(address: Address, private: bool) -> None:
@@ -289,7 +270,7 @@ def hub_errors(address: Address) -> Iterator[None]:
         OSError,
         RuntimeError,
         ValueError,
-    ) as error:  # those that the client raises by design
+    ) as error:  # which the client raises by design
         if isinstance(error, OSError) and error.errno is not None and not is_passing(error):
             raise  # from the disk
         cause = error.__cause__  # of one upload among several

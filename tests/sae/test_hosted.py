@@ -2,8 +2,6 @@
 
 import shutil
 import socket
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -315,32 +313,6 @@ def test_of_several_layers_on_the_hub_one_must_be_named(
         ).numpy()
         one = published.qwen_scope(tmp_path / "again", layer)
         assert np.abs(predicted - one.predicted).max() < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("write", "file", "said"),
-    [
-        (
-            partial(published.gemma_scope_2_crosscoder, type="clt"),
-            "config.json",
-            "type 'clt' cannot",
-        ),
-        (
-            partial(published.saelens_5, normalize_activations="layer_norm"),
-            "cfg.json",
-            "'layer_norm' cannot",
-        ),
-    ],
-)
-def test_what_cannot_be_expressed_is_refused_before_it_is_fetched(
-    sae: CommandLine, hub: ModelHub, tmp_path: Path, write: Callable, file: str, said: str
-) -> None:
-    write(tmp_path / "there/one")
-    hub.add("google/gemma-scope-2-270m-pt", files_of(tmp_path / "there"))
-    done = sae("eval", "google/gemma-scope-2-270m-pt")
-    assert done.status == 1 and f"{said} be expressed here" in done.err
-    (snapshot,) = (tmp_path / "cache").glob("*/snapshots/*")
-    assert [*files_of(snapshot)] == [f"one/{file}"]
 
 
 def test_a_folder_here_wins_which_is_noted_once_the_hub_has_one_too(

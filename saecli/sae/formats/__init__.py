@@ -46,67 +46,62 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Format:
-    files: tuple[
-        str, ...
-    ]  # patterns of one SAE's files, the weights last; `|` between alternatives
-    load: Callable[[Path], SavedSAE]  # from a folder, or with `layers` of each, from a file
-    save: Callable[[SavedSAE, Path], None] | None = (
-        None  # in float32, into an existing folder; None if only read
-    )
-    activations: Collection[type[Activation]] = ()  # of SAEs that `save` can express
-    transcoders: Collection[type[Activation]] = ()  # activations of transcoders that it can express
-    one_width: bool = False  # whether a transcoder's targets must be as wide as its rows
-    layers: Literal["one", "each", "all"] = (
-        "one"  # files of weights: one; each an SAE of its own; all of one SAE
-    )
-    check: Callable[[Path], object] | None = (
-        None  # of the first file, before the hub's weights are fetched
-    )
+    """How SAEs are kept in files.
+
+    files: patterns of one SAE's files, the weights last; `|` between alternatives.
+    load: from a folder, or with `layers` of each, from a file.
+    save: in float32, into an existing folder; None if the format is only read.
+    activations, transcoders: activations that `save` can express, of SAEs and of transcoders.
+    one_width: whether a transcoder's targets must be as wide as its rows.
+    layers: files of weights: one; each an SAE of its own; all of one SAE.
+    """
+
+    files: tuple[str, ...]
+    load: Callable[[Path], SavedSAE]
+    save: Callable[[SavedSAE, Path], None] | None = None
+    activations: Collection[type[Activation]] = ()
+    transcoders: Collection[type[Activation]] = ()
+    one_width: bool = False
+    layers: Literal["one", "each", "all"] = "one"
 
     def among(self, names: Iterable[str], place: str, file: str | None = None) -> list[str]:
         """The names of one SAE's files, the weights last; FormatError, which names the `place`, if several SAEs' match.
         `file`: one of several layers'."""
-        there, found = sorted(names), list[str]()
+        names, chosen = sorted(names), list[str]()
         for pattern in self.files:
-            here = matching([file] if file and pattern == self.files[-1] else there, pattern)
-            if len(here) != 1 and not (self.layers == "all" and pattern == self.files[-1]):
-                such = f"; name it, such as .../{here[0]}" if self.layers == "each" and here else ""
+            weights = pattern == self.files[-1]
+            matches = matching([file] if file and weights else names, pattern)
+            if len(matches) != 1 and not (weights and self.layers == "all"):
+                hint = f"; name it, such as .../{matches[0]}" if self.layers == "each" else ""
                 raise FormatError(
-                    f"{place} holds {len(here)} files {in_words(pattern)}: expected one{such}"
+                    f"{place} holds {len(matches)} files {in_words(pattern)}: expected one{hint}"
                 )
-            found += here
-        return found
+            chosen += matches
+        return chosen
 
     def lacks(self, saved: SavedSAE) -> str | None:
         """What `save` cannot express of an SAE, and what it can; None if nothing."""
-        sae, kind = (
-            at_inference(saved.sae),
-            "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder",
-        )
+        sae = at_inference(saved.sae)
         able = self.transcoders if saved.is_transcoder else self.activations
         if not able:
-            return kind
+            return "a transcoder" if saved.is_transcoder else "an SAE that is no transcoder"
         if type(sae.activation) not in able:
             of = " of a transcoder" if saved.is_transcoder else ""
-            return (
-                f"the activation {saved.sae.activation.name}{of}; expected one of "
-                f"{', '.join(activation.name for activation in able)}"
-            )
+            names = ", ".join(activation.name for activation in able)
+            return f"the activation {saved.sae.activation.name}{of}; expected one of {names}"
         if self.one_width and sae.d_out != sae.d_in:
             return f"targets of {sae.d_out} dimensions predicted from rows of {sae.d_in}; expected equal widths"
         return None
 
 
-FORMATS: dict[
-    str, Format
-] = {  # the first whose files are all present is used: sparsify before native
+# The first whose files are all present is used: sparsify before native.
+FORMATS: dict[str, Format] = {
     "saelens": Format(
         (saelens.CONFIG, saelens.TENSORS),
         saelens.load_saelens,
         saelens.save_saelens,
         saelens.ARCHITECTURES,
         saelens.TRANSCODERS,
-        check=saelens.read_config_of,
     ),
     "sparsify": Format(
         (libraries.SPARSIFY_CONFIG, libraries.SPARSIFY_WEIGHTS),
@@ -135,7 +130,6 @@ FORMATS: dict[
         scopes.GEMMA_WRITTEN,
         scopes.GEMMA_WRITTEN,
         layers="all",
-        check=scopes.read_config_of,
     ),
     "gemma-scope-2-unconfigured": Format((scopes.GEMMA_WHOLE,), scopes.load_gemma_scope_2),
     "llama-scope": Format(
@@ -198,28 +192,22 @@ def recognise(path: Path) -> str | None:
 def _files_in(path: Path) -> set[str]:
     """The files of known formats in a folder, or in a file's folder."""
     folder = path.parent if path.is_file() else path
-    return {
-        found.relative_to(folder).as_posix()
-        for form in FORMATS.values()
-        for pattern in form.files
-        for one in pattern.split("|")
-        for found in folder.glob(one)
-        if found.is_file()
+    patterns = {
+        part for form in FORMATS.values() for name in form.files for part in name.split("|")
     }
+    matches = {match for pattern in patterns for match in folder.glob(pattern)}
+    return {match.relative_to(folder).as_posix() for match in matches if match.is_file()}
 
 
 def format_of(names: Iterable[str], file: str | None = None) -> str | None:
     """The format whose files are all among these; a `file` must be one of several layers'."""
-    there = set(names)
-    return next(
-        (
-            name
-            for name, form in FORMATS.items()
-            if all(matching(there, pattern) for pattern in form.files)
-            and (file is None or (form.layers == "each" and matching([file], form.files[-1])))
-        ),
-        None,
-    )
+    names = set(names)
+    for name, form in FORMATS.items():
+        if not all(matching(names, pattern) for pattern in form.files):
+            continue
+        if file is None or (form.layers == "each" and matching([file], form.files[-1])):
+            return name
+    return None
 
 
 def known_files() -> str:
@@ -235,14 +223,11 @@ def load(
     file may lack, see `SavedSAE`."""
     name = recognise(path)
     if name is None:
-        there = (
-            ", ".join(sorted(found.name for found in path.iterdir())[:8])
-            if path.is_dir()
-            else "no such folder"
-        )
-        raise FormatError(
-            f"no SAE found in {path}; expected {known_files()}, got {there or 'an empty folder'}"
-        )
+        got = "no such folder"
+        if path.is_dir():
+            names = sorted(entry.name for entry in path.iterdir())
+            got = ", ".join(names[:8]) or "an empty folder"
+        raise FormatError(f"no SAE found in {path}; expected {known_files()}, got {got}")
     _demand_utf8(path)
     form = FORMATS[name]
     if form.layers == "each" and path.is_dir():
@@ -272,15 +257,15 @@ def save(saved: SavedSAE, name: str, folder: Path) -> None:
     """Write an SAE in a format; the folder, new or empty, appears whole or not at all."""
     _demand_utf8(folder)
     form = FORMATS[name]
-    if (lacking := form.lacks(saved)) or form.save is None:
+    lacking = form.lacks(saved)
+    if lacking or form.save is None:
         able = [key for key, other in FORMATS.items() if not other.lacks(saved)]
         raise FormatError(
             f"{name} cannot express {lacking}; it can be written as {' or '.join(able)}"
         )
     if not is_free(folder):
         raise FormatError(
-            f"cannot write to {folder}: expected an empty or a new folder, got one in use; "
-            f"name another"
+            f"cannot write to {folder}: expected an empty or a new folder; name another"
         )
     if name != "native":
         saved = replace(saved, sae=at_inference(saved.sae).copy_to(torch.float32))
