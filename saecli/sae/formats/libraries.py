@@ -18,6 +18,7 @@ signed as `topk` here; 0.5.0 would take such files for `relu`, so they are read 
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ def load_sparsify(folder: Path) -> SavedSAE:
     common.refuse_unless(path, config, "signed", False)
     common.refuse_unless(path, config, "transcode", False, True)
     transcodes = config.get("transcode", False)
-    common.refuse_unless(
-        path, config, "skip_connection", *((False, True) if transcodes else (False,))
-    )
+    common.refuse_unless(path, config, "skip_connection", False, transcodes)
     activation = common.configured(path, ReluTopK, k=config.get("k"))
     names = SPARSIFY_NAMES | (SKIP if config.get("skip_connection", False) else {})
     tensors = common.renamed(file, common.read_safetensors(file)[0], names)
@@ -175,26 +174,21 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
             f"{path}: trainer.dict_class {trainer.dict_class!r} cannot be expressed here; "
             f"expected one of {', '.join(CLASSES)}"
         )
-    layout, found = CLASSES[trainer.dict_class], common.read_torch(file)
-    older = {"k"} if trainer.k is not None else set()
-    older |= {"threshold"} if layout.activation is ReluTopK else set()  # which does not use it
-    extra = [name for name in layout.extras if name in found or name not in older]
-    tensors = common.renamed(file, found, layout.names | {name: name for name in extra})
-    extras = {name: tensors.pop(name) for name in extra}
-    k = (
-        {"k": _whole(file, "k", extras["k"], 1)[0] if "k" in extras else trainer.k}
-        if "k" in layout.extras
-        else {}
-    )
-    activation = common.configured(file, layout.activation, **k)
-    if "threshold" in extras and "threshold" in activation.parameters(1):
-        tensors["threshold"] = extras["threshold"]
+    layout, stored = CLASSES[trainer.dict_class], common.read_torch(file)
+    optional = {"k"} if trainer.k is not None else set()  # older files lack these
+    optional |= {"threshold"} if layout.activation is ReluTopK else set()
+    extra = [name for name in layout.extras if name in stored or name not in optional]
+    tensors = common.renamed(file, stored, layout.names | {name: name for name in extra})
+    settings = {}
+    if "k" in layout.extras:
+        settings["k"] = _whole(file, "k", tensors.pop("k"), 1)[0] if "k" in extra else trainer.k
+    activation = common.configured(file, layout.activation, **settings)
+    if "threshold" not in activation.parameters(1):
+        tensors.pop("threshold", None)
     prefixes: Prefixes = ()
-    if (
-        "group_sizes" in extras
-        and len(sizes := _whole(file, "group_sizes", extras["group_sizes"])) > 1
-    ):
-        prefixes = tuple(torch.tensor(sizes).cumsum(0).tolist())
+    if "group_sizes" in tensors:
+        sizes = _whole(file, "group_sizes", tensors.pop("group_sizes"))
+        prefixes = tuple(accumulate(sizes)) if len(sizes) > 1 else ()
     site = trainer.submodule_name
     if isinstance(site, str):
         site = re.sub(r"_layer_?\d+", "", site)
@@ -207,15 +201,11 @@ def load_dictionary_learning(folder: Path) -> SavedSAE:
 
 
 def _whole(path: Path, name: str, numbers: Tensor, count: int | None = None) -> list[int]:
-    if (
-        numbers.is_floating_point()
-        or numbers.is_complex()
-        or numbers.ndim > 1
-        or count not in (None, numbers.numel())
-    ):
+    fits = numbers.ndim <= 1 and count in (None, numbers.numel())
+    if not fits or numbers.is_floating_point() or numbers.is_complex():
+        words = "a whole number" if count else "whole numbers"
         raise FormatError(
-            f"{path}: {name} must be {'a whole number' if count else 'whole numbers'}, got "
-            f"{numbers.dtype} of shape {tuple(numbers.shape)}"
+            f"{path}: {name} must be {words}, got {numbers.dtype} of shape {tuple(numbers.shape)}"
         )
     return numbers.flatten().tolist()
 
@@ -235,28 +225,25 @@ def save_dictionary_learning(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE so that `load_dictionary` reads it; codes of `relu` are scaled, reconstructions the same."""
     sae, origin = saved.sae, saved.origin
     nested = bool(sae.prefixes) and isinstance(sae.activation, BatchTopK)
-    name, layout = next(
-        (name, layout)
+    (name,) = (
+        name
         for name, layout in CLASSES.items()
         if layout.trainer
         and layout.activation is type(sae.activation)
         and ("group_sizes" in layout.extras) == nested
     )
-    write_json(
-        folder / LEARNING_CONFIG,
-        {
-            "trainer": {
-                "dict_class": name,
-                "trainer_class": layout.trainer,
-                "activation_dim": sae.d_in,
-                "dict_size": sae.d_sae,
-                "lm_name": origin.get("model"),
-                "layer": origin.get("layer"),
-                "submodule_name": origin.get("site"),
-                **({"k": sae.k} if sae.k else {}),
-            }
-        },
-    )
+    layout = CLASSES[name]
+    trainer = {
+        "dict_class": name,
+        "trainer_class": layout.trainer,
+        "activation_dim": sae.d_in,
+        "dict_size": sae.d_sae,
+        "lm_name": origin.get("model"),
+        "layer": origin.get("layer"),
+        "submodule_name": origin.get("site"),
+    }
+    trainer |= {"k": sae.k} if sae.k else {}
+    write_json(folder / LEARNING_CONFIG, {"trainer": trainer})
     sae = common.with_unit_rows(sae) if isinstance(sae.activation, Relu) else sae
     tensors = sae.tensors()
     if layout.subtracts:
@@ -289,22 +276,15 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
     path, match = file.parent / TRACER_CONFIG, _LAYER.fullmatch(file.name)
     if match is None:
         raise FormatError(f"{file}: expected layer_L.safetensors, L the number of its layer")
-    config = (
-        _read_yaml(path)
-        if path.is_file()
-        else QWEN3
-        | (
-            {"model_name": f"Qwen/Qwen3-{one[1].upper()}"}
-            if (one := _QWEN3.search(str(file.absolute())))
-            else {}
-        )
-    )
-    common.refuse_unless(
-        path, {"model_kind": config.get("model_kind")}, "model_kind", "transcoder_set"
-    )
-    found, _ = common.read_safetensors(file)
-    further = {name: own for name, own in (SKIP | THRESHOLD).items() if name in found}
-    tensors = common.renamed(file, found, TRACER_NAMES | further)
+    if path.is_file():
+        config = _read_yaml(path)
+    else:
+        size = _QWEN3.search(str(file.absolute()))
+        config = QWEN3 | ({"model_name": f"Qwen/Qwen3-{size[1].upper()}"} if size else {})
+    common.refuse_unless(path, {"model_kind": None} | config, "model_kind", "transcoder_set")
+    stored, _ = common.read_safetensors(file)
+    further = {name: own for name, own in (SKIP | THRESHOLD).items() if name in stored}
+    tensors = common.renamed(file, stored, TRACER_NAMES | further)
     activation: Activation = JumpRelu() if "threshold" in tensors else Relu()
     if config.get("activation") == "topk":
         k = config.get("k", "")
@@ -312,7 +292,8 @@ def load_circuit_tracer(file: Path) -> SavedSAE:
             path, TopK, k=int(k) if re.fullmatch(r"\d{1,18}", k) else None
         )
     sae = common.assemble(file, tensors, activation, transcodes=True)
-    if (lowest := float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())) < 0:
+    lowest = float(sae.activation_parameters.get("threshold", torch.zeros(1)).min())
+    if lowest < 0:
         raise FormatError(f"{file}: thresholds below 0 cannot be expressed here, got {lowest:.3g}")
     origin = {"model": config.get("model_name"), "layer": int(match[1])}
     for of, side in (("", "input"), ("target_", "output")):
@@ -334,11 +315,8 @@ def _read_yaml(path: Path) -> dict[str, str]:
             f"cannot read {path}: expected the keys and values of circuit-tracer's configuration, got "
             f"{type(document).__name__}"
         )
-    return {
-        key: value
-        for key, value in document.items()
-        if isinstance(key, str) and isinstance(value, str)
-    }
+    entries = document.items()
+    return {key: value for key, value in entries if isinstance(key, str) and isinstance(value, str)}
 
 
 def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
@@ -346,9 +324,9 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
     import yaml
 
     sae, origin = saved.sae, saved.origin
-    if missing := [
-        name for name in ("layer", "site", "target_layer", "target_site") if name not in origin
-    ]:
+    ends = ("layer", "site", "target_layer", "target_site")
+    missing = [name for name in ends if name not in origin]
+    if missing:
         raise FormatError(
             "circuit-tracer needs to know the layer and sites of rows and targets: expected a transcoder "
             f"trained on stores that `sae extract` made, got one without {', '.join(missing)}"
@@ -358,13 +336,11 @@ def save_circuit_tracer(saved: SavedSAE, folder: Path) -> None:
             f"circuit-tracer cannot express a transcoder from layer {origin['layer']} to layer "
             f"{origin['target_layer']}; expected rows and targets of one layer"
         )
-    points = {
-        side: hooks.HOOKS.get(site, site)
-        for side, site in (("input", origin["site"]), ("output", origin["target_site"]))
-    }
-    config = ({"model_name": origin["model"]} if "model" in origin else {}) | {
+    config = {"model_name": origin["model"]} if "model" in origin else {}
+    config |= {
         "model_kind": "transcoder_set",
-        **{f"feature_{side}_hook": hook for side, hook in points.items()},
+        "feature_input_hook": hooks.HOOKS.get(origin["site"], origin["site"]),
+        "feature_output_hook": hooks.HOOKS.get(origin["target_site"], origin["target_site"]),
     }
     with appearing_whole(folder / TRACER_CONFIG) as temporary:
         temporary.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

@@ -53,12 +53,9 @@ def read_config_of(folder: Path) -> dict[str, Any]:
     transcodes = config["architecture"] not in ARCHITECTURES.values()
     for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
         common.refuse_unless(path, config, key, *((False,) if transcodes else (True, False)))
-    common.refuse_unless(
-        path, config, "normalize_activations", "none", SCALED
-    )  # others depend on each row's norm
-    common.refuse_unless(
-        path, config, "reshape_activations", "none", "hook_z"
-    )  # rows are flat here either way
+    # Other ways of normalising depend on each row's norm; rows are flat here either way.
+    common.refuse_unless(path, config, "normalize_activations", "none", SCALED)
+    common.refuse_unless(path, config, "reshape_activations", "none", "hook_z")
     return config
 
 
@@ -66,35 +63,31 @@ def load_saelens(folder: Path) -> SavedSAE:
     config = read_config_of(folder)
     metadata, activation = config["metadata"], _activation(folder / CONFIG, config)
     transcodes = config["architecture"] not in ARCHITECTURES.values()
-    found, _ = common.read_safetensors(folder / TENSORS)
-    if "scaling_factor" in found and (found["scaling_factor"] == 1).all():
-        del found["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
-    skip = (
-        SKIP if transcodes and config["architecture"] == TRANSCODERS[type(activation)][True] else {}
-    )
-    names = common.PLAIN | {name: name for name in activation.parameters(1)} | skip
-    names = common.GATED if isinstance(activation, Gated) else names
-    tensors = common.renamed(folder / TENSORS, found, names)
+    file = folder / TENSORS
+    stored, _ = common.read_safetensors(file)
+    if "scaling_factor" in stored and (stored["scaling_factor"] == 1).all():
+        del stored["scaling_factor"]  # versions before 6 wrote it whether or not it was in use
+    names = common.PLAIN | {name: name for name in activation.parameters(1)}
+    if isinstance(activation, Gated):
+        names = common.GATED
+    elif transcodes and config["architecture"] == TRANSCODERS[type(activation)][True]:
+        names |= SKIP
     subtracts = not transcodes and config.get("apply_b_dec_to_input", True)
-    sae = common.assemble(folder / TENSORS, tensors, activation, subtracts, transcodes=transcodes)
+    tensors = common.renamed(file, stored, names)
+    sae = common.assemble(file, tensors, activation, subtracts, transcodes=transcodes)
     if config.get("rescale_acts_by_decoder_norm", False):
         sae = common.with_unit_rows(sae)
+    origin = {
+        "model": metadata.get("model_name"),
+        **_origin(metadata.get("hook_name")),
+        **(_origin(metadata.get("hook_name_out"), "target_") if transcodes else {}),
+        "context": metadata.get("context_size"),
+        "prepend_bos": metadata.get("prepend_bos"),
+    }
+    scaled = config.get("normalize_activations") == SCALED
     processing = metadata.get("model_from_pretrained_kwargs")
-    return SavedSAE(
-        sae,
-        common.origin_from(
-            {
-                "model": metadata.get("model_name"),
-                **_origin(metadata.get("hook_name")),
-                **(_origin(metadata.get("hook_name_out"), "target_") if transcodes else {}),
-                "context": metadata.get("context_size"),
-                "prepend_bos": metadata.get("prepend_bos"),
-            }
-        ),
-        transcodes,
-        config.get("normalize_activations") == SCALED,
-        processing if isinstance(processing, dict) else {},
-    )
+    processing = processing if isinstance(processing, dict) else {}
+    return SavedSAE(sae, common.origin_from(origin), transcodes, scaled, processing)
 
 
 def _origin(hook: Any, of: str = "") -> dict[str, Any]:
@@ -111,32 +104,24 @@ def _from_before_6(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         )
     common.refuse_unless(path, old, "activation_fn", "relu", "topk")
     kept, scaled = old.get("activation_fn_kwargs"), old.get("normalize_activations")
+    architecture = old.get("architecture", "standard")
     return {
-        "architecture": "topk"
-        if old.get("activation_fn") == "topk"
-        else old.get("architecture", "standard"),
+        "architecture": "topk" if old.get("activation_fn") == "topk" else architecture,
         "k": kept.get("k") if isinstance(kept, dict) else None,
         "apply_b_dec_to_input": old.get("apply_b_dec_to_input", True),
-        "normalize_activations": "expected_average_only_in" if scaled is True else scaled or "none",
+        "normalize_activations": SCALED if scaled is True else scaled or "none",
         "metadata": old,
     }
 
 
 def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
-    kinds = {
-        architecture: kind for kind, architecture in ARCHITECTURES.items() if kind is not BatchTopK
-    }
-    kinds |= {
-        architecture: kind
-        for kind, both in TRANSCODERS.items()
-        if kind is not BatchTopK
-        for architecture in both
-    }
+    kinds = {name: kind for kind, name in ARCHITECTURES.items() if kind is not BatchTopK}
+    for kind, names in TRANSCODERS.items():
+        kinds |= {} if kind is BatchTopK else dict.fromkeys(names, kind)
     common.refuse_unless(path, config, "architecture", *kinds)
     kind = kinds[config["architecture"]]
-    return common.configured(
-        path, kind, **({"k": config.get("k")} if issubclass(kind, ReluTopK | AbsTopK) else {})
-    )
+    settings = {"k": config.get("k")} if issubclass(kind, ReluTopK | AbsTopK) else {}
+    return common.configured(path, kind, **settings)
 
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
