@@ -50,11 +50,8 @@ from . import common, hooks
 from .common import SavedSAE
 
 GEMMA_ARRAYS = "params.npz"
-GEMMA_CONFIG, GEMMA_WHOLE, GEMMA_LAYERS = (
-    "config.json",
-    "params.safetensors",
-    "params_layer_*.safetensors",
-)
+GEMMA_CONFIG = "config.json"
+GEMMA_WHOLE, GEMMA_LAYERS = "params.safetensors", "params_layer_*.safetensors"
 GEMMA_WEIGHTS = f"{GEMMA_WHOLE}|{GEMMA_LAYERS}"
 GEMMA_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
 GEMMA_NAMES = {
@@ -65,11 +62,12 @@ GEMMA_NAMES = {
     "threshold": "threshold",
 }
 SKIP = {"affine_skip_connection": "W_skip"}
-GEMMA_SITES = {
-    "output": "resid_post",
-    "pre_feedforward_layernorm.output": "mlp_in",
-    "post_feedforward_layernorm.output": "mlp_out",
-}  # attention is read before its output weights: no site here
+# Modules by site; attention is read before its output weights: no site here.
+GEMMA_MODULES = {
+    "resid_post": "output",
+    "mlp_in": "pre_feedforward_layernorm.output",
+    "mlp_out": "post_feedforward_layernorm.output",
+}
 GEMMA_KINDS = {"res": "resid_post", "mlp": "mlp_out", "embedding": "resid_pre"}
 
 _GEMMA = re.compile(
@@ -84,30 +82,31 @@ _HOOK = re.compile(r"model\.layers\.(\d{1,9}|\{\d{1,9}(?:, ?\d{1,9})*\})\.(.+)")
 
 def load_gemma_scope(folder: Path) -> SavedSAE:
     path = folder / GEMMA_ARRAYS
-    found = _GEMMA.search(f"{folder.absolute().as_posix()}/")
     sae = common.assemble(path, common.read_npz(path), JumpRelu())
-    if found is None:
+    match = _GEMMA.search(f"{folder.absolute().as_posix()}/")
+    if match is None:
         return SavedSAE(sae)
-    size, tuned, kind, layer = found.groups()
+    size, tuned, kind, layer = match.groups()
     if layer is None:
         sae, kind, layer = common.unscaled(sae, 1 / math.sqrt(sae.d_in)), "embedding", "0"
-    origin = {"model": f"google/gemma-2-{size}{'-it' * (tuned == 'it')}", "layer": int(layer)}
+    model = f"google/gemma-2-{size}-it" if tuned == "it" else f"google/gemma-2-{size}"
+    origin: dict[str, Any] = {"model": model, "layer": int(layer)}
     if kind == "transcoders":
-        ends = {"site": hooks.NORMALIZED, "target_layer": int(layer), "target_site": "mlp_out"}
-        return SavedSAE(sae, origin | ends)
-    return SavedSAE(sae, origin | ({} if kind == "att" else {"site": GEMMA_KINDS[kind]}))
+        origin |= {"site": hooks.NORMALIZED, "target_layer": int(layer), "target_site": "mlp_out"}
+    elif kind in GEMMA_KINDS:
+        origin["site"] = GEMMA_KINDS[kind]
+    return SavedSAE(sae, origin)
 
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
     tensors = saved.sae.tensors() | {"threshold": common.thresholds_of(saved.sae)}
-    arrays: dict[str, Any] = {
-        name: tensors[name].cpu().numpy() for name in (*common.PLAIN, "threshold")
-    }
+    names = (*common.WEIGHTS, "threshold")
+    arrays: dict[str, Any] = {name: tensors[name].cpu().numpy() for name in names}
     with appearing_whole(folder / GEMMA_ARRAYS) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
 
 
-def read_config_of(folder: Path) -> dict[str, Any]:
+def _gemma_2_config(folder: Path) -> dict[str, Any]:
     """Gemma Scope 2's configuration; FormatError for kinds that cannot be expressed, as cross-layer transcoders."""
     path = folder / GEMMA_CONFIG
     config = common.read_config(path, dict[str, Any]) if path.is_file() else _named_by(folder)
@@ -119,66 +118,45 @@ def read_config_of(folder: Path) -> dict[str, Any]:
 
 def _named_by(folder: Path) -> dict[str, Any]:
     """The configuration that the names of folders on the hub imply."""
-    found = _GEMMA_2.search(f"{folder.absolute().as_posix()}/")
-    if found is None:
+    match = _GEMMA_2.search(f"{folder.absolute().as_posix()}/")
+    if match is None:
         raise FormatError(
             f"{folder} has no {GEMMA_CONFIG}: expected one, or folders named as on the hub, such as "
             "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big"
         )
-    size, kind, layer, affine = found.groups()
-    modules = {site: module for module, site in GEMMA_SITES.items()} | {
-        "attn_out": "self_attn.o_proj.input"
-    }
-    ends = {"in": "mlp_in", "out": "mlp_out"} if kind == "transcoder" else {"in": kind, "out": kind}
+    size, kind, layer, affine = match.groups()
+    sites = ("mlp_in", "mlp_out") if kind == "transcoder" else (kind, kind)
+    modules = GEMMA_MODULES | {"attn_out": "self_attn.o_proj.input"}
     return {
         "model_name": f"gemma-3-{size}",
         "affine_connection": affine is not None,
-        **{
-            f"hf_hook_point_{end}": f"model.layers.{layer}.{modules[site]}"
-            for end, site in ends.items()
-        },
+        "hf_hook_point_in": f"model.layers.{layer}.{modules[sites[0]]}",
+        "hf_hook_point_out": f"model.layers.{layer}.{modules[sites[1]]}",
     }
 
 
 def load_gemma_scope_2(folder: Path) -> SavedSAE:
     """Read an SAE, a transcoder or a crosscoder of Gemma Scope 2."""
-    config = read_config_of(folder)
-    ends = [config.get(f"hf_hook_point_{end}") for end in ("in", "out")]
-    origin = {"model": config.get("model_name"), **_origin(ends[0])}
+    config = _gemma_2_config(folder)
+    rows, targets = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
+    origin = {"model": config.get("model_name"), **_origin(rows)}
     if config.get("type") == "crosscoder":
-        tensors, widths = _concatenated(folder, len(_layers_and_module(ends[0])[0]))
-        return SavedSAE(
-            common.assemble(folder, tensors, JumpRelu(), widths=widths), common.origin_from(origin)
-        )
+        tensors, widths = _concatenated(folder, len(_layers_and_module(rows)[0]))
+        sae = common.assemble(folder, tensors, JumpRelu(), widths=widths)
+        return SavedSAE(sae, common.origin_from(origin))
     path = folder / GEMMA_WHOLE
     skip = SKIP if config.get("affine_connection", False) else {}
     tensors = common.renamed(path, common.read_safetensors(path)[0], GEMMA_NAMES | skip)
-    transcodes = (
-        config.get("type") == "transcoder"
-        or bool(skip)
-        or (None not in ends and ends[0] != ends[1])
-    )
-    origin |= _origin(ends[1], "target_") if transcodes else {}
+    differ = None not in (rows, targets) and rows != targets
+    transcodes = config.get("type") == "transcoder" or bool(skip) or differ
+    origin |= _origin(targets, "target_") if transcodes else {}
     sae = common.assemble(path, tensors, JumpRelu(), transcodes=transcodes)
     return SavedSAE(sae, common.origin_from(origin), transcodes)
 
 
 def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """A crosscoder's tensors over all its layers, and their widths."""
-    there = {path.name for path in folder.glob(GEMMA_LAYERS)}
-    files = [folder / GEMMA_LAYERS.replace("*", str(layer)) for layer in range(layers)]
-    if not there and (folder / GEMMA_WHOLE).is_file():
-        parts = _unstacked(folder / GEMMA_WHOLE, layers)
-        files = [folder / GEMMA_WHOLE] * layers
-    elif there != {path.name for path in files}:
-        raise FormatError(
-            f"{folder}: expected a file {GEMMA_LAYERS} for each of the {layers} layers in "
-            f"hf_hook_point_in, got {', '.join(sorted(there))}; fetch the whole folder again"
-        )
-    else:
-        parts = [
-            common.renamed(path, common.read_safetensors(path)[0], GEMMA_NAMES) for path in files
-        ]
+    parts = _crosscoder_layers(folder, layers)
     width, latents = parts[0]["b_dec"].numel(), parts[0]["b_enc"].numel()
     shapes = {
         "W_enc": (width, latents),
@@ -187,53 +165,61 @@ def _concatenated(folder: Path, layers: int) -> tuple[dict[str, Tensor], tuple[i
         "b_dec": (width,),
         "threshold": (latents,),
     }
-    for path, part in zip(files, parts, strict=True):
+    for part in parts:
         for name, shape in shapes.items():
             if tuple(part[name].shape) != shape or not part[name].is_floating_point():
                 raise FormatError(
-                    f"{path}: expected floating-point numbers of shape {shape} in {name.lower()} of each "
+                    f"{folder}: expected floating-point numbers of shape {shape} in {name.lower()} of each "
                     f"layer, got {part[name].dtype} of shape {tuple(part[name].shape)}"
                 )
+        part["W_dec"] = part["W_dec"].flatten(1)
     entries = layers**2 * width * latents  # of either matrix
     common.check_memory(str(folder), 2 * entries * parts[0]["W_enc"].dtype.itemsize, common.TO_FIT)
-    stacked = {
-        name: torch.cat(
-            [part[name].flatten(1) if name == "W_dec" else part[name] for part in parts]
-        )
-        for name in shapes
-        if name != "W_enc"
+    tensors = {
+        name: torch.cat([part[name] for part in parts]) for name in shapes if name != "W_enc"
     }
-    return stacked | {"W_enc": torch.block_diag(*(part["W_enc"] for part in parts))}, (
-        width,
-    ) * layers
+    tensors["W_enc"] = torch.block_diag(*(part["W_enc"] for part in parts))
+    return tensors, (width,) * layers
 
 
-def _unstacked(path: Path, layers: int) -> list[dict[str, Tensor]]:
-    """The tensors of each layer, in a file of all."""
-    found = common.renamed(path, common.read_safetensors(path)[0], GEMMA_NAMES)
-    for name, tensor in found.items():
-        if not tensor.ndim or len(tensor) != layers or not layers:
+def _crosscoder_layers(folder: Path, layers: int) -> list[dict[str, Tensor]]:
+    """The tensors of each layer, from a file of each, or one of all."""
+    names = {path.name for path in folder.glob(GEMMA_LAYERS)}
+    files = [folder / GEMMA_LAYERS.replace("*", str(layer)) for layer in range(layers)]
+    whole = folder / GEMMA_WHOLE
+    if not names and whole.is_file():
+        files = [whole]
+    elif names != {path.name for path in files}:
+        raise FormatError(
+            f"{folder}: expected a file {GEMMA_LAYERS} for each of the {layers} layers in "
+            f"hf_hook_point_in, got {', '.join(sorted(names))}; fetch the whole folder again"
+        )
+    parts = [common.renamed(path, common.read_safetensors(path)[0], GEMMA_NAMES) for path in files]
+    if files != [whole]:
+        return parts
+    for name, tensor in parts[0].items():
+        if not layers or tensor.shape[:1] != (layers,):
             raise FormatError(
-                f"{path}: expected {name.lower()} of a crosscoder with one entry for each of the "
+                f"{whole}: expected {name.lower()} of a crosscoder with one entry for each of the "
                 f"{layers} layers in hf_hook_point_in, got shape {tuple(tensor.shape)}"
             )
-    return [{name: tensor[layer] for name, tensor in found.items()} for layer in range(layers)]
+    return [{name: own[layer] for name, own in parts[0].items()} for layer in range(layers)]
 
 
 def _layers_and_module(hook: Any) -> tuple[list[int], str]:
     """The layers and the module in a hook point's name, if any."""
     match = _HOOK.fullmatch(hook) if isinstance(hook, str) else None
-    return (
-        ([int(layer) for layer in match[1].strip("{}").split(",")], match[2]) if match else ([], "")
-    )
+    if match is None:
+        return [], ""
+    return [int(layer) for layer in match[1].strip("{}").split(",")], match[2]
 
 
 def _origin(hook: Any, of: str = "") -> dict[str, Any]:
     """As `hooks.origin_of_hook`, for these names; of a crosscoder, its first layer."""
     layers, module = _layers_and_module(hook)
-    return (
-        {f"{of}layer": layers[0], f"{of}site": hooks.MODULES.get(module, module)} if module else {}
-    )
+    if not module:
+        return {}
+    return {f"{of}layer": layers[0], f"{of}site": hooks.MODULES.get(module, module)}
 
 
 def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
@@ -244,36 +230,31 @@ def save_gemma_scope_2(saved: SavedSAE, folder: Path) -> None:
             "gemma-scope-2 cannot express a crosscoder whose latents read several hook points: expected "
             "an SAE or a transcoder; use saelens, which takes it for an SAE of concatenated rows"
         )
-    modules = {site: module for module, site in GEMMA_SITES.items()}
     config = {
         "architecture": "jump_relu",
         "type": "transcoder" if saved.is_transcoder else "sae",
         "width": sae.d_sae,
         "affine_connection": sae.W_skip is not None,
-    } | ({"model_name": origin["model"]} if "model" in origin else {})
+    }
+    if "model" in origin:
+        config["model_name"] = origin["model"]
     for end, of in (("in", ""), ("out", "target_" if saved.is_transcoder else "")):
-        if f"{of}layer" in origin and origin.get(f"{of}site") in modules:
-            config[f"hf_hook_point_{end}"] = (
-                f"model.layers.{origin[f'{of}layer']}.{modules[origin[f'{of}site']]}"
-            )
+        layer, module = origin.get(f"{of}layer"), GEMMA_MODULES.get(origin.get(f"{of}site", ""))
+        if layer is not None and module is not None:
+            config[f"hf_hook_point_{end}"] = f"model.layers.{layer}.{module}"
     write_json(folder / GEMMA_CONFIG, config)
     tensors = sae.tensors() | {"threshold": common.thresholds_of(sae)}
     common.write_tensors(folder / GEMMA_WHOLE, common.renamed_back(tensors, GEMMA_NAMES | SKIP))
 
 
-LLAMA_CONFIG, LLAMA_R1_CONFIG, LLAMA_R1_WEIGHTS = (
-    "hyperparams.json",
-    "config.json",
-    "sae_weights.safetensors",
-)
-LLAMA_MODELS = {
+LLAMA_CONFIG = "hyperparams.json"
+LLAMA_R1_CONFIG, LLAMA_R1_WEIGHTS = "config.json", "sae_weights.safetensors"
+# As published, or next to the hyperparameters.
+LLAMA_WEIGHTS = ("checkpoints/final.safetensors", "final.safetensors")
+LLAMA_MODELS = {  # by a part of the folder
     "Llama3_1-8B-Base": "meta-llama/Llama-3.1-8B",
     "Llama-Scope-R1-Distill": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-}  # by a part of the folder
-LLAMA_WEIGHTS = (
-    "checkpoints/final.safetensors",
-    "final.safetensors",
-)  # as published, or next to the hyperparameters
+}
 LLAMA_NAMES = common.LINEAR | {"decoder.bias": "b_dec"}
 QWEN_CONFIG, QWEN_WEIGHTS = "config.json", "layer*.sae.pt"
 ONE_FILE = "*-SAE-l*.pt|*-SAE-l*.pth|gpt2-small_L*_Hcat_z_*.pt"
@@ -322,26 +303,20 @@ def load_llama_scope(folder: Path) -> SavedSAE:
 
 
 def load_llama_scope_r1(folder: Path) -> SavedSAE:
-    config, path = (
-        common.read_config(folder / LLAMA_R1_CONFIG, Hyperparameters),
-        folder / LLAMA_R1_WEIGHTS,
-    )
-    ends = {
-        end: f"dataset_average_activation_norm.{hook}"
-        for end, hook in (("in", config.hook_point_in), ("out", config.hook_point_out))
+    config = common.read_config(folder / LLAMA_R1_CONFIG, Hyperparameters)
+    path = folder / LLAMA_R1_WEIGHTS
+    norm_names = {
+        "in": f"dataset_average_activation_norm.{config.hook_point_in}",
+        "out": f"dataset_average_activation_norm.{config.hook_point_out}",
     }
-    found = common.renamed(
-        path,
-        common.read_safetensors(path)[0],
-        LLAMA_NAMES | {name: name for name in (*ends.values(), "log_jumprelu_threshold")},
-    )
-    tensors = {name: found[name] for name in common.WEIGHTS} | {
-        "threshold": found["log_jumprelu_threshold"].exp()
-    }
-    norms = {
-        end: float(found[name]) if found[name].numel() == 1 else math.nan
-        for end, name in ends.items()
-    }
+    further = [*norm_names.values(), "log_jumprelu_threshold"]
+    names = LLAMA_NAMES | {name: name for name in further}
+    stored = common.renamed(path, common.read_safetensors(path)[0], names)
+    tensors = {name: stored[name] for name in common.WEIGHTS}
+    tensors["threshold"] = stored["log_jumprelu_threshold"].exp()
+    norms = {}
+    for end, name in norm_names.items():
+        norms[end] = float(stored[name]) if stored[name].numel() == 1 else math.nan
     return _folded(path, tensors, config, norms)
 
 
@@ -365,28 +340,17 @@ def _folded(
             f"{path}: expected encoder.weight of d_model columns, {config.d_model}, got {sae.d_in}"
         )
     c_in, c_out = (math.sqrt(sae.d_in) / norms[end] for end in ("in", "out"))
-    by_norm = config.sparsity_include_decoder_norm
-    compared = (
-        sae.W_dec.norm(dim=1) if by_norm else torch.ones_like(sae.b_enc)
-    )  # of a code of 1, with the threshold
-    compared = compared / (1 if not raw else c_out if by_norm else c_in)
-    sae = sae.changed(
-        threshold=sae.activation_parameters["threshold"] / compared.masked_fill(compared == 0, 1)
-    )
-    return SavedSAE(
-        common.unscaled(sae, c_in, c_out),
-        common.origin_from(
-            {
-                "model": next(
-                    (model for part, model in LLAMA_MODELS.items() if part in str(path.absolute())),
-                    None,
-                ),
-                **hooks.origin_of_hook(config.hook_point_in),
-                **(hooks.origin_of_hook(config.hook_point_out, "target_") if transcodes else {}),
-            }
-        ),
-        transcodes,
-    )
+    # What is compared with the threshold, of a code of 1.
+    compared, unit = torch.ones_like(sae.b_enc), c_in
+    if config.sparsity_include_decoder_norm:
+        compared, unit = sae.W_dec.norm(dim=1), c_out
+    compared = compared / unit if raw else compared
+    threshold = sae.activation_parameters["threshold"] / compared.masked_fill(compared == 0, 1)
+    sae = common.unscaled(sae.changed(threshold=threshold), c_in, c_out)
+    models = (model for part, model in LLAMA_MODELS.items() if part in str(path.absolute()))
+    origin = {"model": next(models, None), **hooks.origin_of_hook(config.hook_point_in)}
+    origin |= hooks.origin_of_hook(config.hook_point_out, "target_") if transcodes else {}
+    return SavedSAE(sae, common.origin_from(origin), transcodes)
 
 
 def load_qwen_scope(file: Path) -> SavedSAE:
@@ -397,27 +361,23 @@ def load_qwen_scope(file: Path) -> SavedSAE:
     path = file.parent / QWEN_CONFIG
     config = common.read_config(path, dict[str, Any]) if path.is_file() else {}
     names = [folder.name for folder in file.absolute().parents]
-    found = [int(match[1]) for name in names if (match := _K.fullmatch(name))]
-    if "k" not in config and not found:
+    ks = [int(match[1]) for match in map(_K.fullmatch, names) if match]
+    if "k" in config:
+        activation = common.configured(path, TopK, k=config["k"])
+    elif ks:
+        activation = common.configured(file, TopK, k=ks[0])
+    else:
         raise FormatError(
             f"{file} does not say k, the number of latents that fire: expected a folder whose name ends "
             f"with it, such as L0_50 or k50, got {names[0]!r}; rename the folder"
         )
-    activation = common.configured(
-        path if "k" in config else file, TopK, k=config.get("k", next(iter(found), None))
+    sae = common.assemble(
+        file, common.renamed(file, common.read_torch(file), QWEN_NAMES), activation
     )
-    tensors = common.renamed(file, common.read_torch(file), QWEN_NAMES)
-    models = [f"Qwen/{match[1]}" for name in names if (match := _MODEL.fullmatch(name))]
-    return SavedSAE(
-        common.assemble(file, tensors, activation),
-        common.origin_from(
-            {
-                "model": config.get("base_model", next(iter(models), None)),
-                "layer": int(layer[1]),
-                "site": "resid_post",
-            }
-        ),
-    )
+    models = [f"Qwen/{match[1]}" for match in map(_MODEL.fullmatch, names) if match]
+    model = config.get("base_model", models[0] if models else None)
+    origin = {"model": model, "layer": int(layer[1]), "site": "resid_post"}
+    return SavedSAE(sae, common.origin_from(origin))
 
 
 def load_one_file(file: Path) -> SavedSAE:
