@@ -53,7 +53,7 @@ from ..train import SOLVERS
 from ..train.loop import Loop
 from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
-from ..train.rows import CHECKED_ROWS, ArrayRows, raw_batches
+from ..train.rows import BLOCK_ROWS, ArrayRows, raw_batches
 from ..train.runs import run_again
 from ..train.training import Record, start_training
 from .evaluate import check_model, check_tokens_of_model, evaluate_all
@@ -313,7 +313,7 @@ def shuffled(rows: RowSource, seed: int) -> ArrayRows:
     """
     x = np.empty((rows.rows, rows.d_in), np.float32)
     done = 0
-    for batch in rows.sequential(CHECKED_ROWS):
+    for batch in rows.sequential(BLOCK_ROWS):
         x[done : done + len(batch)] = batch
         done += len(batch)
     random = np.random.default_rng(seed)

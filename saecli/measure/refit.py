@@ -39,7 +39,7 @@ from ..store.joined import Joined
 from ..store.reader import ActivationStore, RowSource
 from ..train.decoder_step import Moments, sampled_bytes
 from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, plan, solve
-from ..train.rows import SUMMED_ROWS, ArrayLike
+from ..train.rows import BLOCK_ROWS, ArrayLike
 from .evaluate import check_model, check_tokens_of_model, evaluate_all, note_doubts
 from .measured import Measured, RowsLike, open_measured
 
@@ -121,7 +121,7 @@ def _solve(sae: SAE, moments: Moments, direction: Tensor | None) -> DecoderState
 
 def _system(sae: SAE, rows: RowSource) -> System:
     width = sae.d_out + (0 if sae.W_skip is None else sae.d_in)
-    batch_bytes = 3 * sae.W_enc.itemsize * SUMMED_ROWS * sae.d_sae
+    batch_bytes = 3 * sae.W_enc.itemsize * BLOCK_ROWS * sae.d_sae
     beside = sampled_bytes(rows.rows, width, sae.d_sae) + batch_bytes
     free = free_memory(sae.W_enc.device)
     memory_plan = plan(rows.rows, sae.d_sae, width, free - beside, prefixes=sae.prefixes)
@@ -140,7 +140,7 @@ def _system(sae: SAE, rows: RowSource) -> System:
 
 
 def _batches(sae: SAE, rows: RowSource) -> Iterable[Batch]:
-    for batch in carried(rows.sequential(SUMMED_ROWS), sae.W_enc.device):
+    for batch in carried(rows.sequential(BLOCK_ROWS), sae.W_enc.device):
         yield Batch.of(batch.to(sae.W_enc.dtype), sae.d_in)
 
 

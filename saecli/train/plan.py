@@ -26,7 +26,7 @@ from .options import (
     SolverConfig,
     TrainingConfig,
 )
-from .rows import SUMMED_ROWS, TrainingRows, held_bytes
+from .rows import BLOCK_ROWS, TrainingRows, stored_bytes
 from .start import Start
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
@@ -226,7 +226,7 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tu
         _demand_processes(plan, trainings, communicator.world_size)
 
     def with_batches(batch_size: int) -> tuple[int, int]:
-        batch = 3 * 4 * max(batch_size, SUMMED_ROWS) * d_sae  # codes, their gradients, a copy
+        batch = 3 * 4 * max(batch_size, BLOCK_ROWS) * d_sae  # codes, their gradients, a copy
         width = max(rows.d_in, rows.d_target)
         return batch, batch + solver.memory(rows.rows, batch_size, width, d_sae, training.nested)
 
@@ -242,10 +242,10 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tu
             f"with --d-sae {d_sae} needs {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are "
             f"free{each}"
         )
-        if training.batch_size > SUMMED_ROWS and with_batches(SUMMED_ROWS)[1] <= free:
+        if training.batch_size > BLOCK_ROWS and with_batches(BLOCK_ROWS)[1] <= free:
             raise ConfigError(f"--batch-size {training.batch_size:,} {sizes}; lower it")
         raise ConfigError(f"--solver {solver.name} {sizes}; {solver.memory_advice}")
-    held = held_bytes(rows) // trainings
+    held = stored_bytes(rows) // trainings
     holds = (
         device.type != "cpu"
         and communicator.world_size == 1

@@ -23,17 +23,10 @@ from ..store.stream import WHOLE, Part
 from ..store.values import Spread
 
 ArrayLike = Tensor | numpy.typing.ArrayLike
-CHECKED_ROWS = 65_536  # rows per block, to avoid a second copy of all
-READ_BYTES = 64 << 20  # of rows per block, on their way to the device
-LEAST_SCALE = (
-    1e-35  # weights for raw rows are divided by the scale, and float32's maximum is 3.4e38
-)
-STREAMED_ROWS = 2048  # rows per block if their order does not matter
-SUMMED_ROWS = 4096  # rows per block of sums over all rows: each block goes through a whole d_sae x d_sae matrix
+BLOCK_ROWS = 4096  # where the order does not matter; sums take each through a d_sae x d_sae matrix
 SAMPLED_ROWS = 2048  # sample for learning rate, initial scale and smoothing
-REGRESSED_ROWS = 32  # rows per dimension of the targets' regression
-REGRESSION_RIDGES = 10.0 ** torch.arange(-12, 2)  # over the mean eigenvalue
-EXACT = 1e-13  # fraction of the targets' square up to which an error is rounding
+# Weights for raw rows are divided by the scale, and float32's maximum is 3.4e38.
+LEAST_SCALE = 1e-35
 
 
 @dataclass(frozen=True)
@@ -75,12 +68,13 @@ def fit_normalisation(
     """
     mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     d_in = len(mean) - d_target
-    places = [*(widths or [d_in]), *([d_target] if d_target else [])]
-    found = [_scale(kind, part, spread.rows) for part in variance.split(places)]
-    mean, scale = (torch.zeros_like(mean) if kind == "none" else mean), torch.cat(found)
-    of_targets = slice(d_in, None) if d_target else slice(None)
-    left = (variance / scale.square())[of_targets].sum()
-    return Normalisation(mean.to(dtype), scale.to(dtype), left.to(dtype), d_in)
+    parts = variance.split([*(widths or [d_in]), *([d_target] if d_target else [])])
+    scale = torch.cat([_scale(kind, part, spread.rows) for part in parts])
+    if kind == "none":
+        mean = torch.zeros_like(mean)
+    normalised = variance / scale.square()
+    total = normalised[d_in:].sum() if d_target else normalised.sum()
+    return Normalisation(mean.to(dtype), scale.to(dtype), total.to(dtype), d_in)
 
 
 def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
@@ -119,9 +113,8 @@ class ArrayRows(RowSource):
         self._targets = None if targets is None else ArrayRows(targets)
         if isinstance(rows, Tensor):
             rows = rows.detach().cpu()
-            rows = (
-                rows.float() if rows.is_floating_point() and rows.itemsize < 4 else rows
-            )  # numpy has no bfloat16
+            if rows.is_floating_point() and rows.itemsize < 4:  # NumPy has no bfloat16
+                rows = rows.float()
         rows = np.asarray(rows)
         if rows.ndim != 2 or not rows.size:
             raise ConfigError(
@@ -142,9 +135,7 @@ class ArrayRows(RowSource):
         self.d_target = self._targets.d_in if self._targets else 0
         # Narrower dtypes are widened; float64 is kept for training in float64.
         self._dtype = np.float64 if rows.dtype == np.float64 else np.float32
-        bad = sum(
-            int((~np.isfinite(batch).all(1)).sum()) for batch in self.sequential(CHECKED_ROWS)
-        )
+        bad = sum((~np.isfinite(block).all(1)).sum() for block in self.sequential(BLOCK_ROWS))
         if bad:
             raise ConfigError(
                 f"--rows must be finite, got {bad} of {len(rows)} with a NaN or infinity; leave those "
@@ -174,10 +165,10 @@ class ArrayRows(RowSource):
         return np.concatenate([rows, self._targets._with_targets(chosen)], axis=1)
 
 
-class HeldRows:
+class DeviceRows:
     """Rows of stores kept on the GPU in their storage dtype; batches are those of the rows.
 
-    Cost: `held_bytes` of the device's memory, and one pass over the stores before the first batch.
+    Cost: `stored_bytes` of the device's memory, and one pass over the stores before the first batch.
     """
 
     def __init__(self, rows: RowSource, device: torch.device) -> None:
@@ -197,34 +188,33 @@ class HeldRows:
 
     def _gathered(self, numbers: Iterator[np.ndarray]) -> Iterator[Tensor]:
         for batch in numbers:
-            yield self._held[moved(torch.from_numpy(batch), self._device)]
+            yield self._kept[moved(torch.from_numpy(batch), self._device)]
 
     @cached_property
-    def _held(self) -> Tensor:
+    def _kept(self) -> Tensor:
         """All rows of the stores, (N, D + E)."""
-        whole = Joined.of(self._rows).split("all").as_stored()
-        size = max(1, READ_BYTES * whole.rows // held_bytes(self._rows))
-        held, begin = torch.empty(0), 0
-        for batch in carried(whole.sequential(size), self._device):
+        stored = Joined.of(self._rows).split("all").as_stored()
+        blocks = carried(stored.sequential(BLOCK_ROWS), self._device)
+        kept, begin = torch.empty(0), 0
+        for block in blocks:
             if not begin:
-                held = batch.new_empty(whole.rows, batch.shape[1])
-            held[begin : begin + len(batch)] = batch
-            begin += len(batch)
-        return held
+                kept = block.new_empty(stored.rows, block.shape[1])
+            kept[begin : begin + len(block)] = block
+            begin += len(block)
+        return kept
 
 
-def held_bytes(rows: RowSource) -> int:
+def stored_bytes(rows: RowSource) -> int:
     """Bytes that the rows' stores take as stored; 0 without stores."""
-    return sum(
-        one.store.rows * one.store.meta.row_bytes for one in (*rows.inputs, rows.target) if one
-    )
+    parts = [part.store for part in (*rows.inputs, rows.target) if part]
+    return sum(store.rows * store.meta.row_bytes for store in parts)
 
 
 @dataclass(frozen=True)
 class TrainingRows:
     """Normalised rows in batches, on the device of the normalisation; each process takes a part of each batch."""
 
-    stored: RowSource | HeldRows  # which may be on that device already
+    stored: RowSource | DeviceRows  # which may be on that device already
     normalisation: Normalisation
     batch_size: int
     seed: int  # of their order
@@ -267,7 +257,7 @@ class TrainingRows:
                 return
             pending.append(batch.first(left))
             left -= pending[-1].size
-            if not left or sum(batch.size for batch in pending) >= SUMMED_ROWS:
+            if not left or sum(batch.size for batch in pending) >= BLOCK_ROWS:
                 yield Batch.joined(pending)
                 pending = []
         if pending:
@@ -286,32 +276,29 @@ class TrainingRows:
 
     @cached_property
     def regression(self) -> Tensor | None:
-        """The targets' regression on the rows, (D, E), by a pass over at most `REGRESSED_ROWS` rows per dimension; None
-        if the targets are the rows."""
+        """The targets' regression on the rows, (D, E), by a pass over at most 32 rows per dimension; None if the
+        targets are the rows."""
         if not self.stored.d_target:
             return None
-        D = self.d_in
-        count, mean = min(self.rows, REGRESSED_ROWS * D), self.normalisation.mean
+        D, mean = self.d_in, self.normalisation.mean
+        count = min(self.rows, 32 * D)
         products = torch.zeros(D, D + self.stored.d_target, dtype=torch.float64, device=mean.device)
         square = torch.zeros((), dtype=torch.float64, device=mean.device)
         for batch in self.some(count, 0):
             x, y = batch.x.double(), batch.y.double()
             products += x.T @ torch.cat([x, y], 1)
             square += y.square().sum()
-        if self.communicator.world_size > 1:
-            products, square = (
-                self.communicator.all_reduce(products),
-                self.communicator.all_reduce(square),
-            )
+        products = self.communicator.all_reduce(products)
+        square = self.communicator.all_reduce(square)
         return regressed(count, products[:, :D], products[:, D:], square).to(mean.dtype)
 
     def _sequential(self) -> Iterator[Batch]:
         """Every row once, in stored order; each batch is in one process, and empty in the others."""
         part = part_of(self.communicator)
-        first, stop = part.of(math.ceil(self.rows / SUMMED_ROWS))
+        first, stop = part.of(math.ceil(self.rows / BLOCK_ROWS))
         return self._in_all(
-            self._normalised(self.stored.sequential(SUMMED_ROWS, part)),
-            SUMMED_ROWS,
+            self._normalised(self.stored.sequential(BLOCK_ROWS, part)),
+            BLOCK_ROWS,
             lambda number, size: None if first <= number < stop else torch.arange(0),
         )
 
@@ -330,15 +317,14 @@ class TrainingRows:
         empty = self.normalisation.mean.new_empty(0, self.d_in + self.stored.d_target)
         for number, begin in enumerate(range(first * batch_size, self.rows, batch_size), first):
             size = min(batch_size, self.rows - begin)
-            here = index(number, size)
-            yield Batch.of(next(own) if here is None or len(here) else empty, self.d_in, size, here)
+            numbers = index(number, size)
+            rows = next(own) if numbers is None or len(numbers) else empty
+            yield Batch.of(rows, self.d_in, size, numbers)
 
     def _batches(self, epoch: int, part: Part = WHOLE, first: int = 0) -> Iterator[Tensor]:
-        return self._normalised(
-            self.stored.batches(
-                self.batch_size, seed=self.seed, epoch=epoch, part=part, first=first
-            )
-        )
+        size, seed = self.batch_size, self.seed
+        batches = self.stored.batches(size, seed=seed, epoch=epoch, part=part, first=first)
+        return self._normalised(batches)
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
         mean = self.normalisation.mean
@@ -358,14 +344,15 @@ def regressed(rows: int, xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
     """
     values, Q = torch.linalg.eigh(xx)
     values = values.clamp(min=0)
-    along, ridges = Q.T @ xy, REGRESSION_RIDGES.to(values) * values.mean()
-    damped = 1 / (values + ridges[:, None])  # (k, D)
-    error = yy - (along.square().sum(1) * damped * (2 - values * damped)).sum(1)
-    left = (
-        rows - len(values) + (ridges[:, None] * damped).sum(1)
-    )  # which does not cancel where rows are few
-    best = (error.clamp(min=EXACT * yy) / left.square()).argmin()
-    return Q @ (along * damped[best][:, None])
+    along = Q.T @ xy
+    ridges = 10.0 ** torch.arange(-12, 2).to(values) * values.mean()
+    inverse = 1 / (values + ridges[:, None])  # (k, D)
+    explained = (along.square().sum(1) * inverse * (2 - values * inverse)).sum(1)
+    error = (yy - explained).clamp(min=1e-13 * yy)  # less is rounding
+    # N - trace, which does not cancel where rows are few.
+    freedom = rows - len(values) + (ridges[:, None] * inverse).sum(1)
+    best = (error / freedom.square()).argmin()
+    return Q @ (along * inverse[best][:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,24 +395,20 @@ class Smoothing:
             return batch
         n = len(self.sample)
         first = torch.randint(n, (batch.size,), generator=generator)
-        second = (
-            first + 1 + torch.randint(n - 1, (batch.size,), generator=generator)
-        ) % n  # another row each
+        # Another row each.
+        second = (first + 1 + torch.randint(n - 1, (batch.size,), generator=generator)) % n
         if batch.index is not None:
             first, second = first[batch.index], second[batch.index]
         first, second = moved(torch.stack([first, second]), x.device)
-        both = self._squares[first] + self._squares[second]
-        relative = (
-            (x - self._mean).square().sum(1) / both.clamp(min=torch.finfo(x.dtype).tiny)
-        ).sqrt()
+        both = (self._squares[first] + self._squares[second]).clamp(min=torch.finfo(x.dtype).tiny)
+        relative = ((x - self._mean).square().sum(1) / both).sqrt()
         step = (self.width * relative)[:, None]
         moved_x = x + step * (self.sample[first] - self.sample[second])
         if batch.y is x:
             return replace(batch, x=moved_x, y=moved_x)
         assert self.targets is not None
-        return replace(
-            batch, x=moved_x, y=batch.y + step * (self.targets[first] - self.targets[second])
-        )
+        moved_y = batch.y + step * (self.targets[first] - self.targets[second])
+        return replace(batch, x=moved_x, y=moved_y)
 
 
 def part_of(communicator: Communicator) -> Part:
@@ -435,4 +418,4 @@ def part_of(communicator: Communicator) -> Part:
 def raw_batches(stored: RowSource, communicator: Communicator = ALONE) -> Iterator[Tensor]:
     """This process' part of the rows with their targets, unnormalised, in batches, (B, D + E), float32; each is valid
     until the next."""
-    return map(torch.from_numpy, stored.sequential(STREAMED_ROWS, part_of(communicator)))
+    return map(torch.from_numpy, stored.sequential(BLOCK_ROWS, part_of(communicator)))

@@ -19,7 +19,7 @@ from .comparison import Comparison
 from .files import Progress
 from .options import TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
-from .rows import HeldRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows
+from .rows import DeviceRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows
 from .solver import Solver, StepReport, Task
 from .start import fitted_learning_rate, initial_sae, shaped
 
@@ -307,7 +307,9 @@ def _normalised(
             training.normalize, spread, getattr(torch, training.dtype), rows.widths, rows.d_target
         )
     # A GPU gets the rows as stored, and converts them.
-    stored = rows if device.type == "cpu" else HeldRows(rows, device) if holds else rows.as_stored()
+    stored = (
+        rows if device.type == "cpu" else DeviceRows(rows, device) if holds else rows.as_stored()
+    )
     return plan.in_batches(
         stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator
     )

@@ -26,7 +26,7 @@ from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
-from saecli.train.rows import HeldRows
+from saecli.train.rows import DeviceRows
 from saecli.train.solver import Adam, Solver
 from saecli.train.training import Record, start_training
 
@@ -210,7 +210,7 @@ def test_measuring_a_store_does_not_wait_per_batch(
 def test_a_decoder_step_waits_a_few_times_whatever_its_rows(
     solve: str, act: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("saecli.train.rows.SUMMED_ROWS", 100)
+    monkeypatch.setattr("saecli.train.rows.BLOCK_ROWS", 100)
     random, waits = np.random.default_rng(0), []
     for rows in (600, 2400):
         x = random.standard_normal((rows, 12)).astype(np.float32)
@@ -268,7 +268,7 @@ def test_a_device_trains_on_a_store_as_the_cpu(
         training = start_training(plan, Record())
         (sae,) = Loop([training]).train()
         saes.append(sae)
-    assert isinstance(training.rows.stored, HeldRows) == kept
+    assert isinstance(training.rows.stored, DeviceRows) == kept
     for name, tensor in saes[0].tensors().items():
         assert torch.equal(saes[1].tensors()[name].cpu(), tensor), name
 

@@ -11,7 +11,7 @@ from saecli.base.devices import carried
 from saecli.store.joined import JoinedRows
 from saecli.store.reader import Rows
 from saecli.store.values import DTYPES
-from saecli.train.rows import HeldRows, held_bytes
+from saecli.train.rows import DeviceRows, stored_bytes
 
 random = np.random.default_rng(0)
 N, D = 700, 12
@@ -67,7 +67,7 @@ def test_kept_rows_come_in_the_order_of_the_store(
 ):
     monkeypatch.setattr("saecli.store.reader.WINDOW_BYTES", window)
     monkeypatch.setattr("saecli.store.reader.LARGEST_WINDOW_BYTES", window)
-    held = HeldRows(rows, CPU)
+    held = DeviceRows(rows, CPU)
     for got, expected in zip(all_held(held), all_ways(rows), strict=True):
         assert np.array_equal(got, expected)
     assert (held.rows, held.d_in, held.d_target) == (rows.rows, D, 0)
@@ -75,13 +75,13 @@ def test_kept_rows_come_in_the_order_of_the_store(
 
 def test_kept_targets_lie_beside_their_rows(tmp_path: Path):
     rows = joined(tmp_path)
-    held = HeldRows(rows, CPU)
+    held = DeviceRows(rows, CPU)
     for got, expected in zip(all_held(held), all_ways(rows), strict=True):
         assert np.array_equal(got, expected)
-    assert (held.d_in, held.d_target, held_bytes(rows)) == (D, D // 2, N * 2 * (D + D // 2))
+    assert (held.d_in, held.d_target, stored_bytes(rows)) == (D, D // 2, N * 2 * (D + D // 2))
 
 
-def all_held(held: HeldRows) -> tuple[np.ndarray, np.ndarray]:
+def all_held(held: DeviceRows) -> tuple[np.ndarray, np.ndarray]:
     return tuple(
         torch.cat([batch.float() for batch in batches]).numpy()
         for batches in (held.batches(64, seed=1, epoch=2), held.sequential(64))
