@@ -46,7 +46,7 @@ from .loop import Loop
 from .options import TrainingConfig
 from .plan import Plan, doubts_at_start
 from .start import Start
-from .training import Measures, Record, Training, start_training
+from .training import Record, Training, start_training
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class RunRecord(Record):
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
         return load_checkpoint(self.folder)
 
-    def begin(self, step: int, epochs: int) -> None:
+    def begin(self, step: int) -> None:
         settings = self.run.stores.names() | self.run.plan.settings()
         logged = Logged(self.folder, self.run.created, settings, step, self.listener)
         self.logs.append(MetricsLog(logged))
@@ -158,9 +158,7 @@ class RunRecord(Record):
         for log in self.logs:
             log.write(line)
 
-    def save(
-        self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
-    ) -> None:
+    def save(self, sae: SAE, state: dict[str, Tensor], progress: Progress) -> None:
         self._save(sae)
         save_checkpoint(self.folder, state, progress)
 

@@ -39,16 +39,14 @@ class Record:
         """The state and the progress to resume from; None to start."""
         return None
 
-    def begin(self, step: int, epochs: int) -> None:
+    def begin(self, step: int) -> None:
         """Training starts, or resumes after `step`; lines of later steps are void."""
 
     def line(self, line: dict[str, Any]) -> None:
         """A line of measures, with its `step`."""
 
-    def save(
-        self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
-    ) -> None:
-        """The SAE on raw activations, all tensors to resume, and after an epoch measures on test rows if any."""
+    def save(self, sae: SAE, state: dict[str, Tensor], progress: Progress) -> None:
+        """The SAE on raw activations, and all tensors to resume."""
 
     def keep(self, sae: SAE) -> None:
         """The SAE to keep instead of the last epoch's."""
@@ -149,7 +147,7 @@ class Training:
         if self.comparison is not None:
             state |= self.comparison.state()
         self._demand_same(state.values())
-        self.record.save(sae, state, progress, self.test if after_epoch else None)
+        self.record.save(sae, state, progress)
 
     @property
     def epochs(self) -> int:
@@ -251,7 +249,7 @@ def start_training(
             fired |= solver.dictionary.codes(batch.x).fired()
         solver.revive(communicator.all_reduce(fired.to(torch.int32)) > 0, rows.rows)
     try:
-        record.begin(progress.step, plan.epochs)
+        record.begin(progress.step)
     except BaseException:
         record.end()
         raise

@@ -31,7 +31,7 @@ from saecli.train.fit import planned
 from saecli.train.loop import Loop
 from saecli.train.plan import Plan
 from saecli.train.start import Start, fingerprint
-from saecli.train.training import Measures, Record, start_training
+from saecli.train.training import Record, start_training
 
 ROWS = some_rows(300)
 TARGETS = np.abs(some_rows(300, 5, seed=1)).cumsum(1)
@@ -85,9 +85,7 @@ class Cut(Record):
     def line(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
 
-    def save(
-        self, sae: SAE, state: dict[str, Tensor], progress: Progress, test: Measures | None
-    ) -> None:
+    def save(self, sae: SAE, state: dict[str, Tensor], progress: Progress) -> None:
         folder = self.folder / f"{progress.step:04}"
         folder.mkdir(exist_ok=True)
         save_checkpoint(folder, state, progress)
