@@ -40,21 +40,23 @@ if TYPE_CHECKING:
 PANEL = "Rows of --model"
 _HELP = {
     "model": f"Train without a store, on activations of this language model as it gives them: hub id, folder, or "
-    f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows and others of `sae extract` (--help-all).",
+    f"{TINY_GEMMA2}; with --layer, --site, --dataset, --rows, --context (--help-all).",
     "rows": "Training rows, without held-out ones; fewer if the text ends first.",
 }
-# Rows in memory have one precision, and batches of the model leave room for the training.
-FROM_MODEL = tuple(
-    replace(
-        one,
-        help=_HELP.get(name, one.help),
-        once=True,
-        panel=None if name == "model" else PANEL,
-        default=None if name == "model" else one.default,
-        advanced=name != "model",
-    )
-    for name, one in options_of(ExtractConfig).items()
-    if name not in ("dtype", "batch_size", "shard_rows")
+_OF_ROWS = ("model_revision", "dataset", "dataset_revision", "rows", "context", "model_dtype")
+FROM_MODEL = (
+    replace(options_of(ExtractConfig)["model"], help=_HELP["model"], once=True, default=None),
+    *(
+        replace(
+            option,
+            help=_HELP.get(option.name, option.help),
+            once=True,
+            panel=PANEL,
+            advanced=True,
+            cli=option.name != "dataset_revision",  # for `config.toml`, which names the commit
+        )
+        for option in (options_of(ExtractConfig)[name] for name in _OF_ROWS)
+    ),
 )
 Data = Annotated[
     list[str] | None,

@@ -55,12 +55,7 @@ TEXT = (
     "dataset_split",
     "dataset_revision",
     "text_column",
-    "chat",
-    "chat_template",
-    "control_tokens",
-    "min_tokens",
     "context",
-    "packed",
     "model_dtype",
 )
 Normalisation = Literal["scale", "standardize", "none"]
