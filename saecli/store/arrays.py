@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from ..base.errors import FormatError, size_words
 from ..base.files import NotAFile, regular
 from ..base.machine import available_memory
+from .options import StoredDtype
 
 if TYPE_CHECKING:
     import h5py
@@ -64,7 +65,7 @@ Arrays = dict[str, Callable[[], Array]]
 @dataclass(frozen=True)
 class ArraySource:
     shape: tuple[int, ...]  # (rows, features), or (documents, positions, ..., features)
-    dtype: str  # the stored type that loses least: float16 or bfloat16 if the array's own, else float32
+    dtype: StoredDtype  # which loses least: float16 or bfloat16 if the array's own, else float32
     read: Callable[[slice | tuple[()]], Any]  # as in `Array`
     documents: np.ndarray | None = None  # (rows,) int64
 

@@ -41,6 +41,7 @@ from .values import CODES, INDEX, OFFSET, VALUE
 from .worlds import world_of
 from .writer import StoreWriter
 
+HALF: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
 LONGEST = 2**31 - 1  # most positions per document
 NAMED = 20  # most keys that a message lists
 SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
@@ -275,7 +276,7 @@ def open_array(
     array = as_bfloat16(array) if bits else array
     demand_rows(array.dtype, f"cannot import {file}")
     shape = _flattened(array, file, flatten)
-    dtype = array.dtype if array.dtype in ("float16", "bfloat16") else "float32"
+    dtype = HALF.get(array.dtype, "float32")
     return ArraySource(shape, dtype, naming(file)(array.read))
 
 

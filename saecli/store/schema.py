@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
+from annotated_types import Ge, Le, Lt
 
 from ..base.documents import Origin, demand_version, parse_json
-from ..base.errors import ConfigError, StoreError, flag_of
+from ..base.errors import StoreError
 from ..base.files import flush_to_disk, regular, to_json, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
+from .options import StoredDtype
 from .values import CODES, DTYPES, Norms
 
 FORMAT_VERSION = 3
@@ -42,6 +44,7 @@ COLUMNS: dict[str, np.dtype] = {
     "role": np.dtype("u1"),
 }
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
+Positive = Annotated[int, Ge(1), Le(MOST)]
 CHUNK_BYTES = 1 << 20
 SHARD_BYTES = 64 << 20
 
@@ -64,26 +67,25 @@ def hash_request(request: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a producer resumes after a shard."""
+    """Where a producer resumes after a shard: `cursor` is its record of where the block of the shard's last row begins,
+    and `skip` the number of rows of that block that are stored. Entries of a cursor that may differ between passes
+    begin with an underscore."""
 
-    cursor: dict[
-        str, Any
-    ]  # the producer's record of where the block of the shard's last row begins
-    skip: int  # kept rows of that block in this shard and the ones before it
+    cursor: dict[str, Any]
+    skip: int
 
     @property
     def position(self) -> tuple[dict[str, Any], int]:
-        """Cursor and skip without entries that may differ between passes, which have a leading underscore."""
-        return {
-            name: value for name, value in self.cursor.items() if not name.startswith("_")
-        }, self.skip
+        """What two passes over the same rows have in common."""
+        cursor = {name: value for name, value in self.cursor.items() if not name.startswith("_")}
+        return cursor, self.skip
 
 
 @dataclass(frozen=True)
 class Frame:
     """The bytes around a shard's activations: their XXH3-64, in hexadecimal, and the activations' byte offset."""
 
-    start: int
+    start: Annotated[int, Ge(0)]
     xxh3: str
 
 
@@ -92,7 +94,7 @@ class ShardRecord:
     """One finished shard, and the rows dropped in the blocks that ended since the previous one."""
 
     file: str
-    rows: int
+    rows: Annotated[int, Ge(1)]
     dropped: dict[str, int]
     resume: Resume
     frame: Frame
@@ -120,53 +122,35 @@ class WorldRecord:
 
 @dataclass(frozen=True)
 class StoreMeta:
-    source: dict[str, Any]  # where the rows come from (model, layer, site, dataset, ...), free-form
+    """The contents of `store.json`.
+
+    `source` says where the rows come from: model, layer, site, dataset, ... `median_norm` is that of the first block's
+    finite rows, None until there is a shard; `norms` are those of all rows. `sources` counts the rows of each text of a
+    mixture, in the order of the column `source`; `control_tokens` those of each of a chat template's tokens, by id.
+    """
+
+    source: dict[str, Any]
     request_hash: str
-    dtype: str
-    d_in: int
-    shard_rows: int  # in every shard but the last
-    chunk_rows: int = 0  # in a chunk; 0 for `rows_per_chunk`
+    dtype: StoredDtype
+    d_in: Positive
+    shard_rows: Positive  # in every shard but the last
+    chunk_rows: Annotated[int, Ge(0), Le(MOST)] = 0  # in a chunk; 0 for `rows_per_chunk`
     columns: tuple[str, ...] = ()  # names, out of `COLUMNS`, of the values stored with each row
-    max_norm_multiple: float | None = None
-    median_norm: float | None = (
-        None  # of the first block's finite rows; None until there is a shard
-    )
+    max_norm_multiple: Annotated[float, Ge(1), Lt(math.inf)] | None = None
+    median_norm: float | None = None
     created: str = field(default_factory=now)
     complete: bool = False
     dropped: dict[str, int] = field(default_factory=dict)  # number of rows, by reason
     norms: Norms | None = None
     shards: tuple[ShardRecord, ...] = ()
-    sources: dict[str, int] = field(
-        default_factory=dict
-    )  # of a mixture, rows by name, in the order of `source`
-    control_tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # of chats, rows by id of a template's token
-    ranks: int = (
-        0  # number of processes that each write a store within it; 0 if one writes it alone
-    )
+    sources: dict[str, int] = field(default_factory=dict)
+    control_tokens: dict[str, int] = field(default_factory=dict)
+    ranks: int = 0  # processes that each write a store within it; 0 if one writes it alone
     world: WorldRecord | None = None
     windows: bool = False  # whether shards hold the windows of tokens that rows came from
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if unknown := [name for name in self.columns if name not in COLUMNS]:
-            raise ConfigError(f"--columns must be some of {', '.join(COLUMNS)}, got {unknown[0]!r}")
-        if len(set(self.columns)) < len(self.columns):
-            raise ConfigError(
-                f"--columns must differ from each other, got {', '.join(self.columns)}"
-            )
-        if self.max_norm_multiple is not None and not 1 <= self.max_norm_multiple < math.inf:
-            raise ConfigError(
-                f"--max-norm-multiple must be at least 1 and finite, got {self.max_norm_multiple}"
-            )
-        for name, least in (("d_in", 1), ("shard_rows", 1), ("chunk_rows", 0)):
-            if not least <= getattr(self, name) <= MOST:
-                raise ConfigError(
-                    f"{flag_of(name)} must be from {least} to {MOST}, got {getattr(self, name)}"
-                )
         if not self.chunk_rows:
             object.__setattr__(self, "chunk_rows", rows_per_chunk(self.d_in, self.dtype))
 
@@ -205,9 +189,9 @@ class StoreMeta:
         if not entries:
             return self
         totals = {
-            each.name: getattr(entries[-1], each.name)
-            for each in dataclasses.fields(JournalEntry)
-            if each.name != "shard"
+            total.name: getattr(entries[-1], total.name)
+            for total in dataclasses.fields(JournalEntry)
+            if total.name != "shard"
         }
         shards = (*self.shards, *(entry.shard for entry in entries))
         return dataclasses.replace(self, shards=shards, **totals)
@@ -261,7 +245,12 @@ class StoreMeta:
         return meta
 
     def demand_shards(self) -> None:
-        """ValueError if the list of shards is not as a writer makes it."""
+        """ValueError if the columns or the list of shards are not as a writer makes them."""
+        for column in self.columns:
+            if column not in COLUMNS or self.columns.count(column) > 1:
+                raise ValueError(
+                    f"columns: expected some of {', '.join(COLUMNS)}, each once, got {column!r}"
+                )
         if self.ranks and self.shards:
             raise ValueError(
                 "expected no list of shards beside `ranks`, whose stores have their own"
@@ -271,11 +260,6 @@ class StoreMeta:
             if shard.file != shard_name(index):
                 raise ValueError(
                     f"expected shard {index} to be named {shard_name(index)}, got {shard.file!r:.60}"
-                )
-            if shard.rows < 1 or shard.frame.start < 0:
-                raise ValueError(
-                    f"expected shard {shard.file} to hold a row or more, from byte 0 or later, got "
-                    f"{shard.rows} from {shard.frame.start}"
                 )
             is_last = index + 1 == len(self.shards)
             if shard.rows > self.shard_rows or (shard.rows < self.shard_rows and not is_last):
@@ -291,7 +275,7 @@ class _Demanded:
     source: Origin
     created: str
     complete: bool
-    chunk_rows: int
+    chunk_rows: Positive
     columns: list[str]
     dropped: dict[str, int]
     shards: list[Any]
