@@ -18,7 +18,7 @@ from ridge_problems import (
 
 from saecli.base.errors import TrainingError
 from saecli.train.ridge import TOLERANCE, HeldRows, choose_alpha, iterative, solve
-from saecli.train.ridge.system import Cholesky
+from saecli.train.ridge.sums import Direct
 
 both = pytest.mark.parametrize("kind", ["sums", "held rows"])
 
@@ -162,12 +162,12 @@ def positive(side: int) -> torch.Tensor:
 @pytest.mark.parametrize("side", [1, 7, 50])
 def test_cholesky_solves_and_estimates_the_condition(side):
     whole, right = positive(side) + 0.5 * torch.eye(side), positive(side)[:, :3] + 1
-    factor = Cholesky(lambda ridge: (positive(side) + ridge * torch.eye(side)).tril(), 0.5)
+    factor = Direct(None, lambda ridge: (positive(side) + ridge * torch.eye(side)).tril(), 0.5)
     solution = np.linalg.solve(whole.numpy(), right.numpy())
     assert (factor.ridge, factor.raised) == (0.5, False)
     np.testing.assert_allclose(factor.solve(right), solution, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(
-        factor.squared_norms(right), (right.numpy() * solution).sum(0), rtol=1e-9
+        factor.quadratic(right.T), (right.numpy() * solution).sum(0), rtol=1e-9
     )
     exactly = np.linalg.cond(whole.numpy())
     assert exactly / 4 <= factor.condition() <= exactly * (1 + 1e-9)
@@ -177,7 +177,7 @@ def test_cholesky_solves_and_estimates_the_condition(side):
 def test_a_ridge_is_raised_until_the_matrix_is_positive_definite(place):
     matrix = positive(50)
     matrix[place, place] = -1.0
-    factor = Cholesky(lambda ridge: matrix + ridge * torch.eye(50).double(), 0.01)
+    factor = Direct(None, lambda ridge: matrix + ridge * torch.eye(50).double(), 0.01)
     assert factor.raised and factor.ridge > 1
     assert factor.solve(torch.ones(50, 1).double()).isfinite().all()
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from scipy.linalg.lapack import dtrtri
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ...base.errors import TrainingError
 from ...sae.codes import Codes, Prefixes
 
 # The sum of all processes' tensors, the same bits in each process.
@@ -226,62 +224,3 @@ def reduced(tensors: Iterable[Tensor], all_reduce: AllReduce) -> None:
     for tensor in tensors:
         for piece in tensor.split(PIECE) if tensor.dim() > 1 else [tensor]:
             piece.copy_(all_reduce(piece.contiguous()))
-
-
-class Cholesky:
-    """A symmetric positive definite matrix, (F, F), as `R' R`: `build(ridge)`, whose lower triangle is read and whose
-    memory the factor takes. `raised` if a ridge smaller than `ridge` failed.
-
-    F^3 / 3 operations, and ten times the ridge, per attempt.
-    """
-
-    def __init__(self, build: Callable[[float], Tensor], ridge: float) -> None:
-        for attempt in range(15):
-            R = build(ridge).mT  # column-major, as LAPACK writes it
-            info = torch.empty((), dtype=torch.int32, device=R.device)
-            torch.linalg.cholesky_ex(R, upper=True, out=(R, info))
-            # A NaN need not fail on every device.
-            if not info.item() and R.diagonal().isfinite().all():
-                self._R, self.ridge, self.raised = R, ridge, attempt > 0
-                return
-            del R
-            if not build(ridge).sum().isfinite():
-                raise TrainingError(NOT_FINITE)
-            ridge *= 10
-        raise TrainingError(
-            "the decoder step cannot be solved: its matrix is not positive definite with a ridge of "
-            f"{ridge / 10:.3g}, since the codes' offset is so large against their spread that "
-            "float32 sums lose it; normalise the rows, e.g. with --normalize scale"
-        )
-
-    def solve(self, right: Tensor) -> Tensor:
-        """2 F^2 operations per column."""
-        solution = torch.cholesky_solve(right, self._R, upper=True)
-        return solution.contiguous()  # products with it are then faster
-
-    def squared_norms(self, right: Tensor) -> Tensor:
-        """`g' (R' R)^-1 g` of each column g, (C,); half the operations of a solution."""
-        return torch.linalg.solve_triangular(self._R.mT, right, upper=False).square().sum(0)
-
-    def inverse(self) -> Inverse:
-        """On a CPU, from `R^-1`, which replaces R; F^3 / 3 operations."""
-        inverse_R, _ = dtrtri(self._R.numpy(), overwrite_c=1)
-        del self._R
-        root = torch.from_numpy(inverse_R)
-        return Inverse(
-            torch.linalg.vector_norm(root, dim=1).square(),
-            lambda latents: root[latents] @ root[latents].T,
-        )
-
-    def condition(self) -> float:
-        """An estimate from below, by power iterations on the matrix and its inverse."""
-        largest = self._norm(lambda vector: self._R.mT @ (self._R @ vector))
-        return largest * self._norm(self.solve)
-
-    def _norm(self, times: Callable[[Tensor], Tensor]) -> float:
-        generator = torch.Generator().manual_seed(0)
-        vector = torch.randn(len(self._R), 1, generator=generator, dtype=torch.float64)
-        vector = vector.to(self._R.device)
-        for _ in range(10):
-            vector = times(vector / vector.norm())
-        return vector.norm().item()
