@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from ..extract.chats import ROLES
 from ..sae.codes import Codes, DenseCodes, SparseCodes, in_cache
@@ -32,29 +33,25 @@ EXPONENT_AT, BIAS = 23, 127  # of a float32's bits
 BLOCK_COSINES = 1 << 24  # per product: 64 MB in float32
 SAMPLED_ROWS = 1 << 15  # at most, spread evenly over the rows
 LEAST = 3  # rows that two latents share; fewer are taken for chance
-BLOCK_PAIRS, CHUNK = (
-    1 << 22,
-    1024,
-)  # pairs (16 MB in float32, a few times over) and sampled rows per product
+BLOCK_PAIRS = 1 << 22  # per product: 16 MB in float32, a few times over
+CHUNK = 1024  # sampled rows per product
 SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # at most, see `largest_codes`
 TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
 NOT_STORED = 255  # in place of the role of a token that is no row
 WINDOWS = 128  # examined before the smallest examples are updated
-FACTOR = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
-INVERSE = pow(FACTOR, -1, 1 << 64)
 
 
 @torch.no_grad()
-def largest_codes(one: Measured, latents: Sequence[int]) -> tuple[list[float], int]:
+def largest_codes(measured: Measured, latents: Sequence[int]) -> tuple[list[float], int]:
     """The largest code of each of some latents on rows drawn at random, and the number of these rows.
 
     Cost: at most `SCANNED_PRODUCTS` multiplications, or one batch.
     """
-    sae = one.sae
+    sae = measured.sae
     rows = min(SCANNED_ROWS, SCANNED_PRODUCTS // (sae.d_in * sae.d_sae))
     largest = torch.full((len(latents),), -torch.inf)
     seen = 0
-    for batch in one.rows.batches(one.batch_rows, seed=0, epoch=0):
+    for batch in measured.rows.batches(measured.batch_rows, seed=0, epoch=0):
         x = torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc)
         largest = largest.maximum(sae.encode(x)[:, list(latents)].amax(0).float().cpu())
         seen += len(batch)
@@ -75,9 +72,8 @@ class Magnitudes:
     """
 
     def __init__(self, d_sae: int) -> None:
-        self._counts = torch.zeros(
-            d_sae * (BINS + 1), dtype=torch.int64
-        )  # each latent's first counts its zeros
+        # Each latent's first counts its zeros.
+        self._counts = torch.zeros(d_sae * (BINS + 1), dtype=torch.int64)
         self._sums = torch.zeros(d_sae, dtype=torch.float64)
         self._largest = torch.zeros(d_sae)
 
@@ -85,27 +81,25 @@ class Magnitudes:
     def update(self, codes: Codes) -> None:
         """Count the codes of a batch, (B, F)."""
         z = codes.values
-        if z.device != self._sums.device:
-            self._counts, self._sums, self._largest = (
-                t.to(z.device) for t in (self._counts, self._sums, self._largest)
-            )
+        self._counts, self._sums, self._largest = (
+            total.to(z.device) for total in (self._counts, self._sums, self._largest)
+        )
         if isinstance(codes, SparseCodes):
-            self._add(z, codes.indices)
+            self._count(z, codes.indices)
             self._sums.index_add_(0, codes.indices, z.abs().double())
             self._largest.scatter_reduce_(0, codes.indices, z.abs().float(), "amax")
             return
         latents = torch.arange(codes.shape[1], device=z.device)
-        for some in in_cache(z):
-            sizes = some.abs()
-            self._add(some, latents.expand(len(some), -1))
+        for rows in in_cache(z):
+            sizes = rows.abs()
+            self._count(rows, latents.expand(len(rows), -1))
             self._sums += sizes.sum(0, dtype=torch.float64)
             self._largest = torch.maximum(self._largest, sizes.amax(0).float())
 
-    def _add(self, values: Tensor, latents: Tensor) -> None:
+    def _count(self, values: Tensor, latents: Tensor) -> None:
         """Count values, each for its latent; zeros in a bin of their own."""
-        fourth = (
-            values.float().square().square_()
-        )  # overflows or underflows only far outside the bins
+        # Overflows or underflows only far outside the bins.
+        fourth = values.float().square().square_()
         bins = (fourth.view(torch.int32) >> EXPONENT_AT).sub_(BIAS + OCTAVE * LOWEST)
         bins = bins.clamp_(0, BINS - 1).add_(1).mul_(values != 0)
         places = latents * (BINS + 1) + bins
@@ -140,14 +134,18 @@ def neighbours(
     Cost: `2 C F D` operations; `BLOCK_COSINES` cosines are held.
     """
     directions = torch.nn.functional.normalize(W_dec, dim=1)
-    found: list[tuple[Tensor, Tensor]] = []
+    values: list[Tensor] = []
+    latents: list[Tensor] = []
+    done = 0
     for part in chosen.to(W_dec.device).split(max(1, BLOCK_COSINES // len(W_dec))):
         cosines = directions[part] @ directions.T
         cosines.scatter_(1, part[:, None], -torch.inf)
         nearest = cosines.topk(min(count, len(W_dec) - 1), dim=1)
-        found.append((nearest.values.cpu(), nearest.indices.cpu()))
-        show(sum(len(values) for values, _ in found))
-    return torch.cat([values for values, _ in found]), torch.cat([latents for _, latents in found])
+        values.append(nearest.values.cpu())
+        latents.append(nearest.indices.cpu())
+        done += len(part)
+        show(done)
+    return torch.cat(values), torch.cat(latents)
 
 
 class Partners(NamedTuple):
@@ -165,16 +163,16 @@ class CoFiring:
     """
 
     def __init__(self, d_sae: int, rows: int) -> None:
-        self._d_sae, self._every = d_sae, max(1, math.ceil(rows / SAMPLED_ROWS))
+        self._d_sae, self._stride = d_sae, max(1, math.ceil(rows / SAMPLED_ROWS))
         self._seen = 0
         self._bits: list[np.ndarray] = []
 
     def update(self, z: Tensor) -> None:
         """Take in the codes of the next rows, (B, F)."""
-        some = z[-self._seen % self._every :: self._every]
+        sampled = z[-self._seen % self._stride :: self._stride]
         self._seen += len(z)
-        if len(some):
-            self._bits.append(np.packbits(some.bool().cpu().numpy(), axis=1))
+        if len(sampled):
+            self._bits.append(np.packbits(sampled.bool().cpu().numpy(), axis=1))
 
     @torch.no_grad()
     def partners(self, chosen: Tensor, count: int, show: Callable[[int], None]) -> Partners:
@@ -187,29 +185,35 @@ class CoFiring:
 
         Cost: `2 S C F` operations, or `2 n C` if few codes are not zero.
         """
-        count, bits, device = min(count, self._d_sae - 1), np.concatenate(self._bits), chosen.device
-        found: list[Partners] = []
+        count, bits = min(count, self._d_sae - 1), np.concatenate(self._bits)
+        tiny = torch.finfo(torch.float32).tiny
+        phis: list[Tensor] = []
+        latents: list[Tensor] = []
+        done = 0
         for part in chosen.split(max(1, BLOCK_PAIRS // self._d_sae)):
-            together = torch.zeros(
-                self._d_sae, len(part), device=device
-            )  # numbers of rows, exact in float32
-            alone = torch.zeros(self._d_sae, device=device)
-            for begin in range(0, len(bits), CHUNK):
-                fires = np.unpackbits(bits[begin : begin + CHUNK], axis=1, count=self._d_sae)
-                codes = DenseCodes(torch.from_numpy(fires).to(device, torch.float32))
-                together += codes.transposed_times(codes.values[:, part])
-                alone += codes.sums()
-            p, both = alone / len(bits), together.T / len(bits)
+            firings, together = self._pairs(bits, part)
+            p, both = firings / len(bits), together.T / len(bits)
             spread = (p * (1 - p)).sqrt()
-            phi = (both - p[part, None] * p) / (spread[part, None] * spread).clamp_min(
-                torch.finfo(p.dtype).tiny
-            )
+            phi = (both - p[part, None] * p) / (spread[part, None] * spread).clamp_min(tiny)
             phi[both < LEAST / len(bits) * (1 - 1e-6)] = 0
             phi.scatter_(1, part[:, None], -torch.inf)
-            phi, latents = phi.topk(count, dim=1)
-            found.append(Partners(phi.clamp_min_(0).cpu(), latents.cpu()))
-            show(sum(len(one.phi) for one in found))
-        return Partners(*map(torch.cat, zip(*found, strict=True)))
+            highest = phi.topk(count, dim=1)
+            phis.append(highest.values.clamp_min_(0).cpu())
+            latents.append(highest.indices.cpu())
+            done += len(part)
+            show(done)
+        return Partners(torch.cat(phis), torch.cat(latents))
+
+    def _pairs(self, bits: np.ndarray, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers of sampled rows on which each latent fires, (F,), and does so together with some, (F, C)."""
+        firings = torch.zeros(self._d_sae, device=part.device)  # exact in float32
+        together = torch.zeros(self._d_sae, len(part), device=part.device)
+        for begin in range(0, len(bits), CHUNK):
+            fires = np.unpackbits(bits[begin : begin + CHUNK], axis=1, count=self._d_sae)
+            codes = DenseCodes(torch.from_numpy(fires).to(part.device, torch.float32))
+            together += codes.transposed_times(codes.values[:, part])
+            firings += codes.sums()
+        return firings, together
 
 
 Ranking = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]
@@ -241,12 +245,10 @@ def _uniform(numbers: np.ndarray) -> Tensor:
 class _Peaks(NamedTuple):
     """The codes of some latents that rank first in some windows of a block, (n,) each."""
 
+    windows: np.ndarray  # numbers in the block
     rows: np.ndarray  # within the block
     latents: np.ndarray  # as indices into the chosen ones
     ranks: np.ndarray  # their values under the ranking
-    begins: np.ndarray  # of their excerpts in the block's texts; without tokens, in its rows
-    ends: np.ndarray
-    marks: np.ndarray  # hashes of the excerpts
 
 
 class Examples:
@@ -269,24 +271,25 @@ class Examples:
         tokens: bool,
         ranking: Ranking = by_size,
     ) -> None:
-        self._latents, self._all, self._ranking = np.array(latents), len(latents) == d_sae, ranking
-        shape, self._width = (len(latents), count), TOKENS if tokens else 1
-        self._ranks = np.zeros(shape, np.float32)  # descending; 0 where there is no example
-        self._marks = np.zeros(shape, np.uint64)
-        self._slots = np.zeros(
-            shape, np.int64
-        )  # index of each example in `_kept`, which is not sorted
-        self._kept: dict[str, np.ndarray] = {
+        self._latents, self._ranking = np.array(latents), ranking
+        self._columns: slice | Tensor = slice(None)  # of the chosen latents' codes
+        if len(latents) < d_sae:
+            self._columns = torch.from_numpy(self._latents)
+        shape = (len(latents), count)
+        excerpt = (*shape, TOKENS if tokens else 1)
+        self._kept: dict[str, np.ndarray] = {  # of each latent, by descending rank
+            "rank": np.zeros(shape, np.float32),  # 0 where there is no example
+            "mark": np.zeros(shape, np.uint64),  # a hash of the excerpt
             "number": np.zeros(shape, np.int64),
-            "code": np.zeros((*shape, self._width), np.float32),
+            "code": np.zeros(excerpt, np.float32),
         }
         if tokens:
             self._kept |= {
                 "document": np.zeros(shape, np.int64),
                 "position": np.zeros(shape, np.int32),
                 "peak": np.zeros(shape, np.int16),
-                "gap": np.zeros((*shape, TOKENS), bool),
-                "token": np.zeros((*shape, TOKENS), np.int32),
+                "gap": np.zeros(excerpt, bool),
+                "token": np.zeros(excerpt, np.int32),
             }
 
     def of(self, latents: Sequence[int]) -> dict[str, np.ndarray]:
@@ -300,153 +303,106 @@ class Examples:
             (C, N, T), whether tokens are missing before a token; of chats `role`, (C, N, T), or `NOT_STORED`.
         """
         indices = np.searchsorted(self._latents, np.array(latents))
-        slots = self._slots[indices]
-        return {
-            "rank": self._ranks[indices],
-            **{name: kept[indices[:, None], slots] for name, kept in self._kept.items()},
-        }
+        return {name: kept[indices] for name, kept in self._kept.items() if name != "mark"}
 
     @torch.no_grad()
     def update(self, z: Tensor, block: Block) -> None:
         """Take in the codes of a block, (B, F)."""
-        if block.roles is not None:
-            self._kept.setdefault("role", np.zeros(self._kept["token"].shape, np.uint8))
-        if not self._all:
-            z = z[:, torch.from_numpy(self._latents).to(z.device)]
+        if block.roles is not None and "role" not in self._kept:
+            self._kept["role"] = np.zeros(self._kept["token"].shape, np.uint8)
+        z = z[:, self._columns]
         windows = len(block.starts) - 1
         for first in range(0, windows, WINDOWS):
-            self._merge(z, block, self._peaks(z, block, slice(first, first + WINDOWS + 1)))
+            peaks = self._peaks(z, block, first, min(first + WINDOWS, windows))
+            if len(peaks.rows):
+                self._merge(peaks.latents, {"rank": peaks.ranks, **_read(z, block, peaks)})
 
-    def _peaks(self, z: Tensor, block: Block, bounds: slice) -> _Peaks:
-        """The peaks, in windows between these bounds, that rank above the last example of their latent: few, once some
-        windows have been seen."""
+    def _peaks(self, z: Tensor, block: Block, first: int, last: int) -> _Peaks:
+        """The peaks in these windows that rank above the last example of their latent: few, once some windows have been
+        seen."""
+        starts = block.starts[first : last + 1]
 
-        starts = block.starts[bounds]
+        def ranked(begin: int, end: int, latents: np.ndarray | slice = slice(None)) -> Tensor:
+            numbers = block.numbers[begin:end]
+            return self._ranking(z[begin:end, latents], numbers, self._latents[latents])
 
-        def ranked(rows: slice, latents: np.ndarray | slice = slice(None)) -> Tensor:
-            return self._ranking(z[rows, latents], block.numbers[rows], self._latents[latents])
-
-        if starts[-1] - starts[0] == len(starts) - 1:  # one row per window
-            highest = ranked(slice(starts[0], starts[-1]))
+        if starts[-1] - starts[0] == last - first:  # one row per window
+            highest = ranked(starts[0], starts[-1])
         else:  # window by window, which stay in the cache
             highest = torch.stack(
-                [ranked(slice(begin, end)).amax(0) for begin, end in pairwise(starts.tolist())]
+                [ranked(begin, end).amax(0) for begin, end in pairwise(starts.tolist())]
             )
-        least = torch.from_numpy(self._ranks[:, -1].copy()).to(highest)
+        least = torch.from_numpy(self._kept["rank"][:, -1].copy()).to(highest)
         windows, latents = np.nonzero((highest > least).cpu().numpy())
-        own = np.searchsorted(windows, np.arange(len(starts))).tolist()  # of each window's peaks
-        rows = np.concatenate(
-            [np.empty(0, np.int64)]
-            + [
-                starts[window]
-                + ranked(slice(starts[window], starts[window + 1]), latents[a:b])
-                .argmax(0)
-                .cpu()
-                .numpy()
-                for window, (a, b) in enumerate(pairwise(own))
-                if b > a
-            ]
-        )
-        begins, ends, marks = rows, rows + 1, block.numbers[rows].astype(np.uint64)
-        if block.texts is not None:
-            places = np.flatnonzero(block.texts.stored)[rows]
-            edges = block.texts.starts[bounds]
-            # At most TOKENS tokens, with BEFORE before the peak unless the window ends too early.
-            begins = np.maximum(
-                edges[windows], np.minimum(places - BEFORE, edges[windows + 1] - TOKENS)
-            )
-            ends = np.minimum(edges[windows + 1], begins + TOKENS)
-            marks = _marks(block.texts.token_ids, begins, ends)
-        return _Peaks(
-            rows, latents, highest[windows, latents].float().cpu().numpy(), begins, ends, marks
-        )
+        ranks = highest[windows, latents].float().cpu().numpy()
+        rows = np.empty(len(windows), np.int64)
+        bounds = np.searchsorted(windows, np.arange(last - first + 1))
+        for window, (a, b) in enumerate(pairwise(bounds.tolist())):
+            if b > a:
+                in_window = ranked(starts[window], starts[window + 1], latents[a:b])
+                rows[a:b] = starts[window] + in_window.argmax(0).cpu().numpy()
+        return _Peaks(first + windows, rows, latents, ranks)
 
-    def _merge(self, z: Tensor, block: Block, peaks: _Peaks) -> None:
-        """Merge peaks into the examples of their latents."""
-        count = self._marks.shape[1]
-        touched, owner = np.unique(peaks.latents, return_inverse=True)
-        stored = len(touched) * count  # those already there come first, then the new ones
-        owner = np.concatenate([np.arange(len(touched)).repeat(count), owner])
-        ranks = np.concatenate([self._ranks[touched].ravel(), peaks.ranks])
-        marks = np.concatenate([self._marks[touched].ravel(), peaks.marks])
-        order = np.lexsort((-ranks, owner))
-        order = order[ranks[order] > 0]
-        order = order[
-            np.sort(
-                _first_of_each(np.lexsort((marks[order], owner[order])), owner[order], marks[order])
-            )
-        ]
-        place = _numbered(owner[order])
-        order, place = order[place < count], place[place < count]
-        old, new = order[order < stored], order[order >= stored]
-        slots = self._slots[touched].ravel()
-        taken = np.zeros((len(touched), count), bool)
-        taken[owner[old], slots[old]] = True
-        free = np.argsort(taken, axis=1, kind="stable")
-        slots = np.concatenate([slots, np.zeros(len(owner) - stored, np.int64)])
-        slots[new] = free[owner[new], _numbered(owner[new])]
-        for state, values in ((self._ranks, ranks), (self._marks, marks), (self._slots, slots)):
-            after = np.zeros((len(touched), count), state.dtype)
-            after[owner[order], place] = values[order]
-            state[touched] = after
-        came = _Peaks(*(values[new - stored] for values in peaks))
-        for name, values in _read(z, block, came, self._width).items():
-            self._kept[name][touched[owner[new]], slots[new]] = values
+    def _merge(self, latents: np.ndarray, peaks: dict[str, np.ndarray]) -> None:
+        """Merge peaks, (n,), into the examples of their latents, (n,)."""
+        count = self._kept["rank"].shape[1]
+        touched, owners = np.unique(latents, return_inverse=True)
+        owners = np.concatenate([np.arange(len(touched)).repeat(count), owners])
+        both = {
+            name: np.concatenate([kept[touched].reshape(-1, *kept.shape[2:]), peaks[name]])
+            for name, kept in self._kept.items()
+        }
+        order = np.lexsort((-both["rank"], owners))
+        order = order[both["rank"][order] > 0]
+        keys = both["mark"][order] ^ splitmix64(owners[order].astype(np.uint64))
+        _, first_of_each = np.unique(keys, return_index=True)
+        order = order[np.sort(first_of_each)]
+        places = np.arange(len(order)) - np.searchsorted(owners[order], owners[order])
+        order, places = order[places < count], places[places < count]
+        for name, kept in self._kept.items():
+            merged = np.zeros((len(touched), *kept.shape[1:]), kept.dtype)
+            merged[owners[order], places] = both[name][order]
+            kept[touched] = merged
 
 
-def _numbered(owners: np.ndarray) -> np.ndarray:
-    """The rank, from 0, of each entry within its owner's; owners are ascending."""
-    return np.arange(len(owners)) - np.searchsorted(owners, owners)
-
-
-def _first_of_each(order: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """The first index of each group of equal keys, from indices that are ordered by group."""
-    new = np.ones(len(order), bool)
-    new[1:] = np.any([key[order[1:]] != key[order[:-1]] for key in keys], axis=0)
-    return order[new]
-
-
-def _marks(tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """A hash of each stretch of tokens, (n,) uint64: a polynomial of the tokens modulo 2^64, as the difference of two
-    cumulative sums."""
-    steps = np.full(len(tokens), FACTOR, np.uint64)
-    steps[0] = 1
-    sums = np.concatenate(
-        [[np.uint64(0)], np.cumsum((tokens + 1).astype(np.uint64) * np.cumprod(steps))]
-    )
-    steps[1:] = INVERSE
-    return (sums[ends] - sums[begins]) * np.cumprod(steps)[begins]
-
-
-def _read(z: Tensor, block: Block, peaks: _Peaks, width: int) -> dict[str, np.ndarray]:
-    """The values that `Examples` keeps for peaks and their excerpts, (n,) or (n, width) each."""
-    values = {"number": block.numbers[peaks.rows]}
+def _read(z: Tensor, block: Block, peaks: _Peaks) -> dict[str, np.ndarray]:
+    """The values that `Examples` keeps for peaks and their excerpts, (n,) or (n, T) each."""
+    numbers = block.numbers[peaks.rows]
     if block.texts is None:
-        codes = z[
-            torch.from_numpy(peaks.rows).to(z.device), torch.from_numpy(peaks.latents).to(z.device)
-        ]
-        return values | {"code": codes[:, None].float().cpu().numpy()}
+        code = _codes(z, peaks.rows[:, None], peaks.latents)
+        return {"mark": numbers.astype(np.uint64), "number": numbers, "code": code}
     assert block.columns is not None
     texts: Texts = block.texts
-    at = peaks.begins[:, None] + np.arange(width)
-    inside = at < peaks.ends[:, None]
-    at = np.where(inside, at, peaks.begins[:, None])
-    row_of = np.maximum(np.cumsum(texts.stored) - 1, 0)
+    peak_tokens = np.flatnonzero(texts.stored)[peaks.rows]
+    window_ends = texts.starts[peaks.windows + 1]
+    # At most TOKENS tokens, with BEFORE before the peak unless the window ends too early.
+    begins = np.minimum(peak_tokens - BEFORE, window_ends - TOKENS)
+    begins = np.maximum(texts.starts[peaks.windows], begins)
+    at = begins[:, None] + np.arange(TOKENS)
+    inside = at < window_ends[:, None]
+    at = np.where(inside, at, begins[:, None])
     stored = texts.stored[at] & inside
-    codes = z[
-        torch.from_numpy(row_of[at]).to(z.device),
-        torch.from_numpy(peaks.latents[:, None]).to(z.device),
-    ]
-    if block.roles is not None:
-        values["role"] = np.where(texts.stored[at], block.roles[row_of[at]], NOT_STORED)
-    return values | {
-        "code": np.where(stored, codes.float().cpu().numpy(), 0),
+    rows = np.maximum(np.cumsum(texts.stored) - 1, 0)[at]
+    token = np.where(inside, texts.token_ids[at], -1).astype(np.int32)
+    values = {
+        "mark": np.array([xxh3_64_intdigest(excerpt) for excerpt in token], np.uint64),
+        "number": numbers,
+        "code": np.where(stored, _codes(z, rows, peaks.latents), 0),
         "document": block.columns[0][peaks.rows],
         "position": block.columns[1][peaks.rows],
-        "peak": np.flatnonzero(texts.stored)[peaks.rows] - peaks.begins,
-        "gap": texts.gaps[at] & inside & (np.arange(width) > 0),
-        "token": np.where(inside, texts.token_ids[at], -1),
+        "peak": peak_tokens - begins,
+        "gap": texts.gaps[at] & inside & (np.arange(TOKENS) > 0),
+        "token": token,
     }
+    if block.roles is not None:
+        values["role"] = np.where(texts.stored[at], block.roles[rows], NOT_STORED)
+    return values
+
+
+def _codes(z: Tensor, rows: np.ndarray, latents: np.ndarray) -> np.ndarray:
+    """The codes of latents, (n,), on rows, (n, T)."""
+    of_latents = torch.from_numpy(latents[:, None]).to(z.device)
+    return z[torch.from_numpy(rows).to(z.device), of_latents].float().cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -469,7 +425,7 @@ def survey(
 
     Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`; independent of the number of rows.
     """
-    found = Survey(
+    result = Survey(
         Firing(sae.d_sae),
         Magnitudes(sae.d_sae),
         examples,
@@ -479,13 +435,13 @@ def survey(
     )
     for block in blocks:
         codes = sae.codes(block.x)
-        found.firing.update(codes)
-        found.magnitudes.update(codes)
+        result.firing.update(codes)
+        result.magnitudes.update(codes)
         z = codes.dense()
-        found.examples.update(z, block)
-        found.samples.update(z, block)
-        found.cofiring.update(z)
+        examples.update(z, block)
+        samples.update(z, block)
+        result.cofiring.update(z)
         if block.roles is not None:
             one_hot = torch.from_numpy(block.roles[:, None] == np.arange(len(ROLES))).to(z)
-            found.by_role.add_((one_hot.T @ z.abs()).cpu())
-    return found
+            result.by_role.add_((one_hot.T @ z.abs()).cpu())
+    return result
