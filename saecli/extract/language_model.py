@@ -12,7 +12,6 @@ from os.path import commonpath
 from typing import Any, TypeVar, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -21,7 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    modeling_utils,
 )
 from transformers.utils import logging
 
@@ -293,7 +291,7 @@ class Outline:
         loaded: Any = type(self._whole)
         if blocks < self._source.layers and not self._shares_after(blocks):
             loaded = _cut(loaded, self.path, blocks)
-        with _unmapped(), place_of(self._source.location) as (place, chosen):
+        with place_of(self._source.location) as (place, chosen):
             model, info = loaded.from_pretrained(
                 place,
                 config=self._whole.config,
@@ -381,21 +379,3 @@ def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Modul
         (architecture,),
         {"__init__": init, "__module__": architecture.__module__},
     )
-
-
-@contextmanager
-def _unmapped() -> Iterator[None]:
-    """While open, the library reads checkpoints tensor by tensor: mapped, the pages of all tensors read so far would
-    stay in memory."""
-
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        return safe_open(*args, **kwargs | {"backend": "pread"})
-
-    if vars(modeling_utils).get("safe_open") is not safe_open:
-        yield
-        return
-    vars(modeling_utils)["safe_open"] = opened
-    try:
-        yield
-    finally:
-        vars(modeling_utils)["safe_open"] = safe_open

@@ -1,12 +1,10 @@
 """Models whose later blocks are not loaded, against whole ones, for real architectures."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from homes import CommandLine
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, DEEP, LAYERS, VOCABULARY, loaded, save_model, save_tokenizer
 from torch import nn
@@ -20,11 +18,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
-    modeling_utils,
 )
 
 from saecli.base.errors import ModelError
-from saecli.extract import language_model, model_source
+from saecli.extract import model_source
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
 from saecli.extract.options import SITES, TINY_GEMMA2, HookPoint
@@ -92,20 +89,6 @@ def test_loading_draws_no_random_numbers_and_says_nothing(
     first_blocks(folder, 0)
     assert torch.equal(torch.get_rng_state(), state)
     assert capfd.readouterr() == ("", "")
-
-
-def test_files_are_read_rather_than_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder, backends = save_model(tmp_path / "llama", "llama"), []
-
-    def opened(*args: Any, backend: str, **kwargs: Any) -> Any:
-        backends.append(backend)
-        return safe_open(*args, backend=backend, **kwargs)
-
-    monkeypatch.setattr(modeling_utils, "safe_open", opened)
-    monkeypatch.setattr(language_model, "safe_open", opened)
-    first_blocks(folder, 0)
-    assert backends == ["pread"]
-    assert modeling_utils.safe_open is opened
 
 
 def without(folder: Path, name: str) -> None:
