@@ -20,11 +20,10 @@ from ..store.reader import ActivationStore
 from . import formats
 from .dictionary import SAE
 from .formats import WRITABLE, SavedSAE
-from .hub import Address, cached, fetch, registered, registry_hint
+from .hub import Address, Registered, cached, fetch, registered, registry_hint
 
-SAELike = (
-    SAE | str | Path | None
-)  # an SAE, a run's name or anything that `load_sae` takes; None for the newest run
+# An SAE, a run's name or anything that `load_sae` takes; None for the newest run.
+SAELike = SAE | str | Path | None
 ORIGIN = {field.name for field in fields(Origin)}
 # Of the rows' source, kept in an SAE's file.
 SOURCE = (
@@ -43,25 +42,34 @@ SOURCE = (
 
 @dataclass(frozen=True)
 class Subject:
-    """Where an SAE comes from; None where unknown."""
+    """Where an SAE comes from; None where unknown.
 
-    name: str  # for tables: its run's name, its path below the runs, or the path that was given
-    folder: Path | None = (
-        None  # or of several layers' files its own file; None for an SAE in memory
-    )
-    data: str | None = None  # name of the store that it was trained on
+    name: for tables: its run's name, its path below the runs, or the path that was given.
+    folder: of several layers' files its own file; None for an SAE in memory.
+    data, data_hash: name and request hash of the store that it was trained on.
+    fraction: of the training rows that it was trained on, in (0, 1].
+    complete: whether its training was finished.
+    dead_fraction: of latents that fire on no training row, counted by training.
+    beside: names of a crosscoder's further stores.
+    target: name of the store of a transcoder's targets.
+    streamed: the options of rows from a model without a store.
+    registered: release/id in SAELens' registry, by which it was named; `row_scale` and `processing` are from there, for
+        `formats.load`.
+    """
+
+    name: str
+    folder: Path | None = None
+    data: str | None = None
     split_seed: int = 0
-    fraction: float = 1.0  # of the training rows that it was trained on, in (0, 1]
-    complete: bool = True  # whether its training was finished
-    data_hash: str | None = None  # request hash of that store
-    dead_fraction: float | None = (
-        None  # of latents that fire on no training row, counted by training
-    )
-    beside: tuple[str, ...] = ()  # names of a crosscoder's further stores
-    target: str | None = None  # name of the store of a transcoder's targets
-    streamed: Mapping[str, Any] | None = None  # the options of rows from a model without a store
-    registered: str | None = None  # release/id in SAELens' registry, by which it was named
-    row_scale: float | None = None  # from there, as `processing`, for `formats.load`
+    fraction: float = 1.0
+    complete: bool = True
+    data_hash: str | None = None
+    dead_fraction: float | None = None
+    beside: tuple[str, ...] = ()
+    target: str | None = None
+    streamed: Mapping[str, Any] | None = None
+    registered: str | None = None
+    row_scale: float | None = None
     processing: Mapping[str, Any] | None = None
 
     @property
@@ -110,14 +118,13 @@ def save_sae(
             _ for -.
         store: the training store of an SAE that does not name its own, recorded with model, layer and site.
     """
-    if formats.named(format) not in WRITABLE:
+    form = formats.named(format)
+    if form not in WRITABLE:
         raise unknown_choice("format", format, WRITABLE)
     origin = {name: value for name, value in sae.metadata.items() if name in ORIGIN}
     if store:
         origin = origin_of(store if isinstance(store, Joined) else Joined((store,)))
-    formats.save(
-        SavedSAE(sae.copy_to("cpu", torch.float32), origin), formats.named(format), Path(folder)
-    )
+    formats.save(SavedSAE(sae.copy_to("cpu", torch.float32), origin), form, Path(folder))
 
 
 class Sourced(Protocol):
@@ -138,14 +145,14 @@ def origin_of(stores: Sourced, split_seed: int = 0, fraction: float = 1.0) -> di
 def hook_points(origin: Mapping[str, Any]) -> tuple[list[str], str | None]:
     """Those of the inputs and of the target, if known."""
     inputs = origin.get("inputs")
-    found = [
-        f"layer {one['layer']} {one['site']}"
-        + (f" of {one['model']}" if "model" in one and inputs else "")
-        for one in inputs or [origin]
-        if {"layer", "site"} <= one.keys()
-    ]
-    known = {"target_layer", "target_site"} <= origin.keys()
-    return found, f"layer {origin['target_layer']} {origin['target_site']}" if known else None
+    names = []
+    for point in inputs or [origin]:
+        if {"layer", "site"} <= point.keys():
+            model = f" of {point['model']}" if inputs and "model" in point else ""
+            names.append(f"layer {point['layer']} {point['site']}{model}")
+    if not {"target_layer", "target_site"} <= origin.keys():
+        return names, None
+    return names, f"layer {origin['target_layer']} {origin['target_site']}"
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -179,9 +186,8 @@ def open_sae(home: Home, sae: SAELike, listener: Listener) -> tuple[Subject, Sav
         listener.note(f"{subject.name} {remark}")
     if subject.data is None:
         subject = _known(home, subject, saved.origin)
-    saved.sae.metadata = saved.origin | (
-        _settings(subject.path) if (subject.path / RUN_MARKER).exists() else {}
-    )
+    settings = _settings(subject.path) if (subject.path / RUN_MARKER).exists() else {}
+    saved.sae.metadata = saved.origin | settings
     return subject, saved if subject.target is None else replace(saved, transcodes=True)
 
 
@@ -221,18 +227,7 @@ def find_subject(
     if folder.is_dir():
         formats.load(folder)  # raises, with the files expected
     if listed := registered(text):
-        try:
-            name, folder = fetch(listed.address, note)
-        except HubError as error:
-            raise HubError(f"{text} is {listed.address} on the hub, and {error}") from error
-        note(f"{text} is {listed.address} on the hub")
-        return Subject(
-            name,
-            folder,
-            registered=text,
-            row_scale=listed.row_scale,
-            processing=listed.processing,
-        )
+        return _listed(text, listed, note)
     if address is not None:
         try:
             return Subject(*fetch(address, note))
@@ -246,6 +241,17 @@ def find_subject(
     )
 
 
+def _listed(text: str, listed: Registered, note: Callable[[str], None]) -> Subject:
+    """An SAE in SAELens' registry, fetched from the hub."""
+    try:
+        name, folder = fetch(listed.address, note)
+    except HubError as error:
+        raise HubError(f"{text} is {listed.address} on the hub, and {error}") from error
+    note(f"{text} is {listed.address} on the hub")
+    scale, processing = listed.row_scale, listed.processing
+    return Subject(name, folder, registered=text, row_scale=scale, processing=processing)
+
+
 def _run(folder: Path, marker: str, name: str) -> Subject:
     run = read_run(folder / marker)
     if formats.recognise(folder) is None:
@@ -253,34 +259,27 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
             f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
             f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`"
         )
-    dead = run.result.final.get("dead_fraction") if run.result else None
     return Subject(
         name,
         folder,
-        run.data,
-        run.training.split_seed,
-        run.training.fraction,
-        run.complete,
-        run.data_hash,
-        dead,
-        run.beside,
-        run.target,
-        run.streamed,
+        data=run.data,
+        split_seed=run.training.split_seed,
+        fraction=run.training.fraction,
+        complete=run.complete,
+        data_hash=run.data_hash,
+        dead_fraction=run.result.final.get("dead_fraction") if run.result else None,
+        beside=run.beside,
+        target=run.target,
+        streamed=run.streamed,
     )
 
 
 def _known(home: Home, subject: Subject, origin: Mapping[str, Any]) -> Subject:
     """The subject with the stores and the split of an SAE's origin, if the stores are there."""
-    names = [origin[key] for key in ("data", "target") if key in origin] + [
-        *origin.get("beside", ())
-    ]
-    if "data" not in origin or not all(
-        name in home.stores.names() or Path(name).is_dir() for name in names
-    ):
+    beside = tuple(origin.get("beside", ()))
+    names = [origin[key] for key in ("data", "target") if key in origin] + [*beside]
+    present = [name in home.stores.names() or Path(name).is_dir() for name in names]
+    if "data" not in origin or not all(present):
         return subject
-    found = {
-        key: origin[key]
-        for key in ("data", "data_hash", "target", "split_seed", "fraction")
-        if key in origin
-    }
-    return replace(subject, beside=tuple(origin.get("beside", ())), **found)
+    keys = ("data", "data_hash", "target", "split_seed", "fraction")
+    return replace(subject, beside=beside, **{key: origin[key] for key in keys if key in origin})

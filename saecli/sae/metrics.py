@@ -78,10 +78,8 @@ class Reconstruction:
         self, d_in: int, d_sae: int, prefixes: Prefixes = (), massive: Massive | None = None
     ) -> None:
         self._prefixes, self._massive = prefixes, massive
-        self._nested = torch.zeros(
-            2, len(prefixes), dtype=torch.float64
-        )  # of each prefix: squared error, l0
         self.rows = 0
+        self._nested = torch.zeros(2, len(prefixes), dtype=torch.float64)  # squared error, l0
         self._all, self._ordinary = _Variance(d_in), _Variance(d_in)  # rows; those not massive
         self._sums = torch.zeros(3, dtype=torch.float64)  # cosine, l0, l1
         self._fired = torch.zeros(d_sae, dtype=torch.bool)
@@ -132,13 +130,11 @@ class Reconstruction:
         variance that they hold, and `ordinary_fvu`, the FVU of the others.
         """
         _demand_rows(self.rows)
-        by_prefix = zip(
-            self._prefixes,
-            (self._nested[1] / self.rows).tolist(),
-            (self._nested[0] / self._all.sums[0]).tolist(),
-            strict=True,
-        )
-        nested = [{"latents": latents, "l0": l0, "fvu": fvu} for latents, l0, fvu in by_prefix]
+        l0s, fvus = self._nested[1] / self.rows, self._nested[0] / self._all.sums[0]
+        nested = [
+            {"latents": latents, "l0": l0, "fvu": fvu}
+            for latents, l0, fvu in zip(self._prefixes, l0s.tolist(), fvus.tolist(), strict=True)
+        ]
         cosine, l0, l1 = (self._sums / self.rows).tolist()
         fvu = self._all.fvu
         return {
@@ -193,38 +189,38 @@ def reconstructions(
     massive: Massive | None = None,
 ) -> list[dict[str, Any]]:
     """`reconstruction` of several SAEs in one pass, over all processes."""
-    found = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive) for sae in saes]
+    measures = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive) for sae in saes]
     for batch in batches:
-        for sae, own in zip(saes, found, strict=True):
+        for sae, own in zip(saes, measures, strict=True):
             rows = Batch.of(moved(batch, sae.W_enc.device).to(sae.W_enc.dtype), sae.d_in)
             z = sae.codes(rows.x)
             by_prefix = sae.predicted(rows.x, z)
             own.update(rows.y, by_prefix[:, -1], z, by_prefix)
             if watch is not None:
                 watch(z)
-    for sae, own in zip(saes, found, strict=True):
+    for sae, own in zip(saes, measures, strict=True):
         own.all_reduce(communicator, sae.W_enc.device)
-    return [own.result() for own in found]
+    return [own.result() for own in measures]
 
 
 def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]:
     """A warning for each doubtful measure of `Reconstruction.result`: `massive`, `fvu`, `l0`."""
-    found, fvu, l0 = {}, measures["fvu"], measures["l0"]
+    warnings, fvu, l0 = {}, measures["fvu"], measures["l0"]
     if measures.get("massive_variance", 0) > MASSIVE_VARIANCE:
         rows = measures["massive_rows"]
-        found["massive"] = (
-            f"{counted(rows, 'row')} of massive norm {'holds' if rows == 1 else 'hold'} "
-            f"{measures['massive_variance']:.1%} of the variance, and FVU is {fvu:.4g}, but "
-            f"{measures['ordinary_fvu']:.4g} on the others"
+        holds = "holds" if rows == 1 else "hold"
+        warnings["massive"] = (
+            f"{counted(rows, 'row')} of massive norm {holds} {measures['massive_variance']:.1%} of the "
+            f"variance, and FVU is {fvu:.4g}, but {measures['ordinary_fvu']:.4g} on the others"
         )
     if math.isfinite(fvu) and fvu > 1:
-        found["fvu"] = (
+        warnings["fvu"] = (
             f"FVU {fvu:.4g} is above 1, so the mean of the rows would reconstruct them better"
         )
     name, limit = ("d_in", d_in) if 2 * d_in <= d_sae else ("half of d_sae", d_sae / 2)
     if l0 > limit:
-        found["l0"] = f"L0 {l0:.4g} is above {name}, {limit:g}, so codes are not sparse"
-    return found
+        warnings["l0"] = f"L0 {l0:.4g} is above {name}, {limit:g}, so codes are not sparse"
+    return warnings
 
 
 class Firing:
@@ -289,15 +285,12 @@ class Firing:
 @torch.no_grad()
 def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
     """`Firing` over batches of rows, (B, D); one pass."""
-    found = Firing(sae.d_sae, keep)
+    firings = Firing(sae.d_sae, keep)
     for x in batches:
-        found.update(sae.codes(x))
-    return found
+        firings.update(sae.codes(x))
+    return firings
 
 
 def _demand_rows(rows: int) -> None:
     if not rows:
-        raise ConfigError(
-            "nothing was measured: expected at least one row, got none; choose another split or a "
-            "larger store"
-        )
+        raise ConfigError("nothing was measured: expected at least one row, got none")

@@ -26,13 +26,9 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            torch.sparse_coo_tensor(
-                torch.stack(ctx.saved_tensors), gradient, ctx.shape, check_invariants=False
-            ),
-            None,
-            None,
-        )
+        places = torch.stack(ctx.saved_tensors)
+        sparse = torch.sparse_coo_tensor(places, gradient, ctx.shape, check_invariants=False)
+        return sparse, None, None
 
 
 def at(
@@ -41,41 +37,39 @@ def at(
     """Codes of some distinct latents of each row, (B, K): a function of their pre-activations, (B, K)."""
     count = indices.shape[1]
     if count > DENSITY * pre.shape[1]:
-        return DenseCodes(
-            torch.zeros_like(pre).scatter(1, indices, function(pre.gather(1, indices)))
-        )
+        values = function(pre.gather(1, indices))
+        return DenseCodes(torch.zeros_like(pre).scatter(1, indices, values))
     rows = torch.arange(len(pre), device=pre.device)
-    values = function(
-        _Taken.apply(pre, rows.repeat_interleave(count), indices.flatten()).view(indices.shape)
-    )
-    return SparseCodes(rows * count, indices.flatten(), values.flatten(), pre.shape[1], each=count)
+    flat = indices.flatten()
+    taken = _Taken.apply(pre, rows.repeat_interleave(count), flat)
+    values = function(taken.view(indices.shape)).flatten()
+    return SparseCodes(rows * count, flat, values, pre.shape[1], each=count)
 
 
 def largest(pre: Tensor, count: int) -> Codes:
     """Codes of the `count` largest entries of the whole batch."""
     flat = pre.flatten()
     entries = _largest(flat.detach(), count)
-    if count > DENSITY * len(flat):
-        return DenseCodes(
-            torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries)).view_as(pre)
-        )
-    return _at_ascending(pre, entries)
+    if count <= DENSITY * len(flat):
+        return _at_ascending(pre, entries)
+    kept = torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries))
+    return DenseCodes(kept.view_as(pre))
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
     """Ascending places of the `count` largest of some numbers, (n,)."""
     if values.device.type == "cpu":  # NumPy's partition takes a fifth of the time of torch's topk
         numbers = values.to(torch.promote_types(values.dtype, torch.float32)).numpy()
-        found = np.flatnonzero(numbers >= np.partition(numbers, -count)[-count])
-        if len(found) == count:  # else some are equal, or NaN
-            return torch.from_numpy(found)
+        entries = np.flatnonzero(numbers >= np.partition(numbers, -count)[-count])
+        if len(entries) == count:  # else some are equal, or NaN
+            return torch.from_numpy(entries)
     return values.topk(count, sorted=False).indices.sort().values
 
 
 def where(pre: Tensor, active: Tensor) -> Codes:
     """Codes that keep `pre` where a mask is true; no gradient flows through the zeros."""
-    found = selected(pre, active)
-    return found if isinstance(found, SparseCodes) else DenseCodes(pre * active)
+    few = few_entries(active)
+    return DenseCodes(pre * active) if few is None else _at_ascending(pre, few)
 
 
 def selected(pre: Tensor, active: Tensor) -> Codes:

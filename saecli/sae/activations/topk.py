@@ -87,34 +87,35 @@ class MatchingPursuit(KeepsK):
         W_enc, tiny = parameters["W_enc"], torch.finfo(pre.dtype).tiny
         size = W_enc.detach().abs().max().clamp(min=tiny)  # whose square need not be finite
         scaled = (W_enc / size).norm(dim=0).clamp(min=tiny)
-        norms, directions = size * scaled, (W_enc / size / scaled).T  # (F,), (F, D)
+        norms = size * scaled  # (F,)
+        directions = (W_enc / size / scaled).T  # (F, D)
         with torch.no_grad():
-            left, chosen, shares = pre / norms, [], []
-            few = len(directions) <= min(self.k, 4) * len(
-                pre
-            )  # then all cosines cost less than those of the chosen
-            cosines = directions @ directions.T if few else None
-            for _ in range(self.k):
-                share, latent = left.max(dim=1)
-                chosen.append(latent)
-                shares.append(share.relu_())
-                explained = (
-                    directions[latent] @ directions.T if cosines is None else cosines[latent]
-                )
-                left = left.addcmul_(explained, share[:, None], value=-1).scatter_(
-                    1, latent[:, None], -torch.inf
-                )
-            indices, active = torch.stack(chosen, 1), torch.stack(shares, 1) > 0  # (B, K)
+            indices, active = self._chosen(pre / norms, directions)
 
         def differentiable(values: Tensor) -> Tensor:
             """`z = v ||w||` where `(I + L) v = s`, L the strictly lower part of the cosines of the chosen latents."""
-            own, sizes = (
-                embedding(indices, directions),
-                embedding(indices, norms[:, None]),
-            )  # (B, K, D), (B, K, 1)
+            own = embedding(indices, directions)  # (B, K, D)
+            sizes = embedding(indices, norms[:, None])  # (B, K, 1)
             v = torch.linalg.solve_triangular(
                 own @ own.mT, values[..., None] / sizes, upper=False, unitriangular=True
             )
             return (v * sizes)[..., 0] * active
 
         return at(pre, indices, differentiable)
+
+    def _chosen(self, left: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents of each row in the order of their choice, and whether each adds to it, (B, K); `left`: s."""
+        import torch
+
+        chosen, parts = [], []
+        # With few latents all cosines cost less than those of the chosen.
+        all_cosines = len(directions) <= min(self.k, 4) * len(left)
+        cosines = directions @ directions.T if all_cosines else None
+        for _ in range(self.k):
+            part, latent = left.max(dim=1)
+            chosen.append(latent)
+            parts.append(part.relu_())
+            explained = directions[latent] @ directions.T if cosines is None else cosines[latent]
+            left = left.addcmul_(explained, part[:, None], value=-1)
+            left = left.scatter_(1, latent[:, None], -torch.inf)
+        return torch.stack(chosen, 1), torch.stack(parts, 1) > 0

@@ -387,10 +387,10 @@ def load_one_file(file: Path) -> SavedSAE:
         raise FormatError(
             f"{file}: expected MODEL-SAE-lL.pt or gpt2-small_LL_Hcat_z_....pt, L the number of its layer"
         )
-    found = common.read_torch(file)
-    names = next((names for names in ONE_FILE_NAMES if names.keys() == found.keys()), LLAMA_NAMES)
+    stored = common.read_torch(file)
+    names = next((names for names in ONE_FILE_NAMES if names.keys() == stored.keys()), LLAMA_NAMES)
     sae = common.assemble(
-        file, common.renamed(file, found, names), Relu(), subtracts=match[1] is None
+        file, common.renamed(file, stored, names), Relu(), subtracts=match[1] is None
     )
     if match[1] is None:
         return SavedSAE(sae, {"model": "gpt2", "layer": int(match[3])})
