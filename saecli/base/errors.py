@@ -99,7 +99,7 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters, changes of direction, and bytes that are no UTF-8 escaped."""
+    """The text with control characters, and changes of direction escaped."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 

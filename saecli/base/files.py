@@ -15,30 +15,18 @@ from typing import Any
 
 LOCK = ".lock"
 _PARTIAL = re.compile(r"(?<![^/\s'\"])\.([^/]+?)(\.[0-9a-f]{8})?\.partial(?![\w.])")
-KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 class NotAFile(OSError):  # noqa: N818 - named as NotADirectoryError is
-    """A path that is no regular file: a pipe may block, and a device may not end."""
+    """A path that is no file: a device may not end, and reading a pipe may block."""
 
 
 def regular(path: Path) -> Path:
-    """The path, if it is a regular file or a link to one; else NotAFile or another OSError."""
-    kind = stat.S_IFMT(path.stat().st_mode)
-    if kind != stat.S_IFREG:
-        raise NotAFile(f"expected a file, got {KINDS.get(kind, 'something else')}")
+    """The path of a file, or of a link to one; NotAFile or FileNotFoundError for anything else."""
+    if not path.is_file():
+        path.stat()
+        raise NotAFile("expected a file, got a folder or a device")
     return path
-
-
-def is_utf8(path: Path) -> bool:
-    """Whether a path is UTF-8, as safetensors requires."""
-    return str(path).encode("utf-8", "replace") == os.fsencode(path)
 
 
 def flush_to_disk(path: Path) -> None:
@@ -127,15 +115,13 @@ def folder_appearing_whole(folder: Path, replacing: bool = False) -> Iterator[Pa
 
 
 def storable(document: Any) -> Any:
-    """The document with NaN and infinities replaced by None, and bytes that are no UTF-8 escaped."""
+    """The document with NaN and infinities replaced by None."""
     if isinstance(document, dict):
         return {key: storable(value) for key, value in document.items()}
     if isinstance(document, list | tuple):
         return [storable(value) for value in document]
     if isinstance(document, float) and not math.isfinite(document):
         return None
-    if isinstance(document, str) and not document.isascii():
-        return document.encode("utf-8", "backslashreplace").decode()
     return document
 
 

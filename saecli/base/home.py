@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from .errors import ConfigError, RunError, SaeError, StoreError, did_you_mean
-from .files import is_utf8
 
 if TYPE_CHECKING:
     from .documents import Marker
@@ -167,8 +166,6 @@ class Home:
             wrong = "expected a folder, got a file; "
         elif self.path.is_symlink() and not self.path.exists():
             wrong = f"it is a link to {self.path.readlink()}, which does not exist; make that folder, or "
-        elif not is_utf8(self.path.absolute()):
-            wrong = f"expected a path in UTF-8, got {str(self.path)!r}; "
         if wrong:
             raise ConfigError(f"cannot use {self.path} as the home: {wrong}give another --home")
 

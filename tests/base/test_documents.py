@@ -1,7 +1,6 @@
 """Documents that anyone may have edited: whatever stands in them, a sentence says so, and nothing waits."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -206,37 +205,6 @@ def test_a_checkpoint_of_other_shapes_is_refused_and_not_stretched(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "run.json",
-        "metrics.jsonl",
-        "checkpoint.safetensors",
-        "sae.safetensors",
-        "store.json",
-        "shards/00000.h5",
-    ],
-)
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
-    sae: CommandLine, tmp_path: Path, name: str
-):
-    folder = unfinished_run(sae)
-    path = (folder if (folder / name).exists() else sae.home / "activations" / "rows") / name
-    path.unlink()
-    os.mkfifo(path)
-    for words in (
-        ["eval", "run"],
-        ["list", "--check"],
-        ["train", "--resume", "--name", "run"],
-        ["report", "run", "--out", tmp_path / "pages", "--latents", "0"],
-    ):
-        done = sae(*words)
-        assert done.status in (0, 1) and "unexpected" not in done.err
-        said = " ".join((done.out + done.err).split())
-        named = "expected a file, got" in said or "is truncated: expected" in said
-        assert named or done.status == 0 or path.parent == folder
-
-
 def test_what_is_wrong_is_named_by_its_place_in_the_document():
     with pytest.raises(ValueError, match=r"^a\.1: expected a whole number, got '3'$"):
         parse_json('{"a": [1, "3"]}', dict[str, list[int]])

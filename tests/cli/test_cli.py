@@ -82,34 +82,18 @@ def test_python_m_saecli_is_sae():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "encoding",
-    [
-        "ascii",
-        *(
-            pytest.param(one, marks=pytest.mark.long)
-            for one in ("ascii:strict", "utf-8", "latin-1")
-        ),
-    ],
-)
-def test_names_that_no_encoding_has_are_printed_escaped(tmp_path: Path, encoding: str):
-    make_run(tmp_path, "ä日\udcff", random_sae())
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    for words, status in (
-        (["list"], 0),
-        (["eval", "ä日\udcfe\u202e\33"], 1),
-        (["train", "--data", "a", "--name", "ä日\udcff"], 2),
-    ):
+def test_names_that_the_encoding_lacks_are_printed_escaped(tmp_path: Path):
+    make_run(tmp_path, "ä日", random_sae())
+    for words, status in ((["list"], 0), (["eval", "ä日\u202e\33"], 1)):
         done = subprocess.run(
             [sys.executable, "-m", "saecli", "--home", tmp_path, *words],
             capture_output=True,
-            env=environment,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
             check=False,
         )
         assert done.returncode == status
-        assert b"\\udcf" in done.stdout + done.stderr
-        assert not {b"\xff", b"\xfe", b"\33", "\u202e".encode()} & {*done.stderr.split(b"'")}
-        assert b"Traceback" not in done.stderr and b"unexpected" not in done.stderr
+        assert b"\\u65e5" in done.stdout + done.stderr
+        assert b"\33" not in done.stderr and b"Traceback" not in done.stderr
 
 
 def test_an_unexpected_error_is_named_as_a_bug(sae: CommandLine, monkeypatch):

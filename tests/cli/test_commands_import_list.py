@@ -101,16 +101,6 @@ def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
     assert not (sae.home / "activations" / "b").exists()
 
 
-def test_a_file_whose_name_no_store_can_have_is_imported(sae, tmp_path):
-    np.save(tmp_path / "a\udcff.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    refused = sae("import", tmp_path / "a\udcff.npy")
-    assert refused.status == 2
-    assert "the store's name, which --name sets, must be a plain folder name, " in refused.err
-    assert sae("import", tmp_path / "a\udcff.npy", "--name", "a").status == 0
-    assert sae("import", tmp_path / "a\udcff.npy", "--name", "a", "--json").json["cached"]
-    assert sae("list", "--json").json["stores"][0]["source"]["file"] == "a\\udcff.npy"
-
-
 def test_list_shows_stores_and_runs_newest_first(sae):
     sae("import", "digits")
     sae("import", "digits", "--name", "half", "--dtype", "float16", "--shard-rows", "1000")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from ...base.errors import FormatError
-from ...base.files import folder_appearing_whole, is_free, is_utf8
+from ...base.files import folder_appearing_whole, is_free
 from ..activations import ACTIVATIONS, Activation, Gated, JumpRelu, ReluTopK, TopK
 from ..dictionary import SAE
 from . import libraries, native, saelens, scopes
@@ -228,7 +228,6 @@ def load(
             names = sorted(entry.name for entry in path.iterdir())
             got = ", ".join(names[:8]) or "an empty folder"
         raise FormatError(f"no SAE found in {path}; expected {known_files()}, got {got}")
-    _demand_utf8(path)
     form = FORMATS[name]
     if form.layers == "each" and path.is_dir():
         path /= form.among(_files_in(path), str(path))[-1]
@@ -246,16 +245,8 @@ def load(
     return replace(saved, sae=unscaled(saved.sae, row_scale), scaled=False)
 
 
-def _demand_utf8(folder: Path) -> None:
-    if not is_utf8(folder):
-        raise FormatError(
-            f"cannot use {str(folder)!r}: expected a path in UTF-8, got another; rename it"
-        )
-
-
 def save(saved: SavedSAE, name: str, folder: Path) -> None:
     """Write an SAE in a format; the folder, new or empty, appears whole or not at all."""
-    _demand_utf8(folder)
     form = FORMATS[name]
     lacking = form.lacks(saved)
     if lacking or form.save is None:
