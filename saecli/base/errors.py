@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Self
 
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*\b")
 UNITS = ("B", "kB", "MB", "GB", "TB")
 LONGEST_WORD = 1000  # characters of a sentence's longest word; paths are shorter
 
@@ -23,27 +22,13 @@ class SaeError(Exception):
 
         ConfigError(f"--k must be at most --d-sae, {most}, got {k}; lower --k or raise --d-sae")
 
-    `str` of the error spells the options of the sentence as arguments, `d_sae`.
+    Options are spelt as on the command line; in Python --d-sae is d_sae.
     """
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
-
-    @property
-    def options(self) -> list[str]:
-        """The options that the sentence names."""
-        return list(dict.fromkeys(map(_as_argument, FLAG.findall(self.sentence))))
 
     def within(self, before: str = "", after: str = "") -> Self:
         """The same error, with words before its sentence or after it."""
-        return type(self)(f"{before}: " * bool(before) + self.sentence + f"; {after}" * bool(after))
-
-    def __str__(self) -> str:
-        parts = self.sentence.split("`")  # commands stand in backticks, and stay as they are
-        return "`".join(
-            part if index % 2 else FLAG.sub(lambda flag: _as_argument(flag[0]), part)
-            for index, part in enumerate(parts)
+        return type(self)(
+            (f"{before}: " if before else "") + str(self) + (f"; {after}" if after else "")
         )
 
 
@@ -88,10 +73,6 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _as_argument(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
 def one_line(error: BaseException) -> str:
     """The error's message in one line of at most 300 characters, without its final stop."""
     message = " ".join(str(error).split()) or type(error).__name__
@@ -115,15 +96,18 @@ def shortened(sentence: str) -> str:
 def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:
     """A question for at most `most` choices that are close; empty if none is."""
     spelt = {choice.casefold(): choice for choice in choices}
-    *others, last = [spelt[one] for one in get_close_matches(word.casefold(), spelt, most)] or [""]
-    return f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if last else ""
+    close = [spelt[match] for match in get_close_matches(word.casefold(), spelt, most)]
+    if not close:
+        return ""
+    *others, last = close
+    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
 
 
 def unknown_choice(option: str, word: str, choices: Collection[str]) -> ConfigError:
     question = did_you_mean(word, choices)
     return ConfigError(
         f"{flag_of(option)} must be one of {', '.join(choices)}, got {word!r}"
-        + f"; {question}" * bool(question)
+        + (f"; {question}" if question else "")
     )
 
 
@@ -135,7 +119,9 @@ def demand_at_least(option: str, value: float | None, least: int = 1) -> None:
 
 def number(value: float | int | None) -> str:
     """A figure in a table: counts in full, measures to four significant digits, None as a dash."""
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def counted(count: int, word: str) -> str:

@@ -129,7 +129,7 @@ def root(ctx: typer.Context, home: HomeFolder = Path("sae-data"), version: Versi
 def sentence_for(error: BaseException) -> str | None:
     """The sentence to print for an expected failure; None for a bug."""
     if isinstance(error, SaeError):
-        return error.sentence
+        return str(error)
     if is_out_of_memory(error):
         where = "the GPU" if "CUDA" in str(error) else "the machine"
         return (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..base.errors import ConfigError, SaeError, flag_of
+from ..base.errors import ConfigError, flag_of
 from ..base.home import checked_name, now
 from ..base.machine import is_disk_full
 from ..base.options import options_of
@@ -306,7 +306,7 @@ def trained(
     for number, error in enumerate(errors.values(), 1):
         if number == len(errors):
             raise error
-        session.console.note(error.sentence if isinstance(error, SaeError) else str(error))
+        session.console.note(str(error))
 
 
 def _chosen(ctx: typer.Context, session: Session) -> list[list[str]]:

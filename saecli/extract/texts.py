@@ -121,7 +121,7 @@ class TextSource:
         except ModelError as error:
             if not self.on_hub or why_unreachable() is None:
                 raise
-            return replace(self, asked=self.column, unread=error.sentence)
+            return replace(self, asked=self.column, unread=str(error))
         names = (self.column, *CHAT_COLUMNS) if self.column == "text" else (self.column,)
         column = next((name for name in names if name in row), self.column)
         messages = row.get(column)

@@ -92,7 +92,7 @@ def test_a_printable_name_is_taken(name):
     ],
 )
 def test_any_other_name_is_refused_and_shown_escaped(name):
-    with pytest.raises(ConfigError, match=r"^name must be a plain folder name, .*, got ") as told:
+    with pytest.raises(ConfigError, match=r"^--name must be a plain folder name, .*, got ") as told:
         checked_name(name)
     assert str(told.value).isprintable()
 

@@ -281,10 +281,14 @@ def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, 
         (
             ROWS[0],
             {"chat_template": None},
-            "has no chat template; .* name a jinja file with chat_template",
+            "has no chat template; .* name a jinja file with --chat-template",
         ),
-        (ROWS[0], {"chat_template": "nowhere.jinja"}, "chat_template nowhere.jinja cannot be read"),
-        ({"text": "a"}, {}, "chat_template .* needs chats; expected messages in .*, got text"),
+        (
+            ROWS[0],
+            {"chat_template": "nowhere.jinja"},
+            "--chat-template nowhere.jinja cannot be read",
+        ),
+        ({"text": "a"}, {}, "--chat-template .* needs chats"),
         (
             {"messages": [{"content": "a"}]},
             {},

@@ -332,6 +332,6 @@ def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
     with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):
         saecli.extract(str(models["gpt2"]), site="mlp")
     with pytest.raises(
-        ConfigError, match="dataset_split does nothing with the dataset stdlib-docs; leave it out"
+        ConfigError, match="--dataset-split does nothing with the dataset stdlib-docs; leave it out"
     ):
         saecli.extract(str(models["gpt2"]), dataset="stdlib-docs", dataset_split="train")

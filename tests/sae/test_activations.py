@@ -120,35 +120,38 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
         (
             Relu(),
             "l0",
-            "sparsity l0 cannot be used with act relu; use one of l1, lp, l1-codes, kl, none",
+            "--sparsity l0 cannot be used with --act relu",
         ),
-        (TopK(k=3), "kl", "sparsity kl cannot be used with act topk; use one of none, l1"),
+        (TopK(k=3), "kl", "--sparsity kl cannot be used with --act topk"),
         (
             Relu(target_rate=0.1),
             None,
-            "target_rate does nothing with sparsity l1; leave it out, or use sparsity kl",
+            "--target-rate does nothing with --sparsity l1",
         ),
-        (JumpRelu(target_l0=5), "l1", "target_l0 does nothing with sparsity l1"),
-        (JumpRelu(target_l0=5), "l0", "target_l0 does nothing with sparsity l0"),
-        (TopK(k=3), "lp", "sparsity lp cannot be used with act topk"),
+        (JumpRelu(target_l0=5), "l1", "--target-l0 does nothing"),
+        (JumpRelu(target_l0=5), "l0", "--target-l0 does nothing"),
+        (TopK(k=3), "lp", "--sparsity lp cannot be used"),
         (
             Relu(last_p=0.3),
             None,
-            "last_p does nothing with sparsity l1; leave it out, or use sparsity lp",
+            "--last-p does nothing with --sparsity l1",
         ),
         (
             Gated(),
             "kl",
-            "sparsity kl cannot be used with act gated; use one of target-l0, l1, lp, none",
+            "--sparsity kl cannot be used with --act gated",
         ),
-        (Gated(target_l0=5), "l1", "target_l0 does nothing with sparsity l1"),
-        (Gated(target_l0=33), None, "target_l0 must be at most d_sae, 32, got 33"),
+        (Gated(target_l0=5), "l1", "--target-l0 does nothing"),
+        (Gated(target_l0=33), None, "--target-l0 must be at most --d-sae, 32, got 33"),
         (
             JumpRelu(target_l0=33),
             None,
-            "target_l0 must be at most d_sae, 32, got 33; lower target_l0 or raise d_sae",
+            "--target-l0 must be at most --d-sae, 32, got 33",
         ),
-        *((kind(k=33), None, "k must be at most d_sae, 32, got 33") for kind in (TopK, BatchTopK)),
+        *(
+            (kind(k=33), None, "--k must be at most --d-sae, 32, got 33")
+            for kind in (TopK, BatchTopK)
+        ),
     ],
     ids=str,
 )
@@ -161,7 +164,7 @@ def test_penalties_and_their_settings_that_do_nothing_are_refused(
 
 @pytest.mark.parametrize("rate", [0.0, 1e-300, 9e-7, 1.0, -0.1, 1.5])
 def test_a_target_rate_that_no_rate_can_meet_is_refused(rate: float) -> None:
-    with pytest.raises(ConfigError, match=r"target_rate must be (at least 1e-06|below 1), got "):
+    with pytest.raises(ConfigError, match=r"--target-rate must be (at least 1e-06|below 1), got "):
         Relu(target_rate=rate)
 
 

@@ -104,9 +104,7 @@ def test_the_ending_is_the_format_and_the_same_data_the_same_file(
 def test_another_ending_is_refused_in_one_sentence_and_nothing_written(
     name: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=r"cannot draw plot .*: a picture.s name ends in .png, .pdf, .svg; "
-    ):
+    with pytest.raises(ConfigError, match=r"cannot draw --plot "):
         frontier(tmp_path / name, {})
     assert not list(tmp_path.iterdir())
 

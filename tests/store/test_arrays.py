@@ -130,7 +130,9 @@ def test_bits_of_bfloat16_are_read_as_such_and_never_as_numbers(tmp_path, names,
     for name in names:
         path = tmp_path / name
         WRITERS[name](path, bits.view(dtype) if dtype == "V2" else bits.astype(dtype))
-        with pytest.raises(FormatError, match="16; if they are bits of bfloat16 give bits bfloat"):
+        with pytest.raises(
+            FormatError, match="16; if they are bits of bfloat16 give --bits bfloat"
+        ):
             open_array(str(path), flatten="positions")
         source = open_array(str(path), flatten="positions", bits="bfloat16")
         assert source.dtype == "bfloat16"
@@ -205,14 +207,14 @@ REFUSED = {  # what a.npy or a.npz holds, key, and what is said
     "no key": (
         {"x": FLAT, "y": FLAT},
         None,
-        r"one array in .*a\.npz, got 2 \(x, y\); choose one with key",
+        r"one array in .*a\.npz, got 2 \(x, y\); choose one with --key",
     ),
     "another key": (
         {"x": FLAT, "y": FLAT},
         "z",
-        r"no array for key z; expected one of its keys \(x, y\)",
+        r"no array for --key z; expected one of its keys \(x, y\)",
     ),
-    "needless key": ({"x": FLAT}, "x", "holds one array, without a key; leave out key"),
+    "needless key": ({"x": FLAT}, "x", "holds one array, without a key; leave out --key"),
 }
 
 
@@ -281,7 +283,7 @@ def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
         open_array(str(tmp_path / "a.csv"))
     with pytest.raises(FormatError, match=r"there is no file .*b\.npy"):
         open_array(str(tmp_path / "b.npy"))
-    with pytest.raises(FormatError, match="leave out key"):
+    with pytest.raises(FormatError, match="leave out --key"):
         open_array("digits", key="x")
 
 
@@ -318,14 +320,14 @@ def test_flatten_is_needed_for_three_dimensions_and_refused_for_two(tmp_path):
     for values, said in (
         (
             ACTS,
-            r"got shape \(20, 7, 6\): flatten positions gives 140 rows of 6 dimensions, "
-            "flatten features 20 rows of 42$",
+            r"got shape \(20, 7, 6\): --flatten positions gives 140 rows of 6 dimensions, "
+            "--flatten features 20 rows of 42$",
         ),
         (
             DEEP,
-            r"got shape \(5, 4, 7, 6\): .* 140 rows of 6 dimensions, flatten features 5 rows of 168$",
+            r"got shape \(5, 4, 7, 6\): .* 140 rows of 6 dimensions, --flatten features 5 rows of 168$",
         ),
-        (ACTS[:1, :1], "gives 1 row of 6 dimensions, flatten features 1 row of 6$"),
+        (ACTS[:1, :1], "gives 1 row of 6 dimensions, --flatten features 1 row of 6$"),
     ):
         np.save(tmp_path / "a.npy", values)
         with pytest.raises(FormatError, match=said):
@@ -333,10 +335,10 @@ def test_flatten_is_needed_for_three_dimensions_and_refused_for_two(tmp_path):
     np.save(tmp_path / "b.npy", ACTS[0])
     with pytest.raises(
         FormatError,
-        match=r"flatten does nothing with .*b\.npy: .* got shape \(7, 6\); leave it out",
+        match=r"--flatten does nothing with .*b\.npy: .* got shape \(7, 6\); leave it out",
     ):
         open_array(str(tmp_path / "b.npy"), flatten="features")
-    with pytest.raises(FormatError, match="leave out key, flatten and bits"):
+    with pytest.raises(FormatError, match="leave out --key, --flatten and --bits"):
         open_array("digits", flatten="features")
 
 
@@ -344,7 +346,7 @@ def test_imported_positions_hold_out_whole_sequences(sae: CommandLine, tmp_path:
     np.save(tmp_path / "acts.npy", ACTS)
     refused = sae("import", tmp_path / "acts.npy")
     assert refused.status == 1
-    assert "flatten positions gives 140 rows" in refused.err
+    assert "--flatten positions gives 140 rows" in refused.err
     assert (
         sae("import", tmp_path / "acts.npy", "--flatten", "positions", "--json").json["rows"] == 140
     )

@@ -117,5 +117,5 @@ def test_a_block_depends_on_options_seed_and_its_number_alone():
 
 
 def test_more_active_features_than_can_be_are_refused_by_the_option():
-    with pytest.raises(ConfigError, match=r"l0 must be at most 0\.4 times features, 4, got 5"):
+    with pytest.raises(ConfigError, match=r"--l0 must be at most 0\.4 times --features, 4, got 5"):
         world_of(SyntheticConfig(features=10, l0=5))

@@ -351,7 +351,7 @@ def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(
     assert saecli.fit(some_rows(100), init=mine, k=5, epochs=1).activation == TopK(k=5)
     assert saecli.fit(some_rows(100), d_sae=9, epochs=1).activation == Relu()
     with pytest.raises(
-        saecli.SaeError, match="d_sae must be 20, as in init sae, got 9; leave it out"
+        saecli.SaeError, match="--d-sae must be 20, as in init sae, got 9; leave it out"
     ):
         saecli.fit(some_rows(100), init=mine, d_sae=9)
 
