@@ -27,7 +27,6 @@ Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Check = AfterValidator  # of a function that returns the value, or raises ValueError("auto, or ...")
-PAPER = "The paper's experiments"  # panel of options that only these need
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..base.console import Console
 from ..base.errors import ConfigError, did_you_mean, flag_of, one_line, unknown_choice
 from ..base.files import check_place, is_free, regular, write_csv
 from ..base.home import Home
-from ..base.options import PAPER, Config, Option, options_of
+from ..base.options import Config, Option, options_of
 from ..extract.options import SITES
 
 
@@ -67,12 +67,11 @@ def configured(
                 raise error.within(f"with --config {config}") if config else error from None
 
         own = inspect.signature(function, eval_str=True).parameters.values()
-        shown = sorted(options.values(), key=lambda option: option.panel == PAPER)
         parameters = [
             *(parameter for parameter in own if parameter.name != "options"),
-            _config_parameter([option.name for option in shown if not option.cli]),
+            _config_parameter([option.name for option in options.values() if not option.cli]),
             HELP_ALL,
-            *(_parameter(option, repeated) for option in shown if option.cli),
+            *(_parameter(option, repeated) for option in options.values() if option.cli),
         ]
         # Typer reads the parameters of a command from its signature.
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -16,7 +16,6 @@ from annotated_types import Ge, Gt, Le
 
 from ..base.errors import ConfigError, StoreError
 from ..base.options import (
-    PAPER,
     Check,
     Config,
     Count,
@@ -325,19 +324,18 @@ class SolverConfig(Config, ABC):
 
 @dataclass(frozen=True)
 class Paper(Config):
-    """Options that only the paper's experiments need."""
+    """Options that only the paper's experiments need, in Python and files of `--config`."""
 
     clip_norm: Annotated[
         Positive | None,
-        Shown("Clip the gradient of a batch's mean loss to this norm.", panel=PAPER, advanced=True),
+        Shown("Clip the gradient of a batch's mean loss to this norm.", cli=False),
     ] = None
     weight_decay: Annotated[
         NonNegative,
         Shown(
             "Weight of ||W_enc||^2, with sgd of ||W_dec||^2 too, next to the squared error "
             "summed over all rows.",
-            panel=PAPER,
-            advanced=True,
+            cli=False,
         ),
     ] = 0.0
     mu_enc: Annotated[
@@ -345,13 +343,12 @@ class Paper(Config):
         Shown(
             "Proximal weight of ||W_enc - W_enc^t||^2, next to the squared error summed over all "
             "rows; t counts decoder steps, with sgd epochs.",
-            panel=PAPER,
-            advanced=True,
+            cli=False,
         ),
     ] = 0.0
     nu_enc: Annotated[
         NonNegative,
-        Shown("Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", panel=PAPER, advanced=True),
+        Shown("Proximal weight of ||b_enc - b_enc^t||^2, as --mu-enc.", cli=False),
     ] = 0.0
 
 
@@ -538,11 +535,7 @@ class Pam(Paper, ClosedForm):
 
     beta: Annotated[
         NonNegative,
-        Shown(
-            "Weight of ||b_dec||^2, next to the squared error summed over all rows.",
-            panel=PAPER,
-            advanced=True,
-        ),
+        Shown("Weight of ||b_dec||^2, next to the squared error summed over all rows.", cli=False),
     ] = 0.0
     bias: Annotated[
         Literal["joint", "after"],
@@ -550,25 +543,23 @@ class Pam(Paper, ClosedForm):
             "How the decoder step finds b_dec: joint, together with W_dec; after, as the mean of "
             "what a W_dec solved without bias leaves, as in the paper's code, for which --alpha "
             "must be a number.",
-            panel=PAPER,
-            advanced=True,
+            cli=False,
         ),
     ] = "joint"
     mu_dec: Annotated[
         NonNegative,
-        Shown("Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", panel=PAPER, advanced=True),
+        Shown("Proximal weight of ||W_dec - W_dec^t||^2, as --mu-enc.", cli=False),
     ] = 0.0
     nu_dec: Annotated[
         NonNegative,
-        Shown("Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", panel=PAPER, advanced=True),
+        Shown("Proximal weight of ||b_dec - b_dec^t||^2, as --mu-enc.", cli=False),
     ] = 0.0
     decoder_first: Annotated[
         bool,
         Shown(
             "Solve for the decoder before the encoder steps of each epoch, not after them, "
             "as in the paper's code for language models.",
-            panel=PAPER,
-            advanced=True,
+            cli=False,
         ),
     ] = False
 

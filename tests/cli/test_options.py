@@ -193,7 +193,7 @@ CHOICES = {
         "--batch-size",
         "64",
     ),
-    "proximal": ("--act", "relu", "--clip-norm", "2", "--batch-size", "1000"),
+    "pam": ("--solver", "pam", "--act", "relu", "--batch-size", "1000"),
     "nested": ("--act", "topk", "--k", "3", "--prefixes", "auto"),
 }
 
@@ -215,7 +215,7 @@ def test_a_runs_own_config_trains_the_same_bits(sae: CommandLine, tmp_path, solv
     spelt.write_text(
         "\n".join([given, *(line.removeprefix("# ") for line in defaults.splitlines()[1:])])
     )
-    assert {"smoothing", "sparsity", "decoder_every"} < tomllib.loads(spelt.read_text()).keys()
+    assert {"smoothing", "sparsity", "batch_size"} < tomllib.loads(spelt.read_text()).keys()
     assert sae("train", "--config", spelt, "--name", "spelt").status == 0
     assert_same_weights(sae.home, "first", "spelt")
 

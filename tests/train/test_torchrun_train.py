@@ -37,7 +37,6 @@ VARIANTS = {
         "3",
     ),
     "jumprelu": ("--act", "jumprelu", "--sparsity", "l0"),
-    "clipped": ("--solver", "pam", "--act", "relu", "--clip-norm", "0.5"),
     "within-epochs": (
         "--act",
         "topk",
@@ -68,40 +67,27 @@ VARIANTS = {
         "--epochs",
         "5",
     ),
-    "paper": (
-        "--solver",
-        "pam",
-        "--alpha",
-        "0.1",
-        "--act",
-        "relu",
-        "--mu-enc",
-        "2",
-        "--nu-dec",
-        "1",
-        "--decoder-first",
-        "--smoothing",
-        "0",
-    ),
+    "paper": ("--solver", "pam", "--act", "relu"),
 }
+PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\ndecoder_first = true\nclip_norm = 0.5\n"
 
 DIFFERING = """
 import numpy as np, torch
 from saecli.base import processes
 from saecli.base.errors import TrainingError
 from saecli.train.fit import planned
-from saecli.train.loop import Record, start_training
+from saecli.train.training import Record, start_training
 
 processes.join()
 ranks = processes.communicator()
 rows = np.random.default_rng(0).normal(size=(400, 8)).astype(np.float32)
 training = start_training(planned(rows, "sgd", "topk", {"k": 3}), Record(), communicator=ranks)
-training.keep(training.sae, None, 0.0, 1)
+training.keep(training.sae, after_epoch=False)
 weight = training.solver.dictionary.W_enc.detach()[0, 0]
 if not ranks.is_main:
     weight.copy_(weight.nextafter(2 * weight))
 try:
-    training.keep(training.sae, None, 0.0, 1)
+    training.keep(training.sae, after_epoch=False)
 except TrainingError as error:
     print(error, flush=True)
 processes.leave()
@@ -172,10 +158,14 @@ def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(name, marks=() if name == "clipped" else pytest.mark.long) for name in VARIANTS],
+    [pytest.param(name, marks=() if name == "paper" else pytest.mark.long) for name in VARIANTS],
 )
 def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant: str):
     more = VARIANTS[variant]
+    if variant == "paper":
+        config = sae.home.parent / "paper.toml"
+        config.write_text(PAPER)
+        more += ("--config", str(config))
     one, done = in_one_and_several(
         sae,
         *COMMON,

@@ -29,11 +29,6 @@ CASES = [
         "--sparsity-warm-up does nothing with --sparsity none",
     ),
     (("--sparsity-weight", "1e30"), 2, "--sparsity-weight must be at most 1e+12"),
-    (
-        ("--solver", "pam", "--bias", "after"),
-        2,
-        "--bias after cannot be used with --alpha auto",
-    ),
     (("--solver", "pam", "--release", "1"), 2, "--release does nothing with --solver pam"),
     (("--epochs", "2", "--steps", "9"), 2, "cannot use both --epochs and --steps"),
     (("--lr", "0"), 2, "--lr must be above 0"),

@@ -34,16 +34,15 @@ def home(sae: CommandLine) -> Path:
         ("sgd",),
         ("sgd", "--skip"),
         ("sgd", "--tied"),
+        ("pam", "--skip"),
         ("pam-sgd",),
         *(
             ("pam-sgd", "--skip", *more)
             for more in [
                 (),
-                ("--decoder", "free"),
                 ("--solve", "iterative"),
                 ("--prefixes", "6,12"),
                 ("--release", "0"),
-                ("--bias", "after", "--alpha", "1"),
                 ("--fraction", "0.01"),
             ]
         ),
