@@ -31,7 +31,7 @@ class Texts(NamedTuple):
     def of_windows(cls, windows: list[tuple[np.ndarray, np.ndarray]]) -> "Texts":
         """From the token ids of each window, and which of them are rows."""
         token_ids, stored = (np.concatenate(part) for part in zip(*windows, strict=True))
-        starts = np.cumsum([0, *(len(own) for own, _ in windows)])
+        starts = np.cumsum([0, *(len(window) for window, _ in windows)])
         return cls(token_ids, starts, stored, np.zeros(len(stored), bool))
 
     @classmethod
@@ -50,9 +50,8 @@ class Block:
 
     x: Tensor  # (B, D)
     numbers: np.ndarray  # within the store, (B,)
-    columns: (
-        np.ndarray | None
-    )  # values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window
+    # Values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window.
+    columns: np.ndarray | None
     roles: np.ndarray | None = None  # numbers in `chats.ROLES`, (B,), of a store of chats
     windows: Texts | None = None  # of a store that keeps them
 
@@ -70,7 +69,7 @@ class Block:
         return np.searchsorted(np.flatnonzero(self.texts.stored), self.texts.starts)
 
 
-class _Ahead:
+class _PendingWindows:
     """The windows of rows, read as far as the rows are."""
 
     def __init__(self, rows: Rows) -> None:
@@ -93,46 +92,42 @@ class _Ahead:
         self._rows -= rows
         while rows:
             token_ids, stored = self._pending.pop(0)
-            own = int(stored.sum())
-            if own > rows:
+            in_window = int(stored.sum())
+            if in_window > rows:
                 end = int(np.flatnonzero(stored)[rows])
                 self._pending.insert(0, (token_ids[end:], stored[end:]))
-                token_ids, stored, own = token_ids[:end], stored[:end], rows
+                token_ids, stored, in_window = token_ids[:end], stored[:end], rows
             taken.append((token_ids, stored))
-            rows -= own
+            rows -= in_window
         return Texts.of_windows(taken)
 
 
 def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
     """Batches of these rows, (B, D), as blocks of about a batch, valid until the next is asked for. With tokens they
     hold whole windows: only a window of more than `LONGEST` batches is split."""
-    numbers = rows.numbers(batch_rows)
     meta = rows.store.meta
+    numbers = rows.numbers(batch_rows)
     if not set(COLUMNS) <= set(meta.columns):
-        for x, own in zip(batches, numbers, strict=True):
-            yield Block(x, own, None)
+        for x, numbers_of_batch in zip(batches, numbers, strict=True):
+            yield Block(x, numbers_of_batch, None)
         return
-    names = (*COLUMNS, "role") if "role" in meta.columns else COLUMNS
-    streams = [rows.column(name, batch_rows) for name in names]
-    ahead = _Ahead(rows) if meta.windows else None
+    names = [*COLUMNS, "role"] if "role" in meta.columns else [*COLUMNS]
+    columns = [rows.column(name, batch_rows) for name in names]
+    pending = _PendingWindows(rows) if meta.windows else None
 
-    def block(x: Tensor, own: np.ndarray, table: np.ndarray) -> Block:
-        windows = None if ahead is None else ahead.take(len(x))
-        return Block(x, own, table[:3], table[3] if len(table) > 3 else None, windows)
+    def block(x: Tensor, table: np.ndarray) -> Block:
+        windows = None if pending is None else pending.take(len(x))
+        return Block(x, table[0], table[1:4], table[4] if len(table) > 4 else None, windows)
 
-    waiting: tuple[Tensor, np.ndarray, np.ndarray] | None = None
-    for x, own, *columns in zip(batches, numbers, *streams, strict=True):
-        table = np.stack(columns)
-        if waiting is not None:
-            x = torch.cat([waiting[0], x])
-            own = np.concatenate([waiting[1], own])
-            table = np.concatenate([waiting[2], table], axis=1)
-        last_start = int(window_starts(table[0], table[1]).max(initial=0))
-        end = last_start if ahead is None else ahead.whole(len(x))
+    x, table = torch.empty(0), np.empty((1 + len(names), 0), np.int64)  # of a window begun
+    for batch, *values in zip(batches, numbers, *columns, strict=True):
+        x = torch.cat([x, batch]) if len(x) else batch
+        table = np.concatenate([table, np.stack(values)], axis=1)
+        end = pending.whole(len(x)) if pending else int(window_starts(*table[1:3]).max(initial=0))
         if not end and len(x) > LONGEST * batch_rows:
             end = len(x)
         if end:
-            yield block(x[:end], own[:end], table[:, :end])
-        waiting = x[end:].clone(), own[end:], table[:, end:]  # cloned: the batch's memory is reused
-    if waiting is not None and len(waiting[0]):
-        yield block(*waiting)
+            yield block(x[:end], table[:, :end])
+        x, table = x[end:].clone(), table[:, end:]  # cloned: the batch's memory is reused
+    if len(x):
+        yield block(x, table)
