@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +16,9 @@ from ..base.errors import (
     counted,
     did_you_mean,
     flag_of,
-    size_words,
 )
 from ..base.files import appearing_whole, file_sha256
-from ..base.home import STORE_MARKER, Home, checked_name
+from ..base.home import Home, checked_name
 from ..base.options import demand_known, options_of
 from .arrays import (
     TWO_BYTES,
@@ -35,9 +33,9 @@ from .arrays import (
 from .opening import DERIVED, finished_store, told_when_stopped
 from .options import ImportConfig, StoredDtype, SyntheticConfig
 from .reader import ActivationStore
-from .schema import COLUMNS, WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
+from .schema import WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
 from .shard_writer import Columns
-from .values import CODES, INDEX, OFFSET, VALUE
+from .values import CODES
 from .worlds import world_of
 from .writer import StoreWriter
 
@@ -96,8 +94,6 @@ def import_array(
             columns=tuple(array.columns(0, 0)),
             max_norm_multiple=max_norm_multiple,
         )
-        column_bytes = sum(COLUMNS[column].itemsize for column in meta.columns)
-        _check_room(folder, array.rows, meta, column_bytes)
         if (finished := finished_store(folder, meta.request_hash)) is not None:
             return finished
 
@@ -169,8 +165,6 @@ def import_synthetic(
             shard_rows=shape.shard_rows or rows_per_shard(world.d_in, dtype, WORLD_SHARD_ROWS),
             world=WorldRecord(world.features, hashlib.sha256(content).hexdigest()),
         )
-        codes_bytes = int(config.l0 * (INDEX.itemsize + VALUE.itemsize))
-        _check_room(folder, config.rows, meta, OFFSET.itemsize + codes_bytes)
 
         def blocks(writer: StoreWriter, start: int) -> Iterator[tuple[int, np.ndarray, Columns]]:
             _write_world(folder, content, writer.meta.world, meta.world)
@@ -212,23 +206,6 @@ def _folder(home: str | Path | None, name: str | None, derived: str) -> Path:
     return Home.at(home).stores.path / (
         checked_name(derived, DERIVED) if name is None else checked_name(name)
     )
-
-
-def _check_room(folder: Path, rows: int, meta: StoreMeta, more: int) -> None:
-    """Refuse rows, of `more` bytes besides the activations, for which the disk lacks room: a header may lie."""
-    if (folder / STORE_MARKER).exists():
-        store = ActivationStore.open(folder)
-        rows = 0 if store.complete else rows - store.rows
-    needed = rows * (meta.row_bytes + more)
-    free = shutil.disk_usage(
-        next(parent for parent in folder.absolute().parents if parent.exists())
-    ).free
-    if needed > free:
-        raise StoreError(
-            f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
-            f"{counted(rows, 'row')} of {meta.d_in:,} dimensions, got {size_words(free)}; free some, or "
-            "choose another --home"
-        )
 
 
 def _filled(

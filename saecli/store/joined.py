@@ -75,11 +75,11 @@ class JoinedRows(RowSource):
 
     def spread(self) -> Spread:
         """Mean and scatter of all D + E dimensions."""
-        found = [rows.spread() for rows in self.all]
+        spreads = [rows.spread() for rows in self.all]
         return Spread(
             self.rows,
-            np.concatenate([one.mean for one in found]),
-            np.concatenate([one.scatter for one in found]),
+            np.concatenate([spread.mean for spread in spreads]),
+            np.concatenate([spread.scatter for spread in spreads]),
         )
 
 
@@ -110,9 +110,8 @@ class Joined:
 
     @classmethod
     def of(cls, rows: RowSource) -> Self:
-        return cls(
-            tuple(one.store for one in rows.inputs), rows.target.store if rows.target else None
-        )
+        inputs = tuple(own.store for own in rows.inputs)
+        return cls(inputs, rows.target.store if rows.target else None)
 
     @cached_property
     def hash(self) -> str:
@@ -128,28 +127,27 @@ class Joined:
     def origin(self) -> dict[str, Any]:
         """The first input's source, with layer and site of the target and of several inputs, and their models and
         revisions if they differ."""
-        first, *others = (store.meta.source for store in self.inputs)
-        target = self.target.meta.source if self.target else {}
-        models = {(source.get("model"), source.get("revision")) for source in (first, *others)}
+        sources = [store.meta.source for store in self.inputs]
+        models = {(source.get("model"), source.get("revision")) for source in sources}
         keys = ("layer", "site", "model", "revision") if len(models) > 1 else ("layer", "site")
-        inputs = [
-            {key: source[key] for key in keys if key in source} for source in (first, *others)
-        ]
-        return (
-            first
-            | {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
-            | ({"inputs": inputs} if others and all(inputs) else {})
-        )
+        inputs = [{key: source[key] for key in keys if key in source} for source in sources]
+        origin = dict(sources[0])
+        if self.target:
+            target = self.target.meta.source
+            origin |= {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
+        if len(inputs) > 1 and all(inputs):
+            origin["inputs"] = inputs
+        return origin
 
     def names(self) -> dict[str, Any]:
         """The entries of a run's document: `data`, further inputs as `beside`, and `target`."""
         first, *others = (store.reference for store in self.inputs)
-        return {
-            "data": first,
-            "data_hash": self.hash,
-            **({"beside": others} if others else {}),
-            **({"target": self.target.reference} if self.target else {}),
-        }
+        names: dict[str, Any] = {"data": first, "data_hash": self.hash}
+        if others:
+            names["beside"] = others
+        if self.target:
+            names["target"] = self.target.reference
+        return names
 
     def options(self) -> dict[str, Any]:
         first, *others = (store.reference for store in self.inputs)
@@ -163,24 +161,12 @@ class Joined:
             for what, ours, theirs in (
                 ("rows", first.rows, other.rows),
                 ("dtype", first.dtype, other.dtype),
-                ("columns", *(",".join(one.meta.columns) or "none" for one in (first, other))),
+                ("columns", first.meta.columns, other.meta.columns),
             ):
                 if ours != theirs:
                     _refuse(first, other, f"the same {what}", ours, theirs)
             for column in first.meta.columns:
-                at = 0
-                values = (one.split("all").column(column, COMPARED_ROWS) for one in (first, other))
-                for one, same in zip(*values, strict=True):
-                    if len(differ := np.flatnonzero(one != same)):
-                        row = differ[0]
-                        _refuse(
-                            first,
-                            other,
-                            f"the same {column} in row {at + row:,}",
-                            one[row],
-                            same[row],
-                        )
-                    at += len(one)
+                _demand_same_values(first, other, column)
 
     def split(
         self, which: Which, *, fraction: float = 1.0, seed: int = 0, rest: bool = False
@@ -191,6 +177,19 @@ class Joined:
             for stores in (self.inputs, (self.target,) if self.target else ())
         )
         return inputs[0] if self.is_single else JoinedRows(inputs, target[0] if target else None)
+
+
+def _demand_same_values(first: ActivationStore, other: ActivationStore, column: str) -> None:
+    begin = 0
+    for ours, theirs in zip(
+        first.split("all").column(column, COMPARED_ROWS),
+        other.split("all").column(column, COMPARED_ROWS),
+        strict=True,
+    ):
+        for row in np.flatnonzero(ours != theirs)[:1]:
+            same = f"the same {column} in row {begin + row:,}"
+            _refuse(first, other, same, ours[row], theirs[row])
+        begin += len(ours)
 
 
 def _refuse(

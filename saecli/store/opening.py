@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,10 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
     inputs = tuple(open_store(home, name, listener) for name in data) or (
         open_store(home, None, listener),
     )
-    places = [store.path.resolve() for store in inputs]
-    if twice := [
-        store.name for index, store in enumerate(inputs) if places[index] in places[:index]
-    ]:
-        raise ConfigError(f"--data names {twice[0]} twice; name each store once")
+    paths = [store.path.resolve() for store in inputs]
+    for store, path in zip(inputs, paths, strict=True):
+        if paths.count(path) > 1:
+            raise ConfigError(f"--data names {store.name} twice; name each store once")
     joined = Joined(inputs, None if target is None else open_store(home, target, listener))
     joined.demand_alike()
     for store in joined.all:
@@ -163,9 +162,10 @@ def list_home(
         `home`, the folder; `stores` and `runs`, lists of mappings, an unreadable one with a `problem`, a sentence; with
         `check` `problems`, a sentence for each unreadable store and each damaged shard.
     """
-    place = Home.at(home)
-    stores, runs = _entries(place.stores, _store), _entries(place.runs, _run)
-    document: dict[str, Any] = {"home": str(place.path), "stores": stores, "runs": runs}
+    opened = Home.at(home)
+    stores = _entries(opened.stores, _describe_store)
+    runs = _entries(opened.runs, _describe_run)
+    document: dict[str, Any] = {"home": str(opened.path), "stores": stores, "runs": runs}
     if check:
         unreadable = [store["problem"] for store in stores if "problem" in store]
         document["problems"] = unreadable + _check(stores, listening(progress))
@@ -176,28 +176,25 @@ def _entries(
     shelf: Shelf, describe: Callable[[Shelf, str], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The entries of a shelf, newest first; an unreadable one has a `problem`."""
-    found: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "path": str(shelf.path / name),
-            "state": "unreadable",
-            "created": "",
-            "problem": sentence,
-        }
-        for name, sentence in shelf.unmarked().items()
-    ]
+    problems = shelf.unmarked()
+    described = {}
     for marker in shelf.path.glob(f"*/{shelf.marker}"):
-        entry: dict[str, Any] = {"name": marker.parent.name, "path": str(marker.parent)}
+        name = marker.parent.name
         try:
-            entry |= describe(shelf, entry["name"])
+            described[name] = describe(shelf, name)
         except SaeError as error:
-            entry |= {"state": "unreadable", "created": "", "problem": str(error)}
-        found.append(entry)
-    found = [entry | {"bytes": folder_bytes(Path(entry["path"]))} for entry in found]
-    return sorted(found, key=lambda entry: (str(entry["created"]), entry["name"]), reverse=True)
+            problems[name] = str(error)
+    for name, problem in problems.items():
+        described[name] = {"state": "unreadable", "created": "", "problem": problem}
+    entries = []
+    for name, description in described.items():
+        path = shelf.path / name
+        size = {"bytes": folder_bytes(path)}
+        entries.append({"name": name, "path": str(path), **description, **size})
+    return sorted(entries, key=lambda entry: (str(entry["created"]), entry["name"]), reverse=True)
 
 
-def _store(shelf: Shelf, name: str) -> dict[str, Any]:
+def _describe_store(shelf: Shelf, name: str) -> dict[str, Any]:
     store = ActivationStore.open(shelf.path / name)
     return {
         "state": "complete" if store.complete else "unfinished",
@@ -206,7 +203,7 @@ def _store(shelf: Shelf, name: str) -> dict[str, Any]:
     }
 
 
-def _run(shelf: Shelf, name: str) -> dict[str, Any]:
+def _describe_run(shelf: Shelf, name: str) -> dict[str, Any]:
     run = read_run(shelf.path / name / shelf.marker)
     final: Mapping[str, Any] = run.result.final if run.result else {}
     return {
@@ -252,75 +249,69 @@ def _check(stores: list[dict[str, Any]], listener: Listener) -> list[str]:
 def removable(home: Home, names: Sequence[str], kind: str | None = None) -> list[dict[str, Any]]:
     """The stores and runs of these names; ConfigError if not one of each. `users` are the runs trained on a store, and
     the unfinished fine-tunings that began from a run, which cannot be resumed without it."""
-    there = [
-        (which, path)
-        for which, shelf in (("store", home.stores), ("run", home.runs))
-        if kind in (None, which)
+    folders = [
+        (shelf_kind, path)
+        for shelf_kind, shelf in (("store", home.stores), ("run", home.runs))
+        if kind in (None, shelf_kind)
         for path in shelf.path.glob("[!.]*")
         if path.is_dir()
     ]
-    runs = _entries(
-        home.runs,
-        lambda shelf, name: {"created": "", "run": read_run(shelf.path / name / shelf.marker)},
-    )
-    found = []
+    runs = {}
+    for marker in home.runs.path.glob(f"*/{home.runs.marker}"):
+        with suppress(SaeError):  # an unreadable run uses nothing that is known
+            runs[marker.parent.name] = read_run(marker)
+    entries = []
     for name in dict.fromkeys(names):
-        if len(same := [(which, path) for which, path in there if path.name == name]) != 1:
-            advice = (
-                did_you_mean(name, sorted({path.name for _, path in there}))
-                or "`sae list` shows what there is"
-            )
+        matching = [(folder_kind, path) for folder_kind, path in folders if path.name == name]
+        if len(matching) > 1:
             raise ConfigError(
                 f"{name} is a store and a run; say which by --kind store or --kind run"
-                if same
-                else f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}"
             )
-        which, path = same[0]
-        users = [one["name"] for one in runs if "run" in one and _uses(one["run"], which, name)]
-        found.append(
+        if not matching:
+            known = sorted({path.name for _, path in folders})
+            advice = did_you_mean(name, known) or "`sae list` shows what there is"
+            raise ConfigError(
+                f"there is no {kind or 'store and no run'} named {name!r} in {home.path}; {advice}"
+            )
+        own_kind, path = matching[0]
+        entries.append(
             {
-                "kind": which,
+                "kind": own_kind,
                 "name": name,
                 "path": str(path),
                 "bytes": folder_bytes(path),
-                "users": users,
+                "users": sorted(user for user, run in runs.items() if _uses(run, own_kind, name)),
             }
         )
-    return found
+    return entries
 
 
 def _uses(run: RunDocument, kind: str, name: str) -> bool:
     if kind == "store":
         return name in (run.data, *run.beside, run.target)
-    return (
-        run.solver.name == "finetune"
-        and not run.complete
-        and run.init is not None
-        and run.init.name == name
-    )
+    is_tuning = run.solver.name == "finetune" and not run.complete
+    return is_tuning and run.init is not None and run.init.name == name
 
 
-def remove(home: Home, one: dict[str, Any]) -> int:
-    """Remove one that is `removable`, or a link; returns its bytes; SaeError if it is being written or trained on."""
-    path, shelf = Path(one["path"]), home.stores if one["kind"] == "store" else home.runs
+def remove(home: Home, entry: dict[str, Any]) -> int:
+    """Remove an entry of `removable`; returns its bytes; SaeError if it is being written or trained on. Of a link to a
+    folder only the link is removed."""
+    path, shelf = Path(entry["path"]), home.stores if entry["kind"] == "store" else home.runs
     try:
-        for run in one["users"]:
+        for run in entry["users"]:
             if (home.runs.path / run).exists():  # else it has just been removed
                 os.close(lock_folder(home.runs.path / run))
         if path.is_symlink():
             path.unlink()
-        else:
-            lock = lock_folder(path)
-            (path / shelf.marker).unlink(
-                missing_ok=True
-            )  # first: what a kill leaves is no store or run
-            shutil.rmtree(path)
-            os.close(lock)
-        return one["bytes"]
+            return entry["bytes"]
+        lock = lock_folder(path)
+        # First, so that what a kill leaves is no store or run.
+        (path / shelf.marker).unlink(missing_ok=True)
+        shutil.rmtree(path)
+        os.close(lock)
     except OSError as error:
-        why = (
-            "another process is writing it, or training on it; wait for it, or stop it"
-            if isinstance(error, BlockingIOError)
-            else f"{error.strerror or error}; see who owns {path}"
-        )
-        raise shelf.error(f"cannot remove {one['name']}: {why}") from error
+        why = f"{error.strerror or error}; see who owns {path}"
+        if isinstance(error, BlockingIOError):
+            why = "another process is writing it, or training on it; wait for it, or stop it"
+        raise shelf.error(f"cannot remove {entry['name']}: {why}") from error
+    return entry["bytes"]

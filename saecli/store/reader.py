@@ -228,9 +228,9 @@ class Rows(RowSource):
     def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
         """A column's values for these rows, (B,) integers at a time, in stored order."""
         if name not in self.store.meta.columns:
-            there = ", ".join(self.store.meta.columns) or "none"
+            columns = ", ".join(self.store.meta.columns) or "none"
             raise StoreError(
-                f"{self.store.path} has no column {name}; expected one of its columns ({there})"
+                f"{self.store.path} has no column {name}; expected one of its columns ({columns})"
             )
         return self._values(lambda chunk: self.store.chunk_column(chunk, name), batch_size)
 
@@ -246,25 +246,25 @@ class Rows(RowSource):
         (T,) bool; of a mixture only those of a `source`. Of a store with `StoreMeta.windows`."""
         store = self.store
         for shard, start in enumerate(store.shard_starts[:-1].tolist()):
-            held = store.windows(shard)
-            if not len(held):
+            windows = store.windows(shard)
+            if not len(windows):
                 continue
-            begins = start + held.first
+            begins = start + windows.first
             # Of an unfinished store the last window's rows may be in a shard to come.
-            end = min(int(begins[-1] + held.rows[-1]), store.rows)
+            end = min(int(begins[-1] + windows.rows[-1]), store.rows)
             numbers = np.arange(begins[0], end)
-            wanted = self._keeps(numbers)
-            wanted = np.ones(len(numbers), bool) if wanted is None else wanted
+            chosen = self._keeps(numbers)
+            chosen = np.ones(len(numbers), bool) if chosen is None else chosen
             if source is not None:
-                wanted &= store.row_values("source", numbers) == source
+                chosen &= store.row_values("source", numbers) == source
             for begin, (token_ids, stored) in zip(
-                (begins - begins[0]).tolist(), held.each(), strict=True
+                (begins - begins[0]).tolist(), windows.each(), strict=True
             ):
-                places = np.flatnonzero(stored)
-                own = wanted[begin : begin + len(places)]
+                tokens = np.flatnonzero(stored)
+                own = chosen[begin : begin + len(tokens)]
                 if own.any():
                     mask = np.zeros(len(stored), bool)
-                    mask[places[: len(own)]] = own
+                    mask[tokens[: len(own)]] = own
                     yield token_ids.astype(np.int64), mask
 
     def codes(self, batch_size: int) -> "Iterator[csr_array]":

@@ -266,7 +266,7 @@ def test_what_is_removed_is_shown_and_asked_for_first(
     done = filled("rm", "rows")
     assert (
         "store rows: " in done.err
-        and "trained on it: first, both" in done.err
+        and "trained on it: both, first" in done.err
         and "remove 1 folder?" in done.err
     )
     assert (done.status, done.out, "nothing was removed" in done.err, left(filled.home)) == (
