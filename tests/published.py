@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from saecli.sae.dictionary import SAE
+
 D, E, F, K, PLACES = 8, 6, 20, 4, 3
 ROWS = np.random.default_rng(9).normal(size=(200, D)) + 1.5
 WIDE_ROWS = np.random.default_rng(8).normal(size=(200, PLACES * D)) + 1.5
@@ -26,6 +28,15 @@ class Published:
     path: Path
     codes: np.ndarray
     predicted: np.ndarray
+
+
+def assert_reads(sae: SAE, expected: Published) -> None:
+    """An SAE read has the codes and predictions of its formula, some but not all of which are zero."""
+    assert 0.02 < (expected.codes != 0).mean() < 0.9
+    x = torch.from_numpy(WIDE_ROWS if sae.widths else ROWS).float()
+    np.testing.assert_allclose(sae.encode(x), expected.codes, rtol=1e-4, atol=5e-5)
+    error = np.abs(sae(x).numpy() - expected.predicted).max()
+    assert error < 1e-5 * np.abs(expected.predicted).max()
 
 
 def relu(pre: np.ndarray) -> np.ndarray:
@@ -68,6 +79,20 @@ def write(
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}
 
 
+def write_json(path: Path, entries: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(entries))
+
+
+def linear(w: dict[str, np.ndarray], part: str = "") -> dict[str, np.ndarray]:
+    """Weights but for the decoder's bias as those of two nn.Linear."""
+    return {
+        f"encoder{part}.weight": w["W_enc"].T,
+        f"encoder{part}.bias": w["b_enc"],
+        f"decoder{part}.weight": w["W_dec"].T,
+    }
+
+
 def normals(seed: int, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(seed)
     return {name: generator.normal(size=shape) for name, shape in shapes.items()}
@@ -75,16 +100,10 @@ def normals(seed: int, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 def weights(width: int = D, skip: bool = False, shift: float = 0) -> dict[str, np.ndarray]:
     """Of an SAE or a transcoder; few pre-activations are positive if they are shifted by -6."""
-    found = normals(
-        0,
-        W_enc=(D, F),
-        b_enc=(F,),
-        W_dec=(F, width),
-        b_dec=(width,),
-        **({"W_skip": (D, width)} if skip else {}),
-    )
-    found["b_enc"] += shift
-    return {name: array.astype(np.float32).astype(float) for name, array in found.items()}
+    shapes = {"W_enc": (D, F), "b_enc": (F,), "W_dec": (F, width), "b_dec": (width,)}
+    w = normals(0, **shapes, **({"W_skip": (D, width)} if skip else {}))
+    w["b_enc"] += shift
+    return {name: array.astype(np.float32).astype(float) for name, array in w.items()}
 
 
 def formula(
@@ -113,10 +132,8 @@ def saelens(
     **config: Any,
 ) -> Published:
     """`subtract`: what its formula does, whatever the configuration says; `changed`: other tensors."""
-    w, threshold = (
-        weights(width, "skip" in architecture, shift),
-        np.linspace(-1, 2, F).astype(np.float32),
-    )
+    w = weights(width, "skip" in architecture, shift)
+    threshold = np.linspace(-1, 2, F).astype(np.float32)
     stored = w | ({"threshold": threshold} if "jumprelu" in architecture else {})
     stored |= {"W_skip": w["W_skip"].T} if "W_skip" in w else {}
     stored = gates(stored) if architecture == "gated" else stored
@@ -128,33 +145,22 @@ def saelens(
         "context_size": 64,
         "prepend_bos": False,
     }
-    document = {
-        "architecture": architecture,
-        "d_in": D,
-        "d_sae": F,
-        "dtype": "float32",
-        "device": "cpu",
-        "normalize_activations": "none",
-        "reshape_activations": "none",
-        "metadata": metadata,
-    } | config
-    (folder / "cfg.json").write_text(json.dumps(document))
+    sizes = {"d_in": D, "d_sae": F, "dtype": "float32", "device": "cpu"}
+    none = {"normalize_activations": "none", "reshape_activations": "none"}
+    document = {"architecture": architecture, **sizes, **none, "metadata": metadata} | config
+    write_json(folder / "cfg.json", document)
     if config.get("rescale_acts_by_decoder_norm"):
         norms = np.linalg.norm(w["W_dec"], axis=1)
-        w |= {
-            "W_dec": w["W_dec"] / norms[:, None],
-            "W_enc": w["W_enc"] * norms,
-            "b_enc": w["b_enc"] * norms,
-        }
+        w |= {"W_dec": w["W_dec"] / norms[:, None]}
+        w |= {"W_enc": w["W_enc"] * norms, "b_enc": w["b_enc"] * norms}
     acts = {
         "gated": gated,
         "topk": lambda pre: relu(top_k(pre)),
         "abstopk": lambda pre: top_k(pre, np.abs(pre)),
     }
-    act = acts.get(
-        architecture, (lambda pre: jumprelu(pre, threshold)) if "jumprelu" in architecture else relu
-    )
-    return formula(folder, w, act, subtract)
+    if "jumprelu" in architecture:
+        return formula(folder, w, lambda pre: jumprelu(pre, threshold), subtract)
+    return formula(folder, w, acts.get(architecture, relu), subtract)
 
 
 def saelens_5(
@@ -165,46 +171,26 @@ def saelens_5(
     **config: Any,
 ) -> Published:
     """As SAELens wrote it before version 6; `factor` of rows and targets, in its formula."""
-    w, is_gated = weights(), config.get("architecture") == "gated"
-    write(folder / "sae_weights.safetensors", (gates(w) if is_gated else w) | (extra or {}))
-    (folder / "cfg.json").write_text(
-        json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | config)
-    )
-    act = (
-        (lambda pre: relu(top_k(pre)))
-        if config.get("activation_fn_str") == "topk"
-        else gated
-        if is_gated
-        else relu
-    )
+    w, act = weights(), relu
+    stored = w
+    if config.get("architecture") == "gated":
+        stored, act = gates(w), gated
+    elif config.get("activation_fn_str") == "topk":
+        act = lambda pre: relu(top_k(pre))  # noqa: E731
+    write(folder / "sae_weights.safetensors", stored | (extra or {}))
+    write_json(folder / "cfg.json", {"d_in": D, "d_sae": F, "dtype": "torch.float32"} | config)
     return formula(folder, w, act, subtract, factor)
 
 
 def sparsify(folder: Path, transcode: bool = False, skip: bool = False, **config: Any) -> Published:
     w = weights(skip=skip, shift=-6)
-    write(
-        folder / "sae.safetensors",
-        {
-            "encoder.weight": w["W_enc"].T,
-            "encoder.bias": w["b_enc"],
-            "W_dec": w["W_dec"],
-            "b_dec": w["b_dec"],
-            **({"W_skip": w["W_skip"].T} if skip else {}),
-        },
-    )
-    (folder / "cfg.json").write_text(
-        json.dumps(
-            {
-                "activation": "topk",
-                "num_latents": F,
-                "k": K,
-                "d_in": D,
-                "transcode": transcode,
-                "skip_connection": skip,
-            }
-            | config
-        )
-    )
+    stored = linear(w) | {"W_dec": w["W_dec"], "b_dec": w["b_dec"]}
+    del stored["decoder.weight"]
+    stored |= {"W_skip": w["W_skip"].T} if skip else {}
+    write(folder / "sae.safetensors", stored)
+    settings = {"activation": "topk", "num_latents": F, "k": K, "d_in": D}
+    kind = {"transcode": transcode, "skip_connection": skip}
+    write_json(folder / "cfg.json", settings | kind | config)
     return formula(folder, w, lambda pre: relu(top_k(pre)), not transcode)
 
 
@@ -214,28 +200,16 @@ def dictionary_learning(
     """`old`: with k in the configuration alone, and without a threshold that top-k does not use."""
     w, single, per_latent = weights(), np.float32(0.7), np.linspace(0, 2, F).astype(np.float32)
     bias = {"AutoEncoder": "bias", "AutoEncoderNew": "decoder.bias"}.get(name, "b_dec")
-    linear = {
-        "encoder.weight": w["W_enc"].T,
-        "encoder.bias": w["b_enc"],
-        "decoder.weight": w["W_dec"].T,
-        bias: w["b_dec"],
-    }
+    layers = linear(w) | {bias: w["b_dec"]}
+    of_gates = linear(w) | {"decoder_bias": w["b_dec"], "gate_bias": w["b_enc"]}
+    of_gates |= {"mag_bias": GATES["b_mag"], "r_mag": GATES["r_mag"]}
+    del of_gates["encoder.bias"]
     state, act = {
-        "GatedAutoEncoder": (
-            {
-                "encoder.weight": w["W_enc"].T,
-                "gate_bias": w["b_enc"],
-                "mag_bias": GATES["b_mag"],
-                "r_mag": GATES["r_mag"],
-                "decoder.weight": w["W_dec"].T,
-                "decoder_bias": w["b_dec"],
-            },
-            gated,
-        ),
-        "AutoEncoder": (linear, relu),
-        "AutoEncoderNew": (linear, relu),
-        "AutoEncoderTopK": (linear | {"threshold": np.float32(-1)}, lambda pre: relu(top_k(pre))),
-        "BatchTopKSAE": (linear | {"threshold": single}, lambda pre: jumprelu(pre, single)),
+        "GatedAutoEncoder": (of_gates, gated),
+        "AutoEncoder": (layers, relu),
+        "AutoEncoderNew": (layers, relu),
+        "AutoEncoderTopK": (layers | {"threshold": np.float32(-1)}, lambda pre: relu(top_k(pre))),
+        "BatchTopKSAE": (layers | {"threshold": single}, lambda pre: jumprelu(pre, single)),
         "MatryoshkaBatchTopKSAE": (w | {"threshold": single}, lambda pre: jumprelu(pre, single)),
         "JumpReluAutoEncoder": (
             w | {"threshold": per_latent},
@@ -243,80 +217,60 @@ def dictionary_learning(
         ),
     }[name]
     tensors = {key: torch.tensor(array).float().contiguous() for key, array in state.items()}
-    tensors |= {"k": torch.tensor(K, dtype=torch.int)} if "TopK" in name else {}
-    tensors |= {"group_sizes": torch.tensor([5, F - 5])} if "Matryoshka" in name else {}
-    for key in ("k", *(["threshold"] if name == "AutoEncoderTopK" else [])) if old else ():
-        tensors.pop(key, None)
+    if "TopK" in name and not old:
+        tensors["k"] = torch.tensor(K, dtype=torch.int)
+    if "Matryoshka" in name:
+        tensors["group_sizes"] = torch.tensor([5, F - 5])
+    if name == "AutoEncoderTopK" and old:
+        del tensors["threshold"]
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(tensors, folder / "ae.pt")
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "buffer": {"ctx_len": 128},
-                "trainer": {
-                    "dict_class": name,
-                    "lm_name": "gpt2",
-                    "layer": 8,
-                    "activation_dim": D,
-                    "dict_size": F,
-                }
-                | ({"k": K, "submodule_name": "resid_post_layer_8"} if old else {})
-                | trainer,
-            }
-        )
-    )
+    settings = {"dict_class": name, "lm_name": "gpt2", "layer": 8}
+    settings |= {"activation_dim": D, "dict_size": F}
+    settings |= {"k": K, "submodule_name": "resid_post_layer_8"} if old else {}
+    write_json(folder / "config.json", {"buffer": {"ctx_len": 128}, "trainer": settings | trainer})
     return formula(folder, w, act, name not in ("AutoEncoderNew", "JumpReluAutoEncoder"))
 
 
 def gemma_scope(folder: Path, factor: float = 1) -> Published:
     folder.mkdir(parents=True, exist_ok=True)
     w, threshold = weights(), np.linspace(0, 2, F).astype(np.float32)
-    np.savez(
-        folder / "params.npz",
-        threshold=threshold,
-        **{name: array.astype("f4") for name, array in w.items()},
-    )
+    arrays = {name: array.astype("f4") for name, array in w.items()}
+    np.savez(folder / "params.npz", threshold=threshold, **arrays)
     return formula(folder, w, lambda pre: jumprelu(pre, threshold), factor=factor)
 
 
 def one_file(path: Path) -> Published:
     """A ReLU SAE in a file of its own, as Goodfire, qresearch, or Kissane et al. name it, whose encoder subtracts."""
-    w, part, subtracts = (
-        weights(),
-        "_linear" if path.suffix == ".pth" else "",
-        "Hcat_z" in path.name,
-    )
-    write(
-        path,
-        w
-        if subtracts
-        else {
-            f"encoder{part}.weight": w["W_enc"].T,
-            f"encoder{part}.bias": w["b_enc"],
-            f"decoder{part}.weight": w["W_dec"].T,
-            f"decoder{part}.bias": w["b_dec"],
-        },
-    )
-    if subtracts:
-        path.with_name(f"{path.stem}_cfg.json").write_text(
-            json.dumps({"act_size": D, "dict_size": F, "act_name": "blocks.0.attn.hook_z"})
-        )
-    return formula(path, w, relu, subtracts)
+    w = weights()
+    if "Hcat_z" in path.name:
+        write(path, w)
+        settings = {"act_size": D, "dict_size": F, "act_name": "blocks.0.attn.hook_z"}
+        write_json(path.with_name(f"{path.stem}_cfg.json"), settings)
+        return formula(path, w, relu, True)
+    part = "_linear" if path.suffix == ".pth" else ""
+    write(path, linear(w, part) | {f"decoder{part}.bias": w["b_dec"]})
+    return formula(path, w, relu)
 
 
 def qwen_transcoder(path: Path) -> Published:
     """Without a config.yaml."""
     w = weights()
     write(path, w | {"W_enc": w["W_enc"].T})
-    path.with_name("wanb-config.yaml").write_text(
-        json.dumps(
-            {
-                name: {"value": value}
-                for name, value in (("d_model", D), ("d_feature", F), ("batch_size", 64))
-            }
-        )
-    )
+    settings = {"d_model": D, "d_feature": F, "batch_size": 64}
+    values = {name: {"value": value} for name, value in settings.items()}
+    write_json(path.with_name("wanb-config.yaml"), values)
     return formula(path, w, relu)
+
+
+TRACER = """model_name: "google/gemma-2-2b"
+model_kind: transcoder_set
+feature_input_hook: mlp.hook_in
+feature_output_hook: hook_mlp_out
+scan: gemma-2-2b
+transcoders:
+- hf://a/b/layer_0.safetensors
+"""
 
 
 def circuit_tracer(
@@ -328,28 +282,13 @@ def circuit_tracer(
     threshold: float = 0.5,
 ) -> Published:
     w = weights(skip=skip, shift=-6 if kind == "topk" else 0)
-    write(
-        folder / f"layer_{layer}.safetensors",
-        w
-        | {"W_enc": w["W_enc"].T}
-        | ({"W_skip": w["W_skip"].T} if skip else {})
-        | ({"activation_function.threshold": np.full(F, threshold)} if kind == "jumprelu" else {}),
-    )
-    (folder / "config.yaml").write_text(
-        text
-        or "\n".join(
-            [
-                'model_name: "google/gemma-2-2b"',
-                "model_kind: transcoder_set",
-                "feature_input_hook: mlp.hook_in",
-                "feature_output_hook: hook_mlp_out",
-                "scan: gemma-2-2b",
-                "transcoders:",
-                "- hf://a/b/layer_0.safetensors",
-                *(["activation: topk", f"k: {K}"] if kind == "topk" else []),
-            ]
-        )
-    )
+    stored = w | {"W_enc": w["W_enc"].T}
+    stored |= {"W_skip": w["W_skip"].T} if skip else {}
+    if kind == "jumprelu":
+        stored["activation_function.threshold"] = np.full(F, threshold)
+    write(folder / f"layer_{layer}.safetensors", stored)
+    settings = f"activation: topk\nk: {K}\n" if kind == "topk" else ""
+    (folder / "config.yaml").write_text(text or TRACER + settings)
     act = {"relu": relu, "jumprelu": lambda pre: jumprelu(pre, threshold), "topk": top_k}[kind]
     return formula(folder, w, act)
 
@@ -358,37 +297,24 @@ def gemma_scope_2(
     folder: Path, kind: str = "sae", affine: bool = False, width: int = D, **config: Any
 ) -> Published:
     """An SAE or a transcoder of layer 17 of Gemma 3 4B."""
-    shapes = {
-        "w_enc": (D, F),
-        "b_enc": (F,),
-        "w_dec": (F, width),
-        "b_dec": (width,),
-        "threshold": (F,),
+    shapes = {"w_enc": (D, F), "b_enc": (F,), "w_dec": (F, width), "b_dec": (width,)}
+    shapes |= {"threshold": (F,)}
+    shapes |= {"affine_skip_connection": (D, width)} if affine else {}
+    w = write(folder / "params.safetensors", normals(0, **shapes))
+    ends = ("output", "output")
+    if kind != "sae":
+        ends = ("pre_feedforward_layernorm.output", "post_feedforward_layernorm.output")
+    document = {
+        "architecture": "jump_relu",
+        "model_name": "google/gemma-3-4b-pt",
+        "width": F,
+        "l0": 60,
+        "type": kind,
+        "affine_connection": affine,
+        "hf_hook_point_in": f"model.layers.17.{ends[0]}",
+        "hf_hook_point_out": f"model.layers.17.{ends[1]}",
     }
-    w = write(
-        folder / "params.safetensors",
-        normals(0, **shapes, **({"affine_skip_connection": (D, width)} if affine else {})),
-    )
-    ends = (
-        ("output", "output")
-        if kind == "sae"
-        else ("pre_feedforward_layernorm.output", "post_feedforward_layernorm.output")
-    )
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architecture": "jump_relu",
-                "model_name": "google/gemma-3-4b-pt",
-                "width": F,
-                "l0": 60,
-                "type": kind,
-                "affine_connection": affine,
-                "hf_hook_point_in": f"model.layers.17.{ends[0]}",
-                "hf_hook_point_out": f"model.layers.17.{ends[1]}",
-            }
-            | config
-        )
-    )
+    write_json(folder / "config.json", document | config)
     codes = jumprelu(ROWS @ w["w_enc"] + w["b_enc"], w["threshold"])
     skip = ROWS @ w["affine_skip_connection"] if affine else 0
     return Published(folder, codes, codes @ w["w_dec"] + w["b_dec"] + skip)
@@ -397,10 +323,9 @@ def gemma_scope_2(
 def gemma_scope_2_crosscoder(folder: Path, stacked: bool = False, **config: Any) -> Published:
     """A weakly causal crosscoder of layers 5, 9 and 12 of Gemma 3 270M; `stacked`: in one file."""
     codes, predicted, parts = [], np.zeros((len(WIDE_ROWS), PLACES, D)), []
+    shapes = {"w_enc": (D, F), "b_enc": (F,), "w_dec": (F, PLACES, D), "b_dec": (D,)}
     for place in range(PLACES):
-        arrays = normals(
-            place, w_enc=(D, F), b_enc=(F,), w_dec=(F, PLACES, D), b_dec=(D,), threshold=(F,)
-        )
+        arrays = normals(place, **shapes, threshold=(F,))
         arrays["w_dec"][:, :place] = 0  # earlier layers are not written to
         path = folder / f"params_layer_{place}.safetensors"
         w = write(path, arrays)
@@ -412,26 +337,19 @@ def gemma_scope_2_crosscoder(folder: Path, stacked: bool = False, **config: Any)
         predicted += np.einsum("bf,fpd->bpd", codes[-1], w["w_dec"])
         predicted[:, place] += w["b_dec"]
     if stacked:
-        write(
-            folder / "params.safetensors",
-            {name: np.stack([part[name] for part in parts]) for name in parts[0]},
-        )
-    hook = "model.layers.{5,9,12}.output"
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architecture": "jump_relu",
-                "model_name": "google/gemma-3-270m-pt",
-                "width": PLACES * F,
-                "l0": 150,
-                "type": "crosscoder",
-                "affine_connection": False,
-                "hf_hook_point_in": hook,
-                "hf_hook_point_out": hook,
-            }
-            | config
-        )
-    )
+        arrays = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+        write(folder / "params.safetensors", arrays)
+    document = {
+        "architecture": "jump_relu",
+        "model_name": "google/gemma-3-270m-pt",
+        "width": PLACES * F,
+        "l0": 150,
+        "type": "crosscoder",
+        "affine_connection": False,
+        "hf_hook_point_in": "model.layers.{5,9,12}.output",
+        "hf_hook_point_out": "model.layers.{5,9,12}.output",
+    }
+    write_json(folder / "config.json", document | config)
     return Published(folder, np.concatenate(codes, 1), predicted.reshape(len(WIDE_ROWS), -1))
 
 
@@ -446,78 +364,57 @@ def llama_scope(
 ) -> Published:
     """An SAE of layer 15, or a transcoder of its MLP; `moved`: weights beside the hyperparameters; `r1`: as the R1
     distillations, with norms and logarithmic thresholds of normalised rows among the tensors."""
-    arrays = normals(
-        0,
-        **{
-            "encoder.weight": (F, D),
-            "encoder.bias": (F,),
-            "decoder.weight": (D, F),
-            "decoder.bias": (D,),
-        },
-    )
+    shapes = {"encoder.weight": (F, D), "encoder.bias": (F,)}
+    shapes |= {"decoder.weight": (D, F), "decoder.bias": (D,)}
+    arrays = normals(0, **shapes)
     if unit_norms:
         arrays["decoder.weight"] /= np.linalg.norm(arrays["decoder.weight"], axis=0)
-    hooks = (
-        ("blocks.15.ln2.hook_normalized", "blocks.15.hook_mlp_out")
-        if transcodes
-        else ("blocks.15.hook_resid_post",) * 2
-    )
-    norms, threshold = {"in": 12.5, "out": 3.25 if transcodes else 12.5}, np.linspace(0.1, 0.8, F)
-    file = folder / (
-        "sae_weights.safetensors"
-        if r1
-        else "final.safetensors"
-        if moved
-        else "checkpoints/final.safetensors"
-    )
-    further = {"log_jumprelu_threshold": np.log(threshold)} | {
-        f"dataset_average_activation_norm.{hook}": np.array(norms[end])
-        for hook, end in zip(hooks, norms, strict=True)
+    hooks, norms = ["blocks.15.hook_resid_post"] * 2, {"in": 12.5, "out": 12.5}
+    if transcodes:
+        hooks = ["blocks.15.ln2.hook_normalized", "blocks.15.hook_mlp_out"]
+        norms["out"] = 3.25
+    threshold = np.linspace(0.1, 0.8, F)
+    name = "final.safetensors" if moved else "checkpoints/final.safetensors"
+    if r1:
+        name = "sae_weights.safetensors"
+        arrays["log_jumprelu_threshold"] = np.log(threshold)
+        for hook, norm in zip(hooks, norms.values(), strict=True):
+            arrays[f"dataset_average_activation_norm.{hook}"] = np.array(norm)
+    w = write(folder / name, arrays, dtype)
+    document = {
+        "dtype": "torch.bfloat16",
+        "hook_point_in": hooks[0],
+        "hook_point_out": hooks[1],
+        "use_decoder_bias": True,
+        "apply_decoder_bias_to_pre_encoder": False,
+        "d_model": D,
+        "d_sae": F,
+        "act_fn": "jumprelu",
+        "jump_relu_threshold": 0.75,
+        "norm_activation": "dataset-wise",
+        "dataset_average_activation_norm": norms,
+        "sparsity_include_decoder_norm": True,
+        "use_glu_encoder": False,
+        "top_k": 50,
     }
-    w = write(file, arrays | (further if r1 else {}), dtype)
-    (folder / ("config.json" if r1 else "hyperparams.json")).write_text(
-        json.dumps(
-            {
-                "device": "cuda:0",
-                "dtype": "torch.bfloat16",
-                "hook_point_in": hooks[0],
-                "hook_point_out": hooks[1],
-                "use_decoder_bias": True,
-                "apply_decoder_bias_to_pre_encoder": False,
-                "expansion_factor": 8,
-                "d_model": D,
-                "d_sae": F,
-                "act_fn": "jumprelu",
-                "jump_relu_threshold": 0.75,
-                "norm_activation": "dataset-wise",
-                "dataset_average_activation_norm": norms,
-                "sparsity_include_decoder_norm": True,
-                "use_glu_encoder": False,
-                "top_k": 50,
-            }
-            | hyperparams
-        )
-    )
+    write_json(folder / ("config.json" if r1 else "hyperparams.json"), document | hyperparams)
     # OpenMOSS' steps: scales into the weights, decoder rows to unit norm, then the threshold on raw units.
     c_in, c_out = (np.sqrt(D) / norms[end] for end in ("in", "out"))
     pre = ROWS @ w["encoder.weight"].T + w["encoder.bias"] / c_in
     decoder = w["decoder.weight"] * c_in / c_out
     lengths = np.linalg.norm(decoder, axis=0)
     fired = jumprelu(pre * lengths, threshold / c_out if r1 else 0.75)
-    return Published(
-        folder, fired / lengths * c_in, fired @ (decoder / lengths).T + w["decoder.bias"] / c_out
-    )
+    predicted = fired @ (decoder / lengths).T + w["decoder.bias"] / c_out
+    return Published(folder, fired / lengths * c_in, predicted)
 
 
 def qwen_scope(folder: Path, layer: int = 5, **further: Any) -> Published:
     """An SAE of one layer, few of whose pre-activations are positive; k, which is K, is in the folder's name at best.
     `further` goes into the config.json beside it, which is else left out."""
-    path, arrays = (
-        folder / f"layer{layer}.sae.pt",
-        normals(layer, W_enc=(F, D), b_enc=(F,), W_dec=(D, F), b_dec=(D,)),
-    )
+    path = folder / f"layer{layer}.sae.pt"
+    arrays = normals(layer, W_enc=(F, D), b_enc=(F,), W_dec=(D, F), b_dec=(D,))
     w = write(path, arrays | {"b_enc": arrays["b_enc"] - 6})
     if further:
-        (folder / "config.json").write_text(json.dumps({"hook_point": "resid_post"} | further))
+        write_json(folder / "config.json", {"hook_point": "resid_post"} | further)
     codes = top_k(ROWS @ w["W_enc"].T + w["b_enc"])
     return Published(path, codes, codes @ w["W_dec"].T + w["b_dec"])

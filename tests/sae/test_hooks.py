@@ -315,6 +315,42 @@ def test_submodules_of_dictionary_learning(
     assert load(path).origin.get("site") == site
 
 
+@pytest.mark.parametrize(
+    ("hook", "site"),
+    [
+        ("hook_mlp_out", "mlp_out"),
+        ("hook_attn_out", "attn_out"),
+        ("mlp.hook_in", "mlp_in"),
+        ("ln2.hook_normalized", "ln2.hook_normalized"),  # of an unknown model
+        ("mlp.hook_out", "mlp.hook_out"),
+        ("hook_resid_mid", "hook_resid_mid"),
+        ("not a hook", None),
+    ],
+)
+def test_saelens_hook_names_that_are_sites(tmp_path: Path, hook: str, site: str | None) -> None:
+    hooks = {"hook_name": f"blocks.8.{hook}", "hook_name_out": f"blocks.9.{hook}"}
+    saved = load(published.saelens(tmp_path, "transcoder", metadata=hooks).path)
+    ends = {"layer": 8, "site": site, "target_layer": 9, "target_site": site}
+    assert saved.origin == (ends if site else {})
+    save(saved, "saelens", tmp_path / "out")
+    assert load(tmp_path / "out").origin == saved.origin
+
+
+@pytest.mark.parametrize(
+    ("hook", "origin"),
+    [
+        ("model.layers.3.post_feedforward_layernorm.output", {"layer": 3, "site": "mlp_out"}),
+        ("model.layers.3.self_attn.o_proj.input", {"layer": 3, "site": "self_attn.o_proj.input"}),
+        ("model.layers.{all}.output", {}),
+        (5, {}),
+    ],
+)
+def test_gemma_scope_2_modules_that_are_sites(tmp_path: Path, hook: object, origin: dict) -> None:
+    ends = {"hf_hook_point_in": hook, "hf_hook_point_out": hook}
+    saved = load(published.gemma_scope_2(tmp_path, **ends).path)
+    assert saved.origin == {"model": "google/gemma-3-4b-pt"} | origin
+
+
 def test_rows_less_their_mean_are_so_in_the_encoder_and_said_to_be(
     sae: CommandLine, tmp_path: Path
 ) -> None:
