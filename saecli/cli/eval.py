@@ -99,23 +99,14 @@ def command(
         )
         tables.append(stability_table(document["stability"]))
     if plot is not None:
-        from ..show.pictures import frontier
-        from ..show.pictures import (
-            stability as draw_stability,
-        )  # matplotlib takes a second to import
+        from ..show import pictures  # matplotlib takes a second to import
 
         families = {one.subject.name: one.family for one in everything}
-        frontier(
-            plot,
-            {
-                run["run"]: (run["l0"], run["fvu"], families[run["run"]], run["unbeaten"])
-                for run in ranked
-            },
-        )
+        pictures.frontier(plot, ranked, families)
         console.note(f"drew {plot}")
         if stable:
             second = plot.with_stem(f"{plot.stem}-stability")
-            draw_stability(second, document["stability"])
+            pictures.stability(second, document["stability"])
             console.note(f"drew {second}")
     session.write(csv, [flat(run) for run in ranked])
     console.result(document, *tables)

@@ -46,28 +46,20 @@ def draw(
         raise unknown_choice("picture", picture, PICTURES)
     at, listener = Home.at(home), listening(progress)
     if picture == "loss":
-        folders = [at.runs.find(None if name is None else str(name)) for name in saes or [None]]
-        return [
-            pictures.loss_curves(
-                None, {folder.name: read_metrics(folder) for folder in folders}, **options
-            )
-        ]
+        names = [None if name is None else str(name) for name in saes or [None]]
+        folders = [at.runs.find(name) for name in names]
+        lines = {folder.name: read_metrics(folder) for folder in folders}
+        return [pictures.loss_curves(None, lines, **options)]
     if picture == "probe":
         from ..measure.probes import probe  # imports transformers, which takes seconds
 
-        return [
-            pictures.probes(
-                None, probe(saes, device=device, home=at.path, progress=progress, **options)
-            )
-        ]
+        probes = probe(saes, device=device, home=at.path, progress=progress, **options)
+        return [pictures.probes(None, probes)]
     if picture == "stability":
-        rows: dict[str, Any] = {
-            "split": split,
-            "device": device,
-            "home": at.path,
-            "progress": progress,
-        }
-        return [pictures.stability(None, stability(saes, data, **rows, **options))]
+        document = stability(
+            saes, data, split=split, device=device, home=at.path, progress=progress, **options
+        )
+        return [pictures.stability(None, document)]
     if picture == "geometry":
         if len(saes) > 1:
             raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
@@ -75,22 +67,13 @@ def draw(
         (run,) = open_all_measured(at, saes, data, split, "cpu", listener)
         marked = rows_of_slice(run.of_store, corners)
         return [draw_geometry(None, measure_geometry(run, settings, listener), marked)]
-    everything = open_all_measured(at, saes, data, split, device, listener, **options)
+    runs = open_all_measured(at, saes, data, split, device, listener, **options)
     if picture == "frontier":
-        ranked = sparsest_first(compare(everything, progress=progress))
-        families = {one.subject.name: one.family for one in everything}
-        return [
-            pictures.frontier(
-                None,
-                {
-                    run["run"]: (run["l0"], run["fvu"], families[run["run"]], run["unbeaten"])
-                    for run in ranked
-                },
-            )
-        ]
-    tallies = [firing(one.sae, one.inputs(listener), PICTURED_ROWS) for one in everything]
+        ranked = sparsest_first(compare(runs, progress=progress))
+        families = {run.subject.name: run.family for run in runs}
+        return [pictures.frontier(None, ranked, families)]
+    tallies = [firing(run.sae, run.inputs(listener), PICTURED_ROWS) for run in runs]
     documents = [
-        sparsity_document(one, counts, listener)
-        for one, counts in zip(everything, tallies, strict=True)
+        sparsity_document(run, tally, listener) for run, tally in zip(runs, tallies, strict=True)
     ]
     return [drawn for _, drawn in pictures.sparsity(None, tallies, documents)]

@@ -5,9 +5,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -19,170 +20,129 @@ from ..measure.hook_points import DECOUPLED, EXCLUSIVE, SHRUNK
 from ..sae.metrics import DENSE_FREQUENCY, Firing
 from .measures import curve, frequency_edges, l0_bins, probe_of
 from .style import (
-    COLOURS,
     GREY,
-    MARKERS,
+    colour,
     figure,
     legend_below,
     line_style,
     log_scale,
+    marker,
     say_empty,
     short,
 )
 
 BINS = 40
 GROUPS = 10  # of latents of like frequency
-NAMED = (
-    40  # characters of a run's name in a picture's: a whole path may be too long for a file name
-)
+NAMED = 40  # characters of a run's name in a file name, since a whole path may be too long
 PATTERN_ROWS, PATTERN_COLUMNS = 400, 1500  # of a pattern picture, about its pixels
+L0_LABEL = "active latents per row (L0)"
+FVU_LABEL = "fraction of variance unexplained (FVU)"
+FREQUENCY_LABEL = "fraction of rows a latent fires on"
 
 
 def loss_curves(path: Path | None, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Draw FVU and L0 of training batches and held-out rows by step, given for each name its `metrics.jsonl`."""
-    # Rounded, since the averages of batches may be 15.999999999999998 for 16.
-    counts = [
-        {round(value, 1) for key in ("batch_l0", "test_l0") for _, value in curve(rows, key)}
-        for rows in runs.values()
-    ]
-    chosen = all(len(count) == 1 for count in counts)  # as of topk, where the words tell it
+    """Draw FVU and L0 of training batches and held-out rows by step, given for each name its `metrics.jsonl`.
+
+    Of runs whose L0 was chosen, as with topk, the legend names it in place of a panel.
+    """
+    l0s = [_chosen_l0(lines) for lines in runs.values()]
+    chosen = None not in l0s
+    panels = {"fvu": FVU_LABEL} if chosen else {"fvu": FVU_LABEL, "l0": L0_LABEL}
     with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
-        left, *others = drawn.subplots(1, 1 if chosen else 2, squeeze=False).flat
-        panels = [
-            (left, "batch_fvu", "test_fvu"),
-            *((axes, "batch_l0", "test_l0") for axes in others),
-        ]
-        for index, rows in enumerate(runs.values()):
-            for axes, batches, test in panels:
+        every_axes = drawn.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (measure, label) in zip(every_axes, panels.items(), strict=True):
+            for index, lines in enumerate(runs.values()):
                 style = line_style(index)
-                points = curve(rows, batches)
-                axes.plot(
-                    *_columns(points),
-                    **style,
-                    alpha=0.45,
-                    linewidth=1,
-                    marker="o" * (len(points) == 1),
-                )
-                points = curve(rows, test)
-                axes.plot(
-                    *_columns(points),
-                    **style,
-                    linewidth=None if axes is left else _width(index, len(runs)),
-                    marker="o",
-                    markevery=max(1, len(points) // 20),
-                )
-        left.set(xlabel="step", ylabel="fraction of variance unexplained (FVU)")
-        for axes in others:
-            # With room above, for a curve that is flat at the top.
-            axes.set(
-                xlabel="step",
-                ylabel="active latents per row (L0)",
-                ylim=(0, 1.04 * axes.get_ylim()[1]),
-            )
-        for axes in (left, *others):
+                batches, rows = (_columns(lines, f"{of}_{measure}") for of in ("batch", "test"))
+                dot = "o" if batches.shape[1] == 1 else ""
+                axes.plot(*batches, **style, alpha=0.45, linewidth=1, marker=dot)
+                axes.plot(*rows, **style, marker="o", markevery=max(1, rows.shape[1] // 20))
+            axes.set(xlabel="step", ylabel=label)
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            if not any(len(line.get_xdata()) for line in axes.lines):
+            values = np.concatenate([[], *(line.get_ydata() for line in axes.lines)])
+            if not len(values):
                 say_empty(axes)
-        if any((np.asarray(line.get_ydata()) > 0).any() for line in left.lines):
-            log_scale(left, "y")
-        handles = (
-            [Line2D([], [], **line_style(index)) for index in range(len(runs))]
-            if len(runs) > 1
-            else []
-        )
-        handles += [
+            elif measure == "l0":  # with room above, for a curve that is flat at the top
+                axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
+            elif (values > 0).any():
+                log_scale(axes, "y")
+        titles = [short(name) for name in runs]
+        if chosen:
+            titles = [f"{title}, L0 {l0:g}" for title, l0 in zip(titles, l0s, strict=True)]
+        handles = [
             Line2D([], [], color=GREY, alpha=0.6, linewidth=1),
             Line2D([], [], color=GREY, marker="o"),
         ]
-        titles = [
-            f"{short(name)}, L0 {min(count):g}" if chosen else short(name)
-            for name, count in zip(runs, counts, strict=True)
-        ]
-        legend_below(
-            drawn,
-            handles,
-            [*titles * (len(runs) > 1), "training batches, averaged", "held-out rows"],
-        )
-        if len(runs) == 1:
+        labels = ["training batches, averaged", "held-out rows"]
+        if len(runs) > 1:
+            handles, labels = _run_handles(len(runs)) + handles, titles + labels
+        elif titles:
             drawn.suptitle(titles[0], fontsize=10)
+        legend_below(drawn, handles, labels)
     return drawn
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
-    return np.array(points, float).reshape(-1, 2).T
+def _chosen_l0(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """The L0 of all batches and held-out rows if it is the same number."""
+    # Rounded, since the averages of batches may be 15.999999999999998 for 16.
+    values = {round(l0, 1) for key in ("batch_l0", "test_l0") for _, l0 in curve(lines, key)}
+    return values.pop() if len(values) == 1 else None
 
 
-def _width(index: int, count: int) -> float:
-    """A line's width in points; of two or three runs, which coincide at equal K, each earlier one is wider."""
-    return 1.6 + 2 * (count - 1 - index) if count <= 3 else 1.6
+def _columns(lines: Sequence[Mapping[str, Any]], key: str) -> NDArray[np.float64]:
+    """A measure's steps and values, (2, any number)."""
+    return np.array(curve(lines, key), float).reshape(-1, 2).T
+
+
+def _run_handles(count: int) -> list[Line2D]:
+    return [Line2D([], [], **line_style(index)) for index in range(count)]
+
+
+def _draw_threshold(axes: Axes, x: float, words: str) -> None:
+    axes.axvline(x, color=GREY, linestyle=":", linewidth=1)
+    above = axes.get_xaxis_transform()
+    axes.text(x, 1.0, f" {words}", transform=above, color=GREY, va="bottom", fontsize=8)
 
 
 def firing(path: Path | None, runs: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> Figure:
     """Draw the distributions of L0 over rows and of firing frequency over latents, given for each name the number of
-    rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each latent fires, (F,)."""
-    tallies = {
-        name: (np.asarray(l0), np.asarray(frequency)) for name, (l0, frequency) in runs.items()
-    }
-    chosen = all(
-        np.count_nonzero(l0) == 1 for l0, _ in tallies.values()
-    )  # as of topk, where the words tell it
+    rows on which 0, 1, ..., F latents fire, (F + 1,), and the fraction of rows on which each latent fires, (F,).
+
+    Of runs whose L0 was chosen, as with topk, the legend names it in place of a panel.
+    """
+    l0s = [np.asarray(l0) for l0, _ in runs.values()]
+    frequencies = [np.asarray(frequency) for _, frequency in runs.values()]
+    chosen = all(np.count_nonzero(l0) == 1 for l0 in l0s)
+    labels = []
+    for name, l0, frequency in zip(runs, l0s, frequencies, strict=True):
+        words = f"L0 {l0.argmax():,}, " if chosen else ""
+        words += f"{(frequency == 0).sum():,} of {len(frequency):,} silent"
+        labels.append(f"{short(name)} ({words} on these {counted(int(l0.sum()), 'row')})")
     with figure(path, 6.5 if chosen else 9, 3.6) as drawn:
         *others, right = drawn.subplots(1, 1 if chosen else 2, squeeze=False).flat
         for left in others:
-            for index, (l0, _) in enumerate(tallies.values()):
+            for index, l0 in enumerate(l0s):
                 rows, edges = l0_bins(l0, BINS)
-                left.stairs(
-                    rows / max(l0.sum(), 1),
-                    edges,
-                    **line_style(index),
-                    linewidth=_width(index, len(tallies)),
-                )
-            left.set(
-                xlabel="active latents per row (L0)", ylabel="fraction of rows", ylim=(0, None)
-            )
+                left.stairs(rows / max(l0.sum(), 1), edges, **line_style(index), linewidth=1.6)
+            left.set(xlabel=L0_LABEL, ylabel="fraction of rows", ylim=(0, None))
             left.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        edges = frequency_edges(*(frequency for _, frequency in tallies.values()))
-        for index, (_, frequency) in enumerate(tallies.values()):
-            right.stairs(
-                np.histogram(frequency[frequency > 0], edges)[0],
-                edges,
-                **line_style(index),
-                linewidth=1.6,
-            )
-        if not any((f > 0).any() for _, f in tallies.values()):
+        edges = frequency_edges(*frequencies)
+        for index, frequency in enumerate(frequencies):
+            latents = np.histogram(frequency[frequency > 0], edges)[0]
+            right.stairs(latents, edges, **line_style(index), linewidth=1.6)
+        if not any((frequency > 0).any() for frequency in frequencies):
             say_empty(right, "no latent fires")
-        right.axvline(DENSE_FREQUENCY, color=GREY, linestyle=":", linewidth=1)
-        right.text(
-            DENSE_FREQUENCY,
-            1.0,
-            " dense",
-            transform=right.get_xaxis_transform(),
-            color=GREY,
-            va="bottom",
-            ha="left",
-            fontsize=8,
-        )
-        right.set(
-            xlabel="fraction of rows a latent fires on",
-            ylabel="latents",
-            xscale="log",
-            ylim=(0, None),
-        )
+        _draw_threshold(right, DENSE_FREQUENCY, "dense")
+        right.set(xlabel=FREQUENCY_LABEL, ylabel="latents", xscale="log", ylim=(0, None))
         right.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        labels = [
-            f"{short(name)} ({f'L0 {l0.argmax():,}, ' * chosen}{int((f == 0).sum()):,} of {len(f):,} silent on "
-            f"these {counted(int(l0.sum()), 'row')})"
-            for name, (l0, f) in tallies.items()
-        ]
-        legend_below(
-            drawn, [Line2D([], [], **line_style(index)) for index in range(len(tallies))], labels
-        )
+        legend_below(drawn, _run_handles(len(runs)), labels)
     return drawn
 
 
 def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
     """Draw the first 400 rows of codes, (rows, F), as an image, the most frequent latents first."""
     size = np.abs(np.asarray(codes)[:PATTERN_ROWS])
+    rows, d_sae = size.shape
     frequency = (size > 0).sum(0)
     order = np.argsort(-frequency, kind="stable")[: (frequency > 0).sum()]
     with figure(path, 8, 4) as drawn:
@@ -191,36 +151,28 @@ def patterns(path: Path | None, codes: ArrayLike, title: str) -> Figure:
         axes.set(
             xlabel="latents, the most frequent first",
             ylabel="rows",
-            title=f"{short(title)}: {len(order):,} of "
-            f"{size.shape[1]:,} latents fire on these {len(size):,} rows",
+            title=f"{short(title)}: {len(order):,} of {d_sae:,} latents fire on these {rows:,} rows",
         )
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(6, integer=True))
-        if len(order):
-            step = -(-len(order) // PATTERN_COLUMNS)
-            image = np.maximum.reduceat(size[:, order], np.arange(0, len(order), step), axis=1)
-            # A few codes are far larger than the others; the square root keeps small ones visible.
-            largest = float(np.quantile(image[image > 0], 0.99))
-            norm = PowerNorm(0.5, 0, largest, clip=True)
-            shown = axes.imshow(
-                image,
-                cmap="Greys",
-                norm=norm,
-                aspect="auto",
-                interpolation="nearest",
-                extent=(0, len(order), len(size), 0),
-            )
-            drawn.colorbar(
-                shown,
-                ax=axes,
-                label="size of the code",
-                pad=0.02,
-                extend="max",
-                ticks=[fraction * largest for fraction in (0, 0.1, 0.25, 0.5, 1)],
-                format="{x:.2g}",
-            )
-        else:
+        if not len(order):
             say_empty(axes, "no latent fires")
+            return drawn
+        step = -(-len(order) // PATTERN_COLUMNS)
+        image = np.maximum.reduceat(size[:, order], np.arange(0, len(order), step), axis=1)
+        # A few codes are far larger than the others; the square root keeps small ones visible.
+        largest = float(np.quantile(image[image > 0], 0.99))
+        shown = axes.imshow(
+            image,
+            cmap="Greys",
+            norm=PowerNorm(0.5, 0, largest, clip=True),
+            aspect="auto",
+            interpolation="nearest",
+            extent=(0, len(order), rows, 0),
+        )
+        ticks = [fraction * largest for fraction in (0, 0.1, 0.25, 0.5, 1)]
+        bar = drawn.colorbar(shown, ax=axes, pad=0.02, extend="max", ticks=ticks, format="{x:.2g}")
+        bar.set_label("size of the code")
     return drawn
 
 
@@ -229,157 +181,124 @@ def sparsity(
 ) -> list[tuple[Path | None, Figure]]:
     """Draw histograms of L0 and of frequencies to `path`, for each run the codes of its first rows, and for each
     crosscoder its latents by hook point, to names that begin with the stem of `path`."""
-    drawn = [
-        (
-            path,
-            firing(
-                path,
-                {
-                    run["run"]: (one.l0_histogram, one.frequency)
-                    for run, one in zip(runs, tallies, strict=True)
-                },
-            ),
-        )
-    ]
+    histograms = {
+        run["run"]: (tally.l0_histogram, tally.frequency)
+        for run, tally in zip(runs, tallies, strict=True)
+    }
+    drawn = [(path, firing(path, histograms))]
 
-    def another(kind: str, name: str) -> Path | None:
-        which = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(runs) > 1 else ""
-        picture = path and path.with_stem(f"{path.stem}-{kind}{which}")
-        taken = picture and any(picture == other for other, _ in drawn)
-        return picture.with_stem(f"{picture.stem}-{len(drawn)}") if picture and taken else picture
+    def path_of(kind: str, name: str) -> Path | None:
+        if path is None:
+            return None
+        suffix = "-" + re.sub(r"[^\w.-]+", "-", name)[-NAMED:] if len(runs) > 1 else ""
+        chosen = path.with_stem(f"{path.stem}-{kind}{suffix}")
+        if any(chosen == other for other, _ in drawn):
+            chosen = chosen.with_stem(f"{chosen.stem}-{len(drawn)}")
+        return chosen
 
-    for run, one in zip(runs, tallies, strict=True):
+    for run, tally in zip(runs, tallies, strict=True):
         name = run["run"]
-        own = another("patterns", name)
-        drawn.append((own, patterns(own, one.patterns, name)))
+        own = path_of("patterns", name)
+        drawn.append((own, patterns(own, tally.patterns, name)))
         if "places" in run:
-            own = another("places", name)
-            drawn.append((own, places(own, run)))
+            own = path_of("places", name)
+            drawn.append((own, hook_points(own, run)))
     return drawn
 
 
 def frontier(
-    path: Path | None, points: Mapping[str, tuple[float, float, str, bool | None]]
+    path: Path | None, runs: Sequence[Mapping[str, Any]], families: Mapping[str, str]
 ) -> Figure:
-    """Draw runs by L0 and FVU, numbered in the order given, joined by family; those that another run beats are hollow.
-
-    A point is L0, FVU, family, and whether the run is unbeaten (None: not compared); others than finite are left out.
-    """
-    finite = {name: point for name, point in points.items() if all(map(math.isfinite, point[:2]))}
-    families = list(dict.fromkeys(family for _, _, family, _ in finite.values()))
+    """Draw runs, with their measures, by L0 and FVU, numbered in the order given, those of a family (by the run's name)
+    joined; runs that another beats are hollow, runs with a measure that is not finite left out."""
+    runs = [run for run in runs if math.isfinite(run["l0"]) and math.isfinite(run["fvu"])]
+    members: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        members.setdefault(families[run["run"]], []).append(run)
+    numbers = {family: index for index, family in enumerate(members)}
     with figure(path, 6.5, 4.5) as drawn:
         axes = drawn.subplots()
-        for index, family in enumerate(families):
-            joined = sorted(point[:2] for point in finite.values() if point[2] == family)
-            axes.plot(*zip(*joined, strict=True), **line_style(index), linewidth=0.8, alpha=0.5)
-        handles = []
-        for number, (l0, fvu, family, unbeaten) in enumerate(finite.values(), 1):
-            index = families.index(family)
-            colour = COLOURS[index % len(COLOURS)]
+        for family, index in numbers.items():
+            points = sorted((run["l0"], run["fvu"]) for run in members[family])
+            axes.plot(*zip(*points, strict=True), **line_style(index), linewidth=0.8, alpha=0.5)
+        handles, labels = [], []
+        for number, run in enumerate(runs, 1):
+            family = families[run["run"]]
+            index = numbers[family]
             handles += axes.plot(
-                l0,
-                fvu,
+                run["l0"],
+                run["fvu"],
                 linestyle="none",
-                color=colour,
+                color=colour(index),
                 markersize=7,
                 markeredgewidth=1.4,
-                marker=MARKERS[index % len(MARKERS)],
+                marker=marker(index),
                 clip_on=False,
-                fillstyle="none" if unbeaten is False else "full",
+                fillstyle="none" if run["unbeaten"] is False else "full",
             )
-            if len(finite) > 1:  # on alternating sides, since consecutive runs may lie close
-                place = (
-                    {"xytext": (-4, -4), "ha": "right", "va": "top"}
-                    if number % 2
-                    else {"xytext": (5, 4)}
-                )
-                axes.annotate(
-                    str(number),
-                    (l0, fvu),
-                    textcoords="offset points",
-                    color=colour,
-                    fontsize=8,
-                    **place,
-                )
-        axes.set(
-            xlabel="active latents per row (L0)", ylabel="fraction of variance unexplained (FVU)"
-        )
-        for which, values in zip("xy", list(zip(*finite.values(), strict=True))[:2], strict=False):
+            if len(runs) == 1:
+                labels.append(short(run["run"]))
+                continue
+            labels.append(f"{number} {short(run['run'])} ({family})")
+            # On alternating sides, since consecutive runs may lie close.
+            below = {"xytext": (-4, -4), "ha": "right", "va": "top"}
+            axes.annotate(
+                str(number),
+                (run["l0"], run["fvu"]),
+                textcoords="offset points",
+                color=colour(index),
+                fontsize=8,
+                **(below if number % 2 else {"xytext": (5, 4)}),
+            )
+        axes.set(xlabel=L0_LABEL, ylabel=FVU_LABEL)
+        for which, measure in (("x", "l0"), ("y", "fvu")):
+            values = [run[measure] for run in runs] or [1.0]
             if min(values) > 0 and max(values) >= 10 * min(values):
                 log_scale(axes, which)
             else:
                 axes.set(**{f"{which}lim": (0, max(values) * 1.15 or 1)})
-        if not finite:
+        if not runs:
             say_empty(axes)
-        labels = [short(name) for name in finite]
-        if len(finite) > 1:
-            labels = [
-                f"{number} {label} ({family})"
-                for number, (label, (_, _, family, _)) in enumerate(
-                    zip(labels, finite.values(), strict=True), 1
-                )
-            ]
-        if any(point[3] is False for point in finite.values()):
-            handles.append(
-                Line2D([], [], color=GREY, linestyle="none", marker="o", fillstyle="none")
-            )
+        if any(run["unbeaten"] is False for run in runs):
+            hollow = Line2D([], [], color=GREY, linestyle="none", marker="o", fillstyle="none")
+            handles.append(hollow)
             labels.append("hollow: beaten by another run")
         legend_below(drawn, handles, labels)
     return drawn
 
 
-class _Curve(NamedTuple):
-    counts: list[int]
-    aucs: list[tuple[float, float, float]]  # means over sets with the ends of their intervals
-    dense: tuple[float, float, float]
-    dense_by_set: list[float]
-    by_set: list[float]
-
-
 def probes(path: Path | None, document: Mapping[str, Any]) -> Figure:
     """Draw the document of `saecli.probe`: the AUC against the number of latents, and set by set against the dense
     probe's, which is dotted: grey, or in the colours of runs at several hook points."""
-    runs = {run["run"]: _curve(document, run) for run in document["runs"]}
+    runs = document["runs"]
+    of_run = [[line for line in document["probes"] if line["run"] == run["run"]] for run in runs]
+    counts = [line["k"] for line in of_run[0]]
+    one_place = len({(run["layer"], run["site"]) for run in runs}) == 1
+    lowest = min([0.5, *(line["auc"] for line in document["by_set"])]) - 0.02
     with figure(path, 9, 4) as drawn:
         left, right = drawn.subplots(1, 2)
-        counts = next(iter(runs.values())).counts
-        one_place = len({run.dense for run in runs.values()}) == 1
-        for index, run in enumerate(list(runs.values())[:1] if one_place else runs.values()):
-            mean, low, high = run.dense
-            colour = GREY if one_place else COLOURS[index % len(COLOURS)]
-            left.axhspan(low, high, color=colour, alpha=0.12, linewidth=0)
-            left.axhline(mean, color=colour, linestyle=":")
-        for index, run in enumerate(runs.values()):
-            mean, low, high = np.array(run.aucs).T
+        for index, run in enumerate(runs[:1] if one_place else runs):
+            (mean,), (low,), (high,) = _auc_ends([probe_of(document["probes"], run, None)])
+            dense_colour = GREY if one_place else colour(index)
+            left.axhspan(low, high, color=dense_colour, alpha=0.12, linewidth=0)
+            left.axhline(mean, color=dense_colour, linestyle=":")
+        for index, (run, lines) in enumerate(zip(runs, of_run, strict=True)):
+            mean, low, high = _auc_ends(lines)
             # Side by side, so that intervals do not hide each other.
             x = np.array(counts) * 1.04 ** (index - (len(runs) - 1) / 2)
-            left.errorbar(
-                x,
-                mean,
-                [mean - low, high - mean],
-                **line_style(index),
-                marker=MARKERS[index % len(MARKERS)],
-            )
+            errors = [mean - low, high - mean]
+            left.errorbar(x, mean, errors, **line_style(index), marker=marker(index))
             right.plot(
-                run.dense_by_set,
-                run.by_set,
+                _aucs_by_set(document, {**run, "run": None}),
+                _aucs_by_set(document, {**run, "k": counts[-1]}),
                 linestyle="none",
-                marker=MARKERS[index % len(MARKERS)],
-                color=COLOURS[index % len(COLOURS)],
+                marker=marker(index),
+                color=colour(index),
                 alpha=0.6,
             )
         left.set(xscale="log", xlabel="latents of a probe (k)", ylabel="AUC, mean over sets")
         left.set_xticks(counts, [str(count) for count in counts])
         left.xaxis.set_minor_locator(NullLocator())
-        lowest = (
-            min(
-                [
-                    0.5,
-                    *(value for run in runs.values() for value in (*run.dense_by_set, *run.by_set)),
-                ]
-            )
-            - 0.02
-        )
         right.plot([lowest, 1], [lowest, 1], color=GREY, linewidth=1)
         right.set(
             xlabel="AUC of the dense probe, by set",
@@ -387,78 +306,54 @@ def probes(path: Path | None, document: Mapping[str, Any]) -> Figure:
             xlim=(lowest, 1.02),
             ylim=(lowest, 1.02),
         )
-        handles = [
-            Line2D([], [], **line_style(index), marker=MARKERS[index % len(MARKERS)])
-            for index in range(len(runs))
-        ]
-        legend_below(
-            drawn,
-            [*handles, Line2D([], [], color=GREY, linestyle=":")],
-            [*map(short, runs), "dense probe on the activations"],
-        )
+        handles = _run_handles(len(runs))
+        for index, handle in enumerate(handles):
+            handle.set_marker(marker(index))
+        handles.append(Line2D([], [], color=GREY, linestyle=":"))
+        labels = [short(run["run"]) for run in runs]
+        legend_below(drawn, handles, [*labels, "dense probe on the activations"])
     return drawn
 
 
-def _curve(document: Mapping[str, Any], run: Mapping[str, Any]) -> _Curve:
-    own = [line for line in document["probes"] if line["run"] == run["run"]]
-    by_set = [
-        [
-            line["auc"]
-            for line in document["by_set"]
-            if all(line[key] == value for key, value in one.items())
-        ]
-        for one in ({**run, "run": None}, {**run, "k": own[-1]["k"]})
+def _auc_ends(lines: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
+    """AUCs and the ends of their intervals, (3, any number); an AUC without an interval is both."""
+    ends = [
+        [line["auc"] if line[name] is None else line[name] for line in lines]
+        for name in ("auc", "auc_low", "auc_high")
     ]
-    return _Curve(
-        [line["k"] for line in own],
-        [_ends(line) for line in own],
-        _ends(probe_of(document["probes"], run, None)),
-        *by_set,
-    )
+    return np.array(ends)
 
 
-def _ends(line: Mapping[str, Any]) -> tuple[float, float, float]:
-    """The AUC and the ends of its interval, which are itself where it has none."""
-    low, high = (line["auc"] if end is None else end for end in (line["auc_low"], line["auc_high"]))
-    return line["auc"], low, high
+def _aucs_by_set(document: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[float]:
+    lines = document["by_set"]
+    return [line["auc"] for line in lines if all(line[key] == wanted[key] for key in wanted)]
 
 
 def stability(path: Path | None, document: Mapping[str, Any]) -> Figure:
     """Draw the document of `saecli.stability`, of runs with rows: |cosine| of latents with their counterparts in other
     runs, and the fraction of runs they are matched in against their frequency: a point is the median frequency and mean
     match fraction of about a tenth of a run's firing latents."""
-    threshold = document["match_threshold"]
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
-        handles, labels = [], []
+        labels = []
         for index, run in enumerate(document["runs"]):
             names = ("cosine", "match_fraction", "frequency")
             cosine, matched, frequency = (np.array(run[name], float) for name in names)
-            style = line_style(index)
             counts, edges = np.histogram(cosine[~np.isnan(cosine)], BINS, (0, 1))
-            left.stairs(counts / max(len(cosine), 1), edges, **style, linewidth=1.6)
+            fractions = counts / max(len(cosine), 1)
+            left.stairs(fractions, edges, **line_style(index), linewidth=1.6)
             groups = _groups(frequency)
             right.plot(
                 [np.median(frequency[group]) for group in groups],
                 [matched[group].mean() for group in groups],
-                **style,
+                **line_style(index),
                 marker="o",
             )
-            handles.append(Line2D([], [], **style))
+            silent = (frequency == 0).sum()
             labels.append(
-                f"{short(run['run'])} ({counted(len(cosine), 'latent')}, {(frequency == 0).sum():,} silent)"
+                f"{short(run['run'])} ({counted(len(cosine), 'latent')}, {silent:,} silent)"
             )
-        left.axvline(threshold, color=GREY, linestyle=":", linewidth=1)
-        left.text(
-            threshold,
-            1.0,
-            " matched",
-            transform=left.get_xaxis_transform(),
-            color=GREY,
-            va="bottom",
-            ha="left",
-            fontsize=8,
-        )
+        _draw_threshold(left, document["match_threshold"], "matched")
         left.set(
             xlabel="|cosine| with its counterparts, mean over other runs",
             ylabel="fraction of latents",
@@ -466,7 +361,7 @@ def stability(path: Path | None, document: Mapping[str, Any]) -> Figure:
             ylim=(0, None),
         )
         right.set(
-            xlabel="fraction of rows a latent fires on",
+            xlabel=FREQUENCY_LABEL,
             ylabel="fraction of other runs matched in",
             ylim=(-0.02, 1.02),
         )
@@ -474,7 +369,7 @@ def stability(path: Path | None, document: Mapping[str, Any]) -> Figure:
             log_scale(right, "x")
         else:
             say_empty(right, "no latent fires")
-        legend_below(drawn, handles, labels)
+        legend_below(drawn, _run_handles(len(labels)), labels)
     return drawn
 
 
@@ -488,33 +383,27 @@ def _groups(frequency: NDArray[np.float64]) -> list[NDArray[np.int64]]:
     return [fires[group == number] for number in np.unique(group)]
 
 
-def places(path: Path | None, run: Mapping[str, Any]) -> Figure:
+def hook_points(path: Path | None, run: Mapping[str, Any]) -> Figure:
     """Draw a crosscoder's latents: the fraction of decoder norm at each hook point, and at the one where a latent is
     largest its nu^epsilon elsewhere; hollow where other latents carry it (nu^r)."""
-    share = np.array(run["share"], float)
-    largest = share.argmax(1)
+    fraction = np.array(run["share"], float)
+    largest = fraction.argmax(1)
     nu, carried = (np.array(run[name], float) for name in ("nu_error", "nu_reconstruction"))
     with figure(path, 9, 3.6) as drawn:
         left, right = drawn.subplots(1, 2)
-        for place, one in enumerate(run["places"]):
-            colour = COLOURS[place % len(COLOURS)]
-            left.stairs(
-                *np.histogram(share[:, place], BINS, (0, 1)),
-                color=colour,
-                linewidth=1.6,
-                label=short(one["name"]),
-            )
-            own = (largest == place) & np.isfinite(nu)
-            for faces, some in (
-                (colour, own & (carried <= DECOUPLED)),
-                ("none", own & (carried > DECOUPLED)),
-            ):
+        for index, place in enumerate(run["places"]):
+            latents, edges = np.histogram(fraction[:, index], BINS, (0, 1))
+            label = short(place["name"])
+            left.stairs(latents, edges, color=colour(index), linewidth=1.6, label=label)
+            own = (largest == index) & np.isfinite(nu)
+            filled, hollow = own & (carried <= DECOUPLED), own & (carried > DECOUPLED)
+            for faces, latents in ((colour(index), filled), ("none", hollow)):
                 right.scatter(
-                    share[some, largest[some]],
-                    nu[some],
+                    fraction[latents, index],
+                    nu[latents],
                     s=14,
                     facecolors=faces,
-                    edgecolors=colour,
+                    edgecolors=colour(index),
                     linewidths=0.8,
                 )
         left.set(xlabel="fraction of a latent's decoder norm", ylabel="latents", xlim=(0, 1))
@@ -522,9 +411,8 @@ def places(path: Path | None, run: Mapping[str, Any]) -> Figure:
         if np.isfinite(nu).any():
             right.axhline(SHRUNK, color=GREY, linewidth=0.8)
             right.axvline(EXCLUSIVE, color=GREY, linewidth=0.8)
-            low, high = np.clip(
-                [np.nanmin(nu), np.nanmax(nu)], -1, 2
-            )  # the lowest are the ones looked for
+            # The lowest are the ones looked for.
+            low, high = np.clip([np.nanmin(nu), np.nanmax(nu)], -1, 2)
             right.set(
                 ylim=(min(low, -0.1) - 0.1, max(high, 1.0) + 0.1),
                 xlim=(0.98 / len(run["places"]), 1.02),

@@ -83,12 +83,20 @@ def figure(path: Path | None, width: float, height: float) -> Iterator[Figure]:
             drawn.savefig(temporary, format=suffix[1:], metadata=FORMATS[suffix])
 
 
+def colour(index: int) -> str:
+    """The colour of the run of that number."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def marker(index: int) -> str:
+    """The marker of the run of that number."""
+    return MARKERS[index % len(MARKERS)]
+
+
 def line_style(index: int) -> dict[str, Any]:
     """Colour and dash of the run of that number, as keywords of `Axes.plot`."""
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
-    }
+    dash = DASHES[index // len(COLOURS) % len(DASHES)]
+    return {"color": colour(index), "linestyle": dash}
 
 
 def short(name: str, width: int = NAME_WIDTH) -> str:

@@ -37,6 +37,13 @@ def matched(*runs: tuple) -> dict[str, Any]:
     }
 
 
+def compared(*runs: tuple) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The measures of runs, and their families, given name, L0, FVU, family and whether it is unbeaten."""
+    columns = ("run", "l0", "fvu", "family", "unbeaten")
+    measures = [dict(zip(columns, run, strict=True)) for run in runs]
+    return measures, {run["run"]: run["family"] for run in measures}
+
+
 DRAW: dict[str, Callable[[Path | None], Figure]] = {
     "loss curves": lambda path: loss_curves(path, {"one": LINES, "two": LINES[:1]}),
     "loss curves of none": lambda path: loss_curves(path, {}),
@@ -58,12 +65,13 @@ DRAW: dict[str, Callable[[Path | None], Figure]] = {
     "patterns of silent latents": lambda path: patterns(path, np.zeros((4, 7)), "one"),
     "patterns of many latents": lambda path: patterns(path, np.eye(50, 4000), "one"),
     "frontier": lambda path: frontier(
-        path, {"one": (32.0, 0.2, "relu", True), "two": (500.0, 0.01, "topk", None)}
+        path, *compared(("one", 32.0, 0.2, "relu", True), ("two", 500.0, 0.01, "topk", None))
     ),
-    "frontier of one": lambda path: frontier(path, {"one": (32.0, 0.2, "relu", None)}),
-    "frontier of none": lambda path: frontier(path, {}),
+    "frontier of one": lambda path: frontier(path, *compared(("one", 32.0, 0.2, "relu", None))),
+    "frontier of none": lambda path: frontier(path, *compared()),
     "frontier of no number": lambda path: frontier(
-        path, {"one": (32.0, float("nan"), "relu", False), "two": (0.0, 0.0, "relu", True)}
+        path,
+        *compared(("one", 32.0, float("nan"), "relu", False), ("two", 0.0, 0.0, "relu", True)),
     ),
     "stability": lambda path: stability(
         path, matched(([0.5, None], [1, 0], [0.1, 0]), ([1], [1], [1]))
@@ -105,7 +113,7 @@ def test_another_ending_is_refused_in_one_sentence_and_nothing_written(
     name: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"cannot draw --plot "):
-        frontier(tmp_path / name, {})
+        frontier(tmp_path / name, [], {})
     assert not list(tmp_path.iterdir())
 
 
@@ -176,25 +184,21 @@ def test_patterns_show_sizes_with_the_most_frequent_latents_first(
 def test_frontier_draws_beaten_runs_hollow_and_joins_families(
     drawn: list[Figure], tmp_path: Path
 ) -> None:
-    points = {
-        "a": (10.0, 0.3, "topk", False),
-        "b": (20.0, 0.2, "topk", True),
-        "c": (20.0, 0.25, "relu", False),
-        "d": (5.0, 0.3, "relu", None),
-    }
-    frontier(tmp_path / "x.png", points)
+    runs = (
+        ("a", 10.0, 0.3, "topk", False),
+        ("b", 20.0, 0.2, "topk", True),
+        ("c", 20.0, 0.25, "relu", False),
+        ("d", 5.0, 0.3, "relu", None),
+    )
+    frontier(tmp_path / "x.png", *compared(*runs))
     lines = drawn[0].axes[0].lines
     shown = {
         (line.get_xdata()[0], line.get_ydata()[0]): line
         for line in lines
         if line.get_linestyle() == "None"
     }
-    assert {point[:2]: shown[point[:2]].get_fillstyle() for point in points.values()} == {
-        (10.0, 0.3): "none",
-        (20.0, 0.2): "full",
-        (20.0, 0.25): "none",
-        (5.0, 0.3): "full",
-    }
+    styles = [shown[l0, fvu].get_fillstyle() for _, l0, fvu, _, _ in runs]
+    assert styles == ["none", "full", "none", "full"]
     assert (
         shown[10.0, 0.3].get_color() == shown[20.0, 0.2].get_color() != shown[5.0, 0.3].get_color()
     )
