@@ -113,7 +113,7 @@ def test_decoding_equals_torch_for_all_finite_bits(dtype):
     expected = torch.from_numpy(bits).view(TORCH_TYPES[dtype]).float().numpy()
     finite = np.isfinite(expected)
     decoded = np.empty(finite.sum(), np.float32)
-    DTYPES[dtype].decode(bits.view(DTYPES[dtype].storage)[finite], decoded)
+    DTYPES[dtype].decode_rows(bits.view(DTYPES[dtype].storage)[finite], decoded)
     np.testing.assert_array_equal(decoded.view(np.uint32), expected[finite].view(np.uint32))
 
 
