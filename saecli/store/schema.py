@@ -91,11 +91,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One finished shard, and the rows dropped in the blocks that ended since the previous one."""
+    """One finished shard."""
 
     file: str
     rows: Annotated[int, Ge(1)]
-    dropped: dict[str, int]
     resume: Resume
     frame: Frame
 

@@ -258,7 +258,6 @@ class StoreWriter:
         record = ShardRecord(
             file=self._shard.path.name,
             rows=self._shard.rows,
-            dropped=dict(self._ended),
             resume=self._last,
             frame=frame,
         )
@@ -321,33 +320,7 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
     except OSError as error:
         raise refused(path, 0, error) from error
     try:
-        if not (path / STORE_MARKER).exists():
-            if foreign := [
-                entry.name for entry in path.iterdir() if not entry.name.startswith(".")
-            ]:
-                raise StoreError(
-                    f"cannot make a store in {path}: expected an empty folder, got one that holds "
-                    f"{foreign[0]}; choose another --name"
-                )
-            write_meta(path, meta)
-            return lock, meta
-        stored = read_meta(path)
-        wanted, got = meta.request(), stored.request()
-        same_ranks = stored.complete or stored.ranks == meta.ranks
-        if not (wanted == got and same_ranks) and not stored.complete and not stored.rows:
-            _remove_contents(path)  # the store was killed before it had a row
-            write_meta(path, meta)
-            return lock, meta
-        if wanted != got:
-            name = next(n for n in {**wanted, **got} if wanted.get(n) != got.get(n))
-            raise StoreError(
-                f"{path} holds something else: expected {name} {wanted.get(name)}, got {got.get(name)}; "
-                "choose another --name, or remove that store"
-            )
-        if not same_ranks:
-            raise other_number(path, stored.ranks or 1, meta.ranks or 1)
-        repair_journal(path)
-        return lock, stored
+        return lock, _begun(path, meta)
     except BaseException as error:
         if not (path / STORE_MARKER).exists():
             _forsake(path)
@@ -355,6 +328,36 @@ def claim(path: Path, meta: StoreMeta) -> tuple[int, StoreMeta]:
         if isinstance(error, OSError):
             raise refused(path, 0, error) from error
         raise
+
+
+def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
+    """Begin a store in a locked folder, or return the contents of `store.json` of the one to resume."""
+    if not (path / STORE_MARKER).exists():
+        for entry in path.iterdir():
+            if not entry.name.startswith("."):
+                raise StoreError(
+                    f"cannot make a store in {path}: expected an empty folder, got one that holds "
+                    f"{entry.name}; choose another --name"
+                )
+        write_meta(path, meta)
+        return meta
+    stored = read_meta(path)
+    wanted, got = meta.request(), stored.request()
+    same_ranks = stored.complete or stored.ranks == meta.ranks
+    if wanted == got and same_ranks:
+        repair_journal(path)
+        return stored
+    if not stored.complete and not stored.rows:  # the store was killed before it had a row
+        _remove_contents(path)
+        write_meta(path, meta)
+        return meta
+    for name in {**wanted, **got}:
+        if wanted.get(name) != got.get(name):
+            raise StoreError(
+                f"{path} holds something else: expected {name} {wanted.get(name)}, got {got.get(name)}; "
+                "choose another --name, or remove that store"
+            )
+    raise other_number(path, stored.ranks or 1, meta.ranks or 1)
 
 
 def _forsake(path: Path) -> None:

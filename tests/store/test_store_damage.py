@@ -116,7 +116,6 @@ def document(tmp_path_factory):
 SHARD = {
     "file": "../00000.h5",
     "rows": 1,
-    "dropped": {},
     "resume": {"cursor": {}, "skip": 0},
     "frame": {"start": 0, "xxh3": ""},
 }
