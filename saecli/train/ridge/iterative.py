@@ -95,13 +95,13 @@ class StreamedCodes(System):
 
     With v = z V - u' V, z being the codes of one prefix, `A V = mean_l sum (z - u) v' + (1 - s) N u (u' V)`: for K
     entries per row, 4 K C operations per row and iteration, where encoding takes 2 D F. Codes that take more than
-    `budget` bytes come once more from `again` in each iteration, which starts at the decoder `start`, (F, E).
+    `budget` bytes come once more from `reread` in each iteration, which starts at the decoder `start`, (F, E).
     """
 
     def __init__(
         self,
         start: Tensor,
-        again: Callable[[], Iterator[Codes]],
+        reread: Callable[[], Iterator[Codes]],
         budget: float,
         prefixes: Prefixes = (),
     ) -> None:
@@ -115,9 +115,8 @@ class StreamedCodes(System):
         self.start, self.prefixes = start, prefixes
         # Whether codes did not fit, in any process, and every iteration encodes again.
         self.streams = False
-        self._again, self._room = again, budget
+        self._reread, self._room = reread, budget
         self._kept: list[Codes] | None = []
-        self._pending: list[SparseCodes] = []
         self._all_reduce: AllReduce = lambda tensor: tensor
 
     def add(self, codes: Codes, y: Tensor) -> None:
@@ -130,20 +129,19 @@ class StreamedCodes(System):
         self.zy += codes.transposed_times(y)
         self._room -= codes.bytes()
         if self._room < 0:
-            self.streams, self._kept, self._pending = True, None, []
+            self.streams, self._kept = True, None
         if self._kept is None:
             return
-        if not isinstance(codes, SparseCodes):
+        last = self._kept[-1] if self._kept else None
+        if (
+            isinstance(last, SparseCodes)
+            and isinstance(codes, SparseCodes)
+            and last.shape[0] < 12_000
+        ):
+            # Each block adds to F sums in each product.
+            self._kept[-1] = joined([last, codes])
+        else:
             self._kept.append(codes)
-            return
-        self._pending.append(codes)
-        if sum(block.shape[0] for block in self._pending) >= 16_384:  # each block adds to F sums
-            self._join()
-
-    def _join(self) -> None:
-        if self._pending and self._kept is not None:
-            self._kept.append(joined(self._pending))
-        self._pending = []
 
     def reduce(self, all_reduce: AllReduce) -> None:
         """The sums, and later every product: processes must solve for the same right sides in the same order."""
@@ -171,17 +169,17 @@ class StreamedCodes(System):
         return self._membership * self.squares - shrink * self.count * self.u.square()
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Iterative":
-        self._join()
         least = 1e-8 * (self.scale(shrink) or 1.0)  # less is lost in float32 products
         return Iterative(self, max(ridge, least), shrink, decay)
 
     def times(self, V: Tensor, shrink: float) -> Tensor:
         """`A V`, (F, C), with products in the codes' precision and sums in float64."""
-        u, dtype = self.u, self.start.dtype
+        u = self.u
         mean = u @ V  # (C,)
+        narrow_V, narrow_mean = V.to(self.start.dtype), mean.to(self.start.dtype)
         sums = V.new_zeros(len(V) + 1, V.shape[1])  # of z v', and of v
-        for codes in self._again() if self._kept is None else self._kept:
-            v = codes.prefix_times(V.to(dtype), self.prefixes) - mean.to(dtype)  # (B, L, C)
+        for codes in self._reread() if self._kept is None else self._kept:
+            v = codes.prefix_times(narrow_V, self.prefixes) - narrow_mean  # (B, L, C)
             sums[:-1] += codes.prefix_transposed_times(v, self.prefixes)
             sums[-1] += v.sum((0, 1), dtype=torch.float64)
         sums = self._all_reduce(sums) / max(1, len(self.prefixes))

@@ -35,13 +35,13 @@ class Method:
     budget: float = 0.0  # for those
     prefixes: Prefixes = ()
 
-    def system(self, start: Tensor, again: Callable[[], Iterator[Codes]]) -> System:
+    def system(self, start: Tensor, reread: Callable[[], Iterator[Codes]]) -> System:
         if self.kind == "direct":
             d_sae, d_out = start.shape
             return Sums(d_sae, d_out, start.device, self.prefixes)
         if self.kind == "dual":
             return HeldRows()
-        return StreamedCodes(start, again, self.budget, self.prefixes)
+        return StreamedCodes(start, reread, self.budget, self.prefixes)
 
 
 def plan(
