@@ -20,15 +20,12 @@ DOCUMENTS = np.repeat(np.arange(N // 10), 10)
 CPU = torch.device("cpu")
 
 
-def rows_of(folder: Path, dtype: str, **options) -> Rows:
-    return make_store(folder, VALUES, dtype, documents=DOCUMENTS, shard_rows=300).split(
-        "train", **options
-    )
-
-
 @pytest.fixture(params=list(DTYPES))
 def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Rows:
-    return rows_of(tmp_path / "store", request.param, fraction=0.6)
+    store = make_store(
+        tmp_path / "store", VALUES, request.param, documents=DOCUMENTS, shard_rows=300
+    )
+    return store.split("train", fraction=0.6)
 
 
 def joined(tmp_path: Path) -> JoinedRows:
@@ -67,22 +64,22 @@ def test_kept_rows_come_in_the_order_of_the_store(
 ):
     monkeypatch.setattr("saecli.store.reader.WINDOW_BYTES", window)
     monkeypatch.setattr("saecli.store.reader.LARGEST_WINDOW_BYTES", window)
-    held = DeviceRows(rows, CPU)
-    for got, expected in zip(all_held(held), all_ways(rows), strict=True):
+    kept = DeviceRows(rows, CPU)
+    for got, expected in zip(all_kept(kept), all_ways(rows), strict=True):
         assert np.array_equal(got, expected)
-    assert (held.rows, held.d_in, held.d_target) == (rows.rows, D, 0)
+    assert (kept.rows, kept.d_in, kept.d_target) == (rows.rows, D, 0)
 
 
 def test_kept_targets_lie_beside_their_rows(tmp_path: Path):
     rows = joined(tmp_path)
-    held = DeviceRows(rows, CPU)
-    for got, expected in zip(all_held(held), all_ways(rows), strict=True):
+    kept = DeviceRows(rows, CPU)
+    for got, expected in zip(all_kept(kept), all_ways(rows), strict=True):
         assert np.array_equal(got, expected)
-    assert (held.d_in, held.d_target, stored_bytes(rows)) == (D, D // 2, N * 2 * (D + D // 2))
+    assert (kept.d_in, kept.d_target, stored_bytes(rows)) == (D, D // 2, N * 2 * (D + D // 2))
 
 
-def all_held(held: DeviceRows) -> tuple[np.ndarray, np.ndarray]:
+def all_kept(kept: DeviceRows) -> tuple[np.ndarray, np.ndarray]:
     return tuple(
         torch.cat([batch.float() for batch in batches]).numpy()
-        for batches in (held.batches(64, seed=1, epoch=2), held.sequential(64))
+        for batches in (kept.batches(64, seed=1, epoch=2), kept.sequential(64))
     )
