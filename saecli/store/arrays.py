@@ -212,13 +212,9 @@ def list_numpy(path: Path) -> Arrays:
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         return {"": lambda: _of_numpy(loaded)}
-    with loaded:
-        sizes = {
-            info.filename.removesuffix(".npy"): info.file_size for info in loaded.zip.infolist()
-        }
+    loaded.close()
 
     def load(key: str) -> Array:
-        check_memory(str(path), sizes[key])
         with libraries(), np.load(path, allow_pickle=False) as archive:
             values = archive[key]
         if not isinstance(values, np.ndarray):

@@ -77,14 +77,6 @@ HDF5 = {
         ),
         "compressed by an unknown filter; use gzip",
     ),
-    "no number": (
-        hdf5(
-            lambda file: h5py.h5d.create(
-                file.id, b"x", h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((2,))
-            )
-        ),
-        "",
-    ),
     "link to a file": (
         hdf5(lambda file: file.__setitem__("x", h5py.ExternalLink("pipe", "/y"))),
         "expected one array in",
@@ -121,27 +113,18 @@ def npy(values: np.ndarray = ROWS, **claimed: object) -> bytes:
     return content.getvalue() + values.tobytes()
 
 
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def archive(
-    *members: tuple[str, bytes], method: int = zipfile.ZIP_STORED, size: int = 0, flags: int = 0
-) -> bytes:
-    """A zip archive; with another size and other flags claimed of its first member."""
+def archive(*members: tuple[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", method) as file:
         for name, member in members:
             file.writestr(name, member)
-        file.filelist[0].file_size = size or file.filelist[0].file_size
-        file.filelist[0].flag_bits |= flags
     return content.getvalue()
 
 
-def torch_file(values: object, method: int | None = None, **options: bool) -> bytes:
+def torch_file(values: object, **options: bool) -> bytes:
     content = io.BytesIO()
     torch.save(values, content, **options)
-    if method is None:
-        return content.getvalue()
-    with zipfile.ZipFile(content) as file:
-        return archive(*((name, file.read(name)) for name in file.namelist()), method=method)
+    return content.getvalue()
 
 
 NOT_THIS = "check that the file is whole and of this format"
@@ -151,10 +134,6 @@ FILES = {
     "huge shape.npy": (lambda: npy(shape=(2**70, 6)), NOT_THIS),
     "no header.npy": (lambda: b"\x93NUMPY\x01\x00\x04\x00'''\n", NOT_THIS),
     "no array.npz": (lambda: archive(("x.npy", b"text")), NOT_THIS),
-    "without a name.npz": (lambda: archive(("x.npy", npy())).replace(b"x.npy", b"\0.npy"), None),
-    "lzma.npz": (lambda: archive(("x.npy", npy()), method=zipfile.ZIP_LZMA), None),
-    "encrypted.npz": (lambda: archive(("x.npy", npy()), flags=1), NOT_THIS),
-    "twice.npz": (lambda: archive(("x.npy", npy()), ("x", npy())), None),
     "flipped.npz": (
         lambda: archive(("x.npy", npy())).replace(ROWS[9].tobytes(), ROWS[8].tobytes()),
         NOT_THIS,
@@ -163,19 +142,11 @@ FILES = {
         lambda: archive(("x.npy", npy(shape=(HUGE, 6)))),
         "expected memory for it, got none",
     ),
-    "claimed size.npz": (
-        lambda: archive(("x.npy", npy(shape=(HUGE, 1))), size=2 * HUGE * 4),
-        "80 TB of free memory",
-    ),
     "claimed-idx3-ubyte.gz": (
         lambda: gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 2**32 - 1, 2**20, 1)),
         NOT_THIS,
     ),
     "sizes.idx": (lambda: struct.pack(">4BI", 0, 0, 8, 200, 7), NOT_THIS),
-    "compressed.pt": (
-        lambda: torch_file({"x": torch.from_numpy(ROWS)}, zipfile.ZIP_DEFLATED),
-        None,
-    ),
     "of no device.pt": (lambda: torch_file(torch.ones(3, 4, device="meta")), NOT_THIS),
     "claimed.safetensors": (lambda: save({"x": ROWS}).replace(b"[20,6]", b"[99,6]"), NOT_THIS),
     "old.pth": (
@@ -195,7 +166,6 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize(("name", "write", "said"), CASES, ids=[*FILES, *HDF5])
 def test_files_that_claim_hide_or_lead_elsewhere_are_refused(
     tmp_path, monkeypatch, name, write, said
@@ -204,13 +174,9 @@ def test_files_that_claim_hide_or_lead_elsewhere_are_refused(
     os.mkfifo("pipe")
     file = Path("a.h5" if name.endswith("h5") else name)  # some of HDF5's refer to themselves
     write(file)
-    if said is None:
+    with pytest.raises(FormatError, match=said) as refused:
         read(file)
-    else:
-        with pytest.raises(
-            FormatError, match=rf"(cannot (read|import) .*)?{file}: .*{said}|{said} {file}"
-        ):
-            read(file)
+    assert str(file) in str(refused.value)
 
 
 def idx(values: np.ndarray) -> bytes:

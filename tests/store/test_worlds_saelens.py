@@ -35,20 +35,8 @@ def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path
     words = ["--features", str(G), "--d-in", "40", "--l0", "6", "--rows", "12000"]
     assert sae("import", "synthetic", *words, "--name", "world").status == 0
     for act, more in RUNS.items():
-        done = sae(
-            "train",
-            "--data",
-            "world",
-            "--act",
-            act,
-            *more,
-            "--d-sae",
-            "220",
-            "--steps",
-            "200",
-            "--name",
-            act,
-        )
+        words = f"train --data world --act {act} --d-sae 220 --steps 200 --name {act}".split()
+        done = sae(*words, *more)
         assert done.status == 0, done.err
         assert sae("export", act, "--to", "saelens", "--out", tmp_path / act).status == 0
     store = ActivationStore.open(sae.home / "activations" / "world")
