@@ -26,19 +26,17 @@ def table(
     The first column and those with phrases stand left, others right. What does not fit the console folds between words;
     where words do not fit either, the columns stand in two tables, each with the first.
     """
-    cells = [
-        [
-            cell
-            if isinstance(cell, Text)
-            else Text(printable(cell) if isinstance(cell, str) else number(cell))
-            for cell in row
-        ]
-        for row in rows
-    ]
+    cells = [[_cell(value) for value in row] for row in rows]
     shown = _Columns(
         [[Text(head), *(row[place] for row in cells)] for place, head in enumerate(columns)]
     )
     return Group(Text(title, style="bold"), shown) if title else shown
+
+
+def _cell(value: Any) -> Text:
+    if isinstance(value, Text):
+        return value
+    return Text(printable(value) if isinstance(value, str) else number(value))
 
 
 @dataclass(frozen=True)
@@ -46,39 +44,37 @@ class _Columns:
     columns: Sequence[Sequence[Text]]  # each its header and its cells
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        words = [
-            max(
-                cell_len(word)
-                for cell in column
-                for word in _unfolded(cell.plain, cell is column[0])
-            )
-            for column in self.columns
-        ]
+        words = [_longest_word(column) for column in self.columns]
         least = [min(words[0], options.max_width - LONG), *(min(word, LONG) for word in words[1:])]
-        left = options.max_width - 1 - sum(3 + size for size in least)
+        left = options.max_width - 1 - sum(3 + width for width in least)
         if left < 0 and len(least) > 2:
             half = (len(least) + 2) // 2
             yield _Columns(self.columns[:half])
             yield _Columns([self.columns[0], *self.columns[half:]])
             return
         shown = Table(header_style="bold")
-        for place, (size, (head, *cells)) in enumerate(zip(least, self.columns, strict=True)):
-            more = max(0, min(left, max(cell_len(cell.plain) for cell in (head, *cells)) - size))
+        for column, width in zip(self.columns, least, strict=True):
+            more = max(0, min(left, max(cell_len(cell.plain) for cell in column) - width))
             left -= more
-            phrases = place == 0 or any(" " in cell.plain for cell in cells)
+            phrases = column is self.columns[0] or any(" " in cell.plain for cell in column[1:])
             shown.add_column(
-                head,
+                column[0],
                 justify="left" if phrases else "right",
                 overflow="fold",
-                width=size + more if left >= 0 else None,
+                width=width + more if left >= 0 else None,
             )
         for row in zip(*(column[1:] for column in self.columns), strict=True):
             shown.add_row(*row)
         yield shown
 
 
-def _unfolded(cell: str, head: bool) -> list[str]:
-    return [cell] if len(cell) <= WHOLE and not head else [*cell.split(), ""]
+def _longest_word(column: Sequence[Text]) -> int:
+    """The width of a column's longest word; short cells, such as sizes and times, are words."""
+    head, *cells = (cell.plain for cell in column)
+    words = head.split()
+    for cell in cells:
+        words += [cell] if len(cell) <= WHOLE else cell.split()
+    return max(map(cell_len, words), default=0)
 
 
 TEXT_REASONS = ("empty_texts", "short_texts")  # reasons in `dropped` that count texts, not rows
@@ -91,44 +87,32 @@ HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
 def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
     """`store.opening.stored`'s document: a table for each store."""
     stores = document.get("stores", [document])
-    return [
-        table(
-            "stored already, by the same request" if store["cached"] else "stored",
-            ["", store["name"]],
-            _stored(store, [other["name"] for other in stores if other is not store]),
-        )
-        for store in stores
-    ]
+    shown = []
+    for store in stores:
+        title = "stored already, by the same request" if store["cached"] else "stored"
+        others = [other["name"] for other in stores if other is not store]
+        shown.append(table(title, ["", store["name"]], _store_lines(store, others)))
+    return shown
 
 
-def _stored(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
+def _store_lines(store: Mapping[str, Any], others: Sequence[str]) -> list[list[Any]]:
     source, norms = store["source"], store["norms"]
     names = ("model", "site", "dataset", "file", "key")
     lines = [[name, source[name]] for name in names if source.get(name) is not None]
     if "layer" in source:
-        counted_from = f" of {source['layers']}, from 0" if "layers" in source else ""
-        lines.insert(1, ["layer", f"{source['layer']}{counted_from}"])
+        of_layers = f" of {source['layers']}, from 0" if "layers" in source else ""
+        lines.insert(1, ["layer", f"{source['layer']}{of_layers}"])
     if "context" in source:
-        lines.append(
-            [
-                "context",
-                counted(source["context"], "token") + ", packed" * bool(source.get("packed")),
-            ]
-        )
+        packed = ", packed" if source.get("packed") else ""
+        lines.append(["context", counted(source["context"], "token") + packed])
     if others:
         lines.append(["same tokens as", ", ".join(others)])
     lines += [[key, store[key]] for key in ("path", "rows", "d_in", "dtype", "shards")]
-    lines += [
-        [f"rows: {name}", f"{rows:,} ({rows / store['rows']:.1%})"]
-        for name, rows in [
-            *store.get("sources", {}).items(),
-            *[
-                ("control tokens", sum(found.values()))
-                for found in [store.get("control_tokens")]
-                if found
-            ],
-        ]
-    ]
+    parts = dict(store.get("sources", {}))
+    if control := store.get("control_tokens"):
+        parts["control tokens"] = sum(control.values())
+    for name, rows in parts.items():
+        lines.append([f"rows: {name}", f"{rows:,} ({rows / store['rows']:.1%})"])
     if norms:
         sizes = [f"{name} {number(norms[name])}" for name in ("median", "mean", "max")]
         lines.append(["norm", ", ".join(sizes)])
@@ -150,28 +134,28 @@ def listing_tables(document: dict[str, Any]) -> list[RenderableType]:
     home, stores, runs = Home(Path(document["home"])), document["stores"], document["runs"]
     if not stores and not runs:
         return [f"{home.path} holds nothing yet; {home.stores.remedy}"]
-    shown = [
-        table(
-            f"{kind} in {folder}",
-            ["name", *(HEADS.get(column, column) for column in columns)],
-            [[entry["name"], *(_cell(entry, column) for column in columns)] for entry in entries],
-        )
-        for kind, folder, columns, entries in (
-            ("stores", home.stores.path, STORE_COLUMNS, stores),
-            ("runs", home.runs.path, RUN_COLUMNS, runs),
-        )
-        if entries
-    ]
-    broken = [
-        f"{entry['name']}: {entry['problem']}" for entry in (*stores, *runs) if "problem" in entry
-    ]
-    unreadable = sum(
-        "problem" in store for store in stores
-    )  # come first in problems, and are in broken
-    return shown + broken + document.get("problems", [])[unreadable:]
+    shown: list[RenderableType] = []
+    if stores:
+        shown.append(_listing(f"stores in {home.stores.path}", STORE_COLUMNS, stores))
+    if runs:
+        shown.append(_listing(f"runs in {home.runs.path}", RUN_COLUMNS, runs))
+    for entry in (*stores, *runs):
+        if "problem" in entry:
+            shown.append(f"{entry['name']}: {entry['problem']}")
+    # Those of stores come first in `problems`, and are shown.
+    unreadable = sum("problem" in store for store in stores)
+    return shown + document.get("problems", [])[unreadable:]
 
 
-def _cell(entry: dict[str, Any], column: str) -> Any:
+def _listing(
+    title: str, columns: Sequence[str], entries: Sequence[dict[str, Any]]
+) -> RenderableType:
+    heads = [HEADS.get(column, column) for column in columns]
+    rows = [[entry["name"], *(_listed(entry, column) for column in columns)] for entry in entries]
+    return table(title, ["name", *heads], rows)
+
+
+def _listed(entry: dict[str, Any], column: str) -> Any:
     value: Any = entry.get(column)
     if column == "bytes":
         return size_words(value)
@@ -226,93 +210,71 @@ def results_table(
     documents: Sequence[Mapping[str, Any]], varied: Sequence[str] = ()
 ) -> RenderableType:
     """The results of runs, documents of `sae train --json`, with the options that differ."""
-    held_out, trained = (
-        [counted(count, f"{kind} row") for count in {document[key] for document in documents}]
-        for key, kind in (("rows_test", "held-out"), ("rows_counted", "training"))
-    )
-    title = (
-        "FVU and L0 on "
-        + (
-            f"{held_out[0]}, dead latents on {trained[0]}"
-            if len(held_out) == len(trained) == 1
-            else "held-out rows, dead latents on training rows"
+    counts = {(document["rows_test"], document["rows_counted"]) for document in documents}
+    title = "FVU and L0 on held-out rows, dead latents on training rows"
+    if len(counts) == 1:
+        ((held_out, trained),) = counts
+        title = (
+            f"FVU and L0 on {counted(held_out, 'held-out row')}, "
+            f"dead latents on {counted(trained, 'training row')}"
         )
-        if documents
-        else None
-    )
     options = [name for name in varied if name not in RESULTS]
     rows = []
     for document in documents:
         dead = round(document["final"]["dead_fraction"] * document["d_sae"])
-        found = document["final"] | document | {"dead": dead}
-        rows.append(
-            [
-                found["run"],
-                *(found["varied"][name] for name in options),
-                *(found[name] for name in RESULTS),
-            ]
-        )
-    return table(
-        title, ["run", *(name.replace("_", " ") for name in options), *RESULTS.values()], rows
-    )
+        values = document["final"] | document | {"dead": dead}
+        settings = [document["varied"][name] for name in options]
+        rows.append([document["run"], *settings, *(values[name] for name in RESULTS)])
+    heads = ["run", *(name.replace("_", " ") for name in options), *RESULTS.values()]
+    return table(title if documents else None, heads, rows)
 
 
 def compared_tables(documents: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     """A table for each run that trained an SAE on: held-out measures before and after, and which SAE it kept."""
-    return [
-        table(
-            f"{one['run']} on held-out rows; the SAE {one['kept']} training is kept",
-            ["measure", "before", "after"],
-            [
-                [name.replace("_", " "), one["before"][name], one["after"][name]]
-                for name in COMPARED
-                if name in one["before"]
-            ],
-        )
-        for one in documents
-        if "kept" in one
-    ]
+    shown = []
+    for document in documents:
+        if "kept" in document:
+            before, after = document["before"], document["after"]
+            title = (
+                f"{document['run']} on held-out rows; the SAE {document['kept']} training is kept"
+            )
+            names = [name for name in COMPARED if name in before]
+            rows = [[name.replace("_", " "), before[name], after[name]] for name in names]
+            shown.append(table(title, ["measure", "before", "after"], rows))
+    return shown
 
 
 def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Runs' other measures and their solvers' figures, a column each; for a single run with their meanings."""
-    names = {name for document in documents for name in document["final"]} - {
-        *RESULTS,
-        "run",
-        "dead_fraction",
-        "alpha",
-    }
-    shown = [
-        (name, *FIGURES.get(name, (name.replace("_", " "), "")))
-        for name in sorted(names, key=lambda name: ([*FIGURES, name].index(name), name))
+    names = {name for document in documents for name in document["final"]}
+    names -= {*RESULTS, "run", "dead_fraction", "alpha"}
+    order = [*(name for name in FIGURES if name in names), *sorted(names - {*FIGURES})]
+    meanings = [FIGURES.get(name, (name.replace("_", " "), "")) for name in order]
+    values = [[_figure(name, document) for document in documents] for name in order]
+    if len(documents) == 1:
+        (document,) = documents
+        epochs, steps = counted(document["epochs"], "epoch"), counted(document["steps"], "step")
+        title = f"{document['solver']}: {epochs}, {steps} in {document['seconds']:.0f} s"
+        rows = [
+            [label, value, meaning]
+            for (label, meaning), (value,) in zip(meanings, values, strict=True)
+        ]
+        return table(title, ["figure", "value", "meaning"], rows)
+    rows = [
+        ["steps", *(document["steps"] for document in documents)],
+        ["seconds", *(round(document["seconds"]) for document in documents)],
+        *([label, *of_runs] for (label, _), of_runs in zip(meanings, values, strict=True)),
     ]
-    if len(documents) > 1:
-        return table(
-            None,
-            ["figure", *(each["run"] for each in documents)],
-            [
-                ["steps", *(each["steps"] for each in documents)],
-                ["seconds", *(round(each["seconds"]) for each in documents)],
-                *(
-                    [label, *(_figure(name, each) for each in documents)]
-                    for name, label, _ in shown
-                ),
-            ],
-        )
-    (one,) = documents
-    return table(
-        f"{one['solver']}: {counted(one['epochs'], 'epoch')}, {counted(one['steps'], 'step')} in "
-        f"{one['seconds']:.0f} s",
-        ["figure", "value", "meaning"],
-        [[label, _figure(name, one), meaning] for name, label, meaning in shown],
-    )
+    return table(None, ["figure", *(document["run"] for document in documents)], rows)
 
 
 def _figure(name: str, document: Mapping[str, Any]) -> Any:
     value = document["final"].get(name)
     if name == "released" and value is not None:
         return "yes" if value else "no"
-    return None if name == "relative_alpha" and value is not None and value > NO_VARIANCE else value
+    if name == "relative_alpha" and value is not None and value > NO_VARIANCE:
+        return None
+    return value
 
 
 def disagreement(diagram: Mapping[str, Any] | None) -> str | None:
@@ -323,116 +285,86 @@ def disagreement(diagram: Mapping[str, Any] | None) -> str | None:
     return f"on {decided - round(diagram['agreement'] * decided):,} of {counted(decided, 'row')}"
 
 
-def _diagram(diagram: Mapping[str, Any] | None) -> list[list[Any]]:
-    if diagram is None:
-        return []
+def _diagram_line(diagram: Mapping[str, Any]) -> list[Any]:
     if where := disagreement(diagram):
-        return [
-            ["power diagram", Text("disagrees", style="bold red"), Text(where, style="bold red")]
-        ]
+        words = [Text("disagrees", style="bold red"), Text(where, style="bold red")]
+        return ["power diagram", *words]
     decided, ties = diagram["rows"] - diagram["ties"], counted(diagram["ties"], "tie")
     if not decided:
-        return [["power diagram", None, f"no row but {ties}"]]
-    return [
-        [
-            "power diagram",
-            "agrees",
-            f"on {counted(decided, 'row')}" + f"; {ties} left out" * bool(diagram["ties"]),
-        ]
-    ]
+        return ["power diagram", None, f"no row but {ties}"]
+    left_out = f"; {ties} left out" if diagram["ties"] else ""
+    return ["power diagram", "agrees", f"on {counted(decided, 'row')}{left_out}"]
 
 
-def _median(label: str, measures: Mapping[str, Any]) -> list[Any]:
-    return [
-        label,
-        measures["median"],
-        f"5% to 95%: {number(measures['p5'])} to {number(measures['p95'])}",
-    ]
+def _median_line(label: str, measures: Mapping[str, Any]) -> list[Any]:
+    low, high = number(measures["p5"]), number(measures["p95"])
+    return [f"{label}, median", measures["median"], f"5% to 95%: {low} to {high}"]
 
 
 def geometry_table(document: Mapping[str, Any]) -> RenderableType:
     """The table of `sae geometry` for one SAE."""
-    occupancy, rank, bad = document["occupancy"], document["rank"], document["degenerate"]
-    margin, near, other, compared = (
-        document[name] for name in ("margin", "complexity", "other_split", "references")
-    )
-    lines = [
+    rank, margin, complexity = (document[name] for name in ("rank", "margin", "complexity"))
+    possible = f"of 10^{document['cells_possible_log10']:.1f} possible"
+    full = f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}"
+    boundaries = f"{complexity['boundary']} within {number(complexity['radius'])}"
+    lines: list[list[Any]] = [
         ["rows", document["rows"], f"{number(document['l0'])} latents kept in a row"],
-        [
-            "cells visited",
-            document["cells_visited"],
-            f"of 10^{document['cells_possible_log10']:.1f} possible",
-        ],
-        [
-            "cells with one row",
-            occupancy["singletons"],
-            f"fullest cell {counted(occupancy['max'], 'row')}",
-        ],
-        [
-            "effective number of cells",
-            occupancy["effective"],
-            f"entropy {number(occupancy['entropy'])} nats",
-        ],
-        [
-            "rank of a cell's map, median",
-            rank["median"],
-            f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}",
-        ],
+        ["cells visited", document["cells_visited"], possible],
+        *_occupancy_lines(document["occupancy"]),
+        ["rank of a cell's map, median", rank["median"], full],
+        *_degenerate_lines(document["degenerate"]),
     ]
-    if bad["zero_encoder"] or bad["zero_decoder"]:
-        lines.append(
-            [
-                "latents without encoder weights",
-                bad["zero_encoder"],
-                f"{bad['zero_decoder']:,} with a decoder of zeros",
-            ]
-        )
-    if bad["equal_encoder"] or bad["equal_decoder"]:
-        lines.append(
-            [
-                "latents equal to another",
-                bad["equal_encoder"],
-                f"{bad['equal_decoder']:,} with another's decoder",
-            ]
-        )
+    if document["power_diagram"] is not None:
+        lines.append(_diagram_line(document["power_diagram"]))
+    rows = counted(complexity["rows"], "row")
     lines += [
-        *_diagram(document["power_diagram"]),
-        _median("margin, median", margin),
-        _median("margin over row norm, median", margin["relative"]),
-        [
-            "local complexity, median",
-            near["median"],
-            f"{near['boundary']} within {number(near['radius'])}, {counted(near['rows'], 'row')}",
-        ],
+        _median_line("margin", margin),
+        _median_line("margin over row norm", margin["relative"]),
+        ["local complexity, median", complexity["median"], f"{boundaries}, {rows}"],
     ]
-    if other is not None:
-        lines += [
-            _median(f"{name}, {other['split']} rows, median", other[name])
-            for name in ("margin", "complexity")
-        ]
-    lines += [
-        [
-            "FVU of k-means",
-            compared["kmeans_fvu"],
-            f"{counted(compared['kmeans_cells'], 'cell')}, {counted(compared['rows_fitted'], 'train row')}",
-        ],
-        [
-            "FVU of the SAE",
-            compared["sae_fvu"],
-            f"{counted(compared['rows_measured'], 'row')}, as the others"
-            + ("" if compared["held_out"] else "; rows fitted on are among them"),
-        ],
+    if (other := document["other_split"]) is not None:
+        for name in ("margin", "complexity"):
+            lines.append(_median_line(f"{name}, {other['split']} rows", other[name]))
+    title = f"{document['run']} on {document['data']}, {document['split']} rows"
+    lines += _reference_lines(document["references"])
+    return table(title, ["measure", "value", "detail"], lines)
+
+
+def _occupancy_lines(occupancy: Mapping[str, Any]) -> list[list[Any]]:
+    fullest = f"fullest cell {counted(occupancy['max'], 'row')}"
+    entropy = f"entropy {number(occupancy['entropy'])} nats"
+    return [
+        ["cells with one row", occupancy["singletons"], fullest],
+        ["effective number of cells", occupancy["effective"], entropy],
+    ]
+
+
+def _degenerate_lines(counts: Mapping[str, int]) -> list[list[Any]]:
+    lines: list[list[Any]] = []
+    if counts["zero_encoder"] or counts["zero_decoder"]:
+        detail = f"{counts['zero_decoder']:,} with a decoder of zeros"
+        lines.append(["latents without encoder weights", counts["zero_encoder"], detail])
+    if counts["equal_encoder"] or counts["equal_decoder"]:
+        detail = f"{counts['equal_decoder']:,} with another's decoder"
+        lines.append(["latents equal to another", counts["equal_encoder"], detail])
+    return lines
+
+
+def _reference_lines(references: Mapping[str, Any]) -> list[list[Any]]:
+    kmeans, pca = (counted(references[f"{name}_cells"], "cell") for name in ("kmeans", "local_pca"))
+    fitted = counted(references["rows_fitted"], "train row")
+    measured = f"{counted(references['rows_measured'], 'row')}, as the others"
+    if not references["held_out"]:
+        measured += "; rows fitted on are among them"
+    return [
+        ["FVU of k-means", references["kmeans_fvu"], f"{kmeans}, {fitted}"],
+        ["FVU of the SAE", references["sae_fvu"], measured],
         [
             "FVU of local PCA",
-            compared["local_pca_fvu"],
-            f"{counted(compared['local_pca_cells'], 'cell')} of rank {compared['local_pca_rank']:,}",
+            references["local_pca_fvu"],
+            f"{pca} of rank {references['local_pca_rank']:,}",
         ],
     ]
-    return table(
-        f"{document['run']} on {document['data']}, {document['split']} rows",
-        ["measure", "value", "detail"],
-        lines,
-    )
 
 
 def geometries_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
