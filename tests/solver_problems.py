@@ -158,7 +158,6 @@ ROWS = (_random.standard_normal((300, 12)) @ _random.standard_normal((12, 20)) +
 ACTS = [
     ("relu", {}),
     ("relu", {"sparsity": "kl"}),
-    ("relu", {"sparsity": "lp"}),
     ("gated", {}),
     ("jumprelu", {}),
     ("topk", {"k": 3}),

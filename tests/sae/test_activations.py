@@ -130,12 +130,6 @@ def test_json_round_trip_and_missing_settings_take_their_defaults(activation: Ac
         ),
         (JumpRelu(target_l0=5), "l1", "--target-l0 does nothing"),
         (JumpRelu(target_l0=5), "l0", "--target-l0 does nothing"),
-        (TopK(k=3), "lp", "--sparsity lp cannot be used"),
-        (
-            Relu(last_p=0.3),
-            None,
-            "--last-p does nothing with --sparsity l1",
-        ),
         (
             Gated(),
             "kl",

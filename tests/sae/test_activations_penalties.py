@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation, Gated, JumpRelu, Relu
-from saecli.sae.activations.selection import where
 from saecli.sae.codes import DenseCodes
 
 B, F, D = 30, 7, 16
@@ -17,7 +16,6 @@ OFFERS = [
     for sparsity in kind().penalties()
     if sparsity in ("l1", "kl")
 ]
-POWER = {"p": torch.tensor(0.4, dtype=torch.float64)}
 NORMS = torch.linspace(0.5, 3, F, dtype=torch.float64)
 
 
@@ -78,7 +76,7 @@ def test_gradient_of_a_penalty_equals_finite_differences(
 
 @pytest.mark.parametrize(
     ("activation", "sparsity"),
-    [*OFFERS, (Relu(), "lp")],
+    OFFERS,
     ids=lambda value: getattr(value, "name", value),
 )
 def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(
@@ -86,10 +84,8 @@ def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(
 ) -> None:
     z, W_dec = codes_and_decoder()
     scale = torch.linspace(0.1, 9, F, dtype=torch.float64)
-    before = activation.penalty(sparsity).value(z, DenseCodes(z), W_dec, POWER)
-    after = activation.penalty(sparsity).value(
-        z, DenseCodes(z * scale), W_dec / scale[:, None], POWER
-    )
+    before = activation.penalty(sparsity).value(z, DenseCodes(z), W_dec, {})
+    after = activation.penalty(sparsity).value(z, DenseCodes(z * scale), W_dec / scale[:, None], {})
     torch.testing.assert_close(after, before, rtol=1e-12, atol=0)
 
 
@@ -127,45 +123,3 @@ def test_kl_and_its_gradient_are_finite_also_for_silent_latents(rate: float) -> 
     weights = activation.norm_weights("kl", DenseCodes(z.detach()), W_dec.detach(), {})
     assert all(tensor.isfinite().all() for tensor in (penalty, z.grad, W_dec.grad, weights))
     assert weights[[2, 4]].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("active", [0.9, 0.02])
-@pytest.mark.parametrize("p", [1.0, 0.4])
-def test_lp_has_the_value_of_l1_and_the_gradients_of_a_sum_of_powers(
-    p: float, active: float
-) -> None:
-    z, W_dec = codes_and_decoder()
-    mask = torch.rand(B, F, generator=torch.Generator().manual_seed(3)) < active
-    z, norms, power = (
-        (z * mask).requires_grad_(),
-        NORMS.clone().requires_grad_(),
-        {"p": torch.tensor(p).double()},
-    )
-    codes, scaled = where(z, mask), W_dec / NORMS[:, None] * norms[:, None]
-    found = Relu().penalty("lp").value(z, codes, scaled, power)
-    torch.testing.assert_close(found, Relu().penalty("l1").value(z, codes, scaled, power))
-    u = z.abs() * norms
-    edge = (0.01 * u.sum() / mask.sum()).detach()
-    powers = ((u + edge) ** p - edge**p).sum()
-    for ours, theirs in zip(
-        torch.autograd.grad(found, [z, norms]), torch.autograd.grad(powers, [z, norms]), strict=True
-    ):
-        torch.testing.assert_close(ours.to_dense(), theirs * (u.sum() / powers).detach() / B)
-    torch.testing.assert_close(Relu().norm_weights("lp", codes.detach(), W_dec, power), B * ours)
-
-
-def test_p_falls_from_1_to_the_last_as_training_goes_on() -> None:
-    activation = Relu().resolved("lp", F)
-    codes, given = DenseCodes(torch.ones(B, F)), activation.penalty("lp").initial(F)
-    found = [
-        activation.penalty("lp").after_step(codes, given, progress)["p"].item()
-        for progress in (0.1, 0.2, 0.6, 1.0)
-    ]
-    assert found == pytest.approx([1, 1, 0.6, 0.2])
-    assert Relu(last_p=0.5).penalty("lp").after_step(codes, given, 1.0)["p"] == 0.5
-    silent = (
-        Relu()
-        .penalty("lp")
-        .value(torch.zeros(B, F), DenseCodes(torch.zeros(B, F)), torch.eye(F), given)
-    )
-    assert silent == 0

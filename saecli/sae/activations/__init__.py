@@ -4,7 +4,7 @@ An activation is a configuration (its fields are its options), and owns what dep
 the penalties that it offers. To add one, write its class and a line in `ACTIVATIONS`.
 
     base.py         Activation, KeepsK, Thresholded, LearnsThresholds
-    penalties.py    l1, l1-codes, kl, lp, and what training to a target L0 has in common
+    penalties.py    l1, l1-codes, kl, and what training to a target L0 has in common
     elementwise.py  relu, jumprelu, gated, batchtopk: each latent by its own pre-activation
     topk.py         topk, relu-topk, abs-topk, matching-pursuit
     selection.py    codes of selected pre-activations, with sparse and straight-through gradients

@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Lt
 
 from ...base.errors import ConfigError, flag_of
 from ...base.options import Config, Count, Positive, Shown
 from .penalties import (
     L1,
-    LAST_P,
     LEAST_RATE,
     TARGET_L0,
     TARGET_RATE,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from ..codes import Codes
 
 # Options of penalties, each with the one that it belongs to.
-PENALTY_OPTIONS = {"target_rate": "kl", "last_p": "lp", "target_l0": "target-l0"}
+PENALTY_OPTIONS = {"target_rate": "kl", "target_l0": "target-l0"}
 
 
 @dataclass(frozen=True)
@@ -182,10 +181,4 @@ TargetRate = Annotated[
         f"{TARGET_RATE}.",
         advanced=True,
     ),
-]
-LastP = Annotated[
-    float | None,
-    Gt(0),
-    Le(1),
-    Shown(f"Power p that --sparsity lp falls to; default: {LAST_P}.", advanced=True),
 ]

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import KeepsK, LastP, LearnsThresholds, TargetRate, Thresholded
-from .penalties import KL, L1, L1OfCodes, Lp, Parameters, Penalty, TargetL0
+from .base import KeepsK, LearnsThresholds, TargetRate, Thresholded
+from .penalties import KL, L1, L1OfCodes, Parameters, Penalty, TargetL0
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,12 +31,10 @@ class Relu(Thresholded):
     name: ClassVar[str] = "relu"
 
     target_rate: TargetRate = None
-    last_p: LastP = None
 
     def penalties(self) -> dict[str, Penalty]:
         return {
             "l1": L1(),
-            "lp": Lp(self.last_p),
             "l1-codes": L1OfCodes(),
             "kl": KL(self.target_rate),
             "none": Penalty(),
@@ -216,13 +214,10 @@ class Gated(LearnsThresholds):
     name: ClassVar[str] = "gated"
     trained: ClassVar[tuple[str, ...]] = ("threshold", "r_mag")
 
-    last_p: LastP = None
-
     def penalties(self) -> dict[str, Penalty]:
         return {
             "target-l0": ControlledL1(self.target_l0),
             "l1": L1(),
-            "lp": Lp(self.last_p),
             "none": Penalty(),
         }
 

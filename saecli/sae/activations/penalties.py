@@ -21,9 +21,6 @@ Parameters: TypeAlias = dict[str, "Tensor"]
 
 TARGET_RATE = 0.05  # the default of kl
 LEAST_RATE = 1e-6  # below this rate a latent is dead, and the penalty constant
-LAST_P = 0.2  # the default of lp
-FALLS_FROM = 0.2  # fraction of all steps from which p falls to the last, until the end
-EDGE = 0.01  # size at which the slope of lp stops rising, over the mean size of active codes
 TARGET_L0 = 32.0  # the default of target-l0
 MOST_TARGETED = 1 / 8  # fraction of the latents that the default may be at most
 
@@ -155,57 +152,6 @@ class KL(Penalty):
 def _half_firing(W_dec: Tensor) -> float:
     """s of `KL`: the norm of a latent's part of x_hat that is half a firing, for rows of norm sqrt(E)."""
     return 0.03 * math.sqrt(W_dec.shape[1])
-
-
-@dataclass(frozen=True)
-class Lp(Penalty):
-    """A penalty whose power p falls from 1 to `last_p`:
-
-        s sum_i (u_i + e)^p - e^p
-
-    s, without gradient, gives this process' rows the penalty that they have at p = 1, as the source rescales the weight
-    whenever p falls; e, a small fraction of the mean u, bounds the slope at 0. Source: Karvonen et al., "Measuring
-    Progress in Dictionary Learning for Language Model Interpretability with Board Game Models" (2024).
-    """
-
-    last_p: float | None
-
-    def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        u, e, p, s = self._terms(codes, W_dec, parameters)
-        return s * ((u + e) ** p - e**p).sum() / len(pre)
-
-    def norm_weights(self, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        u, e, p, s = self._terms(codes, W_dec, parameters)
-        return codes.with_values(s * p * (u + e) ** (p - 1) * codes.values.abs()).sums()
-
-    def _terms(
-        self, codes: Codes, W_dec: Tensor, parameters: Parameters
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """u, e, p and s."""
-        u = codes.values.abs() * codes.by_latent(W_dec.norm(dim=1))
-        total, p = u.detach().sum(), parameters["p"]
-        e = EDGE * total / codes.count().clamp(min=1)
-        powers = ((u.detach() + e) ** p - e**p).sum()
-        return u, e, p, (total / powers).where(powers > 0, 0.0)
-
-    def default_weight(self, d_in: int) -> float:
-        return 0.04 * math.sqrt(d_in)
-
-    def settings(self, d_sae: int) -> dict[str, float]:
-        return {"last_p": self._last}
-
-    @property
-    def _last(self) -> float:
-        return self.last_p or LAST_P
-
-    def initial(self, d_sae: int) -> Parameters:
-        import torch
-
-        return {"p": torch.ones(())}
-
-    def after_step(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
-        fallen = max(progress - FALLS_FROM, 0.0) / (1 - FALLS_FROM)
-        return {"p": parameters["p"].new_full((), 1 - fallen * (1 - self._last))}
 
 
 @dataclass(frozen=True)
