@@ -162,8 +162,8 @@ class TrainingConfig(Config):
         Shown(
             "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
             "active latents; target-l0, square of its excess over --target-l0, with gated "
-            "l1 of the weight that gives it; kl, divergence of firing rates from --target-rate; l1-codes, sum of "
-            "|z_i|. Default: l1 with relu, target-l0 with jumprelu and gated, else none.",
+            "l1 of the weight that gives it; kl, divergence of firing rates from --target-rate. "
+            "Default: l1 with relu, target-l0 with jumprelu and gated, else none.",
             metavar=f"<{'|'.join(sparsity_names())}>",
         ),
     ] = None

@@ -230,7 +230,20 @@ def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
     done = sae("extract", *models, *text, "--rows", "2000", "--name", "s", "--json")
     assert done.status == 0, done.err
     stores = [word for store in done.json["stores"] for word in ("--data", store["name"])]
-    done = sae("train", *stores, "--act", "relu-topk", "--k", "4", "--d-sae", "40", "--name", "run")
+    done = sae(
+        "train",
+        *stores,
+        "--act",
+        "relu-topk",
+        "--k",
+        "4",
+        "--d-sae",
+        "40",
+        "--steps",
+        "40",
+        "--name",
+        "run",
+    )
     assert done.status == 0, done.err
     words = (*stores, *models, "--tokens", "200", "--json")
     expected = sae("eval", "run", *words).json["runs"][0]
