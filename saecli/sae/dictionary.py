@@ -18,7 +18,7 @@ Shapes: B rows, b in this process, D = d_in, E = d_out, F = d_sae, L prefixes; o
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
@@ -132,23 +132,18 @@ class Dictionary(Module, ABC):
 
     def __init__(
         self,
-        W_enc: Tensor,
-        b_enc: Tensor,
-        b_dec: Tensor,
+        tensors: Mapping[str, Tensor | None],
         activation: Activation,
-        activation_parameters: Parameters | None = None,
-        *,
-        prefixes: Prefixes = (),
-        W_skip: Tensor | None = None,
-        widths: Sequence[int] = (),
+        learned: Iterable[str],
+        prefixes: Prefixes,
+        widths: Sequence[int],
     ) -> None:
+        """`tensors`: all parameters by name; `learned`: the names of those of the activation."""
         super().__init__()
-        learned = activation_parameters or {}
         self.activation = activation
         self.prefixes = tuple(prefixes)
         self.widths = tuple(widths)
         self._learned = tuple(learned)
-        tensors = {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, **learned, "W_skip": W_skip}
         for name, tensor in tensors.items():
             frozen = None if tensor is None else Parameter(tensor.detach(), requires_grad=False)
             self.register_parameter(name, frozen)
@@ -261,21 +256,31 @@ class Dictionary(Module, ABC):
         rows = self._rows("encode", x, self.d_in)
         return self.predicted(rows, self.codes(rows))[:, -1].reshape(*x.shape[:-1], self.d_out)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters of an `SAE` by name, detached; W_skip only if it has one."""
+        skip = [] if self.W_skip is None else ["W_skip"]
+        tensors = {"W_enc": self.W_enc, "b_enc": self.b_enc, "W_dec": self.decoder()}
+        tensors |= {name: getattr(self, name) for name in ("b_dec", *self._learned, *skip)}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
     def sae(self) -> "SAE":
         """A frozen copy as an `SAE`."""
+        kept = torch.contiguous_format
+        tensors = {name: own.clone(memory_format=kept) for name, own in self.tensors().items()}
+        return self._sae_of(tensors, self.activation, self._learned)
 
-        def copy(tensor: Tensor) -> Tensor:
-            return tensor.detach().clone(memory_format=torch.contiguous_format)
-
+    def _sae_of(
+        self, tensors: Mapping[str, Tensor], activation: Activation, learned: Iterable[str]
+    ) -> "SAE":
         return SAE(
-            copy(self.W_enc),
-            copy(self.b_enc),
-            copy(self.decoder()),
-            copy(self.b_dec),
-            self.activation,
-            {name: copy(tensor) for name, tensor in self.activation_parameters.items()},
+            tensors["W_enc"],
+            tensors["b_enc"],
+            tensors["W_dec"],
+            tensors["b_dec"],
+            activation,
+            {name: tensors[name] for name in learned},
             prefixes=self.prefixes,
-            W_skip=None if self.W_skip is None else copy(self.W_skip),
+            W_skip=tensors.get("W_skip"),
             widths=self.widths,
         )
 
@@ -337,18 +342,10 @@ class SAE(Dictionary):
         W_skip: Tensor | None = None,
         widths: Sequence[int] = (),
     ) -> None:
-        super().__init__(
-            W_enc,
-            b_enc,
-            b_dec,
-            activation,
-            activation_parameters,
-            prefixes=prefixes,
-            W_skip=W_skip,
-            widths=widths,
-        )
+        learned = activation_parameters or {}
+        tensors = {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, **learned, "W_skip": W_skip}
+        super().__init__(tensors | {"W_dec": W_dec}, activation, learned, prefixes, widths)
         self.metadata: dict[str, Any] = {}
-        self.register_parameter("W_dec", Parameter(W_dec.detach(), requires_grad=False))
 
     @property
     def cfg(self) -> dict[str, Any]:
@@ -370,34 +367,17 @@ class SAE(Dictionary):
     def decoder(self) -> Tensor:
         return self.W_dec
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All parameters by name, detached; W_skip only if it has one."""
-        skip = [] if self.W_skip is None else ["W_skip"]
-        names = ["W_enc", "b_enc", "W_dec", "b_dec", *self._learned, *skip]
-        return {name: getattr(self, name).detach() for name in names}
-
-    def changed(self, activation: Activation | None = None, **tensors: Tensor) -> Self:
+    def changed(self, activation: Activation | None = None, **tensors: Tensor) -> "SAE":
         """The same with other tensors, or with an activation: it then has the parameters of use, not of training."""
-        new = self.tensors() | tensors
         learned = self._learned if activation is None else activation.parameters(1)
-        changed = type(self)(
-            new["W_enc"],
-            new["b_enc"],
-            new["W_dec"],
-            new["b_dec"],
-            activation or self.activation,
-            {name: new[name] for name in learned},
-            prefixes=self.prefixes,
-            W_skip=new.get("W_skip"),
-            widths=self.widths,
-        )
-        changed.metadata = self.metadata
-        return changed
+        sae = self._sae_of(self.tensors() | tensors, activation or self.activation, learned)
+        sae.metadata = self.metadata
+        return sae
 
-    def without_training_parameters(self) -> Self:
+    def without_training_parameters(self) -> "SAE":
         return self.changed(self.activation)
 
-    def copy_to(self, *where: torch.device | torch.dtype | str) -> Self:
+    def copy_to(self, *where: torch.device | torch.dtype | str) -> "SAE":
         """A copy on another device or in another dtype, row-major as from a file, for equal last bits."""
         tensors = self.tensors()
         for to in where:
@@ -410,7 +390,7 @@ class SAE(Dictionary):
         scale: Tensor,
         target_mean: Tensor | None = None,
         target_scale: Tensor | None = None,
-    ) -> Self:
+    ) -> "SAE":
         """Fold in the normalisation `(x - mean) / scale`, (D,) each: the same codes of raw rows, and predictions
         `target_scale * y_hat + target_mean`, (E,) each, by default `mean` and `scale`."""
         if target_mean is None or target_scale is None:
@@ -439,20 +419,11 @@ class Coupled(Dictionary):
     B: Tensor | None
 
     def __init__(self, start: SAE, c: float, Delta: Tensor | None, B: Tensor | None = None) -> None:
-        super().__init__(
-            start.W_enc,
-            start.b_enc,
-            start.b_dec,
-            start.activation,
-            start.activation_parameters,
-            prefixes=start.prefixes,
-            W_skip=start.W_skip,
-            widths=start.widths,
-        )
+        learned = start.activation_parameters
+        tensors = {"W_enc": start.W_enc, "b_enc": start.b_enc, "b_dec": start.b_dec, **learned}
+        parts = {"W_skip": start.W_skip, "Delta": Delta}
+        super().__init__(tensors | parts, start.activation, learned, start.prefixes, start.widths)
         self.c, self.untied = c, False
-        self.register_parameter(
-            "Delta", None if Delta is None else Parameter(Delta, requires_grad=False)
-        )
         self.register_buffer("B", B)
 
     def direction(self) -> Tensor:
