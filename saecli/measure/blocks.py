@@ -103,7 +103,7 @@ class _PendingWindows:
 
 
 def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
-    """Batches of these rows, (B, D), as blocks of about a batch, valid until the next is asked for. With tokens they
+    """Batches of these rows, (B, D), as blocks of about a batch. With tokens they
     hold whole windows: only a window of more than `LONGEST` batches is split."""
     meta = rows.store.meta
     numbers = rows.numbers(batch_rows)
@@ -128,6 +128,6 @@ def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterato
             end = len(x)
         if end:
             yield block(x[:end], table[:, :end])
-        x, table = x[end:].clone(), table[:, end:]  # cloned: the batch's memory is reused
+        x, table = x[end:], table[:, end:]
     if len(x):
         yield block(x, table)

@@ -281,7 +281,7 @@ def open_all_measured(
 
 def held_out(measured: Measured) -> Measured:
     """The same SAE with the held-out rows of its store, at least one."""
-    rows = measured.stores.split("test", seed=measured.subject.split_seed).reusing()
+    rows = measured.stores.split("test", seed=measured.subject.split_seed)
     return replace(measured, split="test", rows=rows)
 
 
@@ -334,7 +334,7 @@ def _rows(
             "out, or give stores as one, by `saecli.join`"
         )
     if isinstance(data, Rows | JoinedRows):
-        return data.reusing()
+        return data
     if isinstance(data, Joined):
         stores = data
     elif isinstance(data, ActivationStore):
@@ -345,7 +345,7 @@ def _rows(
         stores = _own_stores(home, subject, listener)
     note_if_remade(subject, stores, listener)
     fraction = subject.fraction if split == "train" else 1.0
-    return stores.split(split, fraction=fraction, seed=subject.split_seed).reusing()
+    return stores.split(split, fraction=fraction, seed=subject.split_seed)
 
 
 def _store_names(data: RowsLike) -> list[str]:

@@ -283,7 +283,7 @@ def default_name(source: str) -> str:
 
 def _training_rows(measured: Measured) -> RowSource:
     """All of them, whatever fraction the SAE was trained on."""
-    return measured.stores.split("train", seed=measured.subject.split_seed).reusing()
+    return measured.stores.split("train", seed=measured.subject.split_seed)
 
 
 def _is_own(measured: Measured) -> bool:

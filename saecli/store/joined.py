@@ -39,9 +39,6 @@ class JoinedRows(RowSource):
             tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored()
         )
 
-    def reusing(self) -> "JoinedRows":
-        return self
-
     def batches(
         self,
         batch_size: int,
@@ -56,7 +53,7 @@ class JoinedRows(RowSource):
         row_bytes = self.inputs[0].store.meta.row_bytes
         return _side_by_side(
             [
-                rows.reusing().batches(
+                rows.batches(
                     batch_size,
                     seed=seed,
                     epoch=epoch,
@@ -71,7 +68,7 @@ class JoinedRows(RowSource):
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, (B, D + E); see `Rows.sequential`."""
-        return _side_by_side([rows.reusing().sequential(batch_size, part) for rows in self.all])
+        return _side_by_side([rows.sequential(batch_size, part) for rows in self.all])
 
     def spread(self) -> Spread:
         """Mean and scatter of all D + E dimensions."""

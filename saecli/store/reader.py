@@ -83,14 +83,10 @@ class RowSource(ABC):
 
     def spread(self) -> Spread:
         """Mean and scatter of all D + E dimensions, of the rows that can be read."""
-        return Spread.measured(self.reusing().sequential(SPREAD_ROWS), self.d_in + self.d_target)
+        return Spread.measured(self.sequential(SPREAD_ROWS), self.d_in + self.d_target)
 
     def as_stored(self) -> "RowSource":
-        """The same rows, in batches of the storage dtype if they have one, each valid until the next."""
-        return self
-
-    def reusing(self) -> "RowSource":
-        """The same rows, faster: each batch is valid until the next, as its memory is used again."""
+        """The same rows, in batches of the storage dtype if they have one."""
         return self
 
 
@@ -104,7 +100,6 @@ class Rows(RowSource):
         split: Split,
         counts: np.ndarray,
         decoded: bool = True,
-        reused: bool = False,
     ) -> None:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
         self.rows = int(counts.sum())
@@ -114,7 +109,6 @@ class Rows(RowSource):
             counts,
             self._kept,
             np.dtype(np.float32) if decoded else store.storage,
-            reused,
         )
 
     @classmethod
@@ -134,11 +128,8 @@ class Rows(RowSource):
         return (self,)
 
     def as_stored(self) -> "Rows":
-        """The same rows as stored, bfloat16 as its bits in uint16; each batch is valid until the next."""
-        return Rows(self.store, self.split, self._counts, decoded=False, reused=True)
-
-    def reusing(self) -> "Rows":
-        return Rows(self.store, self.split, self._counts, reused=True)
+        """The same rows as stored, bfloat16 as its bits in uint16."""
+        return Rows(self.store, self.split, self._counts, decoded=False)
 
     def batches(
         self,
@@ -223,7 +214,7 @@ class Rows(RowSource):
         return self.measured()
 
     def measured(self) -> Spread:
-        return Spread.measured(self.reusing().sequential(STATISTICS_ROWS), self.d_in)
+        return Spread.measured(self.sequential(STATISTICS_ROWS), self.d_in)
 
     def column(self, name: str, batch_size: int) -> Iterator[np.ndarray]:
         """A column's values for these rows, (B,) integers at a time, in stored order."""

@@ -50,7 +50,6 @@ class Source:
     # chunk number -> ascending indices of its wanted rows; None for all
     kept: Callable[[int], np.ndarray | None]
     dtype: np.dtype
-    reused: bool  # whether each batch is valid until the next only, as its memory is used again
 
     def decode(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Copy rows as stored, (R, D), into `out`, of their own dtype or float32, both contiguous."""
@@ -65,7 +64,7 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
     ends = np.cumsum(source.counts)
     total = int(ends[-1])
     first, stop = (min(total, batch_size * batch) for batch in part.of(-(-total // batch_size)))
-    buffers = _Buffers(source, batch_size, stop - first)
+    sizes = _Blocks(source, batch_size)
 
     def read(begin: int, end: int, out: np.ndarray) -> None:
         """Decode wanted rows `begin` to `end`, chunk by chunk."""
@@ -81,10 +80,10 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
             row, chunk = until, chunk + 1
 
     def blocks(pool: ThreadPoolExecutor) -> Iterator[_Block]:
-        for begin in range(first, stop, buffers.rows):
-            yield buffers.fill(pool, read, begin, min(begin + buffers.rows, stop))
+        for begin in range(first, stop, sizes.rows):
+            yield sizes.fill(pool, read, begin, min(begin + sizes.rows, stop))
 
-    return _read_ahead(blocks, buffers.ahead, batch_size, source.reused)
+    return _read_ahead(blocks, sizes.ahead, batch_size)
 
 
 def shuffled(
@@ -96,7 +95,7 @@ def shuffled(
     decoded while the next window is read. The order is fitted to `row_bytes`.
     """
     begin, end = part.of(batch_size)
-    buffers = _Buffers(source, end - begin, int(source.counts.sum()))
+    sizes = _Blocks(source, end - begin)
 
     def blocks(pool: ThreadPoolExecutor) -> Iterator[_Block]:
         memory = [np.empty((0, source.store.d_in), source.store.storage)] * 2
@@ -107,10 +106,10 @@ def shuffled(
             if len(order) > len(memory[turn % 2]):
                 memory[turn % 2] = np.empty((len(order), source.store.d_in), source.store.storage)
             following = memory[turn % 2][: len(order)]
-            yield from _decoding(pool, buffers, source, window, _loads(source, order, following))
+            yield from _decoding(pool, sizes, source, window, _loads(source, order, following))
             window = following
 
-    return _read_ahead(blocks, buffers.ahead, end - begin, source.reused)
+    return _read_ahead(blocks, sizes.ahead, end - begin)
 
 
 def numbers_shuffled(
@@ -184,7 +183,7 @@ class _Block:
 
 def _decoding(
     pool: ThreadPoolExecutor,
-    buffers: "_Buffers",
+    sizes: "_Blocks",
     source: Source,
     window: np.ndarray,
     loads: list[Callable[[], None]],
@@ -194,11 +193,11 @@ def _decoding(
     def decode(begin: int, end: int, out: np.ndarray) -> None:
         source.decode(window[begin:end], out)
 
-    count = -(-len(window) // buffers.rows)
+    count = -(-len(window) // sizes.rows)
     tasks = [] if count else [pool.submit(load) for load in loads]
     for number in range(count):
-        begin = number * buffers.rows
-        block = buffers.fill(pool, decode, begin, min(begin + buffers.rows, len(window)))
+        begin = number * sizes.rows
+        block = sizes.fill(pool, decode, begin, min(begin + sizes.rows, len(window)))
         due = loads[len(loads) * number // count : len(loads) * (number + 1) // count]
         tasks += [*block.tasks, *(pool.submit(load) for load in due)]
         yield block
@@ -206,19 +205,16 @@ def _decoding(
         task.result()
 
 
-class _Buffers:
-    """The memory of a stream's blocks, used in turn; blocks are of whole batches."""
+class _Blocks:
+    """The sizes of a stream's blocks, which are of whole batches, and how many are filled ahead."""
 
-    def __init__(self, source: Source, batch_size: int, total: int) -> None:
+    def __init__(self, source: Source, batch_size: int) -> None:
         row_bytes = source.dtype.itemsize * source.store.d_in
         self.rows = batch_size * max(1, BLOCK_BYTES // (row_bytes * batch_size))
         self.ahead = max(1, min(READERS + 2, AHEAD_BYTES // (self.rows * row_bytes)))
         # A block of one large batch is filled by all readers.
         self._task_rows = -(-self.rows // READERS) if self.rows == batch_size else self.rows
-        shape = (min(self.rows, total), source.store.d_in)
-        # One more than are being filled: the one that the consumer holds.
-        self._memory = [np.empty(shape, source.dtype) for _ in range(self.ahead + 1)]
-        self._turn = 0
+        self._d_in, self._dtype = source.store.d_in, source.dtype
 
     def fill(
         self,
@@ -227,39 +223,29 @@ class _Buffers:
         begin: int,
         end: int,
     ) -> _Block:
-        """Have `fill` write rows `begin` to `end` into the next block."""
-        self._turn += 1
-        rows = self._memory[self._turn % len(self._memory)][: end - begin]
-        starts = range(0, len(rows), self._task_rows)
-        parts = [rows[start : start + self._task_rows] for start in starts]
-        tasks = [
-            pool.submit(fill, begin + start, begin + start + len(part), part)
-            for start, part in zip(starts, parts, strict=True)
-        ]
+        """Have `fill` write rows `begin` to `end` into a block."""
+        rows = np.empty((end - begin, self._d_in), self._dtype)
+        tasks = []
+        for start in range(0, len(rows), self._task_rows):
+            part = rows[start : start + self._task_rows]
+            tasks.append(pool.submit(fill, begin + start, begin + start + len(part), part))
         return _Block(rows, tasks)
 
 
 def _read_ahead(
-    blocks: Callable[[ThreadPoolExecutor], Iterator[_Block]],
-    ahead: int,
-    batch_size: int,
-    reused: bool,
+    blocks: Callable[[ThreadPoolExecutor], Iterator[_Block]], ahead: int, batch_size: int
 ) -> Iterator[np.ndarray]:
     """Yield blocks batch by batch, with `ahead` of them being filled; a task's error is raised here."""
     pool = ThreadPoolExecutor(READERS, "sae-read")
     try:
         series = blocks(pool)
         under_way = deque(islice(series, ahead))
-        while True:
-            # Only now is the previous block free: its last batch was valid until the next was asked for.
-            under_way.extend(islice(series, 1))
-            if not under_way:
-                return
+        while under_way:
             block = under_way.popleft()
             for task in block.tasks:
                 task.result()
+            under_way.extend(islice(series, 1))
             for start in range(0, len(block.rows), batch_size):
-                batch = block.rows[start : start + batch_size]
-                yield batch if reused else batch.copy()
+                yield block.rows[start : start + batch_size]
     finally:
         pool.shutdown(cancel_futures=True)

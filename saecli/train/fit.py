@@ -159,7 +159,7 @@ def planned(
         if isinstance(rows, ActivationStore | Joined):
             return replace(training.rows_of(rows, begun=start is not None), test=None)
         if isinstance(rows, Rows | JoinedRows):
-            return Parts(rows.reusing())
+            return Parts(rows)
         return Parts(ArrayRows(rows, target))
 
     return plan_of(rows_of, solver, act, options, start)

@@ -266,13 +266,11 @@ class TrainingConfig(Config):
 
     def rows_of(self, store: ActivationStore | Joined, begun: bool) -> Parts:
         """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
-        test = store.split("test", seed=self.split_seed).reusing()
+        test = store.split("test", seed=self.split_seed)
         if begun:
             train, kept_out = parted(store, self.training_on().fraction, self.split_seed)
             return Parts(train, test, kept_out)
-        return Parts(
-            store.split("train", fraction=self.fraction, seed=self.split_seed).reusing(), test
-        )
+        return Parts(store.split("train", fraction=self.fraction, seed=self.split_seed), test)
 
     def epoch_batches(self, rows: int) -> int:
         """Batches in one pass over the rows."""
@@ -285,12 +283,12 @@ def parted(
     """Rows to train an SAE on, a fraction up to `TRAINED` of the training documents', and rows of the others, on which
     before and after are compared, so that the held-out rows have no part in the choice; held-out ones if there are no
     others."""
-    train = store.split("train", fraction=fraction, seed=seed).reusing()
+    train = store.split("train", fraction=fraction, seed=seed)
     try:
         kept_out = store.split("train", fraction=TRAINED, seed=seed, rest=True)
     except StoreError:  # too few documents
         kept_out = store.split("test", seed=seed)
-    return train, kept_out.reusing()
+    return train, kept_out
 
 
 @dataclass(frozen=True)

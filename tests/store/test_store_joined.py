@@ -59,11 +59,8 @@ def test_every_batch_has_the_rows_of_all_places_in_the_firsts_order(stores, whic
 
 def test_parts_of_batches_are_those_of_the_rows_side_by_side(stores):
     both = joined_rows(stores)
-    whole = [batch.copy() for batch in both.batches(50, seed=0, epoch=0)]
-    parts = [
-        [batch.copy() for batch in both.batches(50, seed=0, epoch=0, part=Part(number, 3))]
-        for number in range(3)
-    ]
+    whole = [*both.batches(50, seed=0, epoch=0)]
+    parts = [[*both.batches(50, seed=0, epoch=0, part=Part(number, 3))] for number in range(3)]
     for batch, *some in zip(whole, *parts, strict=True):
         np.testing.assert_array_equal(np.concatenate(some), batch)
     np.testing.assert_array_equal(

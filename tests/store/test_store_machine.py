@@ -198,7 +198,7 @@ class StoreMachine(RuleBasedStateMachine):
                         collect(rows.sequential(size)), self.kept[: store.rows][chosen]
                     )
                 asked = {"seed": seed, "epoch": 1, "window_bytes": window}
-                whole = [batch.copy() for batch in rows.batches(size, **asked)]
+                whole = [*rows.batches(size, **asked)]
                 assert [len(batch) for batch in whole[:-1]] == [size] * (len(whole) - 1)
                 found, expected = np.concatenate(whole), collect(rows.sequential(size))
                 np.testing.assert_array_equal(
@@ -206,10 +206,7 @@ class StoreMachine(RuleBasedStateMachine):
                 )
                 if size >= parts:
                     some = [
-                        [
-                            batch.copy()
-                            for batch in rows.batches(size, **asked, part=Part(number, parts))
-                        ]
+                        [*rows.batches(size, **asked, part=Part(number, parts))]
                         for number in range(parts)
                     ]
                     for number, batch in enumerate(whole):
