@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import rich.console
 
-from .errors import printable, shortened
+from .errors import printable
 from .files import to_json
 
 PLAIN_INTERVAL = 15.0  # seconds between progress lines if stderr is not a terminal
@@ -82,11 +82,11 @@ class Console:
         return console
 
     def note(self, text: str) -> None:
-        self._err.print(printable(shortened(text)), soft_wrap=True)
+        self._err.print(printable(text), soft_wrap=True)
 
     warn = note
 
-    def result(self, document: dict[str, Any], *shown: rich.console.RenderableType) -> None:
+    def print_result(self, document: dict[str, Any], *shown: rich.console.RenderableType) -> None:
         """Print the command's result: with `--json` the document, else `shown`."""
         if self.as_json:
             print(to_json(document))

@@ -35,8 +35,8 @@ def parse_json(text: str | bytes, kind: type[Document]) -> Document:
     from pydantic import ValidationError  # takes 0.1 s to import, and `sae --help` does not need it
 
     try:
-        found: Any = kind
-        return _adapter(found).validate_json(text, strict=True)
+        declared: Any = kind  # as in `options_of`
+        return _adapter(declared).validate_json(text, strict=True)
     except ValidationError as error:
         raise ValueError(_sentence(error.errors(include_url=False)[0])) from None
 

@@ -8,13 +8,11 @@
 Each message is one sentence: what failed; expected X, got Y; what to do.
 """
 
-import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Self
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
-LONGEST_WORD = 1000  # characters of a sentence's longest word; paths are shorter
 
 
 class SaeError(Exception):
@@ -82,15 +80,6 @@ def one_line(error: BaseException) -> str:
 def printable(text: str) -> str:
     """The text with control characters, and changes of direction escaped."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-
-
-def shortened(sentence: str) -> str:
-    """A sentence with words of over `LONGEST_WORD` characters cut."""
-    return re.sub(
-        rf"\S{{{LONGEST_WORD + 1},}}",
-        lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)",
-        sentence,
-    )
 
 
 def did_you_mean(word: str, choices: Iterable[str], most: int = 1) -> str:

@@ -64,12 +64,12 @@ class Shelf:
 
     def markers(self) -> dict[str, Marker | SaeError]:
         """The marker of every entry by name, newest first; of unreadable ones the error, last."""
-        found = {
+        markers = {
             path.parent.name: self._marker(path) for path in self.path.glob(f"*/{self.marker}")
         }
         return dict(
             sorted(
-                found.items(),
+                markers.items(),
                 key=lambda entry: (getattr(entry[1], "created", ""), entry[0]),
                 reverse=True,
             )
@@ -124,18 +124,19 @@ class Shelf:
 
     def matching(self, words: Sequence[str]) -> list[str]:
         """The words, each once, with the names that match instead of a shell-style pattern, layer 2 before layer 10."""
-        names, found = self.names(), list[str]()
+        names = self.names()
+        chosen: list[str] = []
         for word in words:
             plain = word in names or not {*word} & {*"*?["}
             if not (matched := [word] if plain else matches_of(names, word)):
                 raise self.error(f"no {self.noun} matches {word!r}; {self.instead_of(word)}")
-            found += sorted(
+            chosen += sorted(
                 matched,
                 key=lambda name: [
                     int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)
                 ],
             )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(chosen))
 
     def instead_of(self, name: str) -> str:
         """Names similar to one that does not exist, else the newest, in words."""

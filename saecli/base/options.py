@@ -185,25 +185,27 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def choose(
-    table: Mapping[str, type[ConfigT]], selector: str, name: str, given: Mapping[str, Any]
+    table: Mapping[str, type[ConfigT]], selector: str, name: str, options: Mapping[str, Any]
 ) -> ConfigT:
-    """Build `table[name]`, which the option `selector` names, from the options `given` by the user; refuses those
+    """Build `table[name]`, which the option `selector` names, from the `options` that the user gave; refuses those
     that only other entries have."""
     if name not in table:
         raise unknown_choice(selector, name, table)
     names = {key: options_of(config).keys() for key, config in table.items()}
-    for foreign in sorted(given.keys() & set().union(*names.values()) - names[name]):
+    for foreign in sorted(options.keys() & set().union(*names.values()) - names[name]):
         takers = " or ".join(key for key in table if foreign in names[key])
         raise ConfigError(
             f"{flag_of(foreign)} does nothing with {flag_of(selector)} {name}; leave it out, or use "
             f"{flag_of(selector)} {takers}"
         )
-    return table[name].among(given)
+    return table[name].among(options)
 
 
-def demand_known(function: str, given: Iterable[str], known: Collection[str], command: str) -> None:
+def demand_known(
+    function: str, options: Iterable[str], known: Collection[str], command: str
+) -> None:
     """Raise a ConfigError, with advice, for an option that a function lacks; `command` has the same ones."""
-    for name in given:
+    for name in options:
         if name not in known:
             advice = did_you_mean(name, known) or f"expected one of `sae {command}`'s"
             raise ConfigError(f"{function} has no option {name}; {advice}")

@@ -56,4 +56,4 @@ def command(
         progress=session.console,
     )
     session.write(csv, document["controls"])
-    session.result(document, controls_table(document))
+    session.print_result_and_notes(document, controls_table(document))

@@ -69,7 +69,7 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
         *(str(pictures / f"{name}.png") for name in ("frontier", "sparsity", "geometry")),
         *(str(pictures / f"sparsity-patterns-{name}.png") for name in runs),
     ]
-    session.console.result(
+    session.console.print_result(
         {"runs": results, "measures": measured, "pictures": paths},
         "",
         comparison(

@@ -15,8 +15,8 @@ from .options import (
     SplitName,
     Target,
     Tokens,
-    given,
     start,
+    value_given,
 )
 
 Stability = Annotated[
@@ -76,22 +76,25 @@ def command(
     check_tokens_of_model(tokens, model)
     if stable:
         check_stability(len(names), match_threshold)
-    elif given(ctx, "match_threshold") is not None:
+    elif value_given(ctx, "match_threshold") is not None:
         raise ConfigError(
             "--match-threshold does nothing without --stability; leave it out, or ask for --stability"
         )
     everything = open_all_measured(session.home, names, data, split, device, console, target)
     if stable:
-        check_comparable([(one.subject, one.sae) for one in everything])
-    found = compare(
+        check_comparable([(measured.subject, measured.sae) for measured in everything])
+    runs_measured = compare(
         saes=everything,
         model=model,
         model_revision=model_revision,
         tokens=tokens,
         progress=console,
     )
-    ranked = sparsest_first(found)
-    document: dict[str, Any] = {"runs": found, "unbeaten_means": meaning(found[0])}
+    ranked = sparsest_first(runs_measured)
+    document: dict[str, Any] = {
+        "runs": runs_measured,
+        "unbeaten_means": meaning(runs_measured[0]),
+    }
     tables = evaluation_tables(ranked, model or [])
     if stable:
         document["stability"] = stability(
@@ -101,7 +104,7 @@ def command(
     if plot is not None:
         from ..show import pictures  # matplotlib takes a second to import
 
-        families = {one.subject.name: one.family for one in everything}
+        families = {measured.subject.name: measured.family for measured in everything}
         pictures.frontier(plot, ranked, families)
         console.note(f"drew {plot}")
         if stable:
@@ -109,4 +112,4 @@ def command(
             pictures.stability(second, document["stability"])
             console.note(f"drew {second}")
     session.write(csv, [flat(run) for run in ranked])
-    console.result(document, *tables)
+    console.print_result(document, *tables)

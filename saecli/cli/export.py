@@ -53,6 +53,6 @@ def command(
         home=session.home,
         progress=session.console,
     )
-    session.console.result(
+    session.console.print_result(
         document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}"
     )

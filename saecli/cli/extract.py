@@ -62,8 +62,8 @@ def command(
     """Run a language model over text and store its activations.
 
     The forward pass stops at the last block read. Special tokens (BOS, EOS) are dropped and counted. A row dropped at
-    one of several hook points or models is dropped at all. The same command again resumes an interrupted extraction,
-    and does nothing for a finished one.
+    one of several hook points or models is dropped at every one. The same command again resumes an interrupted
+    extraction, and does nothing for a finished one.
 
     Example: sae extract --model google/gemma-2-2b --layer 12
     """
@@ -86,4 +86,4 @@ def command(
     )
     if communicator().is_main:
         document = stored(stores)
-        session.console.result(document, *stored_tables(document))
+        session.console.print_result(document, *stored_tables(document))

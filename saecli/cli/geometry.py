@@ -3,7 +3,7 @@ from typing import Annotated
 import typer
 
 from ..base.errors import ConfigError
-from .options import Data, Json, Plot, Runs, SplitName, given, start
+from .options import Data, Json, Plot, Runs, SplitName, start, value_given
 
 Most = Annotated[
     int, typer.Option("--rows", min=1, help="Most rows to measure; of more, a random sample.")
@@ -66,7 +66,7 @@ def command(
 
     session = start(ctx, json, plot)
     settings = Settings(rows, fit_rows, radius)
-    corners = given(ctx, "slice_")
+    corners = value_given(ctx, "slice_")
     if corners is not None and plot is None:
         raise ConfigError(
             "--slice does nothing without --plot; leave it out, or name a picture with --plot"
@@ -92,6 +92,6 @@ def command(
                 f"all, so this is a bug or rounding, please report it"
             )
     if len(documents) == 1:
-        session.console.result(documents[0], geometry_table(documents[0]))
+        session.console.print_result(documents[0], geometry_table(documents[0]))
     else:
-        session.console.result({"runs": documents}, geometries_table(documents))
+        session.console.print_result({"runs": documents}, geometries_table(documents))

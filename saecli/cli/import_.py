@@ -45,4 +45,4 @@ def command(
         refuse_options_of_worlds(file, options.keys())
         store = import_array(file=file, name=name, **asked)
     document = stored([store])
-    session.console.result(document, *stored_tables(document))
+    session.console.print_result(document, *stored_tables(document))

@@ -23,12 +23,12 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
 
     session = start(ctx, json)
     document = list_home(home=session.home.path, check=check, progress=session.console)
-    session.console.result(document, *listing_tables(document))
+    session.console.print_result(document, *listing_tables(document))
     if not check:
         return
     if document["problems"]:
-        found = counted(len(document["problems"]), "problem")
-        raise StoreError(f"found {found}; the list says where, and what to do")
+        problems = counted(len(document["problems"]), "problem")
+        raise StoreError(f"found {problems}; the list says where, and what to do")
     shards = counted(sum(store["shards"] for store in document["stores"]), "shard")
     session.console.note(
         f"checked {counted(len(document['stores']), 'store')}, {shards}: all whole"

@@ -17,7 +17,6 @@ from ..base.errors import (
     SaeError,
     one_line,
     printable,
-    shortened,
 )
 from ..base.machine import is_disk_full, is_out_of_memory, rank, world
 
@@ -177,7 +176,7 @@ def main() -> None:
                 f"unexpected {type(error).__name__}: {one_line(error)}; SAE_DEBUG=1 shows where, please report "
                 "it"
             )
-        sentence = as_named(printable(shortened(" ".join(sentence.split()))))
+        sentence = as_named(printable(" ".join(sentence.split())))
         where = f"process {rank()} of {world()}: " if world() > 1 else ""
         print(f"sae: {where}{sentence}", file=errors)
         _end(2 if isinstance(error, ConfigError) else 1)

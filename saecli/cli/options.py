@@ -140,9 +140,9 @@ def _typed(option: Option, value: Any) -> Any:
     return tuple(values) if option.several else values
 
 
-def _combinations(given: Mapping[str, Any]) -> tuple[Given, ...]:
+def _combinations(options: Mapping[str, Any]) -> tuple[Given, ...]:
     """One `Given` for each combination of values that are lists."""
-    several = {name: values for name, values in given.items() if isinstance(values, list)}
+    several = {name: values for name, values in options.items() if isinstance(values, list)}
     for name, values in several.items():
         twice = [value for index, value in enumerate(values) if value in values[:index]]
         if twice:
@@ -153,7 +153,7 @@ def _combinations(given: Mapping[str, Any]) -> tuple[Given, ...]:
     for combination in product(*several.values()):
         chosen = dict(zip(several, combination, strict=True))
         varied = {name: value for name, value in chosen.items() if len(several[name]) > 1}
-        combinations.append(Given({**given, **chosen}, varied))
+        combinations.append(Given({**options, **chosen}, varied))
     return tuple(combinations)
 
 
@@ -210,14 +210,9 @@ def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> 
 
     try:
         document = tomllib.loads(regular(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"cannot read --config {path}: {error.strerror or error}; give a TOML file of options"
-        ) from error
-    except (ValueError, RecursionError) as error:  # not TOML, not text, or deeply nested lists
-        raise ConfigError(
-            f"cannot read --config {path}: expected TOML, lines such as d_sae = 512, got something "
-            f"else: {one_line(error)}"
+            f"cannot read --config {path}: {one_line(error)}; expected TOML, lines such as d_sae = 512"
         ) from error
     params = {
         param.name: param
@@ -248,7 +243,7 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def given(ctx: typer.Context, name: str) -> Any:
+def value_given(ctx: typer.Context, name: str) -> Any:
     """An option's value as given by the user; None if it has its default."""
     return ctx.params[name] if is_given(ctx, name) else None
 
@@ -445,11 +440,11 @@ class Session:
             write_csv(csv, lines)
             self.console.note(f"wrote {csv}")
 
-    def result(self, document: dict[str, Any], *shown: Any) -> None:
-        """Print the document's notes, and then the result."""
+    def print_result_and_notes(self, document: dict[str, Any], *shown: Any) -> None:
+        """Print the document's notes on stderr, and then the result."""
         for note in document["notes"]:
             self.console.note(note)
-        self.console.result(document, *shown)
+        self.console.print_result(document, *shown)
 
 
 def start(
@@ -458,27 +453,29 @@ def start(
     plot: Path | None = None,
     csv: Path | None = None,
     out: Path | None = None,
-    checks_use: bool = True,
 ) -> Session:
-    """Begin a command. ConfigError if a path cannot be written; unless `checks_use`, the command itself refuses a
-    folder in use."""
+    """Begin a command. ConfigError if a path cannot be written, or the folder `out` holds something."""
     if plot is not None:
         from ..show.style import check_suffix  # matplotlib takes a second to import
 
         check_suffix(plot)
-    if out is not None and checks_use and not is_free(out):
+    if out is not None and not is_free(out):
         raise ConfigError(
             f"cannot write to {out}: expected an empty or a new folder, got one in use; name another"
         )
-    for path in (plot, csv, out):
+    if out is not None:
+        existing = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+        _demand_writable(existing / "index.html")
+    for path in (plot, csv):
         if path is not None:
-            try:
-                there = next(
-                    folder for folder in (path, *path.absolute().parents) if folder.is_dir()
-                )
-                check_place(there / "index.html" if path is out else path)
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot write {path}: {error.strerror or error}; name another path"
-                ) from error
+            _demand_writable(path)
     return Session(ctx.find_root().obj, Console(as_json))
+
+
+def _demand_writable(path: Path) -> None:
+    try:
+        check_place(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}; name another path"
+        ) from error

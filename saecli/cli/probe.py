@@ -96,4 +96,4 @@ def command(
             for line in document["by_set"]
         ],
     )
-    session.console.result(document, *probe_tables(document))
+    session.console.print_result(document, *probe_tables(document))

@@ -85,7 +85,7 @@ def command(
         home=session.home,
         progress=session.console,
     )
-    session.console.result(
+    session.console.print_result(
         document,
         f"pushed {document['run']} to {document['repo']}/{document['folder']} as "
         f"{document['format']}: {', '.join(document['files'])}",

@@ -64,4 +64,4 @@ def command(
         home=session.home,
         progress=session.console,
     )
-    session.result(document, refit_table(document), f"saved in {document['path']}")
+    session.print_result_and_notes(document, refit_table(document), f"saved in {document['path']}")

@@ -81,7 +81,7 @@ def command(
     """
     from ..show.report import report
 
-    session = start(ctx, json, out=out, checks_use=False)
+    session = start(ctx, json)
     document = report(
         sae=run,
         out=out,
@@ -99,7 +99,7 @@ def command(
         home=session.home.path,
         progress=session.console,
     )
-    session.result(
+    session.print_result_and_notes(
         document,
         f"wrote {document['index']}, with pages of {document['pages']:,} of "
         f"{document['latents']:,} latents, {size_words(document['bytes'])} in all; open it in a "

@@ -35,24 +35,26 @@ def command(
     from ..store.opening import removable, remove
 
     session = start(ctx, json)
-    found = removable(session.home, names, kind)
-    for one in found:
-        what = "trained on it" if one["kind"] == "store" else "unfinished fine-tunings that need it"
-        users = f"; {what}: {', '.join(one['users'])}" if one["users"] else ""
+    entries = removable(session.home, names, kind)
+    for entry in entries:
+        use = (
+            "trained on it" if entry["kind"] == "store" else "unfinished fine-tunings that need it"
+        )
+        users = f"; {use}: {', '.join(entry['users'])}" if entry["users"] else ""
         session.console.note(
-            f"{one['kind']} {one['name']}: {size_words(one['bytes'])} in {one['path']}{users}"
+            f"{entry['kind']} {entry['name']}: {size_words(entry['bytes'])} in {entry['path']}{users}"
         )
     if not yes:  # asked on stderr, so that stdout holds the result alone
         print(
-            f"remove {counted(len(found), 'folder')}? [y/N] ", end="", file=sys.stderr, flush=True
+            f"remove {counted(len(entries), 'folder')}? [y/N] ", end="", file=sys.stderr, flush=True
         )
         if not (answer := sys.stdin.readline()):
             raise ConfigError("--yes is needed where nobody can be asked; give it to remove them")
         if not answer.strip().lower().startswith("y"):
             session.console.note("nothing was removed")
-            found = []
-    total = sum(remove(session.home, one) for one in found)
-    session.console.result(
-        {"removed": found, "bytes": total},
-        *[f"removed {counted(len(found), 'folder')}, {size_words(total)}"] * bool(found),
+            entries = []
+    freed = sum(remove(session.home, entry) for entry in entries)
+    removed = f"removed {counted(len(entries), 'folder')}, {size_words(freed)}"
+    session.console.print_result(
+        {"removed": entries, "bytes": freed}, *([removed] if entries else [])
     )

@@ -37,20 +37,22 @@ def command(
         session.home, runs or [], data, split, device, session.console, target
     )
     pictured = 0 if plot is None else PICTURED_ROWS
-    tallies = [firing(one.sae, one.inputs(session.console), pictured) for one in everything]
-    found = [
-        sparsity_document(one, counts, session.console)
-        for one, counts in zip(everything, tallies, strict=True)
+    tallies = [
+        firing(measured.sae, measured.inputs(session.console), pictured) for measured in everything
+    ]
+    documents = [
+        sparsity_document(measured, counts, session.console)
+        for measured, counts in zip(everything, tallies, strict=True)
     ]
     if plot is not None:
         from ..show.pictures import sparsity  # matplotlib takes a second to import
 
         session.console.note(
-            f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, found))}"
+            f"drew {', '.join(str(path) for path, _ in sparsity(plot, tallies, documents))}"
         )
-    session.console.result(
-        {"runs": found},
-        comparison(found, SPARSITY),
-        *map(extremes, found),
-        *(places_table(run) for run in found if "places" in run),
+    session.console.print_result(
+        {"runs": documents},
+        comparison(documents, SPARSITY),
+        *map(extremes, documents),
+        *(places_table(run) for run in documents if "places" in run),
     )

@@ -22,7 +22,7 @@ Scales = Annotated[
         "--scale",
         help="Change in units of the code; give one for all latents, or one for each.",
         show_default="each latent's largest code on the run's store",
-        callback=lambda given: given or None,
+        callback=lambda scales: scales or None,
     ),
 ]
 NewTokens = Annotated[
@@ -87,4 +87,4 @@ def command(
         home=session.home,
         progress=session.console,
     )
-    session.console.result(document, *steering_tables(document))
+    session.console.print_result(document, *steering_tables(document))

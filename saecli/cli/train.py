@@ -72,8 +72,7 @@ Each = Annotated[
     bool,
     typer.Option(
         "--each",
-        help="Train one SAE for each store of --data, one after the other; the "
-        "same command again goes on.",
+        help="Train one SAE for each store of --data, one after the other; rerun it to resume.",
     ),
 ]
 Target = Annotated[
@@ -302,7 +301,7 @@ def trained(
             if alone
             else f"saved in {first.folder.parent}; loss.png in each has its curves",
         ]
-    session.console.result(documents[0] if alone else {"runs": documents}, *shown)
+    session.console.print_result(documents[0] if alone else {"runs": documents}, *shown)
     for number, error in enumerate(errors.values(), 1):
         if number == len(errors):
             raise error

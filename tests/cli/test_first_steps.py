@@ -118,13 +118,6 @@ def test_stores_are_taken_by_name_from_python(sae: CommandLine):
     assert saecli.join("rows", "more").d_in == 16
 
 
-def test_a_text_given_as_a_name_is_not_printed_whole(sae: CommandLine):
-    make_store(sae.home, "rows", some_rows())
-    make_run(sae.home, "run", random_sae())
-    for words in (("eval", "a" * 100_000), ("eval", "run", "--data", "b" * 100_000)):
-        assert len(sae(*words).err) < 600
-
-
 @pytest.mark.slow
 def test_an_l0_below_one_is_not_answered_with_a_larger_weight(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
