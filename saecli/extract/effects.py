@@ -27,9 +27,7 @@ from .passes import Below, Passes
 from .splice import StoredWindow, in_batches, padded
 
 BLOCK_LOGITS = 1 << 25  # logits computed at once: 128 MB in float32
-CACHED_LOGITS = (
-    1 << 20
-)  # measured at once on a CPU, so that they stay in its cache: 4 MB in float32
+CACHED_LOGITS = 1 << 20  # measured at once on a CPU, to stay in its cache: 4 MB in float32
 ZERO_TOKENS = 4096  # about, that the zeroed model is run over
 CLEARLY = 5  # standard errors above 0
 NO_NEXT = -1
@@ -72,17 +70,17 @@ class CleanPass:
         next_tokens = torch.where(has_next, next_tokens, NO_NEXT)[replaced]
         replaced = replaced.to(passes.model.device)
         keep = {passes.repeatable(part, token_ids) for part in parts or [writes]} - {0}
-        found: dict[HookPoint, Tensor] = {}
+        read: dict[HookPoint, Tensor] = {}
 
         def look(point: HookPoint, activations: Tensor) -> Tensor:
-            found[point] = activations[replaced]
+            read[point] = activations[replaced]
             return activations
 
         with torch.no_grad():
             states, below = passes.states(
                 token_ids, mask, dict.fromkeys((*reads, *writes), look), keep
             )
-        x, y = (torch.cat([found[point] for point in points], 1) for points in (reads, writes))
+        x, y = (torch.cat([read[point] for point in points], 1) for points in (reads, writes))
         return cls(
             passes,
             writes,
@@ -122,14 +120,14 @@ class CleanPass:
 
     def losses(self, states: Tensor) -> Tensor:
         """The cross-entropy of the next token, (n,) float32, given inputs of the head; 0 where there is none."""
-        found = [
+        losses = [
             functional.cross_entropy(
                 logits.float(), self.next_tokens[rows], ignore_index=NO_NEXT, reduction="none"
             )
             for block in self._blocks()
             for rows, logits in self._cached(block, self.passes.logits(states[block]))
         ]
-        return torch.cat(found) if found else states.new_empty(0, dtype=torch.float32)
+        return torch.cat(losses) if losses else states.new_empty(0, dtype=torch.float32)
 
     def compared(self, others: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The cross-entropy of the next token of the clean pass, (n,) float32, as `losses`; and with each of other
@@ -206,17 +204,19 @@ def _ratio(total: Tensor, count: int) -> float:
     return float(total) / count if count else math.nan
 
 
-class _Part:
-    """Sums over batches, float64, for hook points that are replaced at once, and each SAE."""
+class _Sums:
+    """Sums over tokens, float64, for hook points that are replaced at once: on the tokens where they were zeroed the
+    rise of a token's loss and its square; for each SAE cross-entropy and KL."""
 
-    def __init__(self, saes: int) -> None:
-        self.rise = torch.zeros(2, dtype=torch.float64)  # of a token's loss when zeroed; its square
-        self.spliced = torch.zeros(2, saes, dtype=torch.float64)  # cross-entropy, KL
+    def __init__(self, part: tuple[HookPoint, ...], saes: int) -> None:
+        self.part = part
+        self.rise = torch.zeros(2, dtype=torch.float64)
+        self.spliced = torch.zeros(2, saes, dtype=torch.float64)
 
 
 @torch.no_grad()
 def effects(
-    everything: Sequence[Passes],
+    models: Sequence[Passes],
     windows: Iterable[StoredWindow],
     reads: tuple[HookPoint, ...],
     parts: Sequence[tuple[HookPoint, ...]],
@@ -227,7 +227,7 @@ def effects(
     """Splice SAEs, transcoders or crosscoders into a model, or crosscoders into each of several, one at a time.
 
     Args:
-        everything: the passes of each model, with one tokenizer; a hook point's `model` is a number among them.
+        models: the passes of each model, with one tokenizer; a hook point's `model` is a number among them.
         reads: the hook points whose activations are encoded.
         parts: hook points of one model that are replaced at once: those that are read, some of them, or a transcoder's.
         show: called after each batch with the number of tokens done.
@@ -243,41 +243,22 @@ def effects(
     Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head, once more; for zeros
     the same on a fraction of the tokens.
     """
-    sums = [_Part(len(saes)) for _ in parts]
-    cleans = torch.zeros(len(everything), dtype=torch.float64)
-    written = reads if len(parts) > 1 or parts[0] == reads else parts[0]
+    sums = [_Sums(part, len(saes)) for part in parts]
+    clean_sums = torch.zeros(len(models), dtype=torch.float64)
+    writes = reads if len(parts) > 1 or parts[0] == reads else parts[0]
     tokens = predictions = tokens_zeroed = predictions_zeroed = 0
-    for batch in in_batches(windows, pass_tokens(everything[0].model.device)):
-        found: dict[HookPoint, Tensor] = {}
-        clean_passes = []
-        for number, passes in enumerate(everything):
-            points = tuple(point for point in reads if point.model == number)
-            own_parts = [part for part in parts if part[0].model == number]
-            clean_passes.append(CleanPass.of(passes, batch, points, points, own_parts))
-            found |= zip(points, clean_passes[-1].x.chunk(len(points), 1), strict=True)
-        x = torch.cat([found[point] for point in reads], 1)
-        predicted = [
-            dict(zip(written, (y_hat[:, place] for place in sae.places), strict=True))
-            for sae in saes
-            for y_hat in [sae(x.to(sae.W_enc))]
-        ]
+    for batch in in_batches(windows, pass_tokens(models[0].model.device)):
+        clean_passes = _clean_passes(models, batch, reads, parts)
+        activations: dict[HookPoint, Tensor] = {}
+        for clean in clean_passes:
+            activations |= zip(clean.writes, clean.x.chunk(len(clean.writes), 1), strict=True)
+        x = torch.cat([activations[point] for point in reads], 1)
+        predicted = [_predicted(sae, x, writes) for sae in saes]
         zero_too = tokens_zeroed <= zeroed * tokens
-        scored = int((clean_passes[0].next_tokens != NO_NEXT).sum())
         for number, clean in enumerate(clean_passes):
-            own = [index for index, part in enumerate(parts) if part[0].model == number]
-            states = [
-                clean.spliced(torch.cat([y_hat[point] for point in parts[index]], 1), parts[index])
-                for index in own
-                for y_hat in predicted
-            ]
-            losses, *spliced = clean.compared(states)
-            cleans[number] += losses.sum(dtype=torch.float64).cpu()
-            by_part = torch.stack(spliced).view(2, len(own), len(saes)).cpu()
-            for place, index in enumerate(own):
-                sums[index].spliced += by_part[:, place]
-                if zero_too:
-                    rise = (clean.losses(clean.zeroed(parts[index])) - losses).double()
-                    sums[index].rise += torch.stack([rise.sum(), rise.square().sum()]).cpu()
+            own = [each for each in sums if each.part[0].model == number]
+            clean_sums[number] += _add(own, clean, predicted, zero_too)
+        scored = int((clean_passes[0].next_tokens != NO_NEXT).sum())
         tokens += len(x)
         predictions += scored
         if zero_too:
@@ -285,10 +266,9 @@ def effects(
             predictions_zeroed += scored
         show(tokens)
 
-    def measures(part: tuple[HookPoint, ...], own: _Part, sae: int) -> dict[str, Any]:
-        clean, spliced = (
-            _ratio(total, predictions) for total in (cleans[part[0].model], own.spliced[0, sae])
-        )
+    def measures(own: _Sums, sae: int) -> dict[str, Any]:
+        clean = _ratio(clean_sums[own.part[0].model], predictions)
+        spliced = _ratio(own.spliced[0, sae], predictions)
         rise, square = (_ratio(total, predictions_zeroed) for total in own.rise)
         error = math.sqrt(max(0.0, square - rise**2) / max(1, predictions_zeroed))
         return {
@@ -300,7 +280,47 @@ def effects(
             "tokens": tokens,
         }
 
-    return [
-        [measures(part, own, index) for part, own in zip(parts, sums, strict=True)]
-        for index in range(len(saes))
+    return [[measures(own, index) for own in sums] for index in range(len(saes))]
+
+
+def _clean_passes(
+    models: Sequence[Passes],
+    windows: Sequence[StoredWindow],
+    reads: tuple[HookPoint, ...],
+    parts: Sequence[tuple[HookPoint, ...]],
+) -> list[CleanPass]:
+    """The windows run through each model."""
+    clean_passes = []
+    for number, passes in enumerate(models):
+        points = tuple(point for point in reads if point.model == number)
+        own_parts = [part for part in parts if part[0].model == number]
+        clean_passes.append(CleanPass.of(passes, windows, points, points, own_parts))
+    return clean_passes
+
+
+def _predicted(sae: SAE, x: Tensor, writes: tuple[HookPoint, ...]) -> dict[HookPoint, Tensor]:
+    """An SAE's predictions at each hook point written."""
+    y_hat = sae(x.to(sae.W_enc))
+    return {point: y_hat[:, place] for point, place in zip(writes, sae.places, strict=True)}
+
+
+def _add(
+    sums: Sequence[_Sums],
+    clean: CleanPass,
+    predicted: Sequence[dict[HookPoint, Tensor]],
+    zero_too: bool,
+) -> Tensor:
+    """Add a batch to the sums of one model's hook points; the sum of the clean losses."""
+    states = [
+        clean.spliced(torch.cat([y_hat[point] for point in own.part], 1), own.part)
+        for own in sums
+        for y_hat in predicted
     ]
+    losses, *spliced = clean.compared(states)
+    by_part = torch.stack(spliced).view(2, len(sums), len(predicted)).cpu()
+    for index, own in enumerate(sums):
+        own.spliced += by_part[:, index]
+        if zero_too:
+            rise = (clean.losses(clean.zeroed(own.part)) - losses).double()
+            own.rise += torch.stack([rise.sum(), rise.square().sum()]).cpu()
+    return losses.sum(dtype=torch.float64).cpu()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -53,11 +54,9 @@ def at_revisions(
             f"--model-revision must be given once, or once for each --model, got {len(each)} for "
             f"{counted(len(names), 'model')}; correct it"
         )
-    found = [
-        at_revision(name, revision)
-        for name, revision in zip(names, list(each) * (len(names) // len(each)), strict=True)
-    ]
-    return found[0] if isinstance(models, str) else found
+    each = list(each) * (len(names) // len(each))
+    specs = [at_revision(name, revision) for name, revision in zip(names, each, strict=True)]
+    return specs[0] if isinstance(models, str) else specs
 
 
 class HookPoint(NamedTuple):
@@ -218,36 +217,15 @@ class ExtractConfig(Config):
                 "--dataset is empty; name a hub dataset id, a .txt, .jsonl or .parquet file, or "
                 f"{STDLIB_DOCS}, or leave it out"
             )
-        for name in sorted(
-            name
-            for name in given & {*OF_SOURCE, *CHAT, "mix"}
-            if not any(_takes(one, name) for one in (datasets[1:] if name == "mix" else datasets))
-        ):
-            raise ConfigError(
-                f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out"
-            )
-        weights = [weight or 1.0 for weight in self._of_each("mix", datasets)]
-        chats = [
-            self.chat == "auto" and _takes(one, "chat") and one not in DEFAULT_CONFIGS
-            for one in datasets
-        ]
-        sources = tuple(
-            map(TextSource, datasets, *(self._of_each(name, datasets) for name in OF_SOURCE), chats)
-        )
-        names = tuple(
-            " ".join(
-                filter(
-                    None,
-                    [
-                        one.dataset,
-                        one.config,
-                        one.split.removeprefix("train"),
-                        one.column.removeprefix("text"),
-                    ],
+        for name in sorted(given & {*OF_SOURCE, *CHAT, "mix"}):
+            if not any(map(partial(_takes, name), datasets[1:] if name == "mix" else datasets)):
+                raise ConfigError(
+                    f"{flag_of(name)} does nothing with the dataset {datasets[0]}; leave it out"
                 )
-            )
-            for one in sources
-        )
+        of_each = [self._of_each(name, datasets) for name in OF_SOURCE]
+        chats = map(self._may_be_chat, datasets)
+        sources = tuple(map(TextSource, datasets, *of_each, chats))
+        names = tuple(source.name for source in sources)
         if len({*names}) < len(names):
             raise ConfigError(
                 "--dataset must name different texts, got one twice; use --mix to weight them"
@@ -257,16 +235,17 @@ class ExtractConfig(Config):
                 "--packed does nothing with --positions last, which takes one row from each document's "
                 "own window; leave it out"
             )
-        return Mixture(
-            sources, names if names[1:] else (), tuple(weight / sum(weights) for weight in weights)
-        )
+        weights = [weight or 1.0 for weight in self._of_each("mix", datasets)]
+        shares = tuple(weight / sum(weights) for weight in weights)
+        return Mixture(sources, names if len(names) > 1 else (), shares)
+
+    def _may_be_chat(self, dataset: str) -> bool:
+        return self.chat == "auto" and _takes("chat", dataset) and dataset not in DEFAULT_CONFIGS
 
     def _of_each(self, name: str, datasets: Sequence[str]) -> list[Any]:
         """The value of `mix`, or of one of `OF_SOURCE`, for each dataset, or the default."""
-        values, default = (
-            getattr(self, name) or ("",),
-            options_of(type(self))[name].default or (None,),
-        )
+        values = getattr(self, name) or ("",)
+        default, *_ = options_of(type(self))[name].default or (None,)
         if len(values) != len(datasets) and (len(values) > 1 or (name == "mix" and self.mix)):
             raise ConfigError(
                 f"{flag_of(name)} must be given once per --dataset{', or once' * (name != 'mix')}, got "
@@ -274,36 +253,37 @@ class ExtractConfig(Config):
             )
         each = values * (len(datasets) // len(values))
         return [
-            value if value and _takes(one, name) else default[0]
-            for value, one in zip(each, datasets, strict=True)
+            value if value and _takes(name, dataset) else default
+            for value, dataset in zip(each, datasets, strict=True)
         ]
 
     def check_chat(self, text: Mixture, given: Set[str]) -> None:
         """Raise a ConfigError for options that only chats have, if a text is none."""
-        texts = [one.dataset for one in text.sources if not one.chat]
-        idle = {*CHAT[1:]} if not text.chat else set()
-        idle |= {"positions"} if self.positions == "assistant" and texts else set()
-        if refused := sorted(given & idle):
+        texts = [source.dataset for source in text.sources if not source.chat]
+        idle = set() if text.chat else {"chat_template", "control_tokens"}
+        if self.positions == "assistant" and texts:
+            idle.add("positions")
+        for name in sorted(given & idle):
             raise ConfigError(
-                f"{flag_of(refused[0])} {getattr(self, refused[0])} needs chats; expected messages in "
+                f"{flag_of(name)} {getattr(self, name)} needs chats; expected messages in "
                 f"{texts[0]}, got text; leave it out, or name their column with --text-column"
             )
 
     def template(self) -> str | None:
         """The text of the file `chat_template`."""
+        if self.chat_template is None:
+            return None
         try:
-            return self.chat_template and regular(Path(self.chat_template).expanduser()).read_text(
-                encoding="utf-8"
-            )
+            return regular(Path(self.chat_template).expanduser()).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--chat-template {self.chat_template} cannot be read: {error}; name a jinja file"
             ) from error
 
 
-def _takes(dataset: str, option: str) -> bool:
+def _takes(option: str, dataset: str) -> bool:
     """Whether an option does something with a dataset."""
+    if option == "mix":
+        return True
     without = LOCAL_SUFFIXES if option.startswith("dataset_") else (".txt",)
-    return option == "mix" or (
-        dataset != STDLIB_DOCS and Path(dataset).suffix.lower() not in without
-    )
+    return dataset != STDLIB_DOCS and Path(dataset).suffix.lower() not in without

@@ -63,13 +63,13 @@ class Passes:
         differentiable in what replaces them; the first blocks, for each number in `keep`, to be given as `below` to
         other passes over the same tokens."""
         kept: dict[int, Below] = {}
-        found: list[Tensor] = []
+        reached: list[Tensor] = []
 
         def note(blocks: int, module: nn.Module, args: Any, output: Any) -> None:
             kept[blocks] = Below(blocks, _copied(output))
 
         def reach(module: nn.Module, args: tuple[Tensor]) -> None:
-            found.append(args[0])
+            reached.append(args[0])
             raise Reached
 
         with ExitStack() as opened:
@@ -86,7 +86,7 @@ class Passes:
             try:
                 self.model.forward(token_ids, mask)
             except Reached:
-                return found[0], kept
+                return reached[0], kept
         raise ModelError(f"{self.model.source.name} never ran its head; use another model")
 
     def logits(self, states: Tensor) -> Tensor:
@@ -129,10 +129,10 @@ class Passes:
             few = token_ids[:1, :PROBED]
             whole, kept = self.states(few, torch.ones_like(few), keep=(blocks,))
             try:
-                again, _ = self.states(few, torch.ones_like(few), below=kept[blocks])
+                repeated, _ = self.states(few, torch.ones_like(few), below=kept[blocks])
             except ModelError:
-                again = torch.full_like(whole, torch.nan)
-            worst = (again - whole).abs().max()
+                repeated = torch.full_like(whole, torch.nan)
+            worst = (repeated - whole).abs().max()
             self._repeatable[blocks] = bool(worst <= ALIKE * whole.abs().max())
         return blocks if self._repeatable.get(blocks) else 0
 

@@ -43,9 +43,9 @@ def demand_same_tokens(
         source.check_context(config.window)
         if source.identity() in [other.identity() for other in sources[:number]]:
             raise ConfigError(f"--model names {source.name} twice; name each model once")
-        both = [load_tokenizer(one) for one in (sources[0], source)]
-        ours, theirs = (one.get_vocab() for one in both)
-        prefixes = [affixes(one, config.begins).prefix for one in both]
+        tokenizers = [load_tokenizer(each) for each in (sources[0], source)]
+        ours, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
+        prefixes = [affixes(tokenizer, config.begins).prefix for tokenizer in tokenizers]
         shared = ours.keys() & theirs.keys()
         moved = [token for token in shared if ours[token] != theirs[token]]
         got = None

@@ -36,21 +36,19 @@ class Hooked:
 
     name: str
     sae: SAE
-    models: tuple[
-        str | None, ...
-    ]  # that its file names, see `spec_of`; several of a crosscoder of several
+    models: tuple[str | None, ...]  # that its file names, see `spec_of`; several of a crosscoder
     reads: tuple[HookPoint, ...]
     writes: tuple[HookPoint, ...]
 
     @property
     def origin(self) -> dict[str, Any]:
         """The fields of an SAE's `Origin` that say where it acts."""
-        found: dict[str, Any] = self.read.place
+        fields: dict[str, Any] = self.read.place
         if self.reads != self.writes:
-            found |= {f"target_{key}": value for key, value in self.written.place.items()}
-        return found | (
-            {"inputs": [one.place for one in self.reads]} if len(self.reads) > 1 else {}
-        )
+            fields |= {f"target_{key}": value for key, value in self.written.place.items()}
+        if len(self.reads) > 1:
+            fields["inputs"] = [point.place for point in self.reads]
+        return fields
 
     @property
     def read(self) -> HookPoint:
@@ -68,10 +66,10 @@ class Hooked:
                     f"{self.name} does not fit {model}: expected an SAE of the model's width, {width}, "
                     f"got {got}; name the model that its rows came from"
                 )
-        for place in (*self.reads, *self.writes):
-            if not 0 <= place.layer < layers:
+        for point in (*self.reads, *self.writes):
+            if not 0 <= point.layer < layers:
                 raise ConfigError(
-                    f"--layer must be from 0 to {layers - 1}, the last of {model}, got {place.layer}"
+                    f"--layer must be from 0 to {layers - 1}, the last of {model}, got {point.layer}"
                 )
 
 
@@ -87,81 +85,91 @@ def hooked(
     """An SAE, from `open_sae`, with its hook points; `layer` and `site` if its file does not say. With `what` a
     crosscoder of several models is refused: "WHAT NAME is not defined"."""
     subject, saved = opened
-    name, origin, inputs = subject.name, saved.origin, saved.origin.get("inputs") or []
-    of_inputs = [spec_of(one if "model" in one else origin) for one in inputs]
-    models = tuple(dict.fromkeys(of_inputs)) or (spec_of(origin),)
+    name, origin = subject.name, saved.origin
+    inputs = origin.get("inputs") or []
+    specs = [spec_of(entry if "model" in entry else origin) for entry in inputs]
+    models = tuple(dict.fromkeys(specs)) or (spec_of(origin),)
     if len(models) > 1 and what:
         raise ConfigError(
             f"{what} {name} is not defined: expected an SAE of one model, got a crosscoder whose codes "
             f"need the activations of {' and '.join(map(str, models))}; name another run"
         )
-    if site is not None and site not in SITES:
-        raise unknown_choice("site", site, SITES)
-    for option, given in (("layer", layer), ("site", site)):
-        known = origin.get(option)
-        if given is not None and known is not None and given != known:
-            raise ConfigError(
-                f"--{option} must be {known}, as {name} says, got {given}; leave --{option} out"
-            )
-    layer, site = origin.get("layer", layer), origin.get("site", site)
-    several = tuple(
-        HookPoint(one["layer"], one["site"], models.index(spec))
-        for one, spec in zip(inputs, of_inputs, strict=True)
-        if {"layer", "site"} <= one.keys()
+    reads: tuple[HookPoint, ...] = tuple(
+        HookPoint(entry["layer"], entry["site"], models.index(spec))
+        for entry, spec in zip(inputs, specs, strict=True)
+        if {"layer", "site"} <= entry.keys()
     )
-    if len(several) != len(saved.sae.widths):
+    if len(reads) != len(saved.sae.widths):
         raise ConfigError(
             f"{name} is a crosscoder that does not say where it reads: expected "
-            f"{len(saved.sae.widths)} hook points in its file, got {len(several)}; name a run of `sae "
+            f"{len(saved.sae.widths)} hook points in its file, got {len(reads)}; name a run of `sae "
             "train`"
         )
-    if layer is None or site is None:
-        raise ConfigError(
-            f"{name} does not say where it reads: expected a block and a site, got "
-            f"{'neither' if layer is site else 'one of them'}; give --layer and --site"
-        )
-    target_layer, target_site = origin.get("target_layer"), origin.get("target_site")
-    for named in (site, target_site, *(one.site for one in several)):
-        if named is not None and named not in SITES:
+    point = _hook_point(name, origin, layer, site)
+    reads = reads or (point,)
+    writes = (_target(name, origin),) if saved.is_transcoder else reads
+    for point in (*reads, *writes):
+        if point.site not in SITES:
             raise ConfigError(
-                f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got {named!r}; "
-                "use another SAE, or correct its file"
+                f"{name} names an unknown site in its file: expected {', '.join(SITES)}, got "
+                f"{point.site!r}; use another SAE, or correct its file"
             )
-    reads = writes = several or (HookPoint(layer, site),)
-    if saved.is_transcoder:
-        if target_layer is None or target_site is None:
-            raise ConfigError(
-                f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
-                "in its file, got none; name a run of `sae train`"
-            )
-        writes = (HookPoint(target_layer, target_site),)
     return Hooked(name, saved.sae, models, reads, writes)
 
 
+def _hook_point(
+    name: str, origin: Mapping[str, Any], layer: int | None, site: str | None
+) -> HookPoint:
+    """The hook point that an SAE's file names, or that the user gives where it names none."""
+    if site is not None and site not in SITES:
+        raise unknown_choice("site", site, SITES)
+    for option, value in (("layer", layer), ("site", site)):
+        recorded = origin.get(option)
+        if value is not None and recorded is not None and value != recorded:
+            raise ConfigError(
+                f"--{option} must be {recorded}, as {name} says, got {value}; leave --{option} out"
+            )
+    layer, site = origin.get("layer", layer), origin.get("site", site)
+    if layer is None or site is None:
+        raise ConfigError(f"{name} records no hook point; give --layer and --site")
+    return HookPoint(layer, site)
+
+
+def _target(name: str, origin: Mapping[str, Any]) -> HookPoint:
+    """The hook point that a transcoder predicts."""
+    layer, site = origin.get("target_layer"), origin.get("target_site")
+    if layer is None or site is None:
+        raise ConfigError(
+            f"{name} is a transcoder that does not say what it predicts: expected a block and a site "
+            "in its file, got none; name a run of `sae train`"
+        )
+    return HookPoint(layer, site)
+
+
 def model_of(
-    everything: Sequence[Hooked], name: str | None, revision: str | None, listener: Listener
+    saes: Sequence[Hooked], name: str | None, revision: str | None, listener: Listener
 ) -> "ModelSource":
     """The language model that SAEs act in, by default the one that their files name, with a note if theirs is another;
     loads no weights."""
     from .model_source import find_model
 
-    found = {one.models[0] for one in everything}
-    if name is None and len(found) == 1:
-        (name,) = found
+    recorded = {sae.models[0] for sae in saes}
+    if name is None and len(recorded) == 1:
+        (name,) = recorded
         if name is not None and revision is not None:
             name = name.partition("@")[0]
     if name is None:
         raise ConfigError(
             "--model is needed: expected one model in the files of "
-            f"{' and '.join(one.name for one in everything)}, got "
-            f"{' and '.join(sorted(one or 'none' for one in found))}; name it with --model"
+            f"{' and '.join(sae.name for sae in saes)}, got "
+            f"{' and '.join(sorted(spec or 'none' for spec in recorded))}; name it with --model"
         )
-    source = find_model(name, revision or recorded_revision(name, found))
-    for one in everything:
-        one.check(source.d_model, source.layers, source.name)
-        if one.models[0] not in (None, name, source.id, source.spec):
+    source = find_model(name, revision or recorded_revision(name, recorded))
+    for sae in saes:
+        sae.check(source.d_model, source.layers, source.name)
+        if sae.models[0] not in (None, name, source.id, source.spec):
             listener.note(
-                f"{one.name} was trained on activations of {one.models[0]}, and is used in {source.spec}"
+                f"{sae.name} was trained on activations of {sae.models[0]}, and is used in {source.spec}"
             )
     return source
 
@@ -224,11 +232,11 @@ class StoredWindow(NamedTuple):
 def stored_windows(rows: Rows, tokens: int, source: int | None = None) -> Iterator[StoredWindow]:
     """The first windows that hold one of these rows, in stored order, until they hold `tokens` of them; of a mixture
     those of a `source`, which may be none."""
-    found = 0
+    replaced_tokens = 0
     for token_ids, replaced in rows.windows(source):
         yield StoredWindow(token_ids, replaced)
-        found += int(replaced.sum())
-        if found >= tokens:
+        replaced_tokens += int(replaced.sum())
+        if replaced_tokens >= tokens:
             return
 
 

@@ -87,6 +87,13 @@ class TextSource:
     unread: str | None = None  # why `recognised` could not read it
 
     @property
+    def name(self) -> str:
+        """Dataset, configuration, split and column, these where they are not the default."""
+        parts = [self.dataset, self.config or ""]
+        parts += [self.split.removeprefix("train"), self.column.removeprefix("text")]
+        return " ".join(filter(None, parts))
+
+    @property
     def on_hub(self) -> bool:
         return self.dataset != STDLIB_DOCS and not _is_local(self.dataset)
 
@@ -99,13 +106,13 @@ class TextSource:
         from huggingface_hub.errors import RevisionResolutionError
 
         try:
-            found = HfApi().resolve_revision(
+            commit = HfApi().resolve_revision(
                 self.dataset,
                 repo_type="dataset",
                 revision=self.revision,
                 local_files_only=why_unreachable() is not None,
             )
-            return replace(self, revision=found.resolved)
+            return replace(self, revision=commit.resolved)
         except RevisionResolutionError:
             return self
         except _hub_errors() as error:
@@ -172,14 +179,13 @@ class TextSource:
     ) -> Iterator[Document]:
         """The documents from number `start` on, including blank ones, read from a mark at or before it; `note` is
         called with a message on skipped lines of a .jsonl file."""
-        found = self._documents(start, mark, note)
-        if start == 0:
-            if (first := next(found, None)) is None:
-                raise ModelError(
-                    f"there is no text in {self.dataset}; name another file or dataset"
-                )
+        documents = self._documents(start, mark, note)
+        first = next(documents, None)
+        if first is not None:
             yield first
-        yield from found
+            yield from documents
+        elif start == 0:
+            raise ModelError(f"there is no text in {self.dataset}; name another file or dataset")
 
     def _documents(
         self, start: int, mark: Mark | None, note: Callable[[str], None]
@@ -289,16 +295,10 @@ class Mixture:
 
     def identity(self, asked: bool = False) -> dict[str, Any]:
         parts = [source.identity(asked) for source in self.sources]
-        return (
-            parts[0]
-            if not self.names
-            else {
-                "dataset": " + ".join(part["dataset"] for part in parts),
-                "mixture": [
-                    {"share": share, **part} for share, part in zip(self.shares, parts, strict=True)
-                ],
-            }
-        )
+        if not self.names:
+            return parts[0]
+        mixture = [{"share": share, **part} for share, part in zip(self.shares, parts, strict=True)]
+        return {"dataset": " + ".join(part["dataset"] for part in parts), "mixture": mixture}
 
     def documents(
         self,
@@ -321,7 +321,7 @@ class Mixture:
             for index, source in enumerate(self.sources)
         }
         while waiting:
-            index = min(waiting, key=lambda one: counts[one] / self.shares[one])
+            index = min(waiting, key=lambda source: counts[source] / self.shares[source])
             if (document := next(waiting[index], None)) is None:
                 del waiting[index]
                 ends = f"{self.names[index]} ends after {counts[index]:,} rows"

@@ -87,28 +87,23 @@ class Unembedding:
         """The `count` tokens whose logits a unit step in each direction, (R, D), raises and lowers most; `show` is
         called with the number of directions done. Cost: `2 R D V` operations, `BLOCK_LOGITS` logits held at a time."""
         count = min(count, len(self._W_U))
-        found: list[tuple[Tensor, ...]] = []
-        for some in directions.split(max(1, BLOCK_LOGITS // len(self._W_U))):
-            unit = nn.functional.normalize(some.to(self._weight), dim=1)
+        parts: list[tuple[Tensor, ...]] = []
+        done = 0
+        for part in directions.split(max(1, BLOCK_LOGITS // len(self._W_U))):
+            unit = nn.functional.normalize(part.to(self._weight), dim=1)
             if self._centred:
                 unit = unit - unit.mean(1, keepdim=True)
-            taken = unit * self._weight
-            logits = (taken.to(self._W_U) @ self._W_U.T).float() - (taken @ self._mean)[:, None]
+            scaled = unit * self._weight
+            logits = (scaled.to(self._W_U) @ self._W_U.T).float() - (scaled @ self._mean)[:, None]
             up, promoted = logits.topk(count, dim=1)
             down, suppressed = logits.topk(count, dim=1, largest=False)
-            counts = torch.stack(
-                [
-                    torch.histc(one, LOGIT_BINS, least, most)
-                    for one, least, most in zip(
-                        logits, down[:, 0].tolist(), up[:, 0].tolist(), strict=True
-                    )
-                ]
-            )
-            found.append(
-                tuple(part.cpu() for part in (promoted, up, suppressed, down, counts.long()))
-            )
-            show(sum(len(part[0]) for part in found))
-        return OutputTokens(*map(torch.cat, zip(*found, strict=True)))
+            ranges = zip(logits, down[:, 0].tolist(), up[:, 0].tolist(), strict=True)
+            counts = torch.stack([torch.histc(row, LOGIT_BINS, *ends) for row, *ends in ranges])
+            columns = (promoted, up, suppressed, down, counts.long())
+            parts.append(tuple(column.cpu() for column in columns))
+            done += len(part)
+            show(done)
+        return OutputTokens(*map(torch.cat, zip(*parts, strict=True)))
 
 
 @torch.no_grad()
@@ -177,10 +172,10 @@ def continuation(
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         with model.reporting():
-            found = model.model.generate(
+            generated = model.model.generate(
                 token_ids, attention_mask=torch.ones_like(token_ids), generation_config=config
             )
-    return found[0, token_ids.shape[1] :].tolist()
+    return generated[0, token_ids.shape[1] :].tolist()
 
 
 def first_tokens(tokens: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -360,7 +360,7 @@ def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
         ),
         (["old", "--data", "bare"], 1, "expected a store that `sae extract` made"),
         (["narrow"], 2, "expected an SAE of the model's width, 16, got 8"),
-        (["nowhere"], 2, "does not say where it reads"),
+        (["nowhere"], 2, "records no hook point"),
         (["old", "--resume"], 2, "does nothing with --resume"),
         (["old", "--fvu-weight", "-1"], 2, "--fvu-weight must be at least 0"),
         (["old", "--only", "encoder"], 2, "--only"),
