@@ -32,6 +32,8 @@ from .options import HookPoint
 from .sites import intercepted
 
 Taken = TypeVar("Taken")
+PROBED = 16  # tokens
+ROUNDING = 1e-6  # relative difference of two passes over tokens of the same shape
 # Ends of names of constants that old checkpoints hold.
 CONSTANTS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")
 
@@ -40,7 +42,7 @@ class LanguageModel:
     """A loaded language model of `size` parameters, including blocks that are not loaded, and its tokenizer.
 
     Args:
-        head: load the unembedding too, for `logits`.
+        head: load the unembedding too, for `logits`; a model whose tokens see later ones is refused.
         dtype: see `ModelSource.dtype_on`.
         weights_seed: draw random weights, as the architecture initialises them; None for the model's own.
         last: the last layer to load, where that is safe; None for all.
@@ -92,6 +94,22 @@ class LanguageModel:
             )
         self.size, self._every = outline.size, outline.blocks
         self.blocks = cast(nn.ModuleList, self.model.get_submodule(outline.path))
+        if head:
+            self._demand_causal()
+
+    @torch.no_grad()
+    def _demand_causal(self) -> None:
+        """Refuse a model whose tokens see later ones: its next token is no prediction."""
+        token_ids = torch.arange(PROBED)[None] % self.vocabulary
+        mask = torch.ones_like(token_ids)
+        logits = self.logits(token_ids, mask)
+        token_ids[:, -1] = 0
+        change = (self.logits(token_ids, mask) - logits)[:, :-1].abs().max()
+        if change > ROUNDING * logits.abs().max():
+            raise ModelError(
+                f"{self.source.name} predicts no next token: expected a causal language model, got "
+                "one whose tokens see later ones; use another model, or leave --model out if it is optional"
+            )
 
     @property
     def notes(self) -> list[str]:

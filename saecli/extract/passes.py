@@ -22,7 +22,6 @@ from .special import affixes
 
 PROBED = 16  # tokens on which a pass that repeats blocks is compared with a whole one
 ALIKE = 1e-4  # relative difference of one pass and another by rounding
-ROUNDING = 1e-6  # relative difference of two passes over tokens of the same shape
 Hook = Callable[[HookPoint, Tensor], Tensor]
 
 
@@ -34,10 +33,7 @@ class Below(NamedTuple):
 
 
 class Passes:
-    """The two parts of a language model's forward pass; it must be loaded with its head.
-
-    A model whose tokens see later ones is refused: its next token is no prediction.
-    """
+    """The two parts of a language model's forward pass; it must be loaded with its head."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self._head = model, model.model.get_output_embeddings()
@@ -46,7 +42,6 @@ class Passes:
                 f"{model.source.name} has no head: expected a causal language model, got a "
                 f"{type(model.model).__name__}; use another model"
             )
-        self._demand_causal()
         self.suffix = affixes(model.tokenizer).suffix  # what the tokenizer adds after a text
         self._repeatable: dict[int, bool] = {}
         self._one_token: Below | None = None
@@ -104,20 +99,6 @@ class Passes:
         with _repeating(self.model.blocks, self._one_token), ExitStack() as opened:
             opened.callback(self._head.register_forward_pre_hook(swap).remove)
             return self.model.forward(token_ids, mask).logits[0]
-
-    @torch.no_grad()
-    def _demand_causal(self) -> None:
-        token_ids = torch.arange(PROBED)[None] % self.model.vocabulary
-        mask = torch.ones_like(token_ids)
-        states, _ = self.states(token_ids, mask)
-        token_ids[:, -1] = 0
-        others, _ = self.states(token_ids, mask)
-        change = (others - states)[:, :-1].abs().max()
-        if change > ROUNDING * states.abs().max():
-            raise ModelError(
-                f"{self.model.source.name} predicts no next token: expected a causal language model, got "
-                "one whose tokens see later ones; use another model, or leave --model out if it is optional"
-            )
 
     @torch.no_grad()
     def repeatable(self, points: Sequence[HookPoint], token_ids: Tensor) -> int:

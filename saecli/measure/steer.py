@@ -28,7 +28,6 @@ from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of
 from ..extract.model_source import find_model
-from ..extract.passes import Passes
 from ..extract.sites import intercepted
 from ..extract.special import affixes, special_ids
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
@@ -276,7 +275,6 @@ def steer(
         change = change._replace(scales=largest)
     source = model_of([sae_at], model, model_revision, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
-    Passes(loaded)  # refuses a model whose tokens see later ones, which the loader takes
     prepend_bos = opened[1].origin.get("prepend_bos") is not False
     prefix = affixes(loaded.tokenizer, prepend_bos).prefix
     inputs = [_token_ids(loaded, prefix, prompt, max_new_tokens) for prompt in prompts]
