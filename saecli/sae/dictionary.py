@@ -134,11 +134,11 @@ class Dictionary(Module, ABC):
         self,
         tensors: Mapping[str, Tensor | None],
         activation: Activation,
-        learned: Iterable[str],
-        prefixes: Prefixes,
-        widths: Sequence[int],
+        learned: Iterable[str] = (),
+        prefixes: Prefixes = (),
+        widths: Sequence[int] = (),
     ) -> None:
-        """`tensors`: all parameters by name; `learned`: the names of those of the activation."""
+        """`tensors`: all parameters by name, W_skip being None without a skip; `learned`: names of the activation's."""
         super().__init__()
         self.activation = activation
         self.prefixes = tuple(prefixes)

@@ -309,13 +309,15 @@ class SgdSolver(Solver):
     def __init__(
         self, initial: SAE, task: Task, config: Sgd, communicator: Communicator = ALONE
     ) -> None:
-        dictionary: Dictionary = initial.sae()
-        if config.tied:
-            dictionary = Coupled(initial.sae(), 1.0, None, task.B)
-        super().__init__(dictionary, (), task, config, communicator)
+        super().__init__(self.dictionary_of(initial, task, config), (), task, config, communicator)
         self.re_aims = config.revive
         self._between = min(task.batches, math.ceil(task.steps / DECODER_STEPS))
         self._forget_firing()
+
+    @staticmethod
+    def dictionary_of(initial: SAE, task: Task, config: Sgd) -> Dictionary:
+        """A copy of the initial SAE, as the kind of dictionary that is trained."""
+        return Coupled(initial.sae(), 1.0, None, task.B) if config.tied else initial.sae()
 
     def step(self, batch: Batch) -> StepReport:
         report = super().step(batch)

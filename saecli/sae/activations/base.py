@@ -35,6 +35,8 @@ PENALTY_OPTIONS = {"target_rate": "kl", "target_l0": "target-l0"}
 class Activation(Config):
     """A configuration that maps pre-activations to codes, with its parameters, their gradients, and its penalties.
 
+    Codes have the scale of pre-activations: see `rescaled`.
+
     trained: names of parameters that have a gradient.
     one_scale: whether codes compare directions of latents, so that a scale for each dimension would change them.
     of_codes: settings that a trained SAE's codes depend on.
