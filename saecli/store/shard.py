@@ -6,7 +6,6 @@ shard is first opened, each chunk when it is first read.
 
 import io
 import os
-import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -48,16 +47,6 @@ def _store_of(shard: Path) -> Path:
     """The folder of a shard's store; a rank's is within another."""
     folder = shard.parents[1]
     return folder.parents[1] if folder.parent.name == SHARDS else folder
-
-
-def unreadable(path: Path, why: str) -> StoreError:
-    return StoreError(f"cannot read shard {path}: {why}; {make_anew(_store_of(path))}")
-
-
-def damage(path: Path, what: str, expected: str, got: str) -> StoreError:
-    return StoreError(
-        f"shard {path} is damaged: expected {what} {expected}, got {got}; {make_anew(_store_of(path))}"
-    )
 
 
 @dataclass(frozen=True)
@@ -105,8 +94,9 @@ def _verified(path: Path, meta: StoreMeta, record: ShardRecord) -> Iterator["h5p
     """A shard as HDF5 opens it, after its frame has been compared with its checksum."""
     import h5py  # `sae list` need not wait for it
 
-    with _open_shard(path) as file:
-        digest = frame_checksum(file, record.frame.start, demand_room(path, meta, record))
+    end = demand_room(path, meta, record)
+    with path.open("rb", buffering=0) as file:
+        digest = frame_checksum(file, record.frame.start, end)
         if digest != record.frame.xxh3:
             raise StoreError(
                 f"shard {path} is damaged, or {STORE_MARKER} does not fit it: expected the XXH3-64 of its "
@@ -139,19 +129,6 @@ def _demand_agreement(path: Path, meta: StoreMeta, record: ShardRecord, file: "h
             )
 
 
-def _open_shard(path: Path) -> io.FileIO:
-    if not stat.S_ISREG(_status(path).st_mode):  # opening a pipe would block
-        raise unreadable(path, "expected a file, got something else")
-    return path.open("rb", buffering=0)
-
-
-def _status(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except FileNotFoundError as error:
-        raise StoreError(f"shard {path} is missing; {make_anew(_store_of(path))}") from error
-
-
 def frame_checksum(file: io.FileIO, start: int, end: int) -> str:
     """The XXH3-64, in hexadecimal, of a shard's bytes before `start` and from `end` on."""
     digest = xxh3_64(file.read(start))
@@ -165,7 +142,10 @@ def demand_room(path: Path, meta: StoreMeta, record: ShardRecord) -> int:
     """The byte offset at which a shard's activations end; StoreError if it is too short. Cost: one `stat`."""
     chunk_rows = min(meta.chunk_rows, record.rows)
     end = record.frame.start + -(-record.rows // chunk_rows) * chunk_rows * meta.row_bytes
-    size = _status(path).st_size
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError as error:
+        raise StoreError(f"shard {path} is missing; {make_anew(_store_of(path))}") from error
     if size < end:
         raise StoreError(
             f"shard {path} is truncated: expected {end} bytes or more, got {size}; "
@@ -182,11 +162,9 @@ def demand_chunk(
     if got != checksum:
         first = chunk * layout.chunk_rows
         last = min(first + layout.chunk_rows, layout.rows) - 1
-        raise damage(
-            path,
-            f"the XXH3-64 of its rows {first} to {last} to be",
-            f"{checksum:016x}",
-            f"{got:016x}",
+        raise StoreError(
+            f"shard {path} is damaged: expected the XXH3-64 of its rows {first} to {last} to be "
+            f"{checksum:016x}, got {got:016x}; {make_anew(_store_of(path))}"
         )
 
 
@@ -202,8 +180,8 @@ def find_damage(
     done = 0
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="sae-check")
     try:
-        found = pool.map(partial(_problem, store, meta), meta.shards)
-        for record, problem in zip(meta.shards, found, strict=True):
+        checked = pool.map(partial(_problem, store, meta), meta.shards)
+        for record, problem in zip(meta.shards, checked, strict=True):
             problems += [problem] if problem else []
             done += record.rows * meta.row_bytes
             show(done)
@@ -216,7 +194,7 @@ def _problem(store: Path, meta: StoreMeta, record: ShardRecord) -> str | None:
     path = store / SHARDS / record.file
     try:
         layout = read_layout(path, meta, record)
-        with _open_shard(path) as file:
+        with path.open("rb", buffering=0) as file:
             file.seek(layout.checksums)
             checksums = np.frombuffer(file.read(layout.checked.size * CHECKSUM.itemsize), CHECKSUM)
             file.seek(layout.start)
@@ -226,7 +204,7 @@ def _problem(store: Path, meta: StoreMeta, record: ShardRecord) -> str | None:
     except StoreError as error:
         return str(error)
     except OSError as error:
-        return str(unreadable(path, error.strerror or str(error)))
+        return f"cannot read shard {path}: {error.strerror or error}; {make_anew(_store_of(path))}"
     return None
 
 

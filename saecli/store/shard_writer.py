@@ -108,9 +108,6 @@ class ShardWriter:
         self._spread: Spread | None = None
         self._norms: list[np.ndarray] = []
         self._chunk = np.empty((meta.chunk_rows, meta.d_in), DTYPES[meta.dtype].storage)
-        # Allocating these for every chunk costs more than the arithmetic on them.
-        self._decoded = np.empty(self._chunk.shape, np.float32)
-        self._scratch = np.empty(self._chunk.shape, np.float64)
         self._filled = 0  # rows of the chunk being gathered
         self._columns: dict[str, list[Column]] = {name: [] for name in meta.row_values}
         self._windows: list[Windows] = []
@@ -147,9 +144,7 @@ class ShardWriter:
     def commit(self) -> Frame:
         """Finish the shard, flush it and rename it to its final path."""
         if self._filled:
-            if self.rows < len(
-                self._chunk
-            ):  # the only chunk is exactly its rows; else the last is padded
+            if self.rows < len(self._chunk):  # the only chunk is its rows; else the last is padded
                 self._chunk = self._chunk[: self.rows]
             self._chunk[self._filled :] = 0
             self._flush_chunk()
@@ -184,13 +179,12 @@ class ShardWriter:
 
     def _flush_chunk(self) -> None:
         # Chunk by chunk and as stored, so that the statistics do not depend on how rows were appended.
-        rows, decoded, scratch = (
-            array[: self._filled] for array in (self._chunk, self._decoded, self._scratch)
-        )
+        rows = self._chunk[: self._filled]
+        decoded = np.empty(rows.shape, np.float32)
         DTYPES[self._meta.dtype].decode_rows(rows, decoded)
-        np.copyto(scratch, decoded)
-        self._norms.append(row_norms(scratch))
-        spread = Spread.of(scratch)
+        wide = decoded.astype(np.float64)
+        self._norms.append(row_norms(wide))
+        spread = Spread.of(wide)
         self._spread = spread if self._spread is None else self._spread + spread
         self._checksums.append(xxh3_64_intdigest(self._chunk.data))
         _write(self._file, self._chunk.data.cast("B"), self._end)

@@ -139,14 +139,14 @@ class Split:
             for source in np.unique(sources).tolist():
                 own = sources == source
                 groups.setdefault(source, _Group()).update(ids[own], hashes[own])
-        found = [
+        lowest = [
             group.document
             for group in groups.values()
             if group.has_several and not group.has_below(limit)
         ]
-        if not found and whole.has_several and not whole.has_below(limit):
-            found = [whole.document]
-        return tuple(sorted(found))
+        if not lowest and whole.has_several and not whole.has_below(limit):
+            lowest = [whole.document]
+        return tuple(sorted(lowest))
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
         """Whether rows belong to it, (R,) bool, by their ids, (R,) integers."""
@@ -169,14 +169,10 @@ class Split:
             return StoreError(
                 f"{path} holds no whole shard yet; run the command that makes it again"
             )
-        unit, remedy = (
-            (
-                "documents",
-                "make a store of more documents (blank lines separate them in a .txt file)",
-            )
-            if "document" in meta.columns
-            else ("rows", "import more rows")
-        )
+        unit, remedy = "rows", "import more rows"
+        if "document" in meta.columns:
+            unit = "documents"
+            remedy = "make a store of more documents (blank lines separate them in a .txt file)"
         return StoreError(
             f"the {self.which} split of {path} is empty: of its {meta.rows} rows, chosen by a hash of "
             f"their {unit}, none belongs to it; {remedy}, or use another --split-seed"

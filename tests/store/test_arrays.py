@@ -290,8 +290,8 @@ def test_blocks_are_a_reshape_read_once_from_any_row_on(shape, most, data):
         )
         assert all(block.size <= max(most, values[0].size) for _, block in blocks)
         number = data.draw(st.integers(0, len(blocks) - 1))
-        again = list(source.blocks(blocks[number][0]))
-        assert [begin for begin, _ in again] == [begin for begin, _ in blocks[number:]]
+        resumed = list(source.blocks(blocks[number][0]))
+        assert [begin for begin, _ in resumed] == [begin for begin, _ in blocks[number:]]
         start = data.draw(st.integers(0, source.rows - 1))
         rest = np.concatenate([block.copy() for _, block in source.blocks(start)])
         np.testing.assert_array_equal(rest, values.reshape(-1, shape[-1])[start:])

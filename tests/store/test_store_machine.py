@@ -140,37 +140,32 @@ class StoreMachine(RuleBasedStateMachine):
         rows, count = store.split("all"), store.rows
         np.testing.assert_array_equal(collect(rows.sequential(size)), self.kept[:count])
         several = [
-            batch.copy()
-            for number in range(parts)
-            for batch in rows.sequential(size, Part(number, parts))
+            batch for number in range(parts) for batch in rows.sequential(size, Part(number, parts))
         ]
         np.testing.assert_array_equal(np.concatenate(several), self.kept[:count])
         for name in self.columns:
-            np.testing.assert_array_equal(
-                np.concatenate(list(rows.column(name, size))), self.documents[:count]
-            )
-        found, wide = (
-            stored_statistics(store.path, store.meta),
-            self.kept[:count].astype(np.float64),
-        )
-        norms = np.linalg.norm(wide, axis=1)
+            values = np.concatenate([*rows.column(name, size)])
+            np.testing.assert_array_equal(values, self.documents[:count])
+        self.check_statistics(store)
+
+    def check_statistics(self, store):
+        statistics = stored_statistics(store.path, store.meta)
+        rows = self.kept[: store.rows].astype(np.float64)
+        mean, scatter = rows.mean(0), ((rows - rows.mean(0)) ** 2).sum(0)
+        large = np.abs(rows).max()
+        np.testing.assert_allclose(statistics.spread.mean, mean, rtol=1e-12, atol=1e-12 * large)
         np.testing.assert_allclose(
-            found.spread.mean, wide.mean(0), rtol=1e-12, atol=1e-12 * np.abs(wide).max()
+            statistics.spread.scatter, scatter, rtol=1e-9, atol=1e-12 * large**2
         )
-        np.testing.assert_allclose(
-            found.spread.scatter,
-            ((wide - wide.mean(0)) ** 2).sum(0),
-            rtol=1e-9,
-            atol=1e-12 * np.square(wide).max(),
-        )
-        assert found.norms.rows == store.meta.norms.rows == count
-        assert found.norms.max == pytest.approx(norms.max())
-        shards = np.split(norms, np.arange(self.meta.shard_rows, count, self.meta.shard_rows))
+        norms, summary = np.linalg.norm(rows, axis=1), statistics.norms
+        assert summary.rows == store.meta.norms.rows == store.rows
+        assert summary.max == pytest.approx(norms.max())
+        shards = np.split(norms, np.arange(self.meta.shard_rows, len(norms), self.meta.shard_rows))
         medians = [np.median(shard) for shard in shards]
         massive = [shard[shard > 10 * np.median(shard)] for shard in shards]
-        assert found.norms.median == pytest.approx(np.average(medians, weights=[*map(len, shards)]))
-        assert found.norms.massive_rows == sum(map(len, massive))
-        assert found.norms.massive_sum == pytest.approx(sum(shard.sum() for shard in massive))
+        assert summary.median == pytest.approx(np.average(medians, weights=[*map(len, shards)]))
+        assert summary.massive_rows == sum(map(len, massive))
+        assert summary.massive_sum == pytest.approx(sum(shard.sum() for shard in massive))
 
     @rule(
         size=st.integers(1, 90),
@@ -200,9 +195,9 @@ class StoreMachine(RuleBasedStateMachine):
                 asked = {"seed": seed, "epoch": 1, "window_bytes": window}
                 whole = [*rows.batches(size, **asked)]
                 assert [len(batch) for batch in whole[:-1]] == [size] * (len(whole) - 1)
-                found, expected = np.concatenate(whole), collect(rows.sequential(size))
+                rows_read, expected = np.concatenate(whole), collect(rows.sequential(size))
                 np.testing.assert_array_equal(
-                    found[np.lexsort(found.T)], expected[np.lexsort(expected.T)]
+                    rows_read[np.lexsort(rows_read.T)], expected[np.lexsort(expected.T)]
                 )
                 if size >= parts:
                     some = [
@@ -224,9 +219,9 @@ class StoreMachine(RuleBasedStateMachine):
                 self.write_rest(writer, 0)
             with StoreWriter.open(self.path, self.meta, limit=self.limit) as writer:
                 self.write_rest(writer, writer.cursor["block"] if writer.cursor else 0)
-            whole, found = stored_contents(self.folder / "whole"), stored_contents(self.path)
-            assert found["meta"] == whole["meta"]
-            np.testing.assert_array_equal(found["rows"], self.kept)
+            whole, resumed = stored_contents(self.folder / "whole"), stored_contents(self.path)
+            assert resumed["meta"] == whole["meta"]
+            np.testing.assert_array_equal(resumed["rows"], self.kept)
             np.testing.assert_array_equal(whole["rows"], self.kept)
         finally:
             shutil.rmtree(self.folder)

@@ -54,9 +54,9 @@ def test_the_first_batches_can_be_left_out(rows, part):
     options = {"seed": 1, "epoch": 2, "window_bytes": 12 * 1000, "part": part}
     batches = [*rows.batches(64, **options)]
     for first in (3, 15, 16, 40, 78, 79, 80):
-        found = [*rows.batches(64, first=first, **options)]
-        assert len(found) == max(0, 79 - first)
-        for batch, expected in zip(found, batches[first:], strict=True):
+        rest = [*rows.batches(64, first=first, **options)]
+        assert len(rest) == max(0, 79 - first)
+        for batch, expected in zip(rest, batches[first:], strict=True):
             np.testing.assert_array_equal(batch, expected)
     numbers = [*rows.order(64, seed=1, epoch=2)]
     for batch, expected in zip(
@@ -97,11 +97,11 @@ def documents(tmp_path_factory, request):
 def test_a_batch_holds_few_pairs_of_one_document(documents, parts):
     store, of_rows = documents
     window = store.rows // parts * 512
-    came = collect(store.split("all").batches(64, seed=0, epoch=0, window_bytes=window))[
+    order = collect(store.split("all").batches(64, seed=0, epoch=0, window_bytes=window))[
         :, 0
     ].astype(int)
     assert pairs_of_one_document(of_rows, 64) > 100  # as stored
-    assert pairs_of_one_document(came, 64) < 1.2
+    assert pairs_of_one_document(order, 64) < 1.2
 
 
 def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
@@ -134,11 +134,11 @@ def test_public_batches_stay_as_they_came(tmp_path, monkeypatch):
         np.testing.assert_array_equal(np.concatenate([*split.sequential(8)]), expected)
         shuffled = np.concatenate([*split.batches(8, seed=0, epoch=0)])
         np.testing.assert_array_equal(shuffled[shuffled[:, 0].argsort()], expected)
-        again = []
+        copies = []
         for batch in split.batches(8, seed=0, epoch=0):
-            again.append(batch.copy())
+            copies.append(batch.copy())
             batch[:] = -1
-        np.testing.assert_array_equal(np.concatenate(again), shuffled)
+        np.testing.assert_array_equal(np.concatenate(copies), shuffled)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_windows_grow_with_the_batch_so_that_rows_are_read_in_runs(
     np.testing.assert_array_equal(np.sort(numbers), np.arange(5000))
     units = math.ceil(5000 / unit / windows)  # of the first window
     assert len(np.unique(numbers[: (units - 1) * unit // batch_size * batch_size] // unit)) == units
-    came = collect(rows.batches(batch_size, seed=0, epoch=0))[:, 0].astype(int)
-    np.testing.assert_array_equal(came, numbers)
+    order = collect(rows.batches(batch_size, seed=0, epoch=0))[:, 0].astype(int)
+    np.testing.assert_array_equal(order, numbers)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32))
@@ -172,8 +172,8 @@ def test_permutation_beyond_a_table_scatters_neighbours():
     for part in np.split(
         images, 8
     ):  # each eighth is spread evenly over the whole: chi-squared, 49 degrees of freedom
-        found = np.bincount(part * 50 // count, minlength=50)
-        assert ((found - 100) ** 2 / 100).sum() < 95
+        counts = np.bincount(part * 50 // count, minlength=50)
+        assert ((counts - 100) ** 2 / 100).sum() < 95
     assert (np.abs(np.diff(images)) <= 10).mean() == pytest.approx(20 / count, abs=5e-4)
 
 

@@ -116,8 +116,10 @@ def test_each_source_of_a_mixture_with_two_documents_holds_one_out(tmp_path, see
     columns = {"document": documents, "source": source}
     mixed = make_store(tmp_path / "m", rows, columns=columns, sources=("a", "b", "c"), chunk_rows=7)
     key = splitmix64(splitmix64(seed) ^ 1)
-    expected = {one for one in range(40) if splitmix64(splitmix64(one) ^ key) / 2**64 < 0.1}
-    for own in ([one for one in range(40) if one not in sources_of], [3, 17, 30]):
+    expected = {
+        document for document in range(40) if splitmix64(splitmix64(document) ^ key) / 2**64 < 0.1
+    }
+    for own in ([document for document in range(40) if document not in sources_of], [3, 17, 30]):
         if expected.isdisjoint(own):
             expected.add(lowest_hash(own, seed))
     test = numbers(mixed.split("test", seed=seed))
@@ -166,12 +168,12 @@ def read_back(rows: Rows) -> np.ndarray:
     return collect(rows.sequential(64)).astype(np.float64)
 
 
-def assert_spread(found, rows: np.ndarray) -> None:
-    assert found.rows == len(rows)
+def assert_spread(spread, rows: np.ndarray) -> None:
+    assert spread.rows == len(rows)
     # A sum of float64 is good to 1e-16 of its largest term: a mean to that of the mean, a scatter to that of itself.
-    np.testing.assert_allclose(found.mean, rows.mean(axis=0), rtol=1e-13)
+    np.testing.assert_allclose(spread.mean, rows.mean(axis=0), rtol=1e-13)
     np.testing.assert_allclose(
-        found.scatter, ((rows - rows.mean(axis=0)) ** 2).sum(axis=0), rtol=1e-9, atol=1e-13
+        spread.scatter, ((rows - rows.mean(axis=0)) ** 2).sum(axis=0), rtol=1e-9, atol=1e-13
     )
 
 

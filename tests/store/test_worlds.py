@@ -52,10 +52,10 @@ def test_zipfian_probabilities_sum_to_l0_and_fall_by_the_power(features, exponen
 
 @pytest.mark.parametrize(("features", "d_in"), [(100, 16), (16, 16), (9, 16)])
 def test_directions_reach_the_least_sum_of_squared_products(features, d_in):
-    found = tight_frame(np.random.default_rng(0).standard_normal((features, d_in)))
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1)
+    frame = tight_frame(np.random.default_rng(0).standard_normal((features, d_in)))
+    np.testing.assert_allclose(np.linalg.norm(frame, axis=1), 1)
     least = max(features**2 / d_in, features) - features  # Benedetto and Fickus 2003
-    assert np.square(found @ found.T).sum() - features == pytest.approx(least, abs=1e-4)
+    assert np.square(frame @ frame.T).sum() - features == pytest.approx(least, abs=1e-4)
 
 
 def test_two_thirds_of_features_are_in_trees_of_two_levels():
@@ -106,13 +106,13 @@ def test_rows_are_the_bias_and_the_sum_of_magnitudes_times_directions():
 
 def test_a_block_depends_on_options_seed_and_its_number_alone():
     config = SyntheticConfig(features=G, d_in=D, l0=5, seed=1)
-    first, again = world_of(config), world_of(config)
-    again.codes(1, 0)
+    first, second = world_of(config), world_of(config)
+    second.codes(1, 0)
     for block in (5, 6):
-        ours, theirs = first.codes(1, block), again.codes(1, block)
+        ours, theirs = first.codes(1, block), second.codes(1, block)
         np.testing.assert_array_equal(ours.indices, theirs.indices)
         np.testing.assert_array_equal(ours.data, theirs.data)
-    assert first.to_bytes() == again.to_bytes()
+    assert first.to_bytes() == second.to_bytes()
     assert first.codes(2, 5).nnz != first.codes(1, 5).nnz
 
 

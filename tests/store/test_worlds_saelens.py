@@ -51,7 +51,7 @@ def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path
     lines = saelens(
         "score", tmp_path / "truth.npz", *(tmp_path / act for act in RUNS)
     ).splitlines()[-len(RUNS) :]
-    for found, line in zip(ours, lines, strict=True):
+    for scores, line in zip(ours, lines, strict=True):
         theirs = json.loads(line)
         expected = {
             "mcc": theirs["mcc"],
@@ -63,5 +63,5 @@ def test_every_score_agrees_with_saelens_scorer(sae: CommandLine, tmp_path: Path
             "recall": theirs["classification"]["recall"],
             "explained_variance": theirs["explained_variance"],
         }
-        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-        assert 0.2 < found["mcc"] < 1
+        assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert 0.2 < scores["mcc"] < 1
