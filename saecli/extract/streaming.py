@@ -93,7 +93,7 @@ def open_stream(
     def blocks(
         show: Callable[[int, int], None],
     ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
-        admission, dtype = Admission(request.folder, meta), DTYPES[config.dtype]
+        admission, dtype = Admission(meta), DTYPES[config.dtype]
         stored = offered = 0
         with Ahead(extraction.blocks()) as found:
             for group in in_groups(found, forward.tokens, config.rows):

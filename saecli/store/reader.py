@@ -25,16 +25,12 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 WINDOW_BYTES, LARGEST_WINDOW_BYTES = 256 << 20, 1 << 30
-STATISTICS_ROWS, SPREAD_ROWS = (
-    1024,
-    65_536,
-)  # rows per batch of a pass that measures rows of a store, or others
+STATISTICS_ROWS, SPREAD_ROWS = 1024, 65_536  # per batch of a pass over rows of a store, or others
 # Subtracting held-out rows must leave at least this fraction of the scatter in every dimension, which keeps 9 of
 # float64's 15 digits.
 LEAST_LEFT = 1e-6
-UNIT_BYTES = (
-    64 << 10
-)  # random reads of this size reach about half a disk's speed, or more where others are near
+# Random reads of this size reach about half a disk's speed, or more where others are near.
+UNIT_BYTES = 64 << 10
 
 
 def window_for(batch_size: int) -> int:
@@ -50,9 +46,8 @@ class RowSource(ABC):
     d_in: int  # D
     d_target: int = 0  # E, 0 if the targets are the rows
     widths: tuple[int, ...] = ()  # of several inputs side by side; none for one
-    places: tuple[
-        int, ...
-    ] = ()  # widths of a crosscoder's hook points: several inputs that are their own targets
+    # Widths of a crosscoder's hook points: several inputs that are their own targets.
+    places: tuple[int, ...] = ()
     target: "Rows | None" = None  # as `inputs`
     passes: float = math.inf  # how often the rows can be read: any number of times, or once
 

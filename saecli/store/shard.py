@@ -5,12 +5,9 @@ shard is first opened, each chunk when it is first read.
 """
 
 import io
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     import h5py
 
 PIECE_BYTES = 4 << 20
-THREADS = 4
 
 
 def make_anew(store: Path) -> str:
@@ -172,21 +168,14 @@ def find_damage(
     store: Path, meta: StoreMeta, show: Callable[[float], None] = lambda read: None
 ) -> list[str]:
     """A sentence for each shard that is missing, differs from its checksums or does not fit `store.json`; `show` gets
-    the bytes read so far.
-
-    Cost: reads every byte, and its XXH3-64, on at most `THREADS` cores.
-    """
+    the bytes read so far. Cost: reads every byte, and its XXH3-64."""
     problems: list[str] = []
     done = 0
-    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="sae-check")
-    try:
-        checked = pool.map(partial(_problem, store, meta), meta.shards)
-        for record, problem in zip(meta.shards, checked, strict=True):
-            problems += [problem] if problem else []
-            done += record.rows * meta.row_bytes
-            show(done)
-    finally:
-        pool.shutdown(cancel_futures=True)  # an interrupt waits only for the shards being read
+    for record in meta.shards:
+        if problem := _problem(store, meta, record):
+            problems.append(problem)
+        done += record.rows * meta.row_bytes
+        show(done)
     return problems
 
 

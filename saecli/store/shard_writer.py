@@ -53,24 +53,14 @@ class Admission:
     """Drops rows that are not finite in the stored type, or have a norm above `max_norm_multiple` times the median of
     the first block that has a finite row."""
 
-    def __init__(self, path: Path, meta: StoreMeta) -> None:
-        self._path, self._meta = path, meta
+    def __init__(self, meta: StoreMeta) -> None:
+        self._meta = meta
         self.median = meta.median_norm
 
     def rows(self, activations: np.ndarray) -> np.ndarray:
-        """Activations, (R, D), of the storage dtype or float32; ValueError if they are none that a store takes."""
-        meta = self._meta
-        if activations.ndim != 2 or activations.shape[1] != meta.d_in:
-            raise ValueError(
-                f"a block does not fit {self._path}: expected shape (rows, {meta.d_in}), "
-                f"got {activations.shape}"
-            )
-        if activations.dtype == DTYPES[meta.dtype].storage:
+        """Activations, (R, D), of the storage dtype or float32."""
+        if activations.dtype == DTYPES[self._meta.dtype].storage:
             return activations
-        if activations.dtype.kind != "f":
-            raise ValueError(
-                f"a block does not fit {self._path}: expected floats, got {activations.dtype}"
-            )
         with np.errstate(over="ignore"):  # overflow gives infinities, which are dropped
             return activations.astype(np.float32, copy=False)
 

@@ -62,7 +62,7 @@ class StoreWriter:
     ) -> None:
         self.path, self.meta, self._lock, self._is_part = path, meta, lock, is_part
         self._failed = False
-        self._admission = Admission(path, meta)
+        self._admission = Admission(meta)
         self._limit = limit
         self._shard: ShardWriter | None = None
         # Until the first block has come again.
@@ -157,7 +157,6 @@ class StoreWriter:
                 "another --name, or remove that store"
             )
         rows = self._admission.rows(activations)
-        self._demand_columns(columns, len(rows))
         verdicts = self._admission.verdicts(rows)
         admitted = np.flatnonzero(verdicts == ADMITTED)
         cursor = json.loads(json.dumps(cursor))
@@ -176,21 +175,6 @@ class StoreWriter:
             windows = windows.admitted(verdicts == ADMITTED, end)
         with self._reporting():
             self._store(rows, columns, windows, cursor, begin, end)
-
-    def _demand_columns(self, columns: Columns, rows: int) -> None:
-        if columns.keys() != set(self.meta.row_values):
-            raise ValueError(
-                f"a block does not fit {self.path}: expected columns {list(self.meta.row_values)}, "
-                f"got {list(columns)}"
-            )
-        for name, column in columns.items():
-            if isinstance(column, np.ndarray) and (
-                column.shape != (rows,) or column.dtype.kind not in "iu"
-            ):
-                raise ValueError(
-                    f"column {name} does not fit {self.path}: expected {rows} integers, "
-                    f"got {column.dtype} of shape {column.shape}"
-                )
 
     def _stored_already(self, cursor: dict[str, Any], rows: int) -> int:
         """Rows of a block of so many that were stored before an interruption."""

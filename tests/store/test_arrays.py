@@ -268,9 +268,8 @@ def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
         open_array("digits", key="x")
 
 
-ACTS = (
-    np.random.default_rng(0).standard_normal((20, 7, 6)).astype(np.float32)
-)  # batch, position, width
+# Batch, position, width.
+ACTS = np.random.default_rng(0).standard_normal((20, 7, 6)).astype(np.float32)
 DEEP = ACTS.reshape(5, 4, 7, 6)
 
 

@@ -140,27 +140,6 @@ def test_blocks_already_encoded_are_stored_as_they_are(tmp_path, dtype):
     np.testing.assert_array_equal(collect(store.split("all").sequential(9)), kept)
 
 
-ROLE = {"role": np.zeros(2, int)}
-
-
-@pytest.mark.parametrize(
-    ("block", "columns", "said"),
-    [
-        (np.zeros((2, 5), np.float32), ROLE, r"shape \(rows, 4\), got \(2, 5\)"),
-        (np.zeros((2, 4), np.int32), ROLE, "expected floats, got int32"),
-        (np.zeros((2, 4), np.float32), {}, r"columns \['role'\], got \[\]"),
-        (np.zeros((2, 4), np.float32), {"role": np.zeros(3, int)}, "expected 2 integers"),
-        (np.zeros((2, 4), np.float32), {"role": np.zeros(2)}, "expected 2 integers, got float64"),
-    ],
-)
-def test_blocks_that_do_not_fit_are_refused(tmp_path, block, columns, said):
-    with (
-        StoreWriter.open(tmp_path / "s", make_meta(4, columns=("role",))) as writer,
-        pytest.raises(ValueError, match=said),
-    ):
-        writer.append(block, columns, {})
-
-
 def test_a_store_of_no_rows_is_refused_with_the_counts(tmp_path):
     with (
         StoreWriter.open(tmp_path / "s", make_meta(4)) as writer,
