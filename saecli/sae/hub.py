@@ -84,14 +84,14 @@ def registered(text: str) -> Registered | None:
     )
 
 
-def registry_hint(text: str, asks: bool = True) -> str:
-    """What SAELens' registry has instead of an unknown SAE, or what to install if it `asks` and SAELens is missing."""
+def registry_hint(text: str) -> str:
+    """What SAELens' registry has instead of an unknown SAE, or what to install if SAELens is missing."""
     name, _, wanted = text.partition("/")
     ids = [entry["id"] for entry in _release(name).get("saes", ())]
     if ids:
         question = did_you_mean(wanted, ids) or f"its first is {ids[0]}"
         return f"; SAELens' release {name} has {len(ids):,} SAEs, and is named as {name}/ID: {question}"
-    if asks and find_spec("sae_lens") is None:
+    if "/" in text and find_spec("sae_lens") is None:
         return "; for a release and id of SAELens, install sae-lens or name its place on the hub"
     return ""
 

@@ -235,10 +235,8 @@ def find_subject(
             raise HubError(
                 f"no run and no folder here is named {text!r}, and {error}{registry_hint(text)}"
             ) from error
-    raise RunError(
-        f"there is no run and no folder named {text!r}; {home.runs.instead_of(text)}"
-        f"{registry_hint(text, asks=False)}"
-    )
+    instead = home.runs.instead_of(text)
+    raise RunError(f"there is no run and no folder named {text!r}; {instead}{registry_hint(text)}")
 
 
 def _listed(text: str, listed: Registered, note: Callable[[str], None]) -> Subject:

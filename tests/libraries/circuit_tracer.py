@@ -49,11 +49,15 @@ def main() -> None:
             "jumprelu": JumpReLU(torch.rand(F) * 4, 0.1),
         }.items():
             path = folder / "theirs" / f"{name}{'-skip' if skip else ''}"
-            one = SingleLayerTranscoder(D, F, act, 0, skip_connection=skip, dtype=torch.float32)
-            for key, parameter in one.named_parameters():
+            transcoder = SingleLayerTranscoder(
+                D, F, act, 0, skip_connection=skip, dtype=torch.float32
+            )
+            for key, parameter in transcoder.named_parameters():
                 if "threshold" not in key:
                     parameter.normal_()
-            TranscoderSet({0: one}, "mlp.hook_in", "hook_mlp_out", "scan").to_safetensors(str(path))
+            TranscoderSet({0: transcoder}, "mlp.hook_in", "hook_mlp_out", "scan").to_safetensors(
+                str(path)
+            )
             (path / "config.yaml").write_text(
                 yaml.dump(
                     {

@@ -191,7 +191,7 @@ def scope(folder: Path, name: str, repo: Path, place: Path, factor: float) -> No
 
     loaders.hf_hub_download = download
     loaders.get_safetensors_tensor_shapes = lambda repo_id, filename: {
-        key: list(one.shape) for key, one in load_file(repo / filename).items()
+        key: list(tensor.shape) for key, tensor in load_file(repo / filename).items()
     }
 
     def load(cfg_overrides: dict[str, Any], **further: Any) -> tuple:
@@ -276,10 +276,10 @@ def score(truth: Path, *saes: str) -> None:
     world = FeatureDictionary(features, d_in, bias=True, initializer=None)
     world.feature_vectors.data, world.bias.data = arrays["directions"], arrays["bias"]
     for folder in saes:
-        found = eval_sae_on_synthetic_data(
+        scores = eval_sae_on_synthetic_data(
             SAE.load_from_disk(folder), world, Replay(arrays["codes"]), len(arrays["codes"]), BATCH
         )
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(scores.to_dict()))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def record(sae: SparseCoder, rows: torch.Tensor, path: Path) -> None:
     the rows with their dimensions in reverse order."""
     values, indices, pre = sae.encode(rows)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
-    found = sae(rows, rows.flip(1) if sae.cfg.transcode else rows)
-    np.savez(path, codes=codes.numpy(), x_hat=found.sae_out.numpy(), fvu=found.fvu.numpy())
+    output = sae(rows, rows.flip(1) if sae.cfg.transcode else rows)
+    np.savez(path, codes=codes.numpy(), x_hat=output.sae_out.numpy(), fvu=output.fvu.numpy())
 
 
 @torch.no_grad()

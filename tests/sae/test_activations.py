@@ -171,7 +171,7 @@ def test_defaults_of_the_penalty_fit_the_activation() -> None:
             BatchTopK(k=3),
         )
     }
-    assert [one.sparsity for one in chosen.values()] == [
+    assert [training.sparsity for training in chosen.values()] == [
         "l1",
         "target-l0",
         "none",

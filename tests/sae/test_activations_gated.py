@@ -54,30 +54,33 @@ def test_gradients_of_the_loss_equal_the_papers_formula(
     pressure: float,
     made: Callable[[SAE], Dictionary],
 ) -> None:
-    one = made(gated(shift))
+    dictionary = made(gated(shift))
     leaves = [
         tensor.requires_grad_()
-        for name, tensor in one.named_parameters()
-        if name not in one.estimates
+        for name, tensor in dictionary.named_parameters()
+        if name not in dictionary.estimates
     ]
     x = normal(B, D, seed=4)
-    found = one.loss(Batch.of(x), sparsity, WEIGHT)
+    loss = dictionary.loss(Batch.of(x), sparsity, WEIGHT)
 
-    W_gate, b_gate = one.W_enc / one.r_mag.exp(), (one.b_enc - one.threshold) / one.r_mag.exp()
-    pi, W_dec = x @ W_gate + b_gate, one.decoder()
-    z = (pi > 0) * (one.r_mag.exp() * (x @ W_gate) + one.b_enc).relu()
+    W_gate, b_gate = (
+        dictionary.W_enc / dictionary.r_mag.exp(),
+        (dictionary.b_enc - dictionary.threshold) / dictionary.r_mag.exp(),
+    )
+    pi, W_dec = x @ W_gate + b_gate, dictionary.decoder()
+    z = (pi > 0) * (dictionary.r_mag.exp() * (x @ W_gate) + dictionary.b_enc).relu()
     frozen = W_dec.detach()
     expected = (
-        (z @ W_dec + one.b_dec - x).square().sum(1)
-        + (pi.relu() @ frozen + one.b_dec.detach() - x).square().sum(1)
+        (z @ W_dec + dictionary.b_dec - x).square().sum(1)
+        + (pi.relu() @ frozen + dictionary.b_dec.detach() - x).square().sum(1)
         + WEIGHT * pressure * pi.relu() @ frozen.norm(dim=1)
     ).mean()
 
-    assert isinstance(found.codes, kind) and 0 < found.codes.count() < B * F
-    torch.testing.assert_close(found.codes.dense(), z)
-    torch.testing.assert_close(found.value, expected)
+    assert isinstance(loss.codes, kind) and 0 < loss.codes.count() < B * F
+    torch.testing.assert_close(loss.codes.dense(), z)
+    torch.testing.assert_close(loss.value, expected)
     for ours, theirs in zip(
-        torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves), strict=True
+        torch.autograd.grad(loss.value, leaves), torch.autograd.grad(expected, leaves), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 
@@ -86,29 +89,29 @@ def test_gradients_of_the_loss_equal_the_papers_formula(
     "parts", [{"prefixes": (7, F)}, {"W_skip": normal(D, D, seed=8)}], ids=["nested", "skip"]
 )
 def test_gates_reconstruct_by_prefixes_and_besides_a_skip(parts: dict) -> None:
-    one, x = gated(**parts), normal(B, D, seed=4)
-    found = (
-        one.loss(Batch.of(x)).value
-        - one.squared_errors(Batch.of(x), one.codes(x), one.W_dec).mean() / B
+    sae, x = gated(**parts), normal(B, D, seed=4)
+    error = (
+        sae.loss(Batch.of(x)).value
+        - sae.squared_errors(Batch.of(x), sae.codes(x), sae.W_dec).mean() / B
     )
-    g = (x @ one.W_enc + one.b_enc - one.threshold).relu() / one.r_mag.exp()
-    base = one.b_dec + (x @ one.W_skip if "W_skip" in parts else 0)
+    g = (x @ sae.W_enc + sae.b_enc - sae.threshold).relu() / sae.r_mag.exp()
+    base = sae.b_dec + (x @ sae.W_skip if "W_skip" in parts else 0)
     errors = [
-        (g[:, :m] @ one.W_dec[:m] + base - x).square().sum(1).mean()
+        (g[:, :m] @ sae.W_dec[:m] + base - x).square().sum(1).mean()
         for m in parts.get("prefixes", (F,))
     ]
-    torch.testing.assert_close(found, torch.stack(errors).mean())
+    torch.testing.assert_close(error, torch.stack(errors).mean())
 
 
 @pytest.mark.parametrize(("active", "side"), [(20, 1), (1, -1)])
 def test_the_multiplier_moves_with_l0_and_thresholds_stay_above_0(active: int, side: int) -> None:
-    one = gated()
-    given = one.activation_parameters | {"threshold": one.threshold - 0.5}
+    sae = gated()
+    before = sae.activation_parameters | {"threshold": sae.threshold - 0.5}
     codes = DenseCodes((torch.arange(F) < active).double().expand(B, F))
-    found = one.activation.after_step(codes, given)
-    found |= one.activation.penalty("target-l0").after_step(codes, given, 0.9)
-    assert side * (found["multiplier"] - given["multiplier"]) > 0 and found["aim"] == 5
-    assert torch.equal(found["threshold"], given["threshold"].relu())
+    after = sae.activation.after_step(codes, before)
+    after |= sae.activation.penalty("target-l0").after_step(codes, before, 0.9)
+    assert side * (after["multiplier"] - before["multiplier"]) > 0 and after["aim"] == 5
+    assert torch.equal(after["threshold"], before["threshold"].relu())
 
 
 @pytest.mark.slow

@@ -45,9 +45,9 @@ def test_l1_is_the_sum_of_sizes_in_the_reconstruction() -> None:
 @pytest.mark.parametrize("kind", [Relu, JumpRelu])
 def test_kl_is_the_divergence_of_firing_rates_from_the_target(kind: type[Activation]) -> None:
     z, W_dec = codes_and_decoder()
-    found = rates(z.numpy(), NORMS.numpy())
-    assert found.min() < RHO < found.max()
-    expected = (RHO * np.log(RHO / found) + (1 - RHO) * np.log((1 - RHO) / (1 - found))).sum()
+    rho = rates(z.numpy(), NORMS.numpy())
+    assert rho.min() < RHO < rho.max()
+    expected = (RHO * np.log(RHO / rho) + (1 - RHO) * np.log((1 - RHO) / (1 - rho))).sum()
     assert kind(target_rate=RHO).penalty("kl").value(
         z, DenseCodes(z), W_dec, {}
     ).item() == pytest.approx(expected, rel=1e-12)
@@ -101,11 +101,11 @@ def test_norm_weights_are_the_positive_derivative_in_decoder_norms(
     (derivative,) = torch.autograd.grad(
         B * activation.penalty(sparsity).value(z, DenseCodes(z), scaled, {}), norms
     )
-    found = activation.norm_weights(sparsity, DenseCodes(z), W_dec, {})
+    weights = activation.norm_weights(sparsity, DenseCodes(z), W_dec, {})
     if isinstance(activation, Gated):  # which penalises gates, by norms without gradient
-        assert not found.any()
+        assert not weights.any()
         return
-    torch.testing.assert_close(found, derivative.clamp(min=0))
+    torch.testing.assert_close(weights, derivative.clamp(min=0))
     assert (derivative > 0).any()
     assert bool((derivative < 0).any()) == (sparsity == "kl")
     assert not activation.norm_weights("none", DenseCodes(z), W_dec, {}).any()

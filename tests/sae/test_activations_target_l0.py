@@ -46,7 +46,7 @@ def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Cod
         if name not in sae.estimates
     ]
     x, threshold = normal(B, D, seed=4), sae.threshold
-    found = sae.loss(Batch.of(x), "target-l0", 0.7)
+    loss = sae.loss(Batch.of(x), "target-l0", 0.7)
 
     pre, width = x @ sae.W_enc + sae.b_enc, 0.5 * threshold.detach()
     active = (pre > threshold).double()
@@ -59,69 +59,69 @@ def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Cod
         e**2 + 2 * MULTIPLIER * e
     )
 
-    assert isinstance(found.codes, kind)
+    assert isinstance(loss.codes, kind)
     assert (near.bool() & (active == 0)).any()
-    torch.testing.assert_close(found.value, expected)
+    torch.testing.assert_close(loss.value, expected)
     assert len(leaves) == 5
     for ours, theirs in zip(
-        torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves), strict=True
+        torch.autograd.grad(loss.value, leaves), torch.autograd.grad(expected, leaves), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
 
 
 def test_the_quadratic_penaltys_gradients_are_those_found_by_hand() -> None:
-    activation, given = JumpRelu(target_l0=L), parameters()
+    activation, learned = JumpRelu(target_l0=L), parameters()
     pre = normal(B, F, seed=5).requires_grad_()
-    given["threshold"].requires_grad_()
-    activation.penalty("target-l0").value(pre, DenseCodes(pre), torch.eye(F), given).backward()
-    v, theta = pre.detach().numpy(), given["threshold"].detach().numpy()
+    learned["threshold"].requires_grad_()
+    activation.penalty("target-l0").value(pre, DenseCodes(pre), torch.eye(F), learned).backward()
+    v, theta = pre.detach().numpy(), learned["threshold"].detach().numpy()
     near = np.abs(v - theta) < theta / 4
     slope = 2 * (((v > theta).sum(1).mean() - AIM) / L + MULTIPLIER) / L * near / (theta / 2) / B
     np.testing.assert_allclose(pre.grad.to_dense().numpy(), slope, rtol=1e-12)
-    np.testing.assert_allclose(given["threshold"].grad.numpy(), -slope.sum(0), rtol=1e-12)
+    np.testing.assert_allclose(learned["threshold"].grad.numpy(), -slope.sum(0), rtol=1e-12)
 
 
 def test_without_a_target_the_step_has_no_gradient_in_pre_activations() -> None:
-    pre, given = (
+    pre, learned = (
         normal(B, F, seed=5).requires_grad_(),
         {"threshold": parameters()["threshold"].requires_grad_()},
     )
     activation = JumpRelu()
-    activation(pre, given).dense().sum().backward()
-    assert torch.equal(pre.grad, (pre > given["threshold"]).double())
-    penalty = activation.penalty("l0").value(pre, DenseCodes(pre), torch.eye(F), given)
-    assert torch.autograd.grad(penalty, [pre, given["threshold"]], allow_unused=True)[0] is None
+    activation(pre, learned).dense().sum().backward()
+    assert torch.equal(pre.grad, (pre > learned["threshold"]).double())
+    penalty = activation.penalty("l0").value(pre, DenseCodes(pre), torch.eye(F), learned)
+    assert torch.autograd.grad(penalty, [pre, learned["threshold"]], allow_unused=True)[0] is None
 
 
 @pytest.mark.parametrize(("active", "side"), [(4 * F // 10, 1), (1, -1)])
 def test_the_controller_moves_thresholds_and_multiplier_with_l0(active: int, side: int) -> None:
-    given = parameters()
+    before = parameters()
     codes = DenseCodes((torch.arange(F) < active).double().expand(B, F))
-    found = TARGET.after_step(codes, given, 0.3)
+    after = TARGET.after_step(codes, before, 0.3)
     excess = min(active / AIM - 1, 1.0)
-    torch.testing.assert_close(found["threshold"], given["threshold"] * np.exp(0.05 * excess))
-    torch.testing.assert_close(found["multiplier"], given["multiplier"] + 0.05 * excess)
-    assert side * (found["threshold"] - given["threshold"]).min() > 0
-    assert found["aim"].item() == AIM  # as long as it is below the schedule's
-    higher = TARGET.after_step(codes, given | {"aim": torch.tensor(15.0)}, 0.3)
+    torch.testing.assert_close(after["threshold"], before["threshold"] * np.exp(0.05 * excess))
+    torch.testing.assert_close(after["multiplier"], before["multiplier"] + 0.05 * excess)
+    assert side * (after["threshold"] - before["threshold"]).min() > 0
+    assert after["aim"].item() == AIM  # as long as it is below the schedule's
+    higher = TARGET.after_step(codes, before | {"aim": torch.tensor(15.0)}, 0.3)
     assert higher["aim"].item() == pytest.approx(L + 0.4 * (15 - L))  # 15: a quarter of the latents
-    assert TARGET.after_step(codes, given, 0.9)["aim"] == L
-    nothing = TARGET.after_step(DenseCodes(torch.zeros(0, F, dtype=torch.float64)), given, 0.3)
-    assert nothing.keys() == found.keys()  # processes all-reduce the same tensors
+    assert TARGET.after_step(codes, before, 0.9)["aim"] == L
+    nothing = TARGET.after_step(DenseCodes(torch.zeros(0, F, dtype=torch.float64)), before, 0.3)
+    assert nothing.keys() == after.keys()  # processes all-reduce the same tensors
     assert nothing["multiplier"] == MULTIPLIER
-    assert torch.equal(nothing["threshold"], given["threshold"])
+    assert torch.equal(nothing["threshold"], before["threshold"])
 
 
 def test_calibrated_on_rows_smoothed_less_as_many_latents_stay_active() -> None:
-    pre, given = normal(B, F, seed=5), parameters()
+    pre, learned = normal(B, F, seed=5), parameters()
     smoothed = {np.inf: 1.5 * pre, 0.2: pre}
-    found = TARGET.calibrated(pre, given, smoothed.__getitem__)["threshold"]
+    threshold = TARGET.calibrated(pre, learned, smoothed.__getitem__)["threshold"]
     assert (
-        (pre > found).sum()
-        == (1.5 * pre > given["threshold"]).sum()
-        > (pre > given["threshold"]).sum()
+        (pre > threshold).sum()
+        == (1.5 * pre > learned["threshold"]).sum()
+        > (pre > learned["threshold"]).sum()
     )
-    torch.testing.assert_close(found, given["threshold"] / 1.5, rtol=0.01, atol=0)
+    torch.testing.assert_close(threshold, learned["threshold"] / 1.5, rtol=0.01, atol=0)
 
 
 def test_training_starts_with_the_first_aim_as_its_l0() -> None:

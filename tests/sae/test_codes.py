@@ -50,8 +50,8 @@ def test_products_equal_those_with_the_matrix(
     codes = form(dense)
     assert codes.shape == (B, F)
     assert torch.equal(codes.dense(), dense)
-    some = torch.tensor([4, 1, 29, 7])
-    assert torch.equal(codes.dense_rows(some), dense[some])
+    rows = torch.tensor([4, 1, 29, 7])
+    assert torch.equal(codes.dense_rows(rows), dense[rows])
     torch.testing.assert_close(codes.times(right), dense @ right)
     torch.testing.assert_close(codes.transposed_times(below), dense.T @ below)
     torch.testing.assert_close(codes.sums(), dense.sum(0))
@@ -117,13 +117,15 @@ def test_joined_codes_are_those_of_all_rows() -> None:
 def test_products_are_differentiable_in_both_factors(density: float, form: Callable):
     codes, right, weights = form(matrix(density)), normal(F, D, seed=3), normal(B, D, seed=5)
     values, factor = codes.values.clone().requires_grad_(), right.clone().requires_grad_()
-    found = codes.with_values(values)
-    assert found.values.requires_grad and not found.detach().values.requires_grad
-    by_times = torch.autograd.grad((found.times(factor) * weights).sum(), [values, factor])
-    by_matrix = torch.autograd.grad((found.dense() @ factor * weights).sum(), [values, factor])
-    for one, other in zip(by_times, by_matrix, strict=True):
-        torch.testing.assert_close(one, other)
-    by_sums = torch.autograd.grad(found.sums() @ weights.sum(1).new_ones(F), values)[0]
+    differentiable = codes.with_values(values)
+    assert differentiable.values.requires_grad and not differentiable.detach().values.requires_grad
+    by_times = torch.autograd.grad((differentiable.times(factor) * weights).sum(), [values, factor])
+    by_matrix = torch.autograd.grad(
+        (differentiable.dense() @ factor * weights).sum(), [values, factor]
+    )
+    for ours, theirs in zip(by_times, by_matrix, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    by_sums = torch.autograd.grad(differentiable.sums() @ weights.sum(1).new_ones(F), values)[0]
     torch.testing.assert_close(by_sums, torch.ones_like(values))
 
 
@@ -148,23 +150,25 @@ def test_selected_pre_activations_and_gradients_equal_autograd(density: float) -
     latents = torch.stack(
         [torch.randperm(F, generator=torch.Generator().manual_seed(row))[:4] for row in range(B)]
     )
-    ways = {
+    selections = {
         "where": (mask, lambda pre: where(pre, mask)),
         "largest": (top, lambda pre: largest(pre, count)),
         "at": (torch.zeros(B, F).scatter(1, latents, 1.0) > 0, lambda pre: at(pre, latents)),
         "all": (mask | True, DenseCodes),
     }
-    for kept, way in ways.values():
-        found, expected = ([leaf.clone().requires_grad_() for leaf in leaves] for _ in range(2))
-        ours = way(PreActivations.apply(*found)).dense()
-        theirs = (expected[0] @ expected[1] + expected[2]) * kept
+    for kept, select in selections.values():
+        own_leaves, their_leaves = (
+            [leaf.clone().requires_grad_() for leaf in leaves] for _ in range(2)
+        )
+        ours = select(PreActivations.apply(*own_leaves)).dense()
+        theirs = (their_leaves[0] @ their_leaves[1] + their_leaves[2]) * kept
         torch.testing.assert_close(ours, theirs)
-        for one, other in zip(
-            torch.autograd.grad((ours * upstream).sum(), found),
-            torch.autograd.grad((theirs * upstream).sum(), expected),
+        for own_gradient, their_gradient in zip(
+            torch.autograd.grad((ours * upstream).sum(), own_leaves),
+            torch.autograd.grad((theirs * upstream).sum(), their_leaves),
             strict=True,
         ):
-            torch.testing.assert_close(one, other)
+            torch.testing.assert_close(own_gradient, their_gradient)
 
 
 def activations(k: int) -> list[Activation]:
@@ -236,22 +240,22 @@ def test_gradients_of_the_loss_equal_plain_autograd(number: int, kept: str, spar
     activation = activations(KEPT[kept])[number]
     sae, y = sae_of(activation, kept == "many"), normal(B, D, seed=8)
     x = normal(B, D, seed=3).requires_grad_()
-    found = sae.loss(Batch(x, y, B), sparsity, 0.3)
+    loss = sae.loss(Batch(x, y, B), sparsity, 0.3)
     z = written_out(activation, x @ sae.W_enc + sae.b_enc, sae)
-    torch.testing.assert_close(found.codes.dense(), z)
+    torch.testing.assert_close(loss.codes.dense(), z)
     expected = (z @ sae.W_dec + sae.b_dec - y).square().sum(1).mean()
-    torch.testing.assert_close(found.squared_error, expected)
+    torch.testing.assert_close(loss.squared_error, expected)
     if sparsity == "l1":
         expected = expected + 0.3 * (z.abs() * sae.W_dec.norm(dim=1)).sum(1).mean()
     if sparsity == "l1-codes":
         expected = expected + 0.3 * z.abs().sum(1).mean()
-    torch.testing.assert_close(found.value, expected)
+    torch.testing.assert_close(loss.value, expected)
     leaves = [x, *(parameter for parameter in sae.parameters() if parameter.requires_grad)]
     assert len(leaves) == 5 + (activation.name == "jumprelu")
-    ours, theirs = torch.autograd.grad(found.value, leaves), torch.autograd.grad(expected, leaves)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)
-    assert isinstance(found.codes, SparseCodes) == (kept == "few")
+    ours, theirs = torch.autograd.grad(loss.value, leaves), torch.autograd.grad(expected, leaves)
+    for own_gradient, their_gradient in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own_gradient, their_gradient)
+    assert isinstance(loss.codes, SparseCodes) == (kept == "few")
 
 
 @pytest.mark.parametrize("name", ["topk", "relu-topk", "abs-topk", "batchtopk", "matching-pursuit"])

@@ -184,17 +184,8 @@ def made(kind: type[Activation], skip: bool = False, width: int = D) -> SAE:
     )
 
 
-CASES = [
-    (name, kind, transcodes, skip, width)
-    for name in FORMATS
-    for kind in ACTIVATIONS.values()
-    for transcodes, skip, width in (
-        (False, False, D),
-        (True, False, D),
-        (True, True, D),
-        (True, True, E),
-    )
-]
+KINDS = [(False, False, D), (True, False, D), (True, True, D), (True, True, E)]
+CASES = [(name, act, *kind) for name in FORMATS for act in ACTIVATIONS.values() for kind in KINDS]
 
 
 @pytest.mark.slow
@@ -214,18 +205,18 @@ def test_an_sae_comes_back_from_a_format_or_is_refused(
         assert list(tmp_path.iterdir()) == []
         return
     save(SavedSAE(sae, origin), name, tmp_path / "out")
-    found = load(tmp_path / "out")
-    assert recognise(tmp_path / "out") == name and found.is_transcoder == transcodes
-    assert found.origin == {
+    saved = load(tmp_path / "out")
+    assert recognise(tmp_path / "out") == name and saved.is_transcoder == transcodes
+    assert saved.origin == {
         key: value for key, value in origin.items() if key in KEPT.get(name, origin)
     }
-    torch.testing.assert_close(found.sae(X), sae(X), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(saved.sae(X), sae(X), atol=1e-4, rtol=1e-5)
     if (name, kind) != ("dictionary-learning", Relu):  # whose codes are scaled
-        torch.testing.assert_close(found.sae.encode(X), sae.encode(X), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(saved.sae.encode(X), sae.encode(X), atol=1e-4, rtol=1e-5)
     if name == "native":
-        assert found.sae.activation == sae.activation
+        assert saved.sae.activation == sae.activation
         assert all(
-            torch.equal(found.sae.tensors()[key], tensor) for key, tensor in sae.tensors().items()
+            torch.equal(saved.sae.tensors()[key], tensor) for key, tensor in sae.tensors().items()
         )
 
 
@@ -347,10 +338,10 @@ def test_batchtopk_is_written_with_its_one_threshold(
     sae = made(BatchTopK)
     sae.activation_parameters["threshold"].fill_(1.5)
     save(SavedSAE(sae), name, tmp_path / "out")
-    found = load(tmp_path / "out").sae
-    assert found.activation == read_as
+    read = load(tmp_path / "out").sae
+    assert read.activation == read_as
     assert torch.equal(
-        found.activation.thresholds(found.activation_parameters, F), torch.full((F,), 1.5)
+        read.activation.thresholds(read.activation_parameters, F), torch.full((F,), 1.5)
     )
 
 

@@ -83,12 +83,12 @@ def without_device() -> dict[str, torch.Tensor]:
 
 
 def without_end() -> dict[str, torch.Tensor]:
-    one = torch.ones(1, 1)
+    single = torch.ones(1, 1)
     return {
-        "encoder.weight": one.expand(HUGE, D),
-        "encoder.bias": one[0].expand(HUGE),
-        "decoder.weight": one.expand(D, HUGE),
-        "bias": one[0].expand(D),
+        "encoder.weight": single.expand(HUGE, D),
+        "encoder.bias": single[0].expand(HUGE),
+        "decoder.weight": single.expand(D, HUGE),
+        "bias": single[0].expand(D),
     }
 
 

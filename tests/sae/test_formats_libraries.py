@@ -73,15 +73,15 @@ def nested(sae: SAE) -> SAE:
 
 def transcoders(form: Format) -> dict[str, SAE]:
     """One for each activation that the format can express, with a skip and without."""
-    found = {}
+    saes = {}
     for kind in form.transcoders:
         plain = sae_with(kind, D if form.one_width else E)
         skip = torch.randn(D, plain.d_out, generator=torch.Generator().manual_seed(3))
-        found |= {
+        saes |= {
             f"transcoder-{kind.name}": plain,
             f"transcoder-{kind.name}-skip": plain.changed(W_skip=skip),
         }
-    return found
+    return saes
 
 
 @pytest.fixture(scope="module", params=LIBRARIES)
@@ -145,26 +145,28 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(
             y = x[:, ::-1][:, : theirs["x_hat"].shape[1]]
             homes.make_store(sae.home, path.name, y.astype(np.float32))
             stores = ("--data", "rows", "--target", path.name)
-            (found,) = sae("eval", path, *stores, "--split", "all", "--json").json["runs"]
+            (measures,) = sae("eval", path, *stores, "--split", "all", "--json").json["runs"]
             expected = ((theirs["x_hat"] - y) ** 2).sum(1).mean() / y.var(0).sum()
-            assert found["fvu"] == pytest.approx(expected, rel=1e-5)
-            assert found["fvu"] == pytest.approx(float(theirs.get("fvu", expected)), rel=1e-5)
+            assert measures["fvu"] == pytest.approx(expected, rel=1e-5)
+            assert measures["fvu"] == pytest.approx(float(theirs.get("fvu", expected)), rel=1e-5)
             continue
         codes, error, spread = theirs["codes"], theirs["x_hat"] - x, x.var(0).sum()
-        (found,) = sae("eval", path, "--data", "rows", "--split", "all", "--json").json["runs"]
-        assert found["fvu"] == pytest.approx((error**2).sum(1).mean() / spread, rel=1e-5)
+        (measures,) = sae("eval", path, "--data", "rows", "--split", "all", "--json").json["runs"]
+        assert measures["fvu"] == pytest.approx((error**2).sum(1).mean() / spread, rel=1e-5)
         if "fvu" in theirs:  # sparsify's own
-            assert found["fvu"] == pytest.approx(float(theirs["fvu"]), rel=1e-5)
+            assert measures["fvu"] == pytest.approx(float(theirs["fvu"]), rel=1e-5)
         if (
             "frac_variance_explained" in theirs
         ):  # dictionary_learning's own, which leaves out the mean error
             left_out = (error.mean(0) ** 2).sum() / spread
-            assert found["fvu"] - left_out == pytest.approx(
+            assert measures["fvu"] - left_out == pytest.approx(
                 1 - float(theirs["frac_variance_explained"]), rel=1e-4
             )
-        assert found["l0"] == pytest.approx((codes != 0).sum(1).mean(), rel=1e-4)
-        (found,) = sae("sparsity", path, "--data", "rows", "--split", "all", "--json").json["runs"]
-        assert found["silent"] == (codes == 0).all(0).sum()
+        assert measures["l0"] == pytest.approx((codes != 0).sum(1).mean(), rel=1e-4)
+        (measures,) = sae("sparsity", path, "--data", "rows", "--split", "all", "--json").json[
+            "runs"
+        ]
+        assert measures["silent"] == (codes == 0).all(0).sum()
         assert sae("geometry", path, "--data", "rows", "--split", "all", "--json").json[
             "rows"
         ] == len(x)

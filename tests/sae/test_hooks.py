@@ -56,18 +56,18 @@ def normalized(folder: Path, name: str) -> torch.Tensor:
     """What TransformerLens' ln2.hook_normalized gives, with LayerNorm from version 3 on, or with fold_ln."""
     model = loaded(folder)
     norm = model.blocks[LAYER].get_submodule(NORMS[name])
-    found: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
 
     def note(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
         x = args[0].double()
         eps = getattr(module, "eps", None) or module.variance_epsilon
         if isinstance(module, torch.nn.LayerNorm):
             x = x - x.mean(-1, keepdim=True)
-        found.append(x / (x.square().mean(-1, keepdim=True) + eps).sqrt())
+        rows.append(x / (x.square().mean(-1, keepdim=True) + eps).sqrt())
 
     with torch.no_grad(), norm.register_forward_hook(note):
         model.model(TOKENS)
-    return found[0].flatten(0, 1)
+    return rows[0].flatten(0, 1)
 
 
 def rows_at(folder: Path, site: str) -> torch.Tensor:
@@ -119,17 +119,17 @@ def test_an_sae_before_the_norms_weight_is_read_and_written_for_mlp_in(
     original = some_sae(WIDTH, transcoder)
     has_layer_norm = {"fold_ln": True} if name in ("gpt2", "gpt-neox", "gptj") else {}
     path = write(tmp_path / "sae", original, str(folder), NORMALIZED, transcoder, **has_layer_norm)
-    found = load(path)
-    assert found.origin["site"] == "mlp_in" and "folded in" in found.remarks[0]
-    close(found.sae.encode(ours), original.encode(theirs))
+    saved = load(path)
+    assert saved.origin["site"] == "mlp_in" and "folded in" in saved.remarks[0]
+    close(saved.sae.encode(ours), original.encode(theirs))
     # What the norm does after it has normalised, by regression of each dimension.
     x, y = theirs.double() - theirs.double().mean(0), ours.double() - ours.double().mean(0)
     weight = (x * y).sum(0) / x.square().sum(0)
     bias = ours.double().mean(0) - theirs.double().mean(0) * weight
     predicted = original(theirs)
     expected = predicted if transcoder else (predicted * weight + bias).float()
-    close(found.sae(ours), expected)
-    save(found, "saelens", tmp_path / "out")
+    close(saved.sae(ours), expected)
+    save(saved, "saelens", tmp_path / "out")
     metadata = json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]
     assert metadata["hook_name"] == f"blocks.{LAYER}.{NORMALIZED}"
     assert metadata["model_from_pretrained_kwargs"] == has_layer_norm
@@ -143,10 +143,10 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
     original = some_sae(D, False)
     for number, model in enumerate(("google/gemma-2-2b", "some/model", "~x", "a" * 300, None)):
         path = write(tmp_path / str(number), original, model, NORMALIZED, False)
-        found = load(path)
-        assert found.origin["site"] == NORMALIZED and found.remarks == ()
-        assert torch.equal(found.sae.W_enc, original.W_enc)
-        save(found, "saelens", path / "again")
+        saved = load(path)
+        assert saved.origin["site"] == NORMALIZED and saved.remarks == ()
+        assert torch.equal(saved.sae.W_enc, original.W_enc)
+        save(saved, "saelens", path / "again")
         assert torch.equal(load(path / "again").sae.W_enc, original.W_enc)
         save(
             SavedSAE(original, {"model": model, "layer": 1, "site": "mlp_in"}),
@@ -159,7 +159,7 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
     rows = {"model": "gpt2", "layer": 1, "site": "mlp_in"}
     for model, said in (
         ("gpt2", "TransformerLens 2 takes after"),
-        ("some/model", "expected the weights"),
+        ("some/model", "hf download"),
     ):
         origin = {"model": model, "layer": 1, "site": NORMALIZED}
         assert said in str(why_unsettled(origin, rows))
@@ -255,10 +255,10 @@ def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
         assert (
             "first" not in written and "resid_post" not in written and '"layer": 1' not in written
         )
-        found = sae("eval", tmp_path / to, *words).json["runs"][0]
+        measures = sae("eval", tmp_path / to, *words).json["runs"][0]
         for name in ("fvu", "l0"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-4)
-        for ours, theirs in zip(found["hook_points"], expected["hook_points"], strict=True):
+            assert measures[name] == pytest.approx(expected[name], rel=1e-4)
+        for ours, theirs in zip(measures["hook_points"], expected["hook_points"], strict=True):
             assert ours["model"] == theirs["model"]
             assert ours["kl"] == pytest.approx(theirs["kl"], rel=1e-3)
 

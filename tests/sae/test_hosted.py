@@ -105,10 +105,10 @@ def test_a_pushed_sae_is_fetched_and_measured_alike(
         ["README.md", *(f"run/{name}" for name in [*files, "README.md"])]
     )
     done = sae("eval", "run", "someone/saes/run", "hf://someone/saes", "--json")
-    here, *there = done.json["runs"]
-    assert [one["run"] for one in there] == ["someone/saes/run"] * 2
-    for one in (*there, pushed.json["measures"]):
-        assert [one[key] for key in ("rows", "fvu", "l0")] == pytest.approx(
+    here, *fetched = done.json["runs"]
+    assert [measures["run"] for measures in fetched] == ["someone/saes/run"] * 2
+    for measures in (*fetched, pushed.json["measures"]):
+        assert [measures[key] for key in ("rows", "fvu", "l0")] == pytest.approx(
             [here[key] for key in ("rows", "fvu", "l0")], rel=1e-4
         )
     written = [
@@ -230,8 +230,8 @@ def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
     first = hub.add("google/gemma-scope-2b-pt-res", gemma_scope_files(tmp_path))
     address = "google/gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82"
     for _ in range(2):
-        (found,) = sae("eval", address, "--json").json["runs"]
-    assert found["run"] == address
+        (measures,) = sae("eval", address, "--json").json["runs"]
+    assert measures["run"] == address
     assert (
         len([path for path in hub.asked if path.startswith("GET /lfs/")]) == 1
     )  # where the hub sends for params.npz
@@ -249,7 +249,7 @@ def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
         }
     )
     new, before = sae("eval", address, f"{address}@{old}", "--json").json["runs"]
-    assert before | {"run": address, "unbeaten": None} == found != new
+    assert before | {"run": address, "unbeaten": None} == measures != new
 
 
 SCOPES = {  # places, the files fetched from each, and the folder or file as published
@@ -276,7 +276,9 @@ def test_only_the_files_of_one_sae_of_a_suite_are_fetched_and_cached(
     sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     address, (files, write) = Address.parse(place), SCOPES[place]
-    one = write(tmp_path / "there" / ("." if address.folder.endswith(".pt") else address.folder))
+    expected = write(
+        tmp_path / "there" / ("." if address.folder.endswith(".pt") else address.folder)
+    )
     others = (
         {} if address.repo == place else {"layer6.sae.pt": b"large", "other/config.json": b"{}"}
     )
@@ -286,8 +288,8 @@ def test_only_the_files_of_one_sae_of_a_suite_are_fetched_and_cached(
     )
     x = published.WIDE_ROWS if "crosscoder" in place else published.ROWS
     for _ in range(2):
-        found = saecli.load_sae(place)
-        assert np.abs(found(torch.from_numpy(x)).numpy() - one.predicted).max() < 1e-4
+        fetched = saecli.load_sae(place)
+        assert np.abs(fetched(torch.from_numpy(x)).numpy() - expected.predicted).max() < 1e-4
         monkeypatch.setattr(
             constants, "ENDPOINT", "http://hub.invalid"
         )  # the second time from the cache
@@ -311,8 +313,8 @@ def test_of_several_layers_on_the_hub_one_must_be_named(
         predicted = saecli.load_sae(f"{repo}/layer{layer}.sae.pt")(
             torch.from_numpy(published.ROWS)
         ).numpy()
-        one = published.qwen_scope(tmp_path / "again", layer)
-        assert np.abs(predicted - one.predicted).max() < 1e-4
+        expected = published.qwen_scope(tmp_path / "again", layer)
+        assert np.abs(predicted - expected.predicted).max() < 1e-4
 
 
 def test_a_folder_here_wins_which_is_noted_once_the_hub_has_one_too(

@@ -118,9 +118,9 @@ def test_an_saes_measures_match_numpy_with_dense_and_with_few_codes(bias: float)
     assert isinstance(sae.codes(x), DenseCodes) == (bias == 0)
     oracle = reconstruction_oracle(x, z @ sae.W_dec.double() + 1, z)
     assert reconstruction(sae, x.split(70)) == pytest.approx(oracle, rel=1e-5)
-    found = firing(sae, x.split(70), keep=80)
-    assert found.frequency.tolist() == pytest.approx((z > 0).double().mean(0).tolist())
-    torch.testing.assert_close(found.patterns.double(), z[:80], rtol=1e-4, atol=1e-5)
+    counts = firing(sae, x.split(70), keep=80)
+    assert counts.frequency.tolist() == pytest.approx((z > 0).double().mean(0).tolist())
+    torch.testing.assert_close(counts.patterns.double(), z[:80], rtol=1e-4, atol=1e-5)
 
 
 def test_fvu_keeps_its_digits_where_the_mean_is_a_million_deviations() -> None:

@@ -25,14 +25,14 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
     masks = (torch.arange(50) < torch.tensor(ends)[:, None]).double()
     for codes in (DenseCodes(z), where(z, z != 0), DenseCodes(z.clone().requires_grad_())):
         right = normal(50, 5, seed=3).requires_grad_()
-        found, expected = codes.prefix_times(right, ends), (z[:, None] * masks) @ right
-        torch.testing.assert_close(found, expected)
+        product, expected = codes.prefix_times(right, ends), (z[:, None] * masks) @ right
+        torch.testing.assert_close(product, expected)
         torch.testing.assert_close(
-            torch.autograd.grad((found * below).sum(), right, retain_graph=True),
+            torch.autograd.grad((product * below).sum(), right, retain_graph=True),
             torch.autograd.grad((expected * below).sum(), right),
         )
         if codes.values.requires_grad:
-            (gradient,) = torch.autograd.grad((found * below).sum(), codes.values)
+            (gradient,) = torch.autograd.grad((product * below).sum(), codes.values)
             torch.testing.assert_close(
                 gradient, torch.einsum("blc,fc,lf->bf", below, right.detach(), masks)
             )
@@ -48,15 +48,15 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
 )  # see test_activations_gated.py
 def test_the_loss_is_the_mean_over_prefixes(act: str):
     sae, x = nested_sae(act).requires_grad_(True), normal(25, D, seed=7)
-    found = sae.loss(Batch.of(x))
+    loss = sae.loss(Batch.of(x))
     z = sae.activated(sae.pre_activations(x), training=True).dense()
     errors = [(z[:, :m] @ sae.W_dec[:m] + sae.b_dec - x).square().sum(1).mean() for m in PREFIXES]
-    torch.testing.assert_close(found.value, sum(errors) / 3)
-    torch.testing.assert_close(found.squared_error, errors[-1])
+    torch.testing.assert_close(loss.value, sum(errors) / 3)
+    torch.testing.assert_close(loss.squared_error, errors[-1])
     for name in ("W_enc", "W_dec", "b_enc", "b_dec"):
         own, expected = (
             torch.autograd.grad(value, getattr(sae, name), retain_graph=True)[0]
-            for value in (found.value, sum(errors) / 3)
+            for value in (loss.value, sum(errors) / 3)
         )
         torch.testing.assert_close(own, expected)
 
@@ -125,12 +125,12 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
     done = sae(
         "eval", "nested", "plain", "--split", "all", "--json", "--csv", tmp_path / "measures.csv"
     )
-    found = {run["run"]: run for run in done.json["runs"]}
-    assert "prefixes" not in found["plain"]
+    measures = {run["run"]: run for run in done.json["runs"]}
+    assert "prefixes" not in measures["plain"]
     trained = load(sae.home / "runs" / "nested").sae
     x = torch.from_numpy(rows)
     z, total = trained.encode(x).double(), (x.double() - x.double().mean(0)).square().sum()
-    for prefix, latents in zip(found["nested"]["prefixes"], PREFIXES, strict=True):
+    for prefix, latents in zip(measures["nested"]["prefixes"], PREFIXES, strict=True):
         kept = z[:, :latents]
         x_hat = kept @ trained.W_dec[:latents].double() + trained.b_dec
         assert prefix == pytest.approx(
@@ -141,10 +141,12 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
             },
             rel=1e-4,
         )
-    assert found["nested"]["prefixes"][-1]["fvu"] == pytest.approx(found["nested"]["fvu"], rel=1e-5)
+    assert measures["nested"]["prefixes"][-1]["fvu"] == pytest.approx(
+        measures["nested"]["fvu"], rel=1e-5
+    )
     assert "fvu_first_8" in (tmp_path / "measures.csv").read_text().splitlines()[0]
     lines = {line["run"]: line for line in read_measures(tmp_path / "measures.csv")}
-    assert lines["nested"]["fvu_first_8"] == found["nested"]["prefixes"][1]["fvu"]
+    assert lines["nested"]["fvu_first_8"] == measures["nested"]["prefixes"][1]["fvu"]
     assert np.isnan(lines["plain"]["fvu_first_8"])
     said = sae("eval", "nested").out
     assert "by the first latents alone" in said
@@ -159,10 +161,10 @@ def test_files_keep_the_prefixes_that_they_can_express(tmp_path: Path):
         ("saelens", ()),
     ):
         save(SavedSAE(sae), name, tmp_path / name)
-        again = load(tmp_path / name).sae
-        assert again.prefixes == expected
+        read = load(tmp_path / name).sae
+        assert read.prefixes == expected
         x = normal(40, D, seed=5).float()
-        torch.testing.assert_close(again(x), sae(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(read(x), sae(x), rtol=1e-4, atol=1e-4)
     written = json.loads((tmp_path / "dictionary-learning" / "config.json").read_text())["trainer"]
     assert written["dict_class"] == "MatryoshkaBatchTopKSAE"
 

@@ -48,9 +48,9 @@ def scaled(folder: Path) -> Published:
 
 
 def unconfigured(folder: Path) -> Published:
-    one = SCOPE_2(folder, *(("transcoder", True) if "transcoder" in str(folder) else ()))
+    expected = SCOPE_2(folder, *(("transcoder", True) if "transcoder" in str(folder) else ()))
     (folder / "config.json").unlink()
-    return one
+    return expected
 
 
 TRANSCODER = partial(SCOPE_2, kind="transcoder", affine=True, model_name="gemma-v3-270m-pt")
@@ -259,7 +259,7 @@ def test_an_sae_is_named_by_its_release_and_id(
         "google/gemma-scope-2b-pt-res",
         files_of(tmp_path / "scope") | {"layer_12/other/params.npz": b""},
     )
-    one = scaled(tmp_path / SCALED)
+    scaled_sae = scaled(tmp_path / SCALED)
     hub.add("tm/mlp-out", files_of(tmp_path / "mlp-out"))
     done = sae("eval", name, "--data", "rows", "--split", "all", "--json")
     assert done.json["runs"][0]["run"] == f"google/gemma-scope-2b-pt-res/{place}"
@@ -267,8 +267,9 @@ def test_an_sae_is_named_by_its_release_and_id(
     assert saecli.load_sae(name).cfg["site"] == "resid_post"
     home = Home(sae.home)
     assert lasting_name(home, name, find_subject(home, name)) == name
-    plain, centred = load(one.path, 0.4).sae, saecli.load_sae("mlp-tm/blocks.8.hook_mlp_out")
-    assert np.abs(plain(X).numpy() - one.predicted).max() < 1e-5 * np.abs(one.predicted).max()
+    plain = load(scaled_sae.path, 0.4).sae
+    centred = saecli.load_sae("mlp-tm/blocks.8.hook_mlp_out")
+    published.assert_reads(plain, scaled_sae)
     expected = plain(X - X.mean(1, keepdim=True))
     torch.testing.assert_close(centred(X), expected, rtol=1e-5, atol=1e-4)
     done = sae("eval", "mlp-tm/blocks.8.hook_mlp_out", "--data", "rows")
@@ -314,15 +315,15 @@ def test_every_release_of_saelens_is_resolved_or_refused(
     )
     text = (Path(done.stdout.strip()) / "pretrained_saes.yaml").read_text()
     install(tmp_path, text, monkeypatch)
-    found: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
     for name, release in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)).items():
-        for one in release["saes"][:2]:
+        for entry in release["saes"][:2]:
             try:
-                address = registered(f"{name}/{one['id']}").address
+                address = registered(f"{name}/{entry['id']}").address
                 assert (
-                    address.folder == str(one["path"])
+                    address.folder == str(entry["path"])
                     and Address.parse(f"hf://{address}") == address
                 )
             except FormatError as error:
-                found[str(error).partition("here: ")[2]] += 1
-    assert sorted(found.values()) == [2, 2, 3]  # per-row norms, cross-layer, temporal
+                reasons[str(error).partition("here: ")[2]] += 1
+    assert sorted(reasons.values()) == [2, 2, 3]  # per-row norms, cross-layer, temporal

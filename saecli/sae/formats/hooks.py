@@ -207,9 +207,8 @@ def why_unsettled(origin: Mapping[str, Any], rows: Mapping[str, Any]) -> str | N
             "fold_ln: true into model_from_pretrained_kwargs"
         )
     return (
-        f"it reads rows before the norm's weight ({NORMALIZED}), which mlp_in has after it; expected the "
-        f"weights of {model} in safetensors on this machine, with no 0 in that norm, to fold it into the "
-        "SAE, got none such; fetch them by `hf download`, or name their folder as the model in the SAE's file"
+        f"it reads rows before the norm's weight ({NORMALIZED}), which mlp_in has after it; fetch {model} "
+        "by `hf download`, as safetensors, to fold that weight in"
     )
 
 
