@@ -158,43 +158,30 @@ def test_an_option_of_several_configurations_is_declared_alike():
 def test_of_several_runs_the_one_that_cannot_be_trained_is_named(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
     done = sae(
-        "train", "--d-sae", "24", "--lr", "1e-3", "--lr", "1e29", "--solver", "sgd", "--epochs", "9"
+        *[
+            "train",
+            "--d-sae",
+            "24",
+            "--lr",
+            "1e-3",
+            "--lr",
+            "1e29",
+            "--solver",
+            "sgd",
+            "--epochs",
+            "9",
+        ]
     )
-    assert done.status == 1
-    assert (
-        done.err.splitlines()[-1].startswith("sae: sgd-relu-2: ")
-        and "lower --lr, or look" in done.err
-    )
+    assert done.status == 1 and "lower --lr" in done.err
+    assert done.err.splitlines()[-1].startswith("sae: sgd-relu-2: ")
 
 
-QUICK = ("--d-sae", "24", "--epochs", "2")
+QUICK = ["--d-sae", "24", "--epochs", "2"]
 CHOICES = {
-    "pam-sgd": (
-        "--solver",
-        "pam-sgd",
-        "--act",
-        "jumprelu",
-        "--mu-dec",
-        "1",
-        "--no-revive",
-        "--seed",
-        "3",
-    ),
-    "sgd": (
-        "--solver",
-        "sgd",
-        "--act",
-        "topk",
-        "--k",
-        "4",
-        "--lr",
-        "0.0123456789",
-        "--tied",
-        "--batch-size",
-        "64",
-    ),
-    "pam": ("--solver", "pam", "--act", "relu", "--batch-size", "1000"),
-    "nested": ("--act", "topk", "--k", "3", "--prefixes", "auto"),
+    "pam-sgd": "--solver pam-sgd --act jumprelu --no-revive --seed 3",
+    "sgd": "--solver sgd --act topk --k 4 --lr 0.0123456789 --tied --batch-size 64",
+    "pam": "--solver pam --act relu --batch-size 1000",
+    "nested": "--act topk --k 3 --prefixes auto",
 }
 
 
@@ -203,17 +190,18 @@ CHOICES = {
 def test_a_runs_own_config_trains_the_same_bits(sae: CommandLine, tmp_path, solver: str):
     make_store(sae.home, "rows", some_rows(300))
     runs = sae.home / "runs"
-    assert sae("train", "--data", "rows", "--name", "first", *QUICK, *CHOICES[solver]).status == 0
+    words = ("--data", "rows", "--name", "first", *QUICK, *CHOICES[solver].split())
+    assert sae("train", *words).status == 0
     make_store(sae.home, "newer", some_rows(300, seed=1))
     config = runs / "first" / "config.toml"
-    again = sae("train", "--config", config, "--json").json
-    assert (again["run"], again["data"]) != ("first", "newer")
-    assert_same_weights(sae.home, "first", again["run"])
-    assert (Path(again["path"]) / "config.toml").read_text() == config.read_text()
+    repeated = sae("train", "--config", config, "--json").json
+    assert (repeated["run"], repeated["data"]) != ("first", "newer")
+    assert_same_weights(sae.home, "first", repeated["run"])
+    assert (Path(repeated["path"]) / "config.toml").read_text() == config.read_text()
     spelt = tmp_path / "spelt.toml"
-    _, given, defaults = config.read_text().split("\n\n")
+    _, chosen, defaults = config.read_text().split("\n\n")
     spelt.write_text(
-        "\n".join([given, *(line.removeprefix("# ") for line in defaults.splitlines()[1:])])
+        "\n".join([chosen, *(line.removeprefix("# ") for line in defaults.splitlines()[1:])])
     )
     assert {"smoothing", "sparsity", "batch_size"} < tomllib.loads(spelt.read_text()).keys()
     assert sae("train", "--config", spelt, "--name", "spelt").status == 0
@@ -227,29 +215,14 @@ def test_the_command_line_wins_and_keys_may_have_hyphens(sae: CommandLine, tmp_p
         'act = "topk"\nk = 4\nd-sae = 24\nbatch_size = 64\nepochs = 1\nlr = 1\nrevive = false\n'
         'smoothing = "auto"\njson = true\nsolver = "sgd"\ntied = true\n'
     )
-    document = sae(
-        "train",
-        "--config",
-        config,
-        "--lr",
-        "0.001",
-        "--k",
-        "6",
-        "--revive",
-        "--no-tied",
-        "--name",
-        "run",
-    ).json
+    words = ["--lr", "0.001", "--k", "6", "--revive", "--no-tied", "--name", "run"]
+    document = sae("train", "--config", config, *words).json
     assert (document["act"], document["d_sae"], document["epochs"]) == ("topk", 24, 1)
     assert document["final"]["lr"] == 0.001
     assert document["final"]["test_l0"] == 6
     kept = tomllib.loads((sae.home / "runs" / "run" / "config.toml").read_text())
-    assert (kept["lr"], kept["revive"], kept["tied"], kept["smoothing"]) == (
-        0.001,
-        True,
-        False,
-        "auto",
-    )
+    wanted = {"lr": 0.001, "revive": True, "tied": False, "smoothing": "auto"}
+    assert {name: kept[name] for name in wanted} == wanted
     assert not {"name", "json", "config"} & kept.keys()
 
 
@@ -260,13 +233,7 @@ def test_options_that_are_given_several_times_are_lists(sae: CommandLine, tmp_pa
         'model = "tiny-gemma2"\nlayer = [0, 1]\nsite = "resid_pre"\nrows = 40\npacked = true\n'
     )
     stores = sae("extract", "--config", config, "--json").json["stores"]
-    assert [store["name"].split("-l")[1].rpartition("-")[0] for store in stores] == [
-        "0-resid_pre",
-        "1-resid_pre",
-    ]
-    only = sae(
-        "extract", "--config", config, "--layer", "1", "--json"
-    ).json  # the line's alone: another request
-    assert only["name"] != stores[1]["name"] and only["name"].startswith(
-        "tiny-gemma2-l1-resid_pre-"
-    )
+    names = [store["name"].rpartition("-")[0] for store in stores]
+    assert names == ["tiny-gemma2-l0-resid_pre", "tiny-gemma2-l1-resid_pre"]
+    only = sae("extract", "--config", config, "--layer", "1", "--json").json  # the line's alone
+    assert only["name"] != stores[1]["name"] and only["name"].startswith(names[1])
