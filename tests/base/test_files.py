@@ -43,7 +43,7 @@ def test_two_writers_of_a_file_leave_each_other_alone(tmp_path: Path):
             second.write_text("second, longer")
         assert path.read_text() == "second, longer"
     assert path.read_text() == "first"
-    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_of_two_writers_of_a_folder_the_first_is_kept_whole(tmp_path: Path):
@@ -53,7 +53,7 @@ def test_of_two_writers_of_a_folder_the_first_is_kept_whole(tmp_path: Path):
         with folder_appearing_whole(folder) as first:
             (first / "index.html").write_text("first")
     assert (folder / "index.html").read_text() == "first"
-    assert [found.name for found in tmp_path.iterdir()] == ["pages"]
+    assert [path.name for path in tmp_path.iterdir()] == ["pages"]
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])

@@ -70,46 +70,48 @@ def held_out() -> np.ndarray:
 def test_document_equals_brute_force(sae: CommandLine, activation: Relu):
     trained = random_sae(activation)
     make_run(sae.home, "one", trained)
-    found = sae("geometry", "--json").json
+    document = sae("geometry", "--json").json
     exact, rows = trained.copy_to(torch.float64), torch.from_numpy(held_out()).double()
-    assert list(found) == KEYS
-    assert [found[key] for key in KEYS[:5]] == ["one", "rows", "test", activation.name, len(rows)]
+    assert list(document) == KEYS
+    assert [document[key] for key in KEYS[:5]] == [
+        "one",
+        "rows",
+        "test",
+        activation.name,
+        len(rows),
+    ]
     supports = exact.encode(rows) != 0
-    assert found["cells_visited"] == len(supports.unique(dim=0)) >= found["rank"]["cells"]
-    assert found["cells_share_log10"] == pytest.approx(
-        np.log10(found["cells_visited"]) - found["cells_possible_log10"]
+    assert document["cells_visited"] == len(supports.unique(dim=0)) >= document["rank"]["cells"]
+    assert document["cells_share_log10"] == pytest.approx(
+        np.log10(document["cells_visited"]) - document["cells_possible_log10"]
     )
-    assert found["l0"] == pytest.approx(supports.sum(1).double().mean())
+    assert document["l0"] == pytest.approx(supports.sum(1).double().mean())
     distances = [sorted(distance for distance, _ in walls(exact, row)) for row in rows.numpy()]
-    nearest, near = np.array([one[0] for one in distances]), found["complexity"]
-    assert list(found["margin"]) == [*SPREAD, "relative"]
-    assert found["margin"]["median"] == pytest.approx(
+    nearest = np.array([row[0] for row in distances])
+    near = document["complexity"]
+    assert list(document["margin"]) == [*SPREAD, "relative"]
+    assert document["margin"]["median"] == pytest.approx(
         np.sort(nearest)[round(0.5 * (len(nearest) - 1))], rel=1e-9
     )
-    assert found["margin"]["mean"] == pytest.approx(nearest.mean(), rel=1e-9)
-    assert found["margin"]["relative"]["max"] == pytest.approx(
+    assert document["margin"]["mean"] == pytest.approx(nearest.mean(), rel=1e-9)
+    assert document["margin"]["relative"]["max"] == pytest.approx(
         (nearest / rows.norm(dim=1).numpy()).max(), rel=1e-5
     )
     assert near["radius"] == pytest.approx(
         0.01 * np.median((rows - rows.mean(0)).norm(dim=1)), rel=1e-4
     )
     assert near["mean"] == pytest.approx(
-        np.mean([np.sum(np.array(one) < near["radius"]) for one in distances])
+        np.mean([np.sum(np.array(row) < near["radius"]) for row in distances])
     )
-    assert (found["power_diagram"] or {}).get("agreement", 1.0) == 1.0
-    assert (found["power_diagram"] is not None) == isinstance(activation, TopK | AbsTopK)
-    references, other = found["references"], found["other_split"]
+    assert (document["power_diagram"] or {}).get("agreement", 1.0) == 1.0
+    assert (document["power_diagram"] is not None) == isinstance(activation, TopK | AbsTopK)
+    references, other = document["references"], document["other_split"]
     assert references["sae_fvu"] == pytest.approx(reconstruction(exact, [rows])["fvu"], rel=1e-4)
-    assert references["local_pca_rank"] == min(D, round(found["l0"]))
-    assert (
-        0 <= references["local_pca_fvu"] < references["kmeans_fvu"] < 1
-        and references["held_out"] is True
-    )
-    assert (
-        (other["split"], other["rows"])
-        == ("train", 3000 - len(rows))
-        == ("train", references["rows_fitted"])
-    )
+    assert references["local_pca_rank"] == min(D, round(document["l0"]))
+    assert 0 <= references["local_pca_fvu"] < references["kmeans_fvu"] < 1
+    assert references["held_out"] is True
+    assert (other["split"], other["rows"]) == ("train", 3000 - len(rows))
+    assert references["rows_fitted"] == other["rows"]
 
 
 def test_twins_and_latents_without_weights_are_told(sae: CommandLine):
@@ -135,13 +137,11 @@ def test_twins_and_latents_without_weights_are_told(sae: CommandLine):
 
 def test_only_the_rows_that_the_run_was_trained_on_fit_the_references(sae: CommandLine):
     make_run(sae.home, "half", random_sae(TopK(3)), fraction=0.5)
-    found = sae("geometry", "half", "--split", "train", "--json").json
-    assert found["rows"] == found["references"]["rows_fitted"] < 1500
-    assert (found["other_split"]["split"], found["other_split"]["rows"]) == (
-        "test",
-        len(held_out()),
-    )
-    assert found["references"]["held_out"] is False
+    document = sae("geometry", "half", "--split", "train", "--json").json
+    assert document["rows"] == document["references"]["rows_fitted"] < 1500
+    other = document["other_split"]
+    assert (other["split"], other["rows"]) == ("test", len(held_out()))
+    assert document["references"]["held_out"] is False
     everything = sae("geometry", "half", "--split", "all", "--json").json
     assert (everything["rows"], everything["other_split"]) == (3000, None)
     few = sae("geometry", "half", "--fit-rows", "100", "--json").json["references"]
@@ -191,14 +191,11 @@ def test_more_rows_than_the_limit_are_sampled_and_the_same_again(sae: CommandLin
 
 def test_a_row_at_the_origin_and_an_sae_without_boundaries_are_no_error(sae: CommandLine):
     make_run(sae.home, "whole", random_sae(TopK(F)))
-    found = sae("geometry", "--split", "all", "--json").json
-    assert (found["cells_visited"], found["occupancy"]["max"], found["occupancy"]["entropy"]) == (
-        1,
-        3000,
-        0,
-    )
-    assert found["margin"]["median"] is None  # infinite
-    assert found["power_diagram"]["agreement"] == 1.0
+    document = sae("geometry", "--split", "all", "--json").json
+    occupancy = document["occupancy"]
+    assert (document["cells_visited"], occupancy["max"], occupancy["entropy"]) == (1, 3000, 0)
+    assert document["margin"]["median"] is None  # infinite
+    assert document["power_diagram"]["agreement"] == 1.0
 
 
 def test_an_sae_of_another_tool_is_measured_on_the_newest_store(sae: CommandLine, tmp_path: Path):

@@ -37,17 +37,22 @@ def test_counts_match_numpy_and_dense_and_silent_latents_are_listed(sae: Command
     rows = make_store(sae.home, "rows", some_rows())
     make_run(sae.home, "graded", graded_sae())
     fires = rows[is_test(np.arange(len(rows)))][:, :1] > np.linspace(-9, 12, F)
-    (found,) = sae("sparsity", "graded", "--json").json["runs"]
-    assert list(found) == KEYS
+    (document,) = sae("sparsity", "graded", "--json").json["runs"]
+    assert list(document) == KEYS
     frequency = fires.mean(0)
-    assert found["frequency"] == pytest.approx(frequency.tolist())
-    assert (found["silent"], found["dense"]) == ((frequency == 0).sum(), (frequency > 0.1).sum())
-    assert found["l0"] == pytest.approx(fires.sum(1).mean())
-    assert found["l0_std"] == pytest.approx(fires.sum(1).std())
-    assert found["density"] == pytest.approx(fires.mean())
-    out, first = sae("sparsity", "graded").out, F - found["silent"]
-    assert f"graded: dense on these {found['rows']} rows: 0 (100%), 1 (100%)" in out  # by frequency
-    assert f"graded: silent on these {found['rows']} rows: {first}, {first + 1}" in out
+    assert document["frequency"] == pytest.approx(frequency.tolist())
+    assert (document["silent"], document["dense"]) == (
+        (frequency == 0).sum(),
+        (frequency > 0.1).sum(),
+    )
+    assert document["l0"] == pytest.approx(fires.sum(1).mean())
+    assert document["l0_std"] == pytest.approx(fires.sum(1).std())
+    assert document["density"] == pytest.approx(fires.mean())
+    out, first = sae("sparsity", "graded").out, F - document["silent"]
+    assert (
+        f"graded: dense on these {document['rows']} rows: 0 (100%), 1 (100%)" in out
+    )  # by frequency
+    assert f"graded: silent on these {document['rows']} rows: {first}, {first + 1}" in out
 
 
 def test_long_lists_end_with_how_many_more(sae: CommandLine):

@@ -41,12 +41,8 @@ def truth_of(store: ActivationStore, which: str = "all") -> np.ndarray:
 
 def test_rows_and_true_codes_are_the_worlds_and_stay_together(sae):
     document = sae("import", "synthetic", *SMALL, "--shard-rows", "700", "--json").json
-    assert (document["name"], document["rows"], document["d_in"], document["shards"]) == (
-        "synthetic",
-        ROWS,
-        D,
-        5,
-    )
+    values = [document[name] for name in ("name", "rows", "d_in", "shards")]
+    assert values == ["synthetic", ROWS, D, 5]
     assert document["source"]["features"] == G and not document["cached"]
     store, world = opened(sae), world_of(CONFIG)
     codes = world.codes(0, 0)[:ROWS]
@@ -133,21 +129,15 @@ def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):
     assert saecli.evaluate("run", home=sae.home)["f1"] == done[0]["f1"]
     shown = sae("eval", "run", "random").out
     assert "known features" in shown and "uniqueness" in shown
-    assert "mcc" not in saecli.evaluate(
-        "run", np.ones((5, D)) * np.arange(5)[:, None], home=sae.home
-    )
+    rows = np.ones((5, D)) * np.arange(5)[:, None]
+    assert "mcc" not in saecli.evaluate("run", rows, home=sae.home)
 
 
 def test_import_synthetic_is_a_function_too_which_knows_its_options(sae):
-    store = saecli.import_synthetic(
-        features=G, d_in=D, l0=4, rows=100, dtype="bfloat16", home=sae.home
-    )
-    assert (store.name, store.rows, store.dtype, store.meta.world.features) == (
-        "synthetic",
-        100,
-        "bfloat16",
-        G,
-    )
+    options = {"features": G, "d_in": D, "l0": 4, "rows": 100, "dtype": "bfloat16"}
+    store = saecli.import_synthetic(**options, home=sae.home)
+    assert (store.name, store.rows, store.dtype) == ("synthetic", 100, "bfloat16")
+    assert store.meta.world.features == G
     with pytest.raises(saecli.SaeError, match=r"no option feature; did you mean features\?"):
         saecli.import_synthetic(feature=3, home=sae.home)
 

@@ -94,7 +94,18 @@ def test_an_sae_of_an_unknown_site_is_not_steered(sae: CommandLine):
     (folder / "sae.safetensors").unlink()
     save_native(SavedSAE(random_sae(d_in=128), {"layer": 1, "site": "../../etc"}), folder)
     done = sae(
-        "steer", "run", "--latent", "1", "--scale", "1", "--prompt", "a", "--model", "tiny-gemma2"
+        *[
+            "steer",
+            "run",
+            "--latent",
+            "1",
+            "--scale",
+            "1",
+            "--prompt",
+            "a",
+            "--model",
+            "tiny-gemma2",
+        ]
     )
     assert "run names an unknown site in its file: expected resid_post" in done.err
 
@@ -111,9 +122,9 @@ def test_stores_are_taken_by_name_from_python(sae: CommandLine):
     with pytest.raises(StoreError, match="there is no activation store named 'row'"):
         saecli.fit("row")
     store = saecli.open_store("rows")
-    for given, words in (((), "takes stores"), (([store, store],), "got a list")):
+    for stores, words in (((), "takes stores"), (([store, store],), "got a list")):
         with pytest.raises(ConfigError, match=words):
-            saecli.join(*given)
+            saecli.join(*stores)
     assert saecli.join("rows").inputs[0].path == store.path
     assert saecli.join("rows", "more").d_in == 16
 
