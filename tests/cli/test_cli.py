@@ -133,39 +133,15 @@ def test_the_home_is_the_options_else_the_environments(sae, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (
-            MemoryError(),
-            "out of memory: the machine refused an allocation; use a smaller --batch-size",
-        ),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-            "out of memory: the GPU refused",
-        ),
-        (RuntimeError("CUDA error: out of memory"), "out of memory: the GPU refused"),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
-            "out of memory: the GPU",
-        ),
-        (
-            RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
-                "allocate 40 bytes. Error code 12 (Cannot allocate memory)"
-            ),
-            "out of memory: the machine refused",
-        ),
+        (MemoryError(), "out of memory: the machine refused an allocation"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory: the GPU refused"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "out of memory: the GPU"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory: the machine"),
         (OSError(12, "Cannot allocate memory"), "out of memory: the machine refused"),
-        (
-            RuntimeError(
-                "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."
-            ),
-            None,
-        ),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
         (RuntimeError("Expected memory format contiguous"), None),
         (KeyError("x"), None),
-        (
-            OSError(28, "No space left on device", "/x/y"),
-            "the disk is full, writing /x/y; nothing half-written was kept",
-        ),
+        (OSError(28, "No space left on device", "/x/y"), "the disk is full, writing /x/y"),
         (ImportError("no module named x"), None),
     ],
 )

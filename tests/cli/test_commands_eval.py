@@ -15,24 +15,11 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.split import is_test
 
-KEYS = [
-    "run",
-    "data",
-    "split",
-    "rows",
-    "mse",
-    "fvu",
-    "explained_variance",
-    "cosine",
-    "l0",
-    "l1",
-    "silent_fraction",
-    "massive_rows",
-    "massive_variance",
-    "ordinary_fvu",
-    "dead_fraction",
-    "unbeaten",
-]
+JSON_KEYS = """
+run data split rows mse fvu explained_variance cosine l0 l1 silent_fraction massive_rows
+massive_variance ordinary_fvu dead_fraction unbeaten
+"""
+KEYS = JSON_KEYS.split()
 
 
 def relu_oracle(sae: SAE, rows: np.ndarray) -> dict[str, float]:

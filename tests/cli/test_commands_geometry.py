@@ -15,25 +15,11 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import reconstruction
 from saecli.store.split import is_test
 
-KEYS = [
-    "run",
-    "data",
-    "split",
-    "act",
-    "rows",
-    "l0",
-    "cells_visited",
-    "cells_possible_log10",
-    "cells_share_log10",
-    "occupancy",
-    "rank",
-    "degenerate",
-    "power_diagram",
-    "margin",
-    "complexity",
-    "other_split",
-    "references",
-]
+JSON_KEYS = """
+run data split act rows l0 cells_visited cells_possible_log10 cells_share_log10 occupancy rank
+degenerate power_diagram margin complexity other_split references
+"""
+KEYS = JSON_KEYS.split()
 SPREAD = ["mean", "min", "p5", "p25", "median", "p75", "p95", "max"]
 
 

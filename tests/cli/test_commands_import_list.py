@@ -1,11 +1,9 @@
 """`sae import`, `sae list` and `sae rm` as a shell runs them: what they store, print, refuse, remove and go on with."""
 
-import gzip
 import io
 import json
 import shutil
 import signal
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -55,16 +53,6 @@ def test_an_import_again_is_a_cache_hit_another_of_its_name_refused(sae, tmp_pat
     other = sae("import", tmp_path / "a.npy", "--name", "b", "--dtype", "bfloat16", "--json")
     assert other.json["dtype"] == "bfloat16"
     np.testing.assert_array_equal(stored(sae, "a"), rows)
-
-
-def test_mnist_files_are_flattened(sae, tmp_path):
-    images = np.random.default_rng(0).integers(0, 256, (70, 6, 5), np.uint8)
-    path = tmp_path / "train-images-idx3-ubyte.gz"
-    head = struct.pack(">BBBB3I", 0, 0, 8, 3, *images.shape)
-    path.write_bytes(gzip.compress(head + images.tobytes()))
-    done = sae("import", path, "--name", "mnist", "--shard-rows", "32", "--json")
-    assert (done.json["rows"], done.json["d_in"], done.json["shards"]) == (70, 30, 3)
-    np.testing.assert_array_equal(stored(sae, "mnist"), images.reshape(70, 30))
 
 
 def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
@@ -156,13 +144,6 @@ def test_check_names_every_damaged_shard_and_unreadable_store_once(sae):
         assert (done.out + done.err).count(name) == 1
     assert len(document.json["problems"]) == 4
     assert "found 4 problems" in done.err and done.err.count("\n") == 1
-
-
-def test_three_rows_can_be_trained_on(sae, tmp_path):
-    np.save(tmp_path / "three.npy", np.random.default_rng(0).standard_normal((3, 4)))
-    sae("import", tmp_path / "three.npy")
-    done = sae("train", "--epochs", "1", "--d-sae", "8")
-    assert done.status == 0, done.err
 
 
 @pytest.mark.slow

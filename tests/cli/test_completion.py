@@ -11,7 +11,6 @@ from homes import CommandLine, make_run, make_store, random_sae, some_rows
 from saecli.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-SHELLS = ("bash", "zsh", "fish")
 
 
 @pytest.fixture(scope="module")
@@ -64,29 +63,11 @@ def shell_home(tmp_path: Path) -> dict[str, str]:
     script = tmp_path / "bin" / "sae"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -m saecli "$@"\n')
     script.chmod(0o755)
-    (tmp_path / "user").mkdir()
     return {
         **os.environ,
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "HOME": str(tmp_path / "user"),
-        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
     }
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_completion_is_installed_on_demand_alone(
-    sae: CommandLine, shell_home: dict[str, str], shell: str
-):
-    user = Path(shell_home["HOME"])
-    for name in ("HOME", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"):
-        sae.monkeypatch.setenv(name, shell_home[name])
-    shown = sae("--show-completion", shell)
-    assert shown.status == 0 and f"complete_{shell}" in shown.out
-    assert not list(user.iterdir())
-    assert sae("--install-completion", shell).status == 0
-    written = [path for path in user.rglob("*") if path.is_file()]
-    assert any(shown.out.strip() in path.read_text() for path in written)
 
 
 @pytest.mark.parametrize(

@@ -93,20 +93,8 @@ def test_an_sae_of_an_unknown_site_is_not_steered(sae: CommandLine):
     folder = make_run(sae.home, "run", random_sae(d_in=128))
     (folder / "sae.safetensors").unlink()
     save_native(SavedSAE(random_sae(d_in=128), {"layer": 1, "site": "../../etc"}), folder)
-    done = sae(
-        *[
-            "steer",
-            "run",
-            "--latent",
-            "1",
-            "--scale",
-            "1",
-            "--prompt",
-            "a",
-            "--model",
-            "tiny-gemma2",
-        ]
-    )
+    words = "steer run --latent 1 --scale 1 --prompt a --model tiny-gemma2"
+    done = sae(*words.split())
     assert "run names an unknown site in its file: expected resid_post" in done.err
 
 
