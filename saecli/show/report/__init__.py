@@ -65,67 +65,62 @@ def write_pages(
     with folder_appearing_whole(folder, overwrite) as temporary:
         (temporary / DETAILS).mkdir()
         for number, content in enumerate(details):
-            (temporary / DETAILS / f"{number:05}.js").write_text(
-                f"saeLatents({number},{as_script(content)});\n", encoding="utf-8"
-            )
-        style, template, *scripts = (
-            (files(__package__) / "assets" / name).read_text(encoding="utf-8")
-            for name in ("style.css", INDEX, *SCRIPTS)
-        )
+            script = f"saeLatents({number},{as_script(content)});\n"
+            (temporary / DETAILS / f"{number:05}.js").write_text(script, encoding="utf-8")
         parts = {
             "title": html.escape(title),
-            "style": style,
-            "script": "\n".join(scripts),
+            "style": _asset("style.css"),
+            "script": "\n".join(map(_asset, SCRIPTS)),
             "data": as_script(overview),
         }
         # In one pass, so that nothing in a part is taken for a mark.
-        page = re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], template)
+        page = re.sub(r"\{\{ (\w+) \}\}", lambda mark: parts[mark[1]], _asset(INDEX))
         (temporary / INDEX).write_text(page, encoding="utf-8")
 
 
-def _words(
-    one: Measured, model: str | None, has_tokens: bool
-) -> "tuple[Tokens, Unembedding | None, list[str]]":
-    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names; the
-    model's unembedding if given; and sentences on missing content."""
-    store = one.store
-    named = spec_of(store.meta.source)
-    notes = (
-        []
-        if has_tokens
-        else [f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"]
-    )
-    if model is None and not (has_tokens and named):
-        if has_tokens:
-            notes.append(
-                f"{store.name} does not say which model its tokens are of, so they are shown as numbers; "
-                "--model names it"
-            )
-        return TokenNumbers(), None, notes
-    from ...extract.language_model import (
-        LanguageModel,
-        load_tokenizer,
-    )  # transformers takes seconds to import
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _texts_and_outputs(
+    run: Measured, model: str | None, has_tokens: bool, notes: list[str]
+) -> "tuple[Tokens, Unembedding | None]":
+    """The texts of a store's tokens, by the tokenizer of a given model, or of the model that the store names, and the
+    model's unembedding if given; notes gets sentences on missing content."""
+    store, stored_model = run.store, spec_of(run.store.meta.source)
+    if not has_tokens:
+        notes.append(
+            f"{store.name} keeps no tokens, so examples are numbers of its rows, counted from 0"
+        )
+    elif model is None and stored_model is None:
+        notes.append(
+            f"{store.name} does not say which model its tokens are of, so they are shown as numbers; "
+            "--model names it"
+        )
+    if model is None and not (has_tokens and stored_model):
+        return TokenNumbers(), None
+    # transformers takes seconds to import.
+    from ...extract.language_model import LanguageModel, load_tokenizer
     from ...extract.model_source import find_model
     from ...extract.tokens import TokenTexts, Unembedding
 
     if model is None:
         try:
-            return TokenTexts(load_tokenizer(find_model(str(named)))), None, notes
+            return TokenTexts(load_tokenizer(find_model(str(stored_model)))), None
         except ModelError as error:
-            return TokenNumbers(), None, [*notes, f"no tokenizer ({error}): showing token ids"]
-    place = find_model(model, recorded_revision(model, [named]))
-    width = one.sae.W_dec[:1, one.sae.places[-1]].shape[1]
+            notes.append(f"no tokenizer ({error}): showing token ids")
+            return TokenNumbers(), None
+    place = find_model(model, recorded_revision(model, [stored_model]))
+    width = run.sae.W_dec[:1, run.sae.places[-1]].shape[1]
     if place.d_model != width:
         raise ConfigError(
-            f"{one.subject.name} cannot be read through {model}: expected a model of width {width}, got "
+            f"{run.subject.name} cannot be read through {model}: expected a model of width {width}, got "
             f"{place.d_model}; name the model that the rows came from"
         )
-    if named is not None and named != place.spec:
-        notes.append(f"{store.name} came from {named}, and is read through {place.spec}")
-    loaded = LanguageModel(place, one.sae.W_enc.device, head=True)
-    unembedding = Unembedding(loaded)
-    return TokenTexts(loaded.tokenizer), unembedding, notes
+    if stored_model is not None and stored_model != place.spec:
+        notes.append(f"{store.name} came from {stored_model}, and is read through {place.spec}")
+    loaded = LanguageModel(place, run.sae.W_enc.device, head=True)
+    return TokenTexts(loaded.tokenizer), Unembedding(loaded)
 
 
 MOST_PAGES = 4096  # written by default
@@ -176,52 +171,38 @@ def report(
         raise ConfigError("--model-revision does nothing without --model; leave it out")
     if not 1 <= examples <= MOST_EXAMPLES:
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
-    one = open_measured(Home.at(home), sae, data, split, device, listener, target)
-    chosen = None if latents is None else _numbers(latents, one)
-    d_sae, has_tokens = one.sae.d_sae, set(COLUMNS) <= set(one.store.meta.columns)
-    texts, unembedding, notes = _words(
-        one, model and at_revision(model, model_revision), has_tokens
+    run = open_measured(Home.at(home), sae, data, split, device, listener, target)
+    chosen = None if latents is None else _chosen_latents(latents, run)
+    d_sae, has_tokens = run.sae.d_sae, set(COLUMNS) <= set(run.store.meta.columns)
+    notes: list[str] = []
+    texts, unembedding = _texts_and_outputs(
+        run, model and at_revision(model, model_revision), has_tokens, notes
     )
-    gathered = (
+    result = survey(
+        run.sae,
+        in_blocks(run.inputs(listener), run.of_store, run.batch_rows),
+        run.of_store.rows,
         Examples(chosen or range(d_sae), d_sae, examples, has_tokens),
         Examples(chosen or range(d_sae), d_sae, SAMPLES, has_tokens, at_random),
     )
-    found = survey(
-        one.sae,
-        in_blocks(one.inputs(listener), one.of_store, one.batch_rows),
-        one.of_store.rows,
-        *gathered,
-    )
     if chosen is None:
-        chosen = sorted(
-            found.firing.frequency.argsort(descending=True, stable=True)[
-                : top or MOST_PAGES
-            ].tolist()
-        )
-    places = places_document(one, listener)
-    details = _details(one, found, chosen, texts, unembedding, places, listener)
-    holds_out = one.store.split("train", seed=one.subject.split_seed).rows < one.store.rows
-    (measures,) = evaluate_all([held_out(one) if holds_out else one], None, None, listener)
-    if not holds_out:
-        notes.append(
-            f"{one.store.name} holds out no rows, so FVU, L0 and cosine are of {one.split} rows"
-        )
-    if massive := doubts(measures, one.sae.d_in, d_sae).get("massive"):
-        notes.append(f"of {counted(measures['rows'], 'held-out row')}, {massive}")
+        most_frequent = result.firing.frequency.argsort(descending=True, stable=True)
+        chosen = sorted(most_frequent[: top or MOST_PAGES].tolist())
+    places = places_document(run, listener)
+    details = _details(run, result, chosen, texts, unembedding, places, listener)
+    measures = _measures(run, notes, listener)
     if len(chosen) < d_sae:
         notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
-    curves = [] if one.subject.folder is None else read_metrics(one.subject.folder)
-    content = overview(
-        _heading(one, neuronpedia), measures, found, curves, _facts(one, places), notes
-    )
+    curves = [] if run.subject.folder is None else read_metrics(run.subject.folder)
+    heading, facts = _heading(run, neuronpedia), _facts(run, places)
+    content = overview(heading, measures, result, curves, facts, notes)
     content["latents"] |= details.columns()
     with listener.progress("writing", len(chosen), "latents") as show:
-        write_pages(
-            folder, f"{one.subject.name}: latents", content, details.contents(show), overwrite
-        )
+        contents = details.contents(show)
+        write_pages(folder, f"{run.subject.name}: latents", content, contents, overwrite)
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {
-        **one.heading,
+        **run.heading,
         "path": str(folder),
         "index": str(folder / INDEX),
         "latents": d_sae,
@@ -233,6 +214,19 @@ def report(
         "firing": content["firing"],
         "notes": notes,
     }
+
+
+def _measures(run: Measured, notes: list[str], listener: Listener) -> dict[str, Any]:
+    """The measures of `sae eval` on held-out rows, or on those shown if none are held out; notes gets doubts."""
+    holds_out = run.store.split("train", seed=run.subject.split_seed).rows < run.store.rows
+    (measures,) = evaluate_all([held_out(run) if holds_out else run], None, None, listener)
+    if not holds_out:
+        notes.append(
+            f"{run.store.name} holds out no rows, so FVU, L0 and cosine are of {run.split} rows"
+        )
+    if massive := doubts(measures, run.sae.d_in, run.sae.d_sae).get("massive"):
+        notes.append(f"of {counted(measures['rows'], 'held-out row')}, {massive}")
+    return measures
 
 
 def _check_out(folder: Path, overwrite: bool) -> None:
@@ -261,101 +255,88 @@ def _is_report(folder: Path) -> bool:
     return all(re.fullmatch(r"\d{5}\.js", path.name) for path in (folder / DETAILS).iterdir())
 
 
-def _numbers(chosen: str | Sequence[int], one: Measured) -> list[int]:
+def _chosen_latents(latents: str | Sequence[int], run: Measured) -> list[int]:
     """The chosen latents, ascending; see `report`."""
-    d_sae, text = one.sae.d_sae, chosen if isinstance(chosen, str) else ",".join(map(str, chosen))
+    d_sae = run.sae.d_sae
+    text = latents if isinstance(latents, str) else ",".join(map(str, latents))
     if text == "all":
         return list(range(d_sae))
-    found: set[int] = set()
+    chosen: set[int] = set()
     for word in text.split(","):
-        ends = [end.strip() for end in word.split("-")]
-        if (
-            len(ends) > 2
-            or not all(end.isdecimal() for end in ends)
-            or int(ends[0]) > int(ends[-1])
-        ):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", word)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
             raise ConfigError(
                 f"--latents must be all, or numbers and ranges such as 0,5,10-19, got {text!r}"
             )
-        if int(ends[-1]) >= d_sae:
+        if last >= d_sae:
             raise ConfigError(
-                f"--latents names latent {ends[-1]}, but {one.subject.name} has {d_sae:,}, counted from "
+                f"--latents names latent {last}, but {run.subject.name} has {d_sae:,}, counted from "
                 "0; choose lower numbers"
             )
-        found.update(range(int(ends[0]), int(ends[-1]) + 1))
-    return sorted(found)
+        chosen.update(range(first, last + 1))
+    return sorted(chosen)
 
 
 def _details(
-    one: Measured,
-    found: Survey,
+    run: Measured,
+    result: Survey,
     chosen: list[int],
     texts: "Tokens",
     unembedding: "Unembedding | None",
     places: Mapping[str, Any],
     listener: Listener,
 ) -> Details:
-    W_dec, numbers = one.sae.W_dec, torch.tensor(chosen, device=one.sae.W_dec.device)
+    W_dec, latents = run.sae.W_dec, torch.tensor(chosen, device=run.sae.W_dec.device)
     with listener.progress("comparing latents", len(chosen), "latents") as show:
-        near = neighbours(W_dec, numbers, NEIGHBOURS, show)
+        near = neighbours(W_dec, latents, NEIGHBOURS, show)
     with listener.progress("counting pairs", len(chosen), "latents") as show:
-        partners = found.cofiring.partners(numbers, NEIGHBOURS, show)
+        partners = result.cofiring.partners(latents, NEIGHBOURS, show)
     outputs: OutputTokens | None = None
     if unembedding is not None:
         with listener.progress("reading off output tokens", len(chosen), "latents") as show:
-            last = W_dec[:, one.sae.places[-1]]  # of a crosscoder, at its last hook point
-            outputs = unembedding.output_tokens(last[numbers], OUTPUT_TOKENS, show)
+            last = W_dec[:, run.sae.places[-1]]  # of a crosscoder, at its last hook point
+            outputs = unembedding.output_tokens(last[latents], OUTPUT_TOKENS, show)
     features = None
-    if (alignment := one.alignment()) is not None:
+    if (alignment := run.alignment()) is not None:
         nearest = alignment.nearest[chosen]
         features = nearest, alignment.cosines[chosen, nearest]
-    return Details(found, chosen, near, partners, texts, outputs, features, places)
+    return Details(result, chosen, near, partners, texts, outputs, features, places)
 
 
-def _heading(one: Measured, neuronpedia: str | None) -> dict[str, Any]:
-    sae, source = one.sae, one.saved.origin | one.store.meta.source
-    if inputs := one.stores.origin.get("inputs"):  # of a crosscoder, in the place of the first's
-        source = {
-            "model": " + ".join(
-                f"{each['site']} of layer {each['layer']} of "
-                + Path(each.get("model", source.get("model"))).name
-                for each in inputs
-            )
-        }
+def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:
+    sae, source = run.sae, run.saved.origin | run.store.meta.source
+    if inputs := run.stores.origin.get("inputs"):  # of a crosscoder, in the place of the first's
+        names = [
+            f"{place['site']} of layer {place['layer']} of "
+            + Path(place.get("model", source.get("model"))).name
+            for place in inputs
+        ]
+        source = {"model": " + ".join(names)}
+    hook_point = {name: source.get(name) for name in ("model", "layer", "site")}
     return {
-        **one.heading,
-        "neuronpedia": neuronpedia_url(one.subject.name, neuronpedia),
+        **run.heading,
+        "neuronpedia": neuronpedia_url(run.subject.name, neuronpedia),
         "activation": sae.activation.name,
         "d_in": sae.d_in,
         "d_sae": sae.d_sae,
-        **{
-            name: source[name]
-            for name in ("model", "layer", "site")
-            if source.get(name) is not None
-        },
+        **{name: value for name, value in hook_point.items() if value is not None},
     }
 
 
-def _facts(one: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _facts(run: Measured, places: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Settings by section and name."""
-    store, folder, activation = one.store, one.subject.folder, one.sae.activation
-    found: dict[str, Mapping[str, Any]] = {
-        "activation": {"name": activation.name, **activation.to_json()}
-    }
+    store, folder, activation = run.store, run.subject.folder, run.sae.activation
+    facts: dict[str, Any] = {"activation": {"name": activation.name, **activation.to_json()}}
     if folder is not None and (folder / RUN_MARKER).is_file():
-        run = read_run(folder / RUN_MARKER).settings
-        found |= {
-            "training": run["training"],
-            "solver": run["solver"],
-            "at the end of training": (run.get("result") or {}).get("final", {}),
-        }
-    shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
+        settings = read_run(folder / RUN_MARKER).settings
+        facts["training"] = settings["training"]
+        facts["solver"] = settings["solver"]
+        facts["at the end of training"] = (settings.get("result") or {}).get("final", {})
     if places:
-        found["places"] = {
-            "latents shared by all": places["shared"],
-            **{
-                place["name"]: f"FVU {place['fvu']:.4g}, {place['exclusive']} latents of its own"
-                for place in places["places"]
-            },
-        }
-    return found | {"store": shape | store.meta.source}
+        facts["places"] = {"latents shared by all": places["shared"]}
+        for place in places["places"]:
+            words = f"FVU {place['fvu']:.4g}, {place['exclusive']} latents of its own"
+            facts["places"][place["name"]] = words
+    shape = {"name": store.name, "rows": store.rows, "d_in": store.d_in, "dtype": store.dtype}
+    return facts | {"store": shape | store.meta.source}

@@ -112,7 +112,7 @@ def neuronpedia_url(name: str, source: str | None = None) -> str | None:
     """The address below which Neuronpedia has a page for each latent of an SAE, given its address on the hub, or
     Neuronpedia's own name of it, `MODEL/SOURCE`, such as `gemma-2-2b/20-gemmascope-res-16k`; None if there is none."""
     if source is None:
-        source = _known(name)
+        source = _known_source(name)
     elif not _SOURCE.fullmatch(source):
         raise ConfigError(
             "--neuronpedia must be MODEL/SOURCE such as gemma-2-2b/20-gemmascope-res-16k, got "
@@ -121,19 +121,19 @@ def neuronpedia_url(name: str, source: str | None = None) -> str | None:
     return None if source is None else f"{SITE}{source}"
 
 
-def _known(name: str) -> str | None:
+def _known_source(name: str) -> str | None:
     address = Address.parse(name)
     if address is None:
         return None
-    table = (files(__package__) / "assets" / "neuronpedia.json").read_text(encoding="utf-8")
-    for entry in json.loads(table):
-        if entry["repo"] == address.repo and (
-            found := re.fullmatch(entry["folder"], address.folder)
-        ):
-            parts = found.groupdict()
-            shown = entry.get("l0", {}).get(parts.get("width"))
-            if "l0" not in entry or (shown and shown.get(parts["layer"]) == int(parts["l0"])):
-                return entry["source"].format_map(parts)
+    known = (files(__package__) / "assets" / "neuronpedia.json").read_text(encoding="utf-8")
+    for entry in json.loads(known):
+        match = re.fullmatch(entry["folder"], address.folder)
+        if entry["repo"] != address.repo or match is None:
+            continue
+        parts = match.groupdict()
+        shown = entry.get("l0", {}).get(parts.get("width"), {})
+        if "l0" not in entry or shown.get(parts["layer"]) == int(parts["l0"]):
+            return entry["source"].format_map(parts)
     return None
 
 
@@ -168,11 +168,12 @@ class Details:
     outputs: "OutputTokens | None"
     features: (
         tuple[Tensor, Tensor] | None
-    )  # the known feature nearest to each latent, and its cosine, (C,) each
+    )  # the known feature nearest to each, and its cosine, (C,)
     places: Mapping[str, Any]  # `places_document`
 
     @cached_property
-    def _found(self) -> dict[str, dict[str, Any]]:
+    def _texts_of(self) -> dict[str, dict[str, Any]]:
+        """The columns of `examples` and `samples`, (C, N, ...) each."""
         return {
             "examples": self.survey.examples.of(self.chosen),
             "samples": self.survey.samples.of(self.chosen),
@@ -181,13 +182,11 @@ class Details:
     def contents(self, show: Callable[[int], None]) -> Iterator[dict[str, Any]]:
         """Each file's content in turn; `show` is called with the number of latents done."""
         for begin in range(0, len(self.chosen), PER_FILE):
-            places = range(begin, min(begin + PER_FILE, len(self.chosen)))
+            end = min(begin + PER_FILE, len(self.chosen))
             strings: dict[str, int] = {}
-            yield {
-                "latents": [self._latent(place, strings) for place in places],
-                "strings": list(strings),
-            }
-            show(places.stop)
+            pages = [self._page(index, strings) for index in range(begin, end)]
+            yield {"latents": pages, "strings": list(strings)}
+            show(end)
 
     def columns(self) -> dict[str, Any]:
         """The table's columns for the chosen latents: interest, tokens at the peaks of examples, a snippet of the best
@@ -195,121 +194,108 @@ class Details:
         chosen = list(self.chosen)
         columns: dict[str, Any] = {"chosen": chosen, "per_file": PER_FILE}
         alike = [0.0] * len(chosen)
-        if "token" in self._found["examples"]:
-            peaks = [self._peaks(place) for place in range(len(chosen))]
+        if "token" in self._texts_of["examples"]:
+            peaks = [self._peaks(index) for index in range(len(chosen))]
             alike = list(map(agreement, peaks))
             columns["tokens"] = [
-                [text for text, _ in Counter(map(_short, own)).most_common(LISTED_TOKENS)]
-                for own in peaks
+                [text for text, _ in Counter(map(_short, texts)).most_common(LISTED_TOKENS)]
+                for texts in peaks
             ]
-            columns["snippets"] = [self._snippet(place) for place in range(len(chosen))]
+            columns["snippets"] = [self._snippet(index) for index in range(len(chosen))]
         firing, sizes = self.survey.firing, self.survey.magnitudes
         figures = (
             values[chosen].tolist() for values in (firing.frequency, sizes.means, sizes.largest)
         )
         columns["interest"] = [
-            round(interest(frequency, firing.rows, mean, largest, own), 3)
-            for frequency, mean, largest, own in zip(*figures, alike, strict=True)
+            round(interest(frequency, firing.rows, mean, largest, fraction), 3)
+            for frequency, mean, largest, fraction in zip(*figures, alike, strict=True)
         ]
         if self.places:
             names = list(dict.fromkeys(self.places["class"]))
-            columns |= {
-                "classes": names,
-                "class": [names.index(own) for own in self.places["class"]],
-                "nu": self.places["nu_error"],
-            }
-        if (outputs := self.outputs) is not None:
+            columns["classes"] = names
+            columns["class"] = [names.index(name) for name in self.places["class"]]
+            columns["nu"] = self.places["nu_error"]
+        if self.outputs is not None:
             columns["promoted"] = [
                 [_short(self.texts[token]) for token in tokens[:LISTED_TOKENS]]
-                for tokens in outputs.promoted.tolist()
+                for tokens in self.outputs.promoted.tolist()
             ]
         return columns
 
-    def _latent(self, place: int, strings: dict[str, int]) -> dict[str, Any]:
-        latent = self.chosen[place]
+    def _page(self, index: int, strings: dict[str, int]) -> dict[str, Any]:
+        """The page of the index-th chosen latent."""
+        latent = self.chosen[index]
         histogram = self.survey.magnitudes.histograms[latent]
         present = np.flatnonzero(histogram)
         low, high = (int(present[0]), int(present[-1]) + 1) if len(present) else (0, 0)
-        cosines, others = self.neighbours
-        phi, partners = (values[place] for values in self.partners)
+        cosines, neighbours = (values[index] for values in self.neighbours)
+        phis, partners = (values[index] for values in self.partners)
+        together = zip(partners.tolist(), rounded(phis), strict=True)
         scale = float(self.survey.magnitudes.largest[latent]) / LEVELS
         page = {
             "latent": latent,
             "low": low,
             "counts": histogram[low:high].tolist(),
-            "neighbours": list(zip(others[place].tolist(), rounded(cosines[place]), strict=True)),
-            "together": [
-                one for one in zip(partners.tolist(), rounded(phi), strict=True) if one[1]
-            ],
+            "neighbours": list(zip(neighbours.tolist(), rounded(cosines), strict=True)),
+            "together": [(partner, phi) for partner, phi in together if phi],
             "scale": scale,
         }
-        for group, found in self._found.items():
-            page[group] = [
-                self._example(
-                    {name: values[place, which] for name, values in found.items()}, scale, strings
-                )
-                for which in range(int((found["rank"][place] > 0).sum()))
-            ]
+        for group, columns in self._texts_of.items():
+            count = int((columns["rank"][index] > 0).sum())
+            rows = (
+                {name: values[index, number] for name, values in columns.items()}
+                for number in range(count)
+            )
+            page[group] = [self._example(row, scale, strings) for row in rows]
         if (sums := self.survey.by_role[:, latent]).any():
             page["roles"] = list(zip(ROLES, rounded(sums / sums.sum()), strict=True))
         if self.features is not None:
-            feature, cosine = (values[place] for values in self.features)
+            feature, cosine = (values[index] for values in self.features)
             page["feature"] = [int(feature), float(f"{cosine:.4g}")]
-        if by_place := self.places:
-            page["places"] = [
-                [one["name"], share, scaling]
-                for one, share, scaling in zip(
-                    by_place["places"],
-                    by_place["share"][latent],
-                    by_place["scaling"][latent],
-                    strict=True,
-                )
-            ]
-        if (outputs := self.outputs) is not None:
-            page["logits"] = outputs.counts[place].tolist()
-            for name, tokens, logits in (
-                ("promoted", outputs.promoted, outputs.promoted_logits),
-                ("suppressed", outputs.suppressed, outputs.suppressed_logits),
-            ):
-                page[name] = [
-                    [self.texts[token], logit]
-                    for token, logit in zip(
-                        tokens[place].tolist(), rounded(logits[place]), strict=True
-                    )
-                ]
+        if self.places:
+            names = [place["name"] for place in self.places["places"]]
+            fractions, scaling = (self.places[name][latent] for name in ("share", "scaling"))
+            page["places"] = list(zip(names, fractions, scaling, strict=True))
+        if self.outputs is not None:
+            page |= self._output_tokens(self.outputs, index)
+        return page
+
+    def _output_tokens(self, outputs: "OutputTokens", index: int) -> dict[str, Any]:
+        page: dict[str, Any] = {"logits": outputs.counts[index].tolist()}
+        for name, tokens, logits in (
+            ("promoted", outputs.promoted, outputs.promoted_logits),
+            ("suppressed", outputs.suppressed, outputs.suppressed_logits),
+        ):
+            texts = [self.texts[token] for token in tokens[index].tolist()]
+            page[name] = list(zip(texts, rounded(logits[index]), strict=True))
         return page
 
     def _example(
-        self, own: Mapping[str, Any], scale: float, strings: dict[str, int]
+        self, row: Mapping[str, Any], scale: float, strings: dict[str, int]
     ) -> dict[str, Any]:
         """One example: its code and row; with tokens also pieces of the excerpt as indices into `strings`, number and
         code, in units of `scale`, of those where it fires, and the pieces that follow missing rows."""
-        codes = np.rint(own["code"] / scale).astype(int)
-        if "token" not in own:
-            return {"code": float(own["code"][0]), "row": int(own["number"])}
-        length = int((own["token"] >= 0).sum())
-        pieces = self._pieces(own["token"][:length].tolist())
+        if "token" not in row:
+            return {"code": float(row["code"][0]), "row": int(row["number"])}
+        length = int((row["token"] >= 0).sum())
+        codes = np.rint(row["code"] / scale).astype(int)[:length]
+        pieces = self._pieces(row["token"][:length].tolist())
         begins = np.cumsum([0, *(count for _, count in pieces[:-1])])
-        peak = int(np.searchsorted(begins, own["peak"], side="right")) - 1
-        roles = own["role"][begins].astype(int) if "role" in own else np.empty(0, int)
+        shown = [max(part.tolist(), key=abs) for part in np.split(codes, begins[1:])]
+        roles = row["role"][begins].astype(int) if "role" in row else np.empty(0, int)
         changes = [
-            [place, "not stored" if roles[place] == NOT_STORED else ROLES[roles[place]]]
-            for place in np.flatnonzero(np.diff(roles, prepend=-1)).tolist()
+            [at, "not stored" if roles[at] == NOT_STORED else ROLES[roles[at]]]
+            for at in np.flatnonzero(np.diff(roles, prepend=-1)).tolist()
         ]
-        shown = codes[:length].tolist()
-        if len(pieces) < length:
-            shown = [max(part.tolist(), key=abs) for part in np.split(codes[:length], begins[1:])]
         return {
-            "code": float(own["code"][own["peak"]]),
-            "row": int(own["number"]),
-            "document": int(own["document"]),
-            "position": int(own["position"]),
-            "peak": peak,
-            "fires": [
-                number for place, code in enumerate(shown) if code for number in (place, code)
-            ],
+            "code": float(row["code"][row["peak"]]),
+            "row": int(row["number"]),
+            "document": int(row["document"]),
+            "position": int(row["position"]),
+            "peak": int(np.searchsorted(begins, row["peak"], side="right")) - 1,
+            "fires": [number for at, code in enumerate(shown) if code for number in (at, code)],
             "tokens": [strings.setdefault(text, len(strings)) for text, _ in pieces],
-            "gaps": np.flatnonzero(own["gap"][begins]).tolist(),
+            "gaps": np.flatnonzero(row["gap"][begins]).tolist(),
             "roles": changes,
         }
 
@@ -329,35 +315,28 @@ class Details:
                 and BROKEN in self.texts.joined(groups[-1])
             )
         return [
-            (self.texts[one[0]] if len(one) == 1 else self.texts.joined(one), len(one))
-            for one in groups
+            (self.texts[group[0]] if len(group) == 1 else self.texts.joined(group), len(group))
+            for group in groups
         ]
 
-    def _peaks(self, place: int) -> list[str]:
+    def _peaks(self, index: int) -> list[str]:
         """The texts at the peaks of a latent's examples."""
-        found = self._found["examples"]
-        there = int((found["rank"][place] > 0).sum())
-        return [
-            self.texts[int(tokens[peak])]
-            for tokens, peak in zip(
-                found["token"][place, :there], found["peak"][place, :there], strict=True
-            )
-        ]
+        columns = {name: values[index] for name, values in self._texts_of["examples"].items()}
+        count = int((columns["rank"] > 0).sum())
+        peaks = columns["token"][np.arange(count), columns["peak"][:count]]
+        return [self.texts[token] for token in peaks.tolist()]
 
-    def _snippet(self, place: int) -> list[str]:
+    def _snippet(self, index: int) -> list[str]:
         """The texts before, at and after the best example's peak, cut between words; none without an example."""
-        found = self._found["examples"]
-        if not found["rank"][place, 0]:
+        columns = self._texts_of["examples"]
+        if not columns["rank"][index, 0]:
             return []
-        tokens, peak = found["token"][place, 0].tolist(), int(found["peak"][place, 0])
-        end = tokens.index(-1) if -1 in tokens else len(tokens)
-        parts = tokens[:peak], tokens[peak : peak + 1], tokens[peak + 1 : end]
+        tokens, peak = columns["token"][index, 0], int(columns["peak"][index, 0])
+        tokens = tokens[: int((tokens >= 0).sum())].tolist()
+        parts = tokens[:peak], tokens[peak : peak + 1], tokens[peak + 1 :]
         before, at, after = map(self.texts.joined, parts)
-        return [
-            _shortened(before[::-1], SNIPPET_BEFORE)[::-1],
-            _short(at),
-            _shortened(after, SNIPPET_AFTER),
-        ]
+        backwards = _shortened(before[::-1], SNIPPET_BEFORE)
+        return [backwards[::-1], _short(at), _shortened(after, SNIPPET_AFTER)]
 
 
 def _shortened(text: str, length: int) -> str:
