@@ -69,7 +69,7 @@ def command(
     """
     from ..extract.extraction import extract
     from ..show.tables import stored_tables
-    from ..store.opening import stored
+    from ..store.opening import stores_document
 
     session = start(ctx, json)
     layers = options.pop("layer", ())
@@ -85,5 +85,5 @@ def command(
         **options,
     )
     if communicator().is_main:
-        document = stored(stores)
+        document = stores_document(stores)
         session.console.print_result(document, *stored_tables(document))

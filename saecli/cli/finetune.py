@@ -44,13 +44,13 @@ def command(
 
     Example: sae finetune first --model google/gemma-2-2b
     """
-    from ..store.opening import told_when_stopped
+    from ..store.opening import note_when_stopped
     from ..train.finetune import FinetuneRun, Opened, chosen, resumed
     from ..train.runs import Job, claimed_folders, run_names
 
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
-        with told_when_stopped(session.console):
+        with note_when_stopped(session.console):
             if resume:
                 demand_alone(ctx)
                 jobs = [resumed(session.home, name, session.console, claims, processes)]

@@ -35,7 +35,7 @@ def command(
     """
     from ..show.tables import stored_tables
     from ..store.importing import import_array, import_synthetic, is_world, refuse_options_of_worlds
-    from ..store.opening import stored
+    from ..store.opening import stores_document
 
     session = start(ctx, json)
     asked: dict[str, Any] = {"home": session.home.path, "progress": session.console, **options}
@@ -44,5 +44,5 @@ def command(
     else:
         refuse_options_of_worlds(file, options.keys())
         store = import_array(file=file, name=name, **asked)
-    document = stored([store])
+    document = stores_document([store])
     session.console.print_result(document, *stored_tables(document))

@@ -188,7 +188,7 @@ def command(
     """
     if not (resume or data or "model" in options[0].values):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
-    from ..store.opening import told_when_stopped
+    from ..store.opening import note_when_stopped
     from ..train.fit import plan_of
     from ..train.runs import Job, Run, claimed_folders, known_job, resumed_job
     from ..train.runs import run_names as names_of
@@ -196,7 +196,7 @@ def command(
 
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
-        with told_when_stopped(session.console):
+        with note_when_stopped(session.console):
             if resume:
                 demand_alone(ctx)
                 groups = [[resumed_job(session.home, name, session.console, claims, processes)]]

@@ -19,7 +19,7 @@ from ..base.errors import ConfigError, counted, size_words, unknown_choice
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known
 from ..base.processes import ALONE, Communicator, communicator
-from ..store.opening import finished_store, note_outliers, told_when_stopped
+from ..store.opening import finished_store, note_massive_rows, note_when_stopped
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
 from ..store.writer import StoreWriter, no_rows, ranked_store
@@ -108,7 +108,7 @@ def extract(
     options["model"] = models[0]
     listener = listening(progress) if isinstance(progress, bool) else progress
     processes = communicator()
-    with told_when_stopped(listener) as folders:
+    with note_when_stopped(listener) as folders:
         torch_device = device_named(device)
         config, source, text = resolved(
             ExtractConfig(**options), options.keys(), torch_device, processes
@@ -143,7 +143,7 @@ def extract(
                     f"the text ended after {counted(stores[0].rows, 'row')} of {config.rows:,}"
                 )
             for store in stores:
-                note_outliers(store, listener)
+                note_massive_rows(store, listener)
     for store, request in zip(stores, requests, strict=True):
         store.cached = request.point in finished
     several = isinstance(model, list) or isinstance(layer, Sequence) or not isinstance(site, str)

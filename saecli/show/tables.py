@@ -85,7 +85,7 @@ HEADS = {"bytes": "size", "created": "begun", "norms": "median norm"}
 
 
 def stored_tables(document: dict[str, Any]) -> list[RenderableType]:
-    """`store.opening.stored`'s document: a table for each store."""
+    """`store.opening.stores_document`'s document: a table for each store."""
     stores = document.get("stores", [document])
     shown = []
     for store in stores:

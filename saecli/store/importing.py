@@ -30,7 +30,7 @@ from .arrays import (
     list_arrays,
     naming,
 )
-from .opening import DERIVED, finished_store, told_when_stopped
+from .opening import DERIVED, finished_store, note_when_stopped
 from .options import ImportConfig, StoredDtype, SyntheticConfig
 from .reader import ActivationStore
 from .schema import WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
@@ -78,7 +78,7 @@ def import_array(
     """
     file, listener = str(file), listening(progress)
     options = ImportConfig(key, flatten, bits, max_norm_multiple, dtype, shard_rows)
-    with told_when_stopped(listener) as folders:
+    with note_when_stopped(listener) as folders:
         folder = _folder(home, name, Path(file).stem)
         array = open_array(file, key, flatten, bits)
         folders.append(folder)
@@ -147,7 +147,7 @@ def import_synthetic(
     demand_known("import_synthetic", options, [*OF_WORLDS, *OF_BOTH], "import synthetic")
     shape = ImportConfig(**{name: options.pop(name) for name in OF_BOTH & options.keys()})
     config, dtype = SyntheticConfig(**options), shape.dtype or "float32"
-    with told_when_stopped(listener) as folders:
+    with note_when_stopped(listener) as folders:
         folder = _folder(home, name, SYNTHETIC)
         source = {"kind": "world", "file": SYNTHETIC, **config.to_json()}
         request = hash_request({**source, "dtype": dtype, "shard_rows": shape.shard_rows})

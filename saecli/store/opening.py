@@ -22,7 +22,7 @@ from .values import OUTLYING, Statistics
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
 
 
-def found_store(home: Home, name: str | None) -> ActivationStore:
+def find_store(home: Home, name: str | None) -> ActivationStore:
     """The store of that name in the home, else in the folder of that path; None for the newest."""
     shelf = home.stores
     folder = None if name is None or name in shelf.names() else Path(name).expanduser()
@@ -32,8 +32,8 @@ def found_store(home: Home, name: str | None) -> ActivationStore:
 
 
 def open_store(home: Home, name: str | None, listener: Listener) -> ActivationStore:
-    """As `found_store`, with a note that names the newest; StoreError if a shard is missing or truncated."""
-    store = found_store(home, name)
+    """As `find_store`, with a note that names the newest; StoreError if a shard is missing or truncated."""
+    store = find_store(home, name)
     if name is None:
         listener.note(f"using the newest store, {store.name}")
     if not store.complete:
@@ -57,19 +57,19 @@ def open_joined(home: Home, data: Sequence[str], target: str | None, listener: L
     joined = Joined(inputs, None if target is None else open_store(home, target, listener))
     joined.demand_alike()
     for store in joined.all:
-        note_outliers(store, listener)
+        note_massive_rows(store, listener)
     return joined
 
 
-def note_outliers(store: ActivationStore, listener: Listener) -> None:
+def note_massive_rows(store: ActivationStore, listener: Listener) -> None:
     """Warn about rows of massive norm, which decide a fit. Cost: opens every shard, and reads no rows."""
     multiple = store.meta.max_norm_multiple
     if store.rows and (multiple is None or multiple > OUTLYING):
-        note_outlying(store.name, stored_statistics(store.path, store.meta), listener)
+        note_massive(store.name, stored_statistics(store.path, store.meta), listener)
 
 
-def note_outlying(name: str, statistics: Statistics | None, listener: Listener) -> None:
-    """As `note_outliers`, by the statistics of some rows."""
+def note_massive(name: str, statistics: Statistics | None, listener: Listener) -> None:
+    """As `note_massive_rows`, by the statistics of some rows."""
     if statistics is None:
         return
     norms = statistics.norms
@@ -100,7 +100,7 @@ def finished_store(folder: Path, request_hash: str) -> ActivationStore | None:
 
 
 @contextmanager
-def told_when_stopped(listener: Listener) -> Iterator[list[Path]]:
+def note_when_stopped(listener: Listener) -> Iterator[list[Path]]:
     """If Ctrl-C ends a command before it begins its work, say so; of one that fills stores, whose folders go into the
     list, how many rows are saved."""
     folders: list[Path] = []
@@ -140,7 +140,7 @@ def described(store: ActivationStore) -> dict[str, Any]:
     return {**document, "source": meta.source}
 
 
-def stored(stores: Sequence[ActivationStore]) -> dict[str, Any]:
+def stores_document(stores: Sequence[ActivationStore]) -> dict[str, Any]:
     """The JSON document of a command that made stores: of one store, or of all below `stores`."""
     documents = [
         {"name": store.name, "path": str(store.path), **described(store), "cached": store.cached}

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 from annotated_types import Ge, Le, Lt
 
-from ..base.documents import Origin, demand_version, parse_json
+from ..base.documents import demand_version, parse_json
 from ..base.errors import StoreError
 from ..base.files import flush_to_disk, regular, to_json, write_json
 from ..base.home import STORE_MARKER, UNREADABLE, now
@@ -46,6 +46,7 @@ COLUMNS: dict[str, np.dtype] = {
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 Positive = Annotated[int, Ge(1), Le(MOST)]
 CHUNK_BYTES = 1 << 20
+DEMANDED = ("created", "complete", "chunk_rows", "columns", "dropped", "shards")  # in store.json
 SHARD_BYTES = 64 << 20
 
 
@@ -238,7 +239,10 @@ class StoreMeta:
     def from_json(cls, text: str | bytes) -> Self:
         """Parse the contents of a `store.json`; ValueError if it is invalid, or of another version."""
         demand_version(text, FORMAT_VERSION, oldest=FORMAT_VERSION)
-        parse_json(text, _Demanded)
+        document = parse_json(text, dict[str, Any])
+        for name in DEMANDED:
+            if name not in document:
+                raise ValueError(f"expected a field {name}, got none")
         meta = parse_json(text, cls)
         meta.demand_shards()
         return meta
@@ -265,19 +269,6 @@ class StoreMeta:
                 raise ValueError(
                     f"expected {self.shard_rows} rows in shard {shard.file}, got {shard.rows}"
                 )
-
-
-@dataclass(frozen=True)
-class _Demanded:
-    """Entries that a `store.json` must have; `StoreMeta` has defaults for them."""
-
-    source: Origin
-    created: str
-    complete: bool
-    chunk_rows: Positive
-    columns: list[str]
-    dropped: dict[str, int]
-    shards: list[Any]
 
 
 def shard_name(index: int) -> str:

@@ -18,7 +18,7 @@ from ..sae.activations import ACTIVATIONS
 from ..sae.dictionary import SAE
 from ..sae.library import origin_of
 from ..store.joined import Joined, JoinedRows
-from ..store.opening import found_store
+from ..store.opening import find_store
 from ..store.reader import ActivationStore, Rows
 from . import SOLVERS
 from .loop import Loop
@@ -41,7 +41,7 @@ def open_store(store: str | Path | None = None, home: str | Path | None = None) 
     `store.split("train" | "test" | "all")` chooses rows as the commands do; their `batches(B, seed=, epoch=)` and
     `sequential(B)` yield float32 arrays (B, D). The home is $SAE_HOME, else ./sae-data.
     """
-    return found_store(Home.at(home), None if store is None else str(store))
+    return find_store(Home.at(home), None if store is None else str(store))
 
 
 def join(

@@ -18,7 +18,7 @@ from ..base.console import Listener
 from ..base.errors import ConfigError
 from ..extract.forward import Ahead
 from ..extract.streaming import Streamed
-from ..store.opening import note_outlying
+from ..store.opening import note_massive
 from ..store.reader import RowSource
 from ..store.split import Split
 from ..store.stream import WHOLE, Part
@@ -105,7 +105,7 @@ class LiveRows(RowSource):
             self.test_rows, self.kept_out = self._taken_apart()
             self._opened = opened.pop_all()
         first = next(self.sequential(MEASURED_ROWS)).astype(np.float64)
-        note_outlying(self.name, Statistics.of(first), self._listener)
+        note_massive(self.name, Statistics.of(first), self._listener)
         if self.ready < self.rows:
             self._listener.note(f"rows are normalised as the first {self.ready:,} are")
         return self
