@@ -36,39 +36,31 @@ def configured(
     """Decorate a command with options of configurations, of tables of them by the option that selects an entry, and
     `--config` and `--help-all`. Its parameter `options` receives those that the user set; if they can be `repeated`,
     a tuple of `Given`."""
-    declared = [
+    all_options = [
         replace(option, panel=option.panel or config.panel)
         for config in configs
         for option in options_of(config).values()
     ]
     for selector, table in tables.items():
-        declared += _merged(table, f"Options of --{selector}")
-    declared += more
-    options = {option.name: option for option in declared}
+        all_options += _merged(table, f"Options of --{selector}")
+    all_options += more
+    options = {option.name: option for option in all_options}
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def command(
             ctx: typer.Context, config: Path | None, help_all: bool, **arguments: Any
         ) -> None:
-            of_file = ctx.default_map or {}
+            own = {name: value for name, value in arguments.items() if name not in options}
             try:
-                values = {}
-                for name, option in options.items():
-                    value = arguments.pop(name, None)
-                    if not option.cli and name in of_file:
-                        values[name] = option.checked(of_file[name])
-                    elif option.cli and is_given(ctx, name):
-                        values[name] = _typed(option, value)
-                function(
-                    ctx=ctx, options=_combinations(values) if repeated else values, **arguments
-                )
+                values = _set_by_user(ctx, options)
+                function(ctx=ctx, options=_combinations(values) if repeated else values, **own)
             except ConfigError as error:
                 raise error.within(f"with --config {config}") if config else error from None
 
-        own = inspect.signature(function, eval_str=True).parameters.values()
+        declared = inspect.signature(function, eval_str=True).parameters.values()
         parameters = [
-            *(parameter for parameter in own if parameter.name != "options"),
+            *(parameter for parameter in declared if parameter.name != "options"),
             _config_parameter([option.name for option in options.values() if not option.cli]),
             HELP_ALL,
             *(_parameter(option, repeated) for option in options.values() if option.cli),
@@ -98,43 +90,56 @@ def _merged(table: Mapping[str, type[Config]], panel: str) -> list[Option]:
     ]
 
 
+def _keyword(name: str, kind: Any, info: Any, default: Any = None) -> Parameter:
+    annotation: Any = Annotated[kind | None if default is None else kind, info]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
 def _parameter(option: Option, repeated: bool) -> Parameter:
     """An option for Typer: a flag, or text that `_typed` checks."""
+    settings: dict[str, Any] = {
+        "help": option.help,
+        "rich_help_panel": option.panel,
+        "hidden": option.advanced,
+    }
     flag, default = flag_of(option.name), option.default
-    kind: Any = bool
-    several = option.several or (repeated and option.repeatable)
-    metavar = option.metavar
     if bool in option.types:
-        flag += f"/{flag_of('no_' + option.name)}"  # so that the command line can undo a file's
-    else:
-        types = [kind.__name__ for kind in option.types if kind is not str or not option.choices]
-        metavar = metavar or f"<{'|'.join([*option.choices, *types])}>"
-        metavar += "..." if several else ""
-        kind = list[str] if several else str
-        words = [str(word) for word in (default if isinstance(default, tuple) else [default])]
-        default = None if default is None else words if several else words[0]
+        flags = f"{flag}/{flag_of('no_' + option.name)}"  # the command line can undo a file's
+        return _keyword(
+            option.name, bool, typer.Option(flags, show_default=default, **settings), default
+        )
+    several = option.several or (repeated and option.repeatable)
+    types = [kind.__name__ for kind in option.types if kind is not str or not option.choices]
+    metavar = option.metavar or f"<{'|'.join([*option.choices, *types])}>"
+    if default is not None:
+        words = [str(value) for value in (default if isinstance(default, tuple) else [default])]
+        default = words if several else words[0]
     info = typer.Option(
         flag,
-        help=option.help,
-        rich_help_panel=option.panel,
-        metavar=metavar,
-        hidden=option.advanced,
-        show_default=default not in (None, False),
+        metavar=f"{metavar}..." if several else metavar,
         autocompletion=lambda: option.choices,
+        **settings,
     )
-    return Parameter(
-        option.name,
-        Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind | None if default is None else kind, info],
-    )
+    return _keyword(option.name, list[str] if several else str, info, default)
+
+
+def _set_by_user(ctx: typer.Context, options: Mapping[str, Option]) -> dict[str, Any]:
+    """The options set on the command line or in a file; ConfigError for a value that is not allowed."""
+    of_file = ctx.default_map or {}
+    values = {}
+    for name, option in options.items():
+        if option.cli and is_given(ctx, name):
+            values[name] = _typed(option, ctx.params[name])
+        elif not option.cli and name in of_file:
+            values[name] = option.checked(of_file[name])
+    return values
 
 
 def _typed(option: Option, value: Any) -> Any:
-    """What the user gave for an option, from the text that Typer passes on; ConfigError if it is not allowed."""
+    """A value from the text that Typer passes on; ConfigError if it is not allowed."""
     if isinstance(value, bool):
         return value
-    if not isinstance(value, list):
+    if isinstance(value, str):
         return option.parsed(value)
     values = [option.parsed(text) for text in value]
     return tuple(values) if option.several else values
@@ -166,20 +171,17 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-HELP_ALL = Parameter(
+HELP_ALL = _keyword(
     "help_all",
-    Parameter.KEYWORD_ONLY,
+    bool,
+    typer.Option(
+        "--help-all",
+        help="Show all options, and exit.",
+        is_eager=True,
+        expose_value=False,
+        callback=_show_all,
+    ),
     default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option(
-            "--help-all",
-            help="Show all options, and exit.",
-            is_eager=True,
-            expose_value=False,
-            callback=_show_all,
-        ),
-    ],
 )
 
 
@@ -191,7 +193,7 @@ def _config_parameter(file_only: Collection[str]) -> Parameter:
             ctx.default_map = _read_config(ctx, path, file_only)
         return path
 
-    option = typer.Option(
+    info = typer.Option(
         "--config",
         is_eager=True,
         callback=load,
@@ -199,9 +201,7 @@ def _config_parameter(file_only: Collection[str]) -> Parameter:
             'TOML file of options, each by its long name (dtype = "float32"); those on the command line win.'
         ),
     )
-    return Parameter(
-        "config", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
-    )
+    return _keyword("config", Path, info)
 
 
 def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> dict[str, Any]:
