@@ -40,7 +40,6 @@ from .worlds import world_of
 from .writer import StoreWriter
 
 HALF: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
-LONGEST = 2**31 - 1  # most positions per document
 NAMED = 20  # most keys that a message lists
 SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
 SYNTHETIC = "synthetic"
@@ -308,14 +307,7 @@ def _flattened(array: Array, file: str, flatten: str | None) -> tuple[int, ...]:
             f"--flatten positions gives {counted(rows, 'row')} of {shape[-1]:,} dimensions, "
             f"--flatten features {counted(shape[0], 'row')} of {width:,}"
         )
-    if flatten == "features":
-        return shape[0], width
-    if rows // shape[0] > LONGEST:
-        raise FormatError(
-            f"cannot import {file}: expected at most {LONGEST:,} positions in a document, got shape "
-            f"{shape}; import parts of it"
-        )
-    return shape
+    return (shape[0], width) if flatten == "features" else shape
 
 
 def _digits() -> ArraySource:
@@ -333,13 +325,7 @@ def _patches() -> ArraySource:
     """
     from sklearn.datasets import load_sample_images
 
-    try:
-        photographs = load_sample_images().images
-    except ImportError as error:
-        raise FormatError(
-            "reading the photographs that patches are cut from needs Pillow, which is not installed; "
-            "install it with `pip install pillow`"
-        ) from error
+    photographs = load_sample_images().images
     random, offsets = np.random.default_rng(0), SQUARE - PATCH + 1
     rows: list[np.ndarray] = []
     for grey in (photograph.mean(-1) for photograph in photographs):
