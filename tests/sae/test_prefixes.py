@@ -66,7 +66,7 @@ def test_the_loss_is_the_mean_over_prefixes(act: str):
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 def test_nested_first_latents_reconstruct_better_than_plain_ones(solver: str, act: str):
     rows = torch.from_numpy(nested_rows(2000))
-    options = {"solver": solver, "act": act, "d_sae": F, "epochs": 5, "device": "cpu"}
+    options = {"solver": solver, "act": act, "d_sae": F, "epochs": 40, "device": "cpu"}
     options |= {"k": 3} if "k" in ACTIVATIONS[act].__dataclass_fields__ else {}
     nested, plain = saecli.fit(rows, prefixes="3,8", **options), saecli.fit(rows, **options)
     assert nested.prefixes == PREFIXES and plain.prefixes == ()
