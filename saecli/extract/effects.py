@@ -301,7 +301,7 @@ def _clean_passes(
 def _predicted(sae: SAE, x: Tensor, writes: tuple[HookPoint, ...]) -> dict[HookPoint, Tensor]:
     """An SAE's predictions at each hook point written."""
     y_hat = sae(x.to(sae.W_enc))
-    return {point: y_hat[:, place] for point, place in zip(writes, sae.places, strict=True)}
+    return {point: y_hat[:, place] for point, place in zip(writes, sae.hook_columns, strict=True)}
 
 
 def _add(

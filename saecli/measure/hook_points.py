@@ -68,7 +68,7 @@ class PlaceSums:
 
     def result(self, spread: Spread) -> "PlaceMeasures":
         """Given the spread of all rows counted."""
-        places, W_dec = self._sae.places, self._sae.W_dec.double()
+        places, W_dec = self._sae.hook_columns, self._sae.W_dec.double()
         scatter = torch.from_numpy(spread.scatter).to(W_dec.device)
         fvu = torch.stack([self._error[place].sum() / scatter[place].sum() for place in places])
         deviations = [(scatter[place].mean() / spread.rows).sqrt() for place in places]

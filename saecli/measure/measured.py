@@ -138,7 +138,7 @@ class Measured:
             y = [torch.from_numpy(batch[:, -self.sae.d_out :]) for batch in batches]
             medians = [
                 float(torch.cat([part[:, place].norm(dim=1) for part in y]).median())
-                for place in self.sae.places
+                for place in self.sae.hook_columns
             ]
         return [OUTLYING * median for median in medians]
 
@@ -146,7 +146,7 @@ class Measured:
         """Which of some rows, or targets, (B, E), have over `OUTLYING` times the median norm at a hook point that is
         predicted, (B,) bool."""
         massive = torch.zeros(len(y), dtype=torch.bool, device=y.device)
-        for place, limit in zip(self.sae.places, self._massive_norms, strict=True):
+        for place, limit in zip(self.sae.hook_columns, self._massive_norms, strict=True):
             if limit > 0:
                 massive |= y[:, place].norm(dim=1) > limit
         return massive

@@ -126,7 +126,7 @@ def _hooked(
             f"{', '.join(points)}, got {len(candidates)}"
         )
     point, sae = crosscoder.writes[candidates[0]], crosscoder.sae
-    place = sae.places[candidates[0]]
+    place = sae.hook_columns[candidates[0]]
     part = SAE(
         sae.W_enc[place],
         sae.b_enc,

@@ -165,7 +165,7 @@ class Dictionary(Module, ABC):
         return self.W_enc.shape[1]
 
     @property
-    def places(self) -> list[slice]:
+    def hook_columns(self) -> list[slice]:
         """The columns of each hook point in the targets."""
         ends = accumulate(self.widths or (self.d_out,), initial=0)
         return [slice(begin, end) for begin, end in pairwise(ends)]
@@ -174,7 +174,9 @@ class Dictionary(Module, ABC):
         """A matrix whose row norms weigh latents in penalties: W_dec, or a crosscoder's sums over hook points."""
         if not self.widths:
             return W_dec
-        return torch.stack([W_dec[:, place].norm(dim=1) for place in self.places]).sum(0)[:, None]
+        return torch.stack([W_dec[:, place].norm(dim=1) for place in self.hook_columns]).sum(0)[
+            :, None
+        ]
 
     @property
     def activation_parameters(self) -> Parameters:

@@ -264,7 +264,9 @@ def test_a_crosscoder_of_two_models_is_spliced_into_each(
             ]
             yield cross(torch.cat(states, 1))[:, place]
 
-    for llama, place, measured in zip(llamas, cross.places, found["hook_points"], strict=True):
+    for llama, place, measured in zip(
+        llamas, cross.hook_columns, found["hook_points"], strict=True
+    ):
         with torch.no_grad():
             y_hat = iter([*predicted(place)])
         expected = oracle_of(

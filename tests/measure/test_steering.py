@@ -77,7 +77,7 @@ def test_a_latent_of_a_crosscoder_is_added_at_the_hook_point_of_the_named_model(
         "site": "resid_post",
         "inputs": inputs,
     }
-    for folder, layer, place in zip(folders, (1, 0), cross.places, strict=True):
+    for folder, layer, place in zip(folders, (1, 0), cross.hook_columns, strict=True):
         model, step = AutoModelForCausalLM.from_pretrained(folder).eval(), 3 * cross.W_dec[7, place]
         with torch.no_grad(), saecli.steering(model, cross, 7, scale=3):
             found = model(prompt()).logits

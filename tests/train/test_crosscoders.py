@@ -148,19 +148,20 @@ def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
     z, error, spread = (
         sae.encode(x),
         x - sae(x),
-        [x[:, p].var(0, correction=0).mean().sqrt() for p in sae.places],
+        [x[:, p].var(0, correction=0).mean().sqrt() for p in sae.hook_columns],
     )
     for place, scale in zip(range(2), spread, strict=True):
-        at = sae.places[place]
+        at = sae.hook_columns[place]
         variance = (x[:, at] - x[:, at].mean(0)).square().sum()
         assert fvu[place].item() == pytest.approx((error[:, at].square().sum() / variance).item())
         for latent in range(12):
             sizes = [
-                sae.W_dec[latent, p].norm() / s for p, s in zip(sae.places, spread, strict=True)
+                sae.W_dec[latent, p].norm() / s
+                for p, s in zip(sae.hook_columns, spread, strict=True)
             ]
             assert share[latent, place].item() == pytest.approx((sizes[place] / sum(sizes)).item())
             best = int(torch.stack(sizes).argmax())
-            part = z[:, latent, None] * sae.W_dec[latent, sae.places[best]] / spread[best]
+            part = z[:, latent, None] * sae.W_dec[latent, sae.hook_columns[best]] / spread[best]
             aim = (error[:, at] + z[:, latent, None] * sae.W_dec[latent, at]) / scale
             others = (sae(x) - sae.b_dec)[:, at] / scale
             for found, wanted in ((beta, aim), (carried, others)):

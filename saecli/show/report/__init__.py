@@ -111,7 +111,7 @@ def _texts_and_outputs(
             notes.append(f"no tokenizer ({error}): showing token ids")
             return TokenNumbers(), None
     place = find_model(model, recorded_revision(model, [stored_model]))
-    width = run.sae.W_dec[:1, run.sae.places[-1]].shape[1]
+    width = run.sae.W_dec[:1, run.sae.hook_columns[-1]].shape[1]
     if place.d_model != width:
         raise ConfigError(
             f"{run.subject.name} cannot be read through {model}: expected a model of width {width}, got "
@@ -295,7 +295,7 @@ def _details(
     outputs: OutputTokens | None = None
     if unembedding is not None:
         with listener.progress("reading off output tokens", len(chosen), "latents") as show:
-            last = W_dec[:, run.sae.places[-1]]  # of a crosscoder, at its last hook point
+            last = W_dec[:, run.sae.hook_columns[-1]]  # of a crosscoder, at its last hook point
             outputs = unembedding.output_tokens(last[latents], OUTPUT_TOKENS, show)
     features = None
     if (alignment := run.alignment()) is not None:
