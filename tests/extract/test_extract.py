@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from shlex import split
 
 import numpy as np
 import pytest
@@ -41,21 +42,11 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(
         "extract",
         "--model",
         models[architecture],
-        "--layer",
-        "1",
         "--site",
         site,
         "--dataset",
         text,
-        "--context",
-        "16",
-        "--dtype",
-        "float32",
-        "--batch-size",
-        "5",
-        "--name",
-        "s",
-        "--json",
+        *split("--layer 1 --context 16 --dtype float32 --batch-size 5 --name s --json"),
     ).json
     assert document.keys() >= {"name", "path", "rows", "d_in", "dtype", "shards", "cached"}
     assert (document["d_in"], document["dtype"], document["cached"]) == (WIDTH, "float32", False)
@@ -87,14 +78,9 @@ def test_last_position_gives_one_row_a_document(sae: CommandLine, models, text):
         "extract",
         "--model",
         models["gemma2"],
-        "--layer",
-        "1",
         "--dataset",
         text,
-        "--context",
-        "16",
-        "--dtype",
-        "float32",
+        *split("--layer 1 --context 16 --dtype float32"),
     )
     assert sae(*words, "--positions", "last", "--name", "last").status == 0
     assert sae(*words, "--name", "all").status == 0
@@ -311,17 +297,9 @@ def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
         "extract",
         "--model",
         models["gpt2"],
-        "--layer",
-        "1",
-        "--site",
-        "mlp_out",
         "--dataset",
         text,
-        "--context",
-        "16",
-        "--rows",
-        "300",
-        "--json",
+        *split("--layer 1 --site mlp_out --context 16 --rows 300 --json"),
     )
     assert sae(*words).json["cached"]
     assert saecli.extract(str(models["gpt2"]), **options, progress=True).path == store.path

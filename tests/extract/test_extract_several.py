@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from shlex import split
 
 import numpy as np
 import pytest
@@ -46,13 +47,7 @@ def test_several_hook_points_hold_the_rows_of_each_alone(sae: CommandLine, model
         model,
         "--dataset",
         text,
-        "--context",
-        "16",
-        "--rows",
-        "900",
-        "--batch-size",
-        "4",
-        "--json",
+        *split("--context 16 --rows 900 --batch-size 4 --json"),
     )
     together = sae(*words, *SEVERAL).json["stores"]
     assert together[0].keys() >= {"name", "path", "rows", "d_in", "dtype", "shards", "cached"}
@@ -102,19 +97,8 @@ def test_rows_that_one_store_drops_are_dropped_from_all(sae: CommandLine, overfl
         overflowing,
         "--dataset",
         text,
-        "--layer",
-        "1",
-        "--context",
-        "16",
-        "--rows",
-        "500",
-        "--shard-rows",
-        "60",
-        "--dtype",
-        "float16",
-        "--name",
-        "s",
-        "--json",
+        *split("--layer 1 --context 16 --rows 500"),
+        *split("--shard-rows 60 --dtype float16 --name s --json"),
     )
     both = (*words, "--site", "resid_pre", "--site", "mlp_in")
     pre, mlp = sae(*both).json["stores"]
@@ -140,15 +124,7 @@ def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
         "extract",
         "--dataset",
         text,
-        "--layer",
-        "1",
-        "--context",
-        "16",
-        "--rows",
-        "300",
-        "--dtype",
-        "float16",
-        "--json",
+        *split("--layer 1 --context 16 --rows 300 --dtype float16 --json"),
     )
     both = ("--model", model, "--model", overflowing, "--name", "s")
     first, second = sae(*words, *both).json["stores"]
@@ -235,16 +211,7 @@ def test_rows_that_not_all_can_store_end_the_extraction(
         overflowing,
         "--dataset",
         tmp_path / "c.txt",
-        "--layer",
-        "1",
-        "--site",
-        "mlp_in",
-        "--site",
-        "resid_pre",
-        "--context",
-        "16",
-        "--dtype",
-        "float16",
+        *split("--layer 1 --site mlp_in --site resid_pre --context 16 --dtype float16"),
     )
     assert done.status == 1
     assert "at all 2 hook points" in done.err
@@ -280,14 +247,9 @@ def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model,
         "extract",
         "--model",
         model,
-        "--layer",
-        "1",
         "--dataset",
         text,
-        "--context",
-        "16",
-        "--dtype",
-        "float32",
+        *split("--layer 1 --context 16 --dtype float32"),
     )
     for size in ("auto", "1", "3", "1000"):
         assert sae(*words, *extra, "--batch-size", size, "--name", size).status == 0
@@ -305,14 +267,9 @@ def test_packed_rows_match_the_model_on_joined_documents(sae: CommandLine, model
         "extract",
         "--model",
         model,
-        "--layer",
-        "1",
         "--dataset",
         text,
-        "--context",
-        "16",
-        "--dtype",
-        "float32",
+        *split("--layer 1 --context 16 --dtype float32"),
     )
     document = sae(*words, "--packed", "--name", "packed", "--json").json
     rows, columns = read(sae.home, "packed")
@@ -378,13 +335,9 @@ def test_the_forward_pass_runs_in_the_given_precision(sae: CommandLine, model, t
         "extract",
         "--model",
         model,
-        "--layer",
-        "1",
         "--dataset",
         text,
-        "--dtype",
-        "float32",
-        "--json",
+        *split("--layer 1 --dtype float32 --json"),
     )
     automatic, exact = sae(*words).json, sae(*words, "--model-dtype", "float32").json
     assert exact["cached"] and exact["name"] == automatic["name"]
@@ -405,12 +358,7 @@ def test_without_a_terminal_a_line_shows_progress(sae: CommandLine, model, text)
         model,
         "--dataset",
         text,
-        "--rows",
-        "600",
-        "--context",
-        "16",
-        "--batch-size",
-        "4",
+        *split("--rows 600 --context 16 --batch-size 4"),
     )
     line = next(line for line in done.err.splitlines() if "tokens/s" in line)
     for words in (" of 600 rows, ", " rows/s, ", " left  ", " tokens/s, ", " rows written, ", " B"):

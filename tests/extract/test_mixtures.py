@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shlex import split
 
 import numpy as np
 import pytest
@@ -223,34 +224,12 @@ def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alon
     ]
     data = [[word for name in names for word in ("--data", name)] for names in stores]
     assert (
-        sae(
-            "train",
-            *data[0],
-            "--act",
-            "topk",
-            "--k",
-            "4",
-            "--d-sae",
-            "64",
-            "--steps",
-            "50",
-            "--name",
-            "run",
-        ).status
+        sae("train", *data[0], *split("--act topk --k 4 --d-sae 64 --steps 50 --name run")).status
         == 0
     )
     run, *alone = (
         sae(
-            "eval",
-            "run",
-            *some,
-            "--split",
-            "all",
-            "--model",
-            "tiny-gemma2",
-            "--tokens",
-            "1000000",
-            "--json",
+            "eval", *some, *split("run --split all --model tiny-gemma2 --tokens 1000000 --json")
         ).json["runs"][0]
         for some in data
     )
