@@ -73,10 +73,8 @@ class LanguageModel:
             outline = Outline(source, loader, settings)
             if weights_seed is None:
                 model = outline.load(source.layers if last is None else last + 1)
-            else:
-                with torch.random.fork_rng(
-                    devices=[]
-                ):  # weights are drawn on the CPU, the same for every device
+            else:  # drawn on the CPU, the same for every device
+                with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(weights_seed)
                     model = loader.from_config(source.config, **settings)
             self.model: Any = model.to(device).eval()
@@ -151,11 +149,11 @@ class LanguageModel:
         """The activations, (B, T, D), at distinct hook points, mapped by `take`, which must copy: a model may then add
         to them in place. `token_ids`, int64, and `mask`, 0 at padding, are (B, T). The pass stops at the last point."""
         self.check_tokens(token_ids)
-        found: dict[HookPoint, Taken] = {}
+        taken: dict[HookPoint, Taken] = {}
 
         def note(point: HookPoint, activations: Tensor) -> Tensor:
-            found[point] = take(activations)
-            if len(found) == len(points):
+            taken[point] = take(activations)
+            if len(taken) == len(points):
                 raise Reached
             return activations
 
@@ -165,8 +163,8 @@ class LanguageModel:
             try:
                 self.forward(token_ids, mask)
             except Reached:
-                return [found[point] for point in points]
-        never = next(point for point in points if point not in found)
+                return [taken[point] for point in points]
+        never = next(point for point in points if point not in taken)
         raise ModelError(
             f"{self.source.name} never ran its layer {never.layer}: its blocks are not called one by one"
         )
@@ -227,12 +225,8 @@ class SideBySide:
     first one's tokenizer; it may hold no token that is not all models'."""
 
     def __init__(self, models: Sequence[LanguageModel]) -> None:
-        self.models = models
-        self.source, self.tokenizer, self.device = (
-            models[0].source,
-            models[0].tokenizer,
-            models[0].device,
-        )
+        self.models, first = models, models[0]
+        self.source, self.tokenizer, self.device = first.source, first.tokenizer, first.device
         ours, *others = (model.tokenizer.get_vocab() for model in models)
         self._alone = torch.tensor(
             sorted(ours[token] for other in others for token in ours.keys() - other.keys()),
@@ -268,11 +262,11 @@ class SideBySide:
                 f"the text has the token {token}, which {self.source.name} alone reads; remove it from "
                 f"the text, or extract one by one"
             )
-        found: dict[HookPoint, Taken] = {}
+        taken: dict[HookPoint, Taken] = {}
         for number, model in enumerate(self.models):
             if own := [point for point in points if point.model == number]:
-                found |= zip(own, model.read(token_ids, mask, own, take), strict=True)
-        return [found[point] for point in points]
+                taken |= zip(own, model.read(token_ids, mask, own, take), strict=True)
+        return [taken[point] for point in points]
 
 
 class Reached(Exception):  # noqa: N818 - not an error
@@ -282,15 +276,15 @@ class Reached(Exception):  # noqa: N818 - not an error
 def load_tokenizer(source: ModelSource) -> Any:
     try:
         with place_of(source.location) as (place, chosen):
-            found = AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 place, local_files_only=True, trust_remote_code=False, **chosen
             )
     except Exception as error:  # the package tokenizers raises nothing more special
         raise explained(source.name, error, "tokenizer of") from error
     # If the files are missing, the library makes an empty tokenizer for some architectures.
-    if len(found) <= len(set(found.all_special_ids)):
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise no_tokenizer(source.name)
-    return found
+    return tokenizer
 
 
 class Outline:
@@ -331,11 +325,10 @@ class Outline:
                 f"compute something else; use a checkpoint that its config.json describes"
             )
         if lacking := sorted(set(info["missing_keys"]) & self._needed()):
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise ModelError(
                 f"cannot load the model {self._source.name}: its checkpoint has no weights for "
-                f"{lacking[0]}"
-                + f" and {len(lacking) - 1} more" * (len(lacking) > 1)
-                + "; use a complete checkpoint"
+                f"{lacking[0]}{more}; use a complete checkpoint"
             )
         return model
 
@@ -343,8 +336,8 @@ class Outline:
         """Whether a name in the checkpoint is that of a weight, not a constant, of one of the first blocks."""
         name = name.removeprefix(f"{self._whole.base_model_prefix}.")
         path = self.path.removeprefix(f"{self._whole.base_model_prefix}.")
-        found = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
-        return found is not None and int(found[1]) < blocks and not name.endswith(CONSTANTS)
+        block = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
+        return block is not None and int(block[1]) < blocks and not name.endswith(CONSTANTS)
 
     def _shares_after(self, blocks: int) -> bool:
         """Whether a block after the first ones has parameters that are used elsewhere too."""
@@ -368,21 +361,20 @@ def blocks_of(model: Any, layers: int, name: str) -> tuple[str, nn.ModuleList]:
     """The transformer blocks of a model named `name`, and their path: of its module lists of length `layers` the one
     nearest to the embedding of tokens, since an image encoder may have as many, and the outermost."""
     modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
-    home = next((path for path, module in modules.items() if module is embedding), "").replace(
-        ".", "/"
-    )
-    found = {
+    home = next((path for path, module in modules.items() if module is embedding), "")
+    lists = {
         path: module
         for path, module in modules.items()
         if isinstance(module, nn.ModuleList) and len(module) == layers
     }
-    if not found:
+    if not lists:
         raise ModelError(
             f"cannot find the blocks of {name}: it has no module list of length {layers}, the number of "
             f"layers in its configuration"
         )
-    path = max(found, key=lambda path: len(commonpath([home, path.replace(".", "/")])))
-    return path, found[path]
+    folders = {path: path.replace(".", "/") for path in lists}
+    path = max(folders, key=lambda path: len(commonpath([home.replace(".", "/"), folders[path]])))
+    return path, lists[path]
 
 
 def _cut(architecture: type[nn.Module], path: str, blocks: int) -> type[nn.Module]:

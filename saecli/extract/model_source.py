@@ -98,7 +98,7 @@ class ModelSource:
             return
         if not self.weights:
             raise ModelError(
-                f"{self.name} has no weights here: expected {' or '.join(one[0] for one in WEIGHTS)}, got "
+                f"{self.name} has no weights here: expected {' or '.join(patterns[0] for patterns in WEIGHTS)}, got "
                 "none; connect to the network, or use another model"
             )
         if all((Path(self.location) / file).exists() for file in self.weights):
@@ -124,8 +124,8 @@ class ModelSource:
     @property
     def positions(self) -> int | None:
         """`max_position_embeddings`, the longest window in tokens; None if there is none."""
-        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else None
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return longest if isinstance(longest, int) and longest > 0 else None
 
     def default_layer(self) -> int:
         """The middle block: 12 of Gemma-2-2B's 26."""
@@ -136,14 +136,9 @@ class ModelSource:
         float32. The bundled model, whose figures are to be the same on all CPUs, takes float32 on each."""
         if wanted != "auto":
             return wanted
-        named = next(
-            (
-                str(found).removeprefix("torch.")
-                for config in (self.config.get_text_config(), self.config)
-                if (found := getattr(config, "dtype", None)) is not None
-            ),
-            None,
-        )
+        text_config = self.config.get_text_config()
+        recorded = getattr(text_config, "dtype", None) or getattr(self.config, "dtype", None)
+        named = str(recorded).removeprefix("torch.")
         if device.type != "cpu":
             return named if named in MODEL_DTYPES else "float32"
         native = named == "bfloat16" and self.name not in BUNDLED and multiplies_bf16(device)
@@ -273,16 +268,16 @@ def _config(name: str, location: str) -> Any:
     return config
 
 
-def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    every = sorted(names)
-    return [name for name in every if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
+def _matching(names: Collection[str], patterns: Iterable[str]) -> list[str]:
+    matching = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+    return sorted(matching)
 
 
 def deciding_files(names: Iterable[str]) -> list[str]:
     """The files of a model on which its rows depend: weights, configuration, tokenizer."""
-    every = [name for name in names if "/" not in name]
-    weights = next((patterns for patterns in WEIGHTS if patterns[0] in every), ())
-    return _matching(every, {*SMALL_FILES, *weights})
+    outermost = [name for name in names if "/" not in name]
+    weights = next((patterns for patterns in WEIGHTS if patterns[0] in outermost), ())
+    return _matching(outermost, {*SMALL_FILES, *weights})
 
 
 def demand_model(name: str, files: Collection[str]) -> None:

@@ -77,14 +77,14 @@ def open_stream(
     the layer, None for the middle one, and the site."""
     from .language_model import LanguageModel  # transformers takes seconds to import
 
-    where = device_named(device)
-    config, source, text = resolved(config, given, where, ALONE)
+    torch_device = device_named(device)
+    config, source, text = resolved(config, given, torch_device, ALONE)
     at_revisions(config.model, config.model_revision)  # raises if there are several for one model
     text.demand_read()
     layer, site = source.default_layer() if at[0] is None else at[0], at[1]
     (request,) = store_requests(config, [source], text, [layer], [site], None, home.stores)
     model = LanguageModel(
-        source, where, head=whole, dtype=config.model_dtype, last=None if whole else layer
+        source, torch_device, head=whole, dtype=config.model_dtype, last=None if whole else layer
     )
     extraction = Extraction(config, [model], text, listener)
     meta, points = extraction.metas([request])[request.point], [request.point]
@@ -95,14 +95,15 @@ def open_stream(
     ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
         admission, dtype = Admission(meta), DTYPES[config.dtype]
         stored = offered = 0
-        with Ahead(extraction.blocks()) as found:
-            for group in in_groups(found, forward.tokens, config.rows):
-                for block, read in zip(group, forward.each(group, points, show), strict=True):
+        with Ahead(extraction.blocks()) as ahead:
+            for group in in_groups(ahead, forward.tokens, config.rows):
+                parts = forward.each(group, points, show)
+                for block, activations in zip(group, parts, strict=True):
                     for words in block.notes:
                         listener.note(words)
-                    if not read:  # all its documents were left out
+                    if not activations:  # all its documents were left out
                         continue
-                    rows = admission.rows(read[request.point])
+                    rows = admission.rows(activations[request.point])
                     admitted = admission.verdicts(rows) == ADMITTED
                     rows = rows[admitted]
                     stored, offered = stored + len(rows), block.offered
@@ -115,24 +116,24 @@ def open_stream(
         demand_some(stored, "float32", offered, 1, ended=True)
 
     chosen = {name: value for name, value in asdict(config).items() if name in given}
-    revisions = [one.revision or "" for one in text.sources]
+    revisions = [each.revision or "" for each in text.sources]
     chosen |= {
-        "model": _found_again(config.model),
+        "model": _absolute(config.model),
         **({"model_revision": [source.revision]} if source.revision else {}),
         "layer": layer,
         "site": site,
         "rows": config.rows,
         "context": config.context,
         "model_dtype": config.model_dtype,
-        "dataset": [_found_again(one.dataset) for one in text.sources],
+        "dataset": [_absolute(each.dataset) for each in text.sources],
         **({"dataset_revision": revisions} if any(revisions) else {}),
     }
     if config.chat_template is not None:
-        chosen["chat_template"] = _found_again(config.chat_template)
+        chosen["chat_template"] = _absolute(config.chat_template)
     return Streamed(request, meta, chosen, blocks, extraction.block_rows), extraction
 
 
-def _found_again(name: str) -> str:
+def _absolute(name: str) -> str:
     """A file's or folder's whole path, which holds in another working directory; other names unchanged."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() and name not in (TINY_GEMMA2, STDLIB_DOCS) else name

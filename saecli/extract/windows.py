@@ -125,8 +125,8 @@ class Windows:
 
     def taken(self) -> Counter[str]:
         """What was left out since this was last asked."""
-        found, self.left_out = self.left_out, Counter()
-        return found
+        left_out, self.left_out = self.left_out, Counter()
+        return left_out
 
     def rows(self, document: Document) -> int:
         """Number of rows of a document, packed or not."""
@@ -342,17 +342,18 @@ def in_blocks(
 
     gathered: list[Window] = []
     skipped: list[Counter[str]] = []
-    tokens = found = 0
+    tokens = kept = 0
     for window in windows.cut(documents_from(cursor), cursor.token):
         gathered.append(window)
         skipped.append(windows.taken())
         tokens += len(window.token_ids)
-        found += int(window.kept.sum())
-        if tokens >= ahead or found >= most_rows():
+        kept += int(window.kept.sum())
+        if tokens >= ahead or kept >= most_rows():
             whole = block()
             yield whole
             cursor = whole.end
-            gathered, skipped, tokens, found = [], [], 0, 0
+            gathered, skipped = [], []
+            tokens = kept = 0
     if gathered or windows.left_out:
         yield block()
 
