@@ -137,7 +137,7 @@ def test_refusals_of_a_hub_are_sentences(hub: ModelHub, tmp_path: Path):
     expected = {
         f"{DATASET!r}, column='body'": "row 0 of the dataset some/texts has no column 'body'; expected one of "
         "its columns, text",
-        f"{DATASET!r}, revision='nowhere'": "check its id and dataset_revision",
+        f"{DATASET!r}, revision='nowhere'": "check its id and --dataset-revision",
         f"{DATASET!r}, split='tests'": "check its id, configuration and split",
         "'some/nothing'": "cannot be found",
     }

@@ -246,7 +246,7 @@ def test_a_bad_line_is_left_out_with_a_note_at_the_end(tmp_path, bad):
         (GOOD * 9 + BAD[0], "line 10 of .*; bad lines: 1 of the first 10"),
         (
             BAD[2] * 7,
-            "line 1 of .* has no column 'text'; expected one of its columns, body; name one with text_column$",
+            "line 1 of .* has no column 'text'; expected one of its columns, body; name one with --text-column",
         ),
     ],
 )
