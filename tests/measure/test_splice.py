@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,21 +17,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import saecli
 from saecli.extract.effects import effects
-from saecli.extract.forward import Forward, fill
 from saecli.extract.language_model import LanguageModel
-from saecli.extract.options import COLUMNS, HookPoint
+from saecli.extract.options import HookPoint
 from saecli.extract.passes import Passes
 from saecli.extract.splice import StoredWindow, stored_windows
 from saecli.extract.texts import Document
-from saecli.extract.windows import Windows, in_blocks
+from saecli.extract.windows import Windows
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE
-from saecli.store.reader import ActivationStore
-from saecli.store.schema import StoreMeta
 from saecli.store.split import is_test
-from saecli.store.writer import StoreWriter
 
 CONTEXT, LAYER, BOS = 12, 1, 1
+Windowed = Iterator[list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -52,62 +50,35 @@ def documents() -> list[Document]:
     ]
 
 
-def extracted(home: Path, model: LanguageModel, limit: int | None = None) -> Path:
-    """A store as `sae extract` makes it."""
-    path = home / "activations" / "store"
-    source = {
-        "model": str(Path(model.source.location).resolve()),
-        "layer": LAYER,
-        "site": "resid_post",
-        "context": CONTEXT,
-        "positions": "all",
-    }
-    meta = StoreMeta(source, "x", "float32", WIDTH, 500, 64, COLUMNS, windows=True)
-    windows = Windows(model.tokenizer, CONTEXT)
-    with StoreWriter.open(path, meta, limit=limit) as writer:
-        fill(
-            {HookPoint(LAYER, "resid_post"): writer},
-            lambda cursor: in_blocks(lambda _: documents(), windows, limit or 10**9, cursor),
-            Forward(model, "float32", 8 * CONTEXT, print),
-            limit or 10**9,
-            lambda tokens, rows: None,
-        )
-    return path
+def extracted(home: Path, model: Path | list[str], **options: Any) -> Any:
+    """The stores of all rows of the documents, or some."""
+    home.mkdir(exist_ok=True)
+    text = home / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": document.text}) for document in documents()))
+    options = {"layer": LAYER, "name": "store", "context": CONTEXT, "dtype": "float32"} | options
+    model = str(model) if isinstance(model, Path) else model
+    return saecli.extract(model, dataset=str(text), home=home, **options)
 
 
-def assert_agree(found: dict, expected: dict) -> None:
-    assert (found["ce_recovered"] is None) == (expected["ce_recovered"] is None)
-    both = [name for name in expected if expected[name] is not None]
-    assert {name: found[name] for name in both} == pytest.approx(
-        {name: expected[name] for name in both}, rel=1e-4
-    )
+def assert_agree(measures: dict, expected: dict) -> None:
+    assert (measures["ce_recovered"] is None) == (expected["ce_recovered"] is None)
+    known = {name: value for name, value in expected.items() if value is not None}
+    assert {name: measures[name] for name in known} == pytest.approx(known, rel=1e-4)
 
 
-def oracle(folder: Path, windows: Iterator[list[int]], sae: SAE) -> dict[str, float]:
-    """One window at a time in float64, the site replaced by a hook written out here."""
-    llama, sae = LlamaForCausalLM.from_pretrained(folder).double(), sae.copy_to(torch.float64)
-    return oracle_of(
-        llama,
-        llama.model.layers[LAYER],
-        windows,
-        lambda x: torch.cat([x[:, :1], sae(x[0, 1:])[None]], dim=1),
-    )
-
-
-def oracle_of(
+def expected_effects(
     llama: LlamaForCausalLM,
     module: torch.nn.Module,
-    windows: Iterator[list[int]],
+    windows: Windowed,
     spliced: Callable[[Tensor], Tensor],
-) -> dict[str, float]:
-    """The effects of replacing a module's output."""
+) -> dict[str, Any]:
+    """The effects of replacing a module's output, one window at a time, by a hook written out here."""
 
     def run(ids: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
-        handle = module.register_forward_hook(
-            lambda module, args, output: replace(
-                output if isinstance(output, Tensor) else output[0]
-            )
-        )
+        def hook(module: torch.nn.Module, args: tuple, output: Any) -> Tensor:
+            return replace(output if isinstance(output, Tensor) else output[0])
+
+        handle = module.register_forward_hook(hook)
         logits = llama(input_ids=ids).logits[0]
         handle.remove()
         return logits.log_softmax(-1)
@@ -116,17 +87,13 @@ def oracle_of(
     with torch.no_grad():
         for window in windows:
             ids = torch.tensor([window])
-            found = {
-                "ce_clean": run(ids, lambda x: x),
-                "ce_spliced": run(ids, spliced),
-                "ce_zero": run(ids, torch.zeros_like),
-            }
-            for name, log_probabilities in found.items():
-                losses[name].append(
-                    functional.nll_loss(log_probabilities[1:-1], ids[0, 2:], reduction="none")
-                )
-            clean = found["ce_clean"]
-            divergences.append((clean.exp() * (clean - found["ce_spliced"])).sum(-1)[1:])
+            clean = run(ids, lambda x: x)
+            other = run(ids, spliced)
+            zero = run(ids, torch.zeros_like)
+            for name, log_probabilities in zip(losses, (clean, other, zero), strict=True):
+                loss = functional.nll_loss(log_probabilities[1:-1], ids[0, 2:], reduction="none")
+                losses[name].append(loss)
+            divergences.append((clean.exp() * (clean - other)).sum(-1)[1:])
     result = {name: float(torch.cat(values).mean()) for name, values in losses.items()}
     rise = torch.cat(losses["ce_zero"]) - torch.cat(losses["ce_clean"])
     recovered = None
@@ -136,51 +103,47 @@ def oracle_of(
     return result | {"ce_recovered": recovered, "kl": float(tokens.mean()), "tokens": len(tokens)}
 
 
+def but_for_bos(x: Tensor, y_hat: Tensor) -> Tensor:
+    return torch.cat([x[:, :1], y_hat[None]], dim=1)
+
+
 def test_effects_on_held_out_documents_match_plain_torch(
     sae: CommandLine, folder: Path, model: LanguageModel
 ):
-    extracted(sae.home, model)
-    saes = {
-        name: random_sae(d_in=WIDTH, seed=seed) for seed, name in enumerate(("random", "other"))
-    }
-    for name, one in saes.items():
-        make_run(sae.home, name, one, data="store", split_seed=5)
-    done = sae("eval", *saes, "--model", folder, "--tokens", "1000000", "--json")
+    extracted(sae.home, folder)
+    saes = [random_sae(d_in=WIDTH, seed=seed) for seed in range(2)]
+    for seed in range(2):
+        make_run(sae.home, f"run-{seed}", saes[seed], data="store", split_seed=5)
+    words = ["run-0", "run-1", "--model", folder, "--tokens", "1000000", "--json"]
+    done = sae("eval", *words)
     assert done.status == 0, done.err
-    held_out = [
-        document for document in documents() if is_test(np.array([document.number]), seed=5)[0]
-    ]
-    assert len(held_out) > 2
-    windows = [
-        window.token_ids.tolist() for window in Windows(model.tokenizer, CONTEXT).cut(held_out)
-    ]
-    for found in done.json["runs"]:
-        expected = oracle(folder, iter(windows), saes[found["run"]])
-        assert_agree(found, expected)
-    assert (
-        "special tokens (BOS) keep their own activations in ce_spliced, are zero in ce_zero, and are left "
-        "out of the means"
-    ) in done.err
+    texts = [text for text in documents() if is_test(np.array([text.number]), seed=5)[0]]
+    assert len(texts) > 2
+    cut = Windows(model.tokenizer, CONTEXT).cut(texts)
+    windows = [window.token_ids.tolist() for window in cut]
+    llama = LlamaForCausalLM.from_pretrained(folder).double()
+    for exact, measures in zip(saes, done.json["runs"], strict=True):
+        exact = exact.copy_to(torch.float64)
+        expected = expected_effects(
+            llama,
+            llama.model.layers[LAYER],
+            iter(windows),
+            lambda x, exact=exact: but_for_bos(x, exact(x[0, 1:])),
+        )
+        assert_agree(measures, expected)
+    assert "special tokens (BOS) keep their own activations in ce_spliced" in done.err
 
 
-def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path, model: LanguageModel):
-    extracted(sae.home, model)
-    identity = SAE(
-        torch.eye(WIDTH), torch.zeros(WIDTH), torch.eye(WIDTH), torch.zeros(WIDTH), TopK(k=WIDTH)
-    )
-    make_run(sae.home, "exact", identity, data="store")
-    (found,) = sae("eval", "--model", folder, "--json").json["runs"]
-    assert found["ce_spliced"] == pytest.approx(found["ce_clean"], rel=1e-6)
-    assert found["kl"] == pytest.approx(0, abs=1e-6)
-    assert list(found)[-7:] == [
-        "ce_clean",
-        "ce_spliced",
-        "ce_zero",
-        "ce_recovered",
-        "kl",
-        "tokens",
-        "unbeaten",
-    ]
+def test_an_exact_sae_changes_nothing(sae: CommandLine, folder: Path):
+    extracted(sae.home, folder)
+    eye, zeros = torch.eye(WIDTH), torch.zeros(WIDTH)
+    exact = SAE(eye, zeros, eye.clone(), zeros.clone(), TopK(k=WIDTH))
+    make_run(sae.home, "exact", exact, data="store")
+    (measures,) = sae("eval", "--model", folder, "--json").json["runs"]
+    assert measures["ce_spliced"] == pytest.approx(measures["ce_clean"], rel=1e-6)
+    assert measures["kl"] == pytest.approx(0, abs=1e-6)
+    effect = ["ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens", "unbeaten"]
+    assert list(measures)[-7:] == effect
 
 
 def test_only_rows_of_a_window_are_replaced_and_scored(folder: Path, model: LanguageModel):
@@ -189,9 +152,8 @@ def test_only_rows_of_a_window_are_replaced_and_scored(folder: Path, model: Lang
         StoredWindow(np.array([BOS, *draw.integers(4, 60, length)]), draw.random(length + 1) < 0.6)
         for length in (11, 7, 11, 3)
     ]
-    sae = random_sae(d_in=WIDTH)
-    place = (HookPoint(LAYER, "resid_post"),)
-    ((found,),) = effects([Passes(model)], windows, place, [place], [sae], lambda tokens: None)
+    sae, place = random_sae(d_in=WIDTH), (HookPoint(LAYER, "resid_post"),)
+    ((measures,),) = effects([Passes(model)], windows, place, [place], [sae], lambda tokens: None)
     llama, exact = LlamaForCausalLM.from_pretrained(folder).double(), sae.copy_to(torch.float64)
     clean, spliced, divergences = [], [], []
 
@@ -209,126 +171,99 @@ def test_only_rows_of_a_window_are_replaced_and_scored(folder: Path, model: Lang
                 nll = functional.nll_loss(values[:-1], ids[1:], reduction="none")
                 losses.append(nll[stored[:-1]])
             divergences.append((p.exp() * (p - q)).sum(-1)[stored])
-    expected = {
-        "ce_clean": float(torch.cat(clean).mean()),
-        "ce_spliced": float(torch.cat(spliced).mean()),
-        "kl": float(torch.cat(divergences).mean()),
-        "tokens": sum(int(window.replaced.sum()) for window in windows),
-    }
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    for name, values in (("ce_clean", clean), ("ce_spliced", spliced), ("kl", divergences)):
+        assert measures[name] == pytest.approx(float(torch.cat(values).mean()), rel=1e-5), name
+    assert measures["tokens"] == sum(int(window.replaced.sum()) for window in windows)
 
 
 def test_a_crosscoder_of_two_models_is_spliced_into_each(
     sae: CommandLine, folder: Path, tmp_path: Path
 ):
     llamas = [LlamaForCausalLM.from_pretrained(folder) for _ in range(2)]
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in llamas[1].parameters():
-            parameter *= 1 + 0.5 * torch.randn(
-                parameter.shape, generator=torch.Generator().manual_seed(1)
-            )
+            parameter *= 1 + 0.5 * torch.randn(parameter.shape, generator=generator)
     shutil.copytree(folder, tmp_path / "other")
     llamas[1].save_pretrained(tmp_path / "other")
-    (tmp_path / "text.txt").write_text("\n\n".join(document.text for document in documents()))
     names = [str(folder), str(tmp_path / "other")]
-    stores = saecli.extract(
-        names,
-        layer=LAYER,
-        dataset=str(tmp_path / "text.txt"),
-        context=CONTEXT,
-        dtype="float32",
-        home=sae.home,
-    )
-    draw = torch.Generator().manual_seed(0)
-    W_enc, W_dec = (
-        torch.randn(2 * WIDTH, 9, generator=draw),
-        torch.randn(9, 2 * WIDTH, generator=draw),
-    )
-    cross = SAE(W_enc, torch.zeros(9), W_dec, torch.zeros(2 * WIDTH), Relu(), widths=(WIDTH, WIDTH))
-    found = saecli.evaluate(
-        cross, saecli.join(*stores), split="all", model=names[::-1], tokens=10**6, home=sae.home
-    )
-    assert "kl" not in found and [one["model"] for one in found["hook_points"]] == names
-    windows = [
-        window.token_ids.tolist() for window in stored_windows(stores[0].split("all"), 10**9)
-    ]
-    llamas, cross = [one.double() for one in llamas], cross.copy_to(torch.float64)
+    stores = extracted(sae.home, names)
+    widths = {"activation": Relu(), "widths": (WIDTH, WIDTH)}
+    W_enc, b_dec = torch.randn(2 * WIDTH, 9, generator=generator), torch.zeros(2 * WIDTH)
+    W_dec = torch.randn(9, 2 * WIDTH, generator=generator)
+    cross = SAE(W_enc, torch.zeros(9), W_dec, b_dec, **widths)
+    joined = saecli.join(*stores)
+    options = {"split": "all", "tokens": 10**6, "home": sae.home}
+    measures = saecli.evaluate(cross, joined, model=names[::-1], **options)
+    assert "kl" not in measures and [each["model"] for each in measures["hook_points"]] == names
+    stored = stored_windows(stores[0].split("all"), 10**9)
+    windows = [window.token_ids.tolist() for window in stored]
+    llamas = [llama.double() for llama in llamas]
+    exact = cross.copy_to(torch.float64)
 
-    def predicted(place: slice) -> Iterator[Tensor]:
+    def predictions(place: slice) -> Iterator[Tensor]:
         for window in windows:
-            states = [
-                llama(torch.tensor([window]), output_hidden_states=True).hidden_states[LAYER + 1][
-                    0, 1:
-                ]
-                for llama in llamas
-            ]
-            yield cross(torch.cat(states, 1))[:, place]
+            ids = torch.tensor([window])
+            outputs = [llama(ids, output_hidden_states=True).hidden_states for llama in llamas]
+            yield exact(torch.cat([states[LAYER + 1][0, 1:] for states in outputs], 1))[:, place]
 
-    for llama, place, measured in zip(
-        llamas, cross.hook_columns, found["hook_points"], strict=True
+    for llama, place, effect in zip(
+        llamas, cross.hook_columns, measures["hook_points"], strict=True
     ):
         with torch.no_grad():
-            y_hat = iter([*predicted(place)])
-        expected = oracle_of(
+            y_hat = iter([*predictions(place)])
+        expected = expected_effects(
             llama,
             llama.model.layers[LAYER],
             iter(windows),
-            lambda x, y_hat=y_hat: torch.cat([x[:, :1], next(y_hat)[None]], dim=1),
+            lambda x, y_hat=y_hat: but_for_bos(x, next(y_hat)),
         )
-        assert_agree(measured, expected)
+        assert_agree(effect, expected)
     for wrong in (names[:1], [*names[:1], *names[:1]]):
         with pytest.raises(saecli.SaeError, match="model must be given once for each model that"):
-            saecli.evaluate(cross, saecli.join(*stores), model=wrong, home=sae.home)
-    saecli.save_sae(cross, tmp_path / "saved", store=saecli.join(*stores))
+            saecli.evaluate(cross, joined, model=wrong, home=sae.home)
+    saecli.save_sae(cross, tmp_path / "saved", store=joined)
     with pytest.raises(saecli.SaeError, match="in another order than it was trained on; name"):
         saecli.evaluate(tmp_path / "saved", saecli.join(*stores[::-1]), home=sae.home)
 
 
 @pytest.mark.parametrize("limit", [None, 300])
 def test_windows_rebuilt_from_the_store_match_extraction(
-    tmp_path: Path, model: LanguageModel, limit: int | None
+    sae: CommandLine, folder: Path, model: LanguageModel, limit: int | None
 ):
-    rows = ActivationStore.open(extracted(tmp_path, model, limit=limit)).split("all")
-    cutter = Windows(model.tokenizer, CONTEXT)
-    found = list(stored_windows(rows, 10**9))
-    cut = list(cutter.cut(documents()))
+    rows = extracted(sae.home, folder, **({} if limit is None else {"rows": limit})).split("all")
+    rebuilt = list(stored_windows(rows, 10**9))
     left = rows.rows
-    for window, expected in zip(found, cut, strict=limit is None):
+    cut = Windows(model.tokenizer, CONTEXT).cut(documents())
+    for window, expected in zip(rebuilt, cut, strict=limit is None):
         assert window.token_ids.tolist() == expected.token_ids.tolist()
         first = np.cumsum(expected.kept) <= left  # of the last window, rows up to the limit
         assert window.replaced.tolist() == (expected.kept & first).tolist()
         left -= expected.kept.sum()
-    assert sum(window.replaced.sum() for window in found) == rows.rows
-
-
-def test_windows_are_whole_and_no_more_than_asked_for(tmp_path: Path, model: LanguageModel):
-    rows = ActivationStore.open(extracted(tmp_path, model)).split("all")
-    windows = list(stored_windows(rows, 50))
-    counts = [window.replaced.sum() for window in windows]
+    assert sum(window.replaced.sum() for window in rebuilt) == rows.rows
+    counts = [window.replaced.sum() for window in stored_windows(rows, 50)]
     assert sum(counts) >= 50 > sum(counts[:-1])
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"num_hidden_layers": 1},
-            "expected a layer 1, got layers 0 to 0; name the model that the rows came from",
-        ),
-        ({"vocab_size": 20}, "got token ids below 20; name the model that the rows came from"),
+        ({"num_hidden_layers": 1}, "expected a layer 1, got layers 0 to 0"),
+        ({"vocab_size": 20}, "got token ids below 20"),
         ({"hidden_size": 32}, "expected activations of 16 dimensions, got 32"),
         ({"max_position_embeddings": 8}, "expected windows of 12 tokens, got at most 8"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_measuring(
     sae: CommandLine,
+    folder: Path,
     tmp_path: Path,
     model: LanguageModel,
     changes: dict,
     sentence: str,
     monkeypatch,
 ):
-    extracted(sae.home, model)
+    extracted(sae.home, folder)
     make_run(sae.home, "random", random_sae(d_in=WIDTH), data="store")
     other = tmp_path / "other"
     config = LlamaConfig(**{**model.source.config.to_dict(), "head_dim": None, **changes})
@@ -342,65 +277,26 @@ def test_a_model_that_does_not_fit_is_refused_before_measuring(
 
 
 @pytest.mark.slow
-def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(sae: CommandLine, folder: Path):
-    sae.home.mkdir()
-    text = sae.home / "text.jsonl"
-    text.write_text("\n".join(json.dumps({"text": document.text}) for document in documents()))
-    words = (
-        "--context",
-        str(CONTEXT),
-        "--dtype",
-        "float32",
-        "--site",
-        "resid_pre",
-        "--site",
-        "mlp_out",
-        "--name",
-        "t",
+def test_the_effect_of_a_transcoder_is_that_of_a_hook_on_the_mlp(
+    sae: CommandLine, folder: Path, model: LanguageModel
+):
+    x, y = extracted(sae.home, folder, site=["resid_pre", "mlp_out"])
+    options = {"act": "topk", "k": 4, "d_sae": 24, "epochs": 3, "batch_size": 64, "skip": True}
+    stores = saecli.join(x, target=y)
+    transcoder = saecli.fit(stores, **options)
+    measures = saecli.evaluate(
+        transcoder, stores, model=str(folder), split="all", tokens=10**6, home=sae.home
     )
-    assert (
-        sae("extract", "--model", folder, "--dataset", text, "--layer", str(LAYER), *words).status
-        == 0
-    )
-    words = (
-        "--act",
-        "topk",
-        "--k",
-        "4",
-        "--d-sae",
-        "24",
-        "--epochs",
-        "3",
-        "--batch-size",
-        "64",
-        "--json",
-    )
-    names = [f"t-l{LAYER}-{site}" for site in ("resid_pre", "mlp_out")]
-    assert (
-        sae(
-            "train", "--data", names[0], "--target", names[1], "--skip", *words, "--name", "run"
-        ).status
-        == 0
-    )
-    (found,) = sae(
-        "eval", "run", "--model", folder, "--split", "all", "--tokens", "100000", "--json"
-    ).json["runs"]
-    windows = [
-        window.token_ids.tolist()
-        for window in Windows(loaded(folder).tokenizer, CONTEXT).cut(documents())
-    ]
-    transcoder = saecli.load_sae("run", sae.home).copy_to(torch.float64)
+    cut = Windows(model.tokenizer, CONTEXT).cut(documents())
+    windows = (window.token_ids.tolist() for window in cut)
+    transcoder = transcoder.copy_to(torch.float64)
     llama = LlamaForCausalLM.from_pretrained(folder).double()
-    seen = []
-    llama.model.layers[LAYER].register_forward_pre_hook(
+    block, seen = llama.model.layers[LAYER], []
+    block.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
         with_kwargs=True,
     )
-
-    expected = oracle_of(
-        llama,
-        llama.model.layers[LAYER].mlp,
-        iter(windows),
-        lambda y: torch.cat([y[:, :1], transcoder(seen[-1][0, 1:])[None]], dim=1),
+    expected = expected_effects(
+        llama, block.mlp, windows, lambda y: but_for_bos(y, transcoder(seen[-1][0, 1:]))
     )
-    assert_agree(found, expected)
+    assert_agree(measures, expected)
