@@ -45,7 +45,7 @@ def command(
     Example: sae finetune first --model google/gemma-2-2b
     """
     from ..store.opening import note_when_stopped
-    from ..train.finetune import FinetuneRun, Opened, chosen, resumed
+    from ..train.finetune import Opened, configurations, resume_job
     from ..train.runs import Job, claimed_folders, run_names
 
     session, processes = start(ctx, json), communicator()
@@ -53,10 +53,10 @@ def command(
         with note_when_stopped(session.console):
             if resume:
                 demand_alone(ctx)
-                jobs = [resumed(session.home, name, session.console, claims, processes)]
+                jobs = [resume_job(session.home, name, session.console, claims, processes)]
             else:
                 names = run_names(name, [each.varied for each in options])
-                settings = [chosen(each.values) for each in options]
+                settings = [configurations(each.values) for each in options]
                 config, training, text = settings[0]
                 opened = Opened.open(
                     session.home,
@@ -67,11 +67,12 @@ def command(
                     device=training.device,
                     listener=session.console,
                 )
-                plans = [opened.plan(config, training) for config, training, _ in settings]
-                stem = f"finetune-{plans[0].activation.name}"
+                created = now()
+                runs = [opened.run(config, training, created) for config, training, _ in settings]
+                stem = f"finetune-{runs[0].plan.activation.name}"
                 folders = claimed_folders(session.home, names, stem, claims, processes)
                 jobs = [
-                    Job(folder, FinetuneRun(opened.stores, plan, now()), each.values, each.varied)
-                    for folder, plan, each in zip(folders, plans, options, strict=True)
+                    Job(folder, run, each.values, each.varied)
+                    for folder, run, each in zip(folders, runs, options, strict=True)
                 ]
         trained(session, [jobs], processes)

@@ -53,28 +53,26 @@ class Comparison:
         sae = rescaled(dictionary.sae().without_training_parameters(), 1 / self.factor)
         return on_raw_rows(sae, self.normalisation)
 
-    def compare(self, plan: Plan, after: Dictionary, communicator: Communicator) -> None:
-        """Measure both, on rows kept out of training, else on training rows."""
-        before = self.before
-        # Of the penalty, such as the price of excess L0 that training found.
-        penalty = before.activation.penalty(plan.training.sparsity or "none")
-        learned = {name: getattr(after, name) for name in penalty.initial(1)}
-        before = before.changed(None, **learned)
-        saes = [self._on_raw_rows(before), self._on_raw_rows(after)]
-        measures = communicator.broadcast_object(lambda: plan.compared(saes))
-        if not measures:
-            measures = self._measured(plan, saes, [before, after], communicator)
-        kept = "after" if measures[1]["loss"] <= measures[0]["loss"] else "before"
-        self.measures = {"before": measures[0], "after": measures[1], "kept": kept}
+    def saes(self, after: Dictionary) -> list[SAE]:
+        """Both on raw rows."""
+        return [self._on_raw_rows(self.before), self._on_raw_rows(after)]
 
-    def _measured(
-        self,
-        plan: Plan,
-        saes: list[SAE],
-        on_normalised_rows: list[Dictionary],
-        communicator: Communicator,
+    def choose(self, measures: list[dict[str, Any]]) -> None:
+        """Keep the SAE of less `loss`, given the measures before and after."""
+        before, after = measures
+        kept = "after" if after["loss"] <= before["loss"] else "before"
+        self.measures = {"before": before, "after": after, "kept": kept}
+
+    def measured(
+        self, plan: Plan, after: Dictionary, communicator: Communicator
     ) -> list[dict[str, Any]]:
-        """The SAEs' measures, and their mean `loss` as dictionaries of normalised rows, by one pass."""
+        """Both SAEs' measures, and their mean `loss` as dictionaries of normalised rows, by one pass over rows kept out
+        of training, else over training rows."""
+        # Of the penalty, such as the price of excess L0 that training found.
+        penalty = self.before.activation.penalty(plan.training.sparsity or "none")
+        learned = {name: getattr(after, name) for name in penalty.initial(1)}
+        on_normalised_rows = [self.before.changed(None, **learned), after]
+        saes = self.saes(after)
         mean = self.normalisation.mean
         sparsity, weight = plan.training.sparsity or "none", plan.training.sparsity_weight or 0.0
         total = torch.zeros(1 + len(saes), dtype=torch.float64, device=mean.device)

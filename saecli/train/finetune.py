@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -30,7 +30,7 @@ from ..extract.splice import (
 )
 from ..extract.streaming import Streamed, open_stream
 from ..sae.dictionary import SAE
-from ..sae.library import SAELike, lasting_name, note_if_remade, open_sae
+from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
 from ..store.joined import Joined
 from ..store.opening import open_joined
 from ..store.reader import Rows
@@ -38,11 +38,11 @@ from ..store.split import Split
 from .files import claimed
 from .loop import Loop
 from .options import FINETUNED, TEXT, TRAINED, Finetune, TrainingConfig, parted
-from .plan import Plan
+from .rows import ArrayRows
 from .runs import Job, Run, unfinished_run
 from .start import Start, fingerprint
-from .through import FinetunePlan, Sampled, Through
-from .training import Record, start_training
+from .through import FinetunePlan, SplicedText, ThroughLoop
+from .training import Record, Training, start_training
 
 SAMPLE_TOKENS, TEST_TOKENS = 8192, 16_384  # whose activations are kept, to normalise and to measure
 
@@ -53,9 +53,9 @@ class Opened:
 
     stores: Joined | Streamed
     start: Start
-    through: Through
-    rows: Sampled
-    test_rows: Sampled
+    text: SplicedText
+    rows: ArrayRows
+    test_rows: ArrayRows
     split_seed: int
 
     @classmethod
@@ -81,88 +81,91 @@ class Opened:
                 raise ConfigError(
                     "cannot use both --data and --dataset at the same time; use one of them"
                 )
-            commit = None if source.revision is None else (source.revision,)
             extract = ExtractConfig(
-                **text, model=source.name, model_revision=commit, rows=config.tokens
+                **text,
+                model=source.name,
+                model_revision=None if source.revision is None else (source.revision,),
+                rows=config.tokens,
             )
-            stores, through = _streamed(
+            stores, spliced = _stream_text(
                 home, acts, extract, text.keys(), subject.split_seed, device, listener
             )
         else:
-            if not data and subject.streamed and subject.data not in home.stores.names():
-                texts = {name: subject.streamed[name] for name in TEXT if name in subject.streamed}
-                raise ConfigError(
-                    f"--dataset is needed: {subject.name} was trained on rows that were not stored; "
-                    f"give its text, {shlex.join(words_of(texts))}, or name a store with --data"
-                )
-            names = data or [name for name in (subject.data, *subject.beside) if name]
-            joined = stores = processes.main_first(
-                lambda: open_joined(home, names, None if data else subject.target, listener)
-            )
-            if not data:
-                note_if_remade(subject, joined, listener)
-            model = LanguageModel(
-                source, device_named(device), head=True, dtype=text.get("model_dtype", "auto")
-            )
-            through = _stored(joined, model, acts, config.tokens, subject.split_seed)
+            stores = processes.main_first(lambda: _open_stores(home, subject, data, listener))
+            model_dtype = text.get("model_dtype", "auto")
+            model = LanguageModel(source, device_named(device), head=True, dtype=model_dtype)
+            spliced = _read_text(stores, model, acts, config.tokens, subject.split_seed)
         name = lasting_name(home, subject.name if sae is None else sae, subject)
-        start = Start(name, fingerprint(saved.sae), saved.sae)
-        shuffled = [
-            through.train[one] for one in np.random.default_rng(0).permutation(len(through.train))
-        ]
+        order = np.random.default_rng(0).permutation(len(spliced.train))
+        shuffled = [spliced.train[number] for number in order]
         train, test = processes.broadcast_object(
             lambda: (
-                through.activations(shuffled, SAMPLE_TOKENS),
-                through.activations(through.test, TEST_TOKENS),
+                spliced.activations(shuffled, SAMPLE_TOKENS),
+                spliced.activations(spliced.test, TEST_TOKENS),
             )
         )
-        return cls(
-            stores,
-            start,
-            through,
-            Sampled(through, train),
-            Sampled(through, test),
-            subject.split_seed,
-        )
+        start = Start(name, fingerprint(saved.sae), saved.sae)
+        return cls(stores, start, spliced, train, test, subject.split_seed)
 
     def plan(self, config: Finetune, training: TrainingConfig) -> FinetunePlan:
-        """The plan of a training; of `training` the seed, device, trackers and the learning rate are used."""
-        tokens = self.through.per_step * self.through.rows.mean()
+        """The plan of a training; of `training` the seed, device, tracker and the learning rate are used."""
+        tokens_per_step = self.text.windows_per_step * self.text.rows.mean()
         # A branch may move on until an interrupted fine-tuning is resumed.
-        config = replace(config, model_revision=self.through.passes.model.source.revision)
+        config = replace(config, model_revision=self.text.passes.model.source.revision)
         training = replace(
             training,
             lr_warm_up=0.0,
             lr_decay=1.0,
-            steps=max(1, round(config.tokens / tokens)),
+            steps=max(1, round(config.tokens / tokens_per_step)),
             smoothing=0.0,
             precision="float32",
             split_seed=self.split_seed,
             shuffle_seed=training.seed,
         )
-        activation = self.through.hooked.sae.activation
-        plan = Plan.resolved(self.rows, self.test_rows, training, config, activation, self.start)
-        return FinetunePlan(
-            **{one.name: getattr(plan, one.name) for one in fields(Plan)}, through=self.through
+        activation = self.text.hooked.sae.activation
+        return FinetunePlan.resolved(
+            self.rows, self.test_rows, training, config, activation, self.start
         )
 
+    def run(self, config: Finetune, training: TrainingConfig, created: str) -> "FinetuneRun":
+        return FinetuneRun(self.stores, self.plan(config, training), created, self.text)
 
-def _stored(stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int) -> Through:
-    store = stores.inputs[0]
-    train, test = parted(store, TRAINED, seed)
+
+def _open_stores(home: Home, subject: Subject, data: Sequence[str], listener: Listener) -> Joined:
+    """The stores named, else those that the SAE was trained on."""
+    if data:
+        return open_joined(home, data, None, listener)
+    if subject.streamed and subject.data not in home.stores.names():
+        text = {name: subject.streamed[name] for name in TEXT if name in subject.streamed}
+        raise ConfigError(
+            f"--dataset is needed: {subject.name} was trained on rows that were not stored; "
+            f"give its text, {shlex.join(words_of(text))}, or name a store with --data"
+        )
+    names = [name for name in (subject.data, *subject.beside) if name]
+    stores = open_joined(home, names, subject.target, listener)
+    note_if_remade(subject, stores, listener)
+    return stores
+
+
+def _read_text(
+    stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int
+) -> SplicedText:
+    """Windows of the tokens of a store."""
+    train, test = parted(stores.inputs[0], TRAINED, seed)
     assert isinstance(train, Rows) and isinstance(test, Rows), "of one store"
     check_rows(train, model.source)
-    if (last := largest(train, "token_id")) >= model.vocabulary:
-        raise unfit(train, model.source, f"a token {last}, got token ids below {model.vocabulary}")
-    return Through(
-        Passes(model),
-        acts,
-        [*stored_windows(train, tokens)],
-        [*stored_windows(test, TEST_TOKENS)],
-    )
+    largest_token = largest(train, "token_id")
+    if largest_token >= model.vocabulary:
+        raise unfit(
+            train,
+            model.source,
+            f"a token {largest_token}, got token ids below {model.vocabulary}",
+        )
+    windows = [*stored_windows(train, tokens)]
+    return SplicedText(Passes(model), acts, windows, [*stored_windows(test, TEST_TOKENS)])
 
 
-def _streamed(
+def _stream_text(
     home: Home,
     acts: Hooked,
     config: ExtractConfig,
@@ -170,7 +173,7 @@ def _streamed(
     seed: int,
     device: str,
     listener: Listener,
-) -> tuple[Streamed, Through]:
+) -> tuple[Streamed, SplicedText]:
     """Windows of a text, its documents split by the same hashes as a store's; those that `sae eval` measures on are
     left out."""
     stream, extraction = open_stream(
@@ -182,24 +185,24 @@ def _streamed(
         listener=listener,
         whole=True,
     )
-    found: tuple[list[StoredWindow], list[StoredWindow]] = [], []
+    parts: tuple[list[StoredWindow], list[StoredWindow]] = [], []
     left = [config.rows, TEST_TOKENS]
-    cutter = extraction.windows()
     splits = [Split("train", TRAINED, seed, rest=rest) for rest in (False, True)]
-    for window in cutter.cut(extraction.text.documents(note=listener.note)):
+    documents = extraction.text.documents(note=listener.note)
+    for window in extraction.windows().cut(documents):
         for part, split in enumerate(splits):
-            chosen = window.kept & split.keeps(window.documents)
-            if left[part] > 0 and chosen.any():
-                found[part].append(StoredWindow(window.token_ids, chosen))
-                left[part] -= int(chosen.sum())
+            kept = window.kept & split.keeps(window.documents)
+            if left[part] > 0 and kept.any():
+                parts[part].append(StoredWindow(window.token_ids, kept))
+                left[part] -= int(kept.sum())
         if max(left) <= 0:
             break
-    if not all(found):
+    if not all(parts):
         raise ConfigError(
             "--dataset has too few documents: expected windows to train on and to compare on, got "
-            f"{len(found[0])} and {len(found[1])}; name a text of more documents"
+            f"{len(parts[0])} and {len(parts[1])}; name a text of more documents"
         )
-    return stream, Through(Passes(extraction.model), acts, *found)
+    return stream, SplicedText(Passes(extraction.model), acts, *parts)
 
 
 @dataclass(frozen=True)
@@ -208,37 +211,38 @@ class FinetuneRun(Run):
 
     command: ClassVar[str] = "finetune"
 
+    text: SplicedText
+
+    def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
+        return ThroughLoop(trainings, self.text, alone)
+
     @property
     def origin(self) -> dict[str, Any]:
-        assert isinstance(self.plan, FinetunePlan)
-        return super().origin | self.plan.through.hooked.origin
+        return super().origin | self.text.hooked.origin
 
     @property
     def summary(self) -> str:
         plan = self.plan
-        assert (
-            isinstance(plan, FinetunePlan) and plan.start is not None and plan.test_rows is not None
-        )
+        assert plan.start is not None and plan.test_rows is not None
         return (
             f"{plan.start.name}, {plan.activation.name}, {plan.d_sae} latents, through "
-            f"{plan.through.passes.model.source.name}, {plan.rows_trained:,} training and {plan.test_rows.rows:,} "
-            f"validation tokens, {plan.steps:,} steps"
+            f"{self.text.passes.model.source.name}, {int(self.text.rows.sum()):,} training and "
+            f"{plan.test_rows.rows:,} validation tokens, {plan.steps:,} steps"
         )
 
     def options(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        settled = self.plan.training.to_json() | self.plan.solver.to_json() | self.stores.options()
-        names = {one.name for one in FINETUNED}
-        return (
-            {
-                name: value
-                for name, value in self.stores.options().items()
-                if name in {*names, "data", "target"}
-            },
-            {name: settled[name] for name in names & settled.keys()},
-        )
+        names = {option.name for option in FINETUNED}
+        of_stores = self.stores.options()
+        resolved = self.plan.training.to_json() | self.plan.solver.to_json() | of_stores
+        chosen = {
+            name: value
+            for name, value in of_stores.items()
+            if name in names or name in ("data", "target")
+        }
+        return chosen, {name: resolved[name] for name in names & resolved.keys()}
 
 
-def resumed(
+def resume_job(
     home: Home, name: str | None, listener: Listener, claims: ExitStack, processes: Communicator
 ) -> Job:
     """The unfinished fine-tuning `name`, else the newest; its folder is claimed until `claims` is closed."""
@@ -248,32 +252,33 @@ def resumed(
     if processes.is_main:
         claims.enter_context(claimed(folder, new=False))
     try:
-        settings, training = (
-            dict(document["solver"]),
-            TrainingConfig.from_json(document["training"]),
-        )
-        config = Finetune.from_json(
-            {key: value for key, value in settings.items() if key != "name"}
-        )
+        settings = {key: value for key, value in document["solver"].items() if key != "name"}
+        config = Finetune.from_json(settings)
+        training = TrainingConfig.from_json(document["training"])
         streamed, begun = document.get("streamed"), document["init"]
-        text = {key: value for key, value in (streamed or {}).items() if key in TEXT}
-        data = [] if streamed else [document["data"], *document.get("beside", [])]
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
             f"writes ({error}); begin it anew"
         ) from error
     opened = Opened.open(
-        home, begun["name"], config, data=data, text=text, device=training.device, listener=listener
+        home,
+        begun["name"],
+        config,
+        data=[] if streamed else [document["data"], *document.get("beside", [])],
+        text={key: value for key, value in (streamed or {}).items() if key in TEXT},
+        device=training.device,
+        listener=listener,
     )
-    if opened.start.hash != begun["hash"] or opened.stores.hash != document["data_hash"]:
-        what = begun["name"] if opened.start.hash != begun["hash"] else opened.stores.name
-        raise RunError(
-            f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew"
-        )
-    return Job(
-        folder, FinetuneRun(opened.stores, opened.plan(config, training), document["created"])
-    )
+    for what, has_changed in (
+        (begun["name"], opened.start.hash != begun["hash"]),
+        (opened.stores.name, opened.stores.hash != document["data_hash"]),
+    ):
+        if has_changed:
+            raise RunError(
+                f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew"
+            )
+    return Job(folder, opened.run(config, training, document["created"]))
 
 
 def finetune(
@@ -299,34 +304,32 @@ def finetune(
     that the held-out ones, which `sae eval` measures on, stay out of the choice; `metadata` has `before`, `after` and
     `kept`. Cost: two forward passes and one backward pass over the tokens.
     """
-    demand_known("finetune", options, {one.name for one in FINETUNED}, "finetune")
+    demand_known("finetune", options, {option.name for option in FINETUNED}, "finetune")
     listener = listening(progress)
-    config, training, text = chosen({"model": model, **options})
+    config, training_config, text = configurations({"model": model, **options})
     opened = Opened.open(
         Home.at(home),
         sae,
         config,
         data=[data] if isinstance(data, str) else data or [],
         text=text,
-        device=training.device,
+        device=training_config.device,
         listener=listener,
     )
-    plan = opened.plan(config, training)
-    with listener.progress("fine-tuning", plan.steps, "steps") as show:
-        found = start_training(plan, Record(), show)
-        (tuned,) = Loop([found]).train()
-    for note in found.notes():
+    run = opened.run(config, training_config, created="")
+    with listener.progress("fine-tuning", run.plan.steps, "steps") as show:
+        training = start_training(run.plan, Record(), show)
+        (tuned,) = run.loop([training]).train()
+    for note in training.notes():
         listener.note(note)
-    tuned.metadata = plan.settings() | FinetuneRun(opened.stores, plan, "").origin
-    assert found.comparison is not None, "it begins with an SAE"
-    tuned.metadata |= found.comparison.measures
+    assert training.comparison is not None, "it begins with an SAE"
+    tuned.metadata = run.plan.settings() | run.origin | training.comparison.measures
     return tuned
 
 
-def chosen(options: Mapping[str, Any]) -> tuple[Finetune, TrainingConfig, dict[str, Any]]:
+def configurations(
+    options: Mapping[str, Any],
+) -> tuple[Finetune, TrainingConfig, dict[str, Any]]:
     """The options given, by their configurations, and those of the text."""
-    return (
-        Finetune.among(options),
-        TrainingConfig.among(options),
-        {name: options[name] for name in TEXT if options.get(name) is not None},
-    )
+    text = {name: options[name] for name in TEXT if options.get(name) is not None}
+    return Finetune.among(options), TrainingConfig.among(options), text

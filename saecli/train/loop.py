@@ -32,7 +32,7 @@ class Loop:
         try:
             if self.trainings:
                 self._train()
-            self._each(Training.compare)
+            self._each(self._compare)
         finally:
             for training in self.trainings:
                 training.record.end()
@@ -62,6 +62,9 @@ class Loop:
         self._each(lambda training: training.solver.calibrate())  # a model's text has ended early
         self._decoder_steps(plan.steps)
         self._keep(self.live(), after_epoch=True)
+
+    def _compare(self, training: Training) -> None:
+        training.compare()
 
     def live(self) -> list[Training]:
         return [training for training in self.trainings if training not in self.errors]

@@ -423,14 +423,6 @@ class Finetune(SolverConfig):
         Literal["decoder"] | None,
         Shown("Train the decoder alone, so that codes stay. Default: encoder and decoder."),
     ] = None
-    windows: Annotated[
-        Count | Literal["auto"],
-        Shown(
-            "Windows per forward pass; a step stays the same. auto: what fits in memory.",
-            once=True,
-            advanced=True,
-        ),
-    ] = "auto"
 
     def memory(
         self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
@@ -467,7 +459,6 @@ FINETUNED = tuple(
                 "objective",
                 "fvu_weight",
                 "only",
-                "windows",
             ),
         ),
         (TrainingConfig, "Training", ("lr", "seed", "log_to", "device")),

@@ -1,10 +1,10 @@
 """What to train, every setting resolved; and warnings: one sentence on a measure, and the option to change."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 
@@ -13,7 +13,6 @@ from ..base.errors import ConfigError
 from ..base.machine import local_world
 from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
-from ..sae.dictionary import SAE
 from ..sae.metrics import doubts
 from ..store.reader import RowSource
 from .options import (
@@ -26,7 +25,7 @@ from .options import (
     SolverConfig,
     TrainingConfig,
 )
-from .rows import BLOCK_ROWS, TrainingRows, stored_bytes
+from .rows import BLOCK_ROWS, stored_bytes
 from .start import Start
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
@@ -42,8 +41,6 @@ class Plan:
     weights that keep their start, W_enc or W_dec; see `Task`. Before and after are compared on `kept_out`, without it
     on the training rows.
     """
-
-    in_batches: ClassVar[type[TrainingRows]] = TrainingRows
 
     train_rows: RowSource
     test_rows: RowSource | None
@@ -122,14 +119,6 @@ class Plan:
     def epochs(self) -> int:
         """Passes over the rows; of the last one perhaps a part."""
         return math.ceil(self.steps / self.batches)
-
-    @property
-    def rows_trained(self) -> int:
-        return self.train_rows.rows
-
-    def compared(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
-        """Measures of SAEs before and after, with their `loss`, where a plan has its own."""
-        return []
 
     @property
     def d_sae(self) -> int:

@@ -59,6 +59,9 @@ class Run:
     plan: Plan
     created: str
 
+    def loop(self, trainings: Sequence[Training], alone: bool = True) -> Loop:
+        return Loop(trainings, alone)
+
     @property
     def origin(self) -> dict[str, Any]:
         """The fields of `Origin` for the SAE's file."""
@@ -481,7 +484,7 @@ def _trained(
                 if alone:
                     raise
                 errors[name] = error
-        loop = Loop([*trainings.values()], alone=alone)
+        loop = jobs[0].run.loop([*trainings.values()], alone)
         try:
             saes = loop.train()
         except TrainingError as error:

@@ -1,4 +1,4 @@
-"""The solver of `sae finetune`: descent through the language model that an SAE acts in.
+"""Solver and loop of `sae finetune`: descent through the language model that an SAE acts in.
 
     loss = KL(clean || spliced) + w FVU        or, with `--objective ce`, the spliced model's cross-entropy + w FVU
 
@@ -12,11 +12,10 @@ Source: Karvonen, "Revisiting End-To-End Sparse Autoencoder Training: A Short Fi
 Shapes: n rows of a forward pass, D = d_in, E = d_out, F = d_sae, L prefixes.
 """
 
-import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,24 +30,32 @@ from ..extract.passes import Passes
 from ..extract.splice import Hooked, StoredWindow, in_batches, stored_activations
 from ..sae.activations import Relu, Thresholded
 from ..sae.codes import Codes
-from ..sae.dictionary import SAE, Batch
+from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction
+from ..store.reader import RowSource
+from .loop import Loop
 from .options import Finetune
 from .plan import Plan
-from .rows import ArrayRows, Normalisation, TrainingRows, raw_batches
+from .rows import ArrayRows, Normalisation, raw_batches
 from .solver import Solver, StepReport, Task
+from .training import Training
 
 STEP_TOKENS = 3072  # of a step, about: 24 windows of 128
 EPOCH = 50  # steps between checkpoints, each with measures on held-out windows
-THRESHOLD_RATE, WEIGHT_RATE = (
-    0.05,
-    0.5,
-)  # change per step, of the logarithm, over the relative excess of L0
+# Change per step, of the logarithm, over the relative excess of L0.
+THRESHOLD_RATE = 0.05  # of the thresholds
+WEIGHT_RATE = 0.5  # of the penalty's weight
+
+
+@lru_cache(maxsize=2)  # the windows of a step are of two passes at most, unless there are few
+def _shuffled(seed: int, number: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, number)).permutation(count)
 
 
 @dataclass(frozen=True, eq=False)
-class Through:
-    """A language model, where an SAE acts in it, and windows: to train on, and to compare before and after on."""
+class SplicedText:
+    """A text as windows of tokens, to train on and to compare before and after on; and the language model, with the
+    hook points at which an SAE acts."""
 
     passes: Passes
     hooked: Hooked
@@ -61,100 +68,68 @@ class Through:
         return np.array([window.replaced.sum() for window in self.train])
 
     @cached_property
-    def per_step(self) -> int:
-        """Windows of a step."""
+    def windows_per_step(self) -> int:
         return max(1, round(STEP_TOKENS / self.rows.mean()))
 
     @property
-    def most(self) -> int:
+    def pass_tokens(self) -> int:
         """Tokens of one forward pass."""
         return pass_tokens(self.passes.model.device)
 
     def clean(self, windows: Sequence[StoredWindow]) -> CleanPass:
         return CleanPass.of(self.passes, windows, self.hooked.reads, self.hooked.writes)
 
-    def step(self, number: int, seed: int) -> np.ndarray:
-        """The windows of a step, out of passes over all of them, each in an order of its own."""
-        wanted = np.arange(number * self.per_step, (number + 1) * self.per_step)
-        passes, places = np.divmod(wanted, len(self.train))
-        order = {
-            one: np.random.default_rng((seed, one)).permutation(len(self.train))
-            for one in {*passes.tolist()}
-        }
-        return np.array(
-            [order[one][place] for one, place in zip(passes.tolist(), places.tolist(), strict=True)]
-        )
+    def windows_of_step(self, step: int, seed: int) -> list[int]:
+        """The numbers of a step's windows, from passes over all of them, each in an order of its own."""
+        numbers = []
+        for position in range(step * self.windows_per_step, (step + 1) * self.windows_per_step):
+            pass_number, place = divmod(position, len(self.train))
+            numbers.append(int(_shuffled(seed, pass_number, len(self.train))[place]))
+        return numbers
 
-    def activations(
-        self, windows: Sequence[StoredWindow], tokens: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Those of about the first `tokens` rows, and a transcoder's targets."""
+    def activations(self, windows: Sequence[StoredWindow], tokens: int) -> ArrayRows:
+        """Those of about the first `tokens` rows, with a transcoder's targets."""
         reads, writes = self.hooked.reads, self.hooked.writes
-        points, parts, left = list(dict.fromkeys((*reads, *writes))), [], tokens
-        for found in stored_activations(self.passes.model, windows, points, self.most):
-            parts.append([part.float().cpu() for part in found])
-            left -= len(found[0])
+        points = list(dict.fromkeys((*reads, *writes)))
+        blocks: list[list[Tensor]] = []
+        left = tokens
+        for block in stored_activations(self.passes.model, windows, points, self.pass_tokens):
+            blocks.append([part.float().cpu() for part in block])
+            left -= len(block[0])
             if left <= 0:
                 break
-        at = dict(zip(points, (torch.cat(part) for part in zip(*parts, strict=True)), strict=True))
-        x, y = (torch.cat([at[point] for point in ends], 1) for ends in (reads, writes))
-        return x, None if reads == writes else y
+        at_points = dict(zip(points, map(torch.cat, zip(*blocks, strict=True)), strict=True))
+        x = torch.cat([at_points[point] for point in reads], 1)
+        y = None if reads == writes else torch.cat([at_points[point] for point in writes], 1)
+        rows = ArrayRows(x, y)
+        rows.widths = rows.places = self.hooked.sae.widths
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
 class StepWindows:
     """A step's windows in this process; `size` counts the rows in all processes."""
 
-    through: Through
+    text: SplicedText
     normalisation: Normalisation
     windows: list[StoredWindow]
     size: int
 
 
-class Sampled(ArrayRows):
-    """Activations of some windows: the rows that training is normalised by, or held-out ones."""
-
-    def __init__(self, through: Through, rows: tuple[Tensor, Tensor | None]) -> None:
-        super().__init__(*rows)
-        self.through = through
-        self.widths = self.places = through.hooked.sae.widths
-
-
-class WindowRows(TrainingRows):
-    """As batches the windows, `EPOCH` steps an epoch."""
-
-    def shuffled(self, epoch: int, first: int = 0) -> Generator[Any, None, None]:
-        assert isinstance(self.stored, Sampled)
-        through, communicator = self.stored.through, self.communicator
-        for number in range(epoch * EPOCH + first, (epoch + 1) * EPOCH):
-            windows = through.step(number, self.seed)
-            own = [
-                through.train[window]
-                for window in windows[communicator.rank :: communicator.world_size]
-            ]
-            yield StepWindows(through, self.normalisation, own, int(through.rows[windows].sum()))
-
-    def some(self, count: int, number: int) -> Iterator[Batch]:
-        """The first rows of the sample."""
-        left = count
-        for batch in self._sequential():
-            if left:
-                part = batch.first(left)
-                left -= part.size
-                yield part
-
-
 class ThroughModel(Solver):
     """Descent on windows of tokens, through the language model."""
+
+    config: Finetune
 
     def __init__(
         self, initial: SAE, task: Task, config: Finetune, communicator: Communicator = ALONE
     ) -> None:
-        codes_stay = (
-            ("W_enc", "b_enc", *initial.activation_parameters) if config.only == "decoder" else ()
-        )
-        super().__init__(initial.sae(), ("threshold", *codes_stay), task, config, communicator)
-        self.options, self.codes_stay, self.most = config, bool(codes_stay), math.inf
+        self.codes_stay = config.only == "decoder"
+        held = ["threshold"]
+        if self.codes_stay:
+            held += ["W_enc", "b_enc", *initial.activation_parameters]
+        super().__init__(initial.sae(), held, task, config, communicator)
+        self.most_tokens: int | None = None  # per forward pass, once memory has run out
         with torch.no_grad():
             codes = self.dictionary.codes(task.sample.x)
             self.target = (codes.count().double() / len(task.sample.x)).clamp(min=1e-6)  # L0
@@ -172,89 +147,68 @@ class ThroughModel(Solver):
         active = codes.dense() > 0
         return ((slopes * active).sum() / active.sum().clamp(min=1)).clamp(min=1e-6).double()
 
-    @property
-    def revives(self) -> bool:
-        return False
-
-    def remember(self, batch: Any) -> None:
-        """Nothing: no latent is re-aimed."""
-
-    def step(self, batch: Any) -> StepReport:
-        report = self._step(batch)
+    def step_on(self, batch: StepWindows) -> StepReport:
+        """One step of descent; after the last the activation's estimates are calibrated."""
+        loss, squared_error, l0 = self._descend(batch).unbind()
+        self.optimizer.step(self.task.learning_rate(self.steps))
+        self.steps += 1
+        self._hold_l0(self.communicator.all_reduce(l0.clone()))
         if self.finished:
             self.calibrate()
-        return report
+        return StepReport(self.steps, batch.size, loss, squared_error, l0)
 
-    def _step(self, batch: StepWindows) -> StepReport:
-        if self.options.windows != "auto":
-            self.most = min(
-                self.most,
-                int(self.options.windows) * max((one.length for one in batch.windows), default=1),
-            )
-        sums = None
-        while sums is None:
+    def _descend(self, batch: StepWindows) -> Tensor:
+        """Set the gradient; returns loss, squared error and L0. Out of memory, again in smaller forward passes."""
+        while True:
             self.optimizer.zero_grad()
+            sums = torch.zeros(3, dtype=torch.float64, device=batch.text.passes.model.device)
+            most = self.most_tokens or batch.text.pass_tokens
             try:
-                sums = torch.zeros(3, dtype=torch.float64, device=batch.through.passes.model.device)
-                for windows in in_batches(batch.windows, int(min(self.most, batch.through.most))):
-                    sums += self._part(batch, windows)
+                for windows in in_batches(batch.windows, most):
+                    sums += self._descend_part(batch, windows)
+                return sums
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                sums = None
-            if (
-                sums is None
-            ):  # outside of the except clause, where the error has released its tensors
-                self._halve(batch)
-        self.optimizer.step(self.task.learning_rate(self.steps))
-        self.steps += 1
-        loss, squared_error, active = sums.unbind()
-        self._hold_l0(self.communicator.all_reduce(active.clone()) / batch.size)
-        return StepReport(self.steps, batch.size, loss, squared_error, active / batch.size)
+            # Outside of the except clause, where the error has released its tensors.
+            self._halve_passes(batch)
 
-    def _part(self, batch: StepWindows, windows: list[StoredWindow]) -> Tensor:
+    def _descend_part(self, batch: StepWindows, windows: list[StoredWindow]) -> Tensor:
         """Add the gradient of some of a step's windows; returns their parts of the loss, squared error and L0."""
-        dictionary, options, normalisation = self.dictionary, self.options, batch.normalisation
-        mean, scale, target_mean, target_scale = normalisation.of_sae()
-        clean = batch.through.clean(windows)
+        dictionary, variance = self.dictionary, batch.normalisation.variance
+        fvu_weight = self.config.fvu_weight
+        mean, scale, target_mean, target_scale = batch.normalisation.of_sae()
+        clean = batch.text.clean(windows)
         x = (clean.x.to(mean) - mean) / scale
         y = x if clean.y is clean.x else (clean.y.to(mean) - target_mean) / target_scale
         pre = dictionary.pre_activations(x)
         codes = dictionary.activated(pre)
         y_hat = dictionary.predicted(x, codes)  # (n, L, E)
         spliced = clean.spliced(y_hat[:, -1] * target_scale + target_mean)
-        objective, slope = clean.descent(spliced.detach(), options.objective)
+        objective, slope = clean.descent(spliced.detach(), self.config.objective)
         errors = (y_hat - y[:, None]).square().sum(-1).sum(0).double()  # (L,)
-        rest = options.fvu_weight * errors.mean() / normalisation.variance
+        rest = fvu_weight * errors.mean() / variance
         if self.weight:
-            norms = (
-                dictionary.weighed(dictionary.decoder()).norm(dim=1).detach()
-            )  # or it would shrink what is exact
+            # Detached, or the penalty would shrink exact reconstructions.
+            norms = dictionary.weighed(dictionary.decoder()).norm(dim=1).detach()
             penalty = self.weight * codes.times(norms[:, None]).sum()
-            rest = rest + max(options.fvu_weight, 1.0) * penalty / normalisation.variance
+            rest = rest + max(fvu_weight, 1.0) * penalty / variance
         torch.autograd.backward([spliced, rest / batch.size], [slope / batch.size, None])
-        return (
-            torch.stack(
-                [
-                    objective + rest.detach(),
-                    errors[-1].detach(),
-                    codes.count().double() * batch.size,
-                ]
-            )
-            / batch.size
-        )
+        loss, squared_error = objective + rest.detach(), errors[-1].detach()
+        return torch.stack([loss, squared_error, codes.count().double()]) / batch.size
 
-    def _halve(self, batch: StepWindows) -> None:
+    def _halve_passes(self, batch: StepWindows) -> None:
         longest = max(window.length for window in batch.windows)
-        most = int(min(self.most, batch.through.most, longest * len(batch.windows)))
+        whole_step = longest * len(batch.windows)
+        most = min(self.most_tokens or batch.text.pass_tokens, whole_step)
+        device = batch.text.passes.model.device
         if most <= longest:
             raise ModelError(
-                f"a window of {longest:,} tokens does not fit in the memory of "
-                f"{batch.through.passes.model.device} with its gradient; lower --context, or use "
-                "--model-dtype bfloat16"
+                f"a window of {longest:,} tokens does not fit in the memory of {device} with its "
+                "gradient; lower --context, or use --model-dtype bfloat16"
             )
-        self.most = most // 2
-        if batch.through.passes.model.device.type == "cuda":
+        self.most_tokens = most // 2
+        if device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.no_grad()
@@ -264,10 +218,8 @@ class ThroughModel(Solver):
         if self.weight:
             self.weight *= (WEIGHT_RATE * excess).exp()
             self.calibrate()  # the weight takes hundreds of steps to find its value
-        elif (
-            not self.codes_stay
-            and (threshold := self.dictionary.activation_parameters.get("threshold")) is not None
-        ):
+        elif not self.codes_stay and "threshold" in self.dictionary.activation_parameters:
+            threshold = self.dictionary.activation_parameters["threshold"]
             threshold *= (THRESHOLD_RATE * excess).exp()
 
     @torch.no_grad()
@@ -292,8 +244,9 @@ class ThroughModel(Solver):
             parameters["threshold"] *= _between(pre / thresholds, kept).clamp(min=0)
 
     def notes(self) -> list[str]:
-        lacking = math.isfinite(self.most) and self.options.windows == "auto"
-        return [f"for lack of memory, forward passes took at most {self.most:,} tokens"] * lacking
+        if self.most_tokens is None:
+            return []
+        return [f"for lack of memory, forward passes took at most {self.most_tokens:,} tokens"]
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {"target": self.target, "weight": self.weight}
@@ -310,38 +263,72 @@ def _between(values: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FinetunePlan(Plan):
-    """Its training rows are the sample that gives the normalisation."""
-
-    in_batches: ClassVar[type[TrainingRows]] = WindowRows
-
-    through: Through = field(kw_only=True)
+    """Its training rows are the sample that gives the normalisation, its test rows those of held-out windows."""
 
     @cached_property
     def batches(self) -> int:
         return EPOCH
 
-    @property
-    def rows_trained(self) -> int:
-        return int(self.through.rows.sum())
 
-    def compared(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
-        """On the windows kept out of training FVU, L0, CE and KL, and as `loss` the objective."""
-        assert self.test_rows is not None and isinstance(self.solver, Finetune)
-        through, solver = self.through, self.solver
-        found = [
-            one
-            for (one,) in effects(
-                [through.passes],
-                through.test,
-                through.hooked.reads,
-                [through.hooked.writes],
-                saes,
-                lambda tokens: None,
-            )
-        ]
-        measured = [
-            reconstruction(one, raw_batches(self.test_rows)) | effect
-            for one, effect in zip(saes, found, strict=True)
-        ]
-        name = "kl" if solver.objective == "kl" else "ce_spliced"
-        return [one | {"loss": one[name] + solver.fvu_weight * one["fvu"]} for one in measured]
+class ThroughLoop(Loop):
+    """Pushes each solver the windows of a step; every `EPOCH` steps SAEs are kept, with measures on held-out rows."""
+
+    def __init__(
+        self, trainings: Sequence[Training], text: SplicedText, alone: bool = True
+    ) -> None:
+        super().__init__(trainings, alone)
+        self.text = text
+
+    def _train(self) -> None:
+        plan = self.trainings[0].plan
+        for step in range(self.trainings[0].progress.step, plan.steps):
+            self._each(self._step, step)
+            if not self.live():
+                return
+            if (step + 1) % EPOCH == 0 or step + 1 == plan.steps:
+                self._keep(self.live(), after_epoch=True)
+
+    def _step(self, training: Training, step: int) -> None:
+        communicator, solver = training.rows.communicator, training.solver
+        assert isinstance(solver, ThroughModel)
+        numbers = self.text.windows_of_step(step, training.plan.training.shuffle_seed)
+        own = numbers[communicator.rank :: communicator.world_size]
+        windows = [self.text.train[number] for number in own]
+        rows = int(self.text.rows[numbers].sum())
+        batch = StepWindows(self.text, training.rows.normalisation, windows, rows)
+        training.take(solver.step_on(batch))
+
+    def _compare(self, training: Training) -> None:
+        """Choose by the objective on the windows kept out of training."""
+        comparison, solver = training.comparison, training.plan.solver
+        assert comparison is not None and isinstance(solver, Finetune)
+        saes = comparison.saes(training.solver.dictionary)
+
+        def measure() -> list[dict[str, Any]]:
+            measures = []
+            for sae, losses in zip(saes, self._effects(saes), strict=True):
+                measured = reconstruction(sae, raw_batches(self._test_rows)) | losses
+                objective = measured["kl" if solver.objective == "kl" else "ce_spliced"]
+                loss = objective + solver.fvu_weight * measured["fvu"]
+                measures.append(measured | {"loss": loss})
+            return measures
+
+        training.choose(training.rows.communicator.broadcast_object(measure))
+
+    @property
+    def _test_rows(self) -> RowSource:
+        rows = self.trainings[0].plan.test_rows
+        assert rows is not None
+        return rows
+
+    def _effects(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
+        """CE and KL of each SAE on the windows kept out of training."""
+        text, hooked = self.text, self.text.hooked
+        parts = effects(
+            [text.passes], text.test, hooked.reads, [hooked.writes], saes, lambda tokens: None
+        )
+        return [measures for (measures,) in parts]
+
+    def results(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
+        rows = int(self.text.rows.sum())
+        return [result | {"rows_train": rows} for result in super().results(saes)]

@@ -81,8 +81,11 @@ class Training:
         return on_raw_rows(sae, self.rows.normalisation)
 
     def step(self, batch: Batch) -> None:
-        """A step of the solver; every `LOG_EVERY` steps a line of measures."""
-        report = self.solver.step(batch)
+        """A step of the solver on a batch of rows."""
+        self.take(self.solver.step(batch))
+
+    def take(self, report: StepReport) -> None:
+        """Count a step; every `LOG_EVERY` steps a line of measures."""
         self.progress.rows += report.rows
         self.pending.append(report)
         if len(self.pending) == LOG_EVERY:
@@ -169,9 +172,15 @@ class Training:
 
     def compare(self) -> None:
         """Choose between the SAE that training began with and its last."""
-        if self.comparison is None or self.comparison.measures:
+        if self.comparison is None:
             return
-        self.comparison.compare(self.plan, self.solver.dictionary, self.rows.communicator)
+        dictionary, communicator = self.solver.dictionary, self.rows.communicator
+        self.choose(self.comparison.measured(self.plan, dictionary, communicator))
+
+    def choose(self, measures: list[dict[str, Any]]) -> None:
+        """Keep the SAE of less `loss`, given the measures before and after."""
+        assert self.comparison is not None
+        self.comparison.choose(measures)
         if self.comparison.keeps_before:
             self.test = None  # of the SAE that is not kept
             self.record.keep(self.sae)
@@ -188,7 +197,7 @@ class Training:
         solver, progress, plan = self.solver, self.progress, self.plan
         compared = {} if self.comparison is None else self.comparison.measures
         return {
-            "rows_train": plan.rows_trained,
+            "rows_train": plan.train_rows.rows,
             "rows_counted": train["rows"],
             "rows_test": test["rows"],
             "epochs": self.epochs,
@@ -308,7 +317,7 @@ def _normalised(
     stored = (
         rows if device.type == "cpu" else DeviceRows(rows, device) if holds else rows.as_stored()
     )
-    return plan.in_batches(
+    return TrainingRows(
         stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator
     )
 

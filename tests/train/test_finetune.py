@@ -147,28 +147,10 @@ def oracle(
     return loss.item(), torch.autograd.grad(loss, sae.W_dec)[0]
 
 
-@pytest.mark.parametrize("windows", ["auto", pytest.param("7", marks=pytest.mark.slow)])
-def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(
-    sae, home, model, documents, windows
-):
+def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(sae, home, model, documents):
     old = begun(home, TopK(k=4))
-    done = sae(
-        "finetune",
-        "old",
-        "--tokens",
-        "3075",
-        "--only",
-        "decoder",
-        "--fvu-weight",
-        "2",
-        "--lr",
-        "1e-3",
-        "--name",
-        "new",
-        "--windows",
-        windows,
-        "--json",
-    )
+    words = "finetune old --tokens 3075 --only decoder --fvu-weight 2 --lr 1e-3 --name new --json"
+    done = sae(*words.split())
     assert done.status == 0, done.err
     loss, gradient = oracle(model, documents["train"], old, 2.0)
     (line,) = [line for line in read_metrics(home / "runs" / "new") if "loss" in line]
@@ -334,16 +316,16 @@ def test_two_processes_train_what_one_does(sae, home):
 
 def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
     begun(home, TopK(k=4))
-    part = through.ThroughModel._part
+    descend_part = through.ThroughModel._descend_part
     words = ("finetune", "old", "--tokens", "3000", "--json")
     assert sae(*words, "--name", "plenty").status == 0
 
     def scarce(self: Any, batch: Any, windows: list[list[int]]) -> Tensor:
         if len(windows) > 60:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return part(self, batch, windows)
+        return descend_part(self, batch, windows)
 
-    monkeypatch.setattr(through.ThroughModel, "_part", scarce)
+    monkeypatch.setattr(through.ThroughModel, "_descend_part", scarce)
     done = sae(*words, "--name", "scarce")
     assert "for lack of memory" in done.err
     for name, tensor in weights(home, "plenty").items():
