@@ -44,14 +44,11 @@ DATA = {
     "norms a hundredfold": lambda: encoded(inputs(600, 16, 0, 0.6), 64, 16, 1),
     "many rows, norms a hundredfold": lambda: encoded(inputs(4000, 16, 3, 0.6), 64, 16, 1),
     "N < F": lambda: encoded(inputs(60, 16, 0), 160, 16, 1),
-    "N < F, norms a hundredfold": lambda: encoded(inputs(60, 16, 0, 0.6), 160, 16, 1),
-    "N near F from below": lambda: encoded(inputs(150, 16, 0), 160, 16, 1),
     "N = F": lambda: encoded(inputs(160, 16, 0), 160, 16, 1),
     "N >> F": lambda: encoded(inputs(8000, 16, 0), 48, 12, 1),
     "sparse": lambda: encoded(inputs(2000, 16, 0), 160, 3, 1),
     "many dimensions, mixed for c": lambda: encoded(inputs(500, 3 * MIXED, 0, 0.3), 250, 10, 0),
     "digits": lambda: encoded(digits(1500), 128, 12, 1),
-    "few digits": lambda: encoded(digits(100), 160, 12, 1),
 }
 
 
