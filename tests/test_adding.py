@@ -128,7 +128,7 @@ def added(root: Path) -> dict[str, str]:
 
     write("sae/activations/doubled.py", ACTIVATION)
     line("sae/activations/__init__.py", "        Relu,\n", "        Relu,\n        Doubled,\n")
-    line("sae/activations/__init__.py", "from .topk", "from .doubled import Doubled\nfrom .topk")
+    line("sae/activations/__init__.py", "from .kinds", "from .doubled import Doubled\nfrom .kinds")
     write("train/unit_sgd.py", SOLVER)
     line("train/__init__.py", "(Sgd, PamSgd, Pam)}", "(Sgd, PamSgd, Pam, UnitSgd)}")
     line("train/__init__.py", "from .options ", "from .unit_sgd import UnitSgd\nfrom .options ")

@@ -5,8 +5,7 @@ the penalties that it offers. To add one, write its class and a line in `ACTIVAT
 
     base.py         Activation, KeepsK, Thresholded, LearnsThresholds
     penalties.py    l1, l1-codes, kl, and what training to a target L0 has in common
-    elementwise.py  relu, jumprelu, gated, batchtopk: each latent by its own pre-activation
-    topk.py         topk, relu-topk, abs-topk, matching-pursuit
+    kinds.py        relu, jumprelu, gated, batchtopk, topk, relu-topk, abs-topk, matching-pursuit
     selection.py    codes of selected pre-activations, with sparse and straight-through gradients
 """
 
@@ -14,9 +13,18 @@ from typing import Any
 
 from ...base.errors import unknown_choice
 from .base import PENALTY_OPTIONS, Activation, KeepsK, LearnsThresholds, Thresholded
-from .elementwise import BatchTopK, Gated, JumpRelu, Relu
+from .kinds import (
+    AbsTopK,
+    BatchTopK,
+    Gated,
+    JumpRelu,
+    Largest,
+    MatchingPursuit,
+    Relu,
+    ReluTopK,
+    TopK,
+)
 from .penalties import Parameters, Penalty
-from .topk import AbsTopK, Largest, MatchingPursuit, ReluTopK, TopK
 
 __all__ = [
     "ACTIVATIONS",
