@@ -129,9 +129,7 @@ def test_bits_of_bfloat16_are_read_as_such_and_never_as_numbers(tmp_path, names,
     for name in names:
         path = tmp_path / name
         WRITERS[name](path, bits.view(dtype) if dtype == "V2" else bits.astype(dtype))
-        with pytest.raises(
-            FormatError, match="16; if they are bits of bfloat16 give --bits bfloat"
-        ):
+        with pytest.raises(FormatError, match="if they are bits of bfloat16 give --bits"):
             open_array(str(path), flatten="positions")
         source = open_array(str(path), flatten="positions", bits="bfloat16")
         assert source.dtype == "bfloat16"
@@ -142,16 +140,12 @@ def test_bits_of_bfloat16_are_read_as_such_and_never_as_numbers(tmp_path, names,
 def test_integers_are_no_rows(tmp_path, dtype):
     ids = np.random.default_rng(0).integers(0, 100, (50, 12)).astype(dtype)
     np.save(tmp_path / "a.npy", ids)
-    for bits, said in (
-        (None, "convert them to float32 if they are rows, which token ids are not"),
-        ("bfloat16", "bits does nothing with .*: expected one of uint16, int16, void16, got u?int"),
-    ):
+    for bits, said in ((None, "convert them to float32"), ("bfloat16", "bits does nothing with")):
         with pytest.raises(FormatError, match=said):
             open_array(str(tmp_path / "a.npy"), bits=bits)
-    with pytest.raises(ConfigError, match="rows must be floats, or bytes of images"):
-        ArrayRows(ids)
-    with pytest.raises(ConfigError, match="rows must be floats, or bytes of images"):
-        ArrayRows(np.zeros((5, 2), "V2"))
+    for rows in (ids, np.zeros((5, 2), "V2")):
+        with pytest.raises(ConfigError, match="rows must be floats, or bytes of images"):
+            ArrayRows(rows)
 
 
 def test_fortran_order_and_truth_values(tmp_path):
@@ -250,20 +244,18 @@ def test_files_of_another_format_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"<html>404, not found</html>" * 20)
     with pytest.raises(FormatError, match=f"cannot read .*{name}: .*check that the file is"):
         open_array(str(tmp_path / name))
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / name).mkdir()
-    with pytest.raises(FormatError, match=f"cannot read .*{name}: expected a file, got a folder"):
-        open_array(str(tmp_path / "folder" / name))
 
 
-def test_names_that_say_no_format_and_missing_files_are_refused(tmp_path):
+def test_names_that_say_no_format_missing_files_and_folders_are_refused(tmp_path):
     (tmp_path / "a.csv").touch()
-    with pytest.raises(
-        FormatError, match=r"expected a name that ends in \.npy, .*idx3-ubyte.*got a\.csv"
+    (tmp_path / "folder.npy").mkdir()
+    for name, said in (
+        ("a.csv", r"expected a name that ends in \.npy, .*got a\.csv"),
+        ("b.npy", r"there is no file .*b\.npy"),
+        ("folder.npy", "expected a file, got a folder"),
     ):
-        open_array(str(tmp_path / "a.csv"))
-    with pytest.raises(FormatError, match=r"there is no file .*b\.npy"):
-        open_array(str(tmp_path / "b.npy"))
+        with pytest.raises(FormatError, match=said):
+            open_array(str(tmp_path / name))
     with pytest.raises(FormatError, match="leave out --key"):
         open_array("digits", key="x")
 
