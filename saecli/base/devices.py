@@ -1,7 +1,7 @@
-"""Torch devices, and the precision in which they multiply float32 matrices: float32, TF32, or bfloat16.
+"""Torch devices, and the precision in which they multiply float32 matrices: float32 or bfloat16.
 
-TF32 and bfloat16 round the factors of a product, to 10 and 7 bits after the leading one, and add in float32; bfloat16
-rounds the product too. Weights, gradients, losses and the optimiser stay float32 throughout.
+bfloat16 rounds factors and product to 7 bits after the leading one, and adds in float32. Weights, gradients, losses and
+the optimiser stay float32 throughout.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018).
 """
@@ -36,9 +36,8 @@ def device_named(name: str) -> torch.device:
     except RuntimeError:  # its message lists every kind of device that torch has had
         raise ConfigError(f"--device must be cpu, cuda, cuda:N or auto, got {name!r}") from None
     try:
-        torch.zeros(
-            1, dtype=torch.float64, device=device
-        ).item()  # sums are float64, which not every device has
+        # Sums are float64, which not every device has.
+        torch.zeros(1, dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(
             f"--device {name} cannot be used here: {one_line(error)}; use cpu, cuda or auto"
@@ -50,28 +49,24 @@ def free_memory(device: torch.device, processes: int = 1) -> int:
     """Bytes that are free on a device; of the machine's own memory, for each of its processes."""
     if device.type != "cuda":
         return available_memory() // processes
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-        device
-    )  # torch's own, to be used again
+    # What torch has reserved and not allocated is used again.
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type != "cpu" or device.type == "cpu":
         return tensor.to(device)
-    return tensor.pin_memory().to(
-        device, non_blocking=True
-    )  # copies from pageable memory would block
+    # Copies from pageable memory would block.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
     """`sums[places] += values` for sums (F,), places and values (n,), with repeated places, in deterministic order."""
     if sums.device.type == "cpu":
         sums.scatter_add_(0, places, values)
-    else:
-        sums.index_put_(
-            (places,), values, accumulate=True
-        )  # which sorts on CUDA; on a CPU its threads race
+    else:  # sorts on CUDA; on a CPU its threads race
+        sums.index_put_((places,), values, accumulate=True)
 
 
 def carried(batches: Iterable[np.ndarray | Tensor], device: torch.device) -> Iterator[Tensor]:

@@ -175,9 +175,8 @@ def lock_folder(folder: Path) -> int:
     while True:
         make_folder(folder)
         try:
-            descriptor = os.open(
-                folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644
-            )  # network file systems lock no folders
+            # A file in it, since network file systems lock no folders.
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
             continue
         try:

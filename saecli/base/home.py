@@ -48,6 +48,10 @@ def checked_name(name: str, what: str = "--name") -> str:
     )
 
 
+def _natural_order(name: str) -> list[int | str]:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
 @dataclass(frozen=True)
 class Shelf:
     """The stores or the runs of a home: folders, each with a JSON file `marker`, see `Marker`."""
@@ -67,32 +71,24 @@ class Shelf:
         markers = {
             path.parent.name: self._marker(path) for path in self.path.glob(f"*/{self.marker}")
         }
-        return dict(
-            sorted(
-                markers.items(),
-                key=lambda entry: (getattr(entry[1], "created", ""), entry[0]),
-                reverse=True,
-            )
+        newest_first = sorted(
+            markers, key=lambda name: (getattr(markers[name], "created", ""), name), reverse=True
         )
+        return {name: markers[name] for name in newest_first}
 
     def _marker(self, path: Path) -> Marker | SaeError:
         from .documents import Marker, read_json
 
         try:
             return read_json(path, Marker)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # one damaged entry must not block commands on others
+        except (OSError, ValueError) as error:
+            # One damaged entry must not block commands on others.
             return self.error(f"cannot read {path}: {error}; {UNREADABLE}")
 
     def unfinished(self) -> list[str]:
         """The names of unfinished entries, newest first."""
-        return [
-            name
-            for name, marker in self.markers().items()
-            if getattr(marker, "complete", None) is False
-        ]
+        markers = self.markers()
+        return [name for name in markers if getattr(markers[name], "complete", None) is False]
 
     def unmarked(self) -> dict[str, str]:
         """Advice on each folder that holds something but no marker, by name. Hidden files do not count, such as the
@@ -127,15 +123,11 @@ class Shelf:
         names = self.names()
         chosen: list[str] = []
         for word in words:
-            plain = word in names or not {*word} & {*"*?["}
-            if not (matched := [word] if plain else matches_of(names, word)):
+            is_pattern = word not in names and not {*"*?["}.isdisjoint(word)
+            matches = matches_of(names, word) if is_pattern else [word]
+            if not matches:
                 raise self.error(f"no {self.noun} matches {word!r}; {self.instead_of(word)}")
-            chosen += sorted(
-                matched,
-                key=lambda name: [
-                    int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)
-                ],
-            )
+            chosen += sorted(matches, key=_natural_order)
         return list(dict.fromkeys(chosen))
 
     def instead_of(self, name: str) -> str:

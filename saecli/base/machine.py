@@ -21,21 +21,13 @@ REFUSALS = (
     "cannot allocate memory",
     "_ALLOC_FAILED",
     "bad_alloc",
-    "failed to map segment",
-    "can't start new thread",
 )
 CONNECT_SECONDS, ANSWER_SECONDS = 3, 10  # for the hub
 ANSWER_HOLDS = 60  # seconds
-_answers: dict[
-    str, tuple[float, str | None]
-] = {}  # why endpoints were silent, and when they were asked
+# When endpoints were asked, and why they were silent.
+_answers: dict[str, tuple[float, str | None]] = {}
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-LAUNCHED = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)  # all needed to join the process group
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all needed to join the processes
 
 
 def world() -> int:
@@ -64,7 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     ):
         return True
     words = str(error).lower()
-    return isinstance(error, RuntimeError | ImportError | OSError) and any(
+    return isinstance(error, RuntimeError | OSError) and any(
         word.lower() in words for word in REFUSALS
     )
 

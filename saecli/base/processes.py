@@ -22,8 +22,8 @@ Value = TypeVar("Value")
 
 PATIENCE = timedelta(
     days=1
-)  # the others wait while rank 0 solves; a process that has ended is noticed at once
-_launcher: list[Any] = []  # the key-value store that torchrun keeps, once this process has joined
+)  # others wait while rank 0 solves; one that has ended is noticed at once
+_joined = False
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,14 @@ ALONE = Communicator()
 
 def communicator() -> Communicator:
     """The communicator of all processes of this command; `ALONE` unless `join` was called."""
-    return Communicator(rank(), world()) if _launcher else ALONE
+    return Communicator(rank(), world()) if _joined else ALONE
 
 
 def join() -> None:
     """Join the processes; then SIGTERM, which torchrun sends when one has failed, raises `PeerError`."""
     import torch
 
+    global _joined
     signal.signal(signal.SIGTERM, _terminated)
     if torch.cuda.is_available():
         if local_world() > torch.cuda.device_count():
@@ -139,7 +140,6 @@ def join() -> None:
         torch.cuda.set_device(local_rank())
     with _peers() as dist:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-        _launcher.append(store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
             backend,
@@ -148,6 +148,7 @@ def join() -> None:
             world_size=world(),
             timeout=PATIENCE,
         )
+    _joined = True
 
 
 def leave() -> None:

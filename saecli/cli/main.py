@@ -152,9 +152,7 @@ def main() -> None:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr, errors):
         if isinstance(stream, io.TextIOWrapper):  # not closed, nor replaced by an embedding program
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # names may have characters that the encoding lacks
+            stream.reconfigure(errors="backslashreplace")  # for names that the encoding lacks
     try:
         app(prog_name="sae")  # which exits with status 130 after Ctrl-C
     except SystemExit as stop:

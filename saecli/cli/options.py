@@ -335,9 +335,9 @@ Data = Annotated[
         help="Activation store, by name or folder; for a crosscoder several, in order.",
         autocompletion=store_names,
         show_default="the one that the run was trained on, else the newest",
-        callback=lambda names: names or None,
+        callback=lambda names: names or None,  # without it Typer gives an empty list
     ),
-]  # without it typer gives an empty list
+]
 Target = Annotated[
     str | None,
     typer.Option(
