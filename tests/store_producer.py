@@ -26,7 +26,7 @@ from storing import make_meta
 
 from saecli.base.errors import StoreError
 from saecli.cli import main as cli
-from saecli.cli.main import loaded
+from saecli.cli.main import load_command
 from saecli.store.schema import rank_folder
 from saecli.store.windows import Windows
 from saecli.store.writer import StoreWriter, ranked_store
@@ -185,7 +185,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if order.get("words"):
-            loaded(order["words"][0])
+            load_command(order["words"][0])
             for module in order["imports"]:
                 importlib.import_module(module)  # once, and not by every child
         child = os.fork()

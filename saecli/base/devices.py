@@ -69,7 +69,7 @@ def add_at(sums: Tensor, places: Tensor, values: Tensor) -> None:
         sums.index_put_((places,), values, accumulate=True)
 
 
-def carried(batches: Iterable[np.ndarray | Tensor], device: torch.device) -> Iterator[Tensor]:
+def batches_on(batches: Iterable[np.ndarray | Tensor], device: torch.device) -> Iterator[Tensor]:
     """Batches, (B, D), on a device, in their own dtype; uint16 holds the bits of bfloat16. To CUDA a stream copies them
     from pinned memory, `AHEAD` batches early, so that copies and steps overlap."""
     if device.type != "cuda":

@@ -12,8 +12,7 @@ from pathlib import Path
 from .errors import one_line
 
 CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Messages on failed allocations by torch on a CPU and on devices, CUDA's libraries, the dynamic linker, and Python if
-# a thread has no room for its stack.
+# Messages on failed allocations by torch on a CPU and on devices, and by CUDA's libraries.
 REFUSALS = (
     "out of memory",
     "can't allocate memory",

@@ -42,7 +42,7 @@ COMMANDS = {
 TOGETHER = ("extract", "train", "finetune")  # commands that torchrun may run in several processes
 
 
-def loaded(name: str) -> Any:
+def load_command(name: str) -> Any:
     """The command of that name, from its module."""
     function = import_module(f".{'import_' if name == 'import' else name}", __package__).command
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
@@ -67,7 +67,7 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, listed, rest = super().resolve_command(ctx, args)
-        return name, listed and loaded(str(name)), rest
+        return name, listed and load_command(str(name)), rest
 
 
 app = typer.Typer(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.console import Listener
-from ..base.devices import carried, device_named
+from ..base.devices import batches_on, device_named
 from ..base.errors import ConfigError
 from ..base.home import Home
 from ..base.options import words_of
@@ -179,7 +179,7 @@ class Measured:
         sources: Iterable[np.ndarray | None] = repeat(None)
         if self.source is not None:
             sources = self.of_store.column("source", self.batch_rows)
-        batches = carried(self.rows.sequential(self.batch_rows), W_enc.device)
+        batches = batches_on(self.rows.sequential(self.batch_rows), W_enc.device)
         done = 0
         with listener.progress(f"measuring {self.subject.name}", self.rows.rows, "rows") as show:
             for batch, sources_of_rows in zip(batches, sources, strict=False):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..base.console import Listener, listening
-from ..base.devices import carried, free_memory
+from ..base.devices import batches_on, free_memory
 from ..base.documents import RUN_VERSION
 from ..base.errors import MachineError, RunError, TrainingError
 from ..base.files import folder_appearing_whole, is_free, write_json
@@ -140,7 +140,7 @@ def _system(sae: SAE, rows: RowSource) -> System:
 
 
 def _batches(sae: SAE, rows: RowSource) -> Iterable[Batch]:
-    for batch in carried(rows.sequential(BLOCK_ROWS), sae.W_enc.device):
+    for batch in batches_on(rows.sequential(BLOCK_ROWS), sae.W_enc.device):
         yield Batch.of(batch.to(sae.W_enc.dtype), sae.d_in)
 
 

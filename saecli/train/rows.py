@@ -13,7 +13,7 @@ import numpy.typing
 import torch
 from torch import Tensor
 
-from ..base.devices import carried, moved
+from ..base.devices import batches_on, moved
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
@@ -194,7 +194,7 @@ class DeviceRows:
     def _kept(self) -> Tensor:
         """All rows of the stores, (N, D + E)."""
         stored = Joined.of(self._rows).split("all").as_stored()
-        blocks = carried(stored.sequential(BLOCK_ROWS), self._device)
+        blocks = batches_on(stored.sequential(BLOCK_ROWS), self._device)
         kept, begin = torch.empty(0), 0
         for block in blocks:
             if not begin:
@@ -328,7 +328,7 @@ class TrainingRows:
 
     def _normalised(self, batches: Iterator[np.ndarray] | Iterator[Tensor]) -> Iterator[Tensor]:
         mean = self.normalisation.mean
-        for batch in carried(batches, mean.device):
+        for batch in batches_on(batches, mean.device):
             yield self.normalisation(batch.to(mean.dtype))
 
 

@@ -14,7 +14,7 @@ import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
 
 from saecli import __version__
-from saecli.cli.main import COMMANDS, loaded, sentence_for
+from saecli.cli.main import COMMANDS, load_command, sentence_for
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -22,7 +22,7 @@ def test_help_shows_every_option_and_help_all_the_advanced(
     sae: CommandLine, monkeypatch, name: str
 ):
     monkeypatch.setenv("COLUMNS", "400")
-    params = loaded(name).params
+    params = load_command(name).params
     hidden = [param for param in params if param.hidden]
     pages = [sae(name, "--help"), *([sae(name, "--help-all")] if hidden else [])]
     assert [(page.status, page.err) for page in pages] == [(0, "")] * len(pages)
@@ -43,7 +43,7 @@ def test_summary_in_the_list_begins_the_commands_own_help(name: str):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_page_has_one_example_that_the_command_takes(name: str):
-    command = loaded(name)
+    command = load_command(name)
     (example,) = re.findall(r"Example: (sae .*)$", command.help, re.MULTILINE)
     program, named, *words = shlex.split(example)
     assert (program, named) == ("sae", name)

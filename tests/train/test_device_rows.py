@@ -7,7 +7,7 @@ import pytest
 import torch
 from storing import collect, make_store
 
-from saecli.base.devices import carried
+from saecli.base.devices import batches_on
 from saecli.store.joined import JoinedRows
 from saecli.store.reader import Rows
 from saecli.store.values import DTYPES
@@ -53,7 +53,7 @@ def test_rows_as_stored_have_the_bits_on_disk_in_the_same_order(rows: Rows):
 def test_rows_carried_are_the_numbers_that_are_stored(rows: Rows):
     batches = [
         batch.float().clone()
-        for batch in carried(rows.as_stored().batches(64, seed=1, epoch=2), CPU)
+        for batch in batches_on(rows.as_stored().batches(64, seed=1, epoch=2), CPU)
     ]
     assert np.array_equal(torch.cat(batches).numpy(), all_ways(rows)[0])
 
