@@ -27,8 +27,8 @@ from .system import Factorisation, System, Terms
 
 LEAST, MOST = 1e-7, 1e3  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
 STEP = 3.0  # factor between neighbouring alphas
-FIRST_STRIDE = 3  # steps between the alphas of a search without a start
-SAMPLED_ROWS = 256  # for PRESS
+FIRST_STRIDE = 3  # steps at once, where there is no start
+PRESS_ROWS = 256
 MIXED = 64  # random sums of columns that determine c
 UNIFORM = 0.5  # fraction of the sampling probability that is uniform; the rest is by squared norm
 
@@ -76,7 +76,7 @@ class Press:
     """PRESS of sampled rows, up to a factor, at the alpha of a factorisation of the system."""
 
     def __init__(
-        self, system: System, terms: Terms, z: Tensor, y: Tensor, size: int = SAMPLED_ROWS
+        self, system: System, terms: Terms, z: Tensor, y: Tensor, size: int = PRESS_ROWS
     ) -> None:
         rows, targets = system.rows, slice(0, terms.d_out)
         index, weight = sample_rows(y[:, targets], system.y_bar[targets], size)
