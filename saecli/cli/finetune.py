@@ -9,7 +9,7 @@ from ..base.home import now
 from ..base.processes import communicator
 from ..train.options import FINETUNED
 from .options import Data, Given, Json, Run, configured, home_of, start
-from .train import Resume, demand_alone, trained
+from .train import Resume, demand_alone, train_and_print
 
 Name = Annotated[
     str | None,
@@ -46,17 +46,17 @@ def command(
     """
     from ..store.opening import note_when_stopped
     from ..train.finetune import Opened, configurations, resume_job
-    from ..train.runs import Job, claimed_folders, run_names
+    from ..train.jobs import NewRun, claim_jobs, run_names
 
     session, processes = start(ctx, json), communicator()
     with ExitStack() as claims:
         with note_when_stopped(session.console):
             if resume:
                 demand_alone(ctx)
-                jobs = [resume_job(session.home, name, session.console, claims, processes)]
+                groups = [[resume_job(session.home, name, session.console, claims, processes)]]
             else:
-                names = run_names(name, [each.varied for each in options])
-                settings = [configurations(each.values) for each in options]
+                names = run_names(name, [option.varied for option in options])
+                settings = [configurations(option.values) for option in options]
                 config, training, text = settings[0]
                 opened = Opened.open(
                     session.home,
@@ -68,11 +68,16 @@ def command(
                     listener=session.console,
                 )
                 created = now()
-                runs = [opened.run(config, training, created) for config, training, _ in settings]
-                stem = f"finetune-{runs[0].plan.activation.name}"
-                folders = claimed_folders(session.home, names, stem, claims, processes)
-                jobs = [
-                    Job(folder, run, each.values, each.varied)
-                    for folder, run, each in zip(folders, runs, options, strict=True)
+                new_runs = [
+                    NewRun(
+                        name, opened.run(config, training, created), option.values, option.varied
+                    )
+                    for name, (config, training, _), option in zip(
+                        names, settings, options, strict=True
+                    )
                 ]
-        trained(session, [jobs], processes)
+                stem = f"finetune-{opened.text.hooked.sae.activation.name}"
+                groups = claim_jobs(
+                    session.home, new_runs, stem, session.console, claims, processes
+                )
+        train_and_print(session, groups, processes)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from ..extract.streaming import Streamed
     from ..store.joined import Joined
     from ..train.fit import RowsOf
-    from ..train.runs import Job
+    from ..train.jobs import Job, NewRun
+    from ..train.start import Start
 
 PANEL = "Rows of --model"
 _HELP = {
@@ -189,9 +190,7 @@ def command(
     if not (resume or data or "model" in options[0].values):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
     from ..store.opening import note_when_stopped
-    from ..train.fit import plan_of
-    from ..train.runs import Job, Run, claimed_folders, known_job, resumed_job
-    from ..train.runs import run_names as names_of
+    from ..train.jobs import claim_jobs, resume_job
     from ..train.start import Start
 
     session, processes = start(ctx, json), communicator()
@@ -199,108 +198,98 @@ def command(
         with note_when_stopped(session.console):
             if resume:
                 demand_alone(ctx)
-                groups = [[resumed_job(session.home, name, session.console, claims, processes)]]
+                groups = [[resume_job(session.home, name, session.console, claims, processes)]]
             else:
-                groups = []
-                of_rows = {one.name for one in FROM_MODEL}  # not kept with the run
-                begun = (
-                    None
-                    if init is None
-                    else processes.broadcast_object(
+                start_sae = None
+                if init is not None:
+                    start_sae = processes.broadcast_object(
                         lambda: Start.open(session.home, init, session.console)
                     )
-                )
-                if begun is not None and not is_given(ctx, "act"):
-                    act = begun.activation
-                for chosen in _chosen(ctx, session):
-                    prefix = f"{name or f'{solver}-{act}'}-{Path(chosen[0]).name}" if each else name
-                    names = names_of(prefix, [one.varied for one in options])
-                    stores, rows_of = _rows(
-                        ctx,
-                        session,
-                        options[0].values,
-                        claims,
-                        processes,
-                        chosen,
-                        begun is not None,
+                if start_sae is not None and not is_given(ctx, "act"):
+                    act = start_sae.activation
+                groups = []
+                for stores in _stores_of_each(ctx, session):
+                    prefix = f"{name or f'{solver}-{act}'}-{Path(stores[0]).name}" if each else name
+                    begun = start_sae is not None
+                    source, rows_of = _rows(
+                        ctx, session, options[0].values, claims, processes, stores, begun
                     )
-                    plans = [plan_of(rows_of, solver, act, one.values, begun) for one in options]
-                    jobs = [
-                        Job(
-                            session.home.runs.path / str(own),
-                            Run(stores, plan, now()),
-                            {key: value for key, value in one.values.items() if key not in of_rows},
-                            one.varied,
-                        )
-                        for own, plan, one in zip(names, plans, options, strict=True)
-                    ]
-                    known = [
-                        each and known_job(session.home, job, session.console, claims, processes)
-                        for job in jobs
-                    ]
-                    new = [index for index, job in enumerate(known) if not job]
-                    folders = claimed_folders(
+                    new_runs = _new_runs(source, rows_of, solver, act, options, start_sae, prefix)
+                    groups += claim_jobs(
                         session.home,
-                        [names[index] for index in new],
+                        new_runs,
                         f"{solver}-{act}",
+                        session.console,
                         claims,
                         processes,
+                        continues=each,
                     )
-                    groups += [[job] for job in known if job]
-                    groups += [
-                        [
-                            replace(jobs[index], folder=folder)
-                            for index, folder in zip(new, folders, strict=True)
-                        ]
-                    ] * bool(new)
-        trained(session, groups, processes, each)
+        train_and_print(session, groups, processes, each)
+
+
+def _new_runs(
+    stores: Joined | Streamed,
+    rows_of: RowsOf,
+    solver: str,
+    act: str,
+    options: Sequence[Given],
+    start_sae: Start | None,
+    name: str | None,
+) -> list[NewRun]:
+    """A run for each combination of options."""
+    from ..train.fit import plan_of
+    from ..train.jobs import NewRun
+    from ..train.jobs import run_names as names_of
+    from ..train.runs import Run
+
+    of_rows = {option.name for option in FROM_MODEL}  # which the stores' options repeat
+    new_runs = []
+    names = names_of(name, [option.varied for option in options])
+    for run_name, option in zip(names, options, strict=True):
+        plan = plan_of(rows_of, solver, act, option.values, start_sae)
+        given = {key: value for key, value in option.values.items() if key not in of_rows}
+        new_runs.append(NewRun(run_name, Run(stores, plan, now()), given, option.varied))
+    return new_runs
 
 
 def demand_alone(ctx: typer.Context) -> None:
     """Refuse options that do nothing with `--resume`."""
-    if others := sorted(
-        {name for name in ctx.params if is_given(ctx, name)} - {"name", "resume", "json"}
-    ):
+    others = {name for name in ctx.params if is_given(ctx, name)} - {"name", "resume", "json"}
+    if others:
         raise ConfigError(
-            f"{flag_of(others[0])} does nothing with --resume, which goes on with the settings of the "
+            f"{flag_of(min(others))} does nothing with --resume, which goes on with the settings of the "
             "run; leave it out"
         )
 
 
-def trained(
+def train_and_print(
     session: Session, groups: Sequence[Sequence[Job]], processes: Communicator, each: bool = False
 ) -> None:
     """Train runs in claimed folders, those of a group together, and print their results; with `each` as of several."""
     from ..show.tables import compared_tables, figures_table, results_table
-    from ..train.runs import train_runs
+    from ..train.jobs import train_runs
 
-    first, alone = groups[0][0], not each and sum(map(len, groups)) == 1
-    documents, errors = list[dict[str, Any]](), dict[str, Exception]()
+    first = groups[0][0]
+    alone = not each and sum(map(len, groups)) == 1
+    documents: list[dict[str, Any]] = []
+    errors: dict[str, Exception] = {}
     for jobs in groups:
-        found, failed = train_runs(jobs, session.console, processes, alone)
-        documents += found
+        results, failed = train_runs(jobs, session.console, processes, alone)
+        documents += results
         errors |= failed
     if processes.is_main:
-        from ..show.pictures import loss_curves  # matplotlib takes a second to import
-        from ..train.files import read_metrics
-
-        for folder in (Path(document["path"]) for document in documents):
-            try:
-                loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
-            except OSError as refusal:
-                if not is_disk_full(refusal):
-                    raise
-                session.console.note(f"{folder.name}: the disk is full, and loss.png is not drawn")
+        _draw_curves(session, [Path(document["path"]) for document in documents])
     shown: list[Any] = []
     if documents:  # else all have failed
         shown = [
             results_table(documents, [*first.varied]),
             *compared_tables(documents),
             figures_table(documents),
-            f"saved in {documents[0]['path']}; loss.png there has its curves"
-            if alone
-            else f"saved in {first.folder.parent}; loss.png in each has its curves",
         ]
+        if alone:
+            shown.append(f"saved in {documents[0]['path']}; loss.png there has its curves")
+        else:
+            shown.append(f"saved in {first.folder.parent}; loss.png in each has its curves")
     session.console.print_result(documents[0] if alone else {"runs": documents}, *shown)
     for number, error in enumerate(errors.values(), 1):
         if number == len(errors):
@@ -308,7 +297,20 @@ def trained(
         session.console.note(str(error))
 
 
-def _chosen(ctx: typer.Context, session: Session) -> list[list[str]]:
+def _draw_curves(session: Session, folders: Sequence[Path]) -> None:
+    from ..show.pictures import loss_curves  # matplotlib takes a second to import
+    from ..train.files import read_metrics
+
+    for folder in folders:
+        try:
+            loss_curves(folder / "loss.png", {folder.name: read_metrics(folder)})
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            session.console.note(f"{folder.name}: the disk is full, and loss.png is not drawn")
+
+
+def _stores_of_each(ctx: typer.Context, session: Session) -> list[list[str]]:
     """The names of stores, a list for each training."""
     data = ctx.params["data"] or []
     if not ctx.params["each"] or ctx.params["model"]:
@@ -330,40 +332,52 @@ def _rows(
     data: Sequence[str],
     begun: bool,
 ) -> tuple[Joined | Streamed, RowsOf]:
-    """Stores, or a model that gives rows until `claims` is closed, and the parts of their rows; `begun` if training
-    begins from an SAE."""
-    from ..extract.streaming import open_stream
+    """Stores, or a model, stopped when `claims` closes, and the parts of their rows; `begun` if training begins from an
+    SAE."""
     from ..store.opening import open_joined
+
+    given = {name for name in ctx.params if is_given(ctx, name)}
+    if "model" in options:
+        idle = given & {"data", "each", "target", "fraction"}
+        if idle:
+            raise ConfigError(
+                f"{flag_of(min(idle))} does nothing with --model {options['model']}, whose rows are not "
+                "stored; leave one of them out, or store rows by `sae extract`"
+            )
+        if processes.world_size > 1:
+            raise ConfigError(
+                f"--model goes with one process, got {processes.world_size}; run it without torchrun, "
+                "or make a store by `sae extract`, and train on that"
+            )
+        return _rows_of_model(ctx, session, options, claims, begun)
+    idle = given & {"layer", "site", *(option.name for option in FROM_MODEL)}
+    if idle:
+        raise ConfigError(
+            f"{flag_of(min(idle))} does nothing without --model; name a model, or leave it out"
+        )
+    stores = processes.main_first(
+        lambda: open_joined(session.home, data, ctx.params["target"], session.console)
+    )
+    for store in stores.all:
+        checked_name(store.name, "the name of the store's folder")
+    return stores, lambda training: training.rows_of(stores, begun)
+
+
+def _rows_of_model(
+    ctx: typer.Context,
+    session: Session,
+    options: Mapping[str, Any],
+    claims: ExitStack,
+    begun: bool,
+) -> tuple[Streamed, RowsOf]:
+    from ..extract.streaming import open_stream
     from ..train.live import LiveRows
     from ..train.rows import SAMPLED_ROWS
 
-    given = {name for name in ctx.params if is_given(ctx, name)}
-    layer, site = ctx.params["layer"], ctx.params["site"]
-    if (model := options.get("model")) is None:
-        if idle := sorted(given & {"layer", "site", *(one.name for one in FROM_MODEL)}):
-            raise ConfigError(
-                f"{flag_of(idle[0])} does nothing without --model; name a model, or leave it out"
-            )
-        stores = processes.main_first(
-            lambda: open_joined(session.home, data, ctx.params["target"], session.console)
-        )
-        for store in stores.all:
-            checked_name(store.name, "the name of the store's folder")
-        return stores, lambda training: training.rows_of(stores, begun)
-    if idle := sorted(given & {"data", "each", "target", "fraction"}):
-        raise ConfigError(
-            f"{flag_of(idle[0])} does nothing with --model {model}, whose rows are not stored; leave one "
-            "of them out, or store rows by `sae extract`"
-        )
-    if processes.world_size > 1:
-        raise ConfigError(
-            f"--model goes with one process, got {processes.world_size}; run it without torchrun, or "
-            "make a store by `sae extract`, and train on that"
-        )
     training = TrainingConfig.among(options)
-    extraction = ExtractConfig(
-        **{one.name: options[one.name] for one in FROM_MODEL if one.name in options}
-    )
+    names = [option.name for option in FROM_MODEL if option.name in options]
+    extraction = ExtractConfig(**{name: options[name] for name in names})
+    layer, site = ctx.params["layer"], ctx.params["site"]
     stream, _ = open_stream(
         extraction,
         given=options.keys(),

@@ -54,7 +54,7 @@ from ..train.loop import Loop
 from ..train.options import Sgd, SolverConfig
 from ..train.plan import Plan
 from ..train.rows import BLOCK_ROWS, ArrayRows, raw_batches
-from ..train.runs import run_again
+from ..train.runs import reopen_run
 from ..train.training import Record, start_training
 from .evaluate import check_model, check_tokens_of_model, evaluate_all
 from .measured import Measured
@@ -154,7 +154,7 @@ def _original(
             f"{expected} one that began from {document['init']['name']}; name one without --init, which "
             "began from random directions"
         )
-    plan = run_again(home, marker.parent, document, listener, "make controls of").plan
+    plan = reopen_run(home, marker.parent, document, listener, "make controls of").plan
     assert plan.test_rows is not None  # those of a store
     saved = SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin)
     training = replace(plan.training, device=device)

@@ -3,11 +3,13 @@
     options.py        options common to all solvers, and of sgd and pam-sgd
     plan.py           defaults filled in, checks, warnings   start.py          random start or an SAE, learning rate
     rows.py           normalised batches; rows of arrays     live.py           rows streamed from a model
-    loop.py           epochs, batches, checkpoints           fit.py            saecli.fit, open_store, join
-    runs.py           run folders: new, resumed, several     files.py          their files, trackers
-    solver.py         what a solver is given; descent, revival, Adam, sgd
-    decoder_step.py   a decoder step's pass and upkeep       pam_sgd.py        descent and decoder steps in turn
-    finetune.py       saecli.finetune, as a run              through.py        its solver, through the model
+    loop.py           batches and decoder steps in turn      training.py       one SAE in training; its start, results
+    comparison.py     before and after, with --init          fit.py            saecli.fit, open_store, join
+    runs.py           a run and its run.json                 jobs.py           runs to train: new, resumed, several
+    files.py          other files of a run folder, wandb     solver.py         descent, revival, sgd
+    adam.py           the optimiser                          upkeep.py         pam-sgd: releases, re-aims, balances
+    decoder_step.py   a decoder step's pass                  pam_sgd.py        Algorithm 3.1, `--solver pam`
+    finetune.py       saecli.finetune, as a run              through.py        its solver and loop, through the model
     ridge/            the closed-form decoder
 
 To add a solver, write its file (a configuration whose `build` makes a `Solver`) and a line in `SOLVERS`. README.md says

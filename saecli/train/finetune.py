@@ -36,10 +36,11 @@ from ..store.opening import open_joined
 from ..store.reader import Rows
 from ..store.split import Split
 from .files import claimed
+from .jobs import Job, unfinished_run
 from .loop import Loop
 from .options import FINETUNED, TEXT, TRAINED, Finetune, TrainingConfig, parted
 from .rows import ArrayRows
-from .runs import Job, Run, unfinished_run
+from .runs import Run
 from .start import Start, fingerprint
 from .through import FinetunePlan, SplicedText, ThroughLoop
 from .training import Record, Training, start_training

@@ -1,0 +1,376 @@
+"""Runs to train: their names and folders, those to resume, and the training of several from one reading of the rows."""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from ..base.console import Listener, Silent, Step
+from ..base.documents import read_run
+from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
+from ..base.home import RUN_MARKER, Home, checked_name
+from ..base.machine import is_disk_full
+from ..base.processes import Communicator
+from .files import (
+    CHECKPOINT,
+    claimed,
+)
+from .plan import doubts_at_start
+from .runs import Run, RunRecord, reopen_run
+from .training import Record, Training, start_training
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to train in a claimed folder."""
+
+    folder: Path
+    run: Run
+    given: Mapping[str, Any] | None = None  # the options of a new run; None for a resumed one
+    varied: Mapping[str, Any] = field(default_factory=dict)  # options in which several runs differ
+    result: Mapping[str, Any] | None = None  # of a finished run, which stays as it is
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return (self.folder / CHECKPOINT).exists()
+
+    @property
+    def remedy(self) -> str:
+        """What to do after the run was stopped, in words."""
+        if not self.has_checkpoint:
+            return "run the same command again"
+        resume = f"`sae {self.run.command} --resume --name {self.folder.name}`"
+        return f"{resume} goes on from its last checkpoint"
+
+    def document(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """What `sae train --json` prints."""
+        stores, plan = self.run.stores, self.run.plan
+        document = {
+            "run": self.folder.name,
+            "path": str(self.folder),
+            "solver": plan.solver.name,
+            "act": plan.activation.name,
+            "data": stores.name,
+            "d_in": stores.d_in,
+            "d_sae": plan.d_sae,
+            **result,
+        }
+        if self.varied:
+            document["varied"] = dict(self.varied)
+        return document
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """A run to begin, in a folder of its name; None for a generated one."""
+
+    name: str | None
+    run: Run
+    given: Mapping[str, Any]  # the user's options
+    varied: Mapping[str, Any]  # those in which several runs differ
+
+
+def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """The names of runs, with the varied values appended; None for a generated name."""
+    if name is None:
+        return [None] * len(varied)
+    names = [checked_name(_with_values(name, values)) for values in varied]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"--name {name} makes one name of several runs: their values differ in characters that a "
+            "name cannot hold; leave --name out"
+        )
+    return [*names]
+
+
+def _with_values(name: str, values: Mapping[str, Any]) -> str:
+    words = [name]
+    for option, value in values.items():
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        words.append(re.sub(r"[^A-Za-z0-9._+-]", "_", option + text))
+    return "-".join(words)
+
+
+def claim_jobs(
+    home: Home,
+    new_runs: Sequence[NewRun],
+    stem: str,
+    listener: Listener,
+    claims: ExitStack,
+    communicator: Communicator,
+    continues: bool = False,
+) -> list[list[Job]]:
+    """Groups of jobs to train together, in folders that are claimed until `claims` is closed. If it `continues`, a run
+    of the same name and options, finished or to resume, takes the place of a new one, as a group of its own."""
+    groups: list[list[Job]] = []
+    unknown: list[NewRun] = []
+    for new in new_runs:
+        known = _known_job(home, new, listener, claims, communicator) if continues else None
+        if known is None:
+            unknown.append(new)
+        else:
+            groups.append([known])
+    if unknown:
+        names = [new.name for new in unknown]
+        folders = _claim_folders(home, names, stem, claims, communicator)
+        groups.append(
+            [
+                Job(folder, new.run, new.given, new.varied)
+                for folder, new in zip(folders, unknown, strict=True)
+            ]
+        )
+    return groups
+
+
+def _claim_folders(
+    home: Home,
+    names: Sequence[str | None],
+    stem: str,
+    claims: ExitStack,
+    communicator: Communicator,
+) -> list[Path]:
+    """The folders of new runs, claimed by rank 0 until `claims` is closed; runs that start at once get different
+    generated names."""
+
+    def new_folder(name: str | None) -> Path:
+        if name is None:
+            for number in count(1):
+                folder = home.runs.path / f"{stem}-{number}"
+                with suppress(FileExistsError, RunError):
+                    claims.enter_context(claimed(folder))
+                    return folder
+        folder = home.runs.path / str(name)
+        try:
+            claims.enter_context(claimed(folder))
+        except FileExistsError:
+            raise RunError(
+                f"there is a run named {name!r} already; give another --name, or if it is not finished "
+                "continue it by --resume"
+            ) from None
+        return folder
+
+    return communicator.broadcast_object(lambda: [new_folder(name) for name in names])
+
+
+def resume_job(
+    home: Home, name: str | None, listener: Listener, claims: ExitStack, communicator: Communicator
+) -> Job:
+    """The run `name`, else the newest unfinished one, to resume; its folder is claimed until `claims` is closed."""
+
+    def open_job() -> Job:
+        folder, document = unfinished_run(home, name, listener, "train")
+        return Job(folder, reopen_run(home, folder, document, listener, "go on with"))
+
+    job = communicator.main_first(open_job)
+    if communicator.is_main:
+        claims.enter_context(claimed(job.folder, new=False))
+    plan, begun = job.run.plan, job.run.plan.start
+    if begun is None or communicator.broadcast_object((job.folder / CHECKPOINT).exists):
+        return job
+    start = communicator.broadcast_object(lambda: begun.reopened(home, listener))
+    return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
+
+
+def _known_job(
+    home: Home, new: NewRun, listener: Listener, claims: ExitStack, communicator: Communicator
+) -> Job | None:
+    """The run that has the name of a new one, finished or to resume from its checkpoint; None if there is none.
+    RunError if its options are others."""
+    folder = home.runs.path / str(new.name)
+    path = folder / RUN_MARKER
+
+    def read() -> dict[str, Any] | None:
+        document = read_run(path).settings if path.exists() else {}
+        can_continue = document.get("complete") or (folder / CHECKPOINT).exists()
+        return document if document and can_continue else None
+
+    document = communicator.broadcast_object(read)
+    if document is None:
+        return None
+    known = reopen_run(home, folder, document, Silent(), "go on with")
+    if known.options() != new.run.options():
+        raise RunError(
+            f"there is a run named {new.name!r} already, with other options; give another --name"
+        )
+    if document["complete"]:
+        listener.note(f"{new.name}: finished already")
+        return Job(folder, new.run, varied=new.varied, result=document["result"])
+    return replace(resume_job(home, new.name, listener, claims, communicator), varied=new.varied)
+
+
+def unfinished_run(
+    home: Home, name: str | None, listener: Listener, command: str
+) -> tuple[Path, dict[str, Any]]:
+    """The folder and document of the run `name`, else of the newest unfinished one that the command began."""
+    runs = home.runs
+
+    def read(name: str) -> tuple[dict[str, Any], str]:
+        """A run's document, and the command that began it."""
+        run = read_run(runs.find(name) / runs.marker)
+        return run.settings, "finetune" if run.solver.name == "finetune" else "train"
+
+    if name is None:
+        unfinished = [name for name in runs.unfinished() if read(name)[1] == command]
+        if not unfinished:
+            raise RunError(
+                f"there is no unfinished run in {runs.path}; start one with `sae {command}`"
+            )
+        name = unfinished[0]
+        listener.note(f"going on with {name}")
+    document, began_by = read(name)
+    if document["complete"]:
+        raise RunError(
+            f"{name} is finished; there is nothing to resume, start from its SAE by `sae train "
+            f"--init {name}`"
+        )
+    if began_by != command:
+        raise RunError(
+            f"{name} was begun by another command; go on by `sae {began_by} --resume --name {name}`"
+        )
+    return runs.find(name), document
+
+
+def train_runs(
+    jobs: Sequence[Job], listener: Listener, communicator: Communicator, alone: bool
+) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
+    """Train runs, which differ only in numeric options of the SAE and its solver, to the end.
+
+    Returns the document that `sae train --json` prints for each run that did not fail, and the errors of the others, by
+    name. The error of a run that is `alone`, or trained by several processes, is raised.
+    """
+    if jobs[0].result is not None:
+        return [jobs[0].document(jobs[0].result)], {}
+    try:
+        for job in jobs:
+            _begin(job, listener, communicator)
+        documents, errors = _train(
+            jobs, listener, communicator, alone or communicator.world_size > 1
+        )
+    except (KeyboardInterrupt, PeerError):
+        for job in jobs:
+            if job.has_checkpoint:
+                listener.note(f"stopped; {job.remedy}")
+            else:
+                name = job.folder.name
+                listener.note(f"stopped before the first checkpoint; nothing was saved of {name}")
+        raise
+    except OSError as error:
+        raise _explained(error, jobs[0]) from error
+    finished = [job for job in jobs if job.folder.name not in errors]
+    for job, document in zip(finished, documents, strict=True):
+        prefix = f"{job.folder.name}: " if len(jobs) > 1 else ""
+        for warning in document["warnings"]:
+            if warning not in doubts_at_start(job.run.plan):
+                listener.note(f"{prefix}warning: {warning}")
+        for note in document["notes"]:
+            listener.note(f"{prefix}{note}")
+    return documents, errors
+
+
+def _begin(job: Job, listener: Listener, communicator: Communicator) -> None:
+    """Write the files of a new run, and say what is trained."""
+    name, run = job.folder.name, job.run
+    if job.given is not None and communicator.is_main:
+        # run.json marks a run that can be resumed, so it is last.
+        run.write_config(job.folder, job.given)
+        run.write(job.folder, None)
+    listener.note(f"{name}: {run.summary}")
+    for warning in doubts_at_start(run.plan):
+        listener.note(f"{name}: warning: {warning}")
+
+
+def _train(
+    jobs: Sequence[Job], listener: Listener, communicator: Communicator, alone: bool
+) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
+    errors: dict[str, Exception] = {}
+    if len(jobs) == 1:
+        title, total = "training", jobs[0].run.plan.steps
+    else:
+        title, total = f"training {len(jobs)} SAEs", None
+    with listener.progress(title, total, "steps") as show:
+        trainings = _start_trainings(jobs, listener, communicator, alone, show, errors)
+        loop = jobs[0].run.loop([*trainings.values()], alone)
+        try:
+            saes = loop.train()
+        except TrainingError as error:
+            raise _with_state(error, loop.trainings[0]) from error
+        results = loop.results(saes) if saes else []
+    for name, training in trainings.items():
+        if training in loop.errors:
+            errors[name] = _with_state(loop.errors[training], training)
+    documents = []
+    finished = iter(results)
+    for job in jobs:
+        name = job.folder.name
+        if name in errors:
+            explained = _explained(errors[name], job)
+            errors[name] = explained.within(name) if isinstance(explained, SaeError) else explained
+            continue
+        result = next(finished)
+        if communicator.is_main:
+            job.run.write(job.folder, result)
+        documents.append(job.document(result))
+    return documents, errors
+
+
+def _start_trainings(
+    jobs: Sequence[Job],
+    listener: Listener,
+    communicator: Communicator,
+    alone: bool,
+    show: Step,
+    errors: dict[str, Exception],
+) -> dict[str, Training]:
+    """The trainings, by name; the error of one that is not `alone` goes into `errors`."""
+    trainings: dict[str, Training] = {}
+    steps: dict[str, float] = {}
+
+    def show_sum(name: str, done: float, words: str = "") -> None:
+        steps[name] = done
+        show(sum(steps.values()), f"{name}: {words}")
+
+    for job in jobs:
+        name = job.folder.name
+        try:
+            if communicator.is_main:
+                record: Record = RunRecord(job.run, job.folder, listener)
+            else:
+                record = Record()
+            trainings[name] = start_training(
+                job.run.plan,
+                record,
+                show if alone else partial(show_sum, name),
+                len(jobs),
+                communicator,
+                shared=next((training.rows for training in trainings.values()), None),
+            )
+        except Exception as error:  # reported at the end, when the others have finished
+            if alone:
+                raise
+            errors[name] = error
+    return trainings
+
+
+def _explained(error: Exception, job: Job) -> Exception:
+    """The error; instead of the system's about a full disk one that says how the run goes on."""
+    if not is_disk_full(error):
+        return error
+    return TrainingError(
+        f"the disk is full, writing {getattr(error, 'filename', None) or 'a file'}; nothing half-written "
+        f"was kept: free some space, and {job.remedy}"
+    )
+
+
+def _with_state(error: Exception, training: Training) -> Exception:
+    """A TrainingError with words on what is kept of the run; another error as it is."""
+    if not isinstance(error, TrainingError):
+        return error
+    kept, steps = training.progress.step, training.plan.steps
+    stops = f"the run stops at step {training.solver.steps:,} of {steps:,}"
+    if not kept:
+        return error.within(after=f"{stops}, and nothing of it is kept")
+    return error.within(after=f"{stops}; its checkpoint of step {kept:,} is kept")
