@@ -289,7 +289,6 @@ def _clean_passes(
     reads: tuple[HookPoint, ...],
     parts: Sequence[tuple[HookPoint, ...]],
 ) -> list[CleanPass]:
-    """The windows run through each model."""
     clean_passes = []
     for number, passes in enumerate(models):
         points = tuple(point for point in reads if point.model == number)
@@ -299,7 +298,6 @@ def _clean_passes(
 
 
 def _predicted(sae: SAE, x: Tensor, writes: tuple[HookPoint, ...]) -> dict[HookPoint, Tensor]:
-    """An SAE's predictions at each hook point written."""
     y_hat = sae(x.to(sae.W_enc))
     return {point: y_hat[:, place] for point, place in zip(writes, sae.hook_columns, strict=True)}
 

@@ -151,7 +151,6 @@ def extract(
 
 
 def _layers(layer: int | Sequence[int] | str | None, source: "ModelSource") -> Sequence[int]:
-    """The layers named by the argument of `extract`."""
     if isinstance(layer, int):
         return [layer]
     if isinstance(layer, str):
@@ -219,7 +218,6 @@ class Extraction:
         self.rows = rows + (processes.rank < more)
 
     def _read_chats(self) -> None:
-        """Read messages through the chat template."""
         config = self.config
         chats = Chats(self.model.tokenizer, config.template(), config.model)
         sources = [

@@ -105,7 +105,6 @@ class Forward:
         return max(1, min(similar, self.tokens // int(lengths[0])))
 
     def _read(self, batch: Batch, points: Sequence[HookPoint]) -> list[Tensor]:
-        """A batch's rows at each hook point."""
         kept = moved(batch.kept, self._model.device)
 
         def take(activations: Tensor) -> Tensor:

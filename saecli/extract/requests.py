@@ -155,7 +155,6 @@ def _labels(points: Sequence[HookPoint], models: Sequence["ModelSource"]) -> dic
 
 
 def _chat_options(config: ExtractConfig) -> dict[str, Any]:
-    """The entries of `store.json` that only chats have."""
     template = config.template()
     return {
         "control_tokens": config.control_tokens,

@@ -136,7 +136,6 @@ def _hook_point(
 
 
 def _target(name: str, origin: Mapping[str, Any]) -> HookPoint:
-    """The hook point that a transcoder predicts."""
     layer, site = origin.get("target_layer"), origin.get("target_site")
     if layer is None or site is None:
         raise ConfigError(

@@ -5,7 +5,6 @@ read by `datasets`, which takes over a second to open the smallest file.
 """
 
 import platform
-import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 CHAT_COLUMNS = ("messages", "conversations")
 DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user names none
 MARK_EVERY = 256  # rows of a hub dataset between two marks
-COMMIT = re.compile("[0-9a-f]{40}")
 WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"
 
 Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` before that document}

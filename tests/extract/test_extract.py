@@ -106,16 +106,7 @@ def test_the_same_request_is_a_cache_hit(sae: CommandLine, models, text):
     assert "made from something else; give another --name" in refused.err
 
 
-SITES = (
-    "--layer",
-    "0",
-    "--layer",
-    "2",
-    "--site",
-    "resid_post",
-    "--site",
-    "mlp_out",
-)
+SITES = split("--layer 0 --layer 2 --site resid_post --site mlp_out")
 
 
 @pytest.mark.long
