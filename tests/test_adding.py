@@ -84,7 +84,7 @@ from .options import Json, start
 def command(ctx: typer.Context, json: Json = False) -> None:
     """Count the runs."""
     session = start(ctx, json)
-    session.console.result({"runs": len(session.home.runs.names())})
+    session.console.print_result({"runs": len(session.home.runs.names())})
 '''
 
 FORMAT = """

@@ -279,6 +279,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return _numbers(path, tensors), file.metadata() or {}
 
 
+def read_renamed(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """A safetensors file's tensors by this tool's names; see `renamed`."""
+    return renamed(path, read_safetensors(path)[0], names)
+
+
 def read_torch(path: Path) -> dict[str, Tensor]:
     """The tensors of a `torch.save` file, with `weights_only`, so that no code is run."""
     with naming(str(path), TO_FIT):

@@ -54,7 +54,7 @@ def load_sparsify(folder: Path) -> SavedSAE:
     common.refuse_unless(path, config, "skip_connection", False, transcodes)
     activation = common.configured(path, ReluTopK, k=config.get("k"))
     names = SPARSIFY_NAMES | (SKIP if config.get("skip_connection", False) else {})
-    tensors = common.renamed(file, common.read_safetensors(file)[0], names)
+    tensors = common.read_renamed(file, names)
     sae = common.assemble(file, tensors, activation, not transcodes, transcodes=transcodes)
     module = folder.absolute().name
     origin = hooks.origin_of_module(module, "input" if transcodes else "output")

@@ -146,7 +146,7 @@ def load_gemma_scope_2(folder: Path) -> SavedSAE:
         return SavedSAE(sae, common.origin_from(origin))
     path = folder / GEMMA_WHOLE
     skip = SKIP if config.get("affine_connection", False) else {}
-    tensors = common.renamed(path, common.read_safetensors(path)[0], GEMMA_NAMES | skip)
+    tensors = common.read_renamed(path, GEMMA_NAMES | skip)
     differ = None not in (rows, targets) and rows != targets
     transcodes = config.get("type") == "transcoder" or bool(skip) or differ
     origin |= _origin(targets, "target_") if transcodes else {}
@@ -194,7 +194,7 @@ def _crosscoder_layers(folder: Path, layers: int) -> list[dict[str, Tensor]]:
             f"{folder}: expected a file {GEMMA_LAYERS} for each of the {layers} layers in "
             f"hf_hook_point_in, got {', '.join(sorted(names))}; fetch the whole folder again"
         )
-    parts = [common.renamed(path, common.read_safetensors(path)[0], GEMMA_NAMES) for path in files]
+    parts = [common.read_renamed(path, GEMMA_NAMES) for path in files]
     if files != [whole]:
         return parts
     for name, tensor in parts[0].items():
@@ -297,7 +297,7 @@ def load_llama_scope(folder: Path) -> SavedSAE:
             "negative codes cannot be expressed here"
         )
     path = next(path for name in LLAMA_WEIGHTS if (path := folder / name).is_file())
-    tensors = common.renamed(path, common.read_safetensors(path)[0], LLAMA_NAMES)
+    tensors = common.read_renamed(path, LLAMA_NAMES)
     tensors["threshold"] = torch.full_like(tensors["b_enc"], threshold, dtype=torch.float32)
     return _folded(path, tensors, config, config.dataset_average_activation_norm, raw=True)
 
@@ -311,7 +311,7 @@ def load_llama_scope_r1(folder: Path) -> SavedSAE:
     }
     further = [*norm_names.values(), "log_jumprelu_threshold"]
     names = LLAMA_NAMES | {name: name for name in further}
-    stored = common.renamed(path, common.read_safetensors(path)[0], names)
+    stored = common.read_renamed(path, names)
     tensors = {name: stored[name] for name in common.WEIGHTS}
     tensors["threshold"] = stored["log_jumprelu_threshold"].exp()
     norms = {}
