@@ -77,10 +77,9 @@ class ThresholdedCells(Cells):
 
     def distances(self, pre: Tensor) -> Tensor:
         """`|v_i - t_i| / ||w_i||`, (B, F)."""
+        distances = (pre - self.thresholds).abs() / self._norms
         # A latent with no weights switches nowhere.
-        return ((pre - self.thresholds).abs() / self._norms).masked_fill(
-            self._norms == 0, torch.inf
-        )
+        return distances.masked_fill(self._norms == 0, torch.inf)
 
     def supports(self, pre: Tensor) -> Tensor:
         return pre > self.thresholds
@@ -98,7 +97,6 @@ KNOWN = (Thresholded, TopK, ReluTopK, AbsTopK)
 SEARCH_WIDTH = (
     4  # candidates of the first round of the search for the nearest swap, enough for most rows
 )
-PRODUCT_GAIN = 20  # distances between sites that one product computes in the time of a single one
 BLOCK = 2**23  # float64 numbers that one step of a search may hold, 64 MiB
 
 
@@ -147,6 +145,7 @@ class LargestCells(Cells):
         rows whose first candidates do not prove the minimum.
         """
         values, inside, bound = self._sides(pre)
+        # Candidates are the sites of the latents not kept.
         outside = values.shape[1] // pre.shape[1] * (pre.shape[1] - self.order.k)
         margins = values.new_full((len(pre),), torch.inf)
         if not outside:
@@ -155,11 +154,11 @@ class LargestCells(Cells):
         while len(pending):
             block = max(1, BLOCK // (max(self.order.k, self.sae.d_in) * width))
             proven = []
-            for some in pending.split(block):
-                margins[some], done = self._nearest_swap(
-                    values[some], inside[some], bound[some], width, outside
+            for rows in pending.split(block):
+                margins[rows], is_proven = self._nearest_swap(
+                    values[rows], inside[rows], bound[rows], width, outside
                 )
-                proven.append(done)
+                proven.append(is_proven)
             pending, width = pending[~torch.cat(proven)], width * 8
         return margins
 
@@ -167,71 +166,52 @@ class LargestCells(Cells):
         self, values: Tensor, inside: Tensor, bound: Tensor, width: int, outside: int
     ) -> tuple[Tensor, Tensor]:
         """The nearest of the `width` swaps of smallest bound, and whether the bounds of the others prove it, (B,)."""
-        wide = min(width, outside)
-        entrants = bound.topk(min(wide + 1, outside), largest=False)
-        others = (
-            entrants.values[:, wide:].amin(1)
-            if wide < outside
-            else bound.new_full((len(bound),), torch.inf)
-        )
-        j = entrants.indices[:, :wide]  # (B, wide)
-        gaps = (
-            values.gather(1, inside)[:, :, None] - values.gather(1, j)[:, None, :]
-        )  # (B, K, wide)
-        reach = self._reach[inside][:, :, None] + self._reach[j][:, None, :]
+        bounds, j = _smallest(bound, width, outside)  # (B, |j|)
+        others = bounds[:, -1]
+        gaps = values.gather(1, inside)[:, :, None] - values.gather(1, j)[:, None, :]
+        reach = self._reach[inside][:, :, None] + self._reach[j][:, None, :]  # (B, K, |j|)
         pair_bound = torch.where(reach > 0, gaps / reach, torch.inf).flatten(1)
 
-        pairs = min(width, pair_bound.shape[1])
-        best = pair_bound.topk(min(pairs + 1, pair_bound.shape[1]), largest=False)
-        if pairs < pair_bound.shape[1]:
-            others = torch.minimum(others, best.values[:, pairs])
-        chosen = best.indices[:, :pairs]  # (B, pairs)
+        bounds, pairs = _smallest(pair_bound, width, pair_bound.shape[1])
+        others = torch.minimum(others, bounds[:, -1])
         distances = self._site_distances(
-            inside.gather(1, chosen // wide), j.gather(1, chosen % wide)
+            inside.gather(1, pairs // j.shape[1]), j.gather(1, pairs % j.shape[1])
         )
-        swaps = torch.where(distances > 0, gaps.flatten(1).gather(1, chosen) / distances, torch.inf)
-        nearest = swaps.amin(1)
+        chosen = gaps.flatten(1).gather(1, pairs)
+        nearest = torch.where(distances > 0, chosen / distances, torch.inf).amin(1)
         return nearest, ~(nearest > others)  # a row of NaN has margin NaN, and is done
 
     def _site_distances(self, i: Tensor, j: Tensor) -> Tensor:
         """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""
         mu = self.order.diagram.centroids
         step = max(1, BLOCK // mu.shape[1])
-        flat = [
-            (mu[a] - mu[b]).norm(dim=-1)
-            for a, b in zip(i.flatten().split(step), j.flatten().split(step), strict=True)
-        ]
-        return torch.cat(flat).view_as(i) if flat else torch.zeros(i.shape, dtype=mu.dtype)
+        pairs = zip(i.flatten().split(step), j.flatten().split(step), strict=True)
+        return torch.cat([(mu[a] - mu[b]).norm(dim=-1) for a, b in pairs]).view_as(i)
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
         """The number of swaps with `v_i - v_j < radius ||mu_i - mu_j||`, (B,).
 
-        Cost: O(n) per row, O(K) for each entrant within the bound, O(D) for each such swap: singly if they are few,
-        else as one product.
+        Cost: O(n) per row, and O(K D) for each entrant within the bound.
         """
         values, inside, bound = self._sides(pre)
-        counts = torch.zeros(len(pre), dtype=torch.long)
-        few: list[Tensor] = []
-        for number, (v, i, low) in enumerate(zip(values, inside, bound, strict=True)):
-            j = (low < radius).nonzero()[:, 0]
-            gaps = v[i][:, None] - v[j]  # (K, |j|)
-            close = gaps < radius * (self._reach[i][:, None] + self._reach[j])
-            if close.sum() * PRODUCT_GAIN > close.numel():
-                distances = torch.cdist(
-                    self.order.diagram.centroids[i],
-                    self.order.diagram.centroids[j],
-                    compute_mode="use_mm_for_euclid_dist",
-                )
-                counts[number] = (gaps < radius * distances).sum()
-            elif close.any():
-                kept, entrant = close.nonzero().T
-                few.append(torch.stack([torch.full_like(kept, number), i[kept], j[entrant]]))
-        if few:
-            row, i, j = torch.cat(few, 1)
-            distances = self._site_distances(i[:, None], j[:, None])[:, 0]
-            near = values[row, i] - values[row, j] < radius * distances
-            counts += torch.bincount(row[near], minlength=len(pre))
-        return counts
+        mu = self.order.diagram.centroids
+        counts = []
+        for v, i, nearest in zip(values, inside, bound, strict=True):
+            j = (nearest < radius).nonzero()[:, 0]
+            distances = torch.cdist(mu[i], mu[j], compute_mode="use_mm_for_euclid_dist")
+            counts.append((v[i][:, None] - v[j] < radius * distances).sum())  # of (K, |j|)
+        return torch.stack(counts)
+
+
+def _smallest(bounds: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
+    """The `width` smallest of `count` finite bounds in each row and the next, infinite if there is none,
+    (B, width + 1), and the indices of all but the next, (B, width)."""
+    width = min(width, count)
+    smallest = bounds.topk(min(width + 1, count), largest=False)
+    values = smallest.values
+    if width == count:
+        values = torch.cat([values, values.new_full((len(values), 1), torch.inf)], 1)
+    return values, smallest.indices[:, :width]
 
 
 @dataclass(frozen=True)
@@ -266,17 +246,17 @@ class ReluTopKCells(Cells):
         """The nearest swap or `min over i in S of v_i / ||w_i||`, (B,); of a row with fewer than K positive latents
         the margin of relu."""
         margins, full = self.relu.margins(pre), self._is_full(pre)
-        some = pre[full]
-        own = self.relu.distances(some).masked_fill(~self.largest.supports(some), torch.inf).amin(1)
-        margins[full] = torch.minimum(self.largest.margins(some), own)
+        kept = self.largest.supports(pre[full])
+        zeros = self.relu.distances(pre[full]).masked_fill(~kept, torch.inf).amin(1)
+        margins[full] = torch.minimum(self.largest.margins(pre[full]), zeros)
         return margins
 
     def crossings(self, pre: Tensor, radius: float) -> Tensor:
         """Those hyperplanes of `margins` that are nearer than the radius, (B,)."""
         counts, full = self.relu.crossings(pre, radius), self._is_full(pre)
-        some = pre[full]
-        own = (self.relu.distances(some) < radius) & self.largest.supports(some)
-        counts[full] = self.largest.crossings(some, radius) + own.sum(1)
+        zeros = (self.relu.distances(pre[full]) < radius) & self.largest.supports(pre[full])
+        if full.any():
+            counts[full] = self.largest.crossings(pre[full], radius) + zeros.sum(1)
         return counts
 
 
@@ -295,13 +275,11 @@ def cells_of(sae: SAE) -> Cells:
     check_cells(sae.activation)
     sae = sae.copy_to(torch.float64)
     if isinstance(sae.activation, Thresholded):
-        return ThresholdedCells(
-            sae, sae.activation.thresholds(sae.activation_parameters, sae.d_sae).double()
-        )
+        thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
+        return ThresholdedCells(sae, thresholds.double())
     if isinstance(sae.activation, ReluTopK):
-        order = KthOrderDiagram(
-            PowerDiagram.from_encoder(sae.W_enc, sae.b_enc), TopK(sae.activation.k), sae.d_sae
-        )
+        diagram = PowerDiagram.from_encoder(sae.W_enc, sae.b_enc)
+        order = KthOrderDiagram(diagram, TopK(sae.activation.k), sae.d_sae)
         relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
         return ReluTopKCells(sae, LargestCells(sae, order), relu)
     known = kth_order_diagram(sae)

@@ -129,11 +129,9 @@ def agreement(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any] | None:
     rows = ties = matching = 0
     for x in batches:
         decided, same = _compare(sae, order, x.double())
-        rows, ties, matching = (
-            rows + len(x),
-            ties + int((~decided).sum()),
-            matching + int((decided & same).sum()),
-        )
+        rows += len(x)
+        ties += int((~decided).sum())
+        matching += int((decided & same).sum())
     return {
         "agreement": matching / (rows - ties) if rows > ties else None,
         "ties": ties,

@@ -58,9 +58,9 @@ class Plane:
         D = rows.shape[1]
         if D <= 2:
             return cls(torch.zeros(D, dtype=torch.float64), torch.eye(2, D, dtype=torch.float64))
-        some = rows[:: -(-len(rows) // PRINCIPAL_ROWS)].astype(np.float64)
-        mean = some.mean(0)
-        directions = principal_directions(some - mean)[:, :2].T
+        sample = rows[:: -(-len(rows) // PRINCIPAL_ROWS)].astype(np.float64)
+        mean = sample.mean(0)
+        directions = principal_directions(sample - mean)[:, :2].T
         # Axes of the space stand in where the rows span fewer directions.
         basis = directions if len(directions) == 2 else np.eye(2, D)
         return cls(torch.from_numpy(mean), torch.from_numpy(basis.copy()))
@@ -98,19 +98,17 @@ def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
             f"--slice names row {max(numbers)}, but the split has {rows.rows:,} rows, counted from 0; "
             "choose lower numbers"
         )
-    found: dict[int, Tensor] = {}
+    by_number: dict[int, Tensor] = {}
     begin = 0
     for batch in rows.sequential(1024):
-        found |= {
-            n: torch.from_numpy(batch[n - begin].copy())
-            for n in numbers
-            if begin <= n < begin + len(batch)
-        }
+        for number in numbers:
+            if begin <= number < begin + len(batch):
+                by_number[number] = torch.from_numpy(batch[number - begin].copy())
         begin += len(batch)
-        if len(found) == len({*numbers}):
+        if len(by_number) == len({*numbers}):
             break
-    Plane.through(torch.stack([found[n] for n in numbers]))  # refused before the work
-    return {n: found[n] for n in numbers}
+    Plane.through(torch.stack([by_number[number] for number in numbers]))  # refused before the work
+    return {number: by_number[number] for number in numbers}
 
 
 def window_of(points: Tensor, held: Tensor) -> Window:
@@ -128,9 +126,7 @@ class PlaneCells:
     window: Window  # in the plane's coordinates
     keys: Sequence[bytes]  # the key of each cell's support, as of `support_keys`, C of them
     kept: NDArray[np.int64]  # number of latents that each cell keeps, (C,)
-    labels: NDArray[
-        np.int64
-    ]  # the cell of each pixel's centre, (P, P), the lowest row of pixels first
+    labels: NDArray[np.int64]  # the cell of each pixel's centre, (P, P), the lowest row first
 
     def occupancy(self, keys: Iterable[bytes]) -> NDArray[np.int64]:
         """Points of the plane in each cell, (C,), in the window or not, given their keys from `keys_at`."""
@@ -153,11 +149,7 @@ def plane_cells(cells: Cells, window: Window, pixels: int | None = None) -> Plan
 
     P is 240 to 640, within `LATENT_PIXELS`, unless given; cells smaller than a pixel may be missed. Cost: O(F P^2).
     """
-    P = (
-        int(np.clip((LATENT_PIXELS / cells.sae.d_sae) ** 0.5, *PIXELS))
-        if pixels is None
-        else pixels
-    )
+    P = pixels or int(np.clip((LATENT_PIXELS / cells.sae.d_sae) ** 0.5, *PIXELS))
     left, right, bottom, top = window
     steps = (torch.arange(P, dtype=torch.float64) + 0.5) / P
     x, y = left + steps * (right - left), bottom + steps * (top - bottom)
