@@ -178,7 +178,7 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
                 repeated += blocks
             else:
                 with pytest.raises(
-                    ConfigError, match="use layer 1$" if (1, site) in plain else "use resid_post"
+                    ConfigError, match="use --layer 1$" if (1, site) in plain else "use resid_post"
                 ):
                     read(layer, site)
         if (layer, "mlp_out") in plain:
