@@ -178,33 +178,23 @@ def test_random_examples_do_not_depend_on_batches():
 def test_random_examples_are_spread_evenly_over_rows_and_sizes():
     rng = np.random.default_rng(0)
     rows, latents, count = 20_000, 60, 40
-    codes = (rng.exponential(size=(rows, latents)) * (rng.random((rows, latents)) < 0.3)).astype(
-        np.float32
-    )
-    found = filled(
-        Examples(range(latents), latents, count, False, at_random),
-        codes,
-        None,
-        [slice(0, 7000), slice(7000, rows)],
-    ).of(range(latents))
+    codes = rng.exponential(size=(rows, latents)) * (rng.random((rows, latents)) < 0.3)
+    codes = codes.astype(np.float32)
+    samples = Examples(range(latents), latents, count, False, at_random)
+    parts = [slice(0, 7000), slice(7000, rows)]
+    found = filled(samples, codes, None, parts).of(range(latents))
     assert (found["rank"] > 0).all()
-    sizes = [np.sort(own[own > 0]) for own in codes.T]
-    ranks = [
-        np.searchsorted(own, code) / len(own)
-        for own, code in zip(sizes, found["code"][..., 0], strict=True)
-    ]
-    for uniform in (
-        found["number"].ravel() / rows,
-        np.concatenate(ranks),
-        found["number"][:, :5].ravel() / rows,
-    ):
-        sorted_ = np.sort(uniform)
-        distance = np.abs(sorted_ - np.arange(len(sorted_)) / len(sorted_)).max()
-        assert distance < 1.95 / np.sqrt(len(sorted_))  # Kolmogorov and Smirnov's bound at 0.1%
-    shared = len(found["number"].ravel()) - len(set(found["number"].ravel().tolist()))
-    assert shared < 3 * (latents * count) ** 2 / (
-        2 * rows
-    )  # three times the number of independent draws
+    numbers = found["number"]
+    ranks = []
+    for of_latent, sampled in zip(codes.T, found["code"][..., 0], strict=True):
+        sizes = np.sort(of_latent[of_latent > 0])
+        ranks.append(np.searchsorted(sizes, sampled) / len(sizes))
+    for uniform in (numbers.ravel() / rows, np.concatenate(ranks), numbers[:, :5].ravel() / rows):
+        distance = np.abs(np.sort(uniform) - np.arange(len(uniform)) / len(uniform)).max()
+        assert distance < 1.95 / np.sqrt(len(uniform))  # Kolmogorov and Smirnov's bound at 0.1%
+    shared = numbers.size - len(np.unique(numbers))
+    independent = (latents * count) ** 2 / (2 * rows)  # of independent draws
+    assert shared < 3 * independent
 
 
 @pytest.mark.parametrize("density", [0.03, 0.6])

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_run, steerable
@@ -17,6 +18,7 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
 
 LATENTS, SCALES = [3, 11], [2.5, -4.0]
+AT: dict[str, Any] = {"layer": 1, "site": "resid_post"}
 BOS, EOS, PAD = 1, 2, 0
 
 
@@ -99,15 +101,7 @@ def test_logits_are_those_of_a_hook_written_by_hand(
     expected = hooked(model, blocks(model)[1], lambda x: by_hand(sae, method, x), token_ids)
     with torch.no_grad():
         before = model(token_ids).logits
-        with saecli.steering(
-            model,
-            sae,
-            torch.tensor(LATENTS),
-            method=method,
-            scale=scale,
-            layer=1,
-            site="resid_post",
-        ):
+        with saecli.steering(model, sae, torch.tensor(LATENTS), method=method, scale=scale, **AT):
             found = model(token_ids).logits
         after = model(input_ids=token_ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -116,13 +110,9 @@ def test_logits_are_those_of_a_hook_written_by_hand(
 
 
 def test_generation_with_a_cache_writes_what_generation_without_one_does(model: nn.Module):
-    settings = {
-        "max_new_tokens": 12,
-        "do_sample": False,
-        "eos_token_id": None,
-        "attention_mask": torch.ones(1, 7),
-    }
-    with saecli.steering(model, steerable(), LATENTS, scale=[90, 70], layer=1, site="resid_post"):
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    settings["attention_mask"] = torch.ones(1, 7)
+    with saecli.steering(model, steerable(), LATENTS, scale=[90, 70], **AT):
         cached, whole = (
             model.generate(prompt()[:1], use_cache=cache, **settings) for cache in (True, False)
         )
@@ -153,23 +143,19 @@ def test_the_first_token_of_a_text_padded_on_the_left_stays(model: nn.Module):
     mask = torch.ones_like(token_ids)
     mask[1, :3] = 0
     seen: list[Tensor] = []
-    handle = blocks(model)[1].register_forward_hook(
-        lambda module, args, output: seen.append(
-            (output[0] if isinstance(output, tuple) else output).clone()
-        )
-    )
-    settings = {"attention_mask": mask, "use_cache": False}
+
+    def keep(module: nn.Module, args: tuple, output: Any) -> None:
+        seen.append((output[0] if isinstance(output, tuple) else output).clone())
+
+    def run() -> None:
+        handle = blocks(model)[1].register_forward_hook(keep)
+        model(token_ids, attention_mask=mask, use_cache=False)
+        handle.remove()
+
     with torch.no_grad():
-        model(token_ids, **settings)
-        with saecli.steering(model, sae, LATENTS, scale=SCALES, layer=1, site="resid_post"):
-            handle.remove()  # hooks run in the order in which they were registered
-            handle = blocks(model)[1].register_forward_hook(
-                lambda module, args, output: seen.append(
-                    (output[0] if isinstance(output, tuple) else output).clone()
-                )
-            )
-            model(token_ids, **settings)
-    handle.remove()
+        run()
+        with saecli.steering(model, sae, LATENTS, scale=SCALES, **AT):
+            run()  # its hook comes last
     change = (seen[1] - seen[0])[mask.bool()]
     step = torch.tensor(SCALES) @ sae.W_dec[LATENTS]
     expected = step.expand(len(change), -1).clone()
@@ -207,10 +193,7 @@ def test_a_transcoder_changes_what_it_predicts_by_codes_of_what_it_reads(
 def test_a_model_is_itself_again_after_an_error(tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "gpt2", "gpt2")).eval()
     before = model(prompt()).logits
-    with (
-        pytest.raises(KeyError),
-        saecli.steering(model, steerable(), 3, scale=9, layer=1, site="resid_post"),
-    ):
+    with pytest.raises(KeyError), saecli.steering(model, steerable(), 3, scale=9, **AT):
         raise KeyError
     torch.testing.assert_close(model(prompt()).logits, before)
 
@@ -218,102 +201,69 @@ def test_a_model_is_itself_again_after_an_error(tmp_path: Path):
 @pytest.fixture
 def home(sae: CommandLine) -> CommandLine:
     """A home with an SAE of the bundled model's width, and the same SAE without its hook point."""
-    one = steerable(d_in=128)
-    save_native(
-        SavedSAE(one, {"model": TINY_GEMMA2, "layer": 1, "site": "resid_post"}),
-        make_run(sae.home, "first", one),
-    )
-    saecli.save_sae(one, sae.home / "nowhere")
+    sae_of_model = steerable(d_in=128)
+    saved = SavedSAE(sae_of_model, {"model": TINY_GEMMA2, **AT})
+    save_native(saved, make_run(sae.home, "first", sae_of_model))
+    saecli.save_sae(sae_of_model, sae.home / "nowhere")
     return sae
 
 
-WORDS = (
-    "--latent",
-    "3",
-    "--latent",
-    "11",
-    "--prompt",
-    "Return the number of",
-    "--max-new-tokens",
-    "12",
-    "--json",
-)
+TEXT = "Return the number of"
+WORDS = ("--latent", "3", "--latent", "11", "--prompt", TEXT, "--max-new-tokens", "12", "--json")
 
 
 @torch.no_grad()
 def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: CommandLine):
     done = home("steer", "first", *WORDS, "--scale", "20", "--scale", "-9")
     assert done.status == 0, done.err
-    (found,) = done.json["continuations"]
-    tokenizer, model = (
-        kind.from_pretrained(BUNDLED[TINY_GEMMA2]) for kind in (AutoTokenizer, AutoModelForCausalLM)
-    )
-    model = model.float()
-    given = tokenizer("Return the number of", return_tensors="pt")
-    texts = []
-    for steered in (False, True):
-        change = lambda x: by_hand(steerable(d_in=128), "add", x, [20.0, -9.0])  # noqa: E731
-        token_ids = given["input_ids"]
+    (texts,) = done.json["continuations"]
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED[TINY_GEMMA2])
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2]).float()
+    encoded, exact = tokenizer(TEXT, return_tensors="pt"), steerable(d_in=128)
+    for name in ("plain", "steered"):
+        scales = [20.0, -9.0] if name == "steered" else [0.0, 0.0]
+        token_ids = encoded["input_ids"]
         for _ in range(12):
-            logits = hooked(model, blocks(model)[1], change if steered else lambda x: x, token_ids)
+            logits = hooked(
+                model,
+                blocks(model)[1],
+                lambda x, scales=scales: by_hand(exact, "add", x, scales),
+                token_ids,
+            )
             token_ids = torch.cat([token_ids, logits[:, -1:].argmax(-1)], 1)
-        texts.append(tokenizer.decode(token_ids[0], skip_special_tokens=True))
-    assert [found["prompt"] + found[name] for name in ("plain", "steered")] == texts and texts[
-        0
-    ] != texts[1]
-    assert (
-        saecli.steer(
-            "first",
-            LATENTS,
-            "Return the number of",
-            scale=[20, -9],
-            max_new_tokens=12,
-            home=home.home,
-        )
-        == done.json
-    )
-    assert [(one["latent"], one["scale"]) for one in done.json["latents"]] == [
-        (3, 20.0),
-        (11, -9.0),
-    ]
-    x = model(**given, output_hidden_states=True).hidden_states[2][0, 1:]
-    assert done.json["activation_norm"] == pytest.approx(
-        x.norm(dim=1).quantile(0.5).item(), rel=1e-4
-    )
-    assert [one["store_max"] for one in done.json["latents"]] == [None, None]
-    codes = steerable(d_in=128).encode(x)[:, LATENTS]
-    assert [one["prompt_max"] for one in done.json["latents"]] == pytest.approx(
-        codes.amax(0).tolist(), rel=1e-3
-    )
+        assert TEXT + texts[name] == tokenizer.decode(token_ids[0], skip_special_tokens=True)
+    assert texts["plain"] != texts["steered"]
+    options = {"scale": [20, -9], "max_new_tokens": 12, "home": home.home}
+    assert saecli.steer("first", LATENTS, TEXT, **options) == done.json
+    lines = done.json["latents"]
+    assert [(line["latent"], line["scale"]) for line in lines] == [(3, 20.0), (11, -9.0)]
+    assert [line["store_max"] for line in lines] == [None, None]
+    x = model(**encoded, output_hidden_states=True).hidden_states[2][0, 1:]
+    norm = x.norm(dim=1).quantile(0.5).item()
+    assert done.json["activation_norm"] == pytest.approx(norm, rel=1e-4)
+    largest = exact.encode(x)[:, LATENTS].amax(0).tolist()
+    assert [line["prompt_max"] for line in lines] == pytest.approx(largest, rel=1e-3)
 
 
 def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
-    words = ("--model", TINY_GEMMA2, "--layer", "1", "--rows", "2000", "--dtype", "float32")
-    assert sae("extract", *words, "--name", "docs").status == 0
-    train = ("--act", "topk", "--k", "4", "--d-sae", "64", "--steps", "20", "--name", "first")
-    assert sae("train", *train).status == 0
-    x = torch.cat(
-        [
-            torch.from_numpy(batch.copy())
-            for batch in saecli.open_store("docs", home=sae.home).split("all").sequential(500)
-        ]
-    )
+    extract = f"extract --model {TINY_GEMMA2} --layer 1 --rows 2000 --dtype float32 --name docs"
+    train = "train --act topk --k 4 --d-sae 64 --steps 20 --name first --solver sgd"
+    for line in (extract, train):
+        assert sae(*line.split()).status == 0
+    store = saecli.open_store("docs", home=sae.home).split("all")
+    x = torch.from_numpy(np.concatenate([batch.copy() for batch in store.sequential(500)]))
     z = saecli.load_sae("first", home=sae.home).encode(x)
     latent = int(z.amax(0).argmax())
-    prompt = ("--prompt", "Return the", "--max-new-tokens", "3")
-    done = sae("steer", "first", "--latent", str(latent), *prompt, "--json")
+    words = ("--latent", str(latent), "--prompt", "Return the", "--max-new-tokens", "3", "--json")
+    done = sae("steer", "first", *words)
     assert done.status == 0, done.err
     (line,) = done.json["latents"]
     assert line["scale"] == line["store_max"] == pytest.approx(float(z[:, latent].max()), rel=1e-5)
     assert done.json["store_rows"] == len(x)
-
     assert sae("rm", "docs", "--yes").status == 0
-    refused = sae("steer", "first", "--latent", str(latent), *prompt)
-    assert refused.status == 2
-    assert "--scale is needed with --method add" in refused.err
-    ablated = sae(
-        "steer", "first", "--latent", str(latent), *prompt, "--method", "ablate", "--json"
-    )
+    refused = sae("steer", "first", *words)
+    assert refused.status == 2 and "--scale is needed with --method add" in refused.err
+    ablated = sae("steer", "first", *words, "--method", "ablate")
     assert ablated.json["latents"][0]["store_max"] is None
 
 
@@ -340,43 +290,21 @@ def test_prompts_begin_as_windows_do_where_the_tokenizer_adds_no_bos(tmp_path: P
 
 @pytest.mark.slow
 def test_sampling_is_repeated_by_its_seed_and_the_table_has_both_texts(home: CommandLine):
-    words = (
-        "steer",
-        "first",
-        "--prompt",
-        "The\nquick [b]",
-        *WORDS,
-        "--method",
-        "ablate",
-        "--temperature",
-        "1.5",
-    )
-    first, again, other = (
+    words = ("steer", "first", "--prompt", "The\nquick [b]", *WORDS, "--method", "ablate")
+    words += ("--temperature", "1.5")
+    first, repeated, other = (
         home(*words, *seed).json["continuations"] for seed in ((), ("--seed", "0"), ("--seed", "1"))
     )
-    assert first == again != other and len(first) == 2
+    assert first == repeated != other and len(first) == 2
     done = home(*(word for word in words if word != "--json"))
     assert done.status == 0
-    assert (
-        r"prompt: The\nquick [b]" in done.out
-        and "steered: " in done.out
-        and "scale" not in done.out
-    )
+    assert r"prompt: The\nquick [b]" in done.out and "steered: " in done.out
+    assert "scale" not in done.out
 
 
 @pytest.mark.slow
-def test_places_that_a_file_does_not_say_are_given(home: CommandLine):
+def test_a_hook_point_that_a_file_does_not_name_is_given(home: CommandLine):
     words = ("--latent", "3", "--scale", "20", "--prompt", "Return", "--json")
-    places = ("--layer", "1", "--site", "resid_post", "--model", TINY_GEMMA2)
-    found = home("steer", home.home / "nowhere", *words, *places).json
-    known = home("steer", "first", *words).json
-    assert found["continuations"] == known["continuations"] and (found["layer"], found["site"]) == (
-        1,
-        "resid_post",
-    )
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2])
-    with (
-        pytest.raises(saecli.SaeError, match="layer must be from 0 to 3"),
-        saecli.steering(model, steerable(d_in=128), 3, scale=1, layer=7, site="resid_post"),
-    ):
-        pass
+    place = ("--layer", "1", "--site", "resid_post", "--model", TINY_GEMMA2)
+    given = home("steer", home.home / "nowhere", *words, *place).json
+    assert given | {"run": "first"} == home("steer", "first", *words).json
