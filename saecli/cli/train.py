@@ -237,7 +237,7 @@ def _new_runs(
     name: str | None,
 ) -> list[NewRun]:
     """A run for each combination of options."""
-    from ..train.fit import plan_of
+    from ..train.fit import make_plan
     from ..train.jobs import NewRun
     from ..train.jobs import run_names as names_of
     from ..train.runs import Run
@@ -246,7 +246,7 @@ def _new_runs(
     new_runs = []
     names = names_of(name, [option.varied for option in options])
     for run_name, option in zip(names, options, strict=True):
-        plan = plan_of(rows_of, solver, act, option.values, start_sae)
+        plan = make_plan(rows_of, solver, act, option.values, start_sae)
         given = {key: value for key, value in option.values.items() if key not in of_rows}
         new_runs.append(NewRun(run_name, Run(stores, plan, now()), given, option.varied))
     return new_runs

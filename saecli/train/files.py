@@ -116,10 +116,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     lines = []
     for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            found = parse_json(line, dict[str, int | float | None])
-            if not isinstance(found.get("step"), int):
+            measures = parse_json(line, dict[str, int | float | None])
+            if not isinstance(measures.get("step"), int):
                 raise ValueError
-            lines.append(found)
+            lines.append(measures)
         except ValueError as error:
             raise RunError(
                 f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
@@ -134,7 +134,7 @@ class WandbRun:
     def __init__(self, run: Logged) -> None:
         import wandb
 
-        def begun(identity: str, mode: str | None) -> Any:
+        def begin(identity: str, mode: str | None) -> Any:
             return wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "saecli"),
                 name=run.folder.name,
@@ -149,15 +149,14 @@ class WandbRun:
 
         try:
             with redirect_stdout(sys.stderr):  # stdout holds the command's result alone
-                self._run = begun(run.identity, None)
+                self._run = begin(run.identity, None)
         except wandb.errors.CommError as error:
             run.listener.note(
                 f"warning: Weights & Biases cannot be reached ({one_line(error)}); the run is kept in "
                 f"{run.folder / 'wandb'}, from which `wandb sync` sends it"
             )
-            self._run = begun(
-                f"{run.identity}-offline", "offline"
-            )  # its process still holds the other
+            # By another name, since its process still holds the first.
+            self._run = begin(f"{run.identity}-offline", "offline")
         except wandb.errors.UsageError as error:
             raise ConfigError(
                 f"--log-to cannot begin a run in wandb: {one_line(error)}; log in by `wandb login`, or "
@@ -188,13 +187,8 @@ def _numbers(line: dict[str, Any]) -> dict[str, int | float]:
     }
 
 
-BEFORE_CHECKPOINT = {
-    CONFIG,
-    RUN_MARKER,
-    METRICS,
-    "wandb",
-    "sae.safetensors",
-}  # files written before it
+# Files written before a checkpoint.
+BEFORE_CHECKPOINT = {CONFIG, RUN_MARKER, METRICS, "wandb", "sae.safetensors"}
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from ..store.split import Split
 from .files import claimed
 from .jobs import Job, unfinished_run
 from .loop import Loop
-from .options import FINETUNED, TEXT, TRAINED, Finetune, TrainingConfig, parted
+from .options import FINETUNED, TEXT, TRAINED, Finetune, TrainingConfig, split_kept_out
 from .rows import ArrayRows
 from .runs import Run
 from .start import Start, fingerprint
@@ -124,7 +124,7 @@ class Opened:
             shuffle_seed=training.seed,
         )
         activation = self.text.hooked.sae.activation
-        return FinetunePlan.resolved(
+        return FinetunePlan.resolve(
             self.rows, self.test_rows, training, config, activation, self.start
         )
 
@@ -152,7 +152,7 @@ def _read_text(
     stores: Joined, model: LanguageModel, acts: Hooked, tokens: int, seed: int
 ) -> SplicedText:
     """Windows of the tokens of a store."""
-    train, test = parted(stores.inputs[0], TRAINED, seed)
+    train, test = split_kept_out(stores.inputs[0], TRAINED, seed)
     assert isinstance(train, Rows) and isinstance(test, Rows), "of one store"
     check_rows(train, model.source)
     largest_token = largest(train, "token_id")

@@ -56,20 +56,19 @@ def join(
         raise ConfigError(
             "join takes stores: expected at least one, got none; give join(first, second)"
         )
-    joined = Joined(
-        tuple(_store(one) for one in inputs), None if target is None else _store(target)
-    )
+    stores = tuple(_store(store) for store in inputs)
+    joined = Joined(stores, None if target is None else _store(target))
     joined.demand_alike()
     return joined
 
 
-def _store(one: ActivationStore | str | Path) -> ActivationStore:
-    if isinstance(one, ActivationStore):
-        return one
-    if isinstance(one, str | Path):
-        return open_store(one)
+def _store(store: ActivationStore | str | Path) -> ActivationStore:
+    if isinstance(store, ActivationStore):
+        return store
+    if isinstance(store, str | Path):
+        return open_store(store)
     raise ConfigError(
-        f"expected a store or its name, got a {type(one).__name__}; give each by itself, join(first, "
+        f"expected a store or its name, got a {type(store).__name__}; give each by itself, join(first, "
         "second)"
     )
 
@@ -162,17 +161,17 @@ def planned(
             return Parts(rows)
         return Parts(ArrayRows(rows, target))
 
-    return plan_of(rows_of, solver, act, options, start)
+    return make_plan(rows_of, solver, act, options, start)
 
 
-def plan_of(
+def make_plan(
     rows_of: RowsOf, solver: str, act: str, options: Mapping[str, Any], start: Start | None
 ) -> Plan:
     """The plan of a training with these options; what they leave open is inherited from `start`, or by default."""
     settings = {**(start.settings(act, options) if start else {}), **options}
     training = TrainingConfig.among(settings)
     rows = rows_of(training)
-    return Plan.resolved(
+    return Plan.resolve(
         rows.train,
         rows.test,
         training,

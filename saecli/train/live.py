@@ -26,14 +26,13 @@ from ..store.values import DTYPES, Statistics
 from .options import TRAINED
 from .rows import ArrayRows
 
-WINDOW_BYTES = (
-    512 << 20
-)  # as stored: two then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32
+# As stored: two windows then hold 25 rows per latent of 4 d_in for Gemma-2-2B; decoder steps want 32.
+WINDOW_BYTES = 512 << 20
 MOST_TEST_ROWS = MEASURED_ROWS = 16_384
 PATIENCE = 10.0  # seconds for which leaving waits for the batch that the model is computing
 
 
-class _LeftError(Exception):
+class _ClosedError(Exception):
     """Training is over, or has failed, and no more rows are wanted."""
 
 
@@ -66,43 +65,38 @@ class LiveRows(RowSource):
         begun: bool = False,
     ) -> None:
         self.rows = self._wanted = rows
-        self.d_in, self.ended_early = (
-            source.d_in,
-            False,
-        )  # whether the text ended after the first window
+        self.d_in = source.d_in
+        self.ended_early = False  # whether the text ended after the first window
         self._source, self._listener = source, listener
         self._stored = DTYPES[source.meta.dtype]
         most = max(window_bytes // source.meta.row_bytes, 2 * least)
         self._window_rows = math.ceil(rows / math.ceil(rows / most))
-        self._kept = np.empty(
-            (min(rows, 2 * self._window_rows), self.d_in), self._stored.storage
-        )  # in turn
-        self._waiting = self._window = self._kept[
-            :0
-        ]  # the rest of a block that a window's end cut, and the window
+        memory_rows = min(rows, 2 * self._window_rows)
+        self._memory = np.empty((memory_rows, self.d_in), self._stored.storage)  # two windows
+        self._window = self._memory[:0]
+        self._left_over = self._memory[:0]  # rows of the last block, for the next window
         self._splits = [Split("test", seed=split_seed)]
         if begun:
             self._splits.append(Split("train", TRAINED, split_seed, rest=True))
-        self._apart: list[list[np.ndarray]] | None = [[] for _ in self._splits]  # None once taken
-        self._taken = self._windows = 0  # rows and windows so far
-        self._seen = 0  # rows that the model has given
-        self._left = Event()
+        # Blocks of the rows of each split; None once they are taken.
+        self._of_splits: list[list[np.ndarray]] | None = [[] for _ in self._splits]
+        self._rows_read = self._windows_read = 0
+        self._rows_computed = 0
+        self._closed = Event()
 
     def __enter__(self) -> Self:
-        ahead = Ahead(
-            self._source.blocks(self._go_on),
-            max(1, self._window_rows // self._source.block_rows),
-            PATIENCE,
-        )
+        blocks_ahead = max(1, self._window_rows // self._source.block_rows)
+        ahead = Ahead(self._source.blocks(self._go_on), blocks_ahead, PATIENCE)
         with ExitStack() as opened:
             with self._listener.progress(
                 "reading the first rows", self._window_rows, "rows"
             ) as self._show:
-                self._train = self._without_those_apart(iter(opened.enter_context(ahead)))
-                opened.callback(self._left.set)  # before the thread is waited for
+                self._train = self._training_rows(iter(opened.enter_context(ahead)))
+                opened.callback(self._closed.set)  # before the thread is waited for
                 self._fill()
-            self.rows = self.rows if len(self._window) == self._window_rows else self._taken
-            self.test_rows, self.kept_out = self._taken_apart()
+            if len(self._window) < self._window_rows:
+                self.rows = self._rows_read
+            self.test_rows, self.kept_out = self._take_rows_of_splits()
             self._opened = opened.pop_all()
         first = next(self.sequential(MEASURED_ROWS)).astype(np.float64)
         note_massive(self.name, Statistics.of(first), self._listener)
@@ -116,17 +110,15 @@ class LiveRows(RowSource):
     @property
     def ready(self) -> int:
         """Rows in memory, of the last two windows."""
-        return min(self._taken, len(self._kept))
+        return min(self._rows_read, len(self._memory))
 
     @property
     def warnings(self) -> tuple[str, ...]:
+        if not self.ended_early:
+            return ()
         return (
-            (
-                f"the text ended after {self.rows:,} of {self._wanted:,} training rows, before the learning rate had "
-                f"fallen; use --rows {self.rows}, or a longer text",
-            )
-            if self.ended_early
-            else ()
+            f"the text ended after {self.rows:,} of {self._wanted:,} training rows, before the learning rate had "
+            f"fallen; use --rows {self.rows}, or a longer text",
         )
 
     def batches(
@@ -139,34 +131,34 @@ class LiveRows(RowSource):
         """
         assert part == WHOLE, "one process runs the model"
         assert not first, "rows that a model gives come once"
-        return (
-            self._passing(batch_size, seed)
-            if epoch == 0
-            else self._in_memory(batch_size, (seed, epoch))
-        )
+        if epoch == 0:
+            return self._pass_once(batch_size, seed)
+        return self._in_memory(batch_size, (seed, epoch))
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in memory, (B, D) float32."""
         for begin in range(0, self.ready, batch_size):
-            yield self._decoded(self._kept[begin : min(begin + batch_size, self.ready)])
+            yield self._decoded(self._memory[begin : min(begin + batch_size, self.ready)])
 
-    def _passing(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
-        carried = self._window[
-            :0
-        ]  # rows that do not fill a batch at a window's end leave with the next window
+    def _pass_once(self, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+        """Batches of each window, shuffled; rows that do not fill a batch at its end go with the next window."""
+        carried = self._window[:0]
         while True:
-            window, last = self._window, self._taken == self.rows or self.ended_early
-            if last:
-                self._left.set()
-            order = np.random.default_rng((seed, self._windows - 1)).permutation(len(window))
+            window = self._window
+            is_last = self._rows_read == self.rows or self.ended_early
+            if is_last:
+                self._closed.set()
+            order = np.random.default_rng((seed, self._windows_read - 1)).permutation(len(window))
             missing = -len(carried) % batch_size
             if len(carried):
                 yield self._decoded(np.concatenate([carried, window[order[:missing]]]))
-            stop = len(order) if last else len(order) - (len(order) - missing) % batch_size
+            stop = len(order)
+            if not is_last:
+                stop -= (len(order) - missing) % batch_size
             for begin in range(missing, stop, batch_size):
                 yield self._decoded(window[order[begin : min(begin + batch_size, stop)]])
-            if last:
-                self.rows = self._taken
+            if is_last:
+                self.rows = self._rows_read
                 return
             carried = window[order[stop:]]
             self._fill()
@@ -174,68 +166,74 @@ class LiveRows(RowSource):
     def _in_memory(self, batch_size: int, seed: tuple[int, int]) -> Iterator[np.ndarray]:
         order = np.random.default_rng(seed).permutation(self.ready)
         for begin in range(0, len(order), batch_size):
-            yield self._decoded(self._kept[order[begin : begin + batch_size]])
+            yield self._decoded(self._memory[order[begin : begin + batch_size]])
 
     def _decoded(self, rows: np.ndarray) -> np.ndarray:
-        out = np.empty(rows.shape, np.float32)
-        self._stored.decode_rows(rows, out)
-        return out
+        decoded = np.empty(rows.shape, np.float32)
+        self._stored.decode_rows(rows, decoded)
+        return decoded
 
     def _fill(self) -> None:
         """Read the next window, over the last but one."""
-        begin = self._windows % 2 * self._window_rows
-        window, filled = (
-            self._kept[begin : begin + min(self._window_rows, self.rows - self._taken)],
-            0,
-        )
+        begin = self._windows_read % 2 * self._window_rows
+        window_rows = min(self._window_rows, self.rows - self._rows_read)
+        window = self._memory[begin : begin + window_rows]
+        filled = 0
         while filled < len(window):
-            if not len(self._waiting):
-                if (found := next(self._train, None)) is None:
+            if not len(self._left_over):
+                block = next(self._train, None)
+                if block is None:
                     break
-                self._waiting = found
-            rows, self._waiting = np.split(self._waiting, [len(window) - filled])
+                self._left_over = block
+            rows, self._left_over = np.split(self._left_over, [len(window) - filled])
             window[filled : filled + len(rows)] = rows
             filled += len(rows)
-        self.ended_early = self._windows > 0 and filled < len(window)
+        self.ended_early = self._windows_read > 0 and filled < len(window)
         self._window = window[:filled]
-        self._taken, self._windows = self._taken + filled, self._windows + 1
+        self._rows_read += filled
+        self._windows_read += 1
 
-    def _without_those_apart(
+    def _training_rows(
         self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]
     ) -> Iterator[np.ndarray]:
-        """The training rows of blocks; the other rows of the first window are kept."""
+        """The training rows of blocks; those of the splits are kept until they are taken."""
         for rows, documents in blocks:
             train = np.ones(len(rows), bool)
             for number, split in enumerate(self._splits):
                 chosen = split.keeps(documents)
                 train &= ~chosen
-                if self._apart is not None:
-                    self._apart[number].append(rows[chosen])
+                if self._of_splits is not None:
+                    self._of_splits[number].append(rows[chosen])
             yield rows[train]
 
-    def _taken_apart(self) -> tuple[ArrayRows, ArrayRows | None]:
+    def _take_rows_of_splits(self) -> tuple[ArrayRows, ArrayRows | None]:
         """Test rows, the held-out rows seen so far, else the next ones; and those kept out, else the test rows."""
-        apart = self._apart or [[]]
-        while not sum(map(len, apart[0])) and (found := next(self._train, None)) is not None:
-            self._waiting = np.concatenate([self._waiting, found])
-        rows, *kept_out = [
-            np.concatenate([self._kept[:0], *part])[:MOST_TEST_ROWS] for part in apart
+        of_splits = self._of_splits or [[]]
+        while not any(map(len, of_splits[0])):
+            block = next(self._train, None)
+            if block is None:
+                break
+            self._left_over = np.concatenate([self._left_over, block])
+        self._of_splits = None
+        test, *kept_out = [
+            np.concatenate([self._memory[:0], *blocks])[:MOST_TEST_ROWS] for blocks in of_splits
         ]
-        self._apart = None
-        if not len(rows) or not self.rows:
+        if not len(test) or not self.rows:
             raise ConfigError(
                 "--dataset has too few documents: expected training rows and held-out ones, got "
-                f"{self.rows:,} and {len(rows):,}; name a text of more documents, raise --rows, or use "
+                f"{self.rows:,} and {len(test):,}; name a text of more documents, raise --rows, or use "
                 "another --split-seed"
             )
-        test = ArrayRows(self._decoded(rows))
-        compared = [ArrayRows(self._decoded(one)) if len(one) else test for one in kept_out]
-        return test, compared[0] if compared else None
+        test_rows = ArrayRows(self._decoded(test))
+        if not kept_out:
+            return test_rows, None
+        (compared,) = kept_out
+        return test_rows, ArrayRows(self._decoded(compared)) if len(compared) else test_rows
 
     def _go_on(self, tokens: int, rows: int) -> None:
         """Show the progress of the first window; called in the model's thread."""
-        if self._left.is_set():
-            raise _LeftError
-        self._seen += rows
-        if self._windows == 0:
-            self._show(self._seen)
+        if self._closed.is_set():
+            raise _ClosedError
+        self._rows_computed += rows
+        if self._windows_read == 0:
+            self._show(self._rows_computed)

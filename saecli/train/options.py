@@ -61,7 +61,7 @@ Normalisation = Literal["scale", "standardize", "none"]
 Precision = Literal["float32", "bf16", "auto"]
 NORMALISATIONS = get_args(Normalisation)
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
-TRAINED = 0.9  # of the training documents, if training begins from an SAE; see `parted`
+TRAINED = 0.9  # of the training documents, if training begins from an SAE; see `split_kept_out`
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
 REVIVAL_ROWS = (
@@ -260,15 +260,17 @@ class TrainingConfig(Config):
         """Whether a penalty of fixed weight decides L0."""
         return self.sparsity not in (None, "none", "target-l0")
 
-    def training_on(self) -> TrainingConfig:
-        """The same for rows that `parted` keeps some out of."""
+    def without_kept_out(self) -> TrainingConfig:
+        """The same for rows that `split_kept_out` keeps some out of."""
         return replace(self, fraction=min(self.fraction, TRAINED))
 
     def rows_of(self, store: ActivationStore | Joined, begun: bool) -> Parts:
         """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
         test = store.split("test", seed=self.split_seed)
         if begun:
-            train, kept_out = parted(store, self.training_on().fraction, self.split_seed)
+            train, kept_out = split_kept_out(
+                store, self.without_kept_out().fraction, self.split_seed
+            )
             return Parts(train, test, kept_out)
         return Parts(store.split("train", fraction=self.fraction, seed=self.split_seed), test)
 
@@ -277,7 +279,7 @@ class TrainingConfig(Config):
         return math.ceil(rows / self.batch_size)
 
 
-def parted(
+def split_kept_out(
     store: ActivationStore | Joined, fraction: float, seed: int
 ) -> tuple[StoredRows | JoinedRows, StoredRows | JoinedRows]:
     """Rows to train an SAE on, a fraction up to `TRAINED` of the training documents', and rows of the others, on which

@@ -52,7 +52,7 @@ class Plan:
     kept_out: RowSource | None = None
 
     @classmethod
-    def resolved(
+    def resolve(
         cls,
         train_rows: RowSource,
         test_rows: RowSource | None,
@@ -65,7 +65,7 @@ class Plan:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
         if kept_out is not None:
-            training = training.training_on()
+            training = training.without_kept_out()
         if training.skip and not train_rows.d_target:
             raise ConfigError(
                 "--skip does nothing without --target: from rows to themselves it would be all; leave it "
@@ -77,12 +77,12 @@ class Plan:
                 "another, such as l1"
             )
         if start is not None:
-            training, activation = start.settled(training, activation, train_rows)
+            training, activation = start.inherit(training, activation, train_rows)
         if train_rows.passes == 1 and training.epochs is training.steps is None:
             training = replace(training, epochs=1)
         if training.smoothing == "auto" and not solver.smooths:
             training = replace(training, smoothing=0.0)
-        training = settled(training, activation, train_rows.rows, train_rows.d_in)
+        training = fill_defaults(training, activation, train_rows.rows, train_rows.d_in)
         if activation.one_scale and (train_rows.places or training.normalize == "standardize"):
             raise ConfigError(
                 f"--act {activation.name} compares directions, so all dimensions need one scale: use it "
@@ -91,21 +91,23 @@ class Plan:
         solver.check(training, train_rows)
         activation = activation.resolved(str(training.sparsity), int(training.d_sae or 0))
         plan = cls(train_rows, test_rows, training, solver, activation, start, kept_out=kept_out)
-        if train_rows.passes > 1:
-            return plan
+        if train_rows.passes == 1:
+            plan._demand_one_pass()
+        return plan
+
+    def _demand_one_pass(self) -> None:
+        training, most = self.training, self.batches
         if (training.epochs or 1) > 1:
             raise ConfigError(
                 f"--epochs must be 1 with --model, whose rows come once, got {training.epochs}; {STORE}"
             )
-        most = plan.batches
         if (training.steps or 0) > most:
             raise ConfigError(
                 f"--steps must be at most {most} with --model, whose rows come once, got "
                 f"{training.steps}; raise --rows, or {STORE}"
             )
-        return plan
 
-    @cached_property  # as rows of a model are fewer once the text has ended
+    @cached_property  # cached: a text that ends early changes `rows`
     def batches(self) -> int:
         """Batches per epoch."""
         return self.training.epoch_batches(self.train_rows.rows)
@@ -137,67 +139,72 @@ class Plan:
         }
 
 
-def settled(
+def fill_defaults(
     training: TrainingConfig, activation: Activation, rows: int, d_in: int
 ) -> TrainingConfig:
     """The options with every default filled in that depends on the data or the activation; idempotent."""
     if training.epochs is not None and training.steps is not None:
         raise ConfigError("cannot use both --epochs and --steps at the same time; use one of them")
     training = replace(training, batch_size=min(training.batch_size, rows))
+    d_sae = training.d_sae or 4 * d_in
+    activation.check(d_sae)
+    training = _fill_sparsity(training, activation, d_in)
+    if not training.steps:
+        wanted = math.ceil(DEFAULT_STEPS / training.epoch_batches(rows))
+        epochs = training.epochs or min(MOST_DEFAULT_EPOCHS, wanted)
+        training = replace(training, epochs=epochs)
+    if training.smoothing == "auto":
+        training = replace(training, smoothing=default_width(rows, d_in, d_sae))
+    return replace(
+        training,
+        d_sae=d_sae,
+        prefixes=_prefixes(training.prefixes, d_sae),
+        precision=_precision(training, d_in * d_sae),
+    )
+
+
+def _fill_sparsity(training: TrainingConfig, activation: Activation, d_in: int) -> TrainingConfig:
     sparsity = training.sparsity or activation.default_sparsity
     activation.check_sparsity(sparsity)
-    if sparsity == "none" and training.sparsity_weight:
+    weight, warm_up = training.sparsity_weight, training.sparsity_warm_up
+    if sparsity == "none" and weight:
         raise ConfigError(
             "--sparsity-weight does nothing with --sparsity none; leave it out, or name a penalty "
             f"({', '.join(name for name in activation.penalties() if name != 'none')})"
         )
-    if sparsity == "none" and training.sparsity_warm_up not in (None, PENALTY_WARM_UP):
+    if sparsity == "none" and warm_up not in (None, PENALTY_WARM_UP):
         raise ConfigError(
             "--sparsity-warm-up does nothing with --sparsity none; leave it out, or name a penalty"
         )
-    d_sae = training.d_sae or 4 * d_in
-    prefixes = None
-    if training.prefixes is not None:
-        numbers = (
-            [math.ceil(d_sae / latents) for latents in AUTO_PREFIXES]
-            if training.prefixes == "auto"
-            else [int(word) for word in training.prefixes.split(",")]
-        )
-        if max(numbers) > d_sae:
-            raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}")
-        prefixes = ",".join(str(number) for number in sorted({*numbers, d_sae}))
-    activation.check(d_sae)
-    epochs = training.epochs or min(
-        MOST_DEFAULT_EPOCHS, math.ceil(DEFAULT_STEPS / training.epoch_batches(rows))
-    )
-    smoothing, weight, rise = (
-        training.smoothing,
-        training.sparsity_weight,
-        training.sparsity_warm_up,
-    )
+    if weight is None:
+        weight = activation.penalty(sparsity).default_weight(d_in)
     return replace(
         training,
-        d_sae=d_sae,
-        prefixes=prefixes,
-        precision=_precision(training, d_in * d_sae),
         sparsity=sparsity,
-        sparsity_warm_up=PENALTY_WARM_UP if rise is None else rise,
-        epochs=None if training.steps else epochs,
-        smoothing=default_width(rows, d_in, d_sae) if smoothing == "auto" else smoothing,
-        sparsity_weight=activation.penalty(sparsity).default_weight(d_in)
-        if weight is None
-        else weight,
+        sparsity_weight=weight,
+        sparsity_warm_up=PENALTY_WARM_UP if warm_up is None else warm_up,
     )
+
+
+def _prefixes(prefixes: str | None, d_sae: int) -> str | None:
+    """Rising numbers of latents, the last one all."""
+    if prefixes is None:
+        return None
+    if prefixes == "auto":
+        numbers = [math.ceil(d_sae / ratio) for ratio in AUTO_PREFIXES]
+    else:
+        numbers = [int(word) for word in prefixes.split(",")]
+    if max(numbers) > d_sae:
+        raise ConfigError(f"--prefixes must be at most --d-sae, {d_sae}, got {max(numbers)}")
+    return ",".join(str(number) for number in sorted({*numbers, d_sae}))
 
 
 def _precision(training: TrainingConfig, weights: int) -> Precision:
-    exact = training.dtype == "float64"
     if training.precision == "auto":
-        rounded = (
-            not exact and weights >= SMALLEST and multiplies_bf16(device_named(training.device))
-        )
-        return "bf16" if rounded else "float32"
-    if exact and training.precision != "float32":
+        if training.dtype == "float64" or weights < SMALLEST:
+            return "float32"
+        return "bf16" if multiplies_bf16(device_named(training.device)) else "float32"
+    if training.dtype == "float64" and training.precision != "float32":
         raise ConfigError(
             f"--precision {training.precision} cannot be used with --dtype float64, which asks for more; "
             "leave it out"
@@ -221,10 +228,8 @@ def demand_machine(plan: Plan, trainings: int, communicator: Communicator) -> tu
 
     batch, needed = with_batches(training.batch_size)
     free = free_memory(device, local_world() if communicator.world_size > 1 else 1)
-    free = (
-        int(communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min").item())
-        // trainings
-    )
+    least_free = communicator.all_reduce(torch.tensor([free], dtype=torch.float64), "min")
+    free = int(least_free.item()) // trainings
     if needed > free:
         each = "" if trainings == 1 else f" for each of {trainings} trainings"
         sizes = (
@@ -286,12 +291,12 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     else:
         for_l0 = "raise --sparsity-weight" if penalised else "use --sparsity l1"
     advice = {"fvu": for_fvu, "l0": for_l0}
-    found = doubts(measures, plan.train_rows.d_in, plan.d_sae)
+    doubted = doubts(measures, plan.train_rows.d_in, plan.d_sae)
     if doubts_at_start(plan):
-        found.pop("l0", None)
+        doubted.pop("l0", None)
     return [
         *plan.train_rows.warnings,
-        *(f"{which} {words}; {advice[name]}" for name, words in found.items()),
+        *(f"{which} {words}; {advice[name]}" for name, words in doubted.items()),
     ]
 
 

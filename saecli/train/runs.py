@@ -185,7 +185,7 @@ def reopen_run(
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])
         parts = training.rows_of(stores, begun="init" in document)
-        plan = Plan.resolved(
+        plan = Plan.resolve(
             parts.train,
             parts.test,
             training,

@@ -162,7 +162,7 @@ class Start:
             settings |= {name: metadata[name] for name in names if metadata.get(name) is not None}
         return settings
 
-    def settled(
+    def inherit(
         self, training: TrainingConfig, activation: Activation, rows: RowSource
     ) -> tuple[TrainingConfig, Activation]:
         """The settings, with what they leave open inherited from the SAE: `d_sae`, `prefixes`, `skip`, and as a target

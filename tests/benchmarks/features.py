@@ -293,7 +293,7 @@ def steps(store: "ActivationStore", options: Mapping[str, Any]) -> int:
     from saecli.train.plan import Plan
 
     rows = store.split("train")
-    plan = Plan.resolved(
+    plan = Plan.resolve(
         rows,
         None,
         TrainingConfig(d_sae=options["d_sae"]),

@@ -21,7 +21,7 @@ from saecli.sae.activations import (
 )
 from saecli.sae.codes import DenseCodes
 from saecli.train.options import TrainingConfig
-from saecli.train.plan import settled
+from saecli.train.plan import fill_defaults
 
 B, F, K = 20, 12, 3
 W_ENC = {
@@ -153,7 +153,7 @@ def test_penalties_and_their_settings_that_do_nothing_are_refused(
     activation: Activation, sparsity: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        settled(TrainingConfig(sparsity=sparsity), activation, 100, 8)
+        fill_defaults(TrainingConfig(sparsity=sparsity), activation, 100, 8)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-300, 9e-7, 1.0, -0.1, 1.5])
@@ -164,7 +164,7 @@ def test_a_target_rate_that_no_rate_can_meet_is_refused(rate: float) -> None:
 
 def test_defaults_of_the_penalty_fit_the_activation() -> None:
     chosen = {
-        str(activation): settled(TrainingConfig(), activation, 100, 64)
+        str(activation): fill_defaults(TrainingConfig(), activation, 100, 64)
         for activation in (
             Relu(),
             JumpRelu(),
@@ -176,10 +176,12 @@ def test_defaults_of_the_penalty_fit_the_activation() -> None:
         "target-l0",
         "none",
     ]
-    assert settled(TrainingConfig(sparsity="kl"), Relu(), 100, 64).sparsity_weight == pytest.approx(
-        0.64
+    assert fill_defaults(
+        TrainingConfig(sparsity="kl"), Relu(), 100, 64
+    ).sparsity_weight == pytest.approx(0.64)
+    assert fill_defaults(TrainingConfig(), JumpRelu(), 100, 64).sparsity_weight == pytest.approx(
+        3.2
     )
-    assert settled(TrainingConfig(), JumpRelu(), 100, 64).sparsity_weight == pytest.approx(3.2)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e25])

@@ -147,7 +147,7 @@ def test_the_default_target_is_32_or_an_eighth_of_the_latents() -> None:
     rows = ArrayRows(sparse_mixture(100).x.numpy())
 
     def planned(activation: JumpRelu, d_sae: int = 512, **options: str) -> JumpRelu:
-        return Plan.resolved(
+        return Plan.resolve(
             rows, None, TrainingConfig(d_sae=d_sae, **options), Sgd(), activation
         ).activation
 

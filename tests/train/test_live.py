@@ -77,7 +77,7 @@ def planned(train, test, solver: str, act: str, **options) -> Plan:
         if "k" in ACTIVATIONS[act].__dataclass_fields__
         else ACTIVATIONS[act]()
     )
-    return Plan.resolved(
+    return Plan.resolve(
         train, test, TrainingConfig(d_sae=16, **options), SOLVERS[solver](), activation
     )
 
@@ -317,7 +317,7 @@ def test_decoder_steps_over_all_rows_need_them_in_memory():
         LiveRows(source(rows, documents, [900]), 7500, 0, 1200, Silent(), windows_of(2500)) as live,
         pytest.raises(ConfigError, match="needs all rows in memory, at most 2,500"),
     ):
-        Plan.resolved(live, live.test_rows, TrainingConfig(), Pam(), ACTIVATIONS["relu"]())
+        Plan.resolve(live, live.test_rows, TrainingConfig(), Pam(), ACTIVATIONS["relu"]())
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from saecli.sae.activations import Activation, Relu, TopK
 from saecli.sae.dictionary import Batch
 from saecli.train import plan
 from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig, TrainingConfig
-from saecli.train.plan import settled
+from saecli.train.plan import fill_defaults
 from saecli.train.solver import Solver
 from saecli.train.start import initial_sae
 
@@ -143,11 +143,11 @@ def test_a_run_keeps_the_precision_that_auto_found(sae: CommandLine, monkeypatch
 @pytest.mark.parametrize("supported", [True, False])
 def test_auto_is_bf16_if_the_device_has_it_and_dtype_is_float32(monkeypatch, supported: bool):
     monkeypatch.setattr(plan, "multiplies_bf16", lambda _: supported)
-    small = settled(TrainingConfig(d_sae=8, batch_size=1000), Relu(), 1000, 8)
+    small = fill_defaults(TrainingConfig(d_sae=8, batch_size=1000), Relu(), 1000, 8)
     assert small.precision == "float32"
     monkeypatch.setattr(plan, "SMALLEST", 64)
     for options in ({}, {"dtype": "float64"}):
-        found = settled(TrainingConfig(d_sae=8, batch_size=1000, **options), Relu(), 1000, 8)
+        found = fill_defaults(TrainingConfig(d_sae=8, batch_size=1000, **options), Relu(), 1000, 8)
         assert found.precision == ("bf16" if supported and not options else "float32")
 
 
