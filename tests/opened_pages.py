@@ -38,9 +38,9 @@ def open_browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = next(path for path in map(shutil.which, NAMES) if path)
+        executable = next(path for path in map(shutil.which, NAMES) if path)
         browser = playwright.chromium.launch(
-            executable_path=found, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=executable, args=["--no-sandbox", "--disable-gpu"]
         )
         try:
             yield browser
@@ -122,12 +122,12 @@ def opening(browser: Any, folders: dict[str, Path]) -> Iterator[Callable[..., Op
     def opened(name: str = "texts", at: str = "", **settings: Any) -> Opened:
         contexts.append(browser.new_context(**settings))
         contexts[-1].set_default_timeout(10_000)
-        found = Opened(contexts[-1].new_page(), folders[name])
-        found.page.on("console", lambda message: found.said.append(message.text))
-        found.page.on("pageerror", lambda error: found.said.append(str(error)))
-        found.page.on("request", lambda request: found.asked.append(request.url))
-        found.page.goto((found.folder / "index.html").as_uri() + at)
-        return found
+        report = Opened(contexts[-1].new_page(), folders[name])
+        report.page.on("console", lambda message: report.said.append(message.text))
+        report.page.on("pageerror", lambda error: report.said.append(str(error)))
+        report.page.on("request", lambda request: report.asked.append(request.url))
+        report.page.goto((report.folder / "index.html").as_uri() + at)
+        return report
 
     yield opened
     for context in contexts:

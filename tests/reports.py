@@ -109,7 +109,7 @@ def index_of(folder: Path) -> dict[str, Any]:
 
 def pages_of(folder: Path) -> dict[int, dict[str, Any]]:
     """The pages of latents by their number; examples have their texts and codes put in."""
-    found = {}
+    pages = {}
     for number, path in enumerate(sorted((folder / "latents").iterdir())):
         script = path.read_text(encoding="utf-8")
         content = json.loads(re.fullmatch(rf"saeLatents\({number},(.*)\);\n", script, re.DOTALL)[1])
@@ -121,5 +121,5 @@ def pages_of(folder: Path) -> dict[int, dict[str, Any]]:
                     example["codes"] = [
                         fires.get(at, 0) * page["scale"] for at in range(len(example["tokens"]))
                     ]
-            found[page["latent"]] = page
-    return found
+            pages[page["latent"]] = page
+    return pages

@@ -163,9 +163,9 @@ def test_ranks_are_those_of_the_jacobian(case: Case) -> None:
         jacobian = torch.autograd.functional.jacobian(lambda x: case.sae(x[None])[0], row)
         values = np.linalg.svd(jacobian.numpy(), compute_uv=False)
         relative = values / max(values[0], np.finfo(float).tiny)
-        found = rank(sae, support.nonzero()[:, 0])
+        result = rank(sae, support.nonzero()[:, 0])
         assert (
-            (relative > 1e-12).sum() <= found <= (relative > 1e-18).sum()
+            (relative > 1e-12).sum() <= result <= (relative > 1e-18).sum()
         )  # between them lies rounding
 
 
@@ -183,8 +183,8 @@ def test_equal_and_zero_latents_are_counted() -> None:
     W_dec[[3, 4]], W_dec[[5, 6, 7]] = 0, W_dec[8].clone()
     W_dec[9, 0], W_dec[10] = 0.0, W_dec[9].clone()
     W_dec[9, 0], W_dec[10, 0] = 0.0, -0.0
-    found = degenerate(SAE(W_enc, b_enc, W_dec, sae.b_dec, JumpRelu(), {"threshold": threshold}))
-    assert found == {"zero_encoder": 3, "equal_encoder": 2, "zero_decoder": 2, "equal_decoder": 6}
+    result = degenerate(SAE(W_enc, b_enc, W_dec, sae.b_dec, JumpRelu(), {"threshold": threshold}))
+    assert result == {"zero_encoder": 3, "equal_encoder": 2, "zero_decoder": 2, "equal_decoder": 6}
     threshold[0] = 0.6
     apart = SAE(W_enc, b_enc, W_dec, sae.b_dec, JumpRelu(), {"threshold": threshold})
     assert degenerate(apart)["equal_encoder"] == 0
@@ -200,9 +200,9 @@ def powers(diagram: PowerDiagram, rows: torch.Tensor) -> np.ndarray:
 
 @given(cases(kinds=("topk", "abs-topk")))
 def test_every_row_without_a_tie_lies_in_the_cell_of_its_nearest_sites(case: Case) -> None:
-    found = agreement(case.sae, case.rows.split(3))
-    assert found["rows"] == len(case.rows)
-    assert found["agreement"] == (1.0 if found["ties"] < found["rows"] else None)
+    result = agreement(case.sae, case.rows.split(3))
+    assert result["rows"] == len(case.rows)
+    assert result["agreement"] == (1.0 if result["ties"] < result["rows"] else None)
 
 
 @given(cases(kinds=("topk",), shapes=("plain", "shifted", "uneven")))
@@ -233,24 +233,24 @@ def test_abs_topk_is_no_diagram_of_its_encoder_but_one_of_twice_the_sites() -> N
     assert not torch.equal(single, kept)
     assert torch.equal((double % 12).sort(-1).values, kept)
     assert torch.equal(double >= 12, sae.pre_activations(rows).gather(1, double % 12) < 0)
-    found = agreement(sae, [rows])
-    assert (found["agreement"], found["ties"]) == (1.0, 0)
+    result = agreement(sae, [rows])
+    assert (result["agreement"], result["ties"]) == (1.0, 0)
 
 
 def test_large_rows_do_not_pass_rounding_off_as_disagreement() -> None:
     rng = np.random.default_rng(1)
     sae = sae_of(*encoder(rng, 16, 200, "plain"), TopK(8), rng)
-    found = agreement(sae, [torch.from_numpy(1e5 * rng.normal(size=(500, 16)) + 1e6)])
-    assert found["agreement"] == 1.0
-    assert found["ties"] < 5
+    result = agreement(sae, [torch.from_numpy(1e5 * rng.normal(size=(500, 16)) + 1e6)])
+    assert result["agreement"] == 1.0
+    assert result["ties"] < 5
 
 
 @pytest.mark.parametrize("kind", [TopK, AbsTopK])
 def test_equal_latents_at_the_boundary_are_ties_and_counted_apart(kind: type) -> None:
     W = np.array([[1.0, 1.0, -0.5], [0.0, 0.0, 0.5]])
     sae = sae_of(W, np.zeros(3), kind(1), np.random.default_rng(0))
-    found = agreement(sae, [torch.tensor([[1.0, 0.0], [2.0, 0.1], [-1.0, 8.0]])])
-    assert found == {
+    result = agreement(sae, [torch.tensor([[1.0, 0.0], [2.0, 0.1], [-1.0, 8.0]])])
+    assert result == {
         "rows": 3,
         "ties": 2,
         "agreement": 1.0,

@@ -30,9 +30,9 @@ def test_an_sae_says_what_it_is_and_how_it_was_trained(sae: CommandLine):
     loaded = saecli.load_sae("run", sae.home)
     fitted = saecli.fit(saecli.open_store("rows", sae.home), act="topk", k=3, d_sae=24, epochs=2)
     assert (loaded.k, fitted.k, random_sae().k) == (3, 3, None)
-    for one in loaded, fitted, loaded.copy_to("cpu"):
+    for sae_with_cfg in loaded, fitted, loaded.copy_to("cpu"):
         assert {
-            name: one.cfg[name]
+            name: sae_with_cfg.cfg[name]
             for name in ("solver", "act", "k", "d_in", "d_sae", "epochs", "seed")
         } == {
             "solver": "pam-sgd",
