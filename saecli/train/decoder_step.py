@@ -17,8 +17,8 @@ from ..base.processes import Communicator
 from ..sae.codes import Codes
 from ..sae.dictionary import Batch, Dictionary
 from .ridge import DecoderState, HeldRows, SkipSums, StreamedCodes, Sums, System
+from .rows import BLOCK_ROWS
 
-SAMPLED_ROWS = 4096  # evenly spaced over all rows: alpha is chosen on them
 LEAST_SIZE = (
     1e-2  # least norm of encoder and decoder, over that at the start; of a latent, over the mean
 )
@@ -45,13 +45,13 @@ def settles(number: int) -> bool:
 
 class Moments:
     """What a decoder step needs to know of its rows: N, sum z, sum y, sum z z', sum z y', every
-    `ceil(rows / SAMPLED_ROWS)`-th row as a sample, and how often and how much each latent fires."""
+    `ceil(rows / BLOCK_ROWS)`-th row as a sample, and how often and how much each latent fires."""
 
     def __init__(self, system: System, dictionary: Dictionary, sparsity: str, rows: int) -> None:
         self.system = system
         self._activation, self._sparsity = dictionary.activation, sparsity
         self._parameters = dictionary.activation_parameters
-        self._stride = max(1, math.ceil(rows / SAMPLED_ROWS))
+        self._stride = max(1, math.ceil(rows / BLOCK_ROWS))
         # All rows are collected, not only the sampled ones.
         self._holds = isinstance(system, HeldRows)
         W_dec = dictionary.decoder().detach()
@@ -142,7 +142,7 @@ def _broadcast_rows(rows: Tensor, count: int, communicator: Communicator) -> Ten
 
 
 def sampled_bytes(rows: int, d_in: int, d_sae: int) -> int:
-    return 4 * 4 * min(rows, SAMPLED_ROWS) * (d_sae + d_in)
+    return 4 * 4 * min(rows, BLOCK_ROWS) * (d_sae + d_in)
 
 
 def broadcast_state(

@@ -14,8 +14,7 @@ from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstructions
 from ..store.reader import RowSource
 from .decoder_step import Pass
-from .rows import raw_batches
-from .solver import RECENT_ROWS
+from .rows import BLOCK_ROWS, raw_batches
 from .training import Measures, Training
 
 
@@ -45,7 +44,7 @@ class Loop:
             return
         if done == 0:
             self._decoder_steps(0)
-        first = max(0, done - math.ceil(RECENT_ROWS / rows.batch_size))
+        first = max(0, done - math.ceil(BLOCK_ROWS / rows.batch_size))
         with closing(rows.from_step(first, plan.batches, plan.epochs)) as batches:
             for step, batch in enumerate(batches, first + 1):
                 if step <= done:  # before the training was resumed

@@ -20,11 +20,10 @@ from ..sae.dictionary import SAE, Batch, Coupled, Dictionary
 from .adam import Adam
 from .decoder_step import Pass
 from .options import REVIVAL_ROWS, Paper, Sgd, SolverConfig, TrainingConfig
-from .rows import Smoothing
+from .rows import BLOCK_ROWS, Smoothing
 
 DECODER_STEPS = 20  # aimed at in all of training; SGD looks for dead latents as often
 REVIVAL = 0.9  # fraction of all steps during which dead latents are revived; the rest is for them to settle
-RECENT_ROWS = 4096  # least rows of the last batches, at which dead latents are re-aimed
 PROXIMAL = {"W_enc": "mu_enc", "b_enc": "nu_enc"}  # options: proximal weight of each tensor
 
 
@@ -149,9 +148,9 @@ class Solver:
         raise TypeError(f"{type(self).__name__} has no decoder step")
 
     def remember(self, batch: Batch) -> None:
-        """Keep a batch among the last ones, of `RECENT_ROWS`."""
+        """Keep a batch among the last ones, of `BLOCK_ROWS`."""
         self._recent.append(batch)
-        while sum(batch.size for batch in self._recent) - self._recent[0].size >= RECENT_ROWS:
+        while sum(batch.size for batch in self._recent) - self._recent[0].size >= BLOCK_ROWS:
             self._recent.popleft()
 
     def descend(self, batch: Batch) -> tuple[StepReport, Codes]:
