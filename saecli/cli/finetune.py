@@ -7,7 +7,7 @@ import typer
 
 from ..base.home import now
 from ..base.processes import communicator
-from ..train.options import FINETUNED
+from ..train.finetune_options import FINETUNED
 from .options import Data, Given, Json, Run, configured, home_of, start
 from .train import Resume, demand_alone, train_and_print
 

@@ -10,6 +10,7 @@
     adam.py           the optimiser                          upkeep.py         pam-sgd: releases, re-aims, balances
     decoder_step.py   a decoder step's pass                  pam_sgd.py        Algorithm 3.1, `--solver pam`
     finetune.py       saecli.finetune, as a run              through.py        its solver and loop, through the model
+    finetune_options.py   options of sae finetune
     ridge/            the closed-form decoder
 
 To add a solver, write its file (a configuration whose `build` makes a `Solver`) and a line in `SOLVERS`. README.md says

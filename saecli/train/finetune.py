@@ -36,9 +36,10 @@ from ..store.opening import open_joined
 from ..store.reader import Rows
 from ..store.split import Split
 from .files import claimed
+from .finetune_options import FINETUNED, TEXT, Finetune
 from .jobs import Job, unfinished_run
 from .loop import Loop
-from .options import FINETUNED, TEXT, TRAINED, Finetune, TrainingConfig, split_kept_out
+from .options import TRAINED, TrainingConfig, split_kept_out
 from .rows import ArrayRows
 from .runs import Run
 from .start import Start, fingerprint

@@ -24,11 +24,8 @@ from ..base.options import (
     Positive,
     Seed,
     Shown,
-    options_of,
 )
 from ..base.processes import ALONE, Communicator
-from ..extract.options import ExtractConfig
-from ..extract.texts import STDLIB_DOCS
 from ..sae.activations import sparsity_names
 
 if TYPE_CHECKING:
@@ -42,21 +39,9 @@ DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 1000
 WARM_UP = 0.02  # fraction of all steps over which the learning rate rises
 DECAY = 0.5  # last fraction of all steps, over which it falls to zero
-TRAIN_ON = (
-    0.25  # learning rate of a training that starts from an SAE, over one from random directions
-)
+TRAIN_ON = 0.25  # learning rate with --init, over one from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
-TEXT = (
-    "dataset",
-    "mix",
-    "dataset_config",
-    "dataset_split",
-    "dataset_revision",
-    "text_column",
-    "context",
-    "model_dtype",
-)
 Normalisation = Literal["scale", "standardize", "none"]
 Precision = Literal["float32", "bf16", "auto"]
 NORMALISATIONS = get_args(Normalisation)
@@ -64,17 +49,11 @@ SMALLEST = 2**18  # encoder weights from which auto picks bf16
 TRAINED = 0.9  # of the training documents, if training begins from an SAE; see `split_kept_out`
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32
 
-REVIVAL_ROWS = (
-    2  # least rows per latent for revival: with fewer, latents stay idle for lack of rows
-)
+REVIVAL_ROWS = 2  # least rows per latent for revival: with fewer, latents idle for lack of rows
 # Fraction of all steps after which the decoder may be released; with fewer steps than this earlier, in proportion.
 RELEASE, RELEASE_STEPS = 0.5, 2000
-RELEASED_BELOW = (
-    0.6  # alpha over the mean Gram diagonal, above which the decoder is held to the end
-)
-VECTORS = (
-    2  # numbers that the optimiser keeps per trained weight, besides the weight and its gradient
-)
+RELEASED_BELOW = 0.6  # alpha over the mean Gram diagonal; above, the decoder is held to the end
+VECTORS = 2  # of the optimiser per trained weight, besides the weight and its gradient
 
 
 def check_prefixes(text: str) -> str:
@@ -352,7 +331,22 @@ class Paper(Config):
 
 
 @dataclass(frozen=True)
-class Sgd(Paper, SolverConfig):
+class Revival(Config):
+    """The option of solvers that look after dead latents."""
+
+    revive: Annotated[
+        bool,
+        Shown(
+            "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
+            f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
+            "With --init only before the first step, those that fire on none of the rows.",
+            advanced=True,
+        ),
+    ] = True
+
+
+@dataclass(frozen=True)
+class Sgd(Paper, Revival, SolverConfig):
     """Options of SGD."""
 
     name: ClassVar[str] = "sgd"
@@ -366,15 +360,6 @@ class Sgd(Paper, SolverConfig):
             advanced=True,
         ),
     ] = False
-    revive: Annotated[
-        bool,
-        Shown(
-            "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
-            f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
-            "With --init only before the first step, those that fire on none of the rows.",
-            advanced=True,
-        ),
-    ] = True
 
     def memory(
         self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
@@ -382,92 +367,6 @@ class Sgd(Paper, SolverConfig):
         """Weights, gradients, optimiser state, and for `mu_enc` the encoder's reference, in float32."""
         matrices = (2 + VECTORS) * (1 if self.tied else 2) + bool(self.mu_enc)
         return 4 * matrices * d_in * d_sae
-
-
-@dataclass(frozen=True)
-class Finetune(SolverConfig):
-    """Options of training through the model; those of `SolverConfig` keep their defaults."""
-
-    name: ClassVar[str] = "finetune"
-    made_by: ClassVar[str] = "through:ThroughModel"
-
-    model: Annotated[
-        str | None,
-        Shown(
-            "Language model: hub id, folder or GGUF file. Default: the one that RUN names.",
-            once=True,
-        ),
-    ] = None
-    model_revision: Annotated[
-        str | None,
-        Shown("Branch, tag or commit of a hub model. Default: the one that RUN names.", once=True),
-    ] = None
-    layer: Annotated[
-        Seed | None, Shown("Block where RUN acts, if it does not say.", once=True, advanced=True)
-    ] = None
-    site: Annotated[
-        str | None, Shown("Hook point in the block, if RUN does not say.", once=True, advanced=True)
-    ] = None
-    tokens: Annotated[
-        Count, Shown("Tokens to train on; shorter text is passed over again.", once=True)
-    ] = 500_000
-    objective: Annotated[
-        Literal["kl", "ce"],
-        Shown(
-            "What the spliced model's predictions are trained for: kl, the model's own "
-            "predictions; ce, the next token."
-        ),
-    ] = "kl"
-    fvu_weight: Annotated[
-        NonNegative, Shown("Weight of FVU next to the objective, in nats per token.")
-    ] = 5.0
-    only: Annotated[
-        Literal["decoder"] | None,
-        Shown("Train the decoder alone, so that codes stay. Default: encoder and decoder."),
-    ] = None
-
-    def memory(
-        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: Prefixes = ()
-    ) -> int:
-        """Weights, gradients and optimiser state, in float32."""
-        return 4 * (2 + VECTORS) * 2 * d_in * d_sae
-
-
-# Options of `sae finetune`: its own, some of training, and some of extraction, with a text instead of a store.
-_OWN_HELP = {
-    "lr": "Peak learning rate, falling to 0. auto: a quarter of that of `sae train`.",
-    "seed": "Seed of the order of the windows.",
-    "dataset": f"Stream this text instead of a store's tokens: a hub dataset id; a .txt, .jsonl or .parquet file; or "
-    f"{STDLIB_DOCS}.",
-}
-FINETUNED = tuple(
-    replace(
-        one,
-        help=_OWN_HELP.get(one.name, one.help),
-        panel=panel,
-        once=one.once or panel != "Training",
-        advanced=one.advanced or panel != "Training",
-    )
-    for config, panel, named in (
-        (
-            Finetune,
-            "Training",
-            (
-                "model",
-                "model_revision",
-                "layer",
-                "site",
-                "tokens",
-                "objective",
-                "fvu_weight",
-                "only",
-            ),
-        ),
-        (TrainingConfig, "Training", ("lr", "seed", "log_to", "device")),
-        (ExtractConfig, "Text without a store", TEXT),
-    )
-    for one in (options_of(config)[name] for name in named)
-)
 
 
 @dataclass(frozen=True)
@@ -567,7 +466,7 @@ class Pam(Paper, ClosedForm):
 
 
 @dataclass(frozen=True)
-class PamSgd(ClosedForm):
+class PamSgd(Revival, ClosedForm):
     """Options of PAM-SGD."""
 
     name: ClassVar[str] = "pam-sgd"
@@ -591,12 +490,3 @@ class PamSgd(ClosedForm):
             advanced=True,
         ),
     ] = "auto"
-    revive: Annotated[
-        bool,
-        Shown(
-            "Re-aim dead latents, with pam-sgd also those that the others could replace, at the "
-            f"rows reconstructed worst, where there are at least {REVIVAL_ROWS} rows per latent. "
-            "With --init only before the first step, those that fire on none of the rows.",
-            advanced=True,
-        ),
-    ] = True

@@ -33,8 +33,8 @@ from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction
 from ..store.reader import RowSource
+from .finetune_options import Finetune
 from .loop import Loop
-from .options import Finetune
 from .plan import Plan
 from .rows import ArrayRows, Normalisation, raw_batches
 from .solver import Solver, StepReport, Task

@@ -1,0 +1,106 @@
+"""The options of `sae finetune`: its own, some of training, and some of extraction, for a text instead of a store.
+
+Imports no torch, so that help pages are fast.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from ..base.options import Config, Count, NonNegative, Option, Seed, Shown, options_of
+from ..extract.options import ExtractConfig
+from ..extract.texts import STDLIB_DOCS
+from .options import VECTORS, SolverConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from ..sae.codes import Prefixes
+
+TEXT_PANEL = "Text without a store"
+TEXT = (
+    "dataset",
+    "mix",
+    "dataset_config",
+    "dataset_split",
+    "dataset_revision",
+    "text_column",
+    "context",
+    "model_dtype",
+)
+
+
+@dataclass(frozen=True)
+class Finetune(SolverConfig):
+    """Options of training through the model; those of `SolverConfig` keep their defaults."""
+
+    name: ClassVar[str] = "finetune"
+    made_by: ClassVar[str] = "through:ThroughModel"
+
+    model: Annotated[
+        str | None,
+        Shown(
+            "Language model: hub id, folder or GGUF file. Default: the one that RUN names.",
+            once=True,
+        ),
+    ] = None
+    model_revision: Annotated[
+        str | None,
+        Shown("Branch, tag or commit of a hub model. Default: the one that RUN names.", once=True),
+    ] = None
+    layer: Annotated[
+        Seed | None, Shown("Block where RUN acts, if it does not say.", once=True, advanced=True)
+    ] = None
+    site: Annotated[
+        str | None, Shown("Hook point in the block, if RUN does not say.", once=True, advanced=True)
+    ] = None
+    tokens: Annotated[
+        Count, Shown("Tokens to train on; shorter text is passed over again.", once=True)
+    ] = 500_000
+    objective: Annotated[
+        Literal["kl", "ce"],
+        Shown(
+            "What the spliced model's predictions are trained for: kl, the model's own "
+            "predictions; ce, the next token."
+        ),
+    ] = "kl"
+    fvu_weight: Annotated[
+        NonNegative, Shown("Weight of FVU next to the objective, in nats per token.")
+    ] = 5.0
+    only: Annotated[
+        Literal["decoder"] | None,
+        Shown("Train the decoder alone, so that codes stay. Default: encoder and decoder."),
+    ] = None
+
+    def memory(
+        self, rows: int, batch_size: int, d_in: int, d_sae: int, prefixes: "Prefixes" = ()
+    ) -> int:
+        """Weights, gradients and optimiser state, in float32."""
+        return 4 * (2 + VECTORS) * 2 * d_in * d_sae
+
+
+_HELP = {
+    "lr": "Peak learning rate, falling to 0. auto: a quarter of that of `sae train`.",
+    "seed": "Seed of the order of the windows.",
+    "dataset": f"Stream this text instead of a store's tokens: a hub dataset id; a .txt, .jsonl or .parquet file; or "
+    f"{STDLIB_DOCS}.",
+}
+
+
+def _options(config: type[Config], names: Iterable[str], panel: str) -> list[Option]:
+    is_text = panel == TEXT_PANEL
+    return [
+        replace(
+            option,
+            help=_HELP.get(option.name, option.help),
+            panel=panel,
+            once=option.once or is_text,
+            advanced=option.advanced or is_text,
+        )
+        for option in (options_of(config)[name] for name in names)
+    ]
+
+
+FINETUNED = (
+    *_options(Finetune, options_of(Finetune), "Training"),
+    *_options(TrainingConfig, ("lr", "seed", "log_to", "device"), "Training"),
+    *_options(ExtractConfig, TEXT, TEXT_PANEL),
+)
