@@ -215,9 +215,8 @@ def places_table(run: Mapping[str, Any]) -> RenderableType:
     title = (
         f"{run['run']}: of {len(classes):,} latents {run['shared']:,} are shared by all hook points, "
         f"{exclusive:,} exclusive to one ({EXCLUSIVE:g} of the decoder norm there), "
-        f"{len(classes) - run['shared'] - exclusive:,} in between; latent scaling may find an exclusive one "
-        "elsewhere too, in the error (complete shrinkage) or in other latents (latent decoupling), and one in "
-        "between or shared only there"
+        f"{len(classes) - run['shared'] - exclusive:,} in between; complete shrinkage and latent decoupling: "
+        "apparently exclusive (latent scaling says not)"
     )
     lines = []
     for kind in sorted({*classes} - {"shared", "in between"}):
