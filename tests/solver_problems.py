@@ -188,7 +188,7 @@ class Kept(Record):
     def checkpoint(self) -> Any:
         return self.start
 
-    def save(self, sae: SAE, state: dict[str, Tensor], progress: Any, test: Any) -> None:
+    def save(self, sae: SAE, state: dict[str, Tensor], progress: Any) -> None:
         self.kept = self.kept or (
             {name: t.cpu().clone() for name, t in state.items()},
             replace(progress),
