@@ -28,7 +28,7 @@ from saecli.base.errors import StoreError
 from saecli.cli import main as cli
 from saecli.cli.main import load_command
 from saecli.store.schema import rank_folder
-from saecli.store.windows import Windows
+from saecli.store.values import Windows
 from saecli.store.writer import StoreWriter, ranked_store
 
 BLOCKS = 60

@@ -33,7 +33,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..extract.streaming import Streamed
-    from ..store.joined import Joined
+    from ..store.opening import Joined
     from ..train.fit import RowsOf
     from ..train.jobs import Job, NewRun
     from ..train.start import Start

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError
-from ..store.windows import Windows as StoredWindows
+from ..store.values import Windows as StoredWindows
 from .chats import ASSISTANT, Conversation
 from .special import affixes, special_ids
 from .texts import Document, Mark

@@ -22,7 +22,7 @@ from ..sae.formats.hooks import unsettled
 from ..sae.hub import Address, demand_writable, upload
 from ..sae.library import SAELike, hook_points, open_sae
 from ..sae.metrics import Reconstruction
-from ..store.joined import in_words
+from ..store.reader import in_words
 from .evaluate import check_tokens_of_model, evaluate_all
 from .measured import Measured, RowsLike, open_measured, with_rows
 

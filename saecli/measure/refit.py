@@ -35,7 +35,7 @@ from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import SavedSAE, save_native
 from ..sae.library import SAELike, origin_of
-from ..store.joined import Joined
+from ..store.opening import Joined
 from ..store.reader import ActivationStore, RowSource
 from ..train.decoder_step import Moments, sampled_bytes
 from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, plan, solve

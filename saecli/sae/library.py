@@ -15,7 +15,7 @@ from ..base.console import Listener, Silent
 from ..base.documents import Origin, read_run
 from ..base.errors import HubError, RunError, unknown_choice
 from ..base.home import RUN_MARKER, Home
-from ..store.joined import Joined
+from ..store.opening import Joined
 from ..store.reader import ActivationStore
 from . import formats
 from .dictionary import SAE

@@ -1,25 +1,136 @@
-"""The stores and runs of a home: opening, filling, listing and removing them."""
+"""The stores and runs of a home: opening, several stores side by side, listing and removing."""
 
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Self
+
+import numpy as np
 
 from ..base.console import Listener, listening
 from ..base.documents import RunDocument, read_run
 from ..base.errors import ConfigError, PeerError, SaeError, StoreError, counted, did_you_mean
 from ..base.files import lock_folder
 from ..base.home import STORE_MARKER, Home, Shelf
-from .joined import Joined, in_words
-from .reader import ActivationStore
-from .schema import read_meta
+from .reader import ActivationStore, JoinedRows, Rows, RowSource, in_words
+from .schema import hash_request, read_meta
 from .shard import stored_statistics
+from .split import Which
 from .values import OUTLYING, Statistics
 
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
+
+
+COMPARED_ROWS = 1 << 16  # rows of the columns at a time
+
+
+class Joined:
+    """The stores that are trained on: one, several side by side, or inputs and a target."""
+
+    def __init__(
+        self, inputs: tuple[ActivationStore, ...], target: ActivationStore | None = None
+    ) -> None:
+        self.inputs, self.target = inputs, target
+        self.all = (*inputs, target) if target else inputs
+        self.d_in = sum(store.d_in for store in inputs)
+        self.name = in_words([store.name for store in inputs], target.name if target else None)
+        self.is_single = target is None and len(inputs) == 1
+
+    @classmethod
+    def of(cls, rows: RowSource) -> Self:
+        inputs = tuple(own.store for own in rows.inputs)
+        return cls(inputs, rows.target.store if rows.target else None)
+
+    @cached_property
+    def hash(self) -> str:
+        """The request hash of the only store, else one of all of them."""
+        hashes = [store.meta.request_hash for store in self.inputs]
+        if self.is_single:
+            return hashes[0]
+        return hash_request(
+            {"inputs": hashes, "target": self.target and self.target.meta.request_hash}
+        )
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The first input's source, with layer and site of the target and of several inputs, and their models and
+        revisions if they differ."""
+        sources = [store.meta.source for store in self.inputs]
+        models = {(source.get("model"), source.get("revision")) for source in sources}
+        keys = ("layer", "site", "model", "revision") if len(models) > 1 else ("layer", "site")
+        inputs = [{key: source[key] for key in keys if key in source} for source in sources]
+        origin = dict(sources[0])
+        if self.target:
+            target = self.target.meta.source
+            origin |= {f"target_{key}": target[key] for key in ("layer", "site") if key in target}
+        if len(inputs) > 1 and all(inputs):
+            origin["inputs"] = inputs
+        return origin
+
+    def names(self) -> dict[str, Any]:
+        """The entries of a run's document: `data`, further inputs as `beside`, and `target`."""
+        first, *others = (store.reference for store in self.inputs)
+        names: dict[str, Any] = {"data": first, "data_hash": self.hash}
+        if others:
+            names["beside"] = others
+        if self.target:
+            names["target"] = self.target.reference
+        return names
+
+    def options(self) -> dict[str, Any]:
+        first, *others = (store.reference for store in self.inputs)
+        target = {"target": self.target.reference} if self.target else {}
+        return {"data": [first, *others] if others else first, **target}
+
+    def demand_alike(self) -> None:
+        """Refuse stores that are not row for row the same tokens, by a ConfigError. Cost: reads all columns."""
+        first, *others = self.all
+        for other in others:
+            for what, ours, theirs in (
+                ("rows", first.rows, other.rows),
+                ("dtype", first.dtype, other.dtype),
+                ("columns", first.meta.columns, other.meta.columns),
+            ):
+                if ours != theirs:
+                    _refuse(first, other, f"the same {what}", ours, theirs)
+            for column in first.meta.columns:
+                _demand_same_values(first, other, column)
+
+    def split(
+        self, which: Which, *, fraction: float = 1.0, seed: int = 0, rest: bool = False
+    ) -> Rows | JoinedRows:
+        """The same choice of rows from each; see `ActivationStore.split`."""
+        inputs, target = (
+            tuple(store.split(which, fraction=fraction, seed=seed, rest=rest) for store in stores)
+            for stores in (self.inputs, (self.target,) if self.target else ())
+        )
+        return inputs[0] if self.is_single else JoinedRows(inputs, target[0] if target else None)
+
+
+def _demand_same_values(first: ActivationStore, other: ActivationStore, column: str) -> None:
+    begin = 0
+    for ours, theirs in zip(
+        first.split("all").column(column, COMPARED_ROWS),
+        other.split("all").column(column, COMPARED_ROWS),
+        strict=True,
+    ):
+        for row in np.flatnonzero(ours != theirs)[:1]:
+            same = f"the same {column} in row {begin + row:,}"
+            _refuse(first, other, same, ours[row], theirs[row])
+        begin += len(ours)
+
+
+def _refuse(
+    first: ActivationStore, other: ActivationStore, expected: str, *got: object
+) -> NoReturn:
+    raise ConfigError(
+        f"{first.name} and {other.name} are not row for row the same tokens: expected {expected}, "
+        f"got {got[0]} and {got[1]}; make both with one `sae extract`, by several --sites or --layers"
+    )
 
 
 def find_store(home: Home, name: str | None) -> ActivationStore:

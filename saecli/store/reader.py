@@ -1,24 +1,34 @@
 """A store open for reading, and rows of it to iterate over: shuffled, in order, with their columns.
 
-Legend: B rows of a batch, R rows, D = d_in.
+Legend: B rows of a batch, R rows, D = d_in, of all inputs together, E the target's width; 0 without.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
 from ..base.errors import StoreError, demand_at_least
 from ..base.files import file_sha256
-from .chunks import Chunks
 from .schema import WORLD_FILE, StoreMeta, read_meta
-from .shard import find_damage, make_anew, stored_statistics
-from .split import TEST_FRACTION, Deal, Split, Which
-from .stream import WHOLE, Part, Source, in_order, numbers_shuffled, shuffled
+from .shard import Chunks, find_damage, make_anew, stored_statistics
+from .split import (
+    TEST_FRACTION,
+    WHOLE,
+    Deal,
+    Part,
+    Source,
+    Split,
+    Which,
+    in_order,
+    numbers_shuffled,
+    shuffled,
+)
 from .values import CODES, Spread, stacked
 
 if TYPE_CHECKING:
@@ -287,6 +297,79 @@ class Rows(RowSource):
     def _keeps(self, rows: np.ndarray) -> np.ndarray | None:
         """Whether each row of the store is one of these; None for all."""
         return None if self.rows == self.store.rows else self.split.keeps(self.store.row_ids(rows))
+
+
+class JoinedRows(RowSource):
+    """The same rows of several stores: one or more inputs, and their targets if not themselves."""
+
+    inputs: tuple[Rows, ...] = ()  # of one or more stores
+
+    def __init__(self, inputs: tuple[Rows, ...], target: Rows | None = None) -> None:
+        self.inputs, self.target = inputs, target
+        self.all = (*inputs, target) if target else inputs
+        self.rows = inputs[0].rows
+        self.widths = tuple(rows.d_in for rows in inputs)
+        self.d_in, self.d_target = sum(self.widths), target.d_in if target else 0
+        self.places = self.widths if len(inputs) > 1 and target is None else ()
+        self.name = in_words([rows.name for rows in inputs], target.name if target else None)
+
+    def as_stored(self) -> "JoinedRows":
+        return JoinedRows(
+            tuple(rows.as_stored() for rows in self.inputs), self.target and self.target.as_stored()
+        )
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        epoch: int,
+        window_bytes: int | None = None,
+        part: Part = WHOLE,
+        first: int = 0,
+    ) -> Iterator[np.ndarray]:
+        """One epoch of shuffled batches, (B, D + E), in the order of the first input alone; see `Rows.batches`."""
+        row_bytes = self.inputs[0].store.meta.row_bytes
+        return _side_by_side(
+            [
+                rows.batches(
+                    batch_size,
+                    seed=seed,
+                    epoch=epoch,
+                    window_bytes=window_bytes,
+                    part=part,
+                    first=first,
+                    row_bytes=row_bytes,
+                )
+                for rows in self.all
+            ]
+        )
+
+    def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
+        """The rows in stored order, (B, D + E); see `Rows.sequential`."""
+        return _side_by_side([rows.sequential(batch_size, part) for rows in self.all])
+
+    def spread(self) -> Spread:
+        """Mean and scatter of all D + E dimensions."""
+        spreads = [rows.spread() for rows in self.all]
+        return Spread(
+            self.rows,
+            np.concatenate([spread.mean for spread in spreads]),
+            np.concatenate([spread.scatter for spread in spreads]),
+        )
+
+
+def _side_by_side(streams: list[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
+    with ExitStack() as opened:
+        for stream in streams:
+            opened.enter_context(closing(cast(Generator[np.ndarray, None, None], stream)))
+        for parts in zip(*streams, strict=True):
+            yield np.concatenate(parts, axis=1)
+
+
+def in_words(inputs: Sequence[str], target: str | None) -> str:
+    names = " + ".join(inputs)
+    return f"{names} -> {target}" if target else names
 
 
 class ActivationStore(Chunks):

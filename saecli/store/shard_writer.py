@@ -28,14 +28,15 @@ from .values import (
     INDEX,
     OFFSET,
     VALUE,
+    WINDOWS,
     Column,
     Norms,
     Spread,
     Statistics,
+    Windows,
     row_norms,
     stacked,
 )
-from .windows import WINDOWS, Windows
 
 if TYPE_CHECKING:
     import h5py

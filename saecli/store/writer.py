@@ -37,8 +37,7 @@ from .schema import (
 )
 from .shard import read_layout
 from .shard_writer import ADMITTED, REASONS, Admission, Columns, ShardWriter
-from .values import DTYPES
-from .windows import Windows
+from .values import DTYPES, Windows
 
 
 class StoreWriter:

@@ -31,8 +31,7 @@ from ..extract.splice import (
 from ..extract.streaming import Streamed, open_stream
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
-from ..store.joined import Joined
-from ..store.opening import open_joined
+from ..store.opening import Joined, open_joined
 from ..store.reader import Rows
 from ..store.split import Split
 from .files import claimed

@@ -17,9 +17,8 @@ from ..base.options import Config, choose, demand_known, options_of
 from ..sae.activations import ACTIVATIONS
 from ..sae.dictionary import SAE
 from ..sae.library import origin_of
-from ..store.joined import Joined, JoinedRows
-from ..store.opening import find_store
-from ..store.reader import ActivationStore, Rows
+from ..store.opening import Joined, find_store
+from ..store.reader import ActivationStore, JoinedRows, Rows
 from . import SOLVERS
 from .loop import Loop
 from .options import Parts, TrainingConfig

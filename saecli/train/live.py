@@ -20,8 +20,7 @@ from ..extract.forward import Ahead
 from ..extract.streaming import Streamed
 from ..store.opening import note_massive
 from ..store.reader import RowSource
-from ..store.split import Split
-from ..store.stream import WHOLE, Part
+from ..store.split import WHOLE, Part, Split
 from ..store.values import DTYPES, Statistics
 from .options import TRAINED
 from .rows import ArrayRows

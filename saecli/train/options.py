@@ -31,8 +31,8 @@ from ..sae.activations import sparsity_names
 if TYPE_CHECKING:
     from ..sae.codes import Prefixes
     from ..sae.dictionary import SAE
-    from ..store.joined import Joined, JoinedRows
-    from ..store.reader import ActivationStore, RowSource
+    from ..store.opening import Joined
+    from ..store.reader import ActivationStore, JoinedRows, RowSource
     from ..store.reader import Rows as StoredRows
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at

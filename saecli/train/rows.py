@@ -17,9 +17,9 @@ from ..base.devices import batches_on, moved
 from ..base.errors import ConfigError
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
-from ..store.joined import Joined
+from ..store.opening import Joined
 from ..store.reader import RowSource
-from ..store.stream import WHOLE, Part
+from ..store.split import WHOLE, Part
 from ..store.values import Spread
 
 ArrayLike = Tensor | numpy.typing.ArrayLike

@@ -20,8 +20,7 @@ from ..sae.activations import activation_from_json, activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
 from ..sae.library import origin_of
-from ..store.joined import Joined
-from ..store.opening import open_joined
+from ..store.opening import Joined, open_joined
 from . import SOLVERS
 from .files import (
     CONFIG,

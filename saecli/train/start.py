@@ -20,7 +20,7 @@ from ..base.home import Home
 from ..sae.activations import PENALTY_OPTIONS, Activation, LearnsThresholds, activation_to_json
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import hook_points, lasting_name, open_sae
-from ..store.joined import Joined
+from ..store.opening import Joined
 from ..store.reader import RowSource
 from .options import TrainingConfig
 from .rows import SAMPLED_ROWS, Normalisation

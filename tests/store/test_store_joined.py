@@ -7,9 +7,9 @@ import pytest
 from storing import collect, make_store
 
 from saecli.base.errors import ConfigError
-from saecli.store.joined import Joined, JoinedRows
-from saecli.store.reader import ActivationStore
-from saecli.store.stream import Part
+from saecli.store.opening import Joined
+from saecli.store.reader import ActivationStore, JoinedRows
+from saecli.store.split import Part
 
 COUNT = 3000
 DOCUMENTS = np.repeat(np.arange(COUNT // 6), 6)

@@ -15,8 +15,7 @@ from storing import collect, make_meta, stored_contents
 from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
 from saecli.store.shard import stored_statistics
-from saecli.store.split import is_test
-from saecli.store.stream import Part
+from saecli.store.split import Part, is_test
 from saecli.store.values import DTYPES
 from saecli.store.writer import StoreWriter
 
@@ -181,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
         ids = self.documents[: store.rows] if self.columns else np.arange(store.rows)
         held_out = is_test(ids, seed=seed)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("saecli.store.stream.RUN_BYTES", run)
+            patch.setattr("saecli.store.split.RUN_BYTES", run)
             for which, chosen in (("train", ~held_out), ("test", held_out)):
                 try:
                     rows = store.split(which, seed=seed)

@@ -100,7 +100,7 @@ def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
                     )
                     writer.finish()
         store = ActivationStore.open(folder / "s")
-        patch.setattr("saecli.store.stream.RUN_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
+        patch.setattr("saecli.store.split.RUN_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         rows, size = store.split("all"), data.draw(st.integers(1, 60))
         total = sum(counts)
         assert store.rows == total

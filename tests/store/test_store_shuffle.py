@@ -12,8 +12,7 @@ from storing import collect, make_store, memory_folder
 
 import saecli
 from saecli.base.errors import StoreError
-from saecli.store.split import Permutation
-from saecli.store.stream import Part
+from saecli.store.split import Part, Permutation
 
 
 def numbered(count: int, d_in: int = 3) -> np.ndarray:
@@ -116,7 +115,7 @@ def test_batches_larger_than_a_block_hold_every_row_once(tmp_path):
 
 
 def test_a_change_to_a_batch_leaves_the_store_and_other_batches_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("saecli.store.stream.BLOCK_BYTES", 1 << 10)  # a few batches a block
+    monkeypatch.setattr("saecli.store.split.BLOCK_BYTES", 1 << 10)  # a few batches a block
     rows = numbered(2000, d_in=8)
     for name in ("a", "b"):
         make_store(tmp_path / name, rows, shard_rows=700, chunk_rows=20)

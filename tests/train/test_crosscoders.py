@@ -13,7 +13,7 @@ import saecli
 from saecli.measure.hook_points import PlaceMeasures, PlaceSums, latent_class
 from saecli.sae.activations import Relu, TopK
 from saecli.sae.dictionary import SAE, Batch
-from saecli.store.joined import Joined
+from saecli.store.opening import Joined
 from saecli.store.values import Spread
 from saecli.train.decoder_step import penalty_decay
 

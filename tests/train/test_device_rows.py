@@ -8,8 +8,7 @@ import torch
 from storing import collect, make_store
 
 from saecli.base.devices import batches_on
-from saecli.store.joined import JoinedRows
-from saecli.store.reader import Rows
+from saecli.store.reader import JoinedRows, Rows
 from saecli.store.values import DTYPES
 from saecli.train.rows import DeviceRows, stored_bytes
 

@@ -27,7 +27,7 @@ import saecli
 from saecli.sae.activations import BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
-from saecli.store.joined import JoinedRows
+from saecli.store.reader import JoinedRows
 from saecli.store.split import Split, is_test
 from saecli.train import through
 from saecli.train.files import read_metrics

@@ -22,8 +22,7 @@ from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
-from saecli.store.split import Split, is_test
-from saecli.store.stream import WHOLE, Part
+from saecli.store.split import WHOLE, Part, Split, is_test
 from saecli.train import SOLVERS
 from saecli.train.live import LiveRows
 from saecli.train.loop import Loop

@@ -20,7 +20,7 @@ from saecli.base import devices
 from saecli.measure.worlds import Alignment, FeatureScores
 from saecli.sae.codes import DenseCodes, SparseCodes
 from saecli.sae.metrics import firing, reconstruction
-from saecli.store.joined import Joined
+from saecli.store.opening import Joined
 from saecli.store.options import SyntheticConfig
 from saecli.store.values import DTYPES
 from saecli.store.worlds import world_of
