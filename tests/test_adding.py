@@ -127,8 +127,8 @@ def added(root: Path) -> dict[str, str]:
         write(name, text.replace(before, after, 1))
 
     write("sae/activations/doubled.py", ACTIVATION)
-    line("sae/activations/__init__.py", "        Relu,\n", "        Relu,\n        Doubled,\n")
-    line("sae/activations/__init__.py", "from .kinds", "from .doubled import Doubled\nfrom .kinds")
+    line("sae/activations/__init__.py", "KINDS = (", "KINDS = (Doubled, ")
+    line("sae/activations/__init__.py", "from .base", "from .doubled import Doubled\nfrom .base")
     write("train/unit_sgd.py", SOLVER)
     line("train/__init__.py", "(Sgd, PamSgd, Pam)}", "(Sgd, PamSgd, Pam, UnitSgd)}")
     line("train/__init__.py", "from .options ", "from .unit_sgd import UnitSgd\nfrom .options ")
@@ -138,7 +138,7 @@ def added(root: Path) -> dict[str, str]:
         '    "native": ',
         '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ',
     )
-    line("sae/formats/__init__.py", "native, saelens", "native, npz, saelens")
+    line("sae/formats/__init__.py", "libraries, saelens", "libraries, npz, saelens")
     write("cli/count.py", COMMAND)
     line("cli/main.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
     return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}

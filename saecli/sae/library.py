@@ -254,7 +254,7 @@ def _run(folder: Path, marker: str, name: str) -> Subject:
     run = read_run(folder / marker)
     if formats.recognise(folder) is None:
         raise RunError(
-            f"the run {name!r} holds no SAE yet: expected {formats.native.FILE_NAME} in {folder}, which the "
+            f"the run {name!r} holds no SAE yet: expected {formats.NATIVE_FILE} in {folder}, which the "
             f"first epoch writes; go on with it by `sae train --resume --name {folder.name}`"
         )
     return Subject(

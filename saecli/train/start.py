@@ -17,7 +17,8 @@ from ..base.console import Listener
 from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
 from ..base.home import Home
-from ..sae.activations import PENALTY_OPTIONS, Activation, LearnsThresholds, activation_to_json
+from ..sae.activations import Activation, LearnsThresholds, activation_to_json
+from ..sae.activations.base import PENALTY_OPTIONS
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import hook_points, lasting_name, open_sae
 from ..store.opening import Joined

@@ -3,65 +3,393 @@
 An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient and
 the penalties that it offers. To add one, write its class and a line in `ACTIVATIONS`.
 
-    base.py         Activation, KeepsK, Thresholded, LearnsThresholds
-    penalties.py    l1, l1-codes, kl, and what training to a target L0 has in common
-    kinds.py        relu, jumprelu, gated, batchtopk, topk, relu-topk, abs-topk, matching-pursuit
+    base.py         Activation, KeepsK, Thresholded, LearnsThresholds; l1, l1-codes, kl, TargetL0
     selection.py    codes of selected pre-activations, with sparse and straight-through gradients
+
+Shapes: B rows, D = d_in, E = d_out, F = d_sae, K = k.
 """
 
-from typing import Any
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...base.errors import unknown_choice
-from .base import PENALTY_OPTIONS, Activation, KeepsK, LearnsThresholds, Thresholded
-from .kinds import (
-    AbsTopK,
-    BatchTopK,
-    Gated,
-    JumpRelu,
-    Largest,
-    MatchingPursuit,
-    Relu,
-    ReluTopK,
-    TopK,
+from .base import (
+    KL,
+    L1,
+    Activation,
+    KeepsK,
+    L1OfCodes,
+    LearnsThresholds,
+    Parameters,
+    Penalty,
+    TargetL0,
+    TargetRate,
+    Thresholded,
 )
-from .penalties import Parameters, Penalty
 
-__all__ = [
-    "ACTIVATIONS",
-    "PENALTY_OPTIONS",
-    "AbsTopK",
-    "Activation",
-    "BatchTopK",
-    "Gated",
-    "JumpRelu",
-    "KeepsK",
-    "Largest",
-    "LearnsThresholds",
-    "MatchingPursuit",
-    "Parameters",
-    "Penalty",
-    "Relu",
-    "ReluTopK",
-    "Thresholded",
-    "TopK",
-    "activation_from_json",
-    "activation_to_json",
-    "sparsity_names",
-]
+if TYPE_CHECKING:
+    from torch import Tensor
 
-ACTIVATIONS: dict[str, type[Activation]] = {
-    kind.name: kind
-    for kind in (
-        Relu,
-        JumpRelu,
-        Gated,
-        TopK,
-        ReluTopK,
-        AbsTopK,
-        BatchTopK,
-        MatchingPursuit,
-    )
-}
+    from ..codes import Codes
+
+
+# Weight of the newest batch in batchtopk's threshold. A slower mean lags behind growing pre-activations; PAM-SGD's
+# decoder is then fitted to denser codes than in training, which makes pre-activations grow faster (digits, k = 16: FVU
+# 0.129 with 0.05, 0.092 with 0.3 and 0.5).
+NEWEST = 0.3
+THRESHOLD = 0.1  # of jumprelu at the start, in units of normalised rows, unless fitted to a target
+BANDWIDTH = 0.3  # of the kernel in the gradient of thresholds, in units of codes
+RELATIVE_BANDWIDTH = 0.5  # with a target, over the threshold
+THRESHOLD_RATE = 0.05  # relative change of all thresholds per step, over the relative excess of L0
+
+
+@dataclass(frozen=True)
+class Relu(Thresholded):
+    """`z = max(pre, 0)`."""
+
+    name: ClassVar[str] = "relu"
+
+    target_rate: TargetRate = None
+
+    def penalties(self) -> dict[str, Penalty]:
+        return {
+            "l1": L1(),
+            "l1-codes": L1OfCodes(),
+            "kl": KL(self.target_rate),
+            "none": Penalty(),
+        }
+
+    def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
+        import torch
+
+        return torch.zeros(d_sae)
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from .selection import selected
+
+        return selected(pre, pre > 0).map(lambda values: values.relu())
+
+
+@dataclass(frozen=True)
+class BatchTopK(Thresholded, KeepsK):
+    """The `k B` largest pre-activations of a training batch, clipped at zero.
+
+    At inference codes are `pre * H(pre - threshold)`, with one threshold for all latents: during training the running
+    mean of each batch's smallest code, at the end the one with which sampled rows have `k` active latents on average.
+    Source: Bussmann, Leask and Nanda, "BatchTopK Sparse Autoencoders" (2024); clipped as in its authors' code.
+    """
+
+    name: ClassVar[str] = "batchtopk"
+
+    def parameters(self, d_sae: int) -> Parameters:
+        import torch
+
+        return {"threshold": torch.zeros(())}  # before the first batch
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from .selection import where
+
+        return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
+
+    def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
+        """`max(pre, 0)` at the `k B` largest entries of this process' rows."""
+        from .selection import largest
+
+        return largest(pre, self.k * len(pre)).map(lambda values: values.relu())
+
+    def after_step(self, codes: Codes, parameters: Parameters) -> Parameters:
+        values, threshold = codes.values, parameters["threshold"]
+        if not values.numel():
+            return {"threshold": threshold}
+        smallest = values.where(values > 0, math.inf).amin()
+        moved = threshold.lerp(smallest, NEWEST).where(threshold > 0, smallest)
+        return {"threshold": moved.where(smallest.isfinite(), threshold)}
+
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        kept = self.k * len(pre)
+        if kept >= pre.numel():
+            return {"threshold": parameters["threshold"].new_zeros(())}
+        largest = pre.flatten().topk(kept + 1).values
+        return {"threshold": ((largest[-2] + largest[-1]) / 2).clamp(min=0)}
+
+
+@dataclass(frozen=True)
+class JumpRelu(LearnsThresholds):
+    """`z = pre * H(pre - threshold)`, one learned threshold per latent; its gradient takes a rectangular kernel for the
+    derivative of the step H.
+
+    Sources: Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders"
+    (2024), equations 8 to 12; Anthropic, "Circuits Updates - January 2025", for the gradient of pre-activations with
+    `--sparsity target-l0`.
+    """
+
+    name: ClassVar[str] = "jumprelu"
+
+    target_rate: TargetRate = None
+
+    def penalties(self) -> dict[str, Penalty]:
+        return {
+            "target-l0": L0Constraint(self.target_l0, self),
+            "l0": L0(self),
+            "l1": L1(),
+            "l1-codes": L1OfCodes(),
+            "kl": KL(self.target_rate),
+            "none": Penalty(),
+        }
+
+    def parameters(self, d_sae: int) -> Parameters:
+        import torch
+
+        return {"threshold": torch.full((d_sae,), THRESHOLD)}
+
+    def _near(self, pre: Tensor, parameters: Parameters) -> tuple[Codes, Tensor, Tensor]:
+        """The entries that give codes or gradients, with the threshold and the kernel's width of each."""
+        from .selection import selected
+
+        thresholds = self.thresholds(parameters, pre.shape[-1])
+        if self.target_l0 is None:
+            width = thresholds.new_full(thresholds.shape, BANDWIDTH)
+        else:  # relative, since pre-activations, and thresholds with them, grow severalfold in training
+            width = RELATIVE_BANDWIDTH * thresholds.detach()
+        # Pre-activations just below their threshold give zero codes, but contribute to gradients.
+        reach = thresholds.detach() - (width / 2 if thresholds.requires_grad else 0)
+        near = selected(pre, pre > reach)
+        return near, near.by_latent(thresholds), near.by_latent(width)
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from .selection import Gate
+
+        near, thresholds, width = self._near(pre, parameters)
+        to_pre = self.target_l0 is not None
+        return near.with_values(Gate.apply(near.values, thresholds, width, to_pre))
+
+    def l0(self, pre: Tensor, parameters: Parameters) -> Tensor:
+        """Mean number of active latents, with straight-through gradients."""
+        from .selection import Step
+
+        near, thresholds, width = self._near(pre, parameters)
+        return Step.apply(near.values, thresholds, width).sum() / len(pre)
+
+
+@dataclass(frozen=True)
+class L0(Penalty):
+    """Mean number of active latents; trains thresholds only."""
+
+    activation: JumpRelu
+
+    def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        return self.activation.l0(pre.detach(), parameters)
+
+    def default_weight(self, d_in: int) -> float:
+        return 0.001 * d_in
+
+
+@dataclass(frozen=True)
+class L0Constraint(TargetL0):
+    """Minimises the squared error subject to L0 = L by the method of multipliers (Hestenes, "Multiplier and gradient
+    methods", 1969):
+
+        e^2 + 2 m e,    e = (L0 - aim) / L
+
+    The quadratic alone exerts pressure only while L0 is above its target; the multiplier m holds L0 there. One factor
+    on all thresholds, changed after each step, removes at once the excess that Adam's small steps would leave.
+
+    Sources: the appendix of `JumpRelu`'s on training to a fixed sparsity, used by Gemma Scope 2, for the quadratic;
+    Gallego-Posada et al., "Controlled Sparsity via Constrained Optimization" (2022), for multipliers on L0.
+    """
+
+    activation: JumpRelu
+    rate: ClassVar[float] = 0.05
+    loose: ClassVar[bool] = False
+
+    def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        excess = (self.activation.l0(pre, parameters) - parameters["aim"]) / self.target
+        return excess.square() + 2 * parameters["multiplier"] * excess
+
+    def default_weight(self, d_in: int) -> float:
+        return 0.05 * d_in
+
+    def after_step(self, codes: Codes, parameters: Parameters, progress: float) -> Parameters:
+        factor = (THRESHOLD_RATE * self.excess(codes, parameters)).exp()
+        return super().after_step(codes, parameters, progress) | {
+            "threshold": parameters["threshold"] * factor
+        }
+
+
+@dataclass(frozen=True)
+class Gated(LearnsThresholds):
+    """`z = pre * H(pre - threshold)`, as `jumprelu`, with thresholds t >= 0 that gates train:
+
+        loss = ||y_hat(z) - y||^2 + weight * penalty(g) + ||y_hat'(g) - y||^2,    g = relu(pre - t) / exp(r_mag)
+
+    y_hat', and the penalty's decoder norms, are without gradient: with it, norms shrank without end, and FVU at L0 16
+    was 0.25 on tiny-gemma2 instead of 0.125. It is the source's encoder with the magnitudes as `pre`: W_mag = W_enc,
+    b_mag = b_enc, W_gate = W_enc / exp(r_mag), b_gate = (b_enc - t) / exp(r_mag). For t < 0, which is left out, gates
+    would open where magnitudes are 0.
+
+    Source: Rajamanoharan et al., "Improving Dictionary Learning with Gated Sparse Autoencoders" (2024).
+    """
+
+    name: ClassVar[str] = "gated"
+    trained: ClassVar[tuple[str, ...]] = ("threshold", "r_mag")
+
+    def penalties(self) -> dict[str, Penalty]:
+        return {
+            "target-l0": ControlledL1(self.target_l0),
+            "l1": L1(),
+            "none": Penalty(),
+        }
+
+    def parameters(self, d_sae: int) -> Parameters:
+        import torch
+
+        return {"threshold": torch.zeros(d_sae), "r_mag": torch.zeros(d_sae)}
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from .selection import where
+
+        return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
+
+    def gates(self, codes: Codes, parameters: Parameters) -> Codes:
+        thresholds = codes.by_latent(self.thresholds(parameters, codes.shape[1]))
+        slopes = codes.by_latent((-parameters["r_mag"]).exp())
+        return codes.with_values((codes.values - thresholds).relu() * slopes)
+
+    def norm_weights(
+        self, sparsity: str, codes: Codes, W_dec: Tensor, parameters: Parameters
+    ) -> Tensor:
+        """0, since the decoder of gates has no gradient."""
+        return W_dec.new_zeros(len(W_dec))
+
+    def after_step(self, codes: Codes, parameters: Parameters) -> Parameters:
+        return {"threshold": parameters["threshold"].clamp(min=0)}
+
+
+@dataclass(frozen=True)
+class ControlledL1(TargetL0):
+    """L1 of the gates, times exp(m). Thresholds follow gates alone: with jumprelu's factor on them, FVU was 0.140
+    instead of 0.125."""
+
+    rate: ClassVar[float] = 0.02
+    loose: ClassVar[bool] = True
+
+    def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
+        return parameters["multiplier"].exp() * L1().value(pre, codes, W_dec, parameters)
+
+    def default_weight(self, d_in: int) -> float:
+        return L1().default_weight(d_in)
+
+
+@dataclass(frozen=True)
+class Largest(KeepsK):
+    """An activation that keeps `k` pre-activations of each row, and zeros the others."""
+
+    def ranking(self, pre: Tensor) -> Tensor:
+        """The values whose `k` largest are kept, (B, F)."""
+        return pre
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        from .selection import at
+
+        return at(pre, self.ranking(pre.detach()).topk(self.k, dim=-1, sorted=False).indices)
+
+
+@dataclass(frozen=True)
+class TopK(Largest):
+    """The `k` largest pre-activations of each row, with their signs; source: the paper's TopK."""
+
+    name: ClassVar[str] = "topk"
+
+
+@dataclass(frozen=True)
+class ReluTopK(Largest):
+    """The `k` largest pre-activations of each row, clipped at zero: the TopK of SAELens, sparsify and
+    dictionary_learning. Differs from `topk` only on rows with fewer than `k` positive pre-activations."""
+
+    name: ClassVar[str] = "relu-topk"
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        return super().__call__(pre, parameters).map(lambda values: values.relu())
+
+
+@dataclass(frozen=True)
+class AbsTopK(Largest):
+    """The `k` pre-activations largest in magnitude, with their signs, as in the paper's own code."""
+
+    name: ClassVar[str] = "abs-topk"
+
+    def ranking(self, pre: Tensor) -> Tensor:
+        return pre.abs()
+
+
+@dataclass(frozen=True)
+class MatchingPursuit(KeepsK):
+    """`k` latents chosen one after another, each by what the others have left of the row.
+
+    With w_i the columns of W_enc, and `s_i = pre_i / ||w_i||` at first, each choice is
+
+        j = argmax s over latents not yet chosen,  v = max(s_j, 0),  z_j = v ||w_j||,  s_i <- s_i - v cos(w_i, w_j)
+
+    so that latents of similar directions do not all code for what one of them explains. The gradient holds the choice
+    only. With a decoder in closed form this is dictionary learning by the method of optimal directions. Cost: k times a
+    product (B, D) by (D, F), or if F <= 4 B one of (F, D) by (D, F).
+
+    Sources: Mallat and Zhang, "Matching pursuits with time-frequency dictionaries" (1993); Engan, Aase and Husoy,
+    "Method of optimal directions for frame design" (1999); Costa et al., "From Flat to Hierarchical: Extracting Sparse
+    Representations with Matching Pursuit" (2025).
+    """
+
+    name: ClassVar[str] = "matching-pursuit"
+    one_scale: ClassVar[bool] = True
+
+    def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
+        import torch
+        from torch.nn.functional import embedding
+
+        from .selection import at
+
+        W_enc, tiny = parameters["W_enc"], torch.finfo(pre.dtype).tiny
+        size = W_enc.detach().abs().max().clamp(min=tiny)  # whose square need not be finite
+        scaled = (W_enc / size).norm(dim=0).clamp(min=tiny)
+        norms = size * scaled  # (F,)
+        directions = (W_enc / size / scaled).T  # (F, D)
+        with torch.no_grad():
+            indices, active = self._chosen(pre / norms, directions)
+
+        def differentiable(values: Tensor) -> Tensor:
+            """`z = v ||w||` where `(I + L) v = s`, L the strictly lower part of the cosines of the chosen latents."""
+            own = embedding(indices, directions)  # (B, K, D)
+            sizes = embedding(indices, norms[:, None])  # (B, K, 1)
+            v = torch.linalg.solve_triangular(
+                own @ own.mT, values[..., None] / sizes, upper=False, unitriangular=True
+            )
+            return (v * sizes)[..., 0] * active
+
+        return at(pre, indices, differentiable)
+
+    def _chosen(self, left: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents of each row in the order of their choice, and whether each adds to it, (B, K); `left`: s."""
+        import torch
+
+        chosen, parts = [], []
+        # With few latents all cosines cost less than those of the chosen.
+        all_cosines = len(directions) <= min(self.k, 4) * len(left)
+        cosines = directions @ directions.T if all_cosines else None
+        for _ in range(self.k):
+            part, latent = left.max(dim=1)
+            chosen.append(latent)
+            parts.append(part.relu_())
+            explained = directions[latent] @ directions.T if cosines is None else cosines[latent]
+            left = left.addcmul_(explained, part[:, None], value=-1)
+            left = left.scatter_(1, latent[:, None], -torch.inf)
+        return torch.stack(chosen, 1), torch.stack(parts, 1) > 0
+
+
+KINDS = (Relu, JumpRelu, Gated, TopK, ReluTopK, AbsTopK, BatchTopK, MatchingPursuit)
+ACTIVATIONS: dict[str, type[Activation]] = {kind.name: kind for kind in KINDS}
 
 
 def sparsity_names() -> tuple[str, ...]:

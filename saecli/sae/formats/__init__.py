@@ -2,46 +2,50 @@
 
     common.py       SavedSAE, tables of tensors' names, reading and writing of files
     hooks.py        names of hook points
-    native.py       this tool's own format
     saelens.py      SAELens
     libraries.py    sparsify, dictionary_learning, circuit-tracer
     scopes.py       Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read
 
-README.md says what each can express. To add a format, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
+This tool's own format is one file, `sae.safetensors`, of an SAE on raw activations. It MUST hold W_enc (d_in, d_sae),
+b_enc, W_dec (d_sae, d_out) and b_dec in one floating dtype, the activation's parameters, and W_skip (d_in, d_out) of a
+transcoder with a skip. The header's entry `saecli` is a JSON object with `format_version`, `activation` and `origin`;
+of a nested SAE `prefixes`, numbers of latents; of a crosscoder `widths`.
+
+README.md says what each format can express. To add one, write `saecli/sae/formats/NAME.py` and a line in `FORMATS`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from ...base.documents import Origin, demand_version, parse_json
 from ...base.errors import FormatError
-from ...base.files import folder_appearing_whole, is_free
-from ..activations import ACTIVATIONS, Activation, Gated, JumpRelu, ReluTopK, TopK
+from ...base.files import folder_appearing_whole, is_free, to_json
+from ..activations import (
+    ACTIVATIONS,
+    Activation,
+    Gated,
+    JumpRelu,
+    ReluTopK,
+    TopK,
+    activation_from_json,
+    activation_to_json,
+)
 from ..dictionary import SAE
-from . import libraries, native, saelens, scopes
-from .common import SavedSAE, in_words, matching, unscaled
+from . import libraries, saelens, scopes
+from .common import (
+    SavedSAE,
+    assemble,
+    in_words,
+    matching,
+    read_safetensors,
+    unscaled,
+    write_tensors,
+)
 from .hooks import settled
-from .native import load_native, save_native
-
-__all__ = [
-    "FORMATS",
-    "WRITABLE",
-    "Format",
-    "SavedSAE",
-    "format_of",
-    "known_files",
-    "load",
-    "load_native",
-    "matching",
-    "named",
-    "recognise",
-    "save",
-    "save_native",
-    "stand_in",
-]
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,52 @@ class Format:
         if self.one_width and sae.d_out != sae.d_in:
             return f"targets of {sae.d_out} dimensions predicted from rows of {sae.d_in}; expected equal widths"
         return None
+
+
+NATIVE_VERSION = 1
+NATIVE_FILE = "sae.safetensors"
+
+
+@dataclass(frozen=True)
+class Header:
+    """The entry `saecli` of the header of this tool's own file."""
+
+    activation: dict[str, Any]
+    origin: Origin
+    prefixes: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+
+
+def save_native(saved: SavedSAE, folder: Path) -> None:
+    header = {
+        "format_version": NATIVE_VERSION,
+        "activation": activation_to_json(saved.sae.activation),
+        "origin": saved.origin,
+    }
+    if saved.sae.prefixes:
+        header["prefixes"] = saved.sae.prefixes
+    if saved.sae.widths:
+        header["widths"] = saved.sae.widths
+    write_tensors(folder / NATIVE_FILE, saved.sae.tensors(), {"saecli": to_json(header)})
+
+
+def load_native(folder: Path) -> SavedSAE:
+    """Read an SAE; FormatError also for a file of a newer version."""
+    path = folder / NATIVE_FILE
+    tensors, metadata = read_safetensors(path)
+    if "saecli" not in metadata:
+        raise FormatError(
+            f"{path} was not written by this tool: expected an entry `saecli` in its header, got none"
+        )
+    try:
+        demand_version(metadata["saecli"], NATIVE_VERSION)
+        header = parse_json(metadata["saecli"], Header)
+        activation = activation_from_json(header.activation)
+    except ValueError as error:
+        raise FormatError(f"{path}: {error}") from error
+    sae = assemble(path, tensors, activation, False, header.prefixes, True, header.widths)
+    origin = asdict(header.origin).items()
+    return SavedSAE(sae, {name: value for name, value in origin if value is not None})
 
 
 # The first whose files are all present is used: sparsify before native.
@@ -155,7 +205,7 @@ FORMATS: dict[str, Format] = {
         layers="each",
     ),
     "native": Format(
-        (native.FILE_NAME,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
+        (NATIVE_FILE,), load_native, save_native, ACTIVATIONS.values(), ACTIVATIONS.values()
     ),
 }
 OF_CROSSCODERS = ("dataset", "context", "prepend_bos")  # entries of their origins, in all formats
