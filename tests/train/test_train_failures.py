@@ -90,10 +90,7 @@ def test_a_run_that_diverges_without_overflow_leaves_no_folder(
     done = sae("train", "--d-sae", "24", "--epochs", "3", "--solver", *solver, "--act", *act)
     assert done.status == 1
     assert "training diverged: the train FVU is " in done.err
-    assert (
-        "; lower --lr, or look at the data; the run stops in epoch 1 of 3, and nothing of it is kept"
-        in done.err
-    )
+    assert "; lower --lr, or look at the data; the run stops at step " in done.err
     assert not list((sae.home / "runs").iterdir())
 
 
@@ -133,7 +130,7 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
         done = sae("train", "--resume", "--name", "run")
         assert done.status == 1
         assert said in done.err and "lower --lr" in done.err
-        assert "the run stops in epoch 3 of 6; its checkpoint of epoch 2, step " in done.err
+        assert "; its checkpoint of step " in done.err
         assert all((folder / name).read_bytes() == content for name, content in kept.items())
     steps = [line["step"] for line in read_metrics(folder) if "loss" in line]
     assert (steps[-1] > before["steps"]) == (lr < 1e30) and len(set(steps)) == len(steps)
