@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from saecli.sae.activations.selection import where
-from saecli.sae.codes import Codes
 from saecli.train.ridge import (
     Factorisation,
     HeldRows,
@@ -57,11 +56,6 @@ def with_skip(terms: Terms, x: torch.Tensor, y: torch.Tensor) -> Terms:
     return replace(terms, skip=skip, b_t=torch.cat([terms.b_t, terms.b_t.new_zeros(x.shape[1])]))
 
 
-def codes_of(z: torch.Tensor) -> Codes:
-    """The codes, sparse where few are non-zero."""
-    return where(z, z != 0)
-
-
 def system_of(
     kind: str,
     z: torch.Tensor,
@@ -72,7 +66,7 @@ def system_of(
     start: torch.Tensor | None = None,
 ) -> System:
     """Normal equations of rows that come in blocks."""
-    codes = [codes_of(some) for some in z.split(block)]
+    codes = [where(part, part != 0) for part in z.split(block)]  # sparse where few are non-zero
     if kind == "sums":
         system: System = Sums(z.shape[1], y.shape[1], prefixes=tuple(prefixes))
     elif kind == "held rows":
@@ -80,8 +74,8 @@ def system_of(
     else:
         start = torch.zeros(z.shape[1], y.shape[1], dtype=z.dtype) if start is None else start
         system = StreamedCodes(start, lambda: iter(codes), budget, tuple(prefixes))
-    for some, targets in zip(codes, y.split(block), strict=True):
-        system.add(some, targets)
+    for part, targets in zip(codes, y.split(block), strict=True):
+        system.add(part, targets)
     return system
 
 
@@ -104,9 +98,8 @@ def press(
 
 def copies(z: torch.Tensor, prefixes: Sequence[int] = ()) -> np.ndarray:
     """The codes that each prefix has of each row, (n, L, F)."""
-    return z.numpy()[:, None] * (
-        np.arange(z.shape[1]) < np.array(prefixes or (z.shape[1],))[:, None]
-    )
+    ends = np.array(prefixes or (z.shape[1],))
+    return z.numpy()[:, None] * (np.arange(z.shape[1]) < ends[:, None])
 
 
 def least_squares(
@@ -121,35 +114,28 @@ def least_squares(
     as the paper's theorem has it; or with c given."""
     F, E, D, count = z.shape[1], y.shape[1], 0 if x is None else x.shape[1], max(1, len(prefixes))
     beside = np.hstack([np.zeros((len(z), 0)) if x is None else x.numpy(), np.ones((len(z), 1))])
-    left = np.hstack([copies(z, prefixes).reshape(-1, F), np.repeat(beside, count, 0)]) / np.sqrt(
-        count
-    )
+    left = np.hstack([copies(z, prefixes).reshape(-1, F), np.repeat(beside, count, 0)])
     width = F + D + 1
     on_W, on_b = np.eye(F, width), np.eye(1, width, width - 1)
-    direction = None if terms.direction is None else np.sqrt(terms.alpha) * terms.direction.numpy()
+    # Unknowns column by column of the targets; if it is one, last c, in which alpha's rows alone are linear.
+    c_is_unknown = terms.direction is not None and c is None
+    direction = np.zeros((F, E))
+    if terms.direction is not None:
+        direction = np.sqrt(terms.alpha) * terms.direction.numpy()
     blocks = [
-        (left, np.repeat(y.numpy(), count, 0) / np.sqrt(count)),
+        (left / np.sqrt(count), np.repeat(y.numpy(), count, 0) / np.sqrt(count)),
         (np.sqrt(terms.beta) * on_b, np.zeros((1, E))),
         (np.sqrt(terms.nu) * on_b, np.sqrt(terms.nu) * terms.b_t.numpy()[None, :E]),
         (np.sqrt(terms.mu) * on_W, np.sqrt(terms.mu) * terms.W_t.numpy()),
         (terms.decay.sqrt().numpy()[:, None] * on_W, np.zeros((F, E))),
-        (
-            np.sqrt(terms.alpha) * on_W,
-            np.zeros((F, E)) if direction is None else (c or 0.0) * direction,
-        ),
+        (np.sqrt(terms.alpha) * on_W, (c or 0.0) * direction),
     ]
-    # Unknowns column by column of the targets; if it is one, last c, in which alpha's rows alone are linear.
-    unknown = direction is not None and c is None
-    rows = [
-        np.hstack([np.kron(np.eye(E), part), np.zeros((E * len(part), int(unknown)))])
-        for part, _ in blocks
-    ]
-    if unknown:
-        rows[-1][:, -1] = -direction.T.ravel()
-    found = np.linalg.lstsq(
-        np.vstack(rows), np.concatenate([part.T.ravel() for _, part in blocks]), rcond=None
-    )[0]
-    both = found[: E * width].reshape(E, width).T
-    return SimpleNamespace(
-        W=both[:F], skip=both[F:-1], b=both[-1], c=found[-1] if unknown else c or 0.0
-    )
+    rows = np.vstack([np.kron(np.eye(E), part) for part, _ in blocks])
+    if c_is_unknown:
+        rows = np.hstack([rows, np.zeros((len(rows), 1))])
+        rows[-F * E :, -1] = -direction.T.ravel()
+    targets = np.concatenate([part.T.ravel() for _, part in blocks])
+    solution = np.linalg.lstsq(rows, targets, rcond=None)[0]
+    both = solution[: E * width].reshape(E, width).T
+    c = solution[-1] if c_is_unknown else c or 0.0
+    return SimpleNamespace(W=both[:F], skip=both[F:-1], b=both[-1], c=c)

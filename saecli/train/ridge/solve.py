@@ -113,36 +113,31 @@ def solve(
     s, centre = terms.rows_fraction(rows), terms.centre(rows, system.y_bar)
     b = terms.bare_bias(rows, system.y_bar)[:E]
 
-    # M (C_y + mu W_t), M C_x and M T0
-    W, P = M.solve_cross(centre).tensor_split([E], 1)
+    W, P = M.solve_cross(centre).tensor_split([E], 1)  # M C_y and M C_x
     if terms.mu:
         W += M.solve(terms.mu * terms.W_t.double())
-    T0 = None if terms.direction is None else terms.direction.double()
-    along = None if T0 is None else M.solve(T0)
-
-    # The skip S of each.
-    elimination, S, S_along = None, None, None
+    elimination, S = None, None
     if terms.skip is not None:
-        x_bar = system.y_bar[E:]
-        A_xx, A_xy = terms.skip.blocks(rows, x_bar, centre)
+        A_xx, A_xy = terms.skip.blocks(rows, system.y_bar[E:], centre)
         elimination = _Elimination(P, system.cross(centre)[:, E:], A_xx)
         W, S = elimination(W, A_xy)
-        if along is not None:
-            along, S_along = elimination(along)
 
-    # c, and W and S at alpha T
     c = 0.0
-    if T0 is not None and along is not None:
-        c = best_multiple(T0, W, along, alpha)
+    if terms.direction is not None:
+        along = M.solve(terms.direction.double())
+        S_along = None
+        if elimination is not None:
+            along, S_along = elimination(along)
+        c = best_multiple(terms.direction.double(), W, along, alpha)
         W.add_(along, alpha=c * alpha)
         if S is not None and S_along is not None:
             S.add_(S_along, alpha=c * alpha)
 
     b = b - s * (system.u @ W)
     if S is not None:
-        b = b - s * (x_bar @ S)
-    if T0 is not None:
-        W.sub_(T0, alpha=c)
+        b = b - s * (system.y_bar[E:] @ S)
+    if terms.direction is not None:
+        W.sub_(terms.direction.double(), alpha=c)
 
     dof = math.nan if z is None else effective_dof(M, terms, z)
     condition, residual = M.condition(), M.residual()
@@ -236,12 +231,9 @@ class _Elimination:
             self._R, failed = torch.linalg.cholesky_ex(K + ridge * torch.eye(len(K)).to(K))
             ridge *= 10
 
-    def __call__(self, W: Tensor, A_xy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, W: Tensor, A_xy: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
         """The solution with the skip, (F, E), and the skip, (D, E), for targets that have products A_xy with x."""
-        right = -self._C_x.T @ W
-        if A_xy is not None:
-            right = right + A_xy
-        S = torch.cholesky_solve(right, self._R)
+        S = torch.cholesky_solve(A_xy - self._C_x.T @ W, self._R)
         return W - self._P @ S, S
 
     def inverse(self, without: Inverse) -> Inverse:
