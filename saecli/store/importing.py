@@ -9,14 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import (
-    ConfigError,
-    FormatError,
-    StoreError,
-    counted,
-    did_you_mean,
-    flag_of,
-)
+from ..base.errors import ConfigError, FormatError, StoreError, counted, did_you_mean, flag_of
 from ..base.files import appearing_whole, file_sha256
 from ..base.home import Home, checked_name
 from ..base.options import demand_known, options_of
@@ -39,7 +32,6 @@ from .values import CODES
 from .worlds import world_of
 from .writer import StoreWriter
 
-HALF: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
 NAMED = 20  # most keys that a message lists
 SQUARE, PATCH, PATCHES_PER_SQUARE = 32, 16, 8  # pixels, pixels, patches
 SYNTHETIC = "synthetic"
@@ -105,12 +97,15 @@ def import_array(
 
 def _source_of(file: str, array: ArraySource, options: ImportConfig) -> dict[str, Any]:
     """What determines the rows of an import."""
-    is_file = Path(file).exists()
+    if Path(file).exists():
+        sha256 = file_sha256(Path(file))
+    else:
+        sha256 = hashlib.sha256(np.ascontiguousarray(array.read(())).data).hexdigest()
     source: dict[str, Any] = {
         "kind": "array",
         "file": Path(file).name,
         "key": options.key,
-        "sha256": file_sha256(Path(file)) if is_file else _hash(array.read(())),
+        "sha256": sha256,
     }
     if options.max_norm_multiple is not None:
         source["max_norm_multiple"] = options.max_norm_multiple
@@ -227,10 +222,6 @@ def _filled(
     return ActivationStore.open(folder)
 
 
-def _hash(numbers: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
-
-
 def open_array(
     file: str, key: str | None = None, flatten: str | None = None, bits: str | None = None
 ) -> ArraySource:
@@ -252,8 +243,8 @@ def open_array(
     array = as_bfloat16(array) if bits else array
     demand_rows(array.dtype, f"cannot import {file}")
     shape = _flattened(array, file, flatten)
-    dtype = HALF.get(array.dtype, "float32")
-    return ArraySource(shape, dtype, naming(file)(array.read))
+    own_types: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
+    return ArraySource(shape, own_types.get(array.dtype, "float32"), naming(file)(array.read))
 
 
 def _choose(arrays: Arrays, key: str | None, path: Path) -> Array:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -73,13 +73,10 @@ class Joined:
 
     def names(self) -> dict[str, Any]:
         """The entries of a run's document: `data`, further inputs as `beside`, and `target`."""
-        first, *others = (store.reference for store in self.inputs)
-        names: dict[str, Any] = {"data": first, "data_hash": self.hash}
-        if others:
-            names["beside"] = others
-        if self.target:
-            names["target"] = self.target.reference
-        return names
+        first, *beside = (store.reference for store in self.inputs)
+        target = self.target and self.target.reference
+        names = {"data": first, "data_hash": self.hash, "beside": beside, "target": target}
+        return {key: name for key, name in names.items() if name}
 
     def options(self) -> dict[str, Any]:
         first, *others = (store.reference for store in self.inputs)
@@ -90,15 +87,12 @@ class Joined:
         """Refuse stores that are not row for row the same tokens, by a ConfigError. Cost: reads all columns."""
         first, *others = self.all
         for other in others:
-            for what, ours, theirs in (
-                ("rows", first.rows, other.rows),
-                ("dtype", first.dtype, other.dtype),
-                ("columns", first.meta.columns, other.meta.columns),
-            ):
-                if ours != theirs:
-                    _refuse(first, other, f"the same {what}", ours, theirs)
-            for column in first.meta.columns:
-                _demand_same_values(first, other, column)
+            for what, ours, theirs in _differences(first, other):
+                raise ConfigError(
+                    f"{first.name} and {other.name} are not row for row the same tokens: expected the same "
+                    f"{what}, got {ours} and {theirs}; make both with one `sae extract`, by several --sites or "
+                    "--layers"
+                )
 
     def split(
         self, which: Which, *, fraction: float = 1.0, seed: int = 0, rest: bool = False
@@ -111,26 +105,24 @@ class Joined:
         return inputs[0] if self.is_single else JoinedRows(inputs, target[0] if target else None)
 
 
-def _demand_same_values(first: ActivationStore, other: ActivationStore, column: str) -> None:
-    begin = 0
-    for ours, theirs in zip(
-        first.split("all").column(column, COMPARED_ROWS),
-        other.split("all").column(column, COMPARED_ROWS),
-        strict=True,
+def _differences(
+    first: ActivationStore, other: ActivationStore
+) -> Iterator[tuple[str, object, object]]:
+    """In what two stores differ, and what each has, one row after the other."""
+    for what, ours, theirs in (
+        ("rows", first.rows, other.rows),
+        ("dtype", first.dtype, other.dtype),
+        ("columns", first.meta.columns, other.meta.columns),
     ):
-        for row in np.flatnonzero(ours != theirs)[:1]:
-            same = f"the same {column} in row {begin + row:,}"
-            _refuse(first, other, same, ours[row], theirs[row])
-        begin += len(ours)
-
-
-def _refuse(
-    first: ActivationStore, other: ActivationStore, expected: str, *got: object
-) -> NoReturn:
-    raise ConfigError(
-        f"{first.name} and {other.name} are not row for row the same tokens: expected {expected}, "
-        f"got {got[0]} and {got[1]}; make both with one `sae extract`, by several --sites or --layers"
-    )
+        if ours != theirs:
+            yield what, ours, theirs
+    for column in first.meta.columns:
+        begin = 0
+        parts = (store.split("all").column(column, COMPARED_ROWS) for store in (first, other))
+        for ours, theirs in zip(*parts, strict=True):
+            for row in np.flatnonzero(ours != theirs):
+                yield f"{column} in row {begin + row:,}", ours[row], theirs[row]
+            begin += len(ours)
 
 
 def find_store(home: Home, name: str | None) -> ActivationStore:

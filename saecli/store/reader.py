@@ -34,18 +34,10 @@ from .values import CODES, Spread, stacked
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-WINDOW_BYTES, LARGEST_WINDOW_BYTES = 256 << 20, 1 << 30
 STATISTICS_ROWS, SPREAD_ROWS = 1024, 65_536  # per batch of a pass over rows of a store, or others
 # Subtracting held-out rows must leave at least this fraction of the scatter in every dimension, which keeps 9 of
 # float64's 15 digits.
 LEAST_LEFT = 1e-6
-# Random reads of this size reach about half a disk's speed, or more where others are near.
-UNIT_BYTES = 64 << 10
-
-
-def window_for(batch_size: int) -> int:
-    """Bytes of a window that is large enough for whole units with such batches, within bounds."""
-    return min(max(WINDOW_BYTES, 2 * batch_size * UNIT_BYTES), LARGEST_WINDOW_BYTES)
 
 
 class RowSource(ABC):
@@ -100,21 +92,13 @@ class Rows(RowSource):
     float32, or unless `decoded` of the storage dtype."""
 
     def __init__(
-        self,
-        store: "ActivationStore",
-        split: Split,
-        counts: np.ndarray,
-        decoded: bool = True,
+        self, store: "ActivationStore", split: Split, counts: np.ndarray, decoded: bool = True
     ) -> None:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
         self.rows = int(counts.sum())
         self._counts = counts
-        self._source = Source(
-            store,
-            counts,
-            self._kept,
-            np.dtype(np.float32) if decoded else store.storage,
-        )
+        dtype = np.dtype(np.float32) if decoded else store.storage
+        self._source = Source(store, counts, self._kept, dtype)
 
     @classmethod
     def chosen(cls, store: "ActivationStore", split: Split) -> Self:
@@ -160,40 +144,25 @@ class Rows(RowSource):
             row_bytes: bytes per row of the store whose order to take; by default of this store.
         """
         demand_at_least("batch_size", batch_size)
-        row_bytes = row_bytes or self.store.meta.row_bytes
-        return shuffled(
-            self._source,
-            self._deal(batch_size, seed, epoch, window_bytes or window_for(batch_size), row_bytes),
-            batch_size,
-            part,
-            row_bytes,
-            first,
-        )
+        deal = self._deal(batch_size, seed, epoch, row_bytes, window_bytes)
+        return shuffled(self._source, deal, part, first)
 
     def order(
         self, batch_size: int, *, seed: int, epoch: int, first: int = 0
     ) -> Iterator[np.ndarray]:
         """The numbers within the store, (B,), of the rows of each of the `batches`."""
-        row_bytes = self.store.meta.row_bytes
-        return numbers_shuffled(
-            self._deal(batch_size, seed, epoch, window_for(batch_size), row_bytes),
-            batch_size,
-            row_bytes,
-            first,
-        )
+        return numbers_shuffled(self._deal(batch_size, seed, epoch), first)
 
     def _deal(
-        self, batch_size: int, seed: int, epoch: int, window_bytes: int, row_bytes: int
+        self,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        row_bytes: int | None = None,
+        window_bytes: int | None = None,
     ) -> Deal:
-        return Deal(
-            self.store.rows,
-            self.rows,
-            self._keeps,
-            (seed, epoch),
-            window_bytes // row_bytes,
-            UNIT_BYTES // row_bytes,
-            batch_size,
-        )
+        rows, row_bytes = (self.store.rows, self.rows), row_bytes or self.store.meta.row_bytes
+        return Deal(*rows, self._keeps, (seed, epoch), batch_size, row_bytes, window_bytes)
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, read ahead by threads; `part` of the sequence of batches."""

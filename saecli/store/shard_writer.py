@@ -25,15 +25,12 @@ from .shard import frame_checksum
 from .values import (
     CODES,
     DTYPES,
-    INDEX,
-    OFFSET,
-    VALUE,
     WINDOWS,
     Column,
     Norms,
     Spread,
-    Statistics,
     Windows,
+    codes_datasets,
     row_norms,
     stacked,
 )
@@ -86,7 +83,7 @@ class Admission:
 
 
 class ShardWriter:
-    """Writes one shard under a hidden name; `commit` makes it appear whole, with `statistics` of its rows.
+    """Writes one shard under a hidden name; `commit` makes it appear whole.
 
     Memory: one chunk as stored, in float32 and in float64, and the columns.
     """
@@ -95,7 +92,6 @@ class ShardWriter:
         self.path = path
         self.rows = 0
         self._meta = meta
-        self.statistics: Statistics | None = None
         self._spread: Spread | None = None
         self._norms: list[np.ndarray] = []
         self._chunk = np.empty((meta.chunk_rows, meta.d_in), DTYPES[meta.dtype].storage)
@@ -132,23 +128,30 @@ class ShardWriter:
             if self._filled == len(self._chunk):
                 self._flush_chunk()
 
-    def commit(self) -> Frame:
-        """Finish the shard, flush it and rename it to its final path."""
+    def commit(self) -> tuple[Frame, Norms]:
+        """Finish the shard, flush it and rename it to its final path; its frame, and the norms of its rows."""
         if self._filled:
             if self.rows < len(self._chunk):  # the only chunk is its rows; else the last is padded
                 self._chunk = self._chunk[: self.rows]
             self._chunk[self._filled :] = 0
             self._flush_chunk()
         assert self._spread is not None
-        self.statistics = Statistics(self._spread, Norms.of(np.concatenate(self._norms)))
+        norms = Norms.of(np.concatenate(self._norms))
         image = _Image(self._meta, self.rows)
         assert image.start == self._start, "the offset of the activations depends on their number"
         for name, parts in self._columns.items():
-            image.put_column(name, stacked(parts))
+            column = stacked(parts)
+            if name == CODES:
+                image.put_group(CODES, codes_datasets(column))
+            else:
+                image.put(name, column)
         image.put(CHUNK_CHECKSUMS, np.array(self._checksums, CHECKSUM))
         if self._meta.windows:
             image.put_group(WINDOWS, Windows.joined(self._windows).datasets())
-        image.put_statistics(self.statistics)
+        spread = {"mean": self._spread.mean, "scatter": self._spread.scatter}
+        statistics = image.put_group(STATISTICS, spread)
+        for name, value in asdict(norms).items():
+            statistics.attrs.create(name, value)
         content, size = image.finish()
         _write(self._file, content[: self._start], 0)
         _write(self._file, content[self._end :], self._end)
@@ -158,7 +161,7 @@ class ShardWriter:
         with self._file_path.open("rb", buffering=0) as file:
             frame = Frame(self._start, frame_checksum(file, self._start, self._end))
         settle(self._file_path, self.path)
-        return frame
+        return frame, norms
 
     def abandon(self) -> None:
         """Remove the hidden file; does nothing after `commit`."""
@@ -223,23 +226,6 @@ class _Image:
 
     def put(self, name: str, values: np.ndarray) -> None:
         self._file.create_dataset(name, data=values, track_times=False)
-
-    def put_column(self, name: str, column: Column) -> None:
-        if isinstance(column, np.ndarray):
-            self.put(name, column)
-            return
-        codes = {
-            "offset": column.indptr.astype(OFFSET),
-            "index": column.indices.astype(INDEX),
-            "value": column.data.astype(VALUE),
-        }
-        self.put_group(CODES, codes)
-
-    def put_statistics(self, statistics: Statistics) -> None:
-        spread = {"mean": statistics.spread.mean, "scatter": statistics.spread.scatter}
-        group = self.put_group(STATISTICS, spread)
-        for name, value in asdict(statistics.norms).items():
-            group.attrs.create(name, value)
 
     def put_group(self, name: str, datasets: Mapping[str, np.ndarray]) -> h5py.Group:
         import h5py

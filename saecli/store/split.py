@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Literal, Self, get_args
@@ -32,6 +32,9 @@ Which = Literal["train", "test", "all"]
 TEST_FRACTION = 0.1
 LARGEST_TABLE = 1 << 20  # numbers that are permuted by a table
 ROUNDS = 6
+WINDOW_BYTES, LARGEST_WINDOW_BYTES = 256 << 20, 1 << 30
+# Random reads of this size reach about half a disk's speed, or more where others are near.
+UNIT_BYTES = 64 << 10
 READERS = 2
 BLOCK_BYTES = 4 << 20
 AHEAD_BYTES = 32 << 20
@@ -52,14 +55,10 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-@lru_cache
-def _key(seed: int, stream: int) -> np.ndarray:
-    return splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(stream))
-
-
 def _hashes(ids: np.ndarray, seed: int, stream: int) -> np.ndarray:
     """Each id's hash, in the 53 bits of a float64's mantissa."""
-    return splitmix64(splitmix64(ids.astype(np.uint64)) ^ _key(seed, stream)) >> np.uint64(11)
+    key = splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(stream))
+    return splitmix64(splitmix64(ids.astype(np.uint64)) ^ key) >> np.uint64(11)
 
 
 def _limit(fraction: float) -> int:
@@ -208,19 +207,18 @@ class Permutation:
     random functions of b/2 bits (Luby and Rackoff 1988), applied again to images outside the range.
     """
 
-    def __init__(
-        self, count: int, rng: np.random.Generator, largest_table: int = LARGEST_TABLE
-    ) -> None:
+    def __init__(self, count: int, rng: np.random.Generator) -> None:
         self.count = count
-        self._table = rng.permutation(count) if count <= largest_table else None
+        self._table = None
+        if count <= LARGEST_TABLE:
+            self._table = rng.permutation(count)
+            return
         bits = max(2, (count - 1).bit_length())
         self._low = bits // 2
         sizes = (1 << self._low, 1 << (bits - self._low))
-        self._functions = (
-            []
-            if count <= largest_table
-            else [rng.integers(sizes[1 - turn % 2], size=sizes[turn % 2]) for turn in range(ROUNDS)]
-        )
+        self._functions = [
+            rng.integers(sizes[1 - turn % 2], size=sizes[turn % 2]) for turn in range(ROUNDS)
+        ]
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
         if self._table is not None:
@@ -238,6 +236,11 @@ class Permutation:
         return (high << self._low) | low
 
 
+def window_for(batch_size: int) -> int:
+    """Bytes of a window that is large enough for whole units with such batches, within bounds."""
+    return min(max(WINDOW_BYTES, 2 * batch_size * UNIT_BYTES), LARGEST_WINDOW_BYTES)
+
+
 class Deal:
     """Deals the wanted rows of a store to the windows of an epoch, and orders each window.
 
@@ -250,9 +253,9 @@ class Deal:
     Args:
         stored, wanted: numbers of rows.
         keeps: (R,) ascending row numbers -> (R,) bool, whether each is wanted; None for all.
-        window_rows: approximate number of wanted rows in a window, which holds whole units.
-        unit_rows: most stored rows in a unit.
         batch_size: a turn has at least twice this number of rows.
+        row_bytes: of a row as stored, to which the sizes of units, windows and runs are fitted.
+        window_bytes: approximate size of the wanted rows in a window, which holds whole units.
     """
 
     def __init__(
@@ -261,15 +264,19 @@ class Deal:
         wanted: int,
         keeps: Callable[[np.ndarray], np.ndarray | None],
         seed: tuple[int, ...],
-        window_rows: int,
-        unit_rows: int,
         batch_size: int,
+        row_bytes: int,
+        window_bytes: int | None,
     ) -> None:
         self._stored, self._keeps, self._seed = stored, keeps, seed
+        self.batch_size = batch_size
+        # Rows that leave in ascending order, so that whoever gathers them reads forward.
+        self.run = max(1, RUN_BYTES // row_bytes)
+        window_rows = (window_bytes or window_for(batch_size)) // row_bytes
         self.windows = -(-wanted // max(window_rows, batch_size))
-        self._unit = (
-            max(1, min(unit_rows, window_rows // (2 * batch_size))) if self.windows > 1 else 1
-        )
+        self._unit = 1
+        if self.windows > 1:
+            self._unit = max(1, min(UNIT_BYTES // row_bytes, window_rows // (2 * batch_size)))
         self._permutation = Permutation(-(-stored // self._unit), np.random.default_rng(seed))
         self._units = -(-self._permutation.count // self.windows)
 
@@ -323,7 +330,6 @@ class Source:
     dtype: np.dtype
 
     def decode(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows as stored, (R, D), into `out`, of their own dtype or float32, both contiguous."""
         if rows.dtype == out.dtype:
             np.copyto(out, rows)
         else:
@@ -357,22 +363,19 @@ def in_order(source: Source, batch_size: int, part: Part) -> Iterator[np.ndarray
     return _read_ahead(blocks, sizes.ahead, batch_size)
 
 
-def shuffled(
-    source: Source, deal: Deal, batch_size: int, part: Part, row_bytes: int, first: int = 0
-) -> Iterator[np.ndarray]:
+def shuffled(source: Source, deal: Deal, part: Part, first: int) -> Iterator[np.ndarray]:
     """The wanted rows once each, shuffled, (B, D) of the source's dtype.
 
     Without the `first` batches, which are not read. A window's rows are read forward through the store into memory, and
-    decoded while the next window is read. The order is fitted to `row_bytes`.
+    decoded while the next window is read.
     """
-    begin, end = part.of(batch_size)
+    begin, end = part.of(deal.batch_size)
     sizes = _Blocks(source, end - begin)
 
     def blocks(pool: ThreadPoolExecutor) -> Iterator[_Block]:
         memory = [np.empty((0, source.store.d_in), source.store.storage)] * 2
         window = memory[0]
-        orders = _orders(deal, batch_size, row_bytes, pool, first)
-        own = (_of_part(order, batch_size, part) for order in orders)
+        own = (_of_part(order, deal.batch_size, part) for order in _orders(deal, pool, first))
         for turn, order in enumerate(chain(own, [np.empty(0, np.int64)])):
             if len(order) > len(memory[turn % 2]):
                 memory[turn % 2] = np.empty((len(order), source.store.d_in), source.store.storage)
@@ -383,23 +386,18 @@ def shuffled(
     return _read_ahead(blocks, sizes.ahead, end - begin)
 
 
-def numbers_shuffled(
-    deal: Deal, batch_size: int, row_bytes: int, first: int = 0
-) -> Iterator[np.ndarray]:
+def numbers_shuffled(deal: Deal, first: int) -> Iterator[np.ndarray]:
     """The numbers within the store, (B,), of the rows of each batch that `shuffled` yields."""
     with ThreadPoolExecutor(1) as pool:
-        for order in _orders(deal, batch_size, row_bytes, pool, first):
-            for begin in range(0, len(order), batch_size):
-                yield order[begin : begin + batch_size]
+        for order in _orders(deal, pool, first):
+            for begin in range(0, len(order), deal.batch_size):
+                yield order[begin : begin + deal.batch_size]
 
 
-def _orders(
-    deal: Deal, batch_size: int, row_bytes: int, pool: ThreadPoolExecutor, first: int
-) -> Iterator[np.ndarray]:
+def _orders(deal: Deal, pool: ThreadPoolExecutor, first: int) -> Iterator[np.ndarray]:
     """The order in which rows leave with each window, (R,) numbers, from batch `first` on; the next window is dealt
-    meanwhile. Rows that do not fill a batch leave with the next window. Runs of 1 MiB within a batch are ascending, so
-    that whoever gathers them reads forward."""
-    run = max(1, RUN_BYTES // row_bytes)
+    meanwhile. Rows that do not fill a batch leave with the next window. Runs within a batch are ascending."""
+    batch_size = deal.batch_size
     rest, passed = np.empty(0, np.int64), first * batch_size
     dealt = pool.submit(deal.window, 0)
     for number in range(deal.windows):
@@ -411,8 +409,8 @@ def _orders(
         rows, rest = rows[min(passed, whole) : whole], rows[whole:]
         passed -= whole - len(rows)
         for batch in range(0, len(rows), batch_size):
-            for begin in range(batch, batch + batch_size, run):
-                rows[begin : min(begin + run, batch + batch_size)].sort()
+            for begin in range(batch, batch + batch_size, deal.run):
+                rows[begin : min(begin + deal.run, batch + batch_size)].sort()
         yield rows
 
 

@@ -77,12 +77,20 @@ DTYPES = {
 }
 
 CODES = "codes"  # the group of a shard that holds true codes, of the non-zeros in CSR form
-OFFSET, INDEX, VALUE = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 
 WINDOWS = "windows"  # the group of a shard
 KINDS = {"offset": "<i8", "first": "<i8", "token_id": "<i4", "stored": "u1"}
 
 Column: TypeAlias = "np.ndarray | csr_array"  # (R,) integers, or true codes of R rows, (R, G)
+
+
+def codes_datasets(codes: "csr_array") -> dict[str, np.ndarray]:
+    """As a shard stores them."""
+    return {
+        "offset": codes.indptr.astype("<i8"),
+        "index": codes.indices.astype("<i4"),
+        "value": codes.data.astype("<f4"),
+    }
 
 
 def stacked(parts: Sequence[Column]) -> Any:

@@ -211,7 +211,9 @@ class StoreWriter:
             )
             self._last = Resume(cursor, stop)
             if self._shard.rows == self.meta.shard_rows:
-                self._record()
+                entry = self._commit()
+                append_to_journal(self.path, entry)
+                self.meta = self.meta.extended([entry])
             begin = stop
 
     def finish(self) -> StoreMeta:
@@ -224,7 +226,18 @@ class StoreWriter:
         if not self.rows and not self._is_part:
             raise no_rows(self.path, self._ended)
         with self._reporting():
-            self._complete()
+            # The last shard is written to `store.json` with the store's completion: resuming after a short shard would
+            # count its dropped rows twice.
+            meta = self.meta.extended([self._commit()] if self._shard else [])
+            meta = replace(
+                meta,
+                complete=True,
+                dropped=dict(Counter(meta.dropped) + self._ended),
+                control_tokens={name: rows for name, rows in meta.control_tokens.items() if rows},
+            )
+            self._ended = Counter()
+            write_meta(self.path, meta)
+            self.meta = meta
         return self.meta
 
     def _commit(self) -> JournalEntry:
@@ -235,15 +248,8 @@ class StoreWriter:
             sources[name] += self._shard.count("source", number)
         for token_id in control:
             control[token_id] += self._shard.count("token_id", int(token_id))
-        frame = self._shard.commit()
-        assert self._shard.statistics is not None
-        norms = self._shard.statistics.norms
-        record = ShardRecord(
-            file=self._shard.path.name,
-            rows=self._shard.rows,
-            resume=self._last,
-            frame=frame,
-        )
+        frame, norms = self._shard.commit()
+        record = ShardRecord(self._shard.path.name, self._shard.rows, self._last, frame)
         dropped = Counter(self.meta.dropped) + self._ended
         self._shard, self._ended = None, Counter()
         return JournalEntry(
@@ -254,26 +260,6 @@ class StoreWriter:
             sources=sources,
             control_tokens=control,
         )
-
-    def _record(self) -> None:
-        """Commit a full shard and append it to the journal."""
-        entry = self._commit()
-        append_to_journal(self.path, entry)
-        self.meta = self.meta.extended([entry])
-
-    def _complete(self) -> None:
-        """Commit the last shard, if any, and write it to `store.json` together with the store's completion: resuming
-        after a short shard would count its dropped rows twice."""
-        meta = self.meta.extended([self._commit()] if self._shard else [])
-        meta = replace(
-            meta,
-            complete=True,
-            dropped=dict(Counter(meta.dropped) + self._ended),
-            control_tokens={name: rows for name, rows in meta.control_tokens.items() if rows},
-        )
-        self._ended = Counter()
-        write_meta(self.path, meta)
-        self.meta = meta
 
     def _differs(self, got: str) -> StoreError:
         assert self._resume is not None

@@ -142,9 +142,9 @@ def test_windows_grow_with_the_batch_so_that_rows_are_read_in_runs(
     rows, monkeypatch, batch_size, largest, unit, windows
 ):
     """Rows of 12 bytes, units of at most 8; a window of 12,000 bytes has room for units of 2 at a batch of 250."""
-    monkeypatch.setattr("saecli.store.reader.UNIT_BYTES", 96)
-    monkeypatch.setattr("saecli.store.reader.WINDOW_BYTES", 12_000)
-    monkeypatch.setattr("saecli.store.reader.LARGEST_WINDOW_BYTES", largest)
+    monkeypatch.setattr("saecli.store.split.UNIT_BYTES", 96)
+    monkeypatch.setattr("saecli.store.split.WINDOW_BYTES", 12_000)
+    monkeypatch.setattr("saecli.store.split.LARGEST_WINDOW_BYTES", largest)
     numbers = np.concatenate([*rows.order(batch_size, seed=0, epoch=0)])
     np.testing.assert_array_equal(np.sort(numbers), np.arange(5000))
     units = math.ceil(5000 / unit / windows)  # of the first window
@@ -153,18 +153,23 @@ def test_windows_grow_with_the_batch_so_that_rows_are_read_in_runs(
     np.testing.assert_array_equal(order, numbers)
 
 
+def permuted_without_a_table(count: int, seed: int) -> np.ndarray:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("saecli.store.split.LARGEST_TABLE", 0)
+        return Permutation(count, np.random.default_rng(seed))(np.arange(count))
+
+
 @given(st.integers(1, 3000), st.integers(0, 2**32))
 def test_permutation_beyond_a_table_is_one(count, seed):
-    permutation = Permutation(count, np.random.default_rng(seed), largest_table=0)
-    np.testing.assert_array_equal(np.sort(permutation(np.arange(count))), np.arange(count))
+    images = permuted_without_a_table(count, seed)
+    np.testing.assert_array_equal(np.sort(images), np.arange(count))
 
 
 def test_permutation_beyond_a_table_scatters_neighbours():
     count = 40_000
-    images = Permutation(count, np.random.default_rng(0), largest_table=0)(np.arange(count))
-    for part in np.split(
-        images, 8
-    ):  # each eighth is spread evenly over the whole: chi-squared, 49 degrees of freedom
+    images = permuted_without_a_table(count, 0)
+    # Each eighth is spread evenly over the whole: chi-squared, 49 degrees of freedom.
+    for part in np.split(images, 8):
         counts = np.bincount(part * 50 // count, minlength=50)
         assert ((counts - 100) ** 2 / 100).sum() < 95
     assert (np.abs(np.diff(images)) <= 10).mean() == pytest.approx(20 / count, abs=5e-4)

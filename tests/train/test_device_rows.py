@@ -61,8 +61,8 @@ def test_rows_carried_are_the_numbers_that_are_stored(rows: Rows):
 def test_kept_rows_come_in_the_order_of_the_store(
     rows: Rows, window: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("saecli.store.reader.WINDOW_BYTES", window)
-    monkeypatch.setattr("saecli.store.reader.LARGEST_WINDOW_BYTES", window)
+    monkeypatch.setattr("saecli.store.split.WINDOW_BYTES", window)
+    monkeypatch.setattr("saecli.store.split.LARGEST_WINDOW_BYTES", window)
     kept = DeviceRows(rows, CPU)
     for got, expected in zip(all_kept(kept), all_ways(rows), strict=True):
         assert np.array_equal(got, expected)
