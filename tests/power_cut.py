@@ -8,6 +8,8 @@ the moment, as a system may write them early.
 import os
 import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
@@ -47,22 +49,21 @@ class Disk:
 
     def _hook(self, event: str, _: tuple) -> None:
         if event in WATCHED and not self._busy:
-            self._quietly(self.cut)
+            with self._quiet():
+                self.cut()
 
     def _noted_fsync(self, descriptor: int) -> None:
         self._fsync(descriptor)
-        self._quietly(
-            lambda: (
-                self._scan(),
-                self._flushed(os.fstat(descriptor).st_ino, descriptor),
-                self.cut(),
-            )
-        )
+        with self._quiet():
+            self._scan()
+            self._flushed(os.fstat(descriptor).st_ino, descriptor)
+            self.cut()
 
-    def _quietly(self, action) -> None:
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
         self._busy = True
         try:
-            action()
+            yield
         finally:
             self._busy = False
 
@@ -71,9 +72,10 @@ class Disk:
             number = path.stat().st_ino
             if number not in self._held:
                 self._held[number] = os.open(path, os.O_RDONLY)
-                (self._entries if path.is_dir() else self._contents)[number] = (
-                    {} if path.is_dir() else b""
-                )
+                if path.is_dir():
+                    self._entries[number] = {}
+                else:
+                    self._contents[number] = b""
 
     def _flushed(self, number: int, descriptor: int) -> None:
         if number in self._entries:

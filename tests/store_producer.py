@@ -96,12 +96,9 @@ def write_ranks(path: Path, stop: int | None = None) -> None:
                 number = writer.cursor["block"] if writer.cursor else 0
                 while not writer.full and (stop is None or number < stop):
                     documents = rank + ranks * (5 * number + np.arange(5))
-                    writer.append(
-                        documents[:, None] * np.array([1, 0, 0], np.float32),
-                        {"document": documents},
-                        {"block": number},
-                        {"special": np.zeros(2, int)},
-                    )
+                    rows = documents[:, None] * np.array([1, 0, 0], np.float32)
+                    dropped = {"special": np.zeros(2, int)}
+                    writer.append(rows, {"document": documents}, {"block": number}, dropped)
                     number += 1
                 if stop is None:
                     writer.finish()
@@ -142,9 +139,8 @@ def _child(order: dict) -> None:
             root = str(Path(order["path"]).parents[1])
 
         def hook(event: str, arguments: tuple) -> None:
-            inside = event in ("open", "os.rename", "os.remove", "os.mkdir") and str(
-                arguments[0]
-            ).startswith(root)
+            on_files = event in ("open", "os.rename", "os.remove", "os.mkdir")
+            inside = on_files and str(arguments[0]).startswith(root)
             if (inside or event in watched) and next(events) == order["kill_at"]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -168,10 +164,8 @@ def _child(order: dict) -> None:
 
 def _command(words: list[str]) -> None:
     sys.argv = words
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()) as said,
-    ):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         try:
             cli.main()
         except SystemExit as end:

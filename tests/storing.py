@@ -18,9 +18,8 @@ from saecli.store.writer import StoreWriter
 @contextmanager
 def memory_folder() -> Iterator[Path]:
     """A temporary folder, in memory where the system has such a place: flushing to disk is slow."""
-    with tempfile.TemporaryDirectory(
-        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
-    ) as folder:
+    parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
         yield Path(folder)
 
 
@@ -63,14 +62,12 @@ def make_store(
 ) -> ActivationStore:
     """Write rows to a store, block by block, and open it."""
     columns = columns or ({} if documents is None else {"document": documents})
-    with StoreWriter.open(
-        path, make_meta(rows.shape[1], dtype, columns=tuple(columns), **meta)
-    ) as writer:
+    wanted = make_meta(rows.shape[1], dtype, columns=tuple(columns), **meta)
+    with StoreWriter.open(path, wanted) as writer:
         for start in range(0, len(rows), block):
             part = slice(start, start + block)
-            writer.append(
-                rows[part], {name: column[part] for name, column in columns.items()}, {"row": start}
-            )
+            own = {name: column[part] for name, column in columns.items()}
+            writer.append(rows[part], own, {"row": start})
         writer.finish()
     return ActivationStore.open(path)
 
@@ -84,12 +81,9 @@ def stored_contents(path: Path) -> dict[str, Any]:
     """All that a store says and holds, but for when it was begun."""
     store = ActivationStore.open(path)
     assert store.verify() == []
-    rows = (
-        collect(store.split("all").sequential(64))
-        if store.rows
-        else np.empty((0, store.d_in), np.float32)
-    )
-    windows = windows_of(store) if store.rows else []
+    rows, windows = np.empty((0, store.d_in), np.float32), []
+    if store.rows:
+        rows, windows = collect(store.split("all").sequential(64)), windows_of(store)
     return {"meta": store.meta.to_json() | {"created": ""}, "rows": rows, "windows": windows}
 
 
@@ -112,26 +106,22 @@ def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = (
     """
     stores = [ActivationStore.open(folder) for folder in (path, expected)]
     assert [store.verify() for store in stores] == [[], []]
-    found, wanted = (
-        {
-            name: value
-            for name, value in store.meta.to_json().items()
-            if name not in ("created", *but_for)
-        }
-        for store in stores
-    )
+    got, wanted = (store.meta.to_json() for store in stores)
+    for document in (got, wanted):
+        for name in ("created", *but_for):
+            document.pop(name, None)
     for name in OF_NORMS:
         expected_norms = wanted.pop(name)
         if expected_norms is not None:
             expected_norms = pytest.approx(expected_norms, rel=0.02)
-        assert found.pop(name) == expected_norms
-    for shard in (*found["shards"], *wanted["shards"]):
+        assert got.pop(name) == expected_norms
+    for shard in (*got["shards"], *wanted["shards"]):
         del shard["frame"]
         cursor = shard["resume"]["cursor"]
         shard["resume"]["cursor"] = {
             name: value for name, value in cursor.items() if not name.startswith("_")
         }
-    assert found == wanted
+    assert got == wanted
     rows, others = (store.split("all") for store in stores)
     for name in stores[0].meta.columns:
         np.testing.assert_array_equal(
@@ -153,17 +143,14 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
         case 0:
             return content[:second]
         case 1:
-            result[first : first + 9], result[second : second + 9] = (
-                content[second:][:9],
-                content[first:][:9],
-            )
+            result[first : first + 9] = content[second:][:9]
+            result[second : second + 9] = content[first:][:9]
         case 2:
             del result[first : first + chance.randrange(9)]
         case 3:
             at = chance.randrange(min(300, len(content)))
-            result[at : at + 2] = chance.choice(
-                [b"-1", b"99", b"((", b"\xff\xff", b"\0\0", b"9" * 25, b"''"]
-            )
+            others = [b"-1", b"99", b"((", b"\xff\xff", b"\0\0", b"9" * 25, b"''"]
+            result[at : at + 2] = chance.choice(others)
         case 4:
             for at in chance.choices(range(len(content)), k=3):
                 result[at] ^= 1 << chance.randrange(8)

@@ -108,8 +108,19 @@ class Rows(RowSource):
         if split.which != "all":
             for chunk in range(len(counts)):
                 counts[chunk] = np.count_nonzero(split.keeps(store.chunk_ids(chunk)))
+        if not store.rows:
+            raise StoreError(
+                f"{store.path} holds no whole shard yet; run the command that makes it again"
+            )
         if not counts.sum():
-            raise split.empty(store.path, store.meta)
+            unit, remedy = "rows", "import more rows"
+            if "document" in store.meta.columns:
+                unit = "documents"
+                remedy = "make a store of more documents (blank lines separate them in a .txt file)"
+            raise StoreError(
+                f"the {split.which} split of {store.path} is empty: of its {store.rows} rows, chosen by a hash "
+                f"of their {unit}, none belongs to it; {remedy}, or use another --split-seed"
+            )
         return cls(store, split, counts)
 
     @property

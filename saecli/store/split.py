@@ -18,13 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, pairwise
-from pathlib import Path
 from typing import Literal, Self, get_args
 
 import numpy as np
 
-from ..base.errors import ConfigError, StoreError, unknown_choice
-from .schema import StoreMeta
+from ..base.errors import ConfigError, unknown_choice
 from .shard import Chunks
 from .values import DTYPES
 
@@ -175,20 +173,6 @@ class Split:
     def _held_out(self, ids: np.ndarray) -> np.ndarray:
         chosen = is_test(ids, seed=self.seed, test_fraction=self.test_fraction)
         return _or_among(chosen, ids, self.also_test)
-
-    def empty(self, path: Path, meta: StoreMeta) -> StoreError:
-        if not meta.rows:
-            return StoreError(
-                f"{path} holds no whole shard yet; run the command that makes it again"
-            )
-        unit, remedy = "rows", "import more rows"
-        if "document" in meta.columns:
-            unit = "documents"
-            remedy = "make a store of more documents (blank lines separate them in a .txt file)"
-        return StoreError(
-            f"the {self.which} split of {path} is empty: of its {meta.rows} rows, chosen by a hash of "
-            f"their {unit}, none belongs to it; {remedy}, or use another --split-seed"
-        )
 
 
 def _or_among(chosen: np.ndarray, ids: np.ndarray, others: tuple[int, ...]) -> np.ndarray:

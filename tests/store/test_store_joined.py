@@ -81,22 +81,9 @@ def test_names_and_hash_say_what_is_read_and_in_which_order(stores):
     both = Joined((a, b), c)
     assert both.name == "s5 + s2 -> s40"
     assert both.names() == {"data": "s5", "data_hash": both.hash, "beside": ["s2"], "target": "s40"}
-    assert (
-        len(
-            {
-                Joined(inputs, target).hash
-                for inputs, target in (
-                    ((a, b), c),
-                    ((b, a), c),
-                    ((a, c), b),
-                    ((a, b, c), None),
-                    ((a,), c),
-                    ((a,), None),
-                )
-            }
-        )
-        >= 4
-    )
+    orders = [((b, a), c), ((a, c), b), ((a, b, c), None), ((a,), c), ((a,), None)]
+    hashes = {both.hash, *(Joined(inputs, target).hash for inputs, target in orders)}
+    assert len(hashes) >= 4
 
 
 @pytest.mark.slow
@@ -116,14 +103,8 @@ def test_stores_of_other_tokens_are_refused_in_a_sentence(
     documents = DOCUMENTS[:count].copy() if change.get("documents", DOCUMENTS) is not None else None
     if change.get("moved"):
         documents[1200:1206] = 9999
-    other = make_store(
-        tmp_path / "other",
-        rows_of(3, 0)[:count],
-        change.get("dtype", "float32"),
-        documents=documents,
-    )
-    with pytest.raises(
-        ConfigError, match=f"s5 and other are not row for row the same tokens: expected {words}"
-    ):
+    dtype = change.get("dtype", "float32")
+    other = make_store(tmp_path / "other", rows_of(3, 0)[:count], dtype, documents=documents)
+    with pytest.raises(ConfigError, match=f"s5 and other are not .*: expected {words}"):
         Joined((stores[0],), other).demand_alike()
     Joined((stores[0], stores[1]), stores[2]).demand_alike()

@@ -40,34 +40,9 @@ def assert_same(path: Path, whole: dict) -> None:
     np.testing.assert_array_equal(contents["rows"], whole["rows"])
 
 
-DIGITS = ["import", "digits", "--shard-rows", "300", "--name", "s"]
-WORLD = [
-    "import",
-    "synthetic",
-    "--features",
-    "60",
-    "--d-in",
-    "8",
-    "--rows",
-    "3000",
-    "--shard-rows",
-    "500",
-    "--name",
-    "s",
-]
-TEXT = [
-    "extract",
-    "--model",
-    "tiny-gemma2",
-    "--rows",
-    "2000",
-    "--shard-rows",
-    "150",
-    "--batch-size",
-    "4",
-    "--name",
-    "s",
-]
+DIGITS = "import digits --shard-rows 300 --name s"
+WORLD = "import synthetic --features 60 --d-in 8 --rows 3000 --shard-rows 500 --name s"
+TEXT = "extract --model tiny-gemma2 --rows 2000 --shard-rows 150 --batch-size 4 --name s"
 IMPORTS = [
     "transformers.models.gemma2.modeling_gemma2",
     "transformers.models.gemma.tokenization_gemma",
@@ -81,9 +56,9 @@ IMPORTS = [
     [
         ({}, 150, 8),
         ({"ranks": True}, 340, 12),
-        ({"words": DIGITS, "imports": ["sklearn.datasets"]}, 90, 18),
-        ({"words": WORLD, "imports": []}, 90, 18),
-        pytest.param({"words": TEXT, "imports": IMPORTS}, 300, 12, marks=pytest.mark.long),
+        ({"words": DIGITS.split(), "imports": ["sklearn.datasets"]}, 90, 18),
+        ({"words": WORLD.split(), "imports": []}, 90, 18),
+        pytest.param({"words": TEXT.split(), "imports": IMPORTS}, 300, 12, marks=pytest.mark.long),
         pytest.param({}, 200, 1, marks=pytest.mark.long),
     ],
     ids=["rows", "ranks", "import", "world", "extract", "every"],
@@ -124,9 +99,8 @@ def test_a_power_cut_leaves_a_prefix_that_is_completed(produce, uninterrupted, s
                 restore(state, cut)
                 where = cut / "activations" / "s"
                 complete = assert_prefix(where, uninterrupted)
-                if (
-                    number < -1 and not complete
-                ):  # the last two: what was said to be finished outlasts anything
+                # The last two: what was said to be finished outlasts anything.
+                if number < -1 and not complete:
                     assert produce(where)[0] == 0
                 assert_same(where, uninterrupted)
 

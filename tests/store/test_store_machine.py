@@ -19,7 +19,7 @@ from saecli.store.split import Part, is_test
 from saecli.store.values import DTYPES
 from saecli.store.writer import StoreWriter
 
-BLOCKS, D_IN, MULTIPLE = 12, 3, 2.0
+BLOCKS, D_IN = 12, 3
 TORCH_TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -34,11 +34,8 @@ def block(number: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     rows[rng.random(count) < 0.1, 1] = rng.choice([np.nan, np.inf, 1e39])
     with np.errstate(over="ignore"):
         rows = rows.astype(np.float32)
-    return (
-        rows,
-        20 * number + np.arange(count) // 3,
-        {"special": rng.integers(0, count + 1, rng.integers(0, 3))},
-    )
+    dropped = {"special": rng.integers(0, count + 1, rng.integers(0, 3))}
+    return rows, 20 * number + np.arange(count) // 3, dropped
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -153,9 +150,8 @@ class StoreMachine(RuleBasedStateMachine):
         mean, scatter = rows.mean(0), ((rows - rows.mean(0)) ** 2).sum(0)
         large = np.abs(rows).max()
         np.testing.assert_allclose(statistics.spread.mean, mean, rtol=1e-12, atol=1e-12 * large)
-        np.testing.assert_allclose(
-            statistics.spread.scatter, scatter, rtol=1e-9, atol=1e-12 * large**2
-        )
+        spread = statistics.spread.scatter
+        np.testing.assert_allclose(spread, scatter, rtol=1e-9, atol=1e-12 * large**2)
         norms, summary = np.linalg.norm(rows, axis=1), statistics.norms
         assert summary.rows == store.meta.norms.rows == store.rows
         assert summary.max == pytest.approx(norms.max())
@@ -187,24 +183,23 @@ class StoreMachine(RuleBasedStateMachine):
                 except StoreError:
                     assert len(np.unique(ids)) == 1  # the only document is not held out
                     continue
+                expected = collect(rows.sequential(size))
                 if held_out.any() and not held_out.all():
-                    np.testing.assert_array_equal(
-                        collect(rows.sequential(size)), self.kept[: store.rows][chosen]
-                    )
+                    np.testing.assert_array_equal(expected, self.kept[: store.rows][chosen])
                 asked = {"seed": seed, "epoch": 1, "window_bytes": window}
                 whole = [*rows.batches(size, **asked)]
                 assert [len(batch) for batch in whole[:-1]] == [size] * (len(whole) - 1)
-                rows_read, expected = np.concatenate(whole), collect(rows.sequential(size))
+                rows_read = np.concatenate(whole)
                 np.testing.assert_array_equal(
                     rows_read[np.lexsort(rows_read.T)], expected[np.lexsort(expected.T)]
                 )
                 if size >= parts:
-                    some = [
+                    of_parts = [
                         [*rows.batches(size, **asked, part=Part(number, parts))]
                         for number in range(parts)
                     ]
                     for number, batch in enumerate(whole):
-                        own = [part[number] for part in some if number < len(part)]
+                        own = [batches[number] for batches in of_parts if number < len(batches)]
                         np.testing.assert_array_equal(np.concatenate(own), batch)
 
     def teardown(self):

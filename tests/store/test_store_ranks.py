@@ -32,9 +32,8 @@ def test_a_store_of_several_ranks_says_and_holds_what_they_stored(tmp_path: Path
     ]
     assert contents["rows"][:, 0].tolist() == expected
     assert whole["complete"] and whole["ranks"] == 4
-    assert [shard["rows"] for shard in whole["shards"]] == [7] * 6 + [3] + [7] * 3 + [2] + [
-        7
-    ] * 4 + [3]
+    shards = [*[7] * 6, 3, *[7] * 3, 2, *[7] * 4, 3]
+    assert [shard["rows"] for shard in whole["shards"]] == shards
     assert whole["dropped"] == {"special": 2 * (9 + 5 + 7)}
     assert whole["norms"]["rows"] == sum(ROWS)
     assert whole["norms"]["max"] == max(expected)
@@ -81,23 +80,16 @@ def test_a_rank_that_stores_something_else_is_refused(tmp_path: Path):
 def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
     counts = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any))
     columns = data.draw(st.sampled_from([(), ("document",)]))
-    meta = make_meta(
-        2,
-        shard_rows=data.draw(st.integers(1, 20)),
-        chunk_rows=data.draw(st.integers(1, 25)),
-        columns=columns,
-    )
+    shard_rows, chunk_rows = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 25))
+    meta = make_meta(2, shard_rows=shard_rows, chunk_rows=chunk_rows, columns=columns)
     with memory_folder() as folder, pytest.MonkeyPatch.context() as patch:
         with ranked_store(folder / "s", replace(meta, ranks=len(counts))):
             for rank, count in enumerate(counts):
                 numbers = sum(counts[:rank]) + np.arange(count)
                 part = rank_folder(folder / "s", rank)
                 with StoreWriter.open(part, meta, is_part=True) as writer:
-                    writer.append(
-                        numbers[:, None] * np.ones(2, np.float32),
-                        dict.fromkeys(columns, numbers),
-                        {"row": 0},
-                    )
+                    rows = numbers[:, None] * np.ones(2, np.float32)
+                    writer.append(rows, dict.fromkeys(columns, numbers), {"row": 0})
                     writer.finish()
         store = ActivationStore.open(folder / "s")
         patch.setattr("saecli.store.split.RUN_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
@@ -110,12 +102,7 @@ def test_shards_of_uneven_sizes_are_read_as_the_rows_that_they_hold(data):
         assert sorted(collect(rows.batches(size, **asked))[:, 0].tolist()) == list(range(total))
         if total > 1:
             train, test = store.split("train"), store.split("test")
-            assert sorted(
-                [
-                    *collect(train.batches(size, **asked))[:, 0],
-                    *collect(test.sequential(size))[:, 0],
-                ]
-            ) == list(range(total))
-            np.testing.assert_allclose(
-                train.spread().mean, collect(train.sequential(64)).astype(np.float64).mean(0)
-            )
+            read = [*train.batches(size, **asked), *test.sequential(size)]
+            assert sorted(np.concatenate(read)[:, 0].tolist()) == list(range(total))
+            expected = collect(train.sequential(64)).astype(np.float64).mean(0)
+            np.testing.assert_allclose(train.spread().mean, expected)
