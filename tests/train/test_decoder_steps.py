@@ -26,6 +26,7 @@ from saecli.train.start import initial_sae
 from saecli.train.upkeep import LAST_ROWS, PASS_ROWS, passes_after, silence, steps_between
 
 ROWS = RowsInMemory(torch.zeros(40 * F, 2), batch_size=64)  # ten batches
+EYE = torch.eye(2, dtype=torch.float64)
 
 
 @pytest.fixture
@@ -39,11 +40,7 @@ def data() -> RowsInMemory:
         # After which step: rows per latent, c(hooses), and r(elease) or l(ast).
         (PamSgd(decoder_every=10), {}, "10:32c 20:32c 30:32cr 40:32 50:40cl"),
         (PamSgd(decoder_every=10), {"smoothing": 0.3}, "10:32c 20:32c 30:32cr 40:32 50:40l"),
-        (
-            PamSgd(decoder_every=10),
-            {"B": torch.eye(2, dtype=torch.float64)},
-            "10:32cr 20:32c 30:32c 40:32 50:40cl",
-        ),
+        (PamSgd(decoder_every=10), {"B": EYE}, "10:32cr 20:32c 30:32c 40:32 50:40cl"),
         (PamSgd(decoder_every=10, alpha=1.0), {}, "10:32 20:32 30:32r 40:32 50:40l"),
         (PamSgd(decoder_every=10, release=0.4), {}, "10:32c 20:32cr 30:32c 40:32 50:40cl"),
         (PamSgd(decoder_every=10, release=1.0), {}, "10:32c 20:32c 30:32c 40:32 50:40cl"),
@@ -58,13 +55,8 @@ def data() -> RowsInMemory:
 )
 def test_the_schedule_of_decoder_steps(config, more, expected, monkeypatch):
     monkeypatch.setattr("saecli.train.upkeep.RELEASE_STEPS", more.get("few", 1))
-    task = task_of(
-        ROWS.rows,
-        more.get("steps", 50),
-        batches=10,
-        sample=ROWS.x,
-        smoothing=more.get("smoothing", 0.0),
-    )
+    steps, smoothing = more.get("steps", 50), more.get("smoothing", 0.0)
+    task = task_of(ROWS.rows, steps, batches=10, sample=ROWS.x, smoothing=smoothing)
     initial = initial_sae(Relu(), F, Batch.of(normal(64, 2)), seed=1)
     schedule = config.build(initial, replace(task, B=more.get("B"))).schedule
     assert [due.number for due in schedule.values()] == list(range(len(schedule)))
@@ -107,11 +99,12 @@ def test_training_makes_every_scheduled_step_and_ends_on_the_last(config, steps,
     data = sparse_mixture(150)
     solver = started(config, data, Relu(), steps=steps)
     made, begin = [], solver.decoder_step
-    monkeypatch.setattr(
-        solver,
-        "decoder_step",
-        lambda due, reread: (made.append((solver.steps, due)), begin(due, reread))[1],
-    )
+
+    def noted(due, reread):
+        made.append((solver.steps, due))
+        return begin(due, reread)
+
+    monkeypatch.setattr(solver, "decoder_step", noted)
     trained(solver, data, math.ceil(steps / 5))
     assert solver.steps == steps
     assert made == [*solver.schedule.items()] and made[-1][0] == steps
@@ -138,47 +131,39 @@ def test_auto_holds_the_decoder_of_matching_pursuit(data):
 
 
 def test_a_release_changes_nothing_of_what_the_dictionary_computes(data):
-    first, second = (
-        started(PamSgd(release=release, decoder_every=10), data, Relu(), 6)
-        for release in (0.0, 1.0)
-    )
-    for solver in (first, second):
+    reconstructed = []
+    for release in (0.0, 1.0):
+        solver = started(PamSgd(release=release, decoder_every=10), data, Relu(), 6)
         one_epoch(solver, data)
-    assert first.dictionary.untied and not second.dictionary.untied
-    torch.testing.assert_close(first.sae()(data.x), second.sae()(data.x), rtol=1e-12, atol=1e-12)
+        assert solver.dictionary.untied == (release == 0)
+        reconstructed.append(solver.sae()(data.x))
+    torch.testing.assert_close(*reconstructed, rtol=1e-12, atol=1e-12)
 
 
 def test_a_released_decoder_descends_by_its_own_gradient(data):
     solver = started(PamSgd(release=0.0, revive=False), data, Relu(), 6)
     solve_decoder(solver, data)
     dictionary, batch = solver.dictionary, Batch.of(data.x)
-    W, W_enc = (
-        tensor.detach().clone().requires_grad_()
-        for tensor in (dictionary.decoder(), dictionary.W_enc)
-    )
-    z = torch.relu(batch.x @ W_enc + dictionary.b_enc.detach())
-    loss = (z @ W + dictionary.b_dec.detach() - batch.x).square().sum() / len(batch.x)
-    (gradient,) = torch.autograd.grad(loss, [W])
+    W = dictionary.decoder().detach().clone()
+    z = torch.relu(batch.x @ dictionary.W_enc + dictionary.b_enc).detach()
+    gradient = z.T @ (z @ W + dictionary.b_dec.detach() - batch.x)
     solver.descend(batch)  # Adam's first step is lr times the gradient's sign
-    sizeable = gradient.abs() > 1e-4
-    torch.testing.assert_close(
-        (dictionary.decoder().detach() - W.detach())[sizeable],
-        -solver.task.learning_rate(0) * gradient.sign()[sizeable],
-        rtol=1e-3,
-        atol=0,
-    )
+    sizeable = gradient.abs() > 1e-2
+    moves = (dictionary.decoder().detach() - W)[sizeable]
+    expected = -solver.task.learning_rate(0) * gradient.sign()[sizeable]
+    torch.testing.assert_close(moves, expected, rtol=1e-3, atol=0)
     solve_decoder(solver, data)
     assert dictionary.untied and dictionary.c == 0
 
 
 def test_the_record_ends_with_degrees_of_freedom_and_outlasts_a_checkpoint(data):
-    solver, again = (started(PamSgd(), data, Relu(), 4) for _ in range(2))
+    solver, resumed = (started(PamSgd(), data, Relu(), 4) for _ in range(2))
     assert "dof" not in solver.record()
     trained(solver, data, 4)
     assert solver.notes() == []
     assert 1 <= solver.record()["dof"] <= F + 1
-    again.restore(solver.state())
-    assert again.record() == solver.record()
+    resumed.restore(solver.state())
+    assert resumed.record() == solver.record()
 
 
 @pytest.mark.parametrize(
@@ -199,25 +184,20 @@ def test_a_fixed_alpha_at_the_interpolation_threshold_is_warned_of(rows, alpha, 
     ids=str,
 )
 def test_an_iteration_without_the_gram_matrix_trains_to_the_same_error(config, activation, rows):
-    data, errors, d_sae = (
-        sparse_mixture(rows),
-        [],
-        40,
-    )  # with fewer the Gram matrix takes less than an iteration
-    for memory, solve in (
-        (math.inf, "auto"),
-        (math.inf, "iterative"),
-        (0.0, "auto"),
-        (0.0, "direct"),
+    data, errors = sparse_mixture(rows), []
+    # With fewer than 40 latents the Gram matrix takes less than an iteration.
+    initial = initial_sae(activation, 40, Batch.of(data.x), 1)
+    for memory, solve, iterates in (
+        (math.inf, "auto", False),
+        (math.inf, "iterative", True),
+        (0.0, "auto", True),
+        (0.0, "direct", False),
     ):
         task = task_of(rows, 30, batches=data.batches, memory=memory)
-        initial = initial_sae(activation, d_sae, Batch.of(data.x), 1)
         solver = replace(config, solve=solve).build(initial, task)
         sae = trained(solver, data, math.ceil(30 / task.batches))
         errors.append((sae(data.x) - data.x).square().mean().item())
-        assert ("residual" in solver.record()) == (
-            (memory, solve) not in ((math.inf, "auto"), (0.0, "direct"))
-        )
+        assert ("residual" in solver.record()) == iterates
     assert errors == pytest.approx([errors[0]] * 4, rel=0.02, abs=1e-4 * data.x.var().item())
 
 

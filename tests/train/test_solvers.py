@@ -47,9 +47,8 @@ def full_objective(solver: PamSolver, rows: RowsInMemory, W: Tensor, b: Tensor, 
     if isinstance(solver.config, Pam):
         total = total + solver.config.beta * (b**2).sum()
     if solver.task.training.sparsity == "l1":
-        total = (
-            total + solver.task.penalty_weight(solver.steps - 1) * (z.abs() * W.norm(dim=1)).sum()
-        )
+        weight = solver.task.penalty_weight(solver.steps - 1)
+        total = total + weight * (z.abs() * W.norm(dim=1)).sum()
     return total
 
 
@@ -75,8 +74,7 @@ def test_objective_has_no_gradient_after_a_decoder_step(activation, config, alph
     "config",
     [
         Pam(alpha=0.7, beta=0.2),
-        PamSgd(alpha=0.7, release=1, revive=False),
-        PamSgd(alpha=0.7, release=0, revive=False),
+        *(PamSgd(alpha=0.7, release=release, revive=False) for release in (0, 1)),
     ],
     ids=str,
 )
@@ -92,9 +90,8 @@ def test_objective_never_rises_in_a_decoder_step(data, config, sparsity):
             solve_decoder(solver, data)
             after = full_objective(solver, data, *decoder_of(solver), solver.dictionary.c)
         assert after <= before * (1 + 1e-12)
-        assert all(
-            torch.equal(held[name], solver.optimizer.tensors[name]) for name in ("W_enc", "b_enc")
-        )
+        for name in ("W_enc", "b_enc"):
+            assert torch.equal(held[name], solver.optimizer.tensors[name])
     if isinstance(config, PamSgd):
         assert solver.dictionary.untied == (config.release == 0)
 
@@ -189,47 +186,38 @@ def test_learning_rate_rises_and_falls_over_fractions_of_all_steps(
     rise: float, fall: float, expected: list
 ):
     task = task_of(100, 10, 0.02, lr_warm_up=rise, lr_decay=fall)
-    assert [task.learning_rate(step) for step in range(10)] == pytest.approx(
-        [0.02 * share for share in expected]
-    )
+    shares = [task.learning_rate(step) / 0.02 for step in range(10)]
+    assert shares == pytest.approx(expected)
 
 
 def gradients(solver: Solver, data: RowsInMemory) -> dict[str, Tensor]:
     """Of the loss on all rows, as autograd has them."""
     tensors = solver.optimizer.tensors
-    return dict(
-        zip(
-            tensors, torch.autograd.grad(loss_of(solver, data), list(tensors.values())), strict=True
-        )
-    )
+    values = torch.autograd.grad(loss_of(solver, data), list(tensors.values()))
+    return dict(zip(tensors, values, strict=True))
 
 
 @pytest.mark.parametrize("config", [Sgd(), Pam()], ids=["sgd", "pam"])
 @pytest.mark.parametrize("share", [0.3, 3.0])
 def test_adam_steps_by_the_gradient_clipped_to_its_norm(data, config: SolverConfig, share: float):
-    found = gradients(started(config, data, Relu()), data)
-    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in found.values()))
+    expected = gradients(started(config, data, Relu()), data)
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in expected.values()))
     solver = started(replace(config, clip_norm=share * norm), data, Relu())
     solver.descend(Batch.of(data.x))
-    for (
-        name,
-        gradient,
-    ) in found.items():  # Adam's first moment after one step is a tenth of the gradient
+    for name, gradient in expected.items():
+        # Adam's first moment after one step is a tenth of the gradient.
         moment = solver.optimizer.state()[f"adam.exp_avg.{name}"]
         torch.testing.assert_close(moment, 0.1 * min(1.0, share) * gradient)
 
 
 @pytest.mark.parametrize("config", [Sgd(tied=True), Sgd(), FREE], ids=["tied", "untied", "pam"])
 def test_weight_decay_adds_the_squares_of_trained_weights(data, config: SolverConfig):
-    plain, decayed = (
-        started(config, data, Relu()),
-        started(replace(config, weight_decay=6.0), data, Relu()),
-    )
+    plain = started(config, data, Relu())
+    decayed = started(replace(config, weight_decay=6.0), data, Relu())
     names = ("W_enc", "W_dec") if config == Sgd() else ("W_enc",)
     squares = sum((getattr(decayed.dictionary, name) ** 2).sum() for name in names)
-    assert (loss_of(decayed, data) - loss_of(plain, data)).item() == pytest.approx(
-        6 * squares.item() / 300
-    )
+    difference = (loss_of(decayed, data) - loss_of(plain, data)).item()
+    assert difference == pytest.approx(6 * squares.item() / 300)
 
 
 def test_l1_of_the_codes_is_blind_to_the_decoder(data):
