@@ -45,7 +45,7 @@ Neuronpedia = Annotated[
         metavar="MODEL/SOURCE",
         help="Neuronpedia's name of the SAE, such as "
         "gemma-2-2b/20-gemmascope-res-16k, to link each latent to its page there.",
-        show_default="known for Gemma Scope, Llama Scope and GPT2-Small-SAEs of the hub",
+        show_default="none",
     ),
 ]
 Overwrite = Annotated[

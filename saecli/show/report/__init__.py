@@ -31,7 +31,7 @@ from ...sae.library import SAELike
 from ...sae.metrics import doubts
 from ...store.split import Which
 from ...train.files import read_metrics
-from .pages import Details, TokenNumbers, neuronpedia_url, overview
+from .pages import Details, TokenNumbers, overview
 
 if TYPE_CHECKING:
     from ...extract.tokens import OutputTokens, TokenTexts, Unembedding
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 INDEX, DETAILS = "index.html", "latents"
 MADE_HERE = '<meta name="generator" content="sae report">'
+NEURONPEDIA_NAME = r"[\w.-]+/[\w.-]+"
 HEAD_BYTES = 4096  # of a page, in which this stands
 SCRIPTS = ("dom.js", "charts.js", "table.js", "texts.js", "latent.js", "main.js")
 # Could end a script or begin a comment in it; the last two are line ends to older browsers.
@@ -158,12 +159,16 @@ def report(
         model: hub id, folder or GGUF file of the rows' language model, to show the tokens that each latent promotes.
         model_revision: its branch, tag or commit on the hub; None for the one that the rows came from.
         examples: strongest texts per latent, 1 to 100.
-        neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages; None to look it up.
+        neuronpedia: Neuronpedia's name of the SAE, `MODEL/SOURCE`, to link to its pages.
         overwrite: whether an earlier report in `out` is replaced, once the new one is whole.
     """
     folder, listener = Path(out), listening(progress)
     _check_out(folder, overwrite)
-    neuronpedia_url("", neuronpedia)
+    if neuronpedia is not None and not re.fullmatch(NEURONPEDIA_NAME, neuronpedia, re.ASCII):
+        raise ConfigError(
+            "--neuronpedia must be MODEL/SOURCE such as gemma-2-2b/20-gemmascope-res-16k, got "
+            f"{neuronpedia!r}"
+        )
     if latents is not None and top is not None:
         raise ConfigError("cannot use both --latents and --top; leave one of them out")
     demand_at_least("top", top)
@@ -316,7 +321,7 @@ def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:
     hook_point = {name: source.get(name) for name in ("model", "layer", "site")}
     return {
         **run.heading,
-        "neuronpedia": neuronpedia_url(run.subject.name, neuronpedia),
+        "neuronpedia": neuronpedia and f"https://www.neuronpedia.org/{neuronpedia}",
         "activation": sae.activation.name,
         "d_in": sae.d_in,
         "d_sae": sae.d_sae,

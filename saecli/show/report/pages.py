@@ -1,29 +1,22 @@
-"""The pages. The first: the run, learning curves, firing frequencies, a table of all latents; and links to Neuronpedia.
-
-`assets/neuronpedia.json` lists repositories on the hub: Neuronpedia's name for their SAEs, with {layer} and {width} for
-parts of the folder's name; a pattern of the folders' names; and, where a repository has several SAEs of one layer and
-width, the average L0 of the one that Neuronpedia shows. Then those of chosen latents, several per file.
+"""The pages. The first: the run, learning curves, firing frequencies, a table of all latents. Then those of chosen
+latents, several per file.
 
 Shapes: F = d_sae, C chosen latents, N examples, T tokens.
 """
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from ...base.errors import ConfigError
 from ...extract.chats import ROLES
 from ...measure.latents import NOT_STORED, Partners, Survey, bin_edges
-from ...sae.hub import Address
 from ...sae.metrics import DENSE_FREQUENCY
 from ..measures import curve, frequency_edges, l0_bins
 
@@ -31,8 +24,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and stores without to
     from ...extract.tokens import OutputTokens, TokenTexts
 
 FEWEST_ROWS = 10  # of a latent with an interest
-SITE = "https://www.neuronpedia.org/"
-_SOURCE = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 POINTS = 400  # points of a curve, about its width in pixels
 L0_BINS = 40
 CURVES = {
@@ -106,35 +97,6 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def _bins(counts: np.ndarray, edges: np.ndarray) -> dict[str, list[float]]:
     return {"edges": edges.tolist(), "counts": counts.tolist()}
-
-
-def neuronpedia_url(name: str, source: str | None = None) -> str | None:
-    """The address below which Neuronpedia has a page for each latent of an SAE, given its address on the hub, or
-    Neuronpedia's own name of it, `MODEL/SOURCE`, such as `gemma-2-2b/20-gemmascope-res-16k`; None if there is none."""
-    if source is None:
-        source = _known_source(name)
-    elif not _SOURCE.fullmatch(source):
-        raise ConfigError(
-            "--neuronpedia must be MODEL/SOURCE such as gemma-2-2b/20-gemmascope-res-16k, got "
-            f"{source!r}"
-        )
-    return None if source is None else f"{SITE}{source}"
-
-
-def _known_source(name: str) -> str | None:
-    address = Address.parse(name)
-    if address is None:
-        return None
-    known = (files(__package__) / "assets" / "neuronpedia.json").read_text(encoding="utf-8")
-    for entry in json.loads(known):
-        match = re.fullmatch(entry["folder"], address.folder)
-        if entry["repo"] != address.repo or match is None:
-            continue
-        parts = match.groupdict()
-        shown = entry.get("l0", {}).get(parts.get("width"), {})
-        if "l0" not in entry or shown.get(parts["layer"]) == int(parts["l0"]):
-            return entry["source"].format_map(parts)
-    return None
 
 
 PER_FILE = 16  # latents per file of about 60 KB
