@@ -265,12 +265,8 @@ def hub_errors(address: Address) -> Iterator[None]:
         yield
     except SaeError:
         raise
-    except (
-        HTTPError,
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # which the client raises by design
+    # Which the client raises by design.
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None and not is_passing(error):
             raise  # from the disk
         cause = error.__cause__  # of one upload among several
