@@ -1,4 +1,4 @@
-"""Reconstruction, sparsity, and the effect on a language model."""
+"""Reconstruction, sparsity, known features found, and the effect on a language model."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from scipy.sparse import csr_array
 
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, counted, demand_at_least
@@ -20,14 +23,14 @@ from ..extract.splice import (
     stored_windows,
     unfit,
 )
+from ..sae.codes import Codes, SparseCodes
 from ..sae.library import SAELike
 from ..sae.metrics import Firing, doubts, firing, reconstruction
 from ..store.reader import Rows
 from ..store.split import Which
 from ..train.rows import ArrayLike
 from .hook_points import places_document
-from .measured import Measured, RowsLike, by_rows, open_all_measured, open_measured
-from .worlds import FeatureScores
+from .measured import Alignment, Measured, RowsLike, by_rows, open_all_measured, open_measured
 
 if TYPE_CHECKING:
     from ..extract.model_source import ModelSource
@@ -408,6 +411,54 @@ def _reconstructed(measured: Measured, listener: Listener) -> dict[str, Any]:
         massive=measured.massive,
     )
     return measures | more | scores.result()
+
+
+class FeatureScores:
+    """Each latent as a detector of its nearest feature, counted over batches of rows.
+
+        precision = TP / (TP + FP)    recall = TP / (TP + FN)    F1 = 2 precision recall / (precision + recall)
+
+    of the rows on which the latent fires (its code is not 0) and on which its nearest feature does; 0 where the
+    denominator is; each then a mean over all latents. As in `sae_lens.synthetic.evals`, SAELens 6.54.
+
+    Shapes: B rows, n non-zero codes, F = d_sae, G features.
+    """
+
+    def __init__(self, alignment: Alignment, device: torch.device | str = "cpu") -> None:
+        self.alignment, self.rows = alignment, 0
+        self._nearest = alignment.nearest.to(device)
+        latents, features = alignment.cosines.shape
+        self._both, self._fired = torch.zeros(2, latents, dtype=torch.int64, device=device)
+        self._true = torch.zeros(features, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def update(self, z: Codes, truth: csr_array) -> None:
+        """Count a batch of codes, (B, F), and the true codes of the same rows, (B, G)."""
+        active = torch.from_numpy(truth.toarray() != 0).to(self._nearest.device)  # (B, G)
+        if isinstance(z, SparseCodes):
+            right = active[z.rows, self._nearest[z.indices]] & (z.values != 0)  # (n,)
+            self._both.index_add_(0, z.indices, right.long())
+        else:
+            self._both += ((z.dense() != 0) & active[:, self._nearest]).sum(0)
+        self._fired += z.latent_counts()
+        self._true += active.sum(0)
+        self.rows += truth.shape[0]
+
+    def result(self) -> dict[str, Any]:
+        """`mcc`, `f1`, `precision`, `recall` (means over the latents), `uniqueness`, and `true_l0`, the mean number of
+        features active on a row, over all rows so far."""
+        both, fired, true = (counts.double() for counts in (self._both, self._fired, self._true))
+        precision, recall = both / fired.clamp(min=1), both / true[self._nearest].clamp(min=1)
+        both_rates = (precision + recall).clamp(min=torch.finfo(torch.float64).tiny)
+        f1 = 2 * precision * recall / both_rates
+        return {
+            "mcc": self.alignment.mcc(),
+            "f1": float(f1.mean()),
+            "precision": float(precision.mean()),
+            "recall": float(recall.mean()),
+            "uniqueness": self.alignment.uniqueness(),
+            "true_l0": float(true.sum()) / self.rows,
+        }
 
 
 def note_doubts(

@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy.sparse import csr_array
 
-from saecli.measure.worlds import Alignment, FeatureScores
+from saecli.measure.evaluate import FeatureScores
+from saecli.measure.measured import Alignment
 from saecli.sae.codes import DenseCodes, SparseCodes, located
 
 G, D = 96, 16

@@ -17,7 +17,8 @@ from storing import make_store
 
 import saecli
 from saecli.base import devices
-from saecli.measure.worlds import Alignment, FeatureScores
+from saecli.measure.evaluate import FeatureScores
+from saecli.measure.measured import Alignment
 from saecli.sae.codes import DenseCodes, SparseCodes
 from saecli.sae.metrics import firing, reconstruction
 from saecli.store.opening import Joined
