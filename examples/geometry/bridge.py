@@ -23,8 +23,7 @@ from diagrams import cells_in, tints
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from saecli.geometry.cells import cells_of
-from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.cells import PowerDiagram, cells_of
 from saecli.geometry.plane import PlaneCells, keys_at, plane_cells
 from saecli.geometry.references import LocalPCA, fvu, kmeans_centres
 from saecli.sae.activations import TopK

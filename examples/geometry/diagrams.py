@@ -8,7 +8,7 @@ import torch
 from matplotlib.colors import hsv_to_rgb
 from torch import Tensor
 
-from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.cells import PowerDiagram
 from saecli.geometry.plane import PlaneCells, Window
 
 PIXELS = 600

@@ -23,7 +23,7 @@ from diagrams import cells_in, tints
 from matplotlib.axes import Axes
 from recovery import Recovery, recover
 
-from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.cells import PowerDiagram
 from saecli.show.geometry import fill
 from saecli.show.style import COLOURS, figure
 

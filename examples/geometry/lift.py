@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from diagrams import PIXELS, cells_in, pixels_of, tints
 
-from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.cells import PowerDiagram
 from saecli.show.geometry import fill
 from saecli.show.style import figure
 

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 from recovery import recover
 
-from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.cells import PowerDiagram
 from saecli.show.geometry import fill
 from saecli.show.style import COLOURS, figure
 

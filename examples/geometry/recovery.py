@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from saecli.base.errors import ConfigError
-from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.cells import PowerDiagram
 
 TOLERANCE = 1e-9  # residual up to which the equations hold
 SEARCHED = (

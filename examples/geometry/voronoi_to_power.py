@@ -21,7 +21,7 @@ from diagrams import cells_in, tints
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
-from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.cells import PowerDiagram
 from saecli.geometry.references import kmeans_centres
 from saecli.show.geometry import fill
 from saecli.show.style import COLOURS, figure

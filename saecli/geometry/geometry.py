@@ -1,11 +1,19 @@
-"""The geometry of one SAE as a document: rows measured, references, the theorem on the power diagram.
+"""The geometry of one SAE as a document: one pass over rows, references, the theorem on the power diagram.
 
-Shapes: N training rows, B rows measured, D = d_in.
+    margin:             distance of x to the boundary of its cell, see `cells.py`
+    local complexity:   boundary hyperplanes within a radius of x
+    on a cell:          x_hat = x A_S + a_S        A_S = W_enc[:, S] W_dec[S, :]        rank A_S <= min(|S|, D)
+
+Source: the paper on SAEs as piecewise affine splines; Humayun et al., "SplineCam: Exact visualization and
+characterization of deep network geometry and decision boundaries" (2023), for local complexity.
+Shapes: N training rows, B rows measured, D = d_in, F = d_sae.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,30 +27,92 @@ from ..base.console import Listener, listening
 from ..base.errors import ConfigError, demand_at_least
 from ..base.home import Home
 from ..measure.measured import Measured, RowsLike, open_measured
+from ..sae.activations import Thresholded
+from ..sae.dictionary import SAE
 from ..sae.library import SAELike
 from ..store.reader import Rows
 from ..store.split import Which
-from .cells import cells_of
+from .cells import Cells, agreement, cells_of
 from .references import Stream, measure_references
-from .survey import (
-    SAMPLE_ROWS,
-    Census,
-    agreement_measures,
-    batch_size,
-    degenerate,
-    describe,
-    local_complexity,
-    margin_measures,
-    margins_in_memory,
-    radius_of,
-    rank_measures,
-    sample_capacity,
-    survey_rows,
-)
 
+KEY_BYTES = 16  # two of a billion cells share a key with probability 1e-21
+QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95}
+COMPLEXITY_ROWS = 1000  # rows whose local complexity is counted
+BATCH_CODES = 2**23  # codes at a time, 64 MiB in float64
+SAMPLE_ROWS = 50_000  # rows kept for the references
+SAMPLE_BYTES = 2**28  # their size in float32 at most, 256 MiB
+AGREEMENT_WORK = 2 * 10**10  # rows n D of true distances at most, 10 seconds on two cores
+RANK_ROWS = 100  # rows of whose cells the map's rank is computed
 SAMPLE_SEED = 0
 STREAM_BYTES = 2**26  # of streamed rows at a time, 64 MiB
 HELD_OUT_ROWS = 10_000  # held-out rows whose margins are compared with training rows'
+
+
+def support_keys(supports: Tensor) -> list[bytes]:
+    """A short key for each row's support, (B, F) bool, equal for equal supports."""
+    packed = np.packbits(supports.numpy(), axis=1)
+    return [blake2b(row, digest_size=KEY_BYTES).digest() for row in packed]
+
+
+@dataclass
+class Census:
+    """Counts the rows in each cell; memory grows with the cells visited, not with the rows."""
+
+    rows: int = 0
+    active: int = 0
+    counts: Counter[bytes] = field(default_factory=Counter)
+    _growth: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, keys: list[bytes], active: int) -> None:
+        """Count the cells of rows, by `support_keys`, and their `active` latents, summed."""
+        self.active += active
+        for key in keys:
+            self.counts[key] += 1
+            self.rows += 1
+            if str(self.rows).rstrip("0") in ("1", "2", "5"):
+                self._growth.append((self.rows, len(self.counts)))
+
+    @property
+    def visited(self) -> int:
+        return len(self.counts)
+
+    @property
+    def l0(self) -> float:
+        return self.active / self.rows
+
+    @property
+    def growth(self) -> list[tuple[int, int]]:
+        """(rows, cells visited by them) at 1, 2, 5, 10, ... rows and at the last."""
+        last = (self.rows, self.visited)
+        return self._growth if self._growth[-1:] == [last] else [*self._growth, last]
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Rows in each visited cell, descending."""
+        sizes = np.fromiter(self.counts.values(), np.int64, len(self.counts))
+        return np.sort(sizes)[::-1]
+
+    def occupancy(self) -> dict[str, Any]:
+        """`mean` and `max` rows in a visited cell, `singletons` (cells with one row), `entropy` of the distribution of
+        rows over cells in nats, `effective` = exp(entropy), and `growth`."""
+        sizes = self.sizes()
+        entropy = float(np.log(self.rows) - sizes / self.rows @ np.log(sizes))
+        return {
+            "mean": self.rows / self.visited,
+            "max": int(sizes[0]),
+            "singletons": int((sizes == 1).sum()),
+            "entropy": entropy,
+            "effective": float(np.exp(entropy)),
+            "growth": [{"rows": rows, "cells": cells} for rows, cells in self.growth],
+        }
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The results of a pass over rows, B of them."""
+
+    census: Census
+    margins: NDArray[np.float64]  # (margin, margin / ||x||), (B, 2)
+    sample: NDArray[np.float32]  # of the rows, uniform and in order, (at most `sample_capacity`, D)
 
 
 @dataclass(frozen=True)
@@ -202,3 +272,139 @@ def _sample(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32]]:
     for batch in islice(rows.batches(size, seed=SAMPLE_SEED, epoch=0), -(-count // size)):
         yield batch[:count]
         count -= len(batch)
+
+
+@torch.no_grad()
+def survey_rows(cells: Cells, batches: Iterable[Tensor], rows: int) -> Survey:
+    """One pass over so many rows, in batches of (any number, D)."""
+    census = Census()
+    margins, sample = [], []
+    sampled = np.zeros(rows, bool)
+    capacity = min(rows, sample_capacity(cells.sae.d_in))
+    sampled[np.random.default_rng(0).permutation(rows)[:capacity]] = True
+    for x in batches:
+        pre = cells.pre_activations(x)
+        supports = cells.supports(pre)
+        sample.append(x.float().numpy()[sampled[census.rows : census.rows + len(x)]])
+        margins.append(margins_of(cells, x, pre))
+        census.add(support_keys(supports), int(supports.sum()))
+    return Survey(census, np.concatenate(margins), np.concatenate(sample))
+
+
+def margins_of(cells: Cells, x: Tensor, pre: Tensor) -> NDArray[np.float64]:
+    """(margin, margin / ||x||), (B, 2), of rows, (B, D), with their pre-activations, (B, F)."""
+    margins = cells.margins(pre)
+    # A row at the origin is infinitely far from its boundary in units of its own norm.
+    relative = (margins / x.double().norm(dim=1)).nan_to_num(0.0, torch.inf)
+    return torch.stack([margins, relative], 1).numpy()
+
+
+@torch.no_grad()
+def margins_in_memory(cells: Cells, rows: NDArray[np.floating]) -> NDArray[np.float64]:
+    """`margins_of` rows in memory, (B, D)."""
+    batches = torch.from_numpy(rows).split(batch_size(cells.sae.d_sae))
+    return np.concatenate([margins_of(cells, x, cells.pre_activations(x)) for x in batches])
+
+
+def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
+    """The distribution of margins, (B, 2), in units of the rows, and as `relative` in units of each row's norm."""
+    margin, relative = margins.T
+    return {**describe(margin), "relative": describe(relative)}
+
+
+def radius_of(rows: NDArray[np.floating], fraction: float) -> float:
+    """A fraction of the median distance of rows, (B, D), to their mean."""
+    distances = np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1)
+    return fraction * float(np.median(distances))
+
+
+@torch.no_grad()
+def local_complexity(cells: Cells, rows: NDArray[np.floating], radius: float) -> NDArray[np.int64]:
+    """Boundary hyperplanes within the radius of each of at most 1000 of the rows, (B, D)."""
+    x = torch.from_numpy(spread_out(rows, COMPLEXITY_ROWS))
+    return cells.crossings(cells.pre_activations(x), radius).numpy()
+
+
+@torch.no_grad()
+def rank_measures(cells: Cells, rows: NDArray[np.floating]) -> dict[str, Any]:
+    """The rank of the SAE's map over the cells of at most 100 rows; `full`: the fraction of rank min(|S|, D)."""
+    x = torch.from_numpy(spread_out(rows, RANK_ROWS))
+    supports = torch.unique(cells.supports(cells.pre_activations(x)), dim=0)
+    ranks = np.array([rank(cells.sae, support.nonzero()[:, 0]) for support in supports])
+    full = ranks == supports.sum(1).clamp(max=cells.sae.d_in).numpy()
+    return {"cells": len(ranks), "full": float(full.mean()), **describe(ranks.astype(float))}
+
+
+@torch.no_grad()
+def agreement_measures(sae: SAE, rows: NDArray[np.floating]) -> dict[str, Any] | None:
+    """`agreement` on rows, within `AGREEMENT_WORK`."""
+    most = max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))
+    return agreement(sae, torch.from_numpy(spread_out(rows, most)).split(64))
+
+
+def describe(values: NDArray) -> dict[str, float]:
+    """Mean, extremes and quantiles of numbers, (B,), B > 0, which may be infinite."""
+    order = np.sort(values)
+    # The nearest rank, since interpolating between infinities gives no number.
+    at = {name: float(order[round(q * (len(order) - 1))]) for name, q in QUANTILES.items()}
+    return {"mean": float(values.mean()), "min": float(order[0]), **at, "max": float(order[-1])}
+
+
+def spread_out(rows: NDArray, count: int) -> NDArray:
+    """At most `count` of the rows, evenly spaced."""
+    if len(rows) <= count:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, count).astype(int)]
+
+
+def batch_size(d_sae: int) -> int:
+    return max(16, min(1024, BATCH_CODES // d_sae))
+
+
+def sample_capacity(d_in: int, rows: int = SAMPLE_ROWS) -> int:
+    """Rows of a sample: `rows`, or fewer to stay within 256 MiB."""
+    return max(1, min(rows, SAMPLE_BYTES // (4 * d_in)))
+
+
+def rank(sae: SAE, support: Tensor) -> int:
+    """The rank of the affine map of an SAE in float64 on the cell that keeps the latents `support`, (|S|,).
+
+    Cost: O(D |S|^2) for two QR factorisations; the product of the triangles has the map's singular values.
+    """
+    if not len(support):
+        return 0
+    left, right = sae.W_enc[:, support], sae.W_dec[support]
+    if len(support) >= sae.d_in:
+        return int(torch.linalg.matrix_rank(left @ right))
+    inner = torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right.T, mode="r").R.T
+    return int(torch.linalg.matrix_rank(inner))
+
+
+def degenerate(sae: SAE) -> dict[str, int]:
+    """Counts of latents that bound no cell of their own, or add no direction.
+
+    Returns:
+        `zero_encoder`: encoder weights all zero. `equal_encoder`: encoder weights, bias and threshold equal another's,
+        so that either is kept in a tie. `zero_decoder`: zero dictionary vector. `equal_decoder`: dictionary vector
+        equal to another's, zeros left out.
+    """
+    encoder = torch.cat([sae.W_enc, sae.b_enc[None]])
+    if isinstance(sae.activation, Thresholded):
+        thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
+        encoder = torch.cat([encoder, thresholds.to(encoder)[None]])
+    zero = (sae.W_dec == 0).all(1)
+    return {
+        "zero_encoder": int((sae.W_enc == 0).all(0).sum()),
+        "equal_encoder": _in_groups(encoder.T),
+        "zero_decoder": int(zero.sum()),
+        "equal_decoder": _in_groups(sae.W_dec[~zero]),
+    }
+
+
+def _in_groups(rows: Tensor) -> int:
+    """Number of rows, (F, any), that equal another."""
+    # Adding 0.0 turns -0.0 into 0.0.
+    counts = Counter(
+        blake2b(row, digest_size=16).digest() for row in (rows + 0.0).contiguous().numpy()
+    )
+    return sum(equal for equal in counts.values() if equal > 1)

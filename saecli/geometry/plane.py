@@ -22,8 +22,8 @@ from ..base.errors import ConfigError
 from ..sae.dictionary import SAE
 from ..store.reader import Rows
 from .cells import Cells
+from .geometry import support_keys
 from .references import principal_directions
-from .survey import support_keys
 
 PRINCIPAL_ROWS = 2048  # rows that the principal components are taken of, evenly spaced
 LATENT_PIXELS = 6 * 10**8  # F P^2 of one picture at most, some ten seconds on two cores

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ..base.errors import counted, number
 from ..geometry.cells import cells_of
-from ..geometry.geometry import Geometry
+from ..geometry.geometry import Geometry, spread_out
 from ..geometry.plane import Plane, PlaneCells, keys_at, plane_cells, window_of
-from ..geometry.survey import spread_out
 from .style import COLOURS, GREY, figure, log_scale, say_empty, short
 
 # Lightness falls steadily, so that it reads alike in grey and for the colour-blind.

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saecli.geometry.diagram import PowerDiagram
+from saecli.geometry.cells import PowerDiagram
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "geometry"
 QUICK = {"bridge.py": ["--steps", "40"]}

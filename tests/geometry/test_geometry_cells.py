@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.base.errors import ConfigError
-from saecli.geometry.cells import Cells, cells_of
-from saecli.geometry.diagram import PowerDiagram, agreement, kth_order_diagram
-from saecli.geometry.survey import degenerate, rank
+from saecli.geometry.cells import Cells, PowerDiagram, agreement, cells_of, kth_order_diagram
+from saecli.geometry.geometry import degenerate, rank
 from saecli.sae.activations import (
     AbsTopK,
     Activation,

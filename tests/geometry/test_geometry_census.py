@@ -9,9 +9,9 @@ from encoders import encoder, sae_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saecli.geometry import survey
+from saecli.geometry import geometry
 from saecli.geometry.cells import cells_of
-from saecli.geometry.survey import Census, describe, support_keys, survey_rows
+from saecli.geometry.geometry import Census, describe, support_keys, survey_rows
 from saecli.sae.activations import TopK
 
 
@@ -43,7 +43,7 @@ def test_streamed_counts_equal_a_set_over_all_rows(
 def test_the_sample_of_a_stream_is_uniform_in_order_and_whole_if_it_fits(
     rows: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(survey, "SAMPLE_BYTES", 4 * 4 * 700)
+    monkeypatch.setattr(geometry, "SAMPLE_BYTES", 4 * 4 * 700)
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 4, 20, "plain"), TopK(3), rng)
     x = torch.from_numpy(rng.normal(size=(rows, 4))).float()
