@@ -98,7 +98,7 @@ class Rows(RowSource):
         self.rows = int(counts.sum())
         self._counts = counts
         dtype = np.dtype(np.float32) if decoded else store.storage
-        self._source = Source(store, counts, self._kept, dtype)
+        self.source = Source(store, counts, self._kept, dtype)
 
     @classmethod
     def chosen(cls, store: "ActivationStore", split: Split) -> Self:
@@ -140,7 +140,6 @@ class Rows(RowSource):
         window_bytes: int | None = None,
         part: Part = WHOLE,
         first: int = 0,
-        row_bytes: int | None = None,
     ) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D), read ahead by threads.
 
@@ -152,33 +151,32 @@ class Rows(RowSource):
                 over 2,048 more, up to 1 GiB. A store smaller than a window is shuffled uniformly.
             part: this process's part of every batch; batches without rows in it are skipped. Only its rows are read.
             first: number of batches to leave out at the start; their rows are not read.
-            row_bytes: bytes per row of the store whose order to take; by default of this store.
         """
-        demand_at_least("batch_size", batch_size)
-        deal = self._deal(batch_size, seed, epoch, row_bytes, window_bytes)
-        return shuffled(self._source, deal, part, first)
+        return shuffled(self.source, self.deal(batch_size, seed, epoch, window_bytes), part, first)
 
     def order(
         self, batch_size: int, *, seed: int, epoch: int, first: int = 0
     ) -> Iterator[np.ndarray]:
         """The numbers within the store, (B,), of the rows of each of the `batches`."""
-        return numbers_shuffled(self._deal(batch_size, seed, epoch), first)
+        return numbers_shuffled(self.deal(batch_size, seed, epoch), first)
 
-    def _deal(
-        self,
-        batch_size: int,
-        seed: int,
-        epoch: int,
-        row_bytes: int | None = None,
-        window_bytes: int | None = None,
-    ) -> Deal:
-        rows, row_bytes = (self.store.rows, self.rows), row_bytes or self.store.meta.row_bytes
-        return Deal(*rows, self._keeps, (seed, epoch), batch_size, row_bytes, window_bytes)
+    def deal(self, batch_size: int, seed: int, epoch: int, window_bytes: int | None = None) -> Deal:
+        """The order of an epoch; see `batches`."""
+        demand_at_least("batch_size", batch_size)
+        return Deal(
+            stored=self.store.rows,
+            wanted=self.rows,
+            keeps=self._keeps,
+            seed=(seed, epoch),
+            batch_size=batch_size,
+            row_bytes=self.store.meta.row_bytes,
+            window_bytes=window_bytes,
+        )
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, read ahead by threads; `part` of the sequence of batches."""
         demand_at_least("batch_size", batch_size)
-        return in_order(self._source, batch_size, part)
+        return in_order(self.source, batch_size, part)
 
     def spread(self) -> Spread:
         """Their mean and scatter, exact to rounding.
@@ -309,21 +307,8 @@ class JoinedRows(RowSource):
         first: int = 0,
     ) -> Iterator[np.ndarray]:
         """One epoch of shuffled batches, (B, D + E), in the order of the first input alone; see `Rows.batches`."""
-        row_bytes = self.inputs[0].store.meta.row_bytes
-        return _side_by_side(
-            [
-                rows.batches(
-                    batch_size,
-                    seed=seed,
-                    epoch=epoch,
-                    window_bytes=window_bytes,
-                    part=part,
-                    first=first,
-                    row_bytes=row_bytes,
-                )
-                for rows in self.all
-            ]
-        )
+        deal = self.inputs[0].deal(batch_size, seed, epoch, window_bytes)
+        return _side_by_side([shuffled(rows.source, deal, part, first) for rows in self.all])
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in stored order, (B, D + E); see `Rows.sequential`."""

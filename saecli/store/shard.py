@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -33,7 +33,7 @@ from .schema import (
     ShardRecord,
     StoreMeta,
 )
-from .values import CODES, DTYPES, WINDOWS, Column, Norms, Spread, Statistics, Windows
+from .values import CODES, DTYPES, WINDOWS, Norms, Spread, Statistics, Windows
 
 if TYPE_CHECKING:
     import h5py
@@ -284,7 +284,7 @@ class Chunks:
             start = (end - size) // mmap.PAGESIZE * mmap.PAGESIZE
             mapped.madvise(mmap.MADV_WILLNEED, start, end - start)
 
-    def chunk_column(self, chunk: int, name: str) -> Column:
+    def chunk_column(self, chunk: int, name: str) -> Any:
         """A column's values for the rows of a chunk, or their true codes; a read-only view."""
         shard, within = self._within_shard(chunk)
         start = within * self.meta.chunk_rows
@@ -293,7 +293,7 @@ class Chunks:
     def chunk_ids(self, chunk: int) -> np.ndarray:
         """The numbers by which a chunk's rows are split: their documents', else their own."""
         if "document" in self.meta.columns:
-            return cast(np.ndarray, self.chunk_column(chunk, "document"))
+            return self.chunk_column(chunk, "document")
         shard, within = self._within_shard(chunk)
         start = int(self.shard_starts[shard]) + within * self.meta.chunk_rows
         return np.arange(start, start + self.chunk_sizes[chunk])
@@ -314,12 +314,12 @@ class Chunks:
         within = rows - self.shard_starts[shards]
         ends = np.flatnonzero(np.diff(shards, append=-1)) + 1
         parts = (
-            cast(np.ndarray, self._column(int(shards[begin]), name))[within[begin:end]]
+            self._column(int(shards[begin]), name)[within[begin:end]]
             for begin, end in pairwise([0, *ends.tolist()])
         )
         return np.concatenate([np.empty(0, np.int64), *parts])
 
-    def _column(self, shard: int, name: str) -> Column:
+    def _column(self, shard: int, name: str) -> Any:
         """A column of a shard, (rows,), or its true codes; read-only."""
         layout, mapped = self._open(shard)
         if name == CODES:

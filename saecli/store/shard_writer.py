@@ -138,7 +138,6 @@ class ShardWriter:
         assert self._spread is not None
         norms = Norms.of(np.concatenate(self._norms))
         image = _Image(self._meta, self.rows)
-        assert image.start == self._start, "the offset of the activations depends on their number"
         for name, parts in self._columns.items():
             column = stacked(parts)
             if name == CODES:

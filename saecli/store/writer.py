@@ -60,7 +60,6 @@ class StoreWriter:
         self, path: Path, meta: StoreMeta, lock: int, limit: int | None, is_part: bool
     ) -> None:
         self.path, self.meta, self._lock, self._is_part = path, meta, lock, is_part
-        self._failed = False
         self._admission = Admission(meta)
         self._limit = limit
         self._shard: ShardWriter | None = None
@@ -99,15 +98,10 @@ class StoreWriter:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Turn a failed write into a StoreError, after which nothing more is written."""
-        if self._failed:
-            raise StoreError(
-                f"cannot write to {self.path}: an earlier write failed; open it again to go on"
-            )
+        """Turn a failed write into a StoreError."""
         try:
             yield
         except OSError as error:
-            self._failed = True
             raise refused(self.path, self.meta.rows, error) from error
 
     @property
@@ -326,7 +320,14 @@ def _begun(path: Path, meta: StoreMeta) -> StoreMeta:
                 f"{path} holds something else: expected {name} {wanted.get(name)}, got {got.get(name)}; "
                 "choose another --name, or remove that store"
             )
-    raise other_number(path, stored.ranks or 1, meta.ranks or 1)
+    expected, given = stored.ranks or 1, meta.ranks or 1
+    command = "one process, without torchrun"
+    if expected > 1:
+        command = f"`torchrun --nproc-per-node {expected}`"
+    raise StoreError(
+        f"cannot go on with {path}: expected the number of processes that began it, {expected}, got "
+        f"{given}; run the command with {command}, or remove that store"
+    )
 
 
 def _forsake(path: Path) -> None:
@@ -358,19 +359,6 @@ def no_rows(path: Path, left_out: Mapping[str, int]) -> StoreError:
     return StoreError(
         f"there are no rows to store in {path}; expected at least one, got none "
         f"(dropped: {counts or 'none'}); give more or other data"
-    )
-
-
-def other_number(path: Path, expected: int, got: int) -> StoreError:
-    """The error for resuming a store with another number of processes than began it."""
-    command = (
-        f"`torchrun --nproc-per-node {expected}`"
-        if expected > 1
-        else "one process, without torchrun"
-    )
-    return StoreError(
-        f"cannot go on with {path}: expected the number of processes that began it, {expected}, got "
-        f"{got}; run the command with {command}, or remove that store"
     )
 
 
