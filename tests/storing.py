@@ -24,30 +24,16 @@ def memory_folder() -> Iterator[Path]:
 
 
 def make_meta(
-    d_in: int,
-    dtype: str = "float32",
-    *,
-    shard_rows: int = 100,
-    chunk_rows: int = 8,
-    columns: tuple[str, ...] = (),
-    source: dict | None = None,
-    max_norm_multiple: float | None = None,
-    sources: tuple[str, ...] = (),
-    windows: bool = False,
+    d_in: int, dtype: str = "float32", *, sources: tuple[str, ...] = (), **fields: Any
 ) -> StoreMeta:
     """A small store's meta."""
-    return StoreMeta(
-        source or {"dataset": "test"},
-        "request",
-        dtype,
-        d_in,
-        shard_rows,
-        chunk_rows,
-        columns,
-        max_norm_multiple,
-        sources=dict.fromkeys(sources, 0),
-        windows=windows,
-    )
+    defaults = {
+        "source": {"dataset": "test"},
+        "shard_rows": 100,
+        "chunk_rows": 8,
+        "sources": dict.fromkeys(sources, 0),
+    }
+    return StoreMeta(request_hash="request", dtype=dtype, d_in=d_in, **defaults | fields)
 
 
 def make_store(

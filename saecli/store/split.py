@@ -303,6 +303,9 @@ class Part:
 WHOLE = Part()
 
 
+_Block = tuple[np.ndarray, list[Future[None]]]  # rows, (R, D), and the tasks that fill them
+
+
 @dataclass(frozen=True)
 class Source:
     """Wanted rows of a store, as batches of float32 or of the storage dtype."""
@@ -428,12 +431,6 @@ def _loads(source: Source, order: np.ndarray, out: np.ndarray) -> list[Callable[
     return [partial(load, forward[begin : begin + step]) for begin in range(0, len(forward), step)]
 
 
-@dataclass(frozen=True)
-class _Block:
-    rows: np.ndarray  # (R, D)
-    tasks: list[Future[None]]  # which fill it
-
-
 def _decoding(
     pool: ThreadPoolExecutor,
     sizes: "_Blocks",
@@ -450,10 +447,10 @@ def _decoding(
     tasks = [] if count else [pool.submit(load) for load in loads]
     for number in range(count):
         begin = number * sizes.rows
-        block = sizes.fill(pool, decode, begin, min(begin + sizes.rows, len(window)))
+        rows, filling = sizes.fill(pool, decode, begin, min(begin + sizes.rows, len(window)))
         due = loads[len(loads) * number // count : len(loads) * (number + 1) // count]
-        tasks += [*block.tasks, *(pool.submit(load) for load in due)]
-        yield block
+        tasks += [*filling, *(pool.submit(load) for load in due)]
+        yield rows, filling
     for task in tasks:
         task.result()
 
@@ -482,7 +479,7 @@ class _Blocks:
         for start in range(0, len(rows), self._task_rows):
             part = rows[start : start + self._task_rows]
             tasks.append(pool.submit(fill, begin + start, begin + start + len(part), part))
-        return _Block(rows, tasks)
+        return rows, tasks
 
 
 def _read_ahead(
@@ -494,11 +491,11 @@ def _read_ahead(
         series = blocks(pool)
         under_way = deque(islice(series, ahead))
         while under_way:
-            block = under_way.popleft()
-            for task in block.tasks:
+            rows, tasks = under_way.popleft()
+            for task in tasks:
                 task.result()
             under_way.extend(islice(series, 1))
-            for start in range(0, len(block.rows), batch_size):
-                yield block.rows[start : start + batch_size]
+            for start in range(0, len(rows), batch_size):
+                yield rows[start : start + batch_size]
     finally:
         pool.shutdown(cancel_futures=True)

@@ -98,17 +98,13 @@ def test_half_precision_is_kept(tmp_path):
     torch.save(tensor, tmp_path / "a.pt")
     stored = make_store(tmp_path / "s", ROWS[:, 0], "bfloat16")
     shard = next((tmp_path / "s" / "shards").iterdir())
-    for path, key in (
-        (tmp_path / "a.safetensors", None),
-        (tmp_path / "a.pt", None),
-        (shard, "activations"),
-    ):
+    files = {tmp_path / "a.safetensors": None, tmp_path / "a.pt": None, shard: "activations"}
+    for path, key in files.items():
         source = open_array(str(path), key)
         assert source.dtype == "bfloat16"
         np.testing.assert_array_equal(rows_of(source), tensor.float().numpy())
-    np.testing.assert_array_equal(
-        collect(stored.split("all").sequential(50)), tensor.float().numpy()
-    )
+    rows = collect(stored.split("all").sequential(50))
+    np.testing.assert_array_equal(rows, tensor.float().numpy())
     np.save(tmp_path / "a.npy", ROWS[:, 0].astype(np.float16))
     assert open_array(str(tmp_path / "a.npy")).dtype == "float16"
 
@@ -173,9 +169,8 @@ def test_patches_are_centred_and_of_separate_squares():
 
 def test_key_chooses_among_several_arrays(tmp_path):
     np.savez(tmp_path / "a.npz", x=FLAT, y=-FLAT)
-    torch.save(
-        {"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}, tmp_path / "a.pt"
-    )
+    values = {"x": torch.ones(2), "deep": {"y": torch.from_numpy(FLAT)}, "n": 3}
+    torch.save(values, tmp_path / "a.pt")
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.npz"), "y")), -FLAT)
     np.testing.assert_array_equal(rows_of(open_array(str(tmp_path / "a.pt"), "deep.y")), FLAT)
 
@@ -191,16 +186,8 @@ REFUSED = {  # what a.npy or a.npz holds, key, and what is said
     "text": ({"x": np.array([["a"]])}, None, f"{NUMBERS}str32"),
     "dates": ({"x": np.zeros((3, 2), "M8[s]")}, None, NUMBERS),
     "records": ({"x": np.zeros((3, 2), "f4,i4")}, None, NUMBERS),
-    "no key": (
-        {"x": FLAT, "y": FLAT},
-        None,
-        r"one array in .*a\.npz, got 2 \(x, y\); choose one with --key",
-    ),
-    "another key": (
-        {"x": FLAT, "y": FLAT},
-        "z",
-        r"no array for --key z; expected one of its keys \(x, y\)",
-    ),
+    "no key": ({"x": FLAT, "y": FLAT}, None, r"one array in .*a\.npz, got 2 \(x, y\); .*--key"),
+    "another key": ({"x": FLAT, "y": FLAT}, "z", r"--key z; expected one of its keys \(x, y\)"),
     "needless key": ({"x": FLAT}, "x", "holds one array, without a key; leave out --key"),
 }
 

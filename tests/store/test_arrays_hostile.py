@@ -40,6 +40,14 @@ def hdf5(fill: Callable[[h5py.File], object]) -> Callable[[Path], None]:
     return make
 
 
+def dataset(shape: tuple[int, int] = (20, 6), **options: object) -> Callable[[Path], None]:
+    return hdf5(lambda file: file.create_dataset("x", shape, "f4", **options))
+
+
+def link(target: object) -> Callable[[Path], None]:
+    return hdf5(lambda file: file.__setitem__("x", target))
+
+
 def virtual(source: str, length: int | None) -> Callable[[Path], None]:
     def fill(file: h5py.File) -> None:
         layout = h5py.VirtualLayout((20, 6), "f4", maxshape=(length, 6))
@@ -57,34 +65,18 @@ HDF5 = {
     "itself": (virtual("a.h5", 20), ELSEWHERE),
     "a pipe": (virtual("pipe", 20), ELSEWHERE),
     "a pipe for its shape": (virtual("pipe", None), ELSEWHERE),
-    "external": (
-        hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", external=[("pipe", 0, 480)])),
-        ELSEWHERE,
-    ),
-    "never written": (
-        hdf5(lambda file: file.create_dataset("x", (10**9, 10**3), "f4")),
-        NOT_IN_FULL,
-    ),
+    "external": (dataset(external=[("pipe", 0, 480)]), ELSEWHERE),
+    "never written": (dataset((10**9, 10**3)), NOT_IN_FULL),
     "partly written": (
         hdf5(lambda file: file.create_dataset("x", (20, 6), "f4", chunks=(5, 6)).__setitem__(3, 1)),
         NOT_IN_FULL,
     ),
     "unknown filter": (
-        hdf5(
-            lambda file: file.create_dataset(
-                "x", (20, 6), "f4", chunks=(5, 6), compression=32001, allow_unknown_filter=True
-            )
-        ),
+        dataset(chunks=(5, 6), compression=32001, allow_unknown_filter=True),
         "compressed by an unknown filter; use gzip",
     ),
-    "link to a file": (
-        hdf5(lambda file: file.__setitem__("x", h5py.ExternalLink("pipe", "/y"))),
-        "expected one array in",
-    ),
-    "link to itself": (
-        hdf5(lambda file: file.__setitem__("x", h5py.SoftLink("/x"))),
-        "expected one array in",
-    ),
+    "link to a file": (link(h5py.ExternalLink("pipe", "/y")), "expected one array in"),
+    "link to itself": (link(h5py.SoftLink("/x")), "expected one array in"),
 }
 
 
@@ -127,40 +119,29 @@ def torch_file(values: object, **options: bool) -> bytes:
     return content.getvalue()
 
 
-NOT_THIS = "check that the file is whole and of this format"
 FILES = {
-    "negative shape.npy": (lambda: npy(shape=(-20, 6)), NOT_THIS),
-    "shape of no number.npy": (lambda: npy(shape=(20, True)), NOT_THIS),
-    "huge shape.npy": (lambda: npy(shape=(2**70, 6)), NOT_THIS),
-    "no header.npy": (lambda: b"\x93NUMPY\x01\x00\x04\x00'''\n", NOT_THIS),
-    "no array.npz": (lambda: archive(("x.npy", b"text")), NOT_THIS),
-    "flipped.npz": (
-        lambda: archive(("x.npy", npy())).replace(ROWS[9].tobytes(), ROWS[8].tobytes()),
-        NOT_THIS,
+    "negative shape.npy": lambda: npy(shape=(-20, 6)),
+    "shape of no number.npy": lambda: npy(shape=(20, True)),
+    "huge shape.npy": lambda: npy(shape=(2**70, 6)),
+    "no header.npy": lambda: b"\x93NUMPY\x01\x00\x04\x00'''\n",
+    "no array.npz": lambda: archive(("x.npy", b"text")),
+    "flipped.npz": lambda: archive(("x.npy", npy())).replace(ROWS[9].tobytes(), ROWS[8].tobytes()),
+    "claimed shape.npz": lambda: archive(("x.npy", npy(shape=(HUGE, 6)))),
+    "claimed-idx3-ubyte.gz": lambda: gzip.compress(
+        struct.pack(">4B3I", 0, 0, 8, 3, 2**32 - 1, 2**20, 1)
     ),
-    "claimed shape.npz": (
-        lambda: archive(("x.npy", npy(shape=(HUGE, 6)))),
-        "expected memory for it, got none",
-    ),
-    "claimed-idx3-ubyte.gz": (
-        lambda: gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 2**32 - 1, 2**20, 1)),
-        NOT_THIS,
-    ),
-    "sizes.idx": (lambda: struct.pack(">4BI", 0, 0, 8, 200, 7), NOT_THIS),
-    "of no device.pt": (lambda: torch_file(torch.ones(3, 4, device="meta")), NOT_THIS),
-    "claimed.safetensors": (lambda: save({"x": ROWS}).replace(b"[20,6]", b"[99,6]"), NOT_THIS),
-    "old.pth": (
-        lambda: torch_file(torch.ones(3, 4), _use_new_zipfile_serialization=False)[:50],
-        NOT_THIS,
-    ),
-    "none.safetensors": (lambda: struct.pack("<Q", 2**63) + b"{}", NOT_THIS),
+    "sizes.idx": lambda: struct.pack(">4BI", 0, 0, 8, 200, 7),
+    "of no device.pt": lambda: torch_file(torch.ones(3, 4, device="meta")),
+    "claimed.safetensors": lambda: save({"x": ROWS}).replace(b"[20,6]", b"[99,6]"),
+    "old.pth": lambda: torch_file(torch.ones(3, 4), _use_new_zipfile_serialization=False)[:50],
+    "none.safetensors": lambda: struct.pack("<Q", 2**63) + b"{}",
 }
-
-
+SAID = {"claimed shape.npz": "expected memory for it, got none"}
+NOT_THIS = "check that the file is whole and of this format"  # said of the others
 CASES = [
     *(
-        (name.replace("/", " "), lambda path, make=make: path.write_bytes(make()), said)
-        for name, (make, said) in FILES.items()
+        (name, lambda path, make=make: path.write_bytes(make()), SAID.get(name, NOT_THIS))
+        for name, make in FILES.items()
     ),
     *((f"{name}.h5", make, said) for name, (make, said) in HDF5.items()),
 ]

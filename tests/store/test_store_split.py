@@ -14,14 +14,9 @@ from saecli.store.split import is_test
 def store(tmp_path_factory):
     rows = np.zeros((20_000, 2), np.float32)
     rows[:, 0] = np.arange(20_000)
-    return make_store(
-        tmp_path_factory.mktemp("s") / "s",
-        rows,
-        documents=np.arange(20_000) // 10,
-        block=1000,
-        shard_rows=3000,
-        chunk_rows=70,
-    )
+    sizes = {"block": 1000, "shard_rows": 3000, "chunk_rows": 70}
+    documents = np.arange(20_000) // 10
+    return make_store(tmp_path_factory.mktemp("s") / "s", rows, documents=documents, **sizes)
 
 
 def numbers(rows) -> set[int]:
@@ -47,10 +42,13 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def hash_of(document: int, seed: int) -> int:
+    return splitmix64(splitmix64(document) ^ splitmix64(splitmix64(seed) ^ 1))
+
+
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 5])
 def test_the_rows_held_out_are_for_ever_those_of_splitmix64(seed):
-    key = splitmix64(splitmix64(seed) ^ 1)
-    expected = [splitmix64(splitmix64(document) ^ key) / 2**64 < 0.1 for document in range(3000)]
+    expected = [hash_of(document, seed) / 2**64 < 0.1 for document in range(3000)]
     np.testing.assert_array_equal(is_test(np.arange(3000), seed=seed), expected)
 
 
@@ -77,10 +75,7 @@ def counted_store(path, units, by_document):
 def test_a_small_store_holds_out_its_lowest_hash(tmp_path, units, by_document):
     store = counted_store(tmp_path / "s", units, by_document)
     for seed in range(40):
-        key = splitmix64(splitmix64(seed) ^ 1)
-        hashes = np.array(
-            [(splitmix64(splitmix64(unit) ^ key) >> 11) / 2**53 for unit in range(units)]
-        )
+        hashes = np.array([(hash_of(unit, seed) >> 11) / 2**53 for unit in range(units)])
         expected = set(np.flatnonzero(hashes <= max(np.nextafter(0.1, 0), hashes.min())).tolist())
         assert numbers(store.split("test", seed=seed)) == expected
         if len(expected) < units:
@@ -102,8 +97,7 @@ def test_fractions_of_a_small_store_keep_a_document_and_nest(tmp_path, units, by
 
 
 def lowest_hash(documents: list[int], seed: int) -> int:
-    key = splitmix64(splitmix64(seed) ^ 1)
-    return min(documents, key=lambda document: splitmix64(splitmix64(document) ^ key))
+    return min(documents, key=lambda document: hash_of(document, seed))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -115,10 +109,7 @@ def test_each_source_of_a_mixture_with_two_documents_holds_one_out(tmp_path, see
     rows = documents[:, None].astype(np.float32)
     columns = {"document": documents, "source": source}
     mixed = make_store(tmp_path / "m", rows, columns=columns, sources=("a", "b", "c"), chunk_rows=7)
-    key = splitmix64(splitmix64(seed) ^ 1)
-    expected = {
-        document for document in range(40) if splitmix64(splitmix64(document) ^ key) / 2**64 < 0.1
-    }
+    expected = {document for document in range(40) if hash_of(document, seed) / 2**64 < 0.1}
     for own in ([document for document in range(40) if document not in sources_of], [3, 17, 30]):
         if expected.isdisjoint(own):
             expected.add(lowest_hash(own, seed))
@@ -157,9 +148,8 @@ def test_arguments_out_of_range_are_refused(store, arguments, said):
 
 def offset_rows(rng: np.random.Generator, rows: int, d_in: int) -> np.ndarray:
     """Rows far from 0, of sizes that differ a thousandfold, with a dimension that does not vary."""
-    values = 1e4 * rng.standard_normal(d_in) + rng.lognormal(0, 2, (rows, 1)) * rng.standard_normal(
-        (rows, d_in)
-    )
+    centre, sizes = 1e4 * rng.standard_normal(d_in), rng.lognormal(0, 2, (rows, 1))
+    values = centre + sizes * rng.standard_normal((rows, d_in))
     values[:, -1] = 1 / 3
     return values.astype(np.float32)
 
