@@ -63,13 +63,10 @@ def started(
     **more: Any,
 ) -> Solver:
     """A solver for a number of epochs, with a learning rate of 0.01; further arguments as of `task_of`."""
-    sparsity = given[0] if given else "none"
-    initial = initial_sae(activation, F, Batch.of(rows.x[:64]), 1, None, sparsity)
     steps = more.pop("steps", epochs * rows.batches)
-    return config.build(
-        initial,
-        task_of(rows.rows, steps, 1e-2, *given, sample=rows.x, batches=rows.batches, **more),
-    )
+    task = task_of(rows.rows, steps, 1e-2, *given, sample=rows.x, batches=rows.batches, **more)
+    sample = Batch.of(rows.x[:64])
+    return config.build(initial_sae(activation, F, sample, 1, None, task.training.sparsity), task)
 
 
 def decoder_step(solver: Solver, rows: RowsInMemory, due: Pass) -> None:
@@ -107,11 +104,8 @@ def trained(solver: Solver, rows: RowsInMemory, epochs: int) -> SAE:
 
 def loss_of(solver: Solver, data: RowsInMemory) -> Tensor:
     """What descent lowers, on all rows."""
-    weight = solver.task.penalty_weight(solver.steps)
-    return (
-        solver.dictionary.loss(Batch.of(data.x), solver.task.training.sparsity, weight).value
-        + solver.extra_loss()
-    )
+    sparsity, weight = solver.task.training.sparsity, solver.task.penalty_weight(solver.steps)
+    return solver.dictionary.loss(Batch.of(data.x), sparsity, weight).value + solver.extra_loss()
 
 
 def decoder_of(solver: Solver) -> tuple[Tensor, Tensor]:
@@ -132,29 +126,15 @@ def task_of(
     **training: Any,
 ) -> Task:
     """A task with `batches` per epoch; smoothing is 0 unless given."""
-    settings = TrainingConfig(
-        **{
-            "batch_size": math.ceil(rows / batches),
-            "sparsity": sparsity,
-            "sparsity_weight": weight,
-            "smoothing": 0.0,
-        }
-        | training
-    )
-    return Task(
-        settings,
-        rows,
-        steps,
-        lr,
-        Batch.of(torch.empty(0, 0) if sample is None else sample),
-        memory=memory,
-    )
+    training = {"batch_size": math.ceil(rows / batches), "smoothing": 0.0} | training
+    settings = TrainingConfig(sparsity=sparsity, sparsity_weight=weight, **training)
+    sampled = Batch.of(torch.empty(0, 0) if sample is None else sample)
+    return Task(settings, rows, steps, lr, sampled, memory=memory)
 
 
 _random = np.random.default_rng(0)
-ROWS = (_random.standard_normal((300, 12)) @ _random.standard_normal((12, 20)) + 1).astype(
-    np.float32
-)
+ROWS = _random.standard_normal((300, 12)) @ _random.standard_normal((12, 20)) + 1
+ROWS = ROWS.astype(np.float32)
 ACTS = [
     ("relu", {}),
     ("relu", {"sparsity": "kl"}),
@@ -189,10 +169,9 @@ class Kept(Record):
         return self.start
 
     def save(self, sae: SAE, state: dict[str, Tensor], progress: Any) -> None:
-        self.kept = self.kept or (
-            {name: t.cpu().clone() for name, t in state.items()},
-            replace(progress),
-        )
+        if self.kept is None:
+            copied = {name: tensor.cpu().clone() for name, tensor in state.items()}
+            self.kept = copied, replace(progress)
 
 
 def numbers(found: Any) -> list[float]:

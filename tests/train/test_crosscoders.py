@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, make_store, same
+from homes import CommandLine, make_store, normal, same
 from reports import index_of, pages_of
 
 import saecli
@@ -20,6 +20,7 @@ from saecli.train.decoder_step import penalty_decay
 SHARED, OWN, D = 16, 8, 24
 COMMON = ("--d-sae", "40", "--batch-size", "128", "--json", "--epochs")
 SHORT, QUICK = (*COMMON, "2"), (*COMMON, "10")
+A_AND_B = ("--data", "a", "--data", "b", "--name", "run")
 
 
 def two_models(rows: int = 4000) -> tuple[np.ndarray, np.ndarray]:
@@ -44,13 +45,9 @@ def home(sae: CommandLine) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["pam-sgd", "sgd"])
-@pytest.mark.parametrize(
-    "options", [("--act", "batchtopk", "--k", "4"), ("--act", "relu")], ids=" ".join
-)
+@pytest.mark.parametrize("options", ["--act batchtopk --k 4", "--act relu"])
 def test_features_of_one_place_and_of_both_are_told_apart(sae, home, solver, options):
-    done = sae(
-        "train", "--data", "a", "--data", "b", "--solver", solver, *options, *QUICK, "--name", "run"
-    )
+    done = sae("train", *A_AND_B, "--solver", solver, *options.split(), *QUICK)
     assert done.status == 0, done.err
     assert (done.json["data"], done.json["d_in"]) == ("a + b", 2 * D)
     (found,) = sae("sparsity", "run", "--json").json["runs"]
@@ -76,7 +73,7 @@ def test_features_of_one_place_and_of_both_are_told_apart(sae, home, solver, opt
 
 @pytest.mark.slow
 def test_a_report_has_each_latents_places(sae, home, tmp_path):
-    sae("train", "--data", "a", "--data", "b", "--act", "topk", "--k", "4", *SHORT, "--name", "run")
+    sae("train", *A_AND_B, "--act", "topk", "--k", "4", *SHORT)
     assert sae("report", "run", "--out", str(tmp_path / "pages")).status == 0
     (found,) = sae("sparsity", "run", "--split", "all", "--json").json["runs"]
     pages = {page["latent"]: page for page in pages_of(tmp_path / "pages").values()}
@@ -86,37 +83,26 @@ def test_a_report_has_each_latents_places(sae, home, tmp_path):
         assert [place[0] for place in page["places"]] == ["a", "b"]
         assert columns["classes"][columns["class"][latent]] == found["class"][latent]
         assert [place[1] for place in page["places"]] == pytest.approx(found["share"][latent])
-        assert page["places"][0][2] == (
-            None
-            if found["scaling"][latent][0] is None
-            else pytest.approx(found["scaling"][latent][0])
-        )
+        scaling = found["scaling"][latent][0]
+        assert page["places"][0][2] == (scaling if scaling is None else pytest.approx(scaling))
 
 
 @pytest.mark.slow
 def test_one_place_is_the_sae_to_the_bit(sae, home):
     store = saecli.open_store("a", home)
     options = {"act": "topk", "k": 4, "d_sae": 40, "epochs": 2, "batch_size": 64}
-    one, other = saecli.fit(store, **options), saecli.fit(Joined((store,)), **options)
-    assert same(one, other)
+    assert same(saecli.fit(store, **options), saecli.fit(Joined((store,)), **options))
 
 
 def crosscoder(widths: tuple[int, ...] = (5, 3)) -> SAE:
-    generator = torch.Generator().manual_seed(0)
     d, F = sum(widths), 12
-    W_enc, W_dec = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((d, F), (F, d))
-    )
-    return SAE(
-        W_enc, torch.zeros(F).double(), W_dec, torch.zeros(d).double(), Relu(), widths=widths
-    )
+    W_enc, W_dec = normal(d, F), normal(F, d, seed=1)
+    b_enc, b_dec = torch.zeros(F).double(), torch.zeros(d).double()
+    return SAE(W_enc, b_enc, W_dec, b_dec, Relu(), widths=widths)
 
 
 def test_l1_weighs_the_sum_of_a_latents_norms_over_places():
-    sae, x = (
-        crosscoder(),
-        torch.randn(30, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
-    )
+    sae, x = crosscoder(), normal(30, 8, seed=2)
     z = sae.encode(x)
     norms = sae.W_dec[:, :5].norm(dim=1) + sae.W_dec[:, 5:].norm(dim=1)
     expected = (sae(x) - x).square().sum(1).mean() + 0.3 * (z * norms).sum(1).mean()
@@ -140,35 +126,27 @@ def test_the_decoder_step_has_a_quadratic_with_the_value_and_slope_of_l1():
 
 def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
     sae = crosscoder((4, 4))
-    x = torch.randn(200, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2 + 1
+    x = normal(200, 8, seed=2) * 2 + 1
     sums = PlaceSums(sae)
     for batch in x.split(37):
         sums.update(batch)
     fvu, share, beta, carried = sums.result(Spread.of(x.numpy().copy()))
-    z, error, spread = (
-        sae.encode(x),
-        x - sae(x),
-        [x[:, p].var(0, correction=0).mean().sqrt() for p in sae.hook_columns],
-    )
-    for place, scale in zip(range(2), spread, strict=True):
+    z, error = sae.encode(x), x - sae(x)
+    spread = [x[:, at].var(0, correction=0).mean().sqrt() for at in sae.hook_columns]
+    for place, scale in enumerate(spread):
         at = sae.hook_columns[place]
         variance = (x[:, at] - x[:, at].mean(0)).square().sum()
         assert fvu[place].item() == pytest.approx((error[:, at].square().sum() / variance).item())
         for latent in range(12):
-            sizes = [
-                sae.W_dec[latent, p].norm() / s
-                for p, s in zip(sae.hook_columns, spread, strict=True)
-            ]
+            sizes = [sae.W_dec[latent, sae.hook_columns[p]].norm() / spread[p] for p in (0, 1)]
             assert share[latent, place].item() == pytest.approx((sizes[place] / sum(sizes)).item())
             best = int(torch.stack(sizes).argmax())
             part = z[:, latent, None] * sae.W_dec[latent, sae.hook_columns[best]] / spread[best]
             aim = (error[:, at] + z[:, latent, None] * sae.W_dec[latent, at]) / scale
             others = (sae(x) - sae.b_dec)[:, at] / scale
-            for found, wanted in ((beta, aim), (carried, others)):
-                expected = torch.linalg.lstsq(
-                    part.reshape(-1, 1), wanted.reshape(-1, 1)
-                ).solution.item()
-                assert found[latent, place].item() == pytest.approx(expected)
+            for scaling, wanted in ((beta, aim), (carried, others)):
+                expected = (part * wanted).sum() / part.square().sum()
+                torch.testing.assert_close(scaling[latent, place], expected)
 
 
 def test_classes_are_told_by_norms_and_then_by_both_scalings():

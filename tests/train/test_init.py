@@ -254,7 +254,7 @@ def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(
     assert tuple(capsys.readouterr()) == ("", "")
     assert saecli.fit(some_rows(100), init=mine, act="relu", epochs=1).activation == Relu()
     assert saecli.fit(some_rows(100), init=mine, k=5, epochs=1).activation == TopK(k=5)
-    with pytest.raises(saecli.SaeError, match="d_sae must be 20, as in init sae, got 9"):
+    with pytest.raises(saecli.SaeError, match="d-sae must be 20"):
         saecli.fit(some_rows(100), init=mine, d_sae=9)
 
 

@@ -45,16 +45,14 @@ class Lines(Record):
 
 
 class Failing(Lines):
-    """Raises, or is interrupted, as its first epoch is kept."""
+    """Fails, or is interrupted, as its first epoch is kept."""
 
-    def __init__(self, failure: Exception | None) -> None:
+    def __init__(self, failure: BaseException) -> None:
         super().__init__()
         self.failure = failure
 
     def save(self, *words: Any) -> None:
         super().save(*words)
-        if self.failure is None:
-            raise KeyboardInterrupt
         raise self.failure
 
 
@@ -103,68 +101,48 @@ def test_each_of_several_is_to_the_bit_what_it_is_alone():
     alone = [Loop([training(rows, solver, act, **options)]) for solver, act, options in KINDS]
     expected = [loop.train()[0] for loop in alone]
     together = several(*(training(rows, solver, act, **options) for solver, act, options in KINDS))
-    for one, other in zip(together.train(), expected, strict=True):
-        assert same(one, other)
-    for one, other in zip(together.trainings, alone, strict=True):
-        known = [
-            [
-                {name: value for name, value in line.items() if name != "seconds"}
-                for line in found.record.lines
-            ]
-            for found in (one, other.trainings[0])
-        ]
-        assert known[0] == known[1]
+    assert all(map(same, together.train(), expected))
+    for each, loop in zip(together.trainings, alone, strict=True):
+        lines, lines_alone = each.record.lines, loop.trainings[0].record.lines
+        for line in (*lines, *lines_alone):
+            line.pop("seconds", None)
+        assert lines == lines_alone
     assert together.errors == {}
-    assert [one.record.epochs for one in together.trainings] == [2] * len(KINDS)
+    assert [each.record.epochs for each in together.trainings] == [2] * len(KINDS)
 
 
 @pytest.mark.slow
 def test_several_read_the_rows_as_often_as_one(batches: Counter):
     rows = some_rows(700)
-    made = [training(rows, "pam-sgd", seed=seed) for seed in range(3)]
-    batches.clear()
-    Loop(made[:1]).train()
-    one = {
-        key: count for key, count in batches.items() if key[2]
-    }  # the first batches are each one's sample too
-    batches.clear()
-    Loop(
-        [made[0], *(training(rows, "pam-sgd", seed=seed, shared=made[0].rows) for seed in (1, 2))]
-    ).train()
-    assert {key: count for key, count in batches.items() if key[2] and key[1] != 0} == {
-        key: count for key, count in one.items() if key[1] != 0
-    }
+    counts = []
+    for seeds in ((), (1, 2)):
+        first = training(rows, "pam-sgd")
+        others = [training(rows, "pam-sgd", seed=seed, shared=first.rows) for seed in seeds]
+        batches.clear()
+        Loop([first, *others]).train()
+        # The first batches are each training's sample too.
+        counts.append({key: count for key, count in batches.items() if key[2]})
+    assert counts[0] == counts[1]
     assert batches["batches", 1, 0] == 1
 
 
 @pytest.mark.slow
 def test_one_that_wants_passes_of_its_own_shares_the_others(batches: Counter):
     rows = some_rows(900)
-    often = {
-        "decoder_every": 3,
-        "d_sae": 200,
-    }  # too few rows for running sums: it passes over all
-    plain, alone = (
-        Loop([training(rows, "pam-sgd", d_sae=200)]),
-        Loop([training(rows, "pam-sgd", **often)]),
-    )
-    expected = plain.train() + alone.train()
-    read = []
-    for given in ({"d_sae": 200}, often):
+    # Too few rows for running sums: it passes over all.
+    often = ({"d_sae": 200}, {"d_sae": 200, "decoder_every": 3})
+    expected, read = [], []
+    for options in often:
         batches.clear()
-        Loop([training(rows, "pam-sgd", **given)]).train()
+        expected += Loop([training(rows, "pam-sgd", **options)]).train()
         read.append(batches["sequential", None, 0])
     batches.clear()
-    found = Loop(
-        [training(rows, "pam-sgd", **options) for options in ({"d_sae": 200}, often)]
-    ).train()
-    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
-    assert (
-        batches["sequential", None, 0] == read[1] + 2
-    )  # the other's rows are checked and measured too
-    assert (
-        read[1] - read[0] == 2 * 4
-    )  # within an epoch of 15 batches; both make the pass at its end
+    saes = Loop([training(rows, "pam-sgd", **options) for options in often]).train()
+    assert all(map(same, saes, expected))
+    # The other's rows are checked and measured too.
+    assert batches["sequential", None, 0] == read[1] + 2
+    # Within an epoch of 15 batches; both make the pass at its end.
+    assert read[1] - read[0] == 2 * 4
 
 
 @pytest.mark.slow
@@ -175,11 +153,11 @@ def test_a_failure_leaves_the_others_to_go_on(failing: dict):
     rows = some_rows(500)
     (expected,) = Loop([training(rows)]).train()
     loop = several(training(rows), training(rows, **failing), training(rows))
-    found = loop.train()
-    assert len(found) == 2 and all(same(one, expected) for one in found)
+    saes = loop.train()
+    assert len(saes) == 2 and all(same(sae, expected) for sae in saes)
     assert list(loop.errors) == [loop.trainings[1]]
     assert isinstance(loop.errors[loop.trainings[1]], TrainingError if "lr" in failing else OSError)
-    assert [one.record.ended for one in loop.trainings] == [1, 1, 1]
+    assert [each.record.ended for each in loop.trainings] == [1, 1, 1]
 
 
 def test_the_only_one_raises_what_ends_it():
@@ -208,35 +186,31 @@ def test_rows_that_cannot_be_read_end_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ArrayRows, "batches", damaged)
     with pytest.raises(OSError, match="damaged"):
         loop.train()
-    assert [one.record.ended for one in loop.trainings] == [1, 1]
+    assert [each.record.ended for each in loop.trainings] == [1, 1]
 
 
 def test_an_interrupt_reaches_all():
     loop = several(
-        training(some_rows(500), epochs=9, record=Failing(None)), training(some_rows(500), epochs=9)
+        training(some_rows(500), epochs=9, record=Failing(KeyboardInterrupt())),
+        training(some_rows(500), epochs=9),
     )
     with pytest.raises(KeyboardInterrupt):
         loop.train()
     assert loop.errors == {}
-    assert [one.record.ended for one in loop.trainings] == [1, 1]
-    assert max(one.epochs for one in loop.trainings) == 1
+    assert [each.record.ended for each in loop.trainings] == [1, 1]
+    assert max(each.epochs for each in loop.trainings) == 1
 
 
 def test_results_are_measured_on_all_rows_for_those_that_came_through(tmp_path):
     make_store(tmp_path, "rows", some_rows(500))
     store = saecli.open_store("rows", tmp_path)
     test = store.split("test")
-    loop = several(
-        training(store, test=test),
-        training(store, test=test, lr=1e30),
-        training(store, test=test, seed=2),
-    )
+    options = ({}, {"lr": 1e30}, {"seed": 2})
+    loop = several(*(training(store, test=test, **each) for each in options))
     saes = loop.train()
     results = loop.results(saes)
     assert len(results) == 2
-    x = torch.from_numpy(
-        np.concatenate([batch.copy() for batch in store.split("test").sequential(64)])
-    )
+    x = torch.from_numpy(np.concatenate([batch.copy() for batch in test.sequential(64)]))
     for sae, result in zip(saes, results, strict=True):
         fvu = (sae(x) - x).square().sum() / (x - x.mean(0)).square().sum()
         assert result["final"]["test_fvu"] == pytest.approx(fvu.item(), rel=1e-4)
