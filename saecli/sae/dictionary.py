@@ -174,9 +174,8 @@ class Dictionary(Module, ABC):
         """A matrix whose row norms weigh latents in penalties: W_dec, or a crosscoder's sums over hook points."""
         if not self.widths:
             return W_dec
-        return torch.stack([W_dec[:, place].norm(dim=1) for place in self.hook_columns]).sum(0)[
-            :, None
-        ]
+        norms = [W_dec[:, columns].norm(dim=1) for columns in self.hook_columns]
+        return torch.stack(norms).sum(0)[:, None]
 
     @property
     def activation_parameters(self) -> Parameters:

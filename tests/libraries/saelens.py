@@ -29,10 +29,7 @@ from sae_lens import saes as kinds
 from sae_lens.evals import get_eval_everything_config, run_evals
 from sae_lens.load_model import load_model
 from sae_lens.loading import pretrained_sae_loaders as loaders
-from sae_lens.synthetic import (
-    FeatureDictionary,
-    eval_sae_on_synthetic_data,
-)
+from sae_lens.synthetic import FeatureDictionary, eval_sae_on_synthetic_data
 from sae_lens.training.activation_scaler import ActivationScaler
 from safetensors.torch import load_file, save_file
 
@@ -243,8 +240,8 @@ def evaluate(model_folder: Path, hook: str, windows_file: str, *folders: str) ->
         str(model_folder),
         device="cpu",
         hook_names=[hook],
-        model_from_pretrained_kwargs={"dtype": torch.float32},
-    )  # as saecli runs it on a CPU
+        model_from_pretrained_kwargs={"dtype": torch.float32},  # as saecli runs it on a CPU
+    )
     store = Windows(json.loads(Path(windows_file).read_text()))
     count = len(store.windows)
     for folder in folders:

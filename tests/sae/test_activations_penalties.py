@@ -16,6 +16,9 @@ OFFERS = [
     for sparsity in kind().penalties()
     if sparsity in ("l1", "kl")
 ]
+every_offer = pytest.mark.parametrize(
+    ("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value)
+)
 NORMS = torch.linspace(0.5, 3, F, dtype=torch.float64)
 
 
@@ -62,9 +65,7 @@ def test_kl_is_zero_where_every_rate_is_the_target() -> None:
     ).item() == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value)
-)
+@every_offer
 def test_gradient_of_a_penalty_equals_finite_differences(
     activation: Activation, sparsity: str
 ) -> None:
@@ -74,11 +75,7 @@ def test_gradient_of_a_penalty_equals_finite_differences(
     )
 
 
-@pytest.mark.parametrize(
-    ("activation", "sparsity"),
-    OFFERS,
-    ids=lambda value: getattr(value, "name", value),
-)
+@every_offer
 def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(
     activation: Activation, sparsity: str
 ) -> None:
@@ -89,9 +86,7 @@ def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(
     torch.testing.assert_close(after, before, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("activation", "sparsity"), OFFERS, ids=lambda value: getattr(value, "name", value)
-)
+@every_offer
 def test_norm_weights_are_the_positive_derivative_in_decoder_norms(
     activation: Activation, sparsity: str
 ) -> None:

@@ -233,7 +233,7 @@ def sae_of(activation: Activation, many: bool) -> SAE:
     "number",
     [number for number, name in enumerate(ACTIVATIONS) if name != "gated"],
     ids=[name for name in ACTIVATIONS if name != "gated"],
-)  # see test_activations_gated.py
+)
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("sparsity", ["none", "l1", "l1-codes"])
 def test_gradients_of_the_loss_equal_plain_autograd(number: int, kept: str, sparsity: str) -> None:

@@ -22,13 +22,13 @@ from saecli.sae.dictionary import SAE
 from saecli.sae.formats import FORMATS, Format, SavedSAE, load, save
 
 pytestmark = pytest.mark.slow
-LIBRARIES = {
+LIBRARIES = {  # which library reads a format
     "saelens": "saelens",
     "sparsify": "sparsify",
     "dictionary-learning": "dictionary-learning",
     "gemma-scope": "saelens",
     "circuit-tracer": "circuit-tracer",
-}  # which library reads a format
+}
 D, E, F, K = 24, 17, 60, 6
 ORIGIN = {"model": "gpt2", "layer": 8, "site": "resid_post", "context": 128, "prepend_bos": True}
 MLP = homes.MLP | {"layer": 0, "target_layer": 0}
@@ -155,9 +155,8 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(
         assert measures["fvu"] == pytest.approx((error**2).sum(1).mean() / spread, rel=1e-5)
         if "fvu" in theirs:  # sparsify's own
             assert measures["fvu"] == pytest.approx(float(theirs["fvu"]), rel=1e-5)
-        if (
-            "frac_variance_explained" in theirs
-        ):  # dictionary_learning's own, which leaves out the mean error
+        # dictionary_learning's own, which leaves out the mean error.
+        if "frac_variance_explained" in theirs:
             left_out = (error.mean(0) ** 2).sum() / spread
             assert measures["fvu"] - left_out == pytest.approx(
                 1 - float(theirs["frac_variance_explained"]), rel=1e-4

@@ -59,18 +59,7 @@ def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
         ("https://huggingface.co/a/b/tree/main/c/d", Address("a/b", "c/d", "main")),
         *(
             (text, None)
-            for text in (
-                "a",
-                "",
-                "./a/b",
-                "../a",
-                "~/a",
-                "/a/b",
-                "a/../b",
-                "a/b/../c",
-                "a/b@",
-                "a b/c",
-            )
+            for text in ("a", "", "./a/b", "../a", "~/a", "a/../b", "a/b/../c", "a/b@", "a b/c")
         ),
     ],
 )
@@ -232,9 +221,8 @@ def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
     for _ in range(2):
         (measures,) = sae("eval", address, "--json").json["runs"]
     assert measures["run"] == address
-    assert (
-        len([path for path in hub.asked if path.startswith("GET /lfs/")]) == 1
-    )  # where the hub sends for params.npz
+    # Where the hub sends for params.npz.
+    assert len([path for path in hub.asked if path.startswith("GET /lfs/")]) == 1
     assert hub.downloads() == []
     assert sae("export", address, "--to", "saelens", "--out", tmp_path / "out").status == 0
     x, original = torch.from_numpy(some_rows(50)), random_sae(JumpRelu(), seed=1)
@@ -290,9 +278,8 @@ def test_only_the_files_of_one_sae_of_a_suite_are_fetched_and_cached(
     for _ in range(2):
         fetched = saecli.load_sae(place)
         assert np.abs(fetched(torch.from_numpy(x)).numpy() - expected.predicted).max() < 1e-4
-        monkeypatch.setattr(
-            constants, "ENDPOINT", "http://hub.invalid"
-        )  # the second time from the cache
+        # The second time from the cache.
+        monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
     (snapshot,) = (tmp_path / "cache").glob("*/snapshots/*")
     folder = snapshot if address.folder.endswith(".pt") else snapshot / address.folder
     assert sorted(files_of(snapshot)) == [

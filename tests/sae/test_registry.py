@@ -55,9 +55,8 @@ def unconfigured(folder: Path) -> Published:
 
 TRANSCODER = partial(SCOPE_2, kind="transcoder", affine=True, model_name="gemma-v3-270m-pt")
 FACTORS = {"llama": np.sqrt(D) / 12.5, "r1": np.sqrt(D) / 12.5, "saelens": 0.4}  # of rows
-FILES: dict[
-    str, tuple[str, Callable[[Path], Published], str]
-] = {  # by place; converter, if SAELens' does the same
+# By place; the converter, if SAELens' does the same.
+FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {
     "gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82": (
         "gemma2",
         SCOPE,
@@ -201,9 +200,8 @@ def test_saelens_makes_the_same_of_releases(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for place, name in names.items():
         sae = load(tmp_path / place, FACTORS.get(name)).sae
-        sae = (
-            sae.changed(activation=ReluTopK(k=K)) if name == "qwen" else sae
-        )  # SAELens makes negative codes 0
+        if name == "qwen":  # SAELens makes negative codes 0
+            sae = sae.changed(activation=ReluTopK(k=K))
         with np.load(tmp_path / f"{name}.npz") as theirs:
             np.testing.assert_allclose(sae.encode(X), theirs["codes"], rtol=1e-4, atol=2e-5)
             assert (

@@ -39,27 +39,19 @@ TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a s
 }
 
 
-def read_config_of(folder: Path) -> dict[str, Any]:
-    """A configuration as version 6 has it; FormatError for kinds that cannot be expressed."""
-    path = folder / CONFIG
+def load_saelens(folder: Path) -> SavedSAE:
+    """Read an SAE or a transcoder; FormatError for kinds that cannot be expressed."""
+    path, file = folder / CONFIG, folder / TENSORS
     config = common.read_config(path, dict[str, Any])
     if not isinstance(config.get("metadata"), dict) or "architecture" not in config:
         config = _from_before_6(path, config)
-    _activation(path, config)
+    metadata, activation = config["metadata"], _activation(path, config)
     transcodes = config["architecture"] not in ARCHITECTURES.values()
     for key in ("apply_b_dec_to_input", "rescale_acts_by_decoder_norm"):
         common.refuse_unless(path, config, key, *((False,) if transcodes else (True, False)))
     # Other ways of normalising depend on each row's norm; rows are flat here either way.
     common.refuse_unless(path, config, "normalize_activations", "none", SCALED)
     common.refuse_unless(path, config, "reshape_activations", "none", "hook_z")
-    return config
-
-
-def load_saelens(folder: Path) -> SavedSAE:
-    config = read_config_of(folder)
-    metadata, activation = config["metadata"], _activation(folder / CONFIG, config)
-    transcodes = config["architecture"] not in ARCHITECTURES.values()
-    file = folder / TENSORS
     stored, _ = common.read_safetensors(file)
     if "scaling_factor" in stored and (stored["scaling_factor"] == 1).all():
         del stored["scaling_factor"]  # versions before 6 wrote it whether or not it was in use

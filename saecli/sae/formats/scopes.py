@@ -106,16 +106,6 @@ def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
         np.savez(file, **arrays)
 
 
-def _gemma_2_config(folder: Path) -> dict[str, Any]:
-    """Gemma Scope 2's configuration; FormatError for kinds that cannot be expressed, as cross-layer transcoders."""
-    path = folder / GEMMA_CONFIG
-    config = common.read_config(path, dict[str, Any]) if path.is_file() else _named_by(folder)
-    common.refuse_unless(path, config, "architecture", "jump_relu")
-    common.refuse_unless(path, config, "type", "sae", "transcoder", "crosscoder")
-    common.refuse_unless(path, config, "affine_connection", False, True)
-    return config
-
-
 def _named_by(folder: Path) -> dict[str, Any]:
     """The configuration that the names of folders on the hub imply."""
     match = _GEMMA_2.search(f"{folder.absolute().as_posix()}/")
@@ -136,8 +126,12 @@ def _named_by(folder: Path) -> dict[str, Any]:
 
 
 def load_gemma_scope_2(folder: Path) -> SavedSAE:
-    """Read an SAE, a transcoder or a crosscoder of Gemma Scope 2."""
-    config = _gemma_2_config(folder)
+    """Read an SAE, a transcoder or a crosscoder; FormatError for other kinds, as cross-layer transcoders."""
+    path = folder / GEMMA_CONFIG
+    config = common.read_config(path, dict[str, Any]) if path.is_file() else _named_by(folder)
+    common.refuse_unless(path, config, "architecture", "jump_relu")
+    common.refuse_unless(path, config, "type", "sae", "transcoder", "crosscoder")
+    common.refuse_unless(path, config, "affine_connection", False, True)
     rows, targets = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
     origin = {"model": config.get("model_name"), **_origin(rows)}
     if config.get("type") == "crosscoder":
