@@ -115,19 +115,15 @@ def controls(
         model = source.spec
     first = plan.training.seed
     work = _Work(run_rows, plan, range(first, first + seeds), listener, [])
-    lines = work.on_own_rows(model, tokens)
-    shuffled_line = work.unless_it_fails(SHUFFLED, work.on_shuffled_rows)
-    random_line = None
+    lines: list[dict[str, Any] | None] = [*work.on_own_rows(model, tokens)]
+    lines.append(work.unless_it_fails(SHUFFLED, work.on_shuffled_rows))
     if model is not None:
-        random_line = work.unless_it_fails(RANDOM, lambda: work.on_random_weights(source.spec))
+        lines.append(work.unless_it_fails(RANDOM, partial(work.on_random_weights, model)))
     return {
         "run": run_rows.subject.name,
         "data": run_rows.stores.name,
         "seeds": list(work.seeds),
-        "controls": [
-            *lines,
-            *(line for line in (shuffled_line, random_line) if line is not None),
-        ],
+        "controls": [line for line in lines if line is not None],
         "notes": work.notes,
     }
 
@@ -158,10 +154,8 @@ def _original(
     assert plan.test_rows is not None  # those of a store
     saved = SavedSAE(saved.sae.copy_to(device_named(device)), saved.origin)
     training = replace(plan.training, device=device)
-    return (
-        Measured(subject, saved, "test", plan.test_rows),
-        replace(plan, training=training, test_rows=None),
-    )
+    measured = Measured(subject, saved, "test", plan.test_rows)
+    return measured, replace(plan, training=training, test_rows=None)
 
 
 def _demand_one_model(run: Measured) -> None:

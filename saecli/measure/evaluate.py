@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy.sparse import csr_array
@@ -199,9 +199,8 @@ def unbeaten(runs: Sequence[Mapping[str, Any]]) -> list[bool]:
     finite = [index for index in range(len(runs)) if all(map(math.isfinite, errors[index]))]
 
     def beats(other: int, index: int) -> bool:
-        no_worse = all(
-            theirs <= own for theirs, own in zip(errors[other], errors[index], strict=True)
-        )
+        pairs = zip(errors[other], errors[index], strict=True)
+        no_worse = all(theirs <= own for theirs, own in pairs)
         sparse_enough = l0s[other] <= LIKE_L0 * l0s[index]
         return sparse_enough and no_worse and errors[other] != errors[index]
 
@@ -219,14 +218,7 @@ def check_tokens_of_model(tokens: int | None, model: str | Sequence[str] | None)
     demand_at_least("tokens", tokens)
 
 
-class ModelRows(NamedTuple):
-    """Rows of one store, and the model that they are run through."""
-
-    rows: Rows
-    source: "ModelSource"
-
-
-def check_model(measured: Measured, model: str | Sequence[str]) -> list[ModelRows]:
+def check_model(measured: Measured, model: str | Sequence[str]) -> "list[tuple[Rows, ModelSource]]":
     """The stores of an SAE's rows, inputs first, and the model of each; refuses models that cannot be run over them,
     before other work: loads no weights."""
     from ..extract.model_source import find_model  # transformers takes seconds to import
@@ -247,11 +239,9 @@ def check_model(measured: Measured, model: str | Sequence[str]) -> list[ModelRow
         )
     others = iter([source for spec, source in by_spec.items() if spec not in wanted])
     of_recorded = {spec: by_spec.get(str(spec)) or next(others) for spec in wanted}
-    pairs = [
-        ModelRows(rows, of_recorded[spec]) for rows, spec in zip(stores_rows, recorded, strict=True)
-    ]
-    for pair in pairs:
-        check_rows(*pair)
+    pairs = [(rows, of_recorded[spec]) for rows, spec in zip(stores_rows, recorded, strict=True)]
+    for rows, source in pairs:
+        check_rows(rows, source)
     return pairs
 
 
@@ -356,10 +346,8 @@ def _splices(
     from ..extract.language_model import LanguageModel  # transformers takes seconds to import
     from ..extract.passes import Passes
 
-    groups = [
-        (members, check_model(measured_saes[members[0]], model))
-        for members in by_rows(measured_saes)
-    ]
+    numbers = by_rows(measured_saes)
+    groups = [(members, check_model(measured_saes[members[0]], model)) for members in numbers]
     device = measured_saes[0].sae.W_enc.device
     models: dict[str, Passes] = {}
     for _, pairs in groups:
@@ -398,19 +386,16 @@ def _reconstructed(measured: Measured, listener: Listener) -> dict[str, Any]:
         more["sources"] = [
             {"source": name} | _reconstructed(part, listener) for name, part in by_source.items()
         ]
-    batches = measured.batches(listener)
-    alignment = measured.alignment()
+    sae, batches, alignment = measured.sae, measured.batches(listener), measured.alignment()
     if alignment is None:
-        return reconstruction(measured.sae, batches, massive=measured.massive) | more
-    scores = FeatureScores(alignment, measured.sae.W_dec.device)
+        return reconstruction(sae, batches, massive=measured.massive) | more
+    scores = FeatureScores(alignment, sae.W_dec.device)
     truth = measured.of_store.codes(measured.batch_rows)
-    measures = reconstruction(
-        measured.sae,
-        batches,
-        watch=lambda codes: scores.update(codes, next(truth)),
-        massive=measured.massive,
-    )
-    return measures | more | scores.result()
+
+    def watch(codes: Codes) -> None:
+        scores.update(codes, next(truth))
+
+    return reconstruction(sae, batches, watch, measured.massive) | more | scores.result()
 
 
 class FeatureScores:

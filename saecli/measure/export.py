@@ -115,11 +115,11 @@ def converted(
     substitute = stand_in(saved)
     if substitute is None or not can_be_written(saved, to):
         others = [name for name in FORMATS if name != "native" and can_be_written(saved, name)]
-        advice = (
-            "no library here can: hand on the run folder, whose sae.safetensors this tool reads"
-        )
-        if others:
-            advice = f"use {' or '.join(others)}"
+        advice = f"use {' or '.join(others)}"
+        if not others:
+            advice = (
+                "no library here can: hand on the run folder, whose sae.safetensors this tool reads"
+            )
         raise FormatError(f"{to} cannot express {lacking}; {advice}")
     try:
         measured = held_out()
@@ -140,8 +140,7 @@ def can_be_written(saved: SavedSAE, to: str) -> bool:
 def _deviation(measured: Measured, substitute: SAE, listener: Listener) -> dict[str, Any]:
     """The differences between an SAE and its stand-in on the held-out rows."""
     sae, substitute = measured.sae, substitute.copy_to(measured.sae.W_enc.device)
-    exact = Reconstruction(sae.d_out, sae.d_sae)
-    changed = Reconstruction(sae.d_out, sae.d_sae)
+    exact, changed = (Reconstruction(sae.d_out, sae.d_sae) for _ in range(2))
     differing_rows = 0
     largest = 0.0
     for rows in measured.batches(listener):
@@ -350,8 +349,16 @@ def _card(
         datasets=[source["dataset"]] if "dataset_revision" in source else None,
         tags=["sparse-autoencoder", "mechanistic-interpretability", "saecli"],
     )
-    figures = _settings(conversion.written, measured.store.name)
-    figures |= {name: number(measures.get(name)) for name in MEASURES}
+    saved = conversion.written
+    points, target = hook_points(saved.origin)
+    places = [saved.origin.get("model"), in_words(points, target) if points else None]
+    figures = {
+        "activations": ", ".join(place for place in places if place) or measured.store.name,
+        "activation": f"{saved.sae.activation.name} {saved.sae.k or ''}".strip(),
+        "d_in": number(saved.sae.d_in),
+        "d_sae": number(saved.sae.d_sae),
+        **{name: number(measures.get(name)) for name in MEASURES},
+    }
     text = CARD.format(
         metadata=metadata.to_yaml(),
         address=address,
@@ -361,14 +368,3 @@ def _card(
         library="" if library is None else library.format(address),
     )
     return ModelCard(text)
-
-
-def _settings(saved: SavedSAE, store: str) -> dict[str, str]:
-    points, target = hook_points(saved.origin)
-    places = [saved.origin.get("model"), in_words(points, target) if points else None]
-    return {
-        "activations": ", ".join(place for place in places if place) or store,
-        "activation": f"{saved.sae.activation.name} {saved.sae.k or ''}".strip(),
-        "d_in": number(saved.sae.d_in),
-        "d_sae": number(saved.sae.d_sae),
-    }

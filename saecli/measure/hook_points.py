@@ -146,24 +146,20 @@ def places_document(measured: Measured, listener: Listener) -> dict[str, Any]:
     shares: list[list[float]] = share.tolist()
     nu_error = measures.nu(measures.beta).tolist()
     nu_reconstruction = measures.nu(measures.beta_predicted).tolist()
-    names = _place_names(measured)
+    names, fvus = _place_names(measured), measures.fvu.tolist()
     exclusive = (share > EXCLUSIVE).sum(0).tolist()
+    latents = zip(shares, nu_error, nu_reconstruction, strict=True)
     return {
         "places": [
             {"name": name, "width": width, "fvu": fvu, "exclusive": count}
-            for name, width, fvu, count in zip(
-                names, widths, measures.fvu.tolist(), exclusive, strict=True
-            )
+            for name, width, fvu, count in zip(names, widths, fvus, exclusive, strict=True)
         ],
         "shared": int((share.amin(1) > SHARED / len(widths)).sum()),
         "share": shares,
         "scaling": [_without_nan(betas) for betas in measures.beta.tolist()],
         "nu_error": _without_nan(nu_error),
         "nu_reconstruction": _without_nan(nu_reconstruction),
-        "class": [
-            latent_class(names, *latent)
-            for latent in zip(shares, nu_error, nu_reconstruction, strict=True)
-        ],
+        "class": [latent_class(names, *latent) for latent in latents],
     }
 
 

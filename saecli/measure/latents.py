@@ -1,15 +1,16 @@
 """One pass over rows that surveys all latents: sizes of codes, examples, and which latents fire together.
 
 An example is the window of tokens in which a latent's code ranks first, with an excerpt around that peak. Rows come in
-blocks that end where windows end.
+stored order, in blocks of whole windows, with the tokens of these windows.
 
-Shapes: B rows of a block, W windows, n peaks or non-zero codes, C chosen latents, N examples per latent, T tokens of an
-excerpt, S sampled rows, D = d_in, F = d_sae.
+Shapes: B rows of a block, W windows, n tokens, peaks or non-zero codes, C chosen latents, N examples per latent, T
+tokens of an excerpt, S sampled rows, D = d_in, F = d_sae.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,45 +20,133 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from ..extract.chats import ROLES
+from ..extract.options import COLUMNS
 from ..sae.codes import Codes, DenseCodes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing
-from ..store.split import splitmix64
-from .blocks import Block, Texts
-from .measured import Measured
+from ..store.reader import Rows
+from ..store.split import splitmix64, window_starts
 
 OCTAVE = 4  # bins per power of two: the exponent of a size's fourth power is its bin's number
 LOWEST, HIGHEST = -24, 24  # powers of two; sizes outside count in the first or last bin
 BINS = (HIGHEST - LOWEST) * OCTAVE
 EXPONENT_AT, BIAS = 23, 127  # of a float32's bits
-BLOCK_COSINES = 1 << 24  # per product: 64 MB in float32
 SAMPLED_ROWS = 1 << 15  # at most, spread evenly over the rows
 LEAST = 3  # rows that two latents share; fewer are taken for chance
 BLOCK_PAIRS = 1 << 22  # per product: 16 MB in float32, a few times over
 CHUNK = 1024  # sampled rows per product
-SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # at most, see `largest_codes`
 TOKENS, BEFORE = 48, 31  # most tokens of an excerpt, and those before its peak
 NOT_STORED = 255  # in place of the role of a token that is no row
+LONGEST = 8  # batches that a window may span before it is split, which keeps memory constant
 WINDOWS = 128  # examined before the smallest examples are updated
 
 
-@torch.no_grad()
-def largest_codes(measured: Measured, latents: Sequence[int]) -> tuple[list[float], int]:
-    """The largest code of each of some latents on rows drawn at random, and the number of these rows.
+class Texts(NamedTuple):
+    """The tokens of a block's windows, in order: also those that are no rows, if the store keeps them."""
 
-    Cost: at most `SCANNED_PRODUCTS` multiplications, or one batch.
-    """
-    sae = measured.sae
-    rows = min(SCANNED_ROWS, SCANNED_PRODUCTS // (sae.d_in * sae.d_sae))
-    largest = torch.full((len(latents),), -torch.inf)
-    seen = 0
-    for batch in measured.rows.batches(measured.batch_rows, seed=0, epoch=0):
-        x = torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc)
-        largest = largest.maximum(sae.encode(x)[:, list(latents)].amax(0).float().cpu())
-        seen += len(batch)
-        if seen >= rows:
-            break
-    return largest.tolist(), seen
+    token_ids: np.ndarray  # (n,)
+    starts: np.ndarray  # (W + 1,) the begin of each window among them, and the end of the last
+    stored: np.ndarray  # (n,) bool, which are rows of the block
+    gaps: np.ndarray  # (n,) bool, whether tokens are missing before it
+
+    @classmethod
+    def of_columns(cls, columns: np.ndarray) -> "Texts":
+        """From values of `COLUMNS`, (3, B): the rows alone."""
+        documents, positions, token_ids = columns
+        rows = len(token_ids)
+        starts = np.concatenate([[0], window_starts(documents, positions), [rows]])
+        gaps = np.diff(positions, prepend=positions[:1]) > 1
+        return cls(token_ids, starts, np.ones(rows, bool), gaps)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows, in stored order."""
+
+    x: Tensor  # (B, D)
+    numbers: np.ndarray  # within the store, (B,)
+    # Values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window.
+    columns: np.ndarray | None
+    roles: np.ndarray | None = None  # numbers in `chats.ROLES`, (B,), of a store of chats
+    windows: Texts | None = None  # of a store that keeps them
+
+    @cached_property
+    def texts(self) -> Texts | None:
+        if self.windows is not None or self.columns is None:
+            return self.windows
+        return Texts.of_columns(self.columns)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """The first row of each window and the end of the last, (W + 1,)."""
+        if self.texts is None:
+            return np.arange(len(self.x) + 1)
+        return np.searchsorted(np.flatnonzero(self.texts.stored), self.texts.starts)
+
+
+class _PendingWindows:
+    """The windows of rows, read as far as the rows are."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._windows = rows.windows()
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
+        self._rows = 0  # of those pending
+
+    def whole(self, rows: int) -> int:
+        """How many of the next rows are in windows that end within them."""
+        while self._rows < rows:
+            self._pending.append(next(self._windows))
+            self._rows += int(self._pending[-1][1].sum())
+        if self._rows == rows:
+            return rows
+        return self._rows - int(self._pending[-1][1].sum())
+
+    def take(self, rows: int) -> Texts:
+        """The windows of the next rows; one that goes on is split after the last of them."""
+        taken = []
+        self._rows -= rows
+        while rows:
+            token_ids, stored = self._pending.pop(0)
+            in_window = int(stored.sum())
+            if in_window > rows:
+                end = int(np.flatnonzero(stored)[rows])
+                self._pending.insert(0, (token_ids[end:], stored[end:]))
+                token_ids, stored, in_window = token_ids[:end], stored[:end], rows
+            taken.append((token_ids, stored))
+            rows -= in_window
+        token_ids, stored = (np.concatenate(part) for part in zip(*taken, strict=True))
+        starts = np.cumsum([0, *(len(window) for window, _ in taken)])
+        return Texts(token_ids, starts, stored, np.zeros(len(stored), bool))
+
+
+def in_blocks(batches: Iterable[Tensor], rows: Rows, batch_rows: int) -> Iterator[Block]:
+    """Batches of these rows, (B, D), as blocks; with tokens, only a window of more than `LONGEST` batches is split."""
+    meta = rows.store.meta
+    numbers = rows.numbers(batch_rows)
+    if not set(COLUMNS) <= set(meta.columns):
+        for x, numbers_of_batch in zip(batches, numbers, strict=True):
+            yield Block(x, numbers_of_batch, None)
+        return
+    names = [*COLUMNS, "role"] if "role" in meta.columns else [*COLUMNS]
+    columns = [rows.column(name, batch_rows) for name in names]
+    pending = _PendingWindows(rows) if meta.windows else None
+
+    def block(x: Tensor, table: np.ndarray) -> Block:
+        windows = None if pending is None else pending.take(len(x))
+        return Block(x, table[0], table[1:4], table[4] if len(table) > 4 else None, windows)
+
+    x, table = torch.empty(0), np.empty((1 + len(names), 0), np.int64)  # of a window begun
+    for batch, *values in zip(batches, numbers, *columns, strict=True):
+        x = torch.cat([x, batch]) if len(x) else batch
+        table = np.concatenate([table, np.stack(values)], axis=1)
+        end = pending.whole(len(x)) if pending else int(window_starts(*table[1:3]).max(initial=0))
+        if not end and len(x) > LONGEST * batch_rows:
+            end = len(x)
+        if end:
+            yield block(x[:end], table[:, :end])
+        x, table = x[end:], table[:, end:]
+    if len(x):
+        yield block(x, table)
 
 
 def bin_edges() -> np.ndarray:
@@ -81,9 +170,9 @@ class Magnitudes:
     def update(self, codes: Codes) -> None:
         """Count the codes of a batch, (B, F)."""
         z = codes.values
-        self._counts, self._sums, self._largest = (
-            total.to(z.device) for total in (self._counts, self._sums, self._largest)
-        )
+        self._counts = self._counts.to(z.device)
+        self._sums = self._sums.to(z.device)
+        self._largest = self._largest.to(z.device)
         if isinstance(codes, SparseCodes):
             self._count(z, codes.indices)
             self._sums.index_add_(0, codes.indices, z.abs().double())
@@ -121,33 +210,6 @@ class Magnitudes:
         return self._largest.cpu().numpy()
 
 
-@torch.no_grad()
-def neighbours(
-    W_dec: Tensor, chosen: Tensor, count: int, show: Callable[[int], None]
-) -> tuple[Tensor, Tensor]:
-    """The nearest other latents to chosen ones, (C,), by the cosine of their decoder vectors.
-
-    Returns:
-        The cosines, (C, count), descending, 0 for a vector of zeros, and the neighbours, (C, count), int64; on the CPU;
-        count is at most F - 1.
-
-    Cost: `2 C F D` operations; `BLOCK_COSINES` cosines are held.
-    """
-    directions = torch.nn.functional.normalize(W_dec, dim=1)
-    values: list[Tensor] = []
-    latents: list[Tensor] = []
-    done = 0
-    for part in chosen.to(W_dec.device).split(max(1, BLOCK_COSINES // len(W_dec))):
-        cosines = directions[part] @ directions.T
-        cosines.scatter_(1, part[:, None], -torch.inf)
-        nearest = cosines.topk(min(count, len(W_dec) - 1), dim=1)
-        values.append(nearest.values.cpu())
-        latents.append(nearest.indices.cpu())
-        done += len(part)
-        show(done)
-    return torch.cat(values), torch.cat(latents)
-
-
 class Partners(NamedTuple):
     """Latents that fire together with chosen ones, the highest phi first, 0 without more; (C, count), on the CPU."""
 
@@ -156,11 +218,7 @@ class Partners(NamedTuple):
 
 
 class CoFiring:
-    """On which of evenly spaced rows each latent fires, one bit each: at most 4 KB per latent.
-
-    Args:
-        rows: number of all rows.
-    """
+    """On which of evenly spaced ones of all rows each latent fires, one bit each: at most 4 KB per latent."""
 
     def __init__(self, d_sae: int, rows: int) -> None:
         self._d_sae, self._stride = d_sae, max(1, math.ceil(rows / SAMPLED_ROWS))
@@ -187,8 +245,7 @@ class CoFiring:
         """
         count, bits = min(count, self._d_sae - 1), np.concatenate(self._bits)
         tiny = torch.finfo(torch.float32).tiny
-        phis: list[Tensor] = []
-        latents: list[Tensor] = []
+        parts = []
         done = 0
         for part in chosen.split(max(1, BLOCK_PAIRS // self._d_sae)):
             firings, together = self._pairs(bits, part)
@@ -197,12 +254,11 @@ class CoFiring:
             phi = (both - p[part, None] * p) / (spread[part, None] * spread).clamp_min(tiny)
             phi[both < LEAST / len(bits) * (1 - 1e-6)] = 0
             phi.scatter_(1, part[:, None], -torch.inf)
-            highest = phi.topk(count, dim=1)
-            phis.append(highest.values.clamp_min_(0).cpu())
-            latents.append(highest.indices.cpu())
+            parts.append(phi.topk(count, dim=1))
             done += len(part)
             show(done)
-        return Partners(torch.cat(phis), torch.cat(latents))
+        phis, latents = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
+        return Partners(phis.clamp_min(0), latents)
 
     def _pairs(self, bits: np.ndarray, part: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of sampled rows on which each latent fires, (F,), and does so together with some, (F, C)."""
@@ -237,9 +293,8 @@ def at_random(z: Tensor, numbers: np.ndarray, latents: np.ndarray) -> Tensor:
 
 def _uniform(numbers: np.ndarray) -> Tensor:
     """A number in [0, 1) for each integer, float32: the upper bits of a hash."""
-    return torch.from_numpy(
-        (splitmix64(numbers.astype(np.uint64)) >> np.uint64(40)).astype(np.float32) / 2**24
-    )
+    upper_bits = splitmix64(numbers.astype(np.uint64)) >> np.uint64(40)
+    return torch.from_numpy(upper_bits.astype(np.float32) / 2**24)
 
 
 class _Peaks(NamedTuple):
@@ -272,9 +327,8 @@ class Examples:
         ranking: Ranking = by_size,
     ) -> None:
         self._latents, self._ranking = np.array(latents), ranking
-        self._columns: slice | Tensor = slice(None)  # of the chosen latents' codes
-        if len(latents) < d_sae:
-            self._columns = torch.from_numpy(self._latents)
+        # Of the chosen latents' codes.
+        self._columns = slice(None) if len(latents) == d_sae else torch.from_numpy(self._latents)
         shape = (len(latents), count)
         excerpt = (*shape, TOKENS if tokens else 1)
         self._kept: dict[str, np.ndarray] = {  # of each latent, by descending rank
@@ -329,15 +383,14 @@ class Examples:
         if starts[-1] - starts[0] == last - first:  # one row per window
             highest = ranked(starts[0], starts[-1])
         else:  # window by window, which stay in the cache
-            highest = torch.stack(
-                [ranked(begin, end).amax(0) for begin, end in pairwise(starts.tolist())]
-            )
+            bounds = pairwise(starts.tolist())
+            highest = torch.stack([ranked(begin, end).amax(0) for begin, end in bounds])
         least = torch.from_numpy(self._kept["rank"][:, -1].copy()).to(highest)
         windows, latents = np.nonzero((highest > least).cpu().numpy())
         ranks = highest[windows, latents].float().cpu().numpy()
         rows = np.empty(len(windows), np.int64)
-        bounds = np.searchsorted(windows, np.arange(last - first + 1))
-        for window, (a, b) in enumerate(pairwise(bounds.tolist())):
+        of_windows = np.searchsorted(windows, np.arange(last - first + 1))
+        for window, (a, b) in enumerate(pairwise(of_windows.tolist())):
             if b > a:
                 in_window = ranked(starts[window], starts[window + 1], latents[a:b])
                 rows[a:b] = starts[window] + in_window.argmax(0).cpu().numpy()
@@ -372,7 +425,7 @@ def _read(z: Tensor, block: Block, peaks: _Peaks) -> dict[str, np.ndarray]:
         code = _codes(z, peaks.rows[:, None], peaks.latents)
         return {"mark": numbers.astype(np.uint64), "number": numbers, "code": code}
     assert block.columns is not None
-    texts: Texts = block.texts
+    texts = block.texts
     peak_tokens = np.flatnonzero(texts.stored)[peaks.rows]
     window_ends = texts.starts[peaks.windows + 1]
     # At most TOKENS tokens, with BEFORE before the peak unless the window ends too early.

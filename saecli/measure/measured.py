@@ -93,8 +93,7 @@ class Measured:
     @property
     def family(self) -> str:
         """Its solver, if known, and activation, for legends."""
-        solver = self.sae.metadata.get("solver")
-        return f"{solver} {self.sae.activation.name}" if solver else self.sae.activation.name
+        return f"{self.sae.metadata.get('solver') or ''} {self.sae.activation.name}".strip()
 
     @property
     def _stored(self) -> RowSource:
@@ -275,23 +274,19 @@ def with_rows(
             f"{subject.name} is a transcoder: expected the store of what it predicts, got {rows.name} "
             "alone; name both, by --data and --target"
         )
-    _demand_width(subject, rows, "rows", saved.sae.d_in, rows.d_in, "--data")
+    widths = [("rows", saved.sae.d_in, rows.d_in, "--data")]
     if rows.d_target:
-        _demand_width(subject, rows, "targets", saved.sae.d_out, rows.d_target, "--target")
+        widths.append(("targets", saved.sae.d_out, rows.d_target, "--target"))
+    for what, expected, got, option in widths:
+        if got != expected:
+            raise ConfigError(
+                f"{subject.name} cannot be measured on {rows.name}: expected {what} of {expected} "
+                f"dimensions, got {got}; name another store with {option}"
+            )
     saved = replace(saved, sae=saved.sae.copy_to(device_named(device)))
     if rows.places and not saved.sae.widths:  # a crosscoder's, which no other format records
         saved.sae.widths = rows.places
     return Measured(subject, saved, rows.inputs[0].split.which if rows.inputs else None, rows)
-
-
-def _demand_width(
-    subject: Subject, rows: RowSource, what: str, expected: int, got: int, option: str
-) -> None:
-    if got != expected:
-        raise ConfigError(
-            f"{subject.name} cannot be measured on {rows.name}: expected {what} of {expected} "
-            f"dimensions, got {got}; name another store with {option}"
-        )
 
 
 def open_all_measured(

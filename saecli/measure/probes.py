@@ -213,9 +213,8 @@ def _over_sets(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         values = {name: [line[name] for line in group] for name in MEASURES}
         if run is not None:
             dense = groups[None, layer, site, None]
-            values["auc_difference"] = [
-                line["auc"] - other["auc"] for line, other in zip(group, dense, strict=True)
-            ]
+            pairs = zip(group, dense, strict=True)
+            values["auc_difference"] = [line["auc"] - other["auc"] for line, other in pairs]
         place = {"run": run, "layer": layer, "site": site, "k": k}
         documents.append({**place, "sets": len(group), **_means(values)})
     return documents
@@ -296,15 +295,12 @@ class LastTokens:
         """The activations at each hook point, (N, D), float32, on the CPU."""
         windows = [self._window(text) for text in texts]
         order = sorted(range(len(texts)), key=lambda index: -windows[index].length)
-        batches = stored_activations(
-            self._model, (windows[index] for index in order), self._points, self._batch_tokens
-        )
+        ordered = (windows[index] for index in order)
+        batches = stored_activations(self._model, ordered, self._points, self._batch_tokens)
         on_cpu = [[activations.cpu().float() for activations in batch] for batch in batches]
         restored = torch.from_numpy(np.argsort(order))
-        x = {
-            point: torch.cat(parts)[restored]
-            for point, parts in zip(self._points, zip(*on_cpu, strict=True), strict=True)
-        }
+        of_points = zip(self._points, zip(*on_cpu, strict=True), strict=True)
+        x = {point: torch.cat(parts)[restored] for point, parts in of_points}
         if not all(activations.isfinite().all() for activations in x.values()):
             raise ConfigError(
                 f"{self._model.source.name} has activations that are not finite; name another --layer, "
@@ -372,9 +368,8 @@ class Sets:
         labels = (table["target"] == table["target"].max()).to_numpy(dtype=bool)
         each = min(rows // 2, labels.sum(), (~labels).sum())
         draw = np.random.default_rng(SEED)
-        drawn = [
-            draw.permutation(np.flatnonzero(of_class))[:each] for of_class in (~labels, labels)
-        ]
+        classes = [np.flatnonzero(of_class) for of_class in (~labels, labels)]
+        drawn = [draw.permutation(of_class)[:each] for of_class in classes]
         taken = np.sort(np.concatenate(drawn))
         return LabelledSet(name, table["prompt"].iloc[taken].tolist(), labels[taken])
 

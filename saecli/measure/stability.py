@@ -1,9 +1,9 @@
-"""Latents of SAEs that differ in seed, matched one to one.
+"""Latents by the cosines of decoder vectors: matched one to one between seeds, and nearest within an SAE.
 
-Shapes: R runs, D = d_in, F = latents of the first SAE of a pair, G = of the second, M = min(F, G).
+Shapes: R runs, C chosen latents, D = d_in, F = latents of the first SAE of a pair, G = of the second, M = min(F, G).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -27,6 +27,7 @@ from .measured import Measured, RowsLike, open_all_measured
 
 MATCH_THRESHOLD = 0.7  # of Paulo and Belrose
 MEASURES = ("pw_mcc", "matched_fraction")
+BLOCK_COSINES = 1 << 24  # of neighbours, per product: 64 MB in float32
 BLOCK_ROWS = 1024  # rows of the matrix of cosines that are converted to float64 together
 
 
@@ -73,9 +74,8 @@ def stability(
     check_stability(len(saes), match_threshold)
     listener = listening(progress)
     if data is None and not all(isinstance(sae, Measured) for sae in saes):
-        opened = [
-            open_sae(Home.at(home), sae, listener) for sae in saes if not isinstance(sae, Measured)
-        ]
+        unopened = [sae for sae in saes if not isinstance(sae, Measured)]
+        opened = [open_sae(Home.at(home), sae, listener) for sae in unopened]
         names = check_comparable([(subject, saved.sae) for subject, saved in opened])
         models = [saved.sae.copy_to(device_named(device)) for _, saved in opened]
         return _document(names, models, None, match_threshold, listener)
@@ -268,10 +268,34 @@ def matching(first: Dictionary, second: Dictionary) -> Matching:
     return Matching(latents[0], latents[1], (w * v).sum(1).abs().clamp(max=1).cpu().numpy())
 
 
+@torch.no_grad()
+def neighbours(
+    W_dec: Tensor, chosen: Tensor, count: int, show: Callable[[int], None]
+) -> tuple[Tensor, Tensor]:
+    """The nearest other latents to chosen ones, (C,), by the cosine of their decoder vectors.
+
+    Returns:
+        The cosines, (C, count), descending, 0 for a vector of zeros, and the neighbours, (C, count), int64; on the CPU;
+        count is at most F - 1.
+
+    Cost: `2 C F D` operations; `BLOCK_COSINES` cosines are held.
+    """
+    directions = torch.nn.functional.normalize(W_dec, dim=1)
+    parts = []
+    done = 0
+    for part in chosen.to(W_dec.device).split(max(1, BLOCK_COSINES // len(W_dec))):
+        cosines = directions[part] @ directions.T
+        cosines.scatter_(1, part[:, None], -torch.inf)
+        parts.append(cosines.topk(min(count, len(W_dec) - 1), dim=1))
+        done += len(part)
+        show(done)
+    values, latents = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
+    return values, latents
+
+
 def _unit(vectors: Tensor) -> Tensor:
     """Rows of length 1, except those of length 0."""
     # Divided by its largest entry first, a row's squares neither vanish nor overflow.
-    vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp(
-        min=torch.finfo(vectors.dtype).tiny
-    )
-    return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)
+    tiny = torch.finfo(vectors.dtype).tiny
+    vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp(min=tiny)
+    return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=tiny)

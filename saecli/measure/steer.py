@@ -35,11 +35,11 @@ from ..extract.tokens import TokenTexts, continuation, first_tokens
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
-from .latents import largest_codes
-from .measured import with_rows
+from .measured import Measured, with_rows
 
 METHODS = ("add", "clamp", "ablate")
 NEW_TOKENS = 40
+SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # at most, see `_largest_codes`
 
 
 class _Change(NamedTuple):
@@ -89,7 +89,26 @@ def _largest_on_store(
         measured = with_rows(home, opened, None, "all", device, Silent())
     except ConfigError:  # a store made anew under the name may have other rows, or no targets
         return None
-    return largest_codes(measured, latents)
+    return _largest_codes(measured, latents)
+
+
+@torch.no_grad()
+def _largest_codes(measured: Measured, latents: Sequence[int]) -> tuple[list[float], int]:
+    """The largest code of each of some latents on rows drawn at random, and the number of these rows.
+
+    Cost: at most `SCANNED_PRODUCTS` multiplications, or one batch.
+    """
+    sae = measured.sae
+    rows = min(SCANNED_ROWS, SCANNED_PRODUCTS // (sae.d_in * sae.d_sae))
+    largest = torch.full((len(latents),), -torch.inf)
+    seen = 0
+    for batch in measured.rows.batches(measured.batch_rows, seed=0, epoch=0):
+        x = torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc)
+        largest = largest.maximum(sae.encode(x)[:, list(latents)].amax(0).float().cpu())
+        seen += len(batch)
+        if seen >= rows:
+            break
+    return largest.tolist(), seen
 
 
 def _hooked(

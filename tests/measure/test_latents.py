@@ -8,18 +8,19 @@ import torch
 from storing import make_store, memory_folder
 
 from saecli.measure import latents as surveyed
-from saecli.measure.blocks import Block, in_blocks
 from saecli.measure.latents import (
     BEFORE,
     LEAST,
     TOKENS,
+    Block,
     CoFiring,
     Examples,
     Magnitudes,
     at_random,
     bin_edges,
-    neighbours,
+    in_blocks,
 )
+from saecli.measure.stability import neighbours
 from saecli.sae.activations.selection import where
 from saecli.sae.codes import SparseCodes
 from saecli.store.split import is_test
@@ -164,9 +165,8 @@ def test_random_examples_do_not_depend_on_batches():
         assert (values == second[name]).all(), name
     for latent, numbers in enumerate(first["number"]):
         assert (corpus.codes[numbers, latent] != 0).all()
-        assert (
-            len(set(np.searchsorted(corpus.starts, numbers, side="right"))) == COUNT
-        )  # one of a window
+        windows = np.searchsorted(corpus.starts, numbers, side="right")
+        assert len(set(windows)) == COUNT
         for which, row in enumerate(numbers):
             begin = row - first["peak"][latent, which]
             length = (first["token"][latent, which] >= 0).sum()

@@ -22,11 +22,11 @@ from ...base.files import folder_appearing_whole, is_free, storable
 from ...base.home import RUN_MARKER, Home
 from ...extract.options import COLUMNS, at_revision
 from ...extract.splice import recorded_revision, spec_of
-from ...measure.blocks import in_blocks
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
-from ...measure.latents import Examples, Survey, at_random, neighbours, survey
+from ...measure.latents import Examples, Survey, at_random, in_blocks, survey
 from ...measure.measured import Measured, RowsLike, held_out, open_measured
+from ...measure.stability import neighbours
 from ...sae.library import SAELike
 from ...sae.metrics import doubts
 from ...store.split import Which
