@@ -63,10 +63,8 @@ def test_gradients_of_the_loss_equal_the_papers_formula(
     x = normal(B, D, seed=4)
     loss = dictionary.loss(Batch.of(x), sparsity, WEIGHT)
 
-    W_gate, b_gate = (
-        dictionary.W_enc / dictionary.r_mag.exp(),
-        (dictionary.b_enc - dictionary.threshold) / dictionary.r_mag.exp(),
-    )
+    W_gate = dictionary.W_enc / dictionary.r_mag.exp()
+    b_gate = (dictionary.b_enc - dictionary.threshold) / dictionary.r_mag.exp()
     pi, W_dec = x @ W_gate + b_gate, dictionary.decoder()
     z = (pi > 0) * (dictionary.r_mag.exp() * (x @ W_gate) + dictionary.b_enc).relu()
     frozen = W_dec.detach()
@@ -119,14 +117,8 @@ def test_the_multiplier_moves_with_l0_and_thresholds_stay_above_0(active: int, s
 def test_training_lowers_fvu_and_gives_rows_held_out_the_target(config: SolverConfig) -> None:
     x, activation = sparse_mixture(8000).x, Gated(target_l0=3.0)
     data = RowsInMemory(x[:4000], batch_size=50)
-    solver = started(
-        config,
-        data,
-        activation,
-        10,
-        "target-l0",
-        activation.penalty("target-l0").default_weight(x.shape[1]),
-    )
+    weight = activation.penalty("target-l0").default_weight(x.shape[1])
+    solver = started(config, data, activation, 10, "target-l0", weight)
     sae, held_out = trained(solver, data, 10), x[4000:]
     assert sae.codes(held_out).count().item() / 4000 == pytest.approx(3, rel=0.1)
     assert (sae(held_out) - held_out).square().sum() < 0.2 * held_out.square().sum()

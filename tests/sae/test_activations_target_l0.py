@@ -82,10 +82,8 @@ def test_the_quadratic_penaltys_gradients_are_those_found_by_hand() -> None:
 
 
 def test_without_a_target_the_step_has_no_gradient_in_pre_activations() -> None:
-    pre, learned = (
-        normal(B, F, seed=5).requires_grad_(),
-        {"threshold": parameters()["threshold"].requires_grad_()},
-    )
+    pre = normal(B, F, seed=5).requires_grad_()
+    learned = {"threshold": parameters()["threshold"].requires_grad_()}
     activation = JumpRelu()
     activation(pre, learned).dense().sum().backward()
     assert torch.equal(pre.grad, (pre > learned["threshold"]).double())

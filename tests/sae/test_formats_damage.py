@@ -115,30 +115,17 @@ def test_tensors_that_nothing_can_be_computed_with_are_refused(
         load(folder)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "U16",
-        "F4",
-        "F6_E2M3",
-        "F8_E4M3",
-        "F8_E8M0",
-        "C64",
-        "I128",
-        np.longdouble,
-        "U3",
-        "M8[s]",
-        np.complex64,
-        np.int64,
-        object,
-    ],
-)
-def test_numbers_of_other_types_are_refused(tmp_path: Path, dtype: object) -> None:
-    if isinstance(dtype, str) and dtype[0] in "UFCI" and dtype != "U3":
-        (tmp_path / "sae.safetensors").write_bytes(safetensors(dtype))
-    else:
-        np.savez(tmp_path / "params.npz", W_enc=np.zeros((2, 3), dtype))
-    with pytest.raises(FormatError, match=r"(sae\.safetensors|params\.npz)"):
+@pytest.mark.parametrize("dtype", ["U16", "F4", "F6_E2M3", "F8_E4M3", "F8_E8M0", "C64", "I128"])
+def test_safetensors_of_other_types_are_refused(tmp_path: Path, dtype: str) -> None:
+    (tmp_path / "sae.safetensors").write_bytes(safetensors(dtype))
+    with pytest.raises(FormatError, match=r"sae\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, "U3", "M8[s]", np.complex64, np.int64, object])
+def test_arrays_of_other_types_are_refused(tmp_path: Path, dtype: object) -> None:
+    np.savez(tmp_path / "params.npz", W_enc=np.zeros((2, 3), dtype))
+    with pytest.raises(FormatError, match=r"params\.npz"):
         load(tmp_path)
 
 

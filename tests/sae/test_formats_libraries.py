@@ -58,19 +58,6 @@ def sae_with(kind: type[Activation], width: int = D) -> SAE:
     )
 
 
-def nested(sae: SAE) -> SAE:
-    """The same with prefixes, for which dictionary_learning has a class of its own."""
-    return SAE(
-        sae.W_enc,
-        sae.b_enc,
-        sae.W_dec,
-        sae.b_dec,
-        sae.activation,
-        sae.activation_parameters,
-        prefixes=(7, 20, F),
-    )
-
-
 def transcoders(form: Format) -> dict[str, SAE]:
     """One for each activation that the format can express, with a skip and without."""
     saes = {}
@@ -94,8 +81,9 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     )
     np.save(folder / "rows.npy", rows.numpy())
     ours = {kind.name: sae_with(kind) for kind in FORMATS[request.param].activations}
-    if request.param == "dictionary-learning":
-        ours["nested"] = nested(ours["batchtopk"])
+    if request.param == "dictionary-learning":  # which has a class of its own for prefixes
+        ours["nested"] = sae_with(BatchTopK)
+        ours["nested"].prefixes = (7, 20, F)
     ours |= transcoders(FORMATS[request.param])
     for name, sae in ours.items():
         origin = MLP if name.startswith("transcoder") else ORIGIN
@@ -186,9 +174,7 @@ def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
     python = python_with(library)
     rows, mine = homes.some_rows(), homes.random_sae(activation)
     if library == "circuit-tracer":
-        rows, _ = homes.make_transcoder(
-            tmp_path / "home", "first", mine, homes.MLP | {"layer": 0, "target_layer": 0}
-        )
+        rows, _ = homes.make_transcoder(tmp_path / "home", "first", mine, MLP)
     else:
         homes.make_store(tmp_path / "home", "rows", rows)
         homes.make_run(tmp_path / "home", "first", mine)
@@ -209,18 +195,8 @@ def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
             done = subprocess.run([sys.executable, "-m", "saecli", *words], **settings)
             assert done.returncode == 0, done.stderr
             assert WRITER not in done.stdout + done.stderr
-        done = subprocess.run(
-            [
-                python,
-                SCRIPTS / "from_hub.py",
-                library,
-                "someone/saes",
-                "first",
-                tmp_path / "rows.npy",
-                tmp_path / "x_hat.npy",
-            ],
-            **settings,
-        )
+        words = (library, "someone/saes", "first", tmp_path / "rows.npy", tmp_path / "x_hat.npy")
+        done = subprocess.run([python, SCRIPTS / "from_hub.py", *words], **settings)
         assert done.returncode == 0, done.stderr
         assert (
             "sae eval someone/saes/first" in hub.repos["someone/saes"].files["README.md"].decode()

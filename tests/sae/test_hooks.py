@@ -145,11 +145,8 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
         assert torch.equal(saved.sae.W_enc, original.W_enc)
         save(saved, "saelens", path / "again")
         assert torch.equal(load(path / "again").sae.W_enc, original.W_enc)
-        save(
-            SavedSAE(original, {"model": model, "layer": 1, "site": "mlp_in"}),
-            "saelens",
-            path / "out",
-        )
+        origin = {"model": model, "layer": 1, "site": "mlp_in"}
+        save(SavedSAE(original, origin), "saelens", path / "out")
         config = json.loads((path / "out" / "cfg.json").read_text())
         assert config["metadata"]["hook_name"] == "blocks.1.mlp.hook_in"
         assert load(path / "out").origin["site"] == "mlp_in"
@@ -221,20 +218,8 @@ def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
     done = sae("extract", *models, *text, "--rows", "2000", "--name", "s", "--json")
     assert done.status == 0, done.err
     stores = [word for store in done.json["stores"] for word in ("--data", store["name"])]
-    done = sae(
-        "train",
-        *stores,
-        "--act",
-        "relu-topk",
-        "--k",
-        "4",
-        "--d-sae",
-        "40",
-        "--steps",
-        "40",
-        "--name",
-        "run",
-    )
+    options = ("--act", "relu-topk", "--k", "4", "--d-sae", "40", "--steps", "40", "--name", "run")
+    done = sae("train", *stores, *options)
     assert done.status == 0, done.err
     words = (*stores, *models, "--tokens", "200", "--json")
     expected = sae("eval", "run", *words).json["runs"][0]
@@ -365,14 +350,8 @@ def test_rows_less_their_mean_are_so_in_the_encoder(tmp_path: Path) -> None:
         ("gpt2", NORMALIZED, False),  # a LayerNorm subtracts the mean anyhow
         ("google/gemma-2b", "hook_resid_pre", False),  # TransformerLens leaves RMSNorm models alone
     ):
-        path = write(
-            tmp_path / f"{model}{hook}".replace("/", "-"),
-            original,
-            model,
-            hook,
-            False,
-            center_writing_weights=True,
-        )
+        folder = tmp_path / f"{model}{hook}".replace("/", "-")
+        path = write(folder, original, model, hook, False, center_writing_weights=True)
         close(load(path).sae.encode(rows), original.encode(centred if folds else rows))
         save(load(path), "saelens", path / "out")
         close(load(path / "out").sae.encode(rows), original.encode(centred if folds else rows))

@@ -341,12 +341,7 @@ PUSH, EVAL = ["push", "run"], ["eval"]
     [
         ([*EVAL, "someone/none"], WRITER, "no model repository someone/none, or it is private", 1),
         ([*EVAL, "someone/none"], "", "no model repository someone/none, or it is private", 1),
-        (
-            [*EVAL, "someone/secret/a"],
-            "",
-            "no model repository someone/secret, or it is private",
-            1,
-        ),
+        ([*EVAL, "someone/secret/a"], "", "no model repository someone/secret", 1),
         ([*EVAL, "google/gated/a"], READER, "google/gated is gated", 1),
         ([*EVAL, "other/saes@v2"], "", "other/saes@v2", 1),
         ([*EVAL, "other/saes"], "hf_wrong", "hf auth login", 1),
@@ -362,12 +357,7 @@ PUSH, EVAL = ["push", "run"], ["eval"]
         ([*PUSH, "someone/public", "--private"], WRITER, "--private", 2),
         ([*PUSH, "nonsense"], WRITER, "USER/REPO", 2),
         ([*PUSH, "someone/saes@v1"], WRITER, "USER/REPO", 2),
-        (
-            [*PUSH, "someone/saes", "--format", "sparsify"],
-            WRITER,
-            "sparsify cannot express the activation jumprelu",
-            1,
-        ),
+        ([*PUSH, "someone/saes", "--format", "sparsify"], WRITER, "sparsify cannot express", 1),
     ],
 )
 def test_a_refusal_is_one_sentence_and_changes_nothing(

@@ -43,9 +43,7 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
     torch.testing.assert_close(DenseCodes(z).prefix_times(right, ()), (z @ right)[:, None])
 
 
-@pytest.mark.parametrize(
-    "act", [name for name in ACTIVATIONS if name != "gated"]
-)  # see test_activations_gated.py
+@pytest.mark.parametrize("act", [name for name in ACTIVATIONS if name != "gated"])
 def test_the_loss_is_the_mean_over_prefixes(act: str):
     sae, x = nested_sae(act).requires_grad_(True), normal(25, D, seed=7)
     loss = sae.loss(Batch.of(x))
@@ -66,7 +64,7 @@ def test_the_loss_is_the_mean_over_prefixes(act: str):
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 def test_nested_first_latents_reconstruct_better_than_plain_ones(solver: str, act: str):
     rows = torch.from_numpy(nested_rows(2000))
-    options = {"solver": solver, "act": act, "d_sae": F, "epochs": 40, "device": "cpu"}
+    options = {"solver": solver, "act": act, "d_sae": F, "epochs": 12, "lr": 0.05, "device": "cpu"}
     options |= {"k": 3} if "k" in ACTIVATIONS[act].__dataclass_fields__ else {}
     nested, plain = saecli.fit(rows, prefixes="3,8", **options), saecli.fit(rows, **options)
     assert nested.prefixes == PREFIXES and plain.prefixes == ()
@@ -83,18 +81,8 @@ def test_nested_first_latents_reconstruct_better_than_plain_ones(solver: str, ac
 
 def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
     rows = torch.from_numpy(nested_rows(3000)).double()
-    sae = saecli.fit(
-        rows,
-        act="topk",
-        k=3,
-        d_sae=F,
-        prefixes="3,8",
-        epochs=2,
-        alpha=1e-6,
-        solver="pam",
-        dtype="float64",
-        device="cpu",
-    )
+    options = {"act": "topk", "k": 3, "d_sae": F, "prefixes": "3,8", "epochs": 2, "alpha": 1e-6}
+    sae = saecli.fit(rows, solver="pam", dtype="float64", device="cpu", **options)
     z = sae.codes(rows)
     best = sae.squared_errors(Batch.of(rows), z, sae.W_dec).mean()
     for size in (1e-4, 1e-2):
@@ -108,9 +96,8 @@ def test_the_last_decoder_step_is_the_optimum_for_all_prefixes():
 
 
 def test_automatic_prefixes_double_up_to_all_latents():
-    assert saecli.fit(
-        nested_rows(100), act="topk", k=3, d_sae=F, prefixes="auto", epochs=1
-    ).prefixes == (2, 5, 10, 20)
+    sae = saecli.fit(nested_rows(100), act="topk", k=3, d_sae=F, prefixes="auto", epochs=1)
+    assert sae.prefixes == (2, 5, 10, 20)
 
 
 QUICK = ("--d-sae", "20", "--act", "topk", "--k", "3", "--epochs", "3", "--json")
