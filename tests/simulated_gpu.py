@@ -32,6 +32,7 @@ WAITS = {
     aten._linalg_svd.default,
     aten.linalg_cholesky.default,
 }
+# Of floats; index_put sorts.
 UNORDERED = {
     aten.index_add.default,
     aten.index_add_.default,
@@ -42,7 +43,7 @@ UNORDERED = {
     aten.scatter_reduce.two,
     aten.scatter_reduce_.two,
     aten.histc.default,
-}  # of floats; index_put sorts
+}
 INDEXING = {
     aten.index.Tensor,
     aten.index_put_.default,
@@ -97,25 +98,19 @@ class OnGpu(torch.Tensor):
 
 def _run(op, args, kwargs):
     flat, shape = tree_flatten((args, kwargs))
-    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-    _check(
-        op,
-        args,
-        kwargs,
-        [t for t in tensors if isinstance(t, OnGpu)],
-        [t for t in tensors if not isinstance(t, OnGpu)],
-    )
+    here = [value for value in flat if isinstance(value, OnGpu)]
+    elsewhere = [
+        value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, OnGpu)
+    ]
+    _check(op, args, kwargs, here, elsewhere)
     stays = torch.device(kwargs.get("device") or NAME).type == NAME
-    held_args, held_kwargs = tree_unflatten(
-        [t.held if isinstance(t, OnGpu) else t for t in flat], shape
-    )
+    held = [value.held if isinstance(value, OnGpu) else value for value in flat]
+    held_args, held_kwargs = tree_unflatten(held, shape)
     if held_kwargs.get("device") is not None:
         held_kwargs["device"] = torch.device("cpu")
     with torch.no_grad():
         result = op(*held_args, **held_kwargs)
-    owners = {
-        id(t.held): t for t in tensors if isinstance(t, OnGpu)
-    }  # what works in place gives back its own
+    owners = {id(tensor.held): tensor for tensor in here}  # what works in place gives back its own
 
     def of_device(value):
         if not (stays and isinstance(value, torch.Tensor)):
@@ -127,48 +122,35 @@ def _run(op, args, kwargs):
 
 def _check(op, args, kwargs, here, elsewhere):
     if op in WAITS:
-        if (
-            kwargs.get("output_size") is None
-        ):  # with which repeat_interleave knows how much there will be
+        # With an output_size repeat_interleave knows how much there will be.
+        if kwargs.get("output_size") is None:
             _wait(op)
     elif op is aten._to_copy.default or op is aten.copy_.default:
         copies = op is aten.copy_.default
-        leaves = (
-            not isinstance(args[0], OnGpu)
-            if copies
-            else torch.device(kwargs.get("device") or NAME).type != NAME
-        )
+        leaves = torch.device(kwargs.get("device") or NAME).type != NAME
+        if copies:
+            leaves = not isinstance(args[0], OnGpu)
         waits_not = kwargs.get("non_blocking") or (copies and args[2:] == (True,))
         if leaves or (elsewhere and not (waits_not and _is_pinned(elsewhere[0]))):
             _wait(op)
     elif op in INDEXING:
         masks = [i for i in args[1] if i is not None and i.dtype == torch.bool]
         fills = len(args) > 2 and args[2].numel() == 1
-        if (masks and not fills) or any(
-            i is not None and not isinstance(i, OnGpu) for i in args[1]
-        ):
+        numbers_elsewhere = any(i is not None and not isinstance(i, OnGpu) for i in args[1])
+        if (masks and not fills) or numbers_elsewhere:
             _wait(op)
         _demand(isinstance(args[0], OnGpu), op, "a CPU tensor indexed by one on the device")
-        _demand(
-            len(args) < 3 or isinstance(args[2], OnGpu) or not args[2].dim(),
-            op,
-            "values that are on the CPU",
-        )
+        values_are_here = len(args) < 3 or isinstance(args[2], OnGpu) or not args[2].dim()
+        _demand(values_are_here, op, "values that are on the CPU")
     elif op in ADAMS:
         _demand(not elsewhere, op, f"{len(elsewhere)} tensors on the CPU, the step count perhaps")
         for same in zip(*args[:4], strict=True):
-            _demand(
-                len({t.stride() for t in same}) == 1,
-                op,
-                "tensors and moments that lie differently in memory",
-            )
+            lie_alike = len({t.stride() for t in same}) == 1
+            _demand(lie_alike, op, "tensors and moments that lie differently in memory")
     elif here and elsewhere:
         wide = [tuple(t.shape) for t in elsewhere if t.dim()]
-        _demand(
-            not wide and (torch.Tag.pointwise in op.tags or "fill" in str(op)),
-            op,
-            f"CPU tensors {wide}",
-        )
+        mixes = not wide and (torch.Tag.pointwise in op.tags or "fill" in str(op))
+        _demand(mixes, op, f"CPU tensors {wide}")
     generator = kwargs.get("generator")
     _demand(generator is None or generator.device.type == NAME or not here, op, "a CPU generator")
     if (
@@ -183,13 +165,7 @@ def _check(op, args, kwargs, here, elsewhere):
 
 def _meet(dim, index):
     """Whether several values are added to one place."""
-    places = index.held.sort(dim)[0]
-    return bool(
-        (
-            places.narrow(dim, 1, places.shape[dim] - 1)
-            == places.narrow(dim, 0, places.shape[dim] - 1)
-        ).any()
-    )
+    return bool((index.held.sort(dim)[0].diff(dim=dim) == 0).any())
 
 
 def _demand(holds, op, given):
@@ -226,14 +202,10 @@ def register():
     global _library
     if _library is not None:
         return
-    if (
-        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-        or torch.cuda.is_available()
-    ):
-        pytest.skip(
-            "no device can be written in Python with this torch, or beside CUDA",
-            allow_module_level=True,
-        )
+    can_be = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+    if not can_be or torch.cuda.is_available():
+        reason = "no device can be written in Python with this torch, or beside CUDA"
+        pytest.skip(reason, allow_module_level=True)
     backend_registration._setup_privateuseone_for_python_backend(NAME)
     torch.Tensor.pin_memory = _pinned
     _library = torch.library.Library("aten", "IMPL")
@@ -241,17 +213,14 @@ def register():
     def making(op):  # factories, and what torch.tensor(..., device=) comes down to
         return lambda *args, device=None, pin_memory=None, **kwargs: OnGpu(op(*args, **kwargs))
 
-    for name in (
-        "empty.memory_format",
-        "empty_strided",
-        "arange",
-        "arange.start",
-        "arange.start_step",
+    for op in (
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
     ):
-        family, _, overload = name.partition(".")
-        _library.impl(
-            name, making(getattr(getattr(aten, family), overload or "default")), "PrivateUse1"
-        )
+        _library.impl(op, making(op), "PrivateUse1")
 
     def copy_from(source, into, non_blocking=False):
         if isinstance(source, OnGpu) or not (non_blocking and _is_pinned(source)):
@@ -287,9 +256,8 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saecli.sae.codes.few_entries", lambda mask, wait=False: None)
     monkeypatch.setattr("saecli.sae.activations.selection.few_entries", lambda mask: None)
 
-    def dense_gradient(
-        indices, values, shape, check_invariants
-    ):  # tensors of the device cannot be sparse
+    # Tensors of the device cannot be sparse.
+    def dense_gradient(indices, values, shape, check_invariants):
         return values.new_zeros(shape).index_put_(tuple(indices), values)
 
     monkeypatch.setattr(torch, "sparse_coo_tensor", dense_gradient)

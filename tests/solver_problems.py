@@ -174,13 +174,13 @@ class Kept(Record):
             self.kept = copied, replace(progress)
 
 
-def numbers(found: Any) -> list[float]:
+def numbers(document: Any) -> list[float]:
     """All numbers of a document, in order."""
-    if isinstance(found, dict):
-        found = list(found.values())
-    if isinstance(found, list | tuple):
-        return [number for one in found for number in numbers(one)]
-    return [] if isinstance(found, str | bool | Path) or found is None else [float(found)]
+    if isinstance(document, dict):
+        document = list(document.values())
+    if isinstance(document, list | tuple):
+        return [number for value in document for number in numbers(value)]
+    return [] if isinstance(document, str | bool | Path) or document is None else [float(document)]
 
 
 def trained_on(
@@ -193,6 +193,6 @@ def trained_on(
 ) -> tuple[SAE, Any]:
     """The SAE, and the state after the first epoch."""
     record = Kept(start)
-    given = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
-    (sae,) = Loop([start_training(planned(rows, solver, act, given), record)]).train()
+    options = {"d_sae": 32, "epochs": 2, "batch_size": 100, "device": device} | options
+    (sae,) = Loop([start_training(planned(rows, solver, act, options), record)]).train()
     return sae, record.kept

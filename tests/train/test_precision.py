@@ -25,8 +25,8 @@ needs_bf16 = pytest.mark.skipif(
 SMALL = {"d_sae": 24, "steps": 30, "batch_size": 64}
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).norm() / exact.norm()).item()
+def error(value: Tensor, exact: Tensor) -> float:
+    return ((value - exact).norm() / exact.norm()).item()
 
 
 def solver_in(

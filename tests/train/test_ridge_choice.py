@@ -105,11 +105,11 @@ def test_the_chosen_alpha_of_prefixes_is_the_best_of_many():
 def test_an_iteration_chooses_alpha_as_sums_do(directed):
     z, x, direction = encoded(inputs(2000, 16, 0), 160, 16, 1)
     exact, terms = system_and_terms(z.double(), x.double(), direction if directed else None)
-    best, found = (
+    best, chosen = (
         choose_alpha(system, terms, z, x, None).alpha
         for system in (exact, system_of("streamed", z, x, block=64))
     )
-    assert press(exact, terms, z, x, found) <= 1.01 * press(exact, terms, z, x, best)
+    assert press(exact, terms, z, x, chosen) <= 1.01 * press(exact, terms, z, x, best)
 
 
 def test_a_good_start_takes_four_factorisations_for_the_decoder_too(monkeypatch):

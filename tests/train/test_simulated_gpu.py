@@ -1,8 +1,7 @@
 """Training, resuming and all that a command does with an SAE on a simulated device, against the CPU; and that no step
 waits for it."""
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import simulated_gpu
 import torch
+from homes import same
 from simulated_gpu import dense  # noqa: F401
 from solver_problems import ACTS, ROWS, SOLVERS, numbers
 from solver_problems import trained_on as trained
@@ -34,6 +34,7 @@ from saecli.train.training import Record, start_training
 simulated_gpu.register()
 GPU = simulated_gpu.NAME
 LAYERS = (1, 2)
+TOPK = {"act": "topk", "k": 3}
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stores(home: Path) -> list[saecli.ActivationStore]:
+    options = {"rows": 1200, "home": home, "device": "cpu"}
     return [
-        saecli.extract(
-            "tiny-gemma2", layer=layer, rows=1200, home=home, name=f"layer-{layer}", device="cpu"
-        )
+        saecli.extract("tiny-gemma2", layer=layer, name=f"layer-{layer}", **options)
         for layer in LAYERS
     ]
 
@@ -62,6 +62,11 @@ def on_both(action: Callable[[str], Any]) -> tuple[Any, Any]:
     return action("cpu"), action(GPU)
 
 
+def outside(folder: str, waits: Mapping[str, int]) -> dict[str, int]:
+    """The waits in other folders of the package."""
+    return {place: count for place, count in waits.items() if not place.startswith(folder)}
+
+
 def assert_alike(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
     ours, theirs = numbers(ours), numbers(theirs)
     assert len(ours) == len(theirs) > 3
@@ -73,13 +78,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "prefixes, pam-sgd": {"act": "relu", "prefixes": "auto"},
     "target": {"act": "topk", "k": 3, "of": "target"},
     "target with a skip": {"act": "batchtopk", "k": 3, "of": "target", "skip": True},
-    "target with a skip, iterative": {
-        "act": "topk",
-        "k": 3,
-        "of": "target",
-        "skip": True,
-        "solve": "iterative",
-    },
+    "target with a skip, iterative": TOPK | {"of": "target", "skip": True, "solve": "iterative"},
     "crosscoder, sgd": {"solver": "sgd", "act": "relu", "of": "places"},
     "crosscoder, pam-sgd": {"act": "batchtopk", "k": 3, "of": "places"},
     "bf16": {"act": "relu", "precision": "bf16"},
@@ -92,24 +91,21 @@ TRAININGS: dict[str, dict[str, Any]] = {
 def test_a_device_trains_as_the_cpu(
     case: str, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        devices, "multiplies_bf16", lambda device: True
-    )  # casts do their work without, only slower
+    # Casts do their work without, only slower.
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda device: True)
     options = dict(TRAININGS[case])
-    of = {"target": Joined((stores[0],), stores[1]), "places": Joined(tuple(stores))}.get(
-        options.pop("of", None)
-    )
-    data = (of or stores[0]).split("train", fraction=0.5)
+    sources = {None: stores[0], "target": Joined((stores[0],), stores[1])}
+    sources["places"] = Joined(tuple(stores))
+    data = sources[options.pop("of", None)].split("train", fraction=0.5)
     solver, act = options.pop("solver", "pam-sgd"), options.pop("act")
     options = {"precision": "float32"} | options | {"batch_size": 256}
     ours, theirs = on_both(lambda device: trained(device, solver, act, options, rows=data)[0])
-    close = (
-        {"rtol": 0.03, "atol": 0.03} if case == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
-    )  # rounds what CPUs don't
+    # It rounds to bfloat16 what CPUs do not.
+    rtol, atol = (0.03, 0.03) if case == "bf16" else (1e-5, 1e-6)
     for name, tensor in ours.tensors().items():
         there = theirs.tensors()[name]
         assert there.device.type == GPU
-        torch.testing.assert_close(there.cpu(), tensor, **close)
+        torch.testing.assert_close(there.cpu(), tensor, rtol=rtol, atol=atol)
 
 
 @pytest.mark.slow
@@ -154,56 +150,42 @@ def test_a_decoder_is_solved_for_as_on_the_cpu(
 def test_pages_are_those_of_the_cpu(
     model: str | None, run: Path, stores: list[saecli.ActivationStore], tmp_path: Path
 ):
-    on_both(
-        lambda device: saecli.report(run, tmp_path / device, stores[0], model=model, device=device)
-    )
-    ours, theirs = (sorted((tmp_path / device).rglob("*.*")) for device in ("cpu", GPU))
-    assert [path.name for path in ours] == [path.name for path in theirs]
-    assert len(ours) >= 5
-    texts = [path.read_text(encoding="utf-8") for path in theirs]
-    assert model or all(
-        text == path.read_text(encoding="utf-8") for text, path in zip(texts, ours, strict=True)
-    )
+    pages = []
+    for device in ("cpu", GPU):
+        saecli.report(run, tmp_path / device, stores[0], model=model, device=device)
+        files = sorted((tmp_path / device).rglob("*.*"))
+        pages.append({path.name: model or path.read_text(encoding="utf-8") for path in files})
+    assert pages[0] == pages[1] and len(pages[0]) >= 5
 
 
 @pytest.mark.slow
 def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(
     home: Path, stores: list[saecli.ActivationStore]
 ):
-    waits = []
+    options = {"home": home, "device": GPU, "batch_size": 2, "model_dtype": "float32"}
+    counts = []
     for rows in (600, 1200):
-        with simulated_gpu.waits_within() as found:
-            store = saecli.extract(
-                "tiny-gemma2",
-                layer=LAYERS[0],
-                rows=rows,
-                home=home,
-                name=f"gpu-{rows}",
-                device=GPU,
-                batch_size=2,
-                model_dtype="float32",
-            )
-        waits.append(
-            {place: count for place, count in found.items() if not place.startswith("extract/")}
-        )
-    assert waits[0] == waits[1]
-    ours, theirs = (next(one.split("all").sequential(1200)) for one in (store, stores[0]))
-    np.testing.assert_allclose(
-        ours, theirs, rtol=0.02, atol=0.02
-    )  # stored as bfloat16, in other batches
+        with simulated_gpu.waits_within() as waits:
+            name = f"gpu-{rows}"
+            read = saecli.extract("tiny-gemma2", layer=LAYERS[0], rows=rows, name=name, **options)
+        counts.append(outside("extract/", waits))
+    assert counts[0] == counts[1]
+    ours, theirs = (next(store.split("all").sequential(1200)) for store in (read, stores[0]))
+    # Both are stored as bfloat16, in other batches.
+    np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.slow
 def test_measuring_a_store_does_not_wait_per_batch(
     run: Path, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch
 ):
-    waits = []
+    counts = []
     for rows in (64, 16):
         monkeypatch.setattr("saecli.measure.measured.BATCH_ROWS", rows)
-        with simulated_gpu.waits_within() as found:
+        with simulated_gpu.waits_within() as waits:
             saecli.evaluate(run, stores[0], split="train", device=GPU)
-        waits.append(found)
-    assert waits[0] == waits[1]
+        counts.append(waits)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("act", ["topk", "relu"])
@@ -212,30 +194,17 @@ def test_a_decoder_step_waits_a_few_times_whatever_its_rows(
     solve: str, act: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("saecli.train.rows.BLOCK_ROWS", 100)
-    random, waits = np.random.default_rng(0), []
+    random, counts = np.random.default_rng(0), []
+    options = {"d_sae": 24, "epochs": 1, "alpha": 1.0, "smoothing": 0, "solve": solve}
+    if act == "topk":
+        options["k"] = 2
     for rows in (600, 2400):
         x = random.standard_normal((rows, 12)).astype(np.float32)
-        with simulated_gpu.waits_within() as found:
-            trained(
-                GPU,
-                "pam-sgd",
-                act,
-                {
-                    "d_sae": 24,
-                    "epochs": 1,
-                    "batch_size": rows,
-                    "alpha": 1.0,
-                    "smoothing": 0,
-                    "solve": solve,
-                }
-                | ({"k": 2} if act == "topk" else {}),
-                rows=x,
-            )
-        waits.append(
-            {place: count for place, count in found.items() if not place.startswith("train/ridge/")}
-        )
-        of_ridge = sum(count for place, count in found.items() if place.startswith("train/ridge/"))
-    assert waits[0] == waits[1]
+        with simulated_gpu.waits_within() as waits:
+            trained(GPU, "pam-sgd", act, options | {"batch_size": rows}, rows=x)
+        counts.append(outside("train/ridge/", waits))
+        of_ridge = waits.total() - sum(counts[-1].values())
+    assert counts[0] == counts[1]
     assert solve == "iterative" or of_ridge < 100  # as many as iterations, otherwise
 
 
@@ -256,53 +225,45 @@ def test_a_device_trains_on_a_store_as_the_cpu(
     tmp_path: Path, dtype: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("saecli.train.plan.MOST_TAKEN", 0.8 if kept else 0.0)
-    values = (
-        np.random.default_rng(0).normal(size=(700, 5))
-        @ np.random.default_rng(1).normal(size=(5, 12))
-        + 1
-    )
-    rows, saes = make_store(tmp_path / "store", values.astype(np.float32), dtype).split("train"), []
-    for where in ("cpu", GPU):
-        plan = planned(
-            rows, "pam-sgd", "relu", {"d_sae": 16, "epochs": 2, "batch_size": 100, "device": where}
-        )
+    rows = make_store(tmp_path / "store", np.concatenate([ROWS, ROWS[::-1]]), dtype).split("train")
+    options, saes = {"d_sae": 16, "epochs": 2, "batch_size": 100}, []
+    for device in ("cpu", GPU):
+        plan = planned(rows, "pam-sgd", "relu", options | {"device": device})
         training = start_training(plan, Record())
-        (sae,) = Loop([training]).train()
-        saes.append(sae)
+        saes += Loop([training]).train()
     assert isinstance(training.rows.stored, DeviceRows) == kept
-    for name, tensor in saes[0].tensors().items():
-        assert torch.equal(saes[1].tensors()[name].cpu(), tensor), name
+    assert same(saes[0], saes[1].copy_to("cpu"))
 
 
-simulated_gpu.register()
-QUICK = {(0, 5), (2, 7), (3, 0), (4, 5)}  # of solvers and activations, by number
-CASES = [
-    case
-    if (SOLVERS.index(case[0]), ACTS.index(case[1])) in QUICK
-    else pytest.param(*case, marks=pytest.mark.long)
-    for case in itertools.product(SOLVERS, ACTS)
-]
+CASES = {(solver, act): True for solver in range(len(SOLVERS)) for act in range(len(ACTS))}
+CASES |= dict.fromkeys([(0, 5), (2, 7), (3, 0), (4, 5)], False)  # those that are not long
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver, act", CASES, ids=str)
+@pytest.mark.parametrize(
+    "solver, act",
+    [
+        pytest.param(SOLVERS[solver], ACTS[act], marks=[pytest.mark.long] if long else [])
+        for (solver, act), long in CASES.items()
+    ],
+    ids=str,
+)
 def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> None:
     options = act[1] | solver[1]
     on_cpu, _ = trained("cpu", solver[0], act[0], options)
     with simulated_gpu.unordered_within() as unordered:
         on_gpu, kept = trained("gpu", solver[0], act[0], options)
     assert unordered == {}  # so that CUDA gives the same bits again
-    again, _ = trained("gpu", solver[0], act[0], options, kept)
+    resumed, _ = trained("gpu", solver[0], act[0], options, kept)
     # Gram matrices of codes that are sparse by kind are added row by row on a CPU, on a device by dense products.
     sums = solver[0] == "pam-sgd" and {"solve", "d_sae"}.isdisjoint(solver[1])
-    rounding = (
-        {"topk": 1e-6, "abs-topk": 1e-6, "matching-pursuit": 1e-4}.get(act[0], 0.0) if sums else 0.0
-    )
+    by_act = {"topk": 1e-6, "abs-topk": 1e-6, "matching-pursuit": 1e-4}
+    rounding = by_act.get(act[0], 0.0) if sums else 0.0
     for name, tensor in on_cpu.tensors().items():
         assert on_gpu.tensors()[name].device.type == "gpu"
-        found = on_gpu.tensors()[name].cpu()
-        torch.testing.assert_close(found, tensor, rtol=rounding, atol=rounding)
-        assert torch.equal(again.tensors()[name].cpu(), found), name
+        there = on_gpu.tensors()[name].cpu()
+        torch.testing.assert_close(there, tensor, rtol=rounding, atol=rounding)
+        assert torch.equal(resumed.tensors()[name].cpu(), there), name
 
 
 @pytest.mark.slow
@@ -311,17 +272,17 @@ def test_a_device_trains_and_resumes_as_the_cpu(solver: tuple, act: tuple) -> No
 def test_a_step_does_not_wait_for_the_device(
     solver: str, act: str, options: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, descend = [], Solver.descend
+    counts, descend = [], Solver.descend
 
     def counted(self, batch):
         with simulated_gpu.waits_within() as waits:
             report = descend(self, batch)
-        found.append(dict(waits))
+        counts.append(dict(waits))
         return report
 
     monkeypatch.setattr(Solver, "descend", counted)
     trained("gpu", solver, act, options)
-    assert found[2:] == [{}] * len(found[2:])
+    assert not any(counts[2:])
 
 
 def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
@@ -333,12 +294,12 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
         adam.forget(dead, ~dead, {"W_enc": 1}.get)
         adam.rescale(dict.fromkeys(adam.tensors, 2.0))
     assert waits == {}
-    state = adam.state()
-    torch.testing.assert_close(
-        state["adam.exp_avg.W_enc"].cpu()[0], torch.tensor([0, 0.05, 0, 0.15, 0, 0.25])
+    average, square = (
+        adam.state()[f"adam.{name}.W_enc"].cpu() for name in ("exp_avg", "exp_avg_sq")
     )
+    torch.testing.assert_close(average[0], torch.tensor([0, 0.05, 0, 0.15, 0, 0.25]))
     mean = 1e-3 * (1 + 9 + 25) / 3 / 4
-    torch.testing.assert_close(state["adam.exp_avg_sq.W_enc"].cpu()[0, ::2], torch.full((3,), mean))
+    torch.testing.assert_close(square[0, ::2], torch.full((3,), mean))
 
 
 def test_measuring_does_not_wait_for_the_device() -> None:
@@ -357,16 +318,16 @@ def test_known_features_are_scored_on_a_device_as_on_the_cpu(act: str) -> None:
     world = world_of(SyntheticConfig(features=40, d_in=ROWS.shape[1], l0=4))
     truth = world.codes(0, 0)[:600]
     sae, _ = trained("cpu", "sgd", act, {})
-    found = []
+    results = []
     for device in ("cpu", "gpu"):
         mine = sae.copy_to(device)
         scores = FeatureScores(Alignment.of(mine.W_dec, torch.from_numpy(world.directions)), device)
         x = torch.from_numpy(world.rows(truth)).to(device)
         for begin in (0, 300):
             scores.update(mine.codes(x[begin : begin + 300]), truth[begin : begin + 300])
-        found.append(scores.result())
-    assert found[0] == pytest.approx(found[1], abs=1e-12)
-    assert found[0]["f1"] > 0
+        results.append(scores.result())
+    assert results[0] == pytest.approx(results[1], abs=1e-12)
+    assert results[0]["f1"] > 0
 
 
 def test_the_device_refuses_what_cuda_refuses() -> None:
@@ -383,24 +344,19 @@ def test_the_device_refuses_what_cuda_refuses() -> None:
 
 
 def test_a_planted_wait_mix_and_unordered_sum_are_named_by_line() -> None:
-    planted: dict = {}
-    exec(
-        compile(
-            "def wait(x):\n    return x.sum().item()\n\ndef mix(x, y):\n    return x @ y\n\n"
-            "def sum_up(x):\n    return x.cumsum(0)\n",
-            f"{simulated_gpu.PACKAGE}/solvers/planted.py",
-            "exec",
-        ),
-        planted,
+    lines = (
+        "wait = lambda x: x.sum().item()\nmix = lambda x, y: x @ y\nsum_up = lambda x: x.cumsum(0)"
     )
+    planted: dict = {}
+    exec(compile(lines, f"{simulated_gpu.PACKAGE}/solvers/planted.py", "exec"), planted)
     there = torch.ones(3, 3, device="gpu")
-    with simulated_gpu.waits_within() as found:
+    with simulated_gpu.waits_within() as waits:
         assert planted["wait"](there) == 9
-    assert found == {"solvers/planted.py:2": 1}
-    with pytest.raises(RuntimeError, match=r"CPU tensors .* at solvers/planted\.py:5"):
+    assert waits == {"solvers/planted.py:1": 1}
+    with pytest.raises(RuntimeError, match=r"CPU tensors .* at solvers/planted\.py:2"):
         planted["mix"](there, torch.ones(3, 3))
-    with simulated_gpu.unordered_within() as found:
+    with simulated_gpu.unordered_within() as unordered:
         planted["sum_up"](there)
         planted["sum_up"](there.long())
         there.scatter_add(1, torch.arange(3, device="gpu").expand(3, 3), there)
-    assert found == {"solvers/planted.py:8": 1}
+    assert unordered == {"solvers/planted.py:3": 1}

@@ -157,16 +157,16 @@ def test_directions_of_revival_are_of_rows_with_an_error():
     x, residuals = normal(20, 6), torch.zeros(20, 4)
     residuals[7], residuals[11] = torch.tensor([3.0, 0, 0, 0]), torch.tensor([0, 0, -2.0, 0])
     for count in (2, 5):
-        found = directions_of_worst(x, residuals, count, generator())
-        assert sorted(map(tuple, found.tolist())) == [(0, 0, -1, 0), (1, 0, 0, 0)]
+        directions = directions_of_worst(x, residuals, count, generator())
+        assert sorted(map(tuple, directions.tolist())) == [(0, 0, -1, 0), (1, 0, 0, 0)]
     assert not len(directions_of_worst(x, torch.zeros(20, 4), 3, generator()))
 
 
 def test_no_two_directions_are_of_equal_rows():
     x, residuals = normal(20, 6), normal(20, 4, seed=1).float()
     x[10:], residuals[10:] = x[:10], residuals[:10]
-    found = directions_of_worst(x, residuals, 18, generator())
-    assert len(found) == len(torch.unique(found, dim=0)) == 10
+    directions = directions_of_worst(x, residuals, 18, generator())
+    assert len(directions) == len(torch.unique(directions, dim=0)) == 10
 
 
 @pytest.mark.parametrize("kind", [Sgd, PamSgd])
@@ -186,8 +186,8 @@ def test_no_two_latents_are_re_aimed_at_one_row(kind):
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
 def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
     residuals = normal(20, 4).float() * size
-    found = directions_of_worst(residuals, residuals, 20, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(20))
+    directions = directions_of_worst(residuals, residuals, 20, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(directions.norm(dim=1), torch.ones(20))
 
 
 @pytest.mark.parametrize("solve", ["direct", "iterative"])

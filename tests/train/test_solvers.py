@@ -114,9 +114,9 @@ def test_balancing_leaves_the_sae_as_it_was(data, activation):
 @pytest.mark.slow
 def test_a_penalty_does_not_drive_codes_to_nothing_in_150_iterations(data):
     solver = started(PamSgd(), data, Relu(), 150, "l1", 0.3)
-    found = reconstruction(trained(solver, data, 150), [data.x])
-    assert found["l0"] > 0.5
-    assert found["fvu"] < 0.5
+    measures = reconstruction(trained(solver, data, 150), [data.x])
+    assert measures["l0"] > 0.5
+    assert measures["fvu"] < 0.5
 
 
 @pytest.mark.slow

@@ -65,8 +65,8 @@ def training(
     shared: TrainingRows | None = None,
     **options: Any,
 ) -> Training:
-    given = QUICK | ({"k": 3} if act == "topk" else {}) | options
-    plan = replace(planned(rows, solver, act, given), test_rows=test)
+    settings = QUICK | ({"k": 3} if act == "topk" else {}) | options
+    plan = replace(planned(rows, solver, act, settings), test_rows=test)
     return start_training(plan, record or Lines(), shared=shared)
 
 

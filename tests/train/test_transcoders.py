@@ -54,8 +54,8 @@ def test_every_solver_and_activation_trains_a_transcoder_as_eval_says(sae, home,
     (measured,) = sae("eval", document["run"], "--json").json["runs"]
     assert measured["fvu"] == pytest.approx(document["final"]["test_fvu"], rel=1e-4)
     assert measured["fvu"] < 0.9
-    found = saecli.load_sae(document["run"], home)
-    assert (found.d_in, found.d_out, found.W_skip is not None) == (8, 5, "--skip" in solver)
+    trained = saecli.load_sae(document["run"], home)
+    assert (trained.d_in, trained.d_out, trained.W_skip is not None) == (8, 5, "--skip" in solver)
     x, y = (
         torch.from_numpy(
             np.concatenate(
@@ -67,7 +67,7 @@ def test_every_solver_and_activation_trains_a_transcoder_as_eval_says(sae, home,
         )
         for name in ("x", "y")
     )
-    fvu = (found(x) - y).square().sum() / (y - y.mean(0)).square().sum()
+    fvu = (trained(x) - y).square().sum() / (y - y.mean(0)).square().sum()
     assert measured["fvu"] == pytest.approx(fvu.item(), rel=1e-4)
 
 
@@ -105,9 +105,9 @@ def test_sparsity_report_and_list_take_a_transcoder(sae, home, tmp_path):
 def test_arrays_are_fitted_and_measured_with_their_targets():
     x = some_rows(1200)
     y = targets_of(x)
-    found = saecli.fit(x, target=y, act="topk", k=4, d_sae=24, epochs=2, batch_size=64)
-    fvu = saecli.evaluate(found, x, target=y)["fvu"]
-    y_hat = found(torch.from_numpy(x)).numpy()
+    trained = saecli.fit(x, target=y, act="topk", k=4, d_sae=24, epochs=2, batch_size=64)
+    fvu = saecli.evaluate(trained, x, target=y)["fvu"]
+    y_hat = trained(torch.from_numpy(x)).numpy()
     expected = np.square(y_hat - y).sum() / np.square(y - y.mean(0)).sum()
     assert fvu == pytest.approx(expected, rel=1e-4)
     with pytest.raises(ConfigError, match="target must have as many rows"):
@@ -118,10 +118,10 @@ def test_arrays_are_fitted_and_measured_with_their_targets():
 def test_stores_joined_in_python_train_what_the_command_trains(sae, home):
     sae("train", *X_TO_Y, *TOPK, *QUICK, "--name", "run")
     joined = saecli.join(saecli.open_store("x", home), target=saecli.open_store("y", home))
-    found = saecli.fit(joined, act="topk", k=4, d_sae=24, epochs=3, batch_size=64)
-    assert same(found, saecli.load_sae("run", home))
+    trained = saecli.fit(joined, act="topk", k=4, d_sae=24, epochs=3, batch_size=64)
+    assert same(trained, saecli.load_sae("run", home))
     fvu = saecli.evaluate("run", home=home)["fvu"]
-    assert saecli.evaluate(found, joined)["fvu"] == pytest.approx(fvu, rel=1e-6)
+    assert saecli.evaluate(trained, joined)["fvu"] == pytest.approx(fvu, rel=1e-6)
 
 
 def test_smoothing_moves_targets_along_with_their_rows():
@@ -151,12 +151,12 @@ def test_the_regression_is_exact_if_linear_and_damped_for_few_rows():
     x *= 10.0 ** torch.arange(-3, 3)
     noise = torch.randn(400, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-    def found(rows: int, y: torch.Tensor) -> torch.Tensor:
+    def regression(rows: int, y: torch.Tensor) -> torch.Tensor:
         some, targets = x[:rows], y[:rows]
         return regressed(rows, some.T @ some, some.T @ targets, targets.square().sum())
 
     for y in (x, x @ torch.ones(6, 2).double()):
-        assert (x @ found(400, y) - y).norm() < 1e-6 * y.norm()
+        assert (x @ regression(400, y) - y).norm() < 1e-6 * y.norm()
     x /= 10.0 ** torch.arange(-3, 3)
     interpolating = torch.linalg.lstsq(x[:6], noise[:6]).solution
-    assert (x @ found(6, noise)).norm() < 0.5 * (x @ interpolating).norm()
+    assert (x @ regression(6, noise)).norm() < 0.5 * (x @ interpolating).norm()
