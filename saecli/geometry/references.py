@@ -100,7 +100,7 @@ def fvu(rows: Rows, reconstruction: Rows) -> float:
     return math.inf if residual > 0 else math.nan
 
 
-def kmeans_centres(train: Rows, count: int, seed: int = 0) -> Rows:
+def kmeans_centres(train: Rows, count: int) -> Rows:
     """Centres, (C, D), of at most `count` <= N cells of training rows, (N, D), by k-means.
 
     scikit-learn's KMeans from k-means++ until it converges; above `CAREFUL_WORK` its MiniBatchKMeans, from random rows
@@ -112,12 +112,12 @@ def kmeans_centres(train: Rows, count: int, seed: int = 0) -> Rows:
     from sklearn.exceptions import ConvergenceWarning
 
     if train.size * count <= CAREFUL_WORK:
-        estimator = KMeans(count, n_init=1, random_state=seed)
+        estimator = KMeans(count, n_init=1, random_state=0)
     else:
         estimator = MiniBatchKMeans(
             _affordable(train, count),
             n_init=1,
-            random_state=seed,
+            random_state=0,
             init="random",
             max_iter=PASSES,
             batch_size=BATCH,

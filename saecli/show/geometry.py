@@ -211,8 +211,9 @@ def _draw_margins(axes: Axes, measured: Geometry) -> None:
         title=f"margin, median {measured.document['margin']['median']:.3g}",
     )
     values = {}
-    for split, (margins, _) in ((split, both.T) for split, both in measured.margins.items()):
-        drawable = margins[np.isfinite(margins) & (margins > 0)]
+    for split, margins in measured.margins.items():
+        margin = margins[:, 0]
+        drawable = margin[np.isfinite(margin) & (margin > 0)]
         if len(drawable):
             values[split] = drawable
     if not values:
@@ -263,9 +264,8 @@ def _draw_growth(axes: Axes, growth: Sequence[tuple[int, int]]) -> None:
 
 def _draw_sizes(axes: Axes, sizes: NDArray) -> None:
     ranks = np.arange(1, len(sizes) + 1)
-    steps = np.unique(
-        np.r_[0, np.flatnonzero(np.diff(sizes)), np.flatnonzero(np.diff(sizes)) + 1, len(sizes) - 1]
-    )
+    falls = np.flatnonzero(np.diff(sizes))
+    steps = np.unique(np.r_[0, falls, falls + 1, len(sizes) - 1])
     axes.plot(ranks[steps], sizes[steps], color=COLOURS[0], marker="o", markersize=2.5)
     axes.set(
         xlabel="cell, the fullest first",

@@ -99,11 +99,11 @@ def line_style(index: int) -> dict[str, Any]:
     return {"color": colour(index), "linestyle": dash}
 
 
-def short(name: str, width: int = NAME_WIDTH) -> str:
+def short(name: str) -> str:
     """A name as a label: the middle of a long one left out, unprintable characters as U+FFFD, dollars escaped, which
     would begin a formula."""
-    half = width // 2 - 1
-    shown = name if len(name) <= width else f"{name[:half]}…{name[-half:]}"
+    half = NAME_WIDTH // 2 - 1
+    shown = name if len(name) <= NAME_WIDTH else f"{name[:half]}…{name[-half:]}"
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in shown).replace(
         "$", r"\$"
     )

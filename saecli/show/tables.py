@@ -170,12 +170,8 @@ def _listed(entry: dict[str, Any], column: str) -> Any:
 
 
 def _local_time(created: str) -> str | None:
-    """To the minute, from a marker's time with its zone; as it is where it has none."""
-    try:
-        when = datetime.fromisoformat(created)
-    except ValueError:
-        return created or None
-    return f"{when.astimezone():%Y-%m-%d %H:%M}" if when.tzinfo else created
+    """To the minute, from a marker's time; None where the marker cannot be read."""
+    return f"{datetime.fromisoformat(created).astimezone():%Y-%m-%d %H:%M}" if created else None
 
 
 COMPARED = ("loss", "fvu", "l0", "kl", "ce_recovered")  # before and after, where measured
@@ -307,10 +303,14 @@ def geometry_table(document: Mapping[str, Any]) -> RenderableType:
     possible = f"of 10^{document['cells_possible_log10']:.1f} possible"
     full = f"full in {100 * rank['full']:.3g}% of {counted(rank['cells'], 'cell')}"
     boundaries = f"{complexity['boundary']} within {number(complexity['radius'])}"
+    occupancy = document["occupancy"]
+    fullest = f"fullest cell {counted(occupancy['max'], 'row')}"
+    entropy = f"entropy {number(occupancy['entropy'])} nats"
     lines: list[list[Any]] = [
         ["rows", document["rows"], f"{number(document['l0'])} latents kept in a row"],
         ["cells visited", document["cells_visited"], possible],
-        *_occupancy_lines(document["occupancy"]),
+        ["cells with one row", occupancy["singletons"], fullest],
+        ["effective number of cells", occupancy["effective"], entropy],
         ["rank of a cell's map, median", rank["median"], full],
         *_degenerate_lines(document["degenerate"]),
     ]
@@ -330,15 +330,6 @@ def geometry_table(document: Mapping[str, Any]) -> RenderableType:
     return table(title, ["measure", "value", "detail"], lines)
 
 
-def _occupancy_lines(occupancy: Mapping[str, Any]) -> list[list[Any]]:
-    fullest = f"fullest cell {counted(occupancy['max'], 'row')}"
-    entropy = f"entropy {number(occupancy['entropy'])} nats"
-    return [
-        ["cells with one row", occupancy["singletons"], fullest],
-        ["effective number of cells", occupancy["effective"], entropy],
-    ]
-
-
 def _degenerate_lines(counts: Mapping[str, int]) -> list[list[Any]]:
     lines: list[list[Any]] = []
     if counts["zero_encoder"] or counts["zero_decoder"]:
@@ -351,7 +342,10 @@ def _degenerate_lines(counts: Mapping[str, int]) -> list[list[Any]]:
 
 
 def _reference_lines(references: Mapping[str, Any]) -> list[list[Any]]:
-    kmeans, pca = (counted(references[f"{name}_cells"], "cell") for name in ("kmeans", "local_pca"))
+    kmeans = counted(references["kmeans_cells"], "cell")
+    pca = (
+        f"{counted(references['local_pca_cells'], 'cell')} of rank {references['local_pca_rank']:,}"
+    )
     fitted = counted(references["rows_fitted"], "train row")
     measured = f"{counted(references['rows_measured'], 'row')}, as the others"
     if not references["held_out"]:
@@ -359,11 +353,7 @@ def _reference_lines(references: Mapping[str, Any]) -> list[list[Any]]:
     return [
         ["FVU of k-means", references["kmeans_fvu"], f"{kmeans}, {fitted}"],
         ["FVU of the SAE", references["sae_fvu"], measured],
-        [
-            "FVU of local PCA",
-            references["local_pca_fvu"],
-            f"{pca} of rank {references['local_pca_rank']:,}",
-        ],
+        ["FVU of local PCA", references["local_pca_fvu"], pca],
     ]
 
 

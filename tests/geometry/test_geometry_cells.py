@@ -73,11 +73,8 @@ def test_crossings_count_the_walls_within_the_radius(case: Case, radius: float) 
     counts = cells.crossings(cells.pre_activations(case.rows), radius)
     for row, count in zip(case.rows.numpy(), counts.tolist(), strict=True):
         distances = np.array([distance for distance, _ in walls(case.sae, row)])
-        assert (
-            (distances < radius * (1 - 1e-6)).sum()
-            <= count
-            <= (distances < radius * (1 + 1e-6)).sum()
-        )
+        surely, perhaps = ((distances < radius * factor).sum() for factor in (1 - 1e-6, 1 + 1e-6))
+        assert surely <= count <= perhaps
 
 
 @pytest.mark.slow
@@ -101,11 +98,8 @@ def test_margins_of_many_latents_equal_the_nearest_of_all_walls(
     rows = torch.from_numpy(rng.normal(size=(4, 32)))
     cells = cells_of(sae)
     margins = cells.margins(cells.pre_activations(rows)).numpy()
-    np.testing.assert_allclose(
-        margins,
-        [min(walls(sae, row), key=lambda wall: wall[0])[0] for row in rows.numpy()],
-        rtol=1e-9,
-    )
+    expected = [min(distance for distance, _ in walls(sae, row)) for row in rows.numpy()]
+    np.testing.assert_allclose(margins, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("activation", [Relu(), TopK(2), AbsTopK(2), ReluTopK(2)], ids=repr)
@@ -132,14 +126,14 @@ def test_a_cell_that_is_the_whole_space_has_no_boundary(kind: type) -> None:
 def test_possible_cells_are_counted_exactly(F: int, k: int) -> None:
     W, b = np.zeros((2, F)), np.zeros(F)
     rng = np.random.default_rng(0)
-    assert cells_of(sae_of(W, b, TopK(k), rng)).possible_log10 == pytest.approx(
-        math.log10(math.comb(F, k)), abs=1e-9
-    )
-    clipped = math.log10(sum(math.comb(F, j) for j in range(k + 1)))
-    assert cells_of(sae_of(W, b, ReluTopK(k), rng)).possible_log10 == pytest.approx(
-        clipped, abs=1e-9
-    )
-    assert cells_of(sae_of(W, b, Relu(), rng)).possible_log10 == pytest.approx(math.log10(2**F))
+    clipped = sum(math.comb(F, j) for j in range(k + 1))
+    for activation, count in (
+        (TopK(k), math.comb(F, k)),
+        (ReluTopK(k), clipped),
+        (Relu(), 2**F),
+    ):
+        possible = cells_of(sae_of(W, b, activation, rng)).possible_log10
+        assert possible == pytest.approx(math.log10(count), abs=1e-9)
 
 
 def test_an_activation_without_cells_is_refused_in_one_sentence() -> None:
@@ -163,21 +157,16 @@ def test_ranks_are_those_of_the_jacobian(case: Case) -> None:
         values = np.linalg.svd(jacobian.numpy(), compute_uv=False)
         relative = values / max(values[0], np.finfo(float).tiny)
         result = rank(sae, support.nonzero()[:, 0])
-        assert (
-            (relative > 1e-12).sum() <= result <= (relative > 1e-18).sum()
-        )  # between them lies rounding
+        # Between them lies rounding.
+        assert (relative > 1e-12).sum() <= result <= (relative > 1e-18).sum()
 
 
 def test_equal_and_zero_latents_are_counted() -> None:
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 4, 12, "plain"), JumpRelu(), rng)
     assert set(degenerate(sae).values()) == {0}
-    W_enc, W_dec, threshold = (
-        sae.W_enc.clone(),
-        sae.W_dec.clone(),
-        sae.activation_parameters["threshold"].clone(),
-    )
-    b_enc = sae.b_enc.clone()
+    W_enc, b_enc, W_dec = sae.W_enc.clone(), sae.b_enc.clone(), sae.W_dec.clone()
+    threshold = sae.activation_parameters["threshold"].clone()
     W_enc[:, [0, 1, 2]], b_enc[[0, 1]], threshold[[0, 1]] = 0, 5, 0.5
     W_dec[[3, 4]], W_dec[[5, 6, 7]] = 0, W_dec[8].clone()
     W_dec[9, 0], W_dec[10] = 0.0, W_dec[9].clone()

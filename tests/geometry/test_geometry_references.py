@@ -52,11 +52,9 @@ def pca_residual(fitted: np.ndarray, measured: np.ndarray, centre: np.ndarray, r
     if rank < 1:
         return ((measured - (fitted.mean(0) if len(fitted) else centre)) ** 2).sum()
     pca = PCA(rank, svd_solver="full").fit(fitted)
-    return (
-        ((pca.inverse_transform(pca.transform(measured)) - measured) ** 2).sum()
-        if len(measured)
-        else 0.0
-    )
+    if not len(measured):
+        return 0.0
+    return ((pca.inverse_transform(pca.transform(measured)) - measured) ** 2).sum()
 
 
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(0, D + 3))

@@ -12,7 +12,7 @@ from saecli.sae.activations import TopK
 from saecli.show.pictures import loss_curves
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-QUICK = {"d_sae": 24, "epochs": 2, "batch_size": 64}
+TRAIN = ("train", "--act", "topk", "--k", "3", "--d-sae", "24", "--epochs", "2")
 
 
 def test_the_namespace_is_what_is_documented():
@@ -21,28 +21,13 @@ def test_the_namespace_is_what_is_documented():
 
 def test_an_sae_says_what_it_is_and_how_it_was_trained(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
-    assert (
-        sae(
-            "train", "--act", "topk", "--k", "3", "--d-sae", "24", "--epochs", "2", "--name", "run"
-        ).status
-        == 0
-    )
+    assert sae(*TRAIN, "--name", "run").status == 0
     loaded = saecli.load_sae("run", sae.home)
     fitted = saecli.fit(saecli.open_store("rows", sae.home), act="topk", k=3, d_sae=24, epochs=2)
     assert (loaded.k, fitted.k, random_sae().k) == (3, 3, None)
-    for sae_with_cfg in loaded, fitted, loaded.copy_to("cpu"):
-        assert {
-            name: sae_with_cfg.cfg[name]
-            for name in ("solver", "act", "k", "d_in", "d_sae", "epochs", "seed")
-        } == {
-            "solver": "pam-sgd",
-            "act": "topk",
-            "k": 3,
-            "d_in": 8,
-            "d_sae": 24,
-            "epochs": 2,
-            "seed": 0,
-        }
+    expected = {"solver": "pam-sgd", "act": "topk", "k": 3, "d_in": 8, "d_sae": 24, "epochs": 2}
+    for trained in loaded, fitted, loaded.copy_to("cpu"):
+        assert expected | {"seed": 0} == {name: trained.cfg[name] for name in (*expected, "seed")}
     assert loaded.cfg["data"] == "rows" and random_sae(TopK(k=2)).cfg["act"] == "topk"
     assert repr(loaded).count("\n") == 0
 
@@ -54,37 +39,15 @@ def test_pictures_are_figures_and_no_file_is_written(
     monkeypatch.chdir(tmp_path)
     make_store(sae.home, "rows", some_rows(300))
     for seed in "0", "1":
-        sae(
-            "train",
-            "--act",
-            "topk",
-            "--k",
-            "3",
-            "--d-sae",
-            "24",
-            "--epochs",
-            "2",
-            "--seed",
-            seed,
-            "--name",
-            seed,
-        )
-    monkeypatch.setattr(
-        "saecli.show.pictures.loss_curves", loss_curves
-    )  # for which tests of training have a stand-in
+        sae(*TRAIN, "--seed", seed, "--name", seed)
+    # Tests of training have a stand-in.
+    monkeypatch.setattr("saecli.show.pictures.loss_curves", loss_curves)
     home = {"home": sae.home}
-    drawn = {
-        picture: saecli.draw(picture, "0", "1", **home)
-        for picture in ("loss", "frontier", "sparsity", "stability")
-    }
+    expected = {"loss": 1, "frontier": 1, "sparsity": 3, "stability": 1}
+    drawn = {picture: saecli.draw(picture, "0", "1", **home) for picture in expected}
     drawn["geometry"] = saecli.draw("geometry", "0", rows=50, **home)
-    assert {picture: len(figures) for picture, figures in drawn.items()} == {
-        "loss": 1,
-        "frontier": 1,
-        "sparsity": 3,
-        "stability": 1,
-        "geometry": 1,
-    }
+    numbers = {picture: len(figures) for picture, figures in drawn.items()}
+    assert numbers == expected | {"geometry": 1}
     for figures in drawn.values():
         assert all(figure.axes for figure in figures)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []

@@ -47,11 +47,11 @@ def test_projected_rows_and_those_inside_the_cell_are_counted(
     origin, *others = rows[list(CORNERS)]
     sides = np.array(others) - origin
     projected = origin + np.linalg.lstsq(sides.T, (rows - origin).T)[0].T @ sides
-    there = (supports(mine, rows) == supports(mine, projected)).all(1)
+    inside = (supports(mine, rows) == supports(mine, projected)).all(1)
     distance = np.sort(np.linalg.norm(rows - projected, axis=1))[(len(rows) - 1) // 2]
-    assert there.sum() >= len(CORNERS)  # the plane goes through these
+    assert inside.sum() >= len(CORNERS)  # the plane goes through these
     assert panels[1].get_title() == (
-        f"{len(rows)} rows projected onto the cells, {there.sum()} really inside\n"
+        f"{len(rows)} rows projected onto the cells, {inside.sum()} really inside\n"
         f"median distance to the plane: {distance:.3g}"
     )
     assert panels[0].get_title().endswith(f"dots: {len(rows)} rows projected onto it")
@@ -68,10 +68,8 @@ def test_in_two_dimensions_each_cell_has_the_colour_of_its_rows(sae: CommandLine
     make_run(sae.home, "one", mine)
     panels = plot(sae, drawn)
     assert panels[1].get_title() == f"{len(rows)} rows in the cells"
-    assert not any(
-        "projected" in text.get_text()
-        for text in drawn[0].findobj(lambda some: hasattr(some, "get_text"))
-    )
+    texts = drawn[0].findobj(lambda artist: hasattr(artist, "get_text"))
+    assert not any("projected" in text.get_text() for text in texts)
     (shown,) = panels[1].images
     left, right, bottom, top = shown.get_extent()
     image = shown.get_array()
@@ -79,21 +77,13 @@ def test_in_two_dimensions_each_cell_has_the_colour_of_its_rows(sae: CommandLine
     for at in np.random.default_rng(0).integers(1, len(image) - 1, (60, 2)):
         around = image[at[0] - 1 : at[0] + 2, at[1] - 1 : at[1] + 2].reshape(9, 3)
         if (around == around[0]).all():  # no line
-            middle = np.array(
-                [
-                    [
-                        left + (at[1] + 0.5) / len(image) * (right - left),
-                        bottom + (at[0] + 0.5) / len(image) * (top - bottom),
-                    ]
-                ]
-            )
-            count = (supports(mine, rows) == supports(mine, middle)).all(1).sum()
+            y, x = (at + 0.5) / len(image)
+            middle = np.array([left + x * (right - left), bottom + y * (top - bottom)])
+            count = (supports(mine, rows) == supports(mine, middle[None])).all(1).sum()
             assert (around[0] == 1).all() == (count == 0)
             counts.append((count, around[0].sum()))
-    some = sorted((count, brightness) for count, brightness in counts if count)
-    assert [brightness for _, brightness in some] == sorted(
-        (brightness for _, brightness in some), reverse=True
-    )
+    brightness = [bright for _, bright in sorted(pair for pair in counts if pair[0])]
+    assert brightness == sorted(brightness, reverse=True)
 
 
 @pytest.mark.slow
