@@ -1,6 +1,7 @@
 """What is gathered of latents in one pass, against brute force in numpy."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -59,37 +60,31 @@ class Corpus:
     def blocks(self, rng: np.random.Generator) -> list[slice]:
         """Stretches of whole windows."""
         cuts = np.sort(rng.choice(np.arange(1, 60), 12, replace=False))
-        return [
-            slice(self.starts[a], self.starts[b])
-            for a, b in zip([0, *cuts], [*cuts, 60], strict=True)
-        ]
+        return [slice(self.starts[a], self.starts[b]) for a, b in pairwise([0, *cuts, 60])]
 
     def best(self, latent: int) -> list[dict]:
         """The examples of a latent by looking at every window, in float64."""
-        found, seen = [], set()
-        for begin, end in zip(self.starts, self.starts[1:], strict=False):
+        examples = []
+        for begin, end in pairwise(self.starts):
             sizes = np.abs(self.codes[begin:end, latent].astype(np.float64))
             row = begin + int(np.argmax(sizes))
             first = max(begin, min(row - BEFORE, end - TOKENS))
             last = min(end, first + TOKENS)
             if sizes.max() > 0:
-                found.append(
-                    {
-                        "rank": sizes.max(),
-                        "number": row,
-                        "token": tuple(self.columns[2, first:last]),
-                        "code": tuple(self.codes[first:last, latent]),
-                        "peak": row - first,
-                        "document": self.columns[0, row],
-                        "position": self.columns[1, row],
-                    }
-                )
-        kept = []
-        for one in sorted(found, key=lambda one: (-one["rank"], one["number"])):
-            if one["token"] not in seen:
-                seen.add(one["token"])
-                kept.append(one)
-        return kept[:COUNT]
+                example = {
+                    "rank": sizes.max(),
+                    "number": row,
+                    "token": tuple(self.columns[2, first:last]),
+                    "code": tuple(self.codes[first:last, latent]),
+                    "peak": row - first,
+                    "document": self.columns[0, row],
+                    "position": self.columns[1, row],
+                }
+                examples.append(example)
+        of_text = {}
+        for example in sorted(examples, key=lambda example: (-example["rank"], example["number"])):
+            of_text.setdefault(example["token"], example)
+        return list(of_text.values())[:COUNT]
 
 
 def filled(
@@ -97,23 +92,21 @@ def filled(
 ) -> Examples:
     """Examples that have taken in codes by parts."""
     for part in parts:
-        block = Block(
-            torch.empty(part.stop - part.start, 2),
-            np.arange(part.start, part.stop),
-            None if columns is None else columns[:, part],
-        )
+        numbers = np.arange(part.start, part.stop)
+        of_part = None if columns is None else columns[:, part]
+        block = Block(torch.empty(len(numbers), 2), numbers, of_part)
         examples.update(torch.from_numpy(codes[part]), block)
     return examples
 
 
 def check(found: dict[str, np.ndarray], place: int, expected: list[dict]) -> None:
     assert int((found["rank"][place] > 0).sum()) == len(expected)
-    for which, one in enumerate(expected):
+    for which, example in enumerate(expected):
         for name in ("rank", "number", "peak", "document", "position"):
-            assert found[name][place, which] == one[name], name
-        length = len(one["token"])
-        assert tuple(found["token"][place, which][:length]) == one["token"]
-        assert tuple(found["code"][place, which][:length]) == one["code"]
+            assert found[name][place, which] == example[name], name
+        length = len(example["token"])
+        assert tuple(found["token"][place, which][:length]) == example["token"]
+        assert tuple(found["code"][place, which][:length]) == example["code"]
         assert (found["token"][place, which][length:] == -1).all()
 
 
@@ -121,23 +114,12 @@ def check(found: dict[str, np.ndarray], place: int, expected: list[dict]) -> Non
 @pytest.mark.parametrize("seed", range(5))
 def test_examples_are_those_that_looking_at_every_window_finds(seed: int, signed: bool):
     corpus = Corpus.random(seed, signed)
-    everything, some = (
-        filled(
-            Examples(latents, F, COUNT, True),
-            corpus.codes,
-            corpus.columns,
-            corpus.blocks(np.random.default_rng(seed)),
-        )
-        for latents in (range(F), [1, 5, 7])
-    )
-    for examples, latents in (
-        (everything, range(F)),
-        (everything, [2, 8]),
-        (some, [1, 5, 7]),
-        (some, [5]),
-    ):
-        for place, latent in enumerate(latents):
-            check(examples.of(latents), place, corpus.best(latent))
+    for chosen, few in ((range(F), [2, 8]), ([1, 5, 7], [5])):
+        blocks = corpus.blocks(np.random.default_rng(seed))
+        examples = filled(Examples(chosen, F, COUNT, True), corpus.codes, corpus.columns, blocks)
+        for latents in (chosen, few):
+            for place, latent in enumerate(latents):
+                check(examples.of(latents), place, corpus.best(latent))
 
 
 def test_examples_without_tokens_are_rows_of_the_largest_codes():
@@ -153,13 +135,8 @@ def test_random_examples_do_not_depend_on_batches():
     corpus = Corpus.random(0, signed=True)
     rng = np.random.default_rng(1)
     first, second = (
-        filled(
-            Examples(range(F), F, COUNT, True, at_random),
-            corpus.codes,
-            corpus.columns,
-            corpus.blocks(rng),
-        ).of(range(F))
-        for _ in range(2)
+        filled(examples, corpus.codes, corpus.columns, corpus.blocks(rng)).of(range(F))
+        for examples in (Examples(range(F), F, COUNT, True, at_random) for _ in range(2))
     )
     for name, values in first.items():
         assert (values == second[name]).all(), name
@@ -219,9 +196,8 @@ def test_partners_are_the_highest_correlations_of_firing(density: float):
     np.fill_diagonal(phi, 0)
     for place, latent in enumerate(chosen.tolist()):
         order = np.argsort(-phi[latent], kind="stable")[:10]
-        assert found.phi[place].numpy() == pytest.approx(
-            np.maximum(phi[latent, order], 0), abs=1e-5
-        )
+        highest = np.maximum(phi[latent, order], 0)
+        assert found.phi[place].numpy() == pytest.approx(highest, abs=1e-5)
         there = found.phi[place] > 1e-4
         partners = found.latents[place][there].numpy()
         assert phi[latent, partners] == pytest.approx(found.phi[place][there].numpy(), abs=1e-5)
@@ -237,18 +213,16 @@ def test_cofiring_of_many_rows_looks_at_evenly_spaced_ones(monkeypatch: pytest.M
     for part in np.split(fires, [1, 2, 60, 345]):
         gathered.update(torch.from_numpy(part.astype(np.float32)))
     alone.update(torch.from_numpy(fires[::9].astype(np.float32)))
-    found, expected = (
-        one.partners(torch.arange(12), 3, lambda done: None) for one in (gathered, alone)
+    partners, expected = (
+        cofiring.partners(torch.arange(12), 3, lambda done: None) for cofiring in (gathered, alone)
     )
-    for values, own in zip(found, expected, strict=True):
-        assert torch.equal(values, own)
+    assert torch.equal(partners.phi, expected.phi)
+    assert torch.equal(partners.latents, expected.latents)
 
 
 def test_a_gap_is_marked_at_the_token_after_a_missing_row():
-    columns, codes = (
-        np.array([[0] * 5, [1, 2, 5, 6, 7], [10, 11, 12, 13, 14]]),
-        np.eye(1, 5, 1, dtype=np.float32).T,
-    )
+    columns = np.array([[0] * 5, [1, 2, 5, 6, 7], [10, 11, 12, 13, 14]])
+    codes = np.eye(1, 5, 1, dtype=np.float32).T
     found = filled(Examples(range(1), 1, 1, True), codes, columns, [slice(0, 5)]).of([0])
     assert found["gap"][0, 0, :6].tolist() == [False, False, True, False, False, False]
 
@@ -260,15 +234,13 @@ def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, bat
     rows = np.random.default_rng(0).normal(size=(len(corpus.codes), 4)).astype(np.float32)
     with memory_folder() as folder:
         columns = dict(zip(COLUMNS, corpus.columns, strict=True))
-        chosen = make_store(
-            folder / "store", rows, columns=columns, shard_rows=500, chunk_rows=64
-        ).split(which)
+        shards = {"shard_rows": 500, "chunk_rows": 64}
+        chosen = make_store(folder / "store", rows, columns=columns, **shards).split(which)
+        batches = map(torch.from_numpy, chosen.sequential(batch_rows))
         kept = np.flatnonzero(is_test(corpus.columns[0]) | (which == "all"))
         blocks = [
             (block.x.clone(), block.numbers, block.columns, block.starts)
-            for block in in_blocks(
-                map(torch.from_numpy, chosen.sequential(batch_rows)), chosen, batch_rows
-            )
+            for block in in_blocks(batches, chosen, batch_rows)
         ]
     x, numbers, columns, starts = zip(*blocks, strict=True)
     assert (np.concatenate(numbers) == kept).all()
@@ -282,12 +254,8 @@ def test_blocks_hold_whole_windows_and_every_row_with_its_number(which: str, bat
 @pytest.mark.parametrize("share", [0.02, 0.7], ids=["sparse", "dense"])
 def test_magnitudes_are_numpys_histogram_mean_and_maximum(share: float):
     rng = np.random.default_rng(0)
-    codes = (
-        rng.normal(size=(700, 30))
-        * 10.0 ** rng.uniform(-9, 9, (700, 30))
-        * (rng.random((700, 30)) < share)
-    )
-    codes = codes.astype(np.float32)
+    codes = rng.normal(size=(700, 30)) * 10.0 ** rng.uniform(-9, 9, (700, 30))
+    codes = (codes * (rng.random((700, 30)) < share)).astype(np.float32)
     codes[:, 4] = 0
     magnitudes = Magnitudes(30)
     for part in torch.from_numpy(codes).split(300):

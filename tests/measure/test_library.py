@@ -26,22 +26,20 @@ def home(sae: CommandLine) -> Path:
 def test_a_measurement_is_the_json_of_its_command(
     sae: CommandLine, home: Path, capsys: pytest.CaptureFixture[str], command: str, split: str
 ) -> None:
-    function = {"eval": saecli.evaluate, "sparsity": saecli.sparsity, "geometry": saecli.geometry}[
-        command
-    ]
+    function = saecli.evaluate if command == "eval" else getattr(saecli, command)
     printed = sae(command, "first", "--split", split, "--json").json
     expected = printed["runs"][0] if command != "geometry" else printed
     assert function("first", split=split, home=home) == expected
     first, store = saecli.load_sae("first", home=home), saecli.open_store("rows", home=home)
     for rows in (store, store.split(split)):
-        found = function(first, rows, split=split)
-        assert {**found, "run": "first"} == expected
-        assert found["run"] == "sae"
+        result = function(first, rows, split=split)
+        assert {**result, "run": "first"} == expected
+        assert result["run"] == "sae"
     if command != "geometry":
         array = np.concatenate([batch.copy() for batch in store.split(split).sequential(512)])
-        found = function(first, array)
-        assert (found["data"], found["split"]) == (None, None)
-        assert found | {name: expected[name] for name in ("run", "data", "split")} == expected
+        result = function(first, array)
+        assert (result["data"], result["split"]) == (None, None)
+        assert result | {name: expected[name] for name in ("run", "data", "split")} == expected
     assert tuple(capsys.readouterr()) == ("", "")
 
 
@@ -51,21 +49,18 @@ def test_strides_of_an_sae_change_no_bit_of_its_measures(home: Path, act: Activa
         rows = np.random.default_rng(d_in).standard_normal((50, d_in), np.float32)
         strided = random_sae(act, d_in)
         plain = strided.changed(W_enc=strided.W_enc.contiguous(), W_dec=strided.W_dec.contiguous())
-        strided = plain.changed(
-            W_enc=plain.W_enc.T.contiguous().T, W_dec=plain.W_dec.T.contiguous().T
-        )
+        W_enc, W_dec = (weights.T.contiguous().T for weights in (plain.W_enc, plain.W_dec))
+        strided = plain.changed(W_enc=W_enc, W_dec=W_dec)
         assert saecli.evaluate(strided, rows) == saecli.evaluate(plain, rows)
     fitted = saecli.fit(rows, d_sae=32, epochs=1)
     assert all(tensor.is_contiguous() for tensor in fitted.tensors().values())
 
 
-def test_several_saes_are_compared_as_by_the_command_and_one_is_not(
-    sae: CommandLine, home: Path
-) -> None:
-    found = saecli.compare(["first", "second"], home=home)
-    assert found == sae("eval", "first", "second", "--json").json["runs"]
-    assert {run["unbeaten"] for run in found} <= {True, False}
-    assert saecli.evaluate(home=home) == {**found[1], "unbeaten": None}  # the newest
+def test_several_saes_are_compared_as_by_the_command(sae: CommandLine, home: Path) -> None:
+    result = saecli.compare(["first", "second"], home=home)
+    assert result == sae("eval", "first", "second", "--json").json["runs"]
+    assert {run["unbeaten"] for run in result} <= {True, False}
+    assert saecli.evaluate(home=home) == {**result[1], "unbeaten": None}  # the newest
 
 
 def test_progress_says_on_stderr_what_was_chosen(
@@ -80,8 +75,8 @@ def test_a_report_of_an_sae_in_memory_matches_its_runs(sae: CommandLine, tmp_pat
     _, mine = make_text_run(sae.home, str(save_model(tmp_path / "model")))
     printed = sae("report", "run", "--latents", "3,5-6", "--out", tmp_path / "one", "--json").json
     store = saecli.open_store("texts", home=sae.home)
-    found = saecli.report(mine, tmp_path / "two", store, latents=[3, 5, 6])
-    assert (found["measures"], found["pages"]) == (printed["measures"] | {"run": "sae"}, 3)
+    result = saecli.report(mine, tmp_path / "two", store, latents=[3, 5, 6])
+    assert (result["measures"], result["pages"]) == (printed["measures"] | {"run": "sae"}, 3)
     one, two = index_of(tmp_path / "one"), index_of(tmp_path / "two")
     assert one["latents"] == two["latents"]
     assert [part["points"] for part in two["curves"]["loss"]] == [[], []]
@@ -91,14 +86,11 @@ def test_a_report_of_an_sae_in_memory_matches_its_runs(sae: CommandLine, tmp_pat
 
 def test_an_export_matches_the_commands(sae: CommandLine, home: Path, tmp_path: Path) -> None:
     printed = sae("export", "first", "--to", "saelens", "--out", tmp_path / "one", "--json").json
-    assert saecli.export("first", "saelens", tmp_path / "two", home=home) == printed | {
-        "path": str(tmp_path / "two")
-    }
+    exported = saecli.export("first", "saelens", tmp_path / "two", home=home)
+    assert exported == printed | {"path": str(tmp_path / "two")}
     first, store = saecli.load_sae("first", home=home), saecli.open_store("rows", home=home)
-    assert (
-        saecli.export(first, "saelens", tmp_path / "three", store)["deviation"]
-        == printed["deviation"]
-    )
+    exported = saecli.export(first, "saelens", tmp_path / "three", store)
+    assert exported["deviation"] == printed["deviation"]
 
 
 def test_an_array_is_imported_once_and_listed(sae: CommandLine, home: Path, tmp_path: Path) -> None:
@@ -108,5 +100,5 @@ def test_an_array_is_imported_once_and_listed(sae: CommandLine, home: Path, tmp_
     again = sae("import", tmp_path / "more.npy", "--dtype", "float16", "--json").json
     assert (again["cached"], again["path"]) == (True, str(store.path))
     assert saecli.list_home(home) == sae("list", "--json").json
-    found = saecli.list_home(home, check=True)
-    assert (found["stores"][0]["name"], found["problems"]) == ("more", [])
+    result = saecli.list_home(home, check=True)
+    assert (result["stores"][0]["name"], result["problems"]) == ("more", [])

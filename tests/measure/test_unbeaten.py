@@ -21,10 +21,8 @@ def of(l0: float, *errors: float) -> dict[str, float]:
         ([of(15.9, 0.2), of(16, 0.1)], [False, True]),  # of like L0
         ([of(15, 0.2), of(15.76, 0.1)], [True, True]),
         ([of(16, 0.2), of(16, 0.2)], [True, True]),
-        (
-            [of(16, 0.1, 0.8, 0.5), of(16, 0.2, 0.9, 0.4)],
-            [True, True],
-        ),  # better in one and worse in another
+        # Better in one and worse in another.
+        ([of(16, 0.1, 0.8, 0.5), of(16, 0.2, 0.9, 0.4)], [True, True]),
         ([of(16, 0.1, 0.8, 0.5), of(16, 0.2, 0.8, 0.5)], [True, False]),
         ([of(16, 0.1, 0.9, 0.5), of(16, 0.1, 0.8, 0.5)], [True, False]),
         ([of(16, 0.1), of(16, math.nan), of(16, math.inf)], [True, False, False]),
@@ -40,12 +38,9 @@ def test_a_run_is_beaten_by_a_sparser_one_that_is_no_worse(
     assert unbeaten(runs[::-1]) == marks[::-1]
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 100), *[st.sampled_from([0.1, 0.2, 0.3])] * 3),
-        min_size=1,
-        max_size=12,
-    )
-)
+RUN = st.tuples(st.floats(0, 100), *[st.sampled_from([0.1, 0.2, 0.3])] * 3)
+
+
+@given(st.lists(RUN, min_size=1, max_size=12))
 def test_of_runs_with_finite_errors_at_least_one_is_unbeaten(runs: list[tuple[float, ...]]):
     assert any(unbeaten([of(*run) for run in runs]))
