@@ -19,10 +19,8 @@ from ..sae.dictionary import Batch, Dictionary
 from .ridge import DecoderState, HeldRows, SkipSums, StreamedCodes, Sums, System
 from .rows import BLOCK_ROWS
 
-LEAST_SIZE = (
-    1e-2  # least norm of encoder and decoder, over that at the start; of a latent, over the mean
-)
-
+# Least norm of encoder and decoder, over that at the start; of a latent, over the mean.
+LEAST_SIZE = 1e-2
 
 Kind = Literal["mid", "release", "last"]
 

@@ -42,25 +42,27 @@ class DecoderStep:
     ) -> None:
         self.solver, self.due, self._reread = solver, due, reread
         self._draws = solver.draws(due.number, Draws.DECODER_STEP)
-        self.moments = solver.moments(due, self._codes_again)
+        self.moments = solver.new_moments(due, self._codes_again)
 
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
         """For each row: z = act(x W_enc + b_enc), and N, sum z, sum x, sum z z', sum z x'."""
-        codes, batch = self.solver.encoded(self.due, batch, self._draws)
+        codes, batch = self.solver.encode_batch(self.due, batch, self._draws)
         self.moments.add(codes, batch)
 
     @torch.no_grad()
     def finish(self) -> DecoderState:
         """The theorem on optimal decoding (`ridge/`)."""
         self.moments.reduce(self.solver.communicator)
-        return self.solver.solved(self.due, self.moments)
+        return self.solver.solve_for_decoder(self.due, self.moments)
 
     def _codes_again(self) -> Iterator[Codes]:
         """The codes that `add` has seen, for an iterative solution that cannot keep them."""
         draws = self.solver.draws(self.due.number, Draws.DECODER_STEP)
         for batch in self._reread():
-            codes, _ = self.solver.encoded(self.due, batch, draws)  # draws for all processes' rows
+            codes, _ = self.solver.encode_batch(
+                self.due, batch, draws
+            )  # draws for all processes' rows
             if len(batch.x):
                 yield codes
 
@@ -152,13 +154,13 @@ class PamSolver(Solver):
         weights = weight * moments.norm_weights
         return penalty_decay(self.dictionary, weights, self.encoder_norm)
 
-    def encoded(self, due: Pass, batch: Batch, draws: torch.Generator) -> tuple[Codes, Batch]:
+    def encode_batch(self, due: Pass, batch: Batch, draws: torch.Generator) -> tuple[Codes, Batch]:
         """A batch's codes, and the batch, smoothed as in descent but for the last pass."""
         if due.kind != "last":
             batch = self.smoothing(batch, draws)
         return joined([self.dictionary.codes(rows) for rows in in_cache(batch.x)]), batch
 
-    def moments(self, due: Pass, codes_again: Callable[[], Iterator[Codes]]) -> Moments:
+    def new_moments(self, due: Pass, codes_again: Callable[[], Iterator[Codes]]) -> Moments:
         """Empty sums, of the kind that solves for this decoder in the memory there is."""
         dictionary = self.dictionary
         W_dec = dictionary.decoder().detach()
@@ -170,7 +172,7 @@ class PamSolver(Solver):
         ).system(W_dec, codes_again)
         return Moments(system, dictionary, self.task.training.sparsity or "none", due.rows)
 
-    def solved(self, due: Pass, moments: Moments) -> DecoderState:
+    def solve_for_decoder(self, due: Pass, moments: Moments) -> DecoderState:
         """The decoder's optimum, the same in all processes."""
         dictionary, most_replaceable = self.dictionary, self.most_replaceable(moments)
         tensors = {

@@ -68,9 +68,8 @@ class Training:
     comparison: Comparison | None  # of an SAE that training begins with
     test: Measures | None = None  # the last, of test rows
     pending: list[StepReport] = field(default_factory=list)  # since the last line of measures
-    resumed_at: float = field(
-        default_factory=time.monotonic
-    )  # the seconds since are not in `progress`
+    # The seconds since are not in `progress`.
+    resumed_at: float = field(default_factory=time.monotonic)
 
     @property
     def sae(self) -> SAE:
