@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from day import Day, Figures
-from extraction import CONTEXT, write_text
 from solver_problems import trained_on as trained
 from storing import make_store
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
@@ -195,28 +194,13 @@ def extraction(day: Day) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         parameters = gemma2(home / "model", shrink)
-        write_text(home / "text.jsonl")
         began = time.perf_counter()
-        words = [
-            "--home",
-            home,
-            "extract",
-            "--model",
-            home / "model",
-            "--dataset",
-            home / "text.jsonl",
-            "--layer",
-            LAYER,
-            "--rows",
-            rows,
-            "--context",
-            CONTEXT,
-            "--device",
-            day.device,
-            "--json",
-        ]
+        words = (
+            f"--home {home} extract --model {home / 'model'} --dataset stdlib-docs --layer {LAYER}"
+        )
+        words += f" --rows {rows} --context 128 --device {day.device} --json"
         found = subprocess.run(
-            [sys.executable, "-m", "saecli", *map(str, words)],
+            [sys.executable, "-m", "saecli", *words.split()],
             check=True,
             text=True,
             stdout=subprocess.PIPE,

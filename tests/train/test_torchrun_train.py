@@ -274,7 +274,7 @@ def test_processes_whose_weights_differ_by_one_bit_keep_no_checkpoint(tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     said = "the weights of 2 processes differ at step 0"
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [said, said]
+    assert done.stdout.count(said) == 2
 
 
 @pytest.mark.slow
