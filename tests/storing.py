@@ -81,7 +81,6 @@ def windows_of(store: ActivationStore) -> list[list[list[int]]]:
 
 
 ROUNDING = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
-OF_NORMS = ("norms", "median_norm")
 
 
 def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = ()) -> None:
@@ -96,7 +95,7 @@ def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = (
     for document in (got, wanted):
         for name in ("created", *but_for):
             document.pop(name, None)
-    for name in OF_NORMS:
+    for name in ("norms", "median_norm"):
         expected_norms = wanted.pop(name)
         if expected_norms is not None:
             expected_norms = pytest.approx(expected_norms, rel=0.02)
@@ -110,16 +109,11 @@ def assert_same_pass(path: Path, expected: Path, *, but_for: tuple[str, ...] = (
     assert got == wanted
     rows, others = (store.split("all") for store in stores)
     for name in stores[0].meta.columns:
-        np.testing.assert_array_equal(
-            *(np.concatenate(list(each.column(name, 4096))) for each in (rows, others))
-        )
+        own, theirs = (collect(every.column(name, 4096)) for every in (rows, others))
+        np.testing.assert_array_equal(own, theirs)
     assert windows_of(stores[0]) == windows_of(stores[1])
-    np.testing.assert_allclose(
-        collect(rows.sequential(4096)),
-        collect(others.sequential(4096)),
-        rtol=ROUNDING[stores[0].meta.dtype],
-        atol=1e-4,
-    )
+    own, theirs = (collect(every.sequential(4096)) for every in (rows, others))
+    np.testing.assert_allclose(own, theirs, rtol=ROUNDING[stores[0].meta.dtype], atol=1e-4)
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16 << 20
 REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"
-OF_ROWS = r"bool|uint8|b?float\d+"  # as activations and images have them
+ROW_NUMBERS = r"bool|uint8|b?float\d+"  # as activations and images have them
 TWO_BYTES = ("uint16", "int16", "void16")  # as files hold bfloat16 for which they have no type
 IN_PIECES = "save it as .npy, which is read in pieces"
 IDX_TYPES = {
@@ -177,7 +177,7 @@ def as_bfloat16(array: Array) -> Array:
 
 def demand_rows(dtype: str, subject: str) -> None:
     """FormatError if numbers of a type are no rows of activations or images, after the words `subject`."""
-    if re.fullmatch(OF_ROWS, dtype):
+    if re.fullmatch(ROW_NUMBERS, dtype):
         return
     if dtype in TWO_BYTES:
         remedy = "if they are bits of bfloat16 give --bits bfloat16, else convert them to float32"

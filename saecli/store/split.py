@@ -1,10 +1,8 @@
 """Which rows: train and test, by a hash of each document; and streams of them, in stored order or shuffled.
 
-A document belongs to a fraction if its hash is below it.
-
-So held-out rows do not depend on the fraction trained on, smaller fractions are subsets of larger
-ones, and the rows of a document stay together. A fraction without a document, as in a small store,
-takes the one with the lowest hash; so does the held-out part of each source of a mixture.
+A document belongs to a fraction if its hash is below it. So held-out rows do not depend on the fraction trained on,
+smaller fractions are subsets of larger ones, and the rows of a document stay together. A fraction without a document,
+as in a small store, takes the one with the lowest hash; so does the held-out part of each source of a mixture.
 
 A stream is a series of blocks of whole batches. A few blocks are being filled by a small thread pool, in NumPy calls
 that release the GIL, while one is consumed.

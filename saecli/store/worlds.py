@@ -39,8 +39,7 @@ class World:
     f fires where a standard Gaussian of its own is above the quantile of its `own_probabilities` and its parent fires.
     The Gaussians of a row are correlated: `factor e + sqrt(1 - |factor|^2) N(0, 1)` with e of R shared ones.
 
-    Source: D. Chanin and A. Garriga-Alonso, "SynthSAEBench: Evaluating Sparse Autoencoders on Scalable Realistic
-    Synthetic Data", 2026, arXiv:2602.14687.
+    Source: see `SyntheticConfig`.
     """
 
     directions: np.ndarray  # d, (G, D), float32, as all to `factor`
