@@ -22,9 +22,7 @@ from homes import CommandLine
 from store_producer import Producer
 
 settings.register_profile("quick", max_examples=10, deadline=None)
-settings.register_profile(
-    "thorough", max_examples=40, deadline=None
-)  # pytest --hypothesis-profile thorough
+settings.register_profile("thorough", max_examples=40, deadline=None)  # by --hypothesis-profile
 settings.load_profile("quick")
 
 

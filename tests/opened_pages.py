@@ -72,10 +72,6 @@ class Opened:
             ".map(row => [...row.cells].map(cell => cell.textContent))"
         )
 
-    def width(self) -> int:
-        """How wide the page's content is."""
-        return self.page.evaluate("document.scrollingElement.scrollWidth")
-
 
 def report(home: Path, *words: str) -> None:
     done = subprocess.run(

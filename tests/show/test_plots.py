@@ -44,6 +44,10 @@ def compared(*runs: tuple) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return measures, {run["run"]: run["family"] for run in measures}
 
 
+def legend_of(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 DRAW: dict[str, Callable[[Path | None], Figure]] = {
     "loss curves": lambda path: loss_curves(path, {"one": LINES, "two": LINES[:1]}),
     "loss curves of none": lambda path: loss_curves(path, {}),
@@ -156,9 +160,7 @@ def test_firing_counts_silent_latents_in_the_legend_and_others_in_bars(
 ) -> None:
     frequency = np.array([0, 0, 1e-4, 0.01, 0.5, 1.0])
     firing(tmp_path / "x.png", {"one": (np.array([3, 4]), frequency)})
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
-        "one (2 of 6 silent on these 7 rows)"
-    ]
+    assert legend_of(drawn[0]) == ["one (2 of 6 silent on these 7 rows)"]
     bars = drawn[0].axes[1].patches[0].get_data()
     assert (bars.values.sum(), bars.edges[0], bars.edges[-1]) == (4, pytest.approx(1e-4), 1)
 
@@ -198,7 +200,7 @@ def test_frontier_draws_beaten_runs_hollow_and_joins_families(
         [5, 20],
         [10, 20],
     ]
-    *labels, hollow = (text.get_text() for text in drawn[0].legends[0].get_texts())
+    *labels, hollow = legend_of(drawn[0])
     assert labels == ["1 a (topk)", "2 b (topk)", "3 c (relu)", "4 d (relu)"]
     assert hollow.startswith("hollow")
 
@@ -215,9 +217,7 @@ def test_stability_draws_cosines_and_match_fractions_by_frequency(
     assert left.patches[0].get_data().values.sum() == pytest.approx(100 / 105)
     (line,) = right.lines
     np.testing.assert_allclose(line.get_xydata(), [[0.01, 0], [0.02, 0.25], [0.5, 0.5]])
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
-        "run 0 (105 latents, 5 silent)"
-    ]
+    assert legend_of(drawn[0]) == ["run 0 (105 latents, 5 silent)"]
 
 
 def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list, tmp_path: Path):
@@ -253,7 +253,7 @@ def test_picture_has_each_runs_aucs_by_k_and_a_point_per_set_and_run(drawn: list
     assert points == [(sets, aucs) for aucs in by_set.values()]
     low, high = right.get_ylim()
     assert low < 0.3 and high > 1
-    names = [text.get_text() for text in drawn[0].legends[0].texts]
+    names = legend_of(drawn[0])
     assert names == ["first", "second", "dense probe on the activations"]
     assert [list(line.get_ydata()) for line in left.lines if line.get_linestyle() == ":"] == [
         [0.9, 0.9]
