@@ -65,9 +65,8 @@ def test_held_weights_equal_their_start_bit_for_bit_and_the_others_move(held, so
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ["batchtopk", "jumprelu"])
 def test_thresholds_beside_a_held_encoder_are_trained_to_the_l0_asked_for(act):
-    _, trainer = trained(
-        "W_enc", "pam-sgd", act, epochs=40, **({"k": 4} if act == "batchtopk" else {"target_l0": 4})
-    )
+    sparsity = {"k": 4} if act == "batchtopk" else {"target_l0": 4}
+    _, trainer = trained("W_enc", "pam-sgd", act, epochs=40, **sparsity)
     codes = trainer.sae.encode(torch.from_numpy(some_rows(900)))
     assert (codes != 0).sum(1).double().mean() == pytest.approx(4, rel=0.1)
 
@@ -87,9 +86,8 @@ def test_the_decoder_of_a_held_encoder_is_the_exact_optimum(solver, options):
     _, trainer = trained("W_enc", solver, "topk", k=4, dtype="float64", smoothing=0.0, **options)
     x = torch.cat([batch.x for batch in trainer.rows.shuffled(0)])
     sae, solver = trainer.solver.sae(), trainer.solver
-    terms = terms_of(
-        (solver.alpha, 0, 0, 0), sae.W_enc.T, torch.zeros_like(sae.W_dec), torch.zeros(8)
-    )
+    zeros = torch.zeros_like(sae.W_dec)
+    terms = terms_of((solver.alpha, 0, 0, 0), sae.W_enc.T, zeros, torch.zeros(8))
     exact = least_squares(sae.encode(x), x, terms, c=solver.figures["c"])
     np.testing.assert_allclose(sae.W_dec, exact.W, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(sae.b_dec, exact.b, rtol=1e-6, atol=1e-7)
@@ -163,15 +161,12 @@ def test_with_a_model_every_control_is_measured_and_the_table_says_so(notes: Com
     words = ["--steps", "30", "--d-sae", "64", "--act", "topk", "--k", "8", "--name", "run"]
     words += [word for site in sites for word in ("--data", f"notes-l1-{site}")]
     assert notes("train", *words).status == 0
-    done = notes(
-        "controls", "run", "--model", "tiny-gemma2", "--tokens", "200", "--seeds", "1", "--json"
-    )
+    options = ("--model", "tiny-gemma2", "--tokens", "200", "--json")
+    done = notes("controls", "run", *options, "--seeds", "1")
     assert done.status == 0, done.err
     lines = {line["control"]: line for line in done.json["controls"]}
     assert list(lines) == NAMES and done.json["seeds"] == [0] and done.json["notes"] == []
-    evaluated = notes("eval", "run", "--model", "tiny-gemma2", "--tokens", "200", "--json").json[
-        "runs"
-    ][0]
+    (evaluated,) = notes("eval", "run", *options).json["runs"]
     for name in ("fvu", "l0", "dead_fraction", "ce_recovered", "kl", "rows"):
         assert lines["none"][name] == evaluated[name]
     for name, line in lines.items():

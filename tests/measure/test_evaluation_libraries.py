@@ -38,35 +38,12 @@ def trained(sae: CommandLine, tmp_path: Path) -> CommandLine:
     text = tmp_path / "docs.jsonl"
     documents = islice(stdlib_docstrings(), 60)
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    done = sae(
-        "extract",
-        "--model",
-        TINY_GEMMA2,
-        "--layer",
-        str(LAYER),
-        "--dataset",
-        text,
-        "--dtype",
-        "float32",
-        "--name",
-        "rows",
-    )
+    extract = f"extract --model {TINY_GEMMA2} --layer {LAYER} --dtype float32 --name rows --dataset"
+    done = sae(*extract.split(), text)
     assert done.status == 0, done.err
     for act, words in RUNS.items():
-        done = sae(
-            "train",
-            "--data",
-            "rows",
-            "--act",
-            act,
-            *words,
-            "--d-sae",
-            "256",
-            "--epochs",
-            "2",
-            "--name",
-            act,
-        )
+        train = f"train --data rows --act {act} --d-sae 256 --epochs 2 --name {act}"
+        done = sae(*train.split(), *words)
         assert done.status == 0, done.err
     return sae
 
@@ -83,23 +60,22 @@ def test_every_measure_agrees_with_saelens_on_the_same_tokens(
     assert sum(len(window.token_ids) - 1 for window in windows) == rows.rows > 2000
     whole = [window.token_ids.tolist() for window in windows]
     (tmp_path / "windows.json").write_text(json.dumps(whole))
-    words = (
-        BUNDLED[TINY_GEMMA2],
-        f"model.layers.{LAYER}",
-        tmp_path / "windows.json",
-        *(tmp_path / a for a in RUNS),
-    )
-    done = subprocess.run(
-        [python, SCRIPTS / "saelens.py", "evaluate", *words], capture_output=True, text=True
-    )
+    words = (BUNDLED[TINY_GEMMA2], f"model.layers.{LAYER}", tmp_path / "windows.json")
+    command = [
+        python,
+        SCRIPTS / "saelens.py",
+        "evaluate",
+        *words,
+        *(tmp_path / act for act in RUNS),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    ours = trained(
-        "eval", *RUNS, "--split", "all", "--model", TINY_GEMMA2, "--tokens", "1000000", "--json"
-    ).json
-    for found, line in zip(ours["runs"], done.stdout.splitlines()[-len(RUNS) :], strict=True):
+    options = f"--split all --model {TINY_GEMMA2} --tokens 1000000 --json"
+    ours = trained("eval", *RUNS, *options.split()).json
+    for measures, line in zip(ours["runs"], done.stdout.splitlines()[-len(RUNS) :], strict=True):
         theirs = json.loads(line)
-        assert found["tokens"] == found["rows"] == rows.rows
-        assert found["mse"] * D == pytest.approx(theirs["mse"], rel=1e-4)
+        assert measures["tokens"] == measures["rows"] == rows.rows
+        assert measures["mse"] * D == pytest.approx(theirs["mse"], rel=1e-4)
         for name, their in SAME.items():
-            assert found[name] == pytest.approx(theirs[their], rel=1e-4), name
+            assert measures[name] == pytest.approx(theirs[their], rel=1e-4), name
         assert theirs["kl_div_with_sae"] > 1e-3

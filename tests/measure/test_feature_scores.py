@@ -18,11 +18,8 @@ G, D = 96, 16
 def test_mcc_is_the_best_mean_cosine_of_all_one_to_one_matchings(latents, features):
     random = np.random.default_rng(latents)
     W_dec, directions = random.standard_normal((latents, 3)), random.standard_normal((features, 3))
-    cosines = np.abs(
-        W_dec
-        @ directions.T
-        / np.outer(np.linalg.norm(W_dec, axis=1), np.linalg.norm(directions, axis=1))
-    )
+    norms = [np.linalg.norm(vectors, axis=1) for vectors in (W_dec, directions)]
+    cosines = np.abs(W_dec @ directions.T / np.outer(*norms))
     wide = cosines if latents <= features else cosines.T
     best = max(
         wide[np.arange(len(wide)), chosen].mean()
@@ -45,9 +42,8 @@ def test_scores_over_batches_equal_those_of_each_latent_counted_row_by_row(kind)
     scores = FeatureScores(alignment)
     for rows in (slice(0, 20), slice(20, 50)):
         scores.update(as_codes(torch.from_numpy(z[rows]), kind), csr_array(truth[rows]))
-    nearest = np.abs(
-        W_dec @ (directions / np.linalg.norm(directions, axis=1, keepdims=True)).T
-    ).argmax(1)
+    unit = directions / np.linalg.norm(directions, axis=1, keepdims=True)
+    nearest = np.abs(W_dec @ unit.T).argmax(1)
     of_latents = []
     for latent, feature in enumerate(nearest):
         fires, there = z[:, latent] != 0, truth[:, feature] > 0
@@ -56,9 +52,8 @@ def test_scores_over_batches_equal_those_of_each_latent_counted_row_by_row(kind)
         total = precision + recall
         of_latents.append((2 * precision * recall / total if total else 0, precision, recall))
     found = scores.result()
-    assert [found[name] for name in ("f1", "precision", "recall")] == pytest.approx(
-        np.mean(of_latents, axis=0)
-    )
+    means = [found[name] for name in ("f1", "precision", "recall")]
+    assert means == pytest.approx(np.mean(of_latents, axis=0))
     assert found["true_l0"] == pytest.approx((truth > 0).sum(1).mean())
 
 

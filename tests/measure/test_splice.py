@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from saecli.sae.dictionary import SAE
 from saecli.store.split import is_test
 
 CONTEXT, LAYER, BOS = 12, 1, 1
-Windowed = Iterator[list[int]]
+Windowed = Iterable[list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +124,11 @@ def test_effects_on_held_out_documents_match_plain_torch(
     llama = LlamaForCausalLM.from_pretrained(folder).double()
     for exact, measures in zip(saes, done.json["runs"], strict=True):
         exact = exact.copy_to(torch.float64)
-        expected = expected_effects(
-            llama,
-            llama.model.layers[LAYER],
-            iter(windows),
-            lambda x, exact=exact: but_for_bos(x, exact(x[0, 1:])),
-        )
-        assert_agree(measures, expected)
+
+        def spliced(x: Tensor, exact: SAE = exact) -> Tensor:
+            return but_for_bos(x, exact(x[0, 1:]))
+
+        assert_agree(measures, expected_effects(llama, llama.model.layers[LAYER], windows, spliced))
     assert "special tokens (BOS) keep their own activations in ce_spliced" in done.err
 
 
@@ -207,18 +205,15 @@ def test_a_crosscoder_of_two_models_is_spliced_into_each(
             outputs = [llama(ids, output_hidden_states=True).hidden_states for llama in llamas]
             yield exact(torch.cat([states[LAYER + 1][0, 1:] for states in outputs], 1))[:, place]
 
-    for llama, place, effect in zip(
-        llamas, cross.hook_columns, measures["hook_points"], strict=True
-    ):
+    effects_alone = zip(llamas, cross.hook_columns, measures["hook_points"], strict=True)
+    for llama, place, effect in effects_alone:
         with torch.no_grad():
             y_hat = iter([*predictions(place)])
-        expected = expected_effects(
-            llama,
-            llama.model.layers[LAYER],
-            iter(windows),
-            lambda x, y_hat=y_hat: but_for_bos(x, next(y_hat)),
-        )
-        assert_agree(effect, expected)
+
+        def spliced(x: Tensor, y_hat: Iterator[Tensor] = y_hat) -> Tensor:
+            return but_for_bos(x, next(y_hat))
+
+        assert_agree(effect, expected_effects(llama, llama.model.layers[LAYER], windows, spliced))
     for wrong in (names[:1], [*names[:1], *names[:1]]):
         with pytest.raises(saecli.SaeError, match="model must be given once for each model that"):
             saecli.evaluate(cross, joined, model=wrong, home=sae.home)
@@ -269,9 +264,8 @@ def test_a_model_that_does_not_fit_is_refused_before_measuring(
     config = LlamaConfig(**{**model.source.config.to_dict(), "head_dim": None, **changes})
     LlamaForCausalLM(config).save_pretrained(other)
     model.tokenizer.save_pretrained(other)
-    monkeypatch.setattr(
-        "saecli.measure.evaluate.reconstruction", lambda *_: pytest.fail("measured first")
-    )
+    reconstruction = "saecli.measure.evaluate.reconstruction"
+    monkeypatch.setattr(reconstruction, lambda *_: pytest.fail("measured first"))
     done = sae("eval", "--model", other)
     assert (done.status, sentence in done.err) == (2, True), done.err
 

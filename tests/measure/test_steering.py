@@ -1,5 +1,6 @@
 """Steering: `saecli.steering` against hooks written by hand, and `sae steer` against `model.generate`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ def by_hand(sae: SAE, method: str, x: Tensor, scales: list[float] = SCALES) -> T
     return new @ sae.W_dec + sae.b_dec + (x - (z @ sae.W_dec + sae.b_dec))
 
 
+def open_model(folder: Path, kind: str) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(save_model(folder / kind, kind)).eval()
+
+
 @pytest.fixture(params=CONFIGS)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
-        save_model(tmp_path / request.param, request.param)
-    ).eval()
+    return open_model(tmp_path, request.param)
 
 
 def blocks(model: nn.Module) -> nn.ModuleList:
@@ -73,26 +76,20 @@ def test_a_latent_of_a_crosscoder_is_added_at_the_hook_point_of_the_named_model(
         for layer, folder in ((1, folders[0]), (0, folders[1]))
     ]
     cross = SAE(**cross.tensors(), activation=cross.activation, widths=(WIDTH, WIDTH))
-    cross.metadata = {
-        "model": inputs[0]["model"],
-        "layer": 1,
-        "site": "resid_post",
-        "inputs": inputs,
-    }
+    cross.metadata = inputs[0] | {"inputs": inputs}
     for folder, layer, place in zip(folders, (1, 0), cross.hook_columns, strict=True):
         model, step = AutoModelForCausalLM.from_pretrained(folder).eval(), 3 * cross.W_dec[7, place]
         with torch.no_grad(), saecli.steering(model, cross, 7, scale=3):
-            found = model(prompt()).logits
-        torch.testing.assert_close(
-            found, hooked(model, blocks(model)[layer], lambda x, step=step: x + step, prompt())
-        )
+            steered = model(prompt()).logits
+        expected = hooked(model, blocks(model)[layer], lambda x, step=step: x + step, prompt())
+        torch.testing.assert_close(steered, expected)
     with pytest.raises(saecli.SaeError, match="must choose one hook point of"):
         saecli.steer(cross, 7, "ab", scale=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["add", "clamp", "ablate"])
-@pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu()], ids=lambda one: one.name)
+@pytest.mark.parametrize("activation", [Relu(), TopK(k=3), JumpRelu()], ids=lambda act: act.name)
 def test_logits_are_those_of_a_hook_written_by_hand(
     model: nn.Module, method: str, activation: Activation
 ):
@@ -122,20 +119,19 @@ def test_generation_with_a_cache_writes_what_generation_without_one_does(model: 
 
 def test_one_scale_is_for_all_latents_and_special_tokens_are_the_users(model: nn.Module):
     sae, token_ids = steerable(), prompt()
-    hook = hooked(
-        model, blocks(model)[0], lambda x: by_hand(sae, "clamp", x, [3.0, 3.0]), token_ids + 3
-    )
-    with (
-        torch.no_grad(),
-        saecli.steering(
-            model, sae, LATENTS, method="clamp", scale=3, layer=0, site="resid_post", special=[]
-        ),
-    ):
-        found = model(token_ids + 3).logits
-        embedded = model(inputs_embeds=model.get_input_embeddings()(token_ids + 3)).logits
-    torch.testing.assert_close(found, hook, rtol=1e-4, atol=1e-4)
+    token_ids = token_ids + 3
+
+    def clamped(x: Tensor) -> Tensor:
+        return by_hand(sae, "clamp", x, [3.0, 3.0])
+
+    expected = hooked(model, blocks(model)[0], clamped, token_ids)
+    options = {"method": "clamp", "scale": 3, "layer": 0, "site": "resid_post", "special": []}
+    with torch.no_grad(), saecli.steering(model, sae, LATENTS, **options):
+        steered = model(token_ids).logits
+        embedded = model(inputs_embeds=model.get_input_embeddings()(token_ids)).logits
+    torch.testing.assert_close(steered, expected, rtol=1e-4, atol=1e-4)
     if model.config.model_type != "gemma2":  # which scales embeddings made of ids
-        torch.testing.assert_close(found, embedded, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(steered, embedded, rtol=1e-4, atol=1e-4)
 
 
 def test_the_first_token_of_a_text_padded_on_the_left_stays(model: nn.Module):
@@ -167,31 +163,27 @@ def test_the_first_token_of_a_text_padded_on_the_left_stays(model: nn.Module):
 def test_a_transcoder_changes_what_it_predicts_by_codes_of_what_it_reads(
     tmp_path: Path, method: str
 ):
-    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "llama", "llama")).eval()
+    model = open_model(tmp_path, "llama")
     sae, seen, token_ids, folder = steerable(), [], prompt(), tmp_path / "transcoder"
     folder.mkdir()
-    save_native(
-        SavedSAE(sae, {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}),
-        folder,
-    )
+    place = {"layer": 1, "site": "mlp_in", "target_layer": 1, "target_site": "mlp_out"}
+    save_native(SavedSAE(sae, place), folder)
     mlp = blocks(model)[1].mlp
     handle = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    expected = hooked(
-        model, mlp, lambda y: y + by_hand(sae, method, seen[-1]) - seen[-1], token_ids
-    )
+
+    def changed(y: Tensor) -> Tensor:
+        return y + by_hand(sae, method, seen[-1]) - seen[-1]
+
+    expected = hooked(model, mlp, changed, token_ids)
     handle.remove()
-    with (
-        torch.no_grad(),
-        saecli.steering(
-            model, folder, LATENTS, method=method, scale=None if method == "ablate" else SCALES
-        ),
-    ):
-        found = model(token_ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    scale = None if method == "ablate" else SCALES
+    with torch.no_grad(), saecli.steering(model, folder, LATENTS, method=method, scale=scale):
+        steered = model(token_ids).logits
+    torch.testing.assert_close(steered, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_is_itself_again_after_an_error(tmp_path: Path):
-    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "gpt2", "gpt2")).eval()
+    model = open_model(tmp_path, "gpt2")
     before = model(prompt()).logits
     with pytest.raises(KeyError), saecli.steering(model, steerable(), 3, scale=9, **AT):
         raise KeyError
@@ -224,12 +216,8 @@ def test_texts_are_those_of_generate_and_the_document_is_that_of_python(home: Co
         scales = [20.0, -9.0] if name == "steered" else [0.0, 0.0]
         token_ids = encoded["input_ids"]
         for _ in range(12):
-            logits = hooked(
-                model,
-                blocks(model)[1],
-                lambda x, scales=scales: by_hand(exact, "add", x, scales),
-                token_ids,
-            )
+            change = partial(by_hand, exact, "add", scales=scales)
+            logits = hooked(model, blocks(model)[1], change, token_ids)
             token_ids = torch.cat([token_ids, logits[:, -1:].argmax(-1)], 1)
         assert TEXT + texts[name] == tokenizer.decode(token_ids[0], skip_special_tokens=True)
     assert texts["plain"] != texts["steered"]
