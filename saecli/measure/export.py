@@ -18,6 +18,7 @@ from ..extract.options import BUNDLED, at_revisions
 from ..sae import formats
 from ..sae.dictionary import SAE, Batch
 from ..sae.formats import FORMATS, WRITABLE, SavedSAE, stand_in
+from ..sae.formats.hooks import unsettled
 from ..sae.hub import Address, demand_writable, upload
 from ..sae.library import SAELike, hook_points, open_sae
 from ..sae.metrics import Reconstruction
@@ -198,8 +199,9 @@ def export(
         return with_rows(home, opened, data, "test", "auto", listener, target)
 
     conversion = converted(saved, to, held_out, listener)
-    formats.save(conversion.written, to, out)
-    for remark in _hook_points_left_out(conversion.written, to):
+    written = unsettled(conversion.written) if to == "saelens" else conversion.written
+    formats.save(written, to, out)
+    for remark in (*written.remarks, *_hook_points_left_out(written, to)):
         listener.note(f"{subject.name} {remark}")
     if conversion.remark is not None:
         listener.note(conversion.remark)

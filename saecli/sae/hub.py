@@ -265,8 +265,12 @@ def hub_errors(address: Address) -> Iterator[None]:
         yield
     except SaeError:
         raise
-    # Which the client raises by design.
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+    except (
+        HTTPError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # which the client raises by design
         if isinstance(error, OSError) and error.errno is not None and not is_passing(error):
             raise  # from the disk
         cause = error.__cause__  # of one upload among several

@@ -32,8 +32,9 @@ class _Variance:
     """
 
     def __init__(self, d_in: int) -> None:
-        # On the rows' device: to read it is to wait.
-        self.rows = torch.zeros((), dtype=torch.float64)
+        self.rows = torch.zeros(
+            (), dtype=torch.float64
+        )  # on the rows' device: to read it is to wait
         self.mean = torch.zeros(d_in, dtype=torch.float64)
         self.sums = torch.zeros(2, dtype=torch.float64)  # scatter, squared error
 

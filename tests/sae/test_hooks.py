@@ -111,7 +111,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("transcoder", [False, True])
 @pytest.mark.parametrize("name", NORMS)
-def test_an_sae_before_the_norms_weight_is_read_for_mlp_in_and_written_so(
+def test_an_sae_before_the_norms_weight_is_read_and_written_for_mlp_in(
     tmp_path: Path, name: str, transcoder: bool
 ) -> None:
     folder = model_of(tmp_path / "model", name)
@@ -131,8 +131,11 @@ def test_an_sae_before_the_norms_weight_is_read_for_mlp_in_and_written_so(
     close(saved.sae(ours), expected)
     save(saved, "saelens", tmp_path / "out")
     metadata = json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]
-    assert metadata["hook_name"] == f"blocks.{LAYER}.mlp.hook_in"
-    assert metadata["model_from_pretrained_kwargs"] == {}
+    assert metadata["hook_name"] == f"blocks.{LAYER}.{NORMALIZED}"
+    assert metadata["model_from_pretrained_kwargs"] == has_layer_norm
+    weights = load_file(tmp_path / "out" / "sae_weights.safetensors")
+    pre = theirs @ weights["W_enc"] + weights["b_enc"]
+    close(pre.relu() * (pre > weights["threshold"]), original.encode(theirs))
     close(load(tmp_path / "out").sae(ours), expected)
 
 
@@ -163,7 +166,7 @@ def fvu(predicted: torch.Tensor, y: torch.Tensor) -> float:
     return float((y - predicted).square().sum() / (y - y.mean(0)).square().sum())
 
 
-def test_eval_of_a_transcoder_at_the_hook_point_is_that_on_its_own_rows(
+def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_rows(
     sae: CommandLine, tmp_path: Path
 ) -> None:
     for site in ("mlp_in", "mlp_out"):
@@ -198,6 +201,12 @@ def test_eval_of_a_transcoder_at_the_hook_point_is_that_on_its_own_rows(
         words = (path, "--data", "mlp_in", "--target", "mlp_out", "--split", "all")
         done = sae("eval", *words, "--json")
         assert done.json["runs"][0]["fvu"] == pytest.approx(expected, rel=1e-4), done.err
+    done = sae("export", saelens_file, "--to", "saelens", "--out", tmp_path / "out")
+    assert done.status == 0 and "blocks.1.ln2.hook_normalized" in done.err
+    weights = load_file(tmp_path / "out" / "sae_weights.safetensors")
+    codes = (theirs @ weights["W_enc"] + weights["b_enc"]).relu()
+    predicted = codes @ weights["W_dec"] + weights["b_dec"]
+    assert fvu(predicted, y) == pytest.approx(expected, rel=1e-4)
     elsewhere = write(tmp_path / "elsewhere", original, "google/gemma-2-2b", NORMALIZED)
     done = sae("eval", elsewhere, "--data", "mlp_in", "--target", "mlp_out")
     assert done.status == 2 and "before the norm's weight" in done.err
@@ -340,7 +349,9 @@ def test_gemma_scope_2_modules_that_are_sites(tmp_path: Path, hook: object, orig
     assert saved.origin == {"model": "google/gemma-3-4b-pt"} | origin
 
 
-def test_rows_less_their_mean_are_so_in_the_encoder(tmp_path: Path) -> None:
+def test_rows_less_their_mean_are_so_in_the_encoder_and_said_to_be(
+    sae: CommandLine, tmp_path: Path
+) -> None:
     original = some_sae(D, False)
     rows = torch.randn(50, D, generator=torch.Generator().manual_seed(1)) + 3
     centred = rows - rows.mean(1, keepdim=True)
@@ -353,5 +364,6 @@ def test_rows_less_their_mean_are_so_in_the_encoder(tmp_path: Path) -> None:
         folder = tmp_path / f"{model}{hook}".replace("/", "-")
         path = write(folder, original, model, hook, False, center_writing_weights=True)
         close(load(path).sae.encode(rows), original.encode(centred if folds else rows))
-        save(load(path), "saelens", path / "out")
+        done = sae("export", path, "--to", "saelens", "--out", path / "out")
+        assert done.status == 0 and ("center_writing_weights" in done.err) == folds, done.err
         close(load(path / "out").sae.encode(rows), original.encode(centred if folds else rows))

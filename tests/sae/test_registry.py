@@ -271,7 +271,7 @@ def test_an_sae_is_named_by_its_release_and_id(
     expected = plain(X - X.mean(1, keepdim=True))
     torch.testing.assert_close(centred(X), expected, rtol=1e-5, atol=1e-4)
     done = sae("eval", "mlp-tm/blocks.8.hook_mlp_out", "--data", "rows")
-    assert done.status == 0
+    assert done.status == 0 and "center_writing_weights" in done.err
     for words, said in (
         (["tm/mlp-out"], "which say it; install sae-lens"),
         (["scope-canonical/layer_12/canonicel"], "did you mean layer_12/canonical?"),

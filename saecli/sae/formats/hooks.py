@@ -5,7 +5,7 @@ TransformerLens' follow `blocks.L.`; names of transformers' modules follow `laye
 store's. Two are sites in some models only:
 
     ln2.hook_normalized          mlp_in before the norm's weight and bias, which are folded into the SAE if the model
-                                 is on this machine: `settled`
+                                 is on this machine: `settled`, and `unsettled` for writing
     mlp.hook_out, mlp.output     mlp_out, unless a second norm follows the MLP (Gemma 2 and 3)
 
 TransformerLens' options change rows too. With LayerNorm, ln2.hook_normalized is before weight and bias in versions from
@@ -107,6 +107,9 @@ class Affine(NamedTuple):
     bias: Tensor
     weight: Tensor
 
+    def inverse(self) -> "Affine":
+        return Affine(-self.bias / self.weight, 1 / self.weight)
+
 
 def origin_of_hook(name: Any, of: str = "") -> dict[str, Any]:
     """`layer` and `site` in TransformerLens' name, after `of`; empty for other names."""
@@ -143,20 +146,49 @@ def settled(saved: SavedSAE, model: str | None = None) -> SavedSAE:
             if (site := origin.get(f"{end}site")) in WITHOUT_SECOND_NORM:
                 origin[f"{end}site"] = WITHOUT_SECOND_NORM[site]
     norms = {}
-    if model and family and (saved.processing.get("fold_ln") or not family.layer_norm):
-        norms = _norms(saved, model, family)
-    processing = saved.processing | {"center_writing_weights": False}
+    if family is not None and (saved.processing.get("fold_ln") or not family.layer_norm):
+        norms = _norms(saved, model, NORMALIZED)
     for end in norms:
         origin[f"{end}site"] = "mlp_in"
-        processing["fold_ln"] = False
         remarks.append(
             f"reads rows before the norm's weight ({NORMALIZED}); that of {model} is folded in here, so "
             "that it reads mlp_in"
         )
     sae = _folded(saved, norms)
     centred = saved.processing.get("center_writing_weights") is True
-    if centred and (family is None or family.layer_norm) and origin.get("site") in CENTRED:
-        sae = sae.changed(W_enc=sae.W_enc - sae.W_enc.mean(0))
+    sites = {saved.origin.get(f"{end}site") for end in ENDS}
+    if centred and (family is None or family.layer_norm) and sites & {*CENTRED}:
+        if origin.get("site") in CENTRED:
+            sae = sae.changed(W_enc=sae.W_enc - sae.W_enc.mean(0))
+        remarks.append(
+            "was trained on rows less their mean over dimensions (center_writing_weights): that mean does "
+            "not change its codes here, and its predictions lack it"
+        )
+    processing = saved.processing | {"center_writing_weights": False}
+    return replace(saved, sae=sae, origin=origin, processing=processing, remarks=tuple(remarks))
+
+
+def unsettled(saved: SavedSAE) -> SavedSAE:
+    """An SAE at `mlp_in` as one at `ln2.hook_normalized`, if its model's norm is on this machine; others as is."""
+    origin, processing = dict(saved.origin), dict(saved.processing)
+    remarks = []
+    model = origin.get("model")
+    family = _family(model)
+    norms = _norms(saved, model, "mlp_in")
+    for end in norms:
+        origin[f"{end}site"] = NORMALIZED
+        remarks.append(
+            f"is written for {hook_name(origin, end)}, rows before the norm's weight; that of {model} is "
+            "folded into it"
+        )
+    if norms and family is not None and family.layer_norm:
+        processing["fold_ln"] = True
+    if not saved.sae.widths and "mlp_in" in (origin.get("site"), origin.get("target_site")):
+        remarks.append(
+            "is written for mlp.hook_in, which TransformerLens' TransformerBridge has and its "
+            "HookedTransformer lacks"
+        )
+    sae = _folded(saved, {end: norm.inverse() for end, norm in norms.items()})
     return replace(saved, sae=sae, origin=origin, processing=processing, remarks=tuple(remarks))
 
 
@@ -224,15 +256,16 @@ def _family(model: str | None) -> Family | None:
     return FAMILIES.get(str((text if isinstance(text, dict) else config).get("model_type")))
 
 
-def _norms(saved: SavedSAE, model: str, family: Family) -> dict[str, Affine]:
-    """The norms before the MLP at an SAE's ends before them, if their weights are on this machine, fit and can be
+def _norms(saved: SavedSAE, model: str | None, site: str) -> dict[str, Affine]:
+    """The norms before the MLP at an SAE's ends of this site, if their weights are on this machine, fit and can be
     inverted."""
-    folder = _folder(model)
-    if folder is None:
+    family = _family(model)
+    folder = None if model is None else _folder(model)
+    if family is None or folder is None:
         return {}
     norms = {}
     for end in ENDS:
-        if saved.origin.get(f"{end}site") != NORMALIZED:
+        if saved.origin.get(f"{end}site") != site:
             continue
         width = saved.sae.d_out if end else saved.sae.d_in
         parts = _weights(folder, rf"{saved.origin[f'{end}layer']}\.{family.norm}")

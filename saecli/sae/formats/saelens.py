@@ -18,11 +18,15 @@ from .common import SavedSAE
 
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
 SCALED = "expected_average_only_in"
-WRITTEN_FOR = "6.54.12"  # a file that names no version, or one before 6, is converted on loading
+WRITTEN_FOR = (
+    "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
+)
 
 SKIP = {"W_skip": "W_skip.T"}
-# Keys before version 6.
-OLD_KEYS = {"hook_point": "hook_name", "activation_fn_str": "activation_fn"}
+OLD_KEYS = {
+    "hook_point": "hook_name",
+    "activation_fn_str": "activation_fn",
+}  # keys before version 6
 
 ARCHITECTURES: dict[type[Activation], str] = {
     Relu: "standard",
@@ -30,8 +34,8 @@ ARCHITECTURES: dict[type[Activation], str] = {
     JumpRelu: "jumprelu",
     ReluTopK: "topk",
     AbsTopK: "abstopk",
-    Gated: "gated",  # only read: `formats.save` has made it a jumprelu
-}
+    Gated: "gated",
+}  # only read: `formats.save` has made it a jumprelu
 TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a skip
     Relu: ("transcoder", "skip_transcoder"),
     JumpRelu: ("jumprelu_transcoder", "jumprelu_skip_transcoder"),
@@ -114,6 +118,7 @@ def _activation(path: Path, config: Mapping[str, Any]) -> Activation:
 
 def save_saelens(saved: SavedSAE, folder: Path) -> None:
     """Write an SAE or a transcoder so that SAELens' `SAE.load_from_disk` reads it."""
+    saved = hooks.unsettled(saved)
     sae, origin = saved.sae, saved.origin
     metadata = {
         "sae_lens_version": WRITTEN_FOR,
