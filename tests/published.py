@@ -387,6 +387,7 @@ def llama_scope(
         "hook_point_out": hooks[1],
         "use_decoder_bias": True,
         "apply_decoder_bias_to_pre_encoder": False,
+        "expansion_factor": 8,
         "d_model": D,
         "d_sae": F,
         "act_fn": "jumprelu",

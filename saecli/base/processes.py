@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(
-    days=1
-)  # others wait while rank 0 solves; one that has ended is noticed at once
+# Others wait while rank 0 solves; one that has ended is noticed at once.
+PATIENCE = timedelta(days=1)
 _joined = False
 
 
@@ -138,6 +137,8 @@ def join() -> None:
                 "by CUDA_VISIBLE_DEVICES= to compute on the CPU"
             )
         torch.cuda.set_device(local_rank())
+    # Loads torch's compiler, as optimisers do: loaded after the group was made, it aborts the process at its exit.
+    torch.compiler.reset()
     with _peers() as dist:
         store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

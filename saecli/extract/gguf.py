@@ -17,9 +17,8 @@ from ..base.errors import ModelError
 SUFFIX = ".gguf"
 # Tensors of models with scaled rotary embeddings (Llama 3.1, Phi 3.5) that the reader has no place for.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-HEAD_BYTES = (
-    1 << 26
-)  # more than the metadata and names of tensors; Gemma 3's 262,144 tokens take 10 MB
+# More than the metadata and names of tensors; Gemma 3's 262,144 tokens take 10 MB.
+HEAD_BYTES = 1 << 26
 PREFIX = "sae-gguf-"  # of a temporary folder's name
 PACKAGES = ("gguf", "accelerate")  # which the reader imports
 # What the reader raises for damaged files, besides what transformers raises for those of a folder.

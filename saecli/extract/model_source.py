@@ -315,9 +315,8 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
             f"{name} comes with Python code of its own, and this tool runs no code from a model's "
             f"folder; use a model whose architecture transformers has"
         )
-    if isinstance(
-        error, UnpicklingError
-    ):  # the library's message says how to run the file's code all the same
+    # The library's message says how to run the file's code all the same.
+    if isinstance(error, UnpicklingError):
         return ModelError(
             f"cannot load the model {name}: its weights are a pickle that is damaged or holds code; use "
             f"a model with model.safetensors"
@@ -329,9 +328,8 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
         if reason := why_refused(name, cause):
             return ModelError(f"{reason}, {OFFLINE_ADVICE}")
         cause = cause.__cause__ or cause.__context__
-    said = re.sub(
-        r":\s*\n\s*", ": ", str(error).strip()
-    )  # a line that ends in a colon says nothing alone
+    # A line that ends in a colon says nothing alone.
+    said = re.sub(r":\s*\n\s*", ": ", str(error).strip())
     reason = (said.splitlines() or [type(error).__name__])[0].rstrip(".")
     if named_file(name) and isinstance(error, ImportError):
         return ModelError(f"cannot read {name}: {reason}; run `pip install 'saecli[gguf]'`")

@@ -21,12 +21,8 @@ SITES = get_args(Site)
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 MODEL_DTYPES: tuple[str, ...] = get_args(ModelDtype)
 DEFAULT_DATASET = "Salesforce/wikitext"
-OF_SOURCE = (
-    "dataset_config",
-    "dataset_split",
-    "text_column",
-    "dataset_revision",
-)  # in `TextSource`'s order
+# In `TextSource`'s order.
+OF_SOURCE = ("dataset_config", "dataset_split", "text_column", "dataset_revision")
 DEFAULT_CONTEXT = 128
 CHAT = ("chat", "chat_template", "control_tokens")  # options
 COLUMNS = ("document", "position", "token_id")  # of every store, besides `source` and `role`

@@ -51,9 +51,8 @@ def _module_at(block: nn.Module, site: str) -> nn.Module | None:
     if site in PAIRS and parts.keys() >= PAIRS[site]:
         return None
     normed = site == "attn_out" and "post_feedforward_layernorm" in parts
-    paths = (
-        ("post_attention_layernorm",) if normed else PARTS.get(site, ("",))
-    )  # "" is the block itself
+    # "" is the block itself.
+    paths = ("post_attention_layernorm",) if normed else PARTS.get(site, ("",))
     return next((parts[path] for path in paths if path in parts), None)
 
 
@@ -81,9 +80,8 @@ def intercepted(
                 f"--site {site} of a {type(block).__name__} is not defined: expected activations (batch, "
                 f"tokens, d_in), got {tuple(activations.shape)}; use another site"
             )
-        rows = activations.reshape(
-            *shape[-3:-1], -1
-        )  # mixtures of experts and OPT flatten them to (B T, D)
+        # Mixtures of experts and OPT flatten them to (B T, D).
+        rows = activations.reshape(*shape[-3:-1], -1)
         return replace(rows).reshape(activations.shape)
 
     def on_input(

@@ -339,9 +339,8 @@ def in_cache(values: Tensor) -> tuple[Tensor, ...]:
 def few_entries(mask: Tensor, wait: bool = False) -> Tensor | None:
     """Ascending flat indices of true entries, (n,); None if they are many, or on a GPU the host may not wait."""
     most = DENSITY * mask.numel()
-    if (
-        mask.device.type == "cpu"
-    ):  # NumPy counts and finds true entries several times faster than PyTorch
+    # NumPy counts and finds true entries several times faster than PyTorch.
+    if mask.device.type == "cpu":
         flat_mask = mask.detach().flatten().numpy()
         if np.count_nonzero(flat_mask) > most:
             return None

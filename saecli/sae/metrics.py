@@ -32,9 +32,8 @@ class _Variance:
     """
 
     def __init__(self, d_in: int) -> None:
-        self.rows = torch.zeros(
-            (), dtype=torch.float64
-        )  # on the rows' device: to read it is to wait
+        # On the rows' device: to read it is to wait.
+        self.rows = torch.zeros((), dtype=torch.float64)
         self.mean = torch.zeros(d_in, dtype=torch.float64)
         self.sums = torch.zeros(2, dtype=torch.float64)  # scatter, squared error
 

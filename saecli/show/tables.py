@@ -170,8 +170,12 @@ def _listed(entry: dict[str, Any], column: str) -> Any:
 
 
 def _local_time(created: str) -> str | None:
-    """To the minute, from a marker's time; None where the marker cannot be read."""
-    return f"{datetime.fromisoformat(created).astimezone():%Y-%m-%d %H:%M}" if created else None
+    """To the minute, from a marker's time with its zone; as it is where it has none."""
+    try:
+        time = datetime.fromisoformat(created)
+    except ValueError:
+        return created or None
+    return f"{time.astimezone():%Y-%m-%d %H:%M}" if time.tzinfo else created
 
 
 COMPARED = ("loss", "fvu", "l0", "kl", "ce_recovered")  # before and after, where measured

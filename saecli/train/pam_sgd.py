@@ -60,9 +60,8 @@ class DecoderStep:
         """The codes that `add` has seen, for an iterative solution that cannot keep them."""
         draws = self.solver.draws(self.due.number, Draws.DECODER_STEP)
         for batch in self._reread():
-            codes, _ = self.solver.encode_batch(
-                self.due, batch, draws
-            )  # draws for all processes' rows
+            # Draws are for all processes' rows.
+            codes, _ = self.solver.encode_batch(self.due, batch, draws)
             if len(batch.x):
                 yield codes
 

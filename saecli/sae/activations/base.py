@@ -180,9 +180,8 @@ class TargetL0(Penalty):
     target_l0: float | None
 
     rate: ClassVar[float]  # change of m per step, over the relative excess of L0
-    loose: ClassVar[
-        bool
-    ]  # whether L0 may miss its aim in training, so that the end has to correct it
+    # Whether L0 may miss its aim in training, so that the end has to correct it.
+    loose: ClassVar[bool]
 
     @property
     def target(self) -> float:

@@ -18,15 +18,12 @@ from .common import SavedSAE
 
 CONFIG, TENSORS = "cfg.json", "sae_weights.safetensors"
 SCALED = "expected_average_only_in"
-WRITTEN_FOR = (
-    "6.54.12"  # SAELens converts a file that names no version, or one before 6, on loading
-)
+# SAELens converts a file that names no version, or one before 6, on loading.
+WRITTEN_FOR = "6.54.12"
 
 SKIP = {"W_skip": "W_skip.T"}
-OLD_KEYS = {
-    "hook_point": "hook_name",
-    "activation_fn_str": "activation_fn",
-}  # keys before version 6
+# Keys before version 6.
+OLD_KEYS = {"hook_point": "hook_name", "activation_fn_str": "activation_fn"}
 
 ARCHITECTURES: dict[type[Activation], str] = {
     Relu: "standard",
@@ -34,8 +31,8 @@ ARCHITECTURES: dict[type[Activation], str] = {
     JumpRelu: "jumprelu",
     ReluTopK: "topk",
     AbsTopK: "abstopk",
-    Gated: "gated",
-}  # only read: `formats.save` has made it a jumprelu
+    Gated: "gated",  # only read: `formats.save` has made it a jumprelu
+}
 TRANSCODERS: dict[type[Activation], tuple[str, str]] = {  # without and with a skip
     Relu: ("transcoder", "skip_transcoder"),
     JumpRelu: ("jumprelu_transcoder", "jumprelu_skip_transcoder"),

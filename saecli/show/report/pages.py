@@ -128,9 +128,8 @@ class Details:
     partners: Partners
     texts: "TokenTexts | TokenNumbers"
     outputs: "OutputTokens | None"
-    features: (
-        tuple[Tensor, Tensor] | None
-    )  # the known feature nearest to each, and its cosine, (C,)
+    # The known feature nearest to each, and its cosine, (C,).
+    features: tuple[Tensor, Tensor] | None
     places: Mapping[str, Any]  # `places_document`
 
     @cached_property
