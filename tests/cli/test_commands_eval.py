@@ -90,7 +90,7 @@ def test_dead_latents_are_those_of_the_record_whichever_rows_are_measured(
     sae: CommandLine, tmp_path: Path
 ):
     make_store(sae.home, "rows", some_rows())
-    words = "train --act topk --k 1 --d-sae 64 --epochs 2 --solver sgd --lr 0.1 --json"
+    words = "train --act topk --k 1 --d-sae 64 --epochs 2 --solver sgd --lr 0.1 --no-revive --json"
     run = sae(*words.split()).json
     dead = run["final"]["dead_fraction"]
     train, test = (
