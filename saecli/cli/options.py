@@ -228,6 +228,10 @@ def _read_config(ctx: typer.Context, path: Path, file_only: Collection[str]) -> 
                 f"cannot use {path}: expected the long name of an option of `sae {ctx.info_name}`, "
                 f"got {written}; {advice}"
             )
+        if name in options:
+            raise ConfigError(
+                f"cannot use {path}: expected {name} once, got it spelt {written} as well; leave one out"
+            )
         several = name not in params or params[name].multiple
         if isinstance(value, list) and (not several or not value):
             most = "one value or more" if several else "one value"

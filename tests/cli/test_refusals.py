@@ -75,6 +75,7 @@ CONFIGS = [
     ("d_sae = [[0]]", "", "--d-sae"),
     ("d_sae = []", "", "d_sae"),
     ("epochs = [1, 2]", "", "epochs"),
+    ("d_sae = 8\nd-sae = 9", "", "expected d_sae once, got it spelt d-sae as well"),
     ("epochs = 1979-05-27", "", "--epochs"),
     ("dsae = 3", "", "did you mean d_sae?"),
     ("xyzzy = 3", "", "xyzzy"),
