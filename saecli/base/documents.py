@@ -164,6 +164,8 @@ def _sentence(problem: Any) -> str:
     field = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"expected a field {field}, got none"
+    if problem["type"] == "json_invalid":
+        return problem["msg"]
     at = f"{field}: " if field else ""
     if problem["type"] == "value_error":
         return f"{at}{problem['ctx']['error']}"

@@ -209,3 +209,5 @@ def test_what_is_wrong_is_named_by_its_place_in_the_document():
         parse_json('{"a": [1, "3"]}', dict[str, list[int]])
     with pytest.raises(ValueError, match=r"^expected an object, got \[\]$"):
         parse_json("[]", dict[str, int])
+    with pytest.raises(ValueError, match=r"^Invalid JSON: EOF while parsing an object at line 1"):
+        parse_json(b"{", dict[str, int])
