@@ -34,7 +34,15 @@ Temperature = Annotated[
         "--temperature", min=0, help="Sample at this temperature; 0: the likeliest token."
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed the sampling of both texts.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        min=0,
+        help="Seed the sampling of both texts.",
+        show_default="0 with --temperature",
+    ),
+]
 
 
 def command(
@@ -50,7 +58,7 @@ def command(
     site: Site = None,
     max_new_tokens: NewTokens = 40,
     temperature: Temperature = 0.0,
-    seed: Seed = 0,
+    seed: Seed = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

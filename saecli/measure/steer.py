@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, unknown_choice
+from ..base.errors import ConfigError, counted, unknown_choice
 from ..base.home import Home
 from ..extract.language_model import LanguageModel, blocks_of
 from ..extract.model_source import find_model
@@ -60,10 +60,13 @@ def _change(
     if method not in METHODS:
         raise unknown_choice("method", method, METHODS)
     numbers, last = np.ravel(latents), hooked.sae.d_sae - 1
-    if numbers.dtype.kind not in "iu" or numbers.min() < 0 or numbers.max() > last:
+    whole = numbers.size and numbers.dtype.kind in "iu"
+    if not whole or numbers.min() < 0 or numbers.max() > last:
         raise ConfigError(
             f"--latent must be from 0 to {last}, the last of {hooked.name}, got {latents}"
         )
+    if len(np.unique(numbers)) < len(numbers):
+        raise ConfigError(f"--latent names a latent twice in {numbers.tolist()}; name each once")
     if method == "ablate":
         if scale is not None:
             raise ConfigError("--scale does nothing with --method ablate; leave it out, or clamp")
@@ -71,6 +74,8 @@ def _change(
     scales = np.ravel([] if scale is None else scale).astype(float)
     if len(scales) not in (0, 1, len(numbers)):
         raise ConfigError("--scale must be given once, or once for each latent")
+    if not np.isfinite(scales).all():
+        raise ConfigError(f"--scale must be finite, got {', '.join(map(str, scales))}")
     if len(scales) == 1:
         scales = scales.repeat(len(numbers))
     return _Change(hooked, method, numbers.tolist(), scales.tolist())
@@ -232,6 +237,7 @@ class _Hooks:
         else:
             self.changed = ~torch.isin(token_ids.to(self.device), self.special)
         self.changed[first_tokens(self.changed, kwargs)] = False
+        self.x = None
 
     def read(self, x: Tensor) -> Tensor:
         self.x = x.clone()  # a model may add to it in place
@@ -239,10 +245,17 @@ class _Hooks:
 
     def write(self, y: Tensor) -> Tensor:
         """The activations, (B, T, E), with the change of codes decoded and added."""
+        sae_at = self.change.hooked
+        read, written = sae_at.read, sae_at.written
+        x = y if read == written else self.x
+        if x is None:
+            raise ConfigError(
+                f"cannot steer {sae_at.name}: it reads layer {read.layer}, {read.site} after layer "
+                f"{written.layer}, {written.site}, which it predicts; name another run"
+            )
         W_dec = self.sae.W_dec[self.change.latents]  # (S, E)
         steps = torch.tensor(self.change.scales).to(W_dec)
         if self.change.method != "add":
-            x = y if self.x is None else self.x
             codes = self.sae.encode(x[self.changed.to(x.device)].to(W_dec))  # (N, F)
             steps = steps - codes[:, self.change.latents]  # (N, S)
         steered = y.clone()
@@ -263,7 +276,7 @@ def steer(
     site: str | None = None,
     max_new_tokens: int = NEW_TOKENS,
     temperature: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
     device: str = "auto",
     home: str | Path | Home | None = None,
     progress: bool | Listener = False,
@@ -277,6 +290,11 @@ def steer(
         SAE was trained on, None without these; and `continuations`, for each `prompt` the texts that follow it, `plain`
         and `steered`.
     """
+    if not 0 <= temperature < np.inf:
+        raise ConfigError(f"--temperature must be at least 0 and finite, got {temperature}")
+    if seed is not None and not temperature:
+        raise ConfigError("--seed does nothing without --temperature, such as 1; leave it out")
+    seed = seed or 0
     prompts = [prompts] if isinstance(prompts, str) else prompts
     listener, home = listening(progress), Home.at(home)
     if model is not None and model_revision is not None:
@@ -291,6 +309,12 @@ def steer(
                 f"--scale is needed with --method {method}, in units of the code: the store that "
                 f"{sae_at.name} was trained on is not here to take each latent's largest code from"
             )
+        for latent, code in zip(change.latents, largest, strict=True):
+            if code <= 0:
+                raise ConfigError(
+                    f"--scale is needed with --method {method}, in units of the code: latent {latent} "
+                    f"does not fire on {counted(store_rows or 0, 'row')} of the run's store"
+                )
         change = change._replace(scales=largest)
     source = model_of([sae_at], model, model_revision, listener)
     loaded = LanguageModel(source, device_named(device), head=True)
@@ -326,8 +350,8 @@ def steer(
 
 def _token_ids(model: LanguageModel, prefix: list[int], prompt: str, most: int) -> Tensor:
     """A prompt's tokens, (1, T), after the special ones that windows begin with."""
-    if not prompt:
-        raise ConfigError("--prompt must be a text to continue, got ''")
+    if not prompt or prompt != prompt.encode(errors="ignore").decode():
+        raise ConfigError(f"--prompt must be a text to continue, in UTF-8, got {prompt!a}")
     token_ids = model.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     if token_ids[: len(prefix)] != prefix:
         token_ids = [*prefix, *token_ids]

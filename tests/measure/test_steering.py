@@ -16,7 +16,7 @@ import saecli
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import Activation, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
-from saecli.sae.formats import SavedSAE, save_native
+from saecli.sae.formats import SavedSAE, load, save_native
 
 LATENTS, SCALES = [3, 11], [2.5, -4.0]
 AT: dict[str, Any] = {"layer": 1, "site": "resid_post"}
@@ -248,6 +248,12 @@ def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
     (line,) = done.json["latents"]
     assert line["scale"] == line["store_max"] == pytest.approx(float(z[:, latent].max()), rel=1e-5)
     assert done.json["store_rows"] == len(x)
+    run = sae.home / "runs" / "first"
+    saved, other = load(run), (latent + 1) % 64
+    saved.sae.b_enc[other] = -1e6
+    save_native(saved, run)
+    refused = sae("steer", "first", "--latent", str(other), *words[2:])
+    assert refused.status == 2 and f"latent {other} does not fire on 2,000 rows" in refused.err
     assert sae("rm", "docs", "--yes").status == 0
     refused = sae("steer", "first", *words)
     assert refused.status == 2 and "--scale is needed with --method add" in refused.err
