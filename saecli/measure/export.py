@@ -199,6 +199,12 @@ def export(
         return with_rows(home, opened, data, "test", "auto", listener, target)
 
     conversion = converted(saved, to, held_out, listener)
+    for option, value in (("data", data), ("target", target)):
+        if conversion.deviation is None and value is not None:
+            raise ConfigError(
+                f"--{option} does nothing here: {to} expresses {saved.sae.activation.name} exactly; "
+                "leave it out"
+            )
     written = unsettled(conversion.written) if to == "saelens" else conversion.written
     formats.save(written, to, out)
     for remark in (*written.remarks, *_hook_points_left_out(written, to)):

@@ -59,7 +59,18 @@ def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
         ("https://huggingface.co/a/b/tree/main/c/d", Address("a/b", "c/d", "main")),
         *(
             (text, None)
-            for text in ("a", "", "./a/b", "../a", "~/a", "a/../b", "a/b/../c", "a/b@", "a b/c")
+            for text in (
+                "a",
+                "",
+                "./a/b",
+                "/a/b",
+                "../a",
+                "~/a",
+                "a/../b",
+                "a/b/../c",
+                "a/b@",
+                "a b/c",
+            )
         ),
     ],
 )
