@@ -259,7 +259,7 @@ def _held_out(run: Measured) -> NDArray[np.float32]:
 
 
 def _in_memory(rows: Rows, most: int) -> NDArray[np.float32]:
-    return np.concatenate([batch.copy() for batch in _rows_or_sample(rows, most, 1024)])
+    return np.concatenate(list(_rows_or_sample(rows, most, 1024)))
 
 
 def _rows_or_sample(rows: Rows, most: int, size: int) -> Iterator[NDArray[np.float32]]:

@@ -103,7 +103,7 @@ def rows_of_slice(rows: Rows, chosen: str | Sequence[int]) -> dict[int, Tensor]:
     for batch in rows.sequential(1024):
         for number in numbers:
             if begin <= number < begin + len(batch):
-                by_number[number] = torch.from_numpy(batch[number - begin].copy())
+                by_number[number] = torch.from_numpy(batch[number - begin])
         begin += len(batch)
         if len(by_number) == len({*numbers}):
             break

@@ -97,7 +97,7 @@ def test_shuffled_rows_keep_every_marginal_and_lose_correlation(tmp_path: Path):
     factors = np.random.default_rng(1).normal(size=(2, 8))
     x = make_store(tmp_path, "rows", (some_rows(3000, 2) @ factors).astype(np.float32))
     rows = saecli.open_store("rows", tmp_path).split("train")
-    before = np.concatenate([batch.copy() for batch in rows.sequential(500)])
+    before = np.concatenate(list(rows.sequential(500)))
     first, again, other = (
         np.concatenate(list(shuffled(rows, seed).sequential(500))) for seed in (0, 0, 1)
     )
@@ -121,7 +121,7 @@ def notes(sae: CommandLine) -> CommandLine:
 
 
 def rows_of(source: RowSource) -> np.ndarray:
-    return np.concatenate([batch.copy() for batch in source.sequential(99)])
+    return np.concatenate(list(source.sequential(99)))
 
 
 def nothing(done: float) -> None: ...

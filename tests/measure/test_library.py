@@ -36,7 +36,7 @@ def test_a_measurement_is_the_json_of_its_command(
         assert {**result, "run": "first"} == expected
         assert result["run"] == "sae"
     if command != "geometry":
-        array = np.concatenate([batch.copy() for batch in store.split(split).sequential(512)])
+        array = np.concatenate(list(store.split(split).sequential(512)))
         result = function(first, array)
         assert (result["data"], result["split"]) == (None, None)
         assert result | {name: expected[name] for name in ("run", "data", "split")} == expected

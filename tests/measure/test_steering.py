@@ -239,7 +239,7 @@ def test_the_default_scale_is_the_largest_code_on_the_store(sae: CommandLine):
     for line in (extract, train):
         assert sae(*line.split()).status == 0
     store = saecli.open_store("docs", home=sae.home).split("all")
-    x = torch.from_numpy(np.concatenate([batch.copy() for batch in store.sequential(500)]))
+    x = torch.from_numpy(np.concatenate(list(store.sequential(500))))
     z = saecli.load_sae("first", home=sae.home).encode(x)
     latent = int(z.amax(0).argmax())
     words = ("--latent", str(latent), "--prompt", "Return the", "--max-new-tokens", "3", "--json")
