@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, ModelError, demand_at_least, did_you_mean
+from ..base.errors import ConfigError, ModelError, demand_at_least, did_you_mean, one_line
 from ..base.home import Home
 from ..extract.forward import pass_tokens
 from ..extract.language_model import LanguageModel
@@ -58,6 +59,7 @@ LEVEL = 0.95  # of intervals
 PACKAGE = "sae_probes"
 CATALOGUE = "probing_datasets_MASTER.csv.zst"
 BINARY = "Binary Classification"
+REMEDY = "install sae-probes again"
 
 
 def probe(
@@ -310,8 +312,13 @@ class LastTokens:
 
     def _window(self, text: str) -> StoredWindow:
         """A text's last tokens, of which only the last is read."""
-        encoded = self._model.tokenizer(text, add_special_tokens=False, verbose=False)
-        before = [*self._affixes.prefix, *encoded["input_ids"][-self._room :]]
+        encoded = self._model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if not encoded:
+            raise ModelError(
+                f"{self._model.source.name} reads no token in the text {text[:40]!r}: expected at least "
+                "one; use another model, or leave its set out of --sets"
+            )
+        before = [*self._affixes.prefix, *encoded[-self._room :]]
         token_ids = np.array([*before, *self._affixes.suffix], np.int64)
         return StoredWindow(token_ids, np.arange(len(token_ids)) == len(before) - 1)
 
@@ -324,7 +331,7 @@ def codes_of(sae: SAE, x: Tensor) -> csr_matrix:
 
 
 class Sets:
-    """The sets of the installed package; `names` in its order. ModelError if it is not installed."""
+    """The sets of the installed package; `names` in its order. ModelError if it is not installed or is damaged."""
 
     def __init__(self) -> None:
         package = find_spec(PACKAGE)
@@ -364,7 +371,13 @@ class Sets:
 
     def read(self, name: str, rows: int) -> LabelledSet:
         """A set's texts: `rows`, half of each class, always the same ones; fewer if it has fewer."""
-        table = _read_table(self._files[name], ["prompt", "target"])
+        path = self._files[name]
+        table = _read_table(path, ["prompt", "target"])
+        classes = table["target"].nunique()
+        if classes != 2:
+            raise ModelError(
+                f"{path} is damaged: expected targets of two classes, got {classes}; {REMEDY}"
+            )
         labels = (table["target"] == table["target"].max()).to_numpy(dtype=bool)
         each = min(rows // 2, labels.sum(), (~labels).sum())
         draw = np.random.default_rng(SEED)
@@ -380,4 +393,16 @@ def _matches(name: str, word: str) -> bool:
 
 
 def _read_table(path: Path, columns: list[str]) -> pandas.DataFrame:
-    return pandas.read_csv(path, usecols=columns, dtype=str, keep_default_na=False)
+    import zstandard  # comes with sae-probes
+
+    stream = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        content = stream.decompress(path.read_bytes())
+        if not stream.eof:
+            raise ValueError("a file that is cut off")
+        return pandas.read_csv(BytesIO(content), usecols=columns, dtype=str, keep_default_na=False)
+    except (OSError, ValueError, zstandard.ZstdError) as error:
+        raise ModelError(
+            f"cannot read {path}: expected a table of {' and '.join(columns)}, got {one_line(error)}; "
+            f"{REMEDY}"
+        ) from error

@@ -234,7 +234,18 @@ def test_sets_and_context_are_refused_in_one_sentence(
     assert (done.status, sentence in done.err) == (2, True), done.err
 
 
-def test_missing_sets_are_refused(home: CommandLine, package: Path, monkeypatch):
+def test_missing_and_damaged_sets_are_refused(home: CommandLine, package: Path, monkeypatch):
+    path = package / "cleaned_data" / "5_last_word.csv.zst"
+    whole = path.read_bytes()
+    for content in (whole[:40], b"text", None):
+        path.unlink() if content is None else path.write_bytes(content)
+        done = home("probe", "first", "--sets", "5")
+        assert done.status == 1 and f"cannot read {path}: expected a table of" in done.err
+    for target, said in (("label", "expected a table of"), ("target", "of two classes, got 3")):
+        write(path, [{"prompt": "a", target: str(number % 3)} for number in range(30)])
+        assert said in home("probe", "first", "--sets", "5").err
+    write(path, [{"prompt": text, "target": str(bool(text))} for text in ("", "a") * 10])
+    assert "reads no token in the text ''" in home("probe", "first", "--sets", "5").err
     others = [folder for folder in sys.path if folder != str(package.parents[1])]
     monkeypatch.setattr(sys, "path", others)
     done = home("probe", "first")
