@@ -15,10 +15,7 @@ from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingEr
 from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.machine import is_disk_full
 from ..base.processes import Communicator
-from .files import (
-    CHECKPOINT,
-    claimed,
-)
+from .files import CHECKPOINT, claimed
 from .plan import doubts_at_start
 from .runs import Run, RunRecord, reopen_run
 from .training import Record, Training, start_training
@@ -263,8 +260,9 @@ def train_runs(
     finished = [job for job in jobs if job.folder.name not in errors]
     for job, document in zip(finished, documents, strict=True):
         prefix = f"{job.folder.name}: " if len(jobs) > 1 else ""
+        told = doubts_at_start(job.run.plan)
         for warning in document["warnings"]:
-            if warning not in doubts_at_start(job.run.plan):
+            if warning not in told:
                 listener.note(f"{prefix}warning: {warning}")
         for note in document["notes"]:
             listener.note(f"{prefix}{note}")

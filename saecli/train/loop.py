@@ -66,7 +66,7 @@ class Loop:
         training.compare()
 
     def live(self) -> list[Training]:
-        return [training for training in self.trainings if training not in self.errors]
+        return self._among(self.trainings)
 
     def _decoder_steps(self, step: int) -> None:
         """Make the decoder steps that are due after a step; solvers that need equally many rows share a pass."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -44,7 +44,6 @@ PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty r
 WIDEST = 0.55  # width of smoothing if rows are few
 Normalisation = Literal["scale", "standardize", "none"]
 Precision = Literal["float32", "bf16", "auto"]
-NORMALISATIONS = get_args(Normalisation)
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
 TRAINED = 0.9  # of the training documents, if training begins from an SAE; see `split_kept_out`
 MOST_WEIGHT = 1e12  # of a penalty: the square of its gradient must be finite in float32

@@ -125,8 +125,8 @@ class PamSolver(Solver):
 
     def terms(self, step: Pass, moments: Moments, alpha: float) -> Terms:
         """The quadratic terms, in proportion to the rows of the pass."""
-        assert isinstance(self.config, Pam)
-        config, fraction = self.config, moments.rows / self.task.rows
+        config = self.config if isinstance(self.config, Pam) else Pam()
+        fraction = moments.rows / self.task.rows
         W_dec, b_dec = self._decoder_before(moments)
         return Terms(
             fraction * alpha,

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class Training:
             f"{rate:,.0f} rows/s",
         )
 
-    @property
+    @cached_property  # it waits for the device
     def _worst_fvu(self) -> float:
         """The FVU above which training has diverged."""
         targets = self.rows.sample.y.square().sum(1).mean() / self.rows.normalisation.variance

@@ -87,18 +87,8 @@ class PamSgdSolver(PamSolver):
             silenced = silence(self.dictionary, moments)
             # A millionth of what they would get is left.
             decay = decay.masked_fill(silenced, 1e6 * moments.system.scale(1.0))
-        W_dec, b_dec = self._decoder_before(moments)
-        return Terms(
-            alpha * moments.rows / self.task.rows,
-            beta=0.0,
-            mu=0.0,
-            nu=0.0,
-            direction=self.dictionary.direction().detach(),
-            W_t=W_dec,
-            b_t=b_dec,
-            decay=decay,
-            skip=moments.skip,
-        )
+        direction = self.dictionary.direction().detach()
+        return replace(super().terms(due, moments, alpha), direction=direction, decay=decay)
 
     def most_replaceable(self, moments: Moments) -> int:
         # With fewer rows each latent's codes are near a combination of the others'.

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from saecli.store.values import Spread
 from saecli.train.files import read_metrics
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
-from saecli.train.options import NORMALISATIONS
+from saecli.train.options import Normalisation
 from saecli.train.rows import fit_normalisation
 from saecli.train.start import Start, fingerprint
 from saecli.train.training import Record, start_training
@@ -60,7 +61,7 @@ def train_on(sae: CommandLine, *words: str, init: str = "old") -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("normalize", NORMALISATIONS)
+@pytest.mark.parametrize("normalize", get_args(Normalisation))
 def test_a_start_has_the_codes_of_raw_rows_up_to_one_factor(act: str, normalize: str):
     if (act, normalize) == ("matching-pursuit", "standardize"):
         return

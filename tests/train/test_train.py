@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from typing import get_args
 
 import h5py
 import numpy as np
@@ -19,7 +20,7 @@ from saecli.store.split import is_test
 from saecli.store.values import Spread
 from saecli.train import plan
 from saecli.train.files import read_metrics
-from saecli.train.options import NORMALISATIONS
+from saecli.train.options import Normalisation
 from saecli.train.rows import fit_normalisation
 
 KEYS = [
@@ -158,7 +159,7 @@ def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", NORMALISATIONS)
+@pytest.mark.parametrize("kind", get_args(Normalisation))
 def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(
     sae: CommandLine, kind: str
 ):
@@ -197,7 +198,7 @@ def test_normalisations_match_numpy():
     np.testing.assert_allclose(scale(whole).mean(0), 0, atol=1e-9)
     standard = fit_normalisation("standardize", known, torch.float64)
     np.testing.assert_allclose(standard(whole).std(0, correction=0), np.arange(8) != 3, atol=1e-9)
-    for kind in NORMALISATIONS:
+    for kind in get_args(Normalisation):
         fitted = fit_normalisation(kind, known, torch.float64)
         spread = (fitted(whole) - fitted(whole).mean(0)).square().sum(1).mean()
         assert fitted.variance.item() == pytest.approx(spread.item())
