@@ -103,24 +103,32 @@ def check_comparable(saes: Sequence[tuple[Subject, SAE]]) -> list[str]:
         f"{name} {number}" if names.count(name) > 1 else name
         for number, name in enumerate(names, 1)
     ]
-    first_subject, first_sae = saes[0]
+    known: tuple[str, Subject] | None = None  # the first that names its store
     for name, (subject, sae) in zip(names, saes, strict=True):
         for width in ("d_in", "d_out"):
-            expected, got = getattr(first_sae, width), getattr(sae, width)
+            expected, got = getattr(saes[0][1], width), getattr(sae, width)
             if got != expected:
                 raise ConfigError(
                     f"--stability compares runs of one {width}: expected {name} to have {expected} as "
                     f"{names[0]}, got {got}; name runs trained on the same rows"
                 )
-        if None not in (subject.data, first_subject.data) and subject.data != first_subject.data:
-            raise ConfigError(
-                f"--stability compares runs of the same data: expected {name} to be trained on "
-                f"{first_subject.data} as {names[0]}, got {subject.data}; name runs trained on one store"
-            )
         if not (sae.W_enc.isfinite().all() and sae.W_dec.isfinite().all()):
             raise ConfigError(
                 f"--stability cannot match the latents of {name}: expected finite weights, got a NaN or "
                 "infinity; leave it out, or train it again"
+            )
+        if subject.data is None:
+            continue
+        first, other = known = known or (name, subject)
+        if subject.data != other.data:
+            raise ConfigError(
+                f"--stability compares runs of the same data: expected {name} to be trained on "
+                f"{other.data} as {first}, got {subject.data}; name runs trained on one store"
+            )
+        if len({subject.data_hash, other.data_hash} - {None}) > 1:
+            raise ConfigError(
+                f"--stability compares runs of the same data: expected {name} and {first} to be trained "
+                f"on one store, got two named {subject.data}; train one of them again"
             )
     return names
 

@@ -1,6 +1,8 @@
 """What the measuring commands and their Python functions refuse: exit status, and the beginning of one sentence."""
 
+import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,6 +82,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             patch.setattr(sys, "argv", ["sae", "--home", str(home), *line.split(), *quick])
             with pytest.raises(SystemExit, match=r"^(0|None)?$"):
                 main()
+    marker = shutil.copytree(home / "runs" / "run", home / "runs" / "remade") / "run.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"data_hash": "another"}))
     return home
 
 
@@ -91,6 +95,7 @@ COMMANDS = [
     ("eval seed-0 seed-1 --match-threshold 0.7", 2, "--match-threshold"),
     ("eval seed-0 seed-1 --stability --match-threshold 7", 2, "--match-threshold"),
     ("eval seed-0 other --stability", 2, "trained on rows as seed-0, got others"),
+    ("eval run remade --stability", 2, "got two named rows"),
     ("eval seed-0 thin --stability", 2, "d_in"),
     ("eval seed-0 --tokens 5", 2, "--tokens does nothing without --model"),
     ("eval seed-0 --model tiny-gemma2", 1, "names no layer"),
