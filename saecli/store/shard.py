@@ -62,6 +62,13 @@ class Layout:
     groups: dict[str, dict[str, tuple[int, np.dtype, int]]]  # offset, type, length of each dataset
     checksums: int
     checked: np.ndarray  # (chunks,) whether a chunk's checksum has been verified
+    file: tuple[int, ...]  # `_identity` of the shard
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """What differs once a file is changed."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
@@ -88,6 +95,7 @@ def read_layout(path: Path, meta: StoreMeta, record: ShardRecord) -> Layout:
             groups=groups,
             checksums=file[CHUNK_CHECKSUMS].id.get_offset(),
             checked=np.zeros(-(-record.rows // chunk_rows), bool),
+            file=_identity(path),
         )
 
 
@@ -354,7 +362,7 @@ class Chunks:
         path = self._files[shard]
         with self._lock:
             if shard not in self._maps:
-                if shard not in self._layouts:
+                if shard not in self._layouts or self._layouts[shard].file != _identity(path):
                     self._layouts[shard] = read_layout(path, self.meta, self.meta.shards[shard])
                 with path.open("rb") as file:
                     self._maps[shard] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -362,4 +370,10 @@ class Chunks:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard)
             layout, mapped = self._layouts[shard], self._maps[shard]
+        # Reading a map beyond the end of its file would kill the process.
+        if mapped.size() < len(mapped):
+            raise StoreError(
+                f"shard {path} was cut short: expected {len(mapped)} bytes, got {mapped.size()}; "
+                f"{make_anew(self.path)}"
+            )
         return layout, mapped

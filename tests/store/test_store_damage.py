@@ -1,6 +1,7 @@
 """Damaged, foreign and newer files are refused by a sentence that names them; none of their rows is handed out."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -12,6 +13,12 @@ from saecli.base.errors import StoreError
 from saecli.store.reader import ActivationStore
 
 ROWS = np.random.default_rng(0).standard_normal((250, 4), np.float32)
+
+
+def flip(path, at, bit=4):
+    content = bytearray(path.read_bytes())
+    content[at] ^= bit
+    path.write_bytes(content)
 
 
 def read(folder):
@@ -72,9 +79,11 @@ def test_one_flipped_bit_anywhere_is_refused_by_name_and_found_by_verify(data):
     with memory_folder() as folder:
         store = make_store(folder / "s", ROWS[:100], "bfloat16", documents=np.arange(100))
         path = folder / "s" / "shards" / "00000.h5"
-        content = bytearray(path.read_bytes())
-        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-        path.write_bytes(content)
+        flip(
+            path,
+            data.draw(st.integers(0, path.stat().st_size - 1)),
+            1 << data.draw(st.integers(0, 7)),
+        )
         with pytest.raises(StoreError, match=r"00000\.h5 is damaged.* expected the XXH3-64"):
             read(folder)
         (problem,) = store.verify()
@@ -122,6 +131,21 @@ def test_a_damaged_or_newer_store_json_is_refused_by_name(tmp_path, document, ch
     )
     with pytest.raises(StoreError, match=rf"cannot read .*store\.json: {said}"):
         ActivationStore.open(tmp_path / "s")
+
+
+@pytest.mark.parametrize("maps", [1, 256])
+def test_a_shard_that_changes_while_the_store_is_open_is_checked_again(tmp_path, monkeypatch, maps):
+    monkeypatch.setattr("saecli.store.shard.Chunks.MAPS", maps)
+    path = tmp_path / "s" / "shards" / "00000.h5"
+    rows = make_store(tmp_path / "s", ROWS).split("all")
+    np.testing.assert_array_equal(collect(rows.sequential(64)), ROWS)
+    if maps == 1:
+        flip(path, path.stat().st_size // 2)
+        with pytest.raises(StoreError, match=r"00000\.h5 is damaged"):
+            collect(rows.sequential(64))
+    os.truncate(path, 1000)
+    with pytest.raises(StoreError, match=r"00000\.h5 (was cut short|is truncated): .*, got 1000"):
+        collect(rows.sequential(64))
 
 
 ODD = st.one_of(
