@@ -92,9 +92,7 @@ class ArraySource:
         unit = self.rows // self.shape[0]  # rows per element of the first dimension
         step = max(1, BLOCK_BYTES // (4 * self.features * unit))
         for element in range(start // unit, self.shape[0], step):
-            # Overflow gives infinities; the store drops and counts such rows.
-            with np.errstate(over="ignore"):
-                block = np.ascontiguousarray(self.read(slice(element, element + step)), np.float32)
+            block = np.ascontiguousarray(self.read(slice(element, element + step)), np.float32)
             row = element * unit
             yield max(row, start), block.reshape(-1, self.features)[max(0, start - row) :]
 
@@ -237,10 +235,13 @@ def _list_safetensors(path: Path) -> Arrays:
 def _list_torch(path: Path) -> Arrays:
     import torch
 
+    visited: set[int] = set()  # mappings, which a file can have in itself, or in many places
+
     def tensors(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):
             yield key, value.detach()
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and id(value) not in visited:
+            visited.add(id(value))
             for name, entry in value.items():
                 yield from tensors(entry, f"{key}.{name}" if key else str(name))
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,15 @@ from typing import Any, Literal
 import numpy as np
 
 from ..base.console import Listener, listening
-from ..base.errors import ConfigError, FormatError, StoreError, counted, did_you_mean, flag_of
+from ..base.errors import (
+    ConfigError,
+    FormatError,
+    StoreError,
+    counted,
+    did_you_mean,
+    flag_of,
+    size_words,
+)
 from ..base.files import appearing_whole, file_sha256
 from ..base.home import Home, checked_name
 from ..base.options import demand_known, options_of
@@ -26,7 +35,7 @@ from .arrays import (
 from .opening import DERIVED, finished_store, note_when_stopped
 from .options import ImportConfig, StoredDtype, SyntheticConfig
 from .reader import ActivationStore
-from .schema import WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
+from .schema import COLUMNS, WORLD_FILE, StoreMeta, WorldRecord, hash_request, rows_per_shard
 from .shard_writer import Columns
 from .values import CODES
 from .worlds import world_of
@@ -212,6 +221,7 @@ def _filled(
 ) -> ActivationStore:
     """Fill a store with blocks, from a given row on: the first one's number, the rows and their columns."""
     with StoreWriter.open(folder, meta) as writer, listener.progress(label, rows, "rows") as show:
+        _demand_room(folder, rows - writer.rows, meta)
         start = writer.cursor["row"] if writer.cursor else 0
         if writer.rows:
             listener.note(f"{folder.name}: going on after {writer.rows:,} rows")
@@ -220,6 +230,18 @@ def _filled(
             show(writer.rows)
         writer.finish()
     return ActivationStore.open(folder)
+
+
+def _demand_room(folder: Path, rows: int, meta: StoreMeta) -> None:
+    """StoreError if the disk lacks room for rows, of which a file may claim any number."""
+    needed = rows * (meta.row_bytes + sum(COLUMNS[column].itemsize for column in meta.columns))
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise StoreError(
+            f"cannot store {folder.name}: expected {size_words(needed)} of free disk for "
+            f"{counted(rows, 'row')} of {meta.d_in:,} dimensions, got {size_words(free)}; free some, or "
+            "choose another --home"
+        )
 
 
 def open_array(
@@ -244,7 +266,14 @@ def open_array(
     demand_rows(array.dtype, f"cannot import {file}")
     shape = _flattened(array, file, flatten)
     own_types: dict[str, StoredDtype] = {"float16": "float16", "bfloat16": "bfloat16"}
-    return ArraySource(shape, own_types.get(array.dtype, "float32"), naming(file)(array.read))
+
+    @naming(file)
+    def read(elements: slice | tuple[()]) -> np.ndarray:
+        # Overflow gives infinities; the store drops and counts such rows.
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(array.read(elements), np.float32)
+
+    return ArraySource(shape, own_types.get(array.dtype, "float32"), read)
 
 
 def _choose(arrays: Arrays, key: str | None, path: Path) -> Array:

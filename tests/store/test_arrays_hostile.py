@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from homes import CommandLine
 from safetensors.numpy import save
 from storing import damaged
 
@@ -131,12 +132,13 @@ FILES = {
         struct.pack(">4B3I", 0, 0, 8, 3, 2**32 - 1, 2**20, 1)
     ),
     "sizes.idx": lambda: struct.pack(">4BI", 0, 0, 8, 200, 7),
+    "one wide row.pt": lambda: torch_file(torch.ones(1, 1).expand(2, HUGE)),
     "of no device.pt": lambda: torch_file(torch.ones(3, 4, device="meta")),
     "claimed.safetensors": lambda: save({"x": ROWS}).replace(b"[20,6]", b"[99,6]"),
     "old.pth": lambda: torch_file(torch.ones(3, 4), _use_new_zipfile_serialization=False)[:50],
     "none.safetensors": lambda: struct.pack("<Q", 2**63) + b"{}",
 }
-SAID = {"claimed shape.npz": "expected memory for it, got none"}
+SAID = dict.fromkeys(["claimed shape.npz", "one wide row.pt"], "expected memory for it, got none")
 NOT_THIS = "check that the file is whole and of this format"  # said of the others
 CASES = [
     *(
@@ -158,6 +160,22 @@ def test_files_that_claim_hide_or_lead_elsewhere_are_refused(
     with pytest.raises(FormatError, match=said) as refused:
         read(file)
     assert str(file) in str(refused.value)
+
+
+def test_mappings_that_hold_each_other_many_times_are_read_once(tmp_path):
+    value: dict = {"x": torch.from_numpy(ROWS)}
+    for _ in range(60):
+        value = {"a": value, "b": value}
+    torch.save(value, tmp_path / "nested.pt")
+    read(tmp_path / "nested.pt")
+
+
+def test_rows_that_no_disk_holds_are_refused_and_leave_nothing(sae: CommandLine, tmp_path: Path):
+    torch.save(torch.ones(1, 1).expand(HUGE, 100), tmp_path / "a.pt")
+    refused = sae("import", tmp_path / "a.pt")
+    assert refused.status == 1
+    assert "expected 4e+03 TB of free disk for 10,000,000,000,000 rows" in refused.err
+    assert not (sae.home / "activations" / "a").exists()
 
 
 def idx(values: np.ndarray) -> bytes:
