@@ -19,12 +19,12 @@ arXiv:2501.17727 (random weights; shuffled rows are a simpler relative of its co
 Shapes: N rows, T tokens, D = d_in, E the width of targets; 0 without.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ MEASURES = ("fvu", "l0", "dead_fraction", "mcc", "f1", "ce_recovered", "kl", "st
 FIXED = {"fixed encoder": "W_enc", "fixed decoder": "W_dec"}
 SHUFFLED, RANDOM = "shuffled rows", "random weights"
 USED = 0.5  # fraction of the free memory that a control's rows may take
-Result = TypeVar("Result")
+_Line = dict[str, Any]  # of a table, for one control
 
 
 def controls(
@@ -115,15 +115,17 @@ def controls(
         model = source.spec
     first = plan.training.seed
     work = _Work(run_rows, plan, range(first, first + seeds), listener, [])
-    lines: list[dict[str, Any] | None] = [*work.on_own_rows(model, tokens)]
-    lines.append(work.unless_it_fails(SHUFFLED, work.on_shuffled_rows))
+    lines = work.on_own_rows(model, tokens)
+    with work.left_out_if_it_fails(SHUFFLED):
+        lines += work.on_shuffled_rows()
     if model is not None:
-        lines.append(work.unless_it_fails(RANDOM, partial(work.on_random_weights, model)))
+        with work.left_out_if_it_fails(RANDOM):
+            lines += work.on_random_weights(model)
     return {
         "run": run_rows.subject.name,
         "data": run_rows.stores.name,
         "seeds": list(work.seeds),
-        "controls": [line for line in lines if line is not None],
+        "controls": lines,
         "notes": work.notes,
     }
 
@@ -167,20 +169,7 @@ def _demand_one_model(run: Measured) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Trained:
-    name: str  # of its control; `none` for the run itself
-    sae: SAE  # acting on raw rows
-    dead_fraction: float | None
-    stability: float | None  # mean PW-MCC between the training's seeds; None with one seed
-
-    def line(self, measures: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "control": self.name,
-            "rows": measures["rows"],
-            **{name: measures.get(name) for name in MEASURES},
-            "stability": self.stability,
-        }
+_Trained = tuple[Measured, float | None]  # an SAE with rows, and its stability
 
 
 @dataclass(frozen=True)
@@ -191,83 +180,75 @@ class _Work:
     listener: Listener
     notes: list[str]  # sentences on controls that are left out; grows
 
-    def unless_it_fails(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """None and a note, instead of an error, if a training diverged or lacks memory."""
+    @contextmanager
+    def left_out_if_it_fails(self, control: str) -> Iterator[None]:
+        """A note instead of an error if a training diverged or lacks memory."""
         try:
-            return work()
+            yield
         except (MachineError, TrainingError) as error:
-            self.notes.append(f"{name} left out: {error}")
-            return None
+            self.notes.append(f"{control} left out: {error}")
 
-    def on_own_rows(self, model: str | None, tokens: int | None) -> list[dict[str, Any]]:
-        trained = [self._the_run_itself()]
+    def on_own_rows(self, model: str | None, tokens: int | None) -> list[_Line]:
+        name, stability = self.run.subject.name, None
+        with self.left_out_if_it_fails(f"stability of {name}"):
+            stability = _stability([self.run.sae, *self._saes(name, self.plan, self.seeds[1:])])
+        trained: list[_Trained] = [(self.run, stability)]
         if getattr(self.plan.solver, "tied", False):
             self.notes.append(
                 "fixed encoder and fixed decoder are left out: weights are tied, so that to fix one is "
                 "to fix both"
             )
-        else:
-            for name, held in FIXED.items():
-                control = self.unless_it_fails(name, partial(self._with_fixed_weights, name, held))
-                trained += [] if control is None else [control]
-        measured = [self._measured(each, self.run.split, self.run.rows) for each in trained]
-        documents = evaluate_all(measured, model, tokens, self.listener)
-        return [each.line(document) for each, document in zip(trained, documents, strict=True)]
+            return self._lines(trained, model, tokens)
+        for control, held in FIXED.items():
+            solver = self.plan.solver
+            if held == "W_dec" and not isinstance(solver, Sgd):  # to solve for it is to train it
+                shared = {field.name: getattr(solver, field.name) for field in fields(SolverConfig)}
+                solver = Sgd(**shared)
+            with self.left_out_if_it_fails(control):
+                plan = replace(self.plan, solver=solver, held=held)
+                trained.append(self._trained(control, plan))
+        return self._lines(trained, model, tokens)
 
-    def _the_run_itself(self) -> _Trained:
-        name, sae = self.run.subject.name, self.run.sae
-        stability = self.unless_it_fails(
-            f"stability of {name}",
-            lambda: _stability([sae, *self._saes(name, self.plan, self.seeds[1:])]),
-        )
-        return _Trained("none", sae, self.run.subject.dead_fraction, stability)
-
-    def _with_fixed_weights(self, name: str, held: str) -> _Trained:
-        solver = self.plan.solver
-        if held == "W_dec" and not isinstance(solver, Sgd):  # to solve for it is to train it
-            shared = {field.name: getattr(solver, field.name) for field in fields(SolverConfig)}
-            solver = Sgd(**shared)
-        return self._trained(name, replace(self.plan, solver=solver, held=held))
-
-    def on_shuffled_rows(self) -> dict[str, Any] | None:
+    def on_shuffled_rows(self) -> list[_Line]:
+        rows, seed = [self.plan.train_rows, self.run.rows], self.seeds[0]
         if self.run.rows.d_target:
             self.notes.append(
                 f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
             )
-            return None
-        train, test = self.plan.train_rows, self.run.rows
-        demand_memory([train, test])
-        return self._line(SHUFFLED, shuffled(train, self.seeds[0]), shuffled(test, self.seeds[0]))
+            return []
+        demand_memory(rows)
+        return self._on_rows(SHUFFLED, *(shuffled(each, seed) for each in rows))
 
-    def on_random_weights(self, name: str) -> dict[str, Any]:
+    def on_random_weights(self, name: str) -> list[_Line]:
         from ..extract.language_model import LanguageModel  # transformers takes seconds to import
         from ..extract.model_source import find_model
 
-        train, test = self.plan.train_rows, self.run.rows
-        demand_memory([train, test])
+        rows = [self.plan.train_rows, self.run.rows]
+        demand_memory(rows)
         device = self.run.sae.W_enc.device
         model = LanguageModel(find_model(name), device, weights_seed=self.seeds[0])
         activations = []
-        for rows in (train, test):
+        for each in rows:
             label = f"running {name} with {RANDOM}"
-            with self.listener.progress(label, rows.rows, "rows") as show:
-                activations.append(of_model(model, rows, show))
+            with self.listener.progress(label, each.rows, "rows") as show:
+                activations.append(of_model(model, each, show))
         del model
-        return self._line(RANDOM, *activations)
+        return self._on_rows(RANDOM, *activations)
 
-    def _line(self, name: str, train: ArrayRows, test: ArrayRows) -> dict[str, Any]:
+    def _on_rows(self, control: str, train: ArrayRows, test: ArrayRows) -> list[_Line]:
         """The line of the run's training on other rows; with mcc by the directions of its own."""
-        trained = self._trained(name, replace(self.plan, train_rows=train))
-        (document,) = evaluate_all([self._measured(trained, None, test)], None, None, self.listener)
-        alignment = self._measured(trained, self.run.split, self.run.rows).alignment()
-        if alignment is not None:
-            document["mcc"] = alignment.mcc()
-        return trained.line(document)
+        sae, stability = self._trained(control, replace(self.plan, train_rows=train))
+        (line,) = self._lines([(replace(sae, split=None, rows=test), stability)], None, None)
+        if (alignment := sae.alignment()) is not None:
+            line["mcc"] = alignment.mcc()
+        return [line]
 
-    def _trained(self, name: str, plan: Plan) -> _Trained:
-        saes = self._saes(name, plan, self.seeds)
+    def _trained(self, control: str, plan: Plan) -> _Trained:
+        saes = self._saes(control, plan, self.seeds)
         dead = reconstruction(saes[0], raw_batches(plan.train_rows))["silent_fraction"]
-        return _Trained(name, saes[0], dead, _stability(saes))
+        subject = replace(self.run.subject, name=control, dead_fraction=dead)
+        saved = SavedSAE(saes[0], self.run.saved.origin)
+        return replace(self.run, subject=subject, saved=saved), _stability(saes)
 
     def _saes(self, name: str, plan: Plan, seeds: Sequence[int]) -> list[SAE]:
         saes: list[SAE] = []
@@ -278,10 +259,17 @@ class _Work:
                 saes += Loop([start_training(seeded, Record(), show)]).train()
         return saes
 
-    def _measured(self, trained: _Trained, split: str | None, rows: RowSource) -> Measured:
-        name = self.run.subject.name if trained.name == "none" else trained.name
-        subject = replace(self.run.subject, name=name, dead_fraction=trained.dead_fraction)
-        return Measured(subject, SavedSAE(trained.sae, self.run.saved.origin), split, rows)
+    def _lines(
+        self, trained: Sequence[_Trained], model: str | None, tokens: int | None
+    ) -> list[_Line]:
+        saes = [sae for sae, _ in trained]
+        lines = []
+        documents = evaluate_all(saes, model, tokens, self.listener)
+        for (sae, stability), document in zip(trained, documents, strict=True):
+            control = "none" if sae is self.run else sae.subject.name
+            measures = {name: document.get(name) for name in ("rows", *MEASURES)}
+            lines.append({"control": control, **measures, "stability": stability})
+        return lines
 
 
 def _stability(saes: Sequence[SAE]) -> float | None:
