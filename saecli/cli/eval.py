@@ -67,7 +67,7 @@ def command(
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
     from ..measure.evaluate import check_tokens_of_model, compare
-    from ..measure.measured import open_all_measured
+    from ..measure.measured import ChosenRows
     from ..measure.stability import check_comparable, check_stability, stability
     from ..show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
 
@@ -80,7 +80,8 @@ def command(
         raise ConfigError(
             "--match-threshold does nothing without --stability; leave it out, or ask for --stability"
         )
-    everything = open_all_measured(session.home, names, data, split, device, console, target)
+    chosen_rows = ChosenRows(session.home, data, split, device, console, target)
+    everything = chosen_rows.with_all(names)
     if stable:
         check_comparable([(measured.subject, measured.sae) for measured in everything])
     runs_measured = compare(

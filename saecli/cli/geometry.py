@@ -61,7 +61,7 @@ def command(
     from ..geometry.cells import check_cells
     from ..geometry.geometry import Settings, measure_geometry
     from ..geometry.plane import rows_of_slice
-    from ..measure.measured import open_all_measured
+    from ..measure.measured import ChosenRows
     from ..show.tables import disagreement, geometries_table, geometry_table
 
     session = start(ctx, json, plot)
@@ -73,7 +73,8 @@ def command(
         )
     if plot is not None and len(runs or ()) > 1:
         raise ConfigError(f"--plot draws one SAE, got {len(runs or ())} runs; name one of them")
-    measured = open_all_measured(session.home, runs or [], data, split, "cpu", session.console)
+    chosen_rows = ChosenRows(session.home, data, split, "cpu", session.console)
+    measured = chosen_rows.with_all(runs or [])
     for run in measured:
         check_cells(run.sae.activation)
     marked = rows_of_slice(measured[0].of_store, corners or "pca")

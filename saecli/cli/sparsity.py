@@ -28,14 +28,13 @@ def command(
     Example: sae sparsity first second --plot sparsity.png
     """
     from ..measure.evaluate import sparsity_document
-    from ..measure.measured import open_all_measured
+    from ..measure.measured import ChosenRows
     from ..sae.metrics import firing
     from ..show.measures import SPARSITY, comparison, extremes, places_table
 
     session = start(ctx, json, plot)
-    everything = open_all_measured(
-        session.home, runs or [], data, split, device, session.console, target
-    )
+    chosen_rows = ChosenRows(session.home, data, split, device, session.console, target)
+    everything = chosen_rows.with_all(runs or [])
     pictured = 0 if plot is None else PICTURED_ROWS
     tallies = [
         firing(measured.sae, measured.inputs(session.console), pictured) for measured in everything

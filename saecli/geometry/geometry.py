@@ -26,7 +26,7 @@ from torch import Tensor
 from ..base.console import Listener, listening
 from ..base.errors import ConfigError, demand_at_least
 from ..base.home import Home
-from ..measure.measured import Measured, RowsLike, open_measured
+from ..measure.measured import ChosenRows, Measured, RowsLike
 from ..sae.activations import Thresholded
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike
@@ -154,7 +154,7 @@ def geometry(
         The document that `sae geometry --json` prints for a run. `saecli.draw("geometry", ...)` draws it.
     """
     settings, listener = Settings(rows, fit_rows, radius), listening(progress)
-    run = open_measured(Home.at(home), sae, data, split, "cpu", listener)
+    run = ChosenRows(Home.at(home), data, split, "cpu", listener).with_sae(sae)
     return measure_geometry(run, settings, listener).document
 
 

@@ -30,7 +30,7 @@ from ..store.reader import Rows
 from ..store.split import Which
 from ..train.rows import ArrayLike
 from .hook_points import places_document
-from .measured import Alignment, Measured, RowsLike, by_rows, open_all_measured, open_measured
+from .measured import Alignment, ChosenRows, Measured, RowsLike, by_rows
 
 if TYPE_CHECKING:
     from ..extract.model_source import ModelSource
@@ -63,7 +63,7 @@ def sparsity(
         equal rates give fewer than `LEAST_ROWS` firings elsewhere.
     """
     listener = listening(progress)
-    sae_rows = open_measured(Home.at(home), sae, data, split, device, listener)
+    sae_rows = ChosenRows(Home.at(home), data, split, device, listener).with_sae(sae)
     return sparsity_document(sae_rows, firing(sae_rows.sae, sae_rows.inputs(listener)), listener)
 
 
@@ -172,7 +172,8 @@ def compare(
     check_tokens_of_model(tokens, model)
     models = at_revisions(model, model_revision)
     listener = listening(progress)
-    measured_saes = open_all_measured(Home.at(home), saes, data, split, device, listener, target)
+    chosen_rows = ChosenRows(Home.at(home), data, split, device, listener, target)
+    measured_saes = chosen_rows.with_all(saes)
     documents = evaluate_all(measured_saes, models, tokens, listener)
     note_doubts(documents, measured_saes, listener)
     for document in documents:

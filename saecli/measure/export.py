@@ -24,7 +24,7 @@ from ..sae.library import SAELike, hook_points, open_sae
 from ..sae.metrics import Reconstruction
 from ..store.reader import in_words
 from .evaluate import check_tokens_of_model, evaluate_all
-from .measured import Measured, RowsLike, open_measured, with_rows
+from .measured import ChosenRows, Measured, RowsLike
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -192,13 +192,9 @@ def export(
     if to not in WRITABLE:
         raise unknown_choice("to", to, WRITABLE)
     home, listener, out = Home.at(home), listening(progress), Path(out)
-    opened = open_sae(home, sae, listener)
-    subject, saved = opened
-
-    def held_out() -> Measured:
-        return with_rows(home, opened, data, "test", "auto", listener, target)
-
-    conversion = converted(saved, to, held_out, listener)
+    subject, saved = open_sae(home, sae, listener)
+    chosen_rows = ChosenRows(home, data, "test", "auto", listener, target)
+    conversion = converted(saved, to, lambda: chosen_rows.with_opened(subject, saved), listener)
     for option, value in (("data", data), ("target", target)):
         if conversion.deviation is None and value is not None:
             raise ConfigError(
@@ -269,7 +265,7 @@ def push(
     models = at_revisions(model, model_revision)
     address = _folder_address(repo, sae)
     listener = listening(progress)
-    measured_sae = open_measured(Home.at(home), sae, data, "test", device, listener, target)
+    measured_sae = ChosenRows(Home.at(home), data, "test", device, listener, target).with_sae(sae)
     demand_writable(address, private)
     conversion = _conversion(measured_sae, formats.named(format), listener)
     name = measured_sae.subject.name

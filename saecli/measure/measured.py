@@ -232,83 +232,102 @@ class Measured:
         return (batch[:, : self.sae.d_in] for batch in self.batches(listener))
 
 
-def open_measured(
-    home: Home,
-    sae: SAELike,
-    data: RowsLike,
-    split: Which,
-    device: str,
-    listener: Listener,
-    target: ArrayLike | str | None = None,
-) -> Measured:
-    """Open an SAE and the rows to measure it on.
+@dataclass(frozen=True)
+class ChosenRows:
+    """The rows to measure SAEs on.
 
-    Args:
-        data: rows chosen from a store, and rows in memory, are all taken.
-        split: with the run's split seed.
-        listener: notes the choices that the user did not make.
-        target: store of a transcoder's targets, or for rows in memory these targets, (N, E); None for the store that it
-            was trained on, if data are too.
+    data: rows chosen from a store, and rows in memory, are all taken.
+    split: with the run's split seed.
+    listener: notes the choices that the user did not make.
+    target: store of a transcoder's targets, or for rows in memory these targets, (N, E); None for the store that it was
+        trained on, if data are too.
     """
-    return with_rows(home, open_sae(home, sae, listener), data, split, device, listener, target)
 
+    home: Home
+    data: RowsLike
+    split: Which
+    device: str
+    listener: Listener
+    target: ArrayLike | str | None = None
 
-def with_rows(
-    home: Home,
-    opened: tuple[Subject, SavedSAE],
-    data: RowsLike,
-    split: Which,
-    device: str,
-    listener: Listener,
-    target: ArrayLike | str | None = None,
-) -> Measured:
-    """As `open_measured`, for an SAE from `open_sae`."""
-    subject, saved = opened
-    rows = _rows(home, subject, data, target, split, listener)
-    if rows.inputs:
-        stores = Joined.of(rows)
-        saved = settled(saved, stores.origin.get("model"))
-        _compare_hook_points(subject.name, saved.origin, stores, listener)
-    if saved.is_transcoder and not rows.d_target:
-        raise ConfigError(
-            f"{subject.name} is a transcoder: expected the store of what it predicts, got {rows.name} "
-            "alone; name both, by --data and --target"
-        )
-    widths = [("rows", saved.sae.d_in, rows.d_in, "--data")]
-    if rows.d_target:
-        widths.append(("targets", saved.sae.d_out, rows.d_target, "--target"))
-    for what, expected, got, option in widths:
-        if got != expected:
+    def with_sae(self, sae: SAELike) -> Measured:
+        return self.with_opened(*open_sae(self.home, sae, self.listener))
+
+    def with_opened(self, subject: Subject, saved: SavedSAE) -> Measured:
+        rows = self._rows(subject)
+        if rows.inputs:
+            stores = Joined.of(rows)
+            saved = settled(saved, stores.origin.get("model"))
+            _compare_hook_points(subject.name, saved.origin, stores, self.listener)
+        if saved.is_transcoder and not rows.d_target:
             raise ConfigError(
-                f"{subject.name} cannot be measured on {rows.name}: expected {what} of {expected} "
-                f"dimensions, got {got}; name another store with {option}"
+                f"{subject.name} is a transcoder: expected the store of what it predicts, got {rows.name} "
+                "alone; name both, by --data and --target"
             )
-    saved = replace(saved, sae=saved.sae.copy_to(device_named(device)))
-    if rows.places and not saved.sae.widths:  # a crosscoder's, which no other format records
-        saved.sae.widths = rows.places
-    return Measured(subject, saved, rows.inputs[0].split.which if rows.inputs else None, rows)
+        widths = [("rows", saved.sae.d_in, rows.d_in, "--data")]
+        if rows.d_target:
+            widths.append(("targets", saved.sae.d_out, rows.d_target, "--target"))
+        for what, expected, got, option in widths:
+            if got != expected:
+                raise ConfigError(
+                    f"{subject.name} cannot be measured on {rows.name}: expected {what} of {expected} "
+                    f"dimensions, got {got}; name another store with {option}"
+                )
+        saved = replace(saved, sae=saved.sae.copy_to(device_named(self.device)))
+        if rows.places and not saved.sae.widths:  # a crosscoder's, which no other format records
+            saved.sae.widths = rows.places
+        return Measured(subject, saved, rows.inputs[0].split.which if rows.inputs else None, rows)
 
+    def with_all(self, saes: Sequence[SAELike | Measured]) -> list[Measured]:
+        """Each SAE, or the newest run if there are none; those that have rows keep them."""
+        opened = [
+            sae if isinstance(sae, Measured) else self.with_sae(sae) for sae in saes or [None]
+        ]
+        were_opened = all(isinstance(sae, Measured) for sae in saes)
+        if not were_opened and len(by_rows(opened)) > 1:
+            self.listener.note(
+                "these runs are measured on different rows, each on its own store and split"
+            )
+        return opened
 
-def open_all_measured(
-    home: Home,
-    saes: Sequence[SAELike | Measured],
-    data: RowsLike,
-    split: Which,
-    device: str,
-    listener: Listener,
-    target: ArrayLike | str | None = None,
-) -> list[Measured]:
-    """`open_measured` of each SAE, or of the newest run if there are none; those that are opened stay as they are."""
-    opened = [
-        sae
-        if isinstance(sae, Measured)
-        else open_measured(home, sae, data, split, device, listener, target)
-        for sae in saes or [None]
-    ]
-    are_given = all(isinstance(sae, Measured) for sae in saes)
-    if not are_given and len(by_rows(opened)) > 1:
-        listener.note("these runs are measured on different rows, each on its own store and split")
-    return opened
+    def _rows(self, subject: Subject) -> RowSource:
+        data, target, split = self.data, self.target, self.split
+        names = [data] if isinstance(data, str) else []
+        if isinstance(data, list | tuple) and all(isinstance(name, str) for name in data):
+            names = list(data)
+        if not names and not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | None):
+            return ArrayRows(data, target)
+        if target is not None and not (names and isinstance(target, str)):
+            raise ConfigError(
+                "--target does nothing without the name of a store as --data, or rows in memory; leave it "
+                "out, or give stores as one, by `saecli.join`"
+            )
+        if isinstance(data, Rows | JoinedRows):
+            return data
+        if isinstance(data, Joined):
+            stores = data
+        elif isinstance(data, ActivationStore):
+            stores = Joined((data,))
+        elif names:
+            stores = open_joined(self.home, names, target, self.listener)
+        else:
+            stores = self._own_stores(subject)
+        note_if_remade(subject, stores, self.listener)
+        fraction = subject.fraction if split == "train" else 1.0
+        return stores.split(split, fraction=fraction, seed=subject.split_seed)
+
+    def _own_stores(self, subject: Subject) -> Joined:
+        """The stores that an SAE was trained on, else the newest."""
+        if subject.streamed and subject.data not in self.home.stores.names():
+            raise ConfigError(
+                f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
+                "store, or make one of its text by `sae extract "
+                f"{shlex.join(words_of(subject.streamed))}`"
+            )
+        names = [name for name in (subject.data, *subject.beside) if name]
+        if not names:
+            self.listener.warn(f"{subject.name} does not name its store: taking the newest")
+        return open_joined(self.home, names, subject.target, self.listener)
 
 
 def held_out(measured: Measured) -> Measured:
@@ -347,57 +366,3 @@ def _compare_hook_points(
         listener.warn(
             f"{name} was trained on {models[0]}; {stores.name} holds activations of {models[1]}"
         )
-
-
-def _rows(
-    home: Home,
-    subject: Subject,
-    data: RowsLike,
-    target: ArrayLike | str | None,
-    split: Which,
-    listener: Listener,
-) -> RowSource:
-    names = _store_names(data)
-    if not names and not isinstance(data, Rows | JoinedRows | ActivationStore | Joined | None):
-        return ArrayRows(data, target)
-    if target is not None and not (names and isinstance(target, str)):
-        raise ConfigError(
-            "--target does nothing without the name of a store as --data, or rows in memory; leave it "
-            "out, or give stores as one, by `saecli.join`"
-        )
-    if isinstance(data, Rows | JoinedRows):
-        return data
-    if isinstance(data, Joined):
-        stores = data
-    elif isinstance(data, ActivationStore):
-        stores = Joined((data,))
-    elif names:
-        stores = open_joined(home, names, target, listener)
-    else:
-        stores = _own_stores(home, subject, listener)
-    note_if_remade(subject, stores, listener)
-    fraction = subject.fraction if split == "train" else 1.0
-    return stores.split(split, fraction=fraction, seed=subject.split_seed)
-
-
-def _store_names(data: RowsLike) -> list[str]:
-    if isinstance(data, str):
-        return [data]
-    if isinstance(data, list | tuple):
-        names = [name for name in data if isinstance(name, str)]
-        return names if len(names) == len(data) else []
-    return []
-
-
-def _own_stores(home: Home, subject: Subject, listener: Listener) -> Joined:
-    """The stores that an SAE was trained on, else the newest."""
-    if subject.streamed and subject.data not in home.stores.names():
-        raise ConfigError(
-            f"--data is needed: {subject.name} was trained on rows that were not stored; name a "
-            "store, or make one of its text by `sae extract "
-            f"{shlex.join(words_of(subject.streamed))}`"
-        )
-    names = [name for name in (subject.data, *subject.beside) if name]
-    if not names:
-        listener.warn(f"{subject.name} does not name its store: taking the newest")
-    return open_joined(home, names, subject.target, listener)

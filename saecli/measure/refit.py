@@ -41,7 +41,7 @@ from ..train.decoder_step import Moments, sampled_bytes
 from ..train.ridge import TOLERANCE, DecoderState, System, Terms, choose_alpha, plan, solve
 from ..train.rows import BLOCK_ROWS, ArrayLike
 from .evaluate import check_model, check_tokens_of_model, evaluate_all, note_doubts
-from .measured import Measured, RowsLike, open_measured
+from .measured import ChosenRows, Measured, RowsLike
 
 HELD = 100  # if the ridge over the mean Gram diagonal is larger, the decoder is c T0
 NOT_FINITE = (
@@ -168,7 +168,7 @@ def refit(
     Returns the SAE, on the device, acting on raw activations. Cost: one pass over the rows.
     """
     listener = listening(progress)
-    measured = open_measured(Home.at(home), sae, data, "train", device, listener, target)
+    measured = ChosenRows(Home.at(home), data, "train", device, listener, target).with_sae(sae)
     rows = measured.rows
     if data is None or isinstance(data, ActivationStore | Joined | str):
         rows = _training_rows(measured)
@@ -193,7 +193,7 @@ def refit_run(
     home, listener = Home.at(home), listening(progress)
     check_tokens_of_model(tokens, model)
     models = at_revisions(model, model_revision)
-    before = open_measured(home, run, data, "test", device, listener, target)
+    before = ChosenRows(home, data, "test", device, listener, target).with_sae(run)
     folder = home.runs.path / checked_name(name or default_name(before.subject.name))
     if not is_free(folder):
         raise RunError(f"there is a run named {folder.name!r} already; give another --name")

@@ -23,7 +23,7 @@ from ..sae.dictionary import SAE, Dictionary
 from ..sae.library import SAELike, Subject, open_sae
 from ..sae.metrics import firing
 from ..store.split import Which
-from .measured import Measured, RowsLike, open_all_measured
+from .measured import ChosenRows, Measured, RowsLike
 
 MATCH_THRESHOLD = 0.7  # of Paulo and Belrose
 MEASURES = ("pw_mcc", "matched_fraction")
@@ -79,7 +79,7 @@ def stability(
         names = check_comparable([(subject, saved.sae) for subject, saved in opened])
         models = [saved.sae.copy_to(device_named(device)) for _, saved in opened]
         return _document(names, models, None, match_threshold, listener)
-    measured = open_all_measured(Home.at(home), saes, data, split, device, listener)
+    measured = ChosenRows(Home.at(home), data, split, device, listener).with_all(saes)
     names = check_comparable([(each.subject, each.sae) for each in measured])
     frequencies = [firing(each.sae, each.inputs(listener)).frequency.numpy() for each in measured]
     return _document(names, [each.sae for each in measured], frequencies, match_threshold, listener)

@@ -35,7 +35,7 @@ from ..extract.tokens import TokenTexts, continuation, first_tokens
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
-from .measured import Measured, with_rows
+from .measured import ChosenRows, Measured
 
 METHODS = ("add", "clamp", "ablate")
 NEW_TOKENS = 40
@@ -91,7 +91,7 @@ def _largest_on_store(
     if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):
         return None
     try:
-        measured = with_rows(home, opened, None, "all", device, Silent())
+        measured = ChosenRows(home, None, "all", device, Silent()).with_opened(*opened)
     except ConfigError:  # a store made anew under the name may have other rows, or no targets
         return None
     return _largest_codes(measured, latents)

@@ -11,7 +11,7 @@ from ..base.home import Home
 from ..geometry.geometry import Settings, measure_geometry
 from ..geometry.plane import rows_of_slice
 from ..measure.evaluate import compare, sparsity_document
-from ..measure.measured import RowsLike, open_all_measured
+from ..measure.measured import ChosenRows, RowsLike
 from ..measure.stability import stability
 from ..sae.library import SAELike
 from ..sae.metrics import firing
@@ -64,10 +64,10 @@ def draw(
         if len(saes) > 1:
             raise ConfigError(f"geometry is drawn of one SAE, got {len(saes)}; draw each by itself")
         corners, settings = options.pop("slice_", "pca"), Settings(**options)
-        (run,) = open_all_measured(at, saes, data, split, "cpu", listener)
+        (run,) = ChosenRows(at, data, split, "cpu", listener).with_all(saes)
         marked = rows_of_slice(run.of_store, corners)
         return [draw_geometry(None, measure_geometry(run, settings, listener), marked)]
-    runs = open_all_measured(at, saes, data, split, device, listener, **options)
+    runs = ChosenRows(at, data, split, device, listener, **options).with_all(saes)
     if picture == "frontier":
         ranked = sparsest_first(compare(runs, progress=progress))
         families = {run.subject.name: run.family for run in runs}

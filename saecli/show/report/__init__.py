@@ -25,7 +25,7 @@ from ...extract.splice import recorded_revision, spec_of
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
 from ...measure.latents import Examples, Survey, at_random, in_blocks, survey
-from ...measure.measured import Measured, RowsLike, held_out, open_measured
+from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
 from ...measure.stability import neighbours
 from ...sae.library import SAELike
 from ...sae.metrics import doubts
@@ -176,7 +176,7 @@ def report(
         raise ConfigError("--model-revision does nothing without --model; leave it out")
     if not 1 <= examples <= MOST_EXAMPLES:
         raise ConfigError(f"--examples must be from 1 to {MOST_EXAMPLES}, got {examples}")
-    run = open_measured(Home.at(home), sae, data, split, device, listener, target)
+    run = ChosenRows(Home.at(home), data, split, device, listener, target).with_sae(sae)
     chosen = None if latents is None else _chosen_latents(latents, run)
     d_sae, has_tokens = run.sae.d_sae, set(COLUMNS) <= set(run.store.meta.columns)
     notes: list[str] = []
