@@ -97,6 +97,18 @@ class Conversion:
             f"{self.deviation['fvu_written']:.4g}"
         )
 
+    def note_losses(self, name: str, listener: Listener) -> None:
+        """Say what the file of the SAE of this name lacks."""
+        if self.written.sae.widths and self.format != "native":
+            points, _ = hook_points(self.written.origin)
+            listener.note(
+                f"{name} reads {len(self.written.sae.widths)} hook points side by side, which {self.format} "
+                f"cannot name: the file names none; give it rows of {' + '.join(points) or 'all'}, in this "
+                "order"
+            )
+        if self.remark is not None:
+            listener.note(self.remark)
+
 
 def _clipping(to: str) -> str:
     """Why `stand_in` stands in."""
@@ -203,10 +215,9 @@ def export(
             )
     written = unsettled(conversion.written) if to == "saelens" else conversion.written
     formats.save(written, to, out)
-    for remark in (*written.remarks, *_hook_points_left_out(written, to)):
+    for remark in written.remarks:
         listener.note(f"{subject.name} {remark}")
-    if conversion.remark is not None:
-        listener.note(conversion.remark)
+    conversion.note_losses(subject.name, listener)
     return {
         "run": subject.name,
         "format": to,
@@ -214,23 +225,8 @@ def export(
         "activation": saved.sae.activation.name,
         "written_as": conversion.written.sae.activation.name,
         "deviation": conversion.deviation,
-        "files": _file_names(out),
+        "files": sorted(path.name for path in out.iterdir()),
     }
-
-
-def _file_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def _hook_points_left_out(saved: SavedSAE, to: str) -> list[str]:
-    """A remark on a crosscoder, whose hook points other formats cannot name."""
-    if not saved.sae.widths or to == "native":
-        return []
-    points, _ = hook_points(saved.origin)
-    return [
-        f"reads {len(saved.sae.widths)} hook points side by side, which {to} cannot name: the file names "
-        f"none; give it rows of {' + '.join(points) or 'all'}, in this order"
-    ]
 
 
 def push(
@@ -271,15 +267,12 @@ def push(
     name = measured_sae.subject.name
     written = replace(measured_sae, saved=conversion.written)
     (measures,) = evaluate_all([written], models, tokens, listener)
-    for remark in _hook_points_left_out(conversion.written, conversion.format):
-        listener.note(f"{name} {remark}")
-    if conversion.remark is not None:
-        listener.note(conversion.remark)
+    conversion.note_losses(name, listener)
     card = _card(address, conversion, measured_sae, measures)
     with TemporaryDirectory() as scratch:
         folder = Path(scratch, address.folder)
         formats.save(conversion.written, conversion.format, folder)
-        files = _file_names(folder)
+        files = sorted(path.name for path in folder.iterdir())
         card.save(folder / "README.md")
         card.save(Path(scratch, "README.md"))
         url = upload(Path(scratch), address, private)
@@ -299,9 +292,7 @@ def push(
 
 def _folder_address(repo: str, sae: SAELike) -> Address:
     """The folder in a repository that an SAE is pushed to."""
-    name = "sae"
-    if sae is not None and not isinstance(sae, SAE):
-        name = Path(sae).resolve().name
+    name = "sae" if sae is None or isinstance(sae, SAE) else Path(sae).resolve().name
     address = Address.parse(repo)
     if address is not None and not address.folder:
         address = Address.parse(f"{repo.rstrip('/')}/{name}")
