@@ -35,11 +35,11 @@ from ..extract.tokens import TokenTexts, continuation, first_tokens
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae
-from .measured import ChosenRows, Measured
+from .measured import ChosenRows
 
 METHODS = ("add", "clamp", "ablate")
 NEW_TOKENS = 40
-SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # at most, see `_largest_codes`
+SCANNED_ROWS, SCANNED_PRODUCTS = 1 << 16, 1 << 38  # at most, see `_largest_on_store`
 
 
 class _Change(NamedTuple):
@@ -81,11 +81,15 @@ def _change(
     return _Change(hooked, method, numbers.tolist(), scales.tolist())
 
 
+@torch.no_grad()
 def _largest_on_store(
     home: Home, opened: tuple[Subject, SavedSAE], device: str, latents: list[int]
 ) -> tuple[list[float], int] | None:
-    """The largest code of each latent on the store that an SAE was trained on, and the number of rows looked at; None
-    where the store is missing, or does not fit."""
+    """The largest code of each latent on rows, drawn at random, of the store that an SAE was trained on, and the number
+    of these rows; None where the store is missing, or does not fit.
+
+    Cost: at most `SCANNED_PRODUCTS` multiplications, or one batch.
+    """
     subject, _ = opened
     names = [name for name in (subject.data, *subject.beside, subject.target) if name]
     if not names or not all(name in home.stores.names() or Path(name).exists() for name in names):
@@ -94,26 +98,17 @@ def _largest_on_store(
         measured = ChosenRows(home, None, "all", device, Silent()).with_opened(*opened)
     except ConfigError:  # a store made anew under the name may have other rows, or no targets
         return None
-    return _largest_codes(measured, latents)
-
-
-@torch.no_grad()
-def _largest_codes(measured: Measured, latents: Sequence[int]) -> tuple[list[float], int]:
-    """The largest code of each of some latents on rows drawn at random, and the number of these rows.
-
-    Cost: at most `SCANNED_PRODUCTS` multiplications, or one batch.
-    """
     sae = measured.sae
-    rows = min(SCANNED_ROWS, SCANNED_PRODUCTS // (sae.d_in * sae.d_sae))
+    most = min(SCANNED_ROWS, SCANNED_PRODUCTS // (sae.d_in * sae.d_sae))
     largest = torch.full((len(latents),), -torch.inf)
-    seen = 0
+    rows = 0
     for batch in measured.rows.batches(measured.batch_rows, seed=0, epoch=0):
         x = torch.from_numpy(batch[:, : sae.d_in]).to(sae.W_enc)
-        largest = largest.maximum(sae.encode(x)[:, list(latents)].amax(0).float().cpu())
-        seen += len(batch)
-        if seen >= rows:
+        largest = largest.maximum(sae.encode(x)[:, latents].amax(0).float().cpu())
+        rows += len(batch)
+        if rows >= most:
             break
-    return largest.tolist(), seen
+    return largest.tolist(), rows
 
 
 def _hooked(
@@ -215,7 +210,7 @@ def _changed(model: nn.Module, change: _Change, special: Sequence[int] | None) -
 
 def _special_of(config: Any) -> list[int]:
     ids = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
-    return np.hstack([token for token in ids if token is not None] or [[]]).astype(int).tolist()
+    return np.hstack([[], *(token for token in ids if token is not None)]).astype(int).tolist()
 
 
 class _Hooks:
@@ -324,13 +319,16 @@ def steer(
     special = sorted(special_ids(loaded.tokenizer, control=False))
     read, written = _activations(loaded, inputs, special, sae_at)
     encodes = not opened[1].sae.widths  # a part of a crosscoder cannot
-    settings = (max_new_tokens, temperature, seed)
+    texts = TokenTexts(loaded.tokenizer)
     continuations = []
     with listener.progress(f"continuing with {source.name}", len(prompts), "prompts") as show:
         for done, (prompt, token_ids) in enumerate(zip(prompts, inputs, strict=True)):
             show(done)
-            texts = _continuations(loaded, token_ids, change, special, settings)
-            continuations.append({"prompt": prompt, **texts})
+            arguments = (loaded, token_ids, max_new_tokens, temperature, seed)
+            plain = texts.joined(continuation(*arguments))
+            with _changed(loaded.model, change, special):
+                steered = texts.joined(continuation(*arguments))
+            continuations.append({"prompt": prompt, "plain": plain, "steered": steered})
     target = {f"target_{key}": value for key, value in sae_at.written.place.items()}
     return {
         "run": sae_at.name,
@@ -379,20 +377,6 @@ def _activations(
     batches = stored_activations(model, windows, points, 1)
     at_points = [torch.cat(parts).float() for parts in zip(*batches, strict=True)]
     return at_points[0], at_points[-1]
-
-
-def _continuations(
-    model: LanguageModel,
-    token_ids: Tensor,
-    change: _Change,
-    special: list[int],
-    settings: tuple[int, float, int],
-) -> dict[str, str]:
-    texts = TokenTexts(model.tokenizer)
-    plain = texts.joined(continuation(model, token_ids, *settings))
-    with _changed(model.model, change, special):
-        steered = texts.joined(continuation(model, token_ids, *settings))
-    return {"plain": plain, "steered": steered}
 
 
 def _latent_lines(change: _Change, x: Tensor, on_store: list[float] | None) -> list[dict[str, Any]]:
