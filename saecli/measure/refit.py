@@ -76,7 +76,13 @@ def refit_decoder(sae: SAE, rows: RowSource, listener: Listener, own: bool = Fal
             show(done)
         moments.reduce(ALONE)
         show(rows.rows, "choosing alpha")
-        target, direction = _target(sae, bool(rows.d_target), own)
+        direction: Tensor | None = None
+        if not own:
+            target, direction = "the old decoder", sae.W_dec
+        elif sae.widths or rows.d_target:
+            target = "0"
+        else:
+            target, direction = "W_enc'", sae.W_enc.T.contiguous()
         state = _solve(sae, moments, direction)
     W_dec, b_dec = (tensor.to(sae.W_dec) for tensor in (state.W(direction), state.b))
     if own:
@@ -89,15 +95,6 @@ def refit_decoder(sae: SAE, rows: RowSource, listener: Listener, own: bool = Fal
     row_major = sae.changed(None, **tensors).copy_to(sae.W_enc.device)  # as from its file
     dead_fraction = 1 - moments.fired.double().mean().item()
     return Refitted(row_major, target, state, rows.rows, dead_fraction)
-
-
-def _target(sae: SAE, transcodes: bool, own: bool) -> tuple[str, Tensor | None]:
-    """T0, in words and numbers."""
-    if not own:
-        return "the old decoder", sae.W_dec
-    if sae.widths or transcodes:
-        return "0", None
-    return "W_enc'", sae.W_enc.T.contiguous()
 
 
 def _solve(sae: SAE, moments: Moments, direction: Tensor | None) -> DecoderState:
@@ -223,7 +220,7 @@ def refit_run(
         "notes": _notes(refitted),
         "final": _final(refitted, measures[1]),
     }
-    _save(after, folder, {"name": "refit", "source": before.subject.name}, created, result)
+    _save(after, folder, before.subject.name, created, result)
     return {
         "run": folder.name,
         "path": str(folder),
@@ -239,34 +236,23 @@ def refit_run(
 
 
 def _final(refitted: Refitted, measures: Mapping[str, Any]) -> dict[str, Any]:
-    decoder = refitted.decoder
+    figures = ("alpha", "relative_alpha", "c", "condition", "dof")
     return {
-        "test_fvu": measures["fvu"],
-        "test_mse": measures["mse"],
-        "test_l0": measures["l0"],
+        **{f"test_{name}": measures[name] for name in ("fvu", "mse", "l0")},
         "dead_fraction": refitted.dead_fraction,
-        "alpha": decoder.alpha,
-        "relative_alpha": decoder.relative_alpha,
-        "c": decoder.c,
-        "condition": decoder.condition,
-        "dof": decoder.dof,
+        **{name: getattr(refitted.decoder, name) for name in figures},
     }
 
 
-def _save(
-    after: Measured, folder: Path, solver: dict[str, str], created: str, result: dict[str, Any]
-) -> None:
+def _save(after: Measured, folder: Path, source: str, created: str, result: dict[str, Any]) -> None:
+    seed = after.subject.split_seed
     document = {
         "format_version": RUN_VERSION,
         "created": created,
         "complete": True,
         **after.stores.names(),
-        "training": {
-            "split_seed": after.subject.split_seed,
-            "fraction": 1.0,
-            "d_sae": after.sae.d_sae,
-        },
-        "solver": solver,
+        "training": {"split_seed": seed, "fraction": 1.0, "d_sae": after.sae.d_sae},
+        "solver": {"name": "refit", "source": source},
         "activation": activation_to_json(after.sae.activation),
         "result": result,
     }
