@@ -141,7 +141,7 @@ def _document(
     listener: Listener,
 ) -> dict[str, Any]:
     index_pairs = list(combinations(range(len(saes)), 2))
-    sums = [_LatentSums(sae.d_sae) for sae in saes]
+    cosines = [np.full((len(saes), sae.d_sae), np.nan) for sae in saes]  # with counterparts
     pairs: list[dict[str, Any]] = []
     with listener.progress("matching latents", len(index_pairs), "pairs") as show:
         for i, j in index_pairs:
@@ -151,18 +151,16 @@ def _document(
                     "stability; expected runs that differ in seed"
                 )
             match = matching(saes[i], saes[j])
-            matched = match.cosine > threshold
-            sums[i].add(match.first, match.cosine, matched)
-            sums[j].add(match.second, match.cosine, matched)
+            cosines[i][j, match.first] = cosines[j][i, match.second] = match.cosine
             of_firing = None
             if frequencies is not None:
                 fire = (frequencies[i][match.first] > 0) & (frequencies[j][match.second] > 0)
-                of_firing = _measures(match.cosine[fire], matched[fire])
+                of_firing = _measures(match.cosine[fire], threshold)
             counterparts = dict(zip(match.first.tolist(), match.second.tolist(), strict=True))
             pairs.append(
                 {
                     "runs": [names[i], names[j]],
-                    **_measures(match.cosine, matched),
+                    **_measures(match.cosine, threshold),
                     "firing": of_firing,
                     "counterparts": [counterparts.get(latent) for latent in range(saes[i].d_sae)],
                 }
@@ -171,7 +169,7 @@ def _document(
     runs = []
     for run, name in enumerate(names):
         frequency = None if frequencies is None else frequencies[run]
-        runs.append({"run": name, **sums[run].document(len(saes) - 1, frequency)})
+        runs.append({"run": name, **_run_document(cosines[run], threshold, frequency)})
     return {
         "match_threshold": threshold,
         **_means(pairs),
@@ -181,36 +179,26 @@ def _document(
     }
 
 
-class _LatentSums:
-    """Sums over the other runs for each latent of a run, (F,)."""
-
-    def __init__(self, d_sae: int) -> None:
-        self.cosines, self.matches, self.counterparts = np.zeros((3, d_sae))
-
-    def add(
-        self, latents: NDArray[np.int64], cosine: NDArray[np.float64], matched: NDArray[np.bool_]
-    ) -> None:
-        self.cosines[latents] += cosine
-        self.matches[latents] += matched
-        self.counterparts[latents] += 1
-
-    def document(self, others: int, frequency: NDArray[np.float64] | None) -> dict[str, Any]:
-        sums = zip(self.cosines.tolist(), self.counterparts.tolist(), strict=True)
-        return {
-            "d_sae": len(self.cosines),
-            "silent": None if frequency is None else int((frequency == 0).sum()),
-            "cosine": [total / count if count else None for total, count in sums],
-            "match_fraction": (self.matches / others).tolist(),
-            "frequency": None if frequency is None else frequency.tolist(),
-        }
-
-
-def _measures(cosine: NDArray[np.float64], matched: NDArray[np.bool_]) -> dict[str, Any]:
-    latents = len(cosine)
+def _run_document(
+    cosines: NDArray[np.float64], threshold: float, frequency: NDArray[np.float64] | None
+) -> dict[str, Any]:
+    """The entry of a run, given the |cosine| of each latent with its counterpart in each run, (R, F), NaN without."""
+    sums, counts = np.nansum(cosines, axis=0), np.isfinite(cosines).sum(0)
+    of_latents = zip(sums.tolist(), counts.tolist(), strict=True)
     return {
-        "latents": latents,
-        "pw_mcc": float(cosine.mean()) if latents else None,
-        "matched_fraction": float(matched.mean()) if latents else None,
+        "d_sae": cosines.shape[1],
+        "silent": None if frequency is None else int((frequency == 0).sum()),
+        "cosine": [total / count if count else None for total, count in of_latents],
+        "match_fraction": ((cosines > threshold).sum(0) / (len(cosines) - 1)).tolist(),
+        "frequency": None if frequency is None else frequency.tolist(),
+    }
+
+
+def _measures(cosine: NDArray[np.float64], threshold: float) -> dict[str, Any]:
+    return {
+        "latents": len(cosine),
+        "pw_mcc": float(cosine.mean()) if len(cosine) else None,
+        "matched_fraction": float((cosine > threshold).mean()) if len(cosine) else None,
     }
 
 
