@@ -13,7 +13,7 @@ difference; Kantamneni et al., "Are Sparse Autoencoders Useful? A Case Study in 
 Shapes: N texts of a set, T tokens, D = d_in, F = d_sae, P features of a probe.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -124,8 +124,15 @@ def probe(
             labelled = labelled_sets.read(name, rows)
             x = last_tokens(labelled.texts)
             for each, sae in zip(probed, saes_on_device, strict=True):
-                lines += _sparse_lines(labelled, each, codes_of(sae, x[each.read]), sorted(k))
-            lines += [_dense_line(labelled, point, x[point]) for point in points]
+                codes = codes_of(sae, x[each.read])
+                latents = most_different(codes, labelled.labels, max(k))
+                for count in sorted(k):
+                    scores = sparse_scores(codes, labelled.labels, count)
+                    line = _line(labelled, each.name, each.read, count, scores)
+                    lines.append(line | {"latents": latents[:count]})
+            for point in points:
+                scores = dense_scores(x[point].double().numpy(), labelled.labels)
+                lines.append(_line(labelled, None, point, None, scores))
     return {
         "model": source.name,
         "context": context,
@@ -170,21 +177,6 @@ class LabelledSet:
 
 
 Scores = dict[str, NDArray[np.float64]]  # of `MEASURES`: on each fold, of a probe not fitted to it
-
-
-def _sparse_lines(
-    labelled: LabelledSet, probed: Hooked, codes: csr_matrix, counts: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    latents = most_different(codes, labelled.labels, max(counts))
-    for count in counts:
-        scores = sparse_scores(codes, labelled.labels, count)
-        line = _line(labelled, probed.name, probed.read, count, scores)
-        yield line | {"latents": latents[:count]}
-
-
-def _dense_line(labelled: LabelledSet, point: HookPoint, x: Tensor) -> dict[str, Any]:
-    scores = dense_scores(x.double().numpy(), labelled.labels)
-    return _line(labelled, None, point, None, scores)
 
 
 def _line(
