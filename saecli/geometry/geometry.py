@@ -73,17 +73,13 @@ class Census:
                 self._growth.append((self.rows, len(self.counts)))
 
     @property
-    def visited(self) -> int:
-        return len(self.counts)
-
-    @property
     def l0(self) -> float:
         return self.active / self.rows
 
     @property
     def growth(self) -> list[tuple[int, int]]:
         """(rows, cells visited by them) at 1, 2, 5, 10, ... rows and at the last."""
-        last = (self.rows, self.visited)
+        last = (self.rows, len(self.counts))
         return self._growth if self._growth[-1:] == [last] else [*self._growth, last]
 
     def sizes(self) -> NDArray[np.int64]:
@@ -97,7 +93,7 @@ class Census:
         sizes = self.sizes()
         entropy = float(np.log(self.rows) - sizes / self.rows @ np.log(sizes))
         return {
-            "mean": self.rows / self.visited,
+            "mean": self.rows / len(self.counts),
             "max": int(sizes[0]),
             "singletons": int((sizes == 1).sum()),
             "entropy": entropy,
@@ -181,26 +177,30 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
     words = f"{run.subject.name}: power diagram, k-means and local PCA"
     with listener.progress(words, None, "steps"):
         train = _in_memory(_training_rows(run), sample_capacity(run.sae.d_in, settings.fit_rows))
-        radius = radius_of(sample, settings.radius)
+        distances = np.linalg.norm(sample - sample.mean(0, dtype=np.float64), axis=1)
+        radius = settings.radius * float(np.median(distances))
         margins = {split: survey.margins}
         complexity = {split: local_complexity(cells, sample, radius)}
         other = {"test": "train", "train": "test"}.get(split)
         if other is not None:
-            rows = train if other == "train" else _held_out(run)
+            held_out = run.store.split("test", seed=run.subject.split_seed)
+            rows = train if other == "train" else _in_memory(held_out, HELD_OUT_ROWS)
             margins[other] = margins_in_memory(cells, rows)
             complexity[other] = local_complexity(cells, rows, radius)
         stream = training_stream(run, settings.fit_rows)
         references = measure_references(run.sae, sample, train, round(census.l0), stream)
-        diagram, rank = agreement_measures(run.sae, sample), rank_measures(cells, sample)
+        most = max(16, AGREEMENT_WORK // (2 * run.sae.d_sae * run.sae.d_in))
+        diagram = agreement(run.sae, torch.from_numpy(spread_out(sample, most)).split(64))
+        rank = rank_measures(cells, sample)
     possible = cells.possible_log10
     document = {
         **run.heading,
         "act": run.sae.activation.name,
         "rows": census.rows,
         "l0": census.l0,
-        "cells_visited": census.visited,
+        "cells_visited": len(census.counts),
         "cells_possible_log10": possible,
-        "cells_share_log10": math.log10(census.visited) - possible,
+        "cells_share_log10": math.log10(len(census.counts)) - possible,
         "occupancy": census.occupancy(),
         "rank": rank,
         "degenerate": degenerate(run.sae),
@@ -211,21 +211,18 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
             "radius_fraction": settings.radius,
             "boundary": cells.boundary,
             "rows": len(complexity[split]),
-            **describe(complexity[split].astype(float)),
+            **describe(complexity[split]),
         },
-        "other_split": other and _split_measures(other, margins[other], complexity[other]),
+        "other_split": other
+        and {
+            "split": other,
+            "rows": len(margins[other]),
+            "margin": margin_measures(margins[other]),
+            "complexity": describe(complexity[other]),
+        },
         "references": {**references, "held_out": split == "test"},
     }
     return Geometry(run, census, sample, margins, complexity, document)
-
-
-def _split_measures(split: str, margins: NDArray, complexity: NDArray) -> dict[str, Any]:
-    return {
-        "split": split,
-        "rows": len(margins),
-        "margin": margin_measures(margins),
-        "complexity": describe(complexity.astype(float)),
-    }
 
 
 def _batches(run: Measured, count: int, listener: Listener) -> Iterator[Tensor]:
@@ -252,10 +249,6 @@ def training_stream(run: Measured, most: int) -> Stream | None:
 
 def _training_rows(run: Measured) -> Rows:
     return run.store.split("train", fraction=run.subject.fraction, seed=run.subject.split_seed)
-
-
-def _held_out(run: Measured) -> NDArray[np.float32]:
-    return _in_memory(run.store.split("test", seed=run.subject.split_seed), HELD_OUT_ROWS)
 
 
 def _in_memory(rows: Rows, most: int) -> NDArray[np.float32]:
@@ -312,12 +305,6 @@ def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:
     return {**describe(margin), "relative": describe(relative)}
 
 
-def radius_of(rows: NDArray[np.floating], fraction: float) -> float:
-    """A fraction of the median distance of rows, (B, D), to their mean."""
-    distances = np.linalg.norm(rows - rows.mean(0, dtype=np.float64), axis=1)
-    return fraction * float(np.median(distances))
-
-
 @torch.no_grad()
 def local_complexity(cells: Cells, rows: NDArray[np.floating], radius: float) -> NDArray[np.int64]:
     """Boundary hyperplanes within the radius of each of at most 1000 of the rows, (B, D)."""
@@ -332,14 +319,7 @@ def rank_measures(cells: Cells, rows: NDArray[np.floating]) -> dict[str, Any]:
     supports = torch.unique(cells.supports(cells.pre_activations(x)), dim=0)
     ranks = np.array([rank(cells.sae, support.nonzero()[:, 0]) for support in supports])
     full = ranks == supports.sum(1).clamp(max=cells.sae.d_in).numpy()
-    return {"cells": len(ranks), "full": float(full.mean()), **describe(ranks.astype(float))}
-
-
-@torch.no_grad()
-def agreement_measures(sae: SAE, rows: NDArray[np.floating]) -> dict[str, Any] | None:
-    """`agreement` on rows, within `AGREEMENT_WORK`."""
-    most = max(16, AGREEMENT_WORK // (2 * sae.d_sae * sae.d_in))
-    return agreement(sae, torch.from_numpy(spread_out(rows, most)).split(64))
+    return {"cells": len(ranks), "full": float(full.mean()), **describe(ranks)}
 
 
 def describe(values: NDArray) -> dict[str, float]:

@@ -25,7 +25,7 @@ def test_streamed_counts_equal_a_set_over_all_rows(
         census.add(support_keys(part), int(part.sum()))
     keys = [tuple(row) for row in supports]
     counts = np.array(sorted(Counter(keys).values(), reverse=True))
-    assert (census.rows, census.visited) == (rows, len(set(keys)))
+    assert (census.rows, len(census.counts)) == (rows, len(set(keys)))
     np.testing.assert_array_equal(census.sizes(), counts)
     assert census.l0 == pytest.approx(supports.sum(1).mean())
     assert all(cells == len(set(keys[:seen])) for seen, cells in census.growth)
