@@ -1,6 +1,7 @@
 """Homes for tests of commands: real stores and run folders, and the command line run in this process."""
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -167,14 +168,15 @@ class Done:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Runs `sae` in this process."""
+    """Runs `sae` in this process: `sae("train --data rows", "--name", name)`."""
 
     home: Path
     monkeypatch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture[str]
 
-    def __call__(self, *words: str | Path) -> Done:
-        self.monkeypatch.setattr(sys, "argv", ["sae", "--home", str(self.home), *map(str, words)])
+    def __call__(self, line: str, *words: str | Path) -> Done:
+        argv = ["sae", "--home", str(self.home), *shlex.split(line), *map(str, words)]
+        self.monkeypatch.setattr(sys, "argv", argv)
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
             main()

@@ -32,9 +32,7 @@ def test_demo_ends_with_error_sparsity_effect_and_cost_of_both_runs(sae: Command
     assert " unbeaten (*): every other run" in " " + " ".join(last.split())
     evaluated = {
         run["run"]: run
-        for run in sae(
-            "eval", "demo-1-sgd", "demo-1-pam-sgd", "--model", "tiny-gemma2", "--json"
-        ).json["runs"]
+        for run in sae("eval demo-1-sgd demo-1-pam-sgd --model tiny-gemma2 --json").json["runs"]
     }
     assert {name.removesuffix(" *") for name, *_ in lines} == evaluated.keys()
     for marked, *figures in lines:

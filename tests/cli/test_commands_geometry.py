@@ -159,7 +159,7 @@ def test_a_row_or_two_are_measured_and_drawn(sae: CommandLine, tmp_path: Path, w
     for activation in (TopK(3), Relu(), AbsTopK(F)):
         make_run(sae.home, activation.name, random_sae(activation))
         done = sae(
-            "geometry", activation.name, "--plot", tmp_path / "x.png", "--slice", "pca", *words
+            f"geometry {activation.name} --plot", tmp_path / "x.png", "--slice", "pca", *words
         )
         assert (done.status, done.out.count("FVU of")) == (0, 3), done.err
 

@@ -104,21 +104,7 @@ def sample_command() -> Callable[..., str]:
 def test_the_command_line_and_a_file_take_what_python_takes(sample_command, tmp_path: Path):
     assert sample_command() == f"{Sample()}\n"
     wanted = Sample(size=5, rate=0.5, kind="b", name="x", parts=(1, 2), loud=True)
-    words = [
-        "--size",
-        "5",
-        "--rate",
-        "0.5",
-        "--kind",
-        "b",
-        "--name",
-        "x",
-        "--parts",
-        "1",
-        "--parts",
-        "2",
-        "--loud",
-    ]
+    words = "--size 5 --rate 0.5 --kind b --name x --parts 1 --parts 2 --loud".split()
     assert sample_command(*words) == f"{wanted}\n"
     config = tmp_path / "config.toml"
     config.write_text("\n".join(toml_lines(replace(wanted, deep=0.25).to_json())))

@@ -39,13 +39,7 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(
     sae: CommandLine, models, text, architecture, site
 ):
     document = sae(
-        "extract",
-        "--model",
-        models[architecture],
-        "--site",
-        site,
-        "--dataset",
-        text,
+        f"extract --model {models[architecture]} --site {site} --dataset {text}",
         *split("--layer 1 --context 16 --dtype float32 --batch-size 5 --name s --json"),
     ).json
     assert document.keys() >= {"name", "path", "rows", "d_in", "dtype", "shards", "cached"}

@@ -206,10 +206,7 @@ def test_rows_that_not_all_can_store_end_the_extraction(
 ):
     (tmp_path / "c.txt").write_text("\n\n".join(["c" * 15] * 800))
     done = sae(
-        "extract",
-        "--model",
-        overflowing,
-        "--dataset",
+        f"extract --model {overflowing} --dataset",
         tmp_path / "c.txt",
         *split("--layer 1 --site mlp_in --site resid_pre --context 16 --dtype float16"),
     )
@@ -235,7 +232,7 @@ def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text)
         "there is a store named 'mine-l2-resid_post' already, made from something else" in refused
     )
     out = sae(
-        "extract", "--model", model, "--dataset", text, "--rows", "100", *SEVERAL, "--name", "mine"
+        f"extract --model {model} --dataset {text} --rows 100", *SEVERAL, "--name", "mine"
     ).out
     assert out.count("stored already, by the same request") == 4
 
@@ -353,11 +350,7 @@ def test_the_forward_pass_runs_in_the_given_precision(sae: CommandLine, model, t
 def test_without_a_terminal_a_line_shows_progress(sae: CommandLine, model, text):
     sae.monkeypatch.setattr("saecli.base.console.PLAIN_INTERVAL", 0.0)
     done = sae(
-        "extract",
-        "--model",
-        model,
-        "--dataset",
-        text,
+        f"extract --model {model} --dataset {text}",
         *split("--rows 600 --context 16 --batch-size 4"),
     )
     line = next(line for line in done.err.splitlines() if "tokens/s" in line)

@@ -211,15 +211,8 @@ def test_a_multimodal_model_is_read_and_spliced_in_its_language_model(
     torch.testing.assert_close(found, states[1], rtol=0, atol=0)
     (tmp_path / "text.txt").write_text("\n\n".join("abcdefghij"[n % 7 :] for n in range(200)))
     assert (
-        sae(
-            "extract", "--model", folder, "--dataset", tmp_path / "text.txt", "--name", "rows"
-        ).status
+        sae(f"extract --model {folder} --dataset", tmp_path / "text.txt", "--name", "rows").status
         == 0
     )
-    assert (
-        sae(
-            "train", "--data", "rows", "--act", "topk", "--k", "4", "--steps", "9", "--name", "run"
-        ).status
-        == 0
-    )
+    assert sae("train --data rows --act topk --k 4 --steps 9 --name run").status == 0
     assert sae("eval", "run", "--model", folder, "--json").json["runs"][0]["kl"] > 0

@@ -98,16 +98,7 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
     sae: CommandLine, tmp_path: Path
 ):
     files = [write(tmp_path / name, [*range(3, 40)] * 25) for name in ("a.jsonl", "b.jsonl")]
-    mixed = [
-        "extract",
-        "--model",
-        "tiny-gemma2",
-        "--rows",
-        "14000",
-        "--shard-rows",
-        "1000",
-        "--name",
-    ]
+    mixed = "extract --model tiny-gemma2 --rows 14000 --shard-rows 1000 --name".split()
     mixed[1:1] = [
         word
         for pair in zip(["stdlib-docs", *files], "532", strict=True)
@@ -124,24 +115,7 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
     rows = saecli.open_store("whole", home=sae.home).split("all")
     source = np.concatenate(list(rows.column("source", 512)))
     assert np.bincount(source).tolist() == [*made["sources"].values()]
-    assert (
-        sae(
-            "train",
-            "--act",
-            "topk",
-            "--k",
-            "4",
-            "--d-sae",
-            "64",
-            "--steps",
-            "50",
-            "--name",
-            "run",
-            "--data",
-            "whole",
-        ).status
-        == 0
-    )
+    assert sae("train --act topk --k 4 --d-sae 64 --steps 50 --name run --data whole").status == 0
     x, run = (
         np.concatenate([batch.copy() for batch in rows.sequential(512)]),
         saecli.load_sae("run", home=sae.home),

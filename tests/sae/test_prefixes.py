@@ -109,9 +109,7 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
     make_store(sae.home, "rows", rows)
     assert sae("train", *QUICK, "--prefixes", "3,8", "--name", "nested").status == 0
     assert sae("train", *QUICK, "--name", "plain").status == 0
-    done = sae(
-        "eval", "nested", "plain", "--split", "all", "--json", "--csv", tmp_path / "measures.csv"
-    )
+    done = sae("eval nested plain --split all --json --csv", tmp_path / "measures.csv")
     measures = {run["run"]: run for run in done.json["runs"]}
     assert "prefixes" not in measures["plain"]
     trained = load(sae.home / "runs" / "nested").sae

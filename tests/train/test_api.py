@@ -189,20 +189,7 @@ def test_an_sae_keeps_its_store_and_says_where_other_rows_come_from(
     sae: CommandLine, tmp_path: Path, monkeypatch
 ):
     assert (
-        sae(
-            "extract",
-            "--model",
-            "tiny-gemma2",
-            "--rows",
-            "900",
-            "--layer",
-            "1",
-            "--layer",
-            "3",
-            "--name",
-            "notes",
-        ).status
-        == 0
+        sae("extract --model tiny-gemma2 --rows 900 --layer 1 --layer 3 --name notes").status == 0
     )
     monkeypatch.setenv("SAE_HOME", str(sae.home))
     one, three = (saecli.open_store(f"notes-l{layer}-resid_post") for layer in (1, 3))

@@ -225,9 +225,7 @@ def test_a_store_made_again_under_its_name_is_told(sae, home):
 
 def test_a_run_without_a_store_asks_for_its_text(sae, home, model, text):
     words = ("--layer", str(LAYER), "--context", str(LENGTH + 1), "--act", "topk", "--k", "4")
-    done = sae(
-        "train", "--model", model, "--dataset", text, *words, "--rows", "600", "--name", "live"
-    )
+    done = sae(f"train --model {model} --dataset {text}", *words, "--rows", "600", "--name", "live")
     assert done.status == 0, done.err
     done = sae("finetune", "live", "--tokens", "3000")
     assert done.status == 2

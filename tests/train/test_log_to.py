@@ -12,16 +12,7 @@ from launching import python_with
 import saecli
 from saecli.train.files import read_metrics
 
-QUICK = (
-    "--d-sae",
-    "24",
-    "--epochs",
-    "4",
-    "--batch-size",
-    "64",
-    "--name",
-    "run",
-)
+QUICK = "--d-sae 24 --epochs 4 --batch-size 64 --name run".split()
 
 
 def test_without_the_package_a_sentence_says_what_to_install(sae: CommandLine, monkeypatch):

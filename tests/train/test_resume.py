@@ -130,17 +130,7 @@ def test_resumed_is_bit_for_bit_uninterrupted(
 def test_a_killed_command_resumed_equals_one_never_stopped(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
     make_run(sae.home, "old", random_sae())
-    words = [
-        "train",
-        "--init",
-        "old",
-        "--epochs",
-        "4",
-        "--batch-size",
-        "64",
-        "--sparsity-weight",
-        "1",
-    ]
+    words = "train --init old --epochs 4 --batch-size 64 --sparsity-weight 1".split()
     assert sae(*words, "--name", "whole").status == 0
     signalled(sae.home, [*words, "--name", "killed"], "checkpoint.safetensors", 2)
     folder = sae.home / "runs" / "killed"
@@ -178,21 +168,9 @@ def test_one_run_for_each_store_goes_on_after_a_kill_and_past_a_store_that_fails
     for index, name in enumerate(["x-10", "x-2", "y"]):
         make_store(sae.home, name, some_rows(1000, seed=index))
     make_store(sae.home, "x-1", some_rows(1000) * np.float32(1e30))  # whose squares overflow
-    words = [
-        "train",
-        "--solver",
-        "sgd",
-        "--normalize",
-        "none",
-        "--epochs",
-        "3",
-        "--batch-size",
-        "64",
-        "--seed",
-        "0",
-        "--seed",
-        "1",
-    ]
+    words = (
+        "train --solver sgd --normalize none --epochs 3 --batch-size 64 --seed 0 --seed 1".split()
+    )
     signalled(
         sae.home, [*words, "--data", "x-*", "--each", "--name", "a"], "checkpoint.safetensors", 8
     )

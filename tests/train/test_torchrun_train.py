@@ -24,49 +24,13 @@ COMMON = ("--dtype", "float64", "--d-sae", "32", "--data", "rows", "--json")
 VARIANTS = {
     "sgd": ("--solver", "sgd", "--batch-size", "250"),
     "l1": ("--act", "relu", "--sparsity-weight", "3", "--batch-size", "500"),
-    "dead-latents": (
-        "--act",
-        "topk",
-        "--k",
-        "1",
-        "--lr",
-        "0.1",
-        "--batch-size",
-        "1000",
-        "--epochs",
-        "3",
-    ),
+    "dead-latents": "--act topk --k 1 --lr 0.1 --batch-size 1000 --epochs 3".split(),
     "jumprelu": ("--act", "jumprelu", "--sparsity", "l0"),
-    "within-epochs": (
-        "--act",
-        "topk",
-        "--k",
-        "3",
-        "--decoder-every",
-        "7",
-        "--epochs",
-        "1",
-    ),
+    "within-epochs": "--act topk --k 3 --decoder-every 7 --epochs 1".split(),
     "nested": ("--act", "topk", "--k", "3", "--prefixes", "4,16"),
-    "one-block": (
-        "--fraction",
-        "0.1",
-        "--act",
-        "relu",
-    ),  # of sums: one process has none
+    "one-block": "--fraction 0.1 --act relu".split(),  # of sums: one process has none
     "iterative": ("--solve", "iterative", "--act", "topk", "--k", "3"),
-    "few-rows": (
-        "--fraction",
-        "0.003",
-        "--act",
-        "abs-topk",
-        "--k",
-        "4",
-        "--batch-size",
-        "10",
-        "--epochs",
-        "5",
-    ),
+    "few-rows": "--fraction 0.003 --act abs-topk --k 4 --batch-size 10 --epochs 5".split(),
     "paper": ("--solver", "pam", "--act", "relu"),
 }
 PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\ndecoder_first = true\nclip_norm = 0.5\n"
@@ -139,16 +103,7 @@ def in_one_and_several(sae: CommandLine, *words: str, processes: int = 2) -> tup
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine):
-    words = (
-        "--act",
-        "topk",
-        "--k",
-        "3",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "255",
-    )
+    words = "--act topk --k 3 --epochs 2 --batch-size 255".split()
     one, done = in_one_and_several(sae, *COMMON, *words)
     assert_same_result(done.json, one)
     assert_same_run(sae.home, "several", "one")

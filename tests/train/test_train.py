@@ -103,19 +103,7 @@ def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(
             "held-out L0 .* is above d_in, 8, so codes are not sparse; use --sparsity l1",
         ),
         (
-            (
-                "--solver",
-                "sgd",
-                "--act",
-                "topk",
-                "--k",
-                "2",
-                "--lr",
-                "1",
-                "--smoothing",
-                "0",
-                "--no-revive",
-            ),
+            "--solver sgd --act topk --k 2 --lr 1 --smoothing 0 --no-revive".split(),
             "held-out FVU .* is above 1, so the mean of the rows would reconstruct them better; lower --lr",
         ),
     ],
@@ -233,18 +221,7 @@ def test_a_name_that_is_taken_is_refused_and_a_default_name_counts_on(sae: Comma
 
 def test_a_batch_larger_than_the_rows_is_the_rows(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
-    done = sae(
-        "train",
-        "--d-sae",
-        "24",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "100000000",
-        "--name",
-        "run",
-        "--json",
-    )
+    done = sae("train --d-sae 24 --epochs 2 --batch-size 100000000 --name run --json")
     assert done.status == 0
     settled = json.loads((sae.home / "runs" / "run" / "run.json").read_text())["training"]
     assert 200 < settled["batch_size"] < 300
@@ -255,19 +232,7 @@ def test_where_a_batch_is_what_needs_the_memory_it_is_named(sae: CommandLine, mo
     said = []
     for mebibytes in (1, *range(20, 400, 20)):
         monkeypatch.setattr(plan, "free_memory", lambda *_, of=mebibytes: of << 20)
-        said.append(
-            sae(
-                "train",
-                "--d-sae",
-                "256",
-                "--epochs",
-                "1",
-                "--batch-size",
-                "60000",
-                "--solver",
-                "sgd",
-            ).err
-        )
+        said.append(sae("train --d-sae 256 --epochs 1 --batch-size 60000 --solver sgd").err)
         if "--batch-size" in said[-1]:
             break
     assert "--batch-size" not in said[0] and "of memory" in said[0]

@@ -54,19 +54,7 @@ def test_weights_that_diverge_in_an_epochs_last_step_are_never_saved(
     sae: CommandLine, solver: str, lr: str
 ):
     make_store(sae.home, "rows", some_rows(1000))
-    done = sae(
-        "train",
-        "--solver",
-        solver,
-        "--batch-size",
-        "2000",
-        "--lr",
-        lr,
-        "--epochs",
-        "9",
-        "--d-sae",
-        "24",
-    )
+    done = sae(f"train --solver {solver} --batch-size 2000 --lr {lr} --epochs 9 --d-sae 24")
     assert done.status == 1
     assert "lower --lr" in done.err
     assert "unexpected" not in done.err
@@ -143,15 +131,7 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
 def test_uncentred_rows_start_above_an_fvu_of_1_without_diverging(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
     done = sae(
-        "train",
-        "--solver",
-        "sgd",
-        "--normalize",
-        "none",
-        "--lr",
-        "0.01",
-        "--batch-size",
-        "8",
+        "train --solver sgd --normalize none --lr 0.01 --batch-size 8",
         *QUICK[:2],
         "--epochs",
         "1",
@@ -286,18 +266,7 @@ def test_subnormal_rows_are_refused_and_small_ones_train(sae: CommandLine, norma
 def test_a_run_killed_at_any_moment_begins_anew_or_is_resumed(produce: Producer, step: int):
     """Killed before every opening, renaming, removing and flushing of a file: the same command begins a run that has no
     checkpoint anew, and `--resume` goes on with one that is known; both end as one that was never killed."""
-    words = [
-        "train",
-        "--data",
-        "rows",
-        "--d-sae",
-        "12",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "64",
-        "--name",
-    ]
+    words = "train --data rows --d-sae 12 --epochs 2 --batch-size 64 --name".split()
     imports = ["saecli.show.pictures", "matplotlib.backends.backend_agg"]
     with memory_folder() as home:
         make_store(home, "rows", some_rows(300))
