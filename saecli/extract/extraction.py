@@ -15,7 +15,7 @@ import torch
 
 from ..base.console import Listener, listening
 from ..base.devices import device_named
-from ..base.errors import ConfigError, counted, size_words, unknown_choice
+from ..base.errors import ConfigError, StoreError, counted, size_words, unknown_choice
 from ..base.home import STORE_MARKER, Home, checked_name
 from ..base.options import demand_known
 from ..base.processes import ALONE, Communicator, communicator
@@ -137,6 +137,7 @@ def extract(
             ]
             write_stores(Extraction(config, loaded, text, listener, processes), requests)
         stores = [ActivationStore.open(request.folder) for request in requests]
+        _demand_same_rows(stores)
         if processes.is_main:
             if stores[0].rows < config.rows:
                 listener.note(
@@ -156,6 +157,17 @@ def _layers(layer: int | Sequence[int] | str | None, source: "ModelSource") -> S
     if isinstance(layer, str):
         return range(source.layers)
     return layer or [source.default_layer()]
+
+
+def _demand_same_rows(stores: Sequence[ActivationStore]) -> None:
+    """Resumed with another batch size, a row within rounding of overflow may be dropped from one store alone."""
+    ends = [[shard.resume.position for shard in store.meta.shards] for store in stores]
+    for store, own_ends in zip(stores, ends, strict=True):
+        if own_ends != ends[0]:
+            raise StoreError(
+                f"{stores[0].name} and {store.name} do not hold the same rows: their shards end at different "
+                "tokens; remove both and run the same command again, with one --batch-size on one machine"
+            )
 
 
 def resolved(

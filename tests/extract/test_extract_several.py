@@ -221,6 +221,17 @@ def test_a_norm_limit_takes_one_hook_point(sae: CommandLine, model, text):
     assert done.status == 2 and "--max-norm-multiple" in done.err
 
 
+def test_stores_of_different_rows_are_refused(sae: CommandLine, model, text):
+    words = ("extract", "--model", model, "--dataset", text)
+    words += (*split("--rows 300 --shard-rows 60 --name s --site mlp_in --site mlp_out"),)
+    assert sae(*words).status == 0
+    path = sae.home / "activations" / "s-l1-mlp_out" / "store.json"
+    document = json.loads(path.read_text())
+    document["shards"][2]["resume"]["skip"] += 1
+    path.write_text(json.dumps(document))
+    assert "s-l1-mlp_in and s-l1-mlp_out do not hold the same rows" in sae(*words).err
+
+
 def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text):
     words = ("extract", "--model", model, "--dataset", text, "--rows", "100", "--json")
     found = sae(*words, *SEVERAL, "--name", "mine").json["stores"]
