@@ -23,7 +23,7 @@ from measured import Claim, arguments, rows_of, write_claims, write_series
 from torch import Tensor
 
 from saecli.sae.activations import Activation, KeepsK, Parameters
-from saecli.sae.codes import Codes, DenseCodes
+from saecli.sae.codes import Codes
 from saecli.sae.dictionary import SAE, Batch
 from saecli.show.style import COLOURS, figure, legend_below, log_scale
 from saecli.train.ridge import Sums, Terms, solve
@@ -44,7 +44,7 @@ class Swish(Activation):
     name: ClassVar[str] = "swish"
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        return DenseCodes(pre * pre.sigmoid())
+        return Codes(pre * pre.sigmoid())
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SoftTopK(KeepsK):
         latents = range(pre.shape[1])
         chosen = torch.tensor(list(combinations(latents, self.k)))
         subsets = pre.new_zeros(len(chosen), pre.shape[1]).scatter_(1, chosen, 1.0)
-        return DenseCodes(pre * ((pre @ subsets.T / TEMPERATURE).softmax(1) @ subsets))
+        return Codes(pre * ((pre @ subsets.T / TEMPERATURE).softmax(1) @ subsets))
 
 
 ACTIVATIONS: dict[str, Activation] = {"swish": Swish(), "soft-topk": SoftTopK(k=3)}

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from ..extract.chats import ROLES
 from ..extract.options import COLUMNS
-from ..sae.codes import Codes, DenseCodes, SparseCodes, in_cache
+from ..sae.codes import Codes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing
 from ..store.reader import Rows
@@ -266,7 +266,7 @@ class CoFiring:
         together = torch.zeros(self._d_sae, len(part), device=part.device)
         for begin in range(0, len(bits), CHUNK):
             fires = np.unpackbits(bits[begin : begin + CHUNK], axis=1, count=self._d_sae)
-            codes = DenseCodes(torch.from_numpy(fires).to(part.device, torch.float32))
+            codes = Codes(torch.from_numpy(fires).to(part.device, torch.float32))
             together += codes.transposed_times(codes.values[:, part])
             firings += codes.sums()
         return firings, together

@@ -7,11 +7,11 @@ only: on a GPU the host would have to wait for their count.
 Shapes: B rows, n entries, D = d_in, F = d_sae, C columns of a right side, L prefixes.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -37,31 +37,32 @@ def rise(prefixes: Sequence[int]) -> bool:
     return all(before < after for before, after in pairwise((0, *prefixes)))
 
 
-class Codes(ABC):
-    """Codes z of a batch, (B, F)."""
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """Codes z of a batch as a matrix, (B, F)."""
 
-    values: Tensor  # all codes, (B, F), or the entries of sparse codes, (n,); differentiable in the pre-activations
+    values: Tensor  # differentiable in the pre-activations
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, int]:
         """B and F."""
+        return self.values.shape[0], self.values.shape[1]
 
-    @abstractmethod
     def dense(self) -> Tensor:
         """The matrix, (B, F)."""
+        return self.values
 
-    @abstractmethod
     def dense_rows(self, numbers: Tensor) -> Tensor:
         """Some distinct rows of the matrix, (m, F)."""
+        return self.values[numbers]
 
-    @abstractmethod
     def times(self, right: Tensor) -> Tensor:
         """`z right`, (B, C), for (F, C); differentiable in both."""
+        return self.values @ right
 
-    @abstractmethod
     def transposed_times(self, right: Tensor) -> Tensor:
         """`z' right`, (F, C), for (B, C)."""
+        return self.values.T @ right
 
     def prefix_times(self, right: Tensor, prefixes: Prefixes) -> Tensor:
         """`z[:, :m] right[:m]` for each prefix m, (B, L, C), for (F, C), at the cost of `times`; differentiable."""
@@ -75,144 +76,93 @@ class Codes(ABC):
             return self.transposed_times(right[:, 0])
         return self._block_transposed_times(right.flip(1).cumsum(1).flip(1), prefixes)
 
-    @abstractmethod
     def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
         """`times` by each block of latents, which end before `ends`, (B, L, C)."""
-
-    @abstractmethod
-    def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
-        """`transposed_times` with one right side per block, (F, C), for (B, L, C)."""
-
-    @abstractmethod
-    def sums(self) -> Tensor:
-        """The sum of each latent's codes, (F,), differentiable."""
-
-    @abstractmethod
-    def add_gram(self, gram: Tensor) -> None:
-        """Add `z' z` to the lower triangle of `gram`, (F, F), in its precision; entries above it may be overwritten."""
-
-    @abstractmethod
-    def by_latent(self, vector: Tensor) -> Tensor:
-        """A vector's entry, (F,), for the latent of each value; broadcasts against `values`."""
-
-    @abstractmethod
-    def with_values(self, values: Tensor) -> "Codes":
-        """The same entries with other values."""
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Codes":
-        """The codes under an elementwise function that takes 0 to 0."""
-        return self.with_values(function(self.values))
-
-    def detach(self) -> "Codes":
-        return self.map(Tensor.detach)
-
-    def count(self) -> Tensor:
-        """The number of non-zero codes, a scalar."""
-        return self.values.count_nonzero()
-
-    @abstractmethod
-    def latent_counts(self) -> Tensor:
-        """Rows on which each latent fires, (F,), int64."""
-
-    @abstractmethod
-    def row_counts(self) -> Tensor:
-        """Latents that fire on each row, (B,), int64."""
-
-    @abstractmethod
-    def l1(self) -> Tensor:
-        """The sum of all codes' magnitudes, a scalar, float64."""
-
-    def fired(self) -> Tensor:
-        """Which latents fire on any row, a mask, (F,)."""
-        return self.latent_counts() > 0
-
-    def squares(self) -> Tensor:
-        """The sum of each latent's squared codes, (F,)."""
-        return self.map(Tensor.square).sums()
-
-    def bytes(self) -> int:
-        return self.values.numel() * self.values.element_size()
-
-
-@dataclass(frozen=True, eq=False)
-class DenseCodes(Codes):
-    """Codes as a matrix, (B, F)."""
-
-    values: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[0], self.values.shape[1]
-
-    def with_values(self, values: Tensor) -> "DenseCodes":
-        return DenseCodes(values)
-
-    def dense(self) -> Tensor:
-        return self.values
-
-    def dense_rows(self, numbers: Tensor) -> Tensor:
-        return self.values[numbers]
-
-    def times(self, right: Tensor) -> Tensor:
-        return self.values @ right
-
-    def transposed_times(self, right: Tensor) -> Tensor:
-        return self.values.T @ right
-
-    def _block_times(self, right: Tensor, ends: Prefixes) -> Tensor:
         blocks = pairwise((0, *ends))
         return torch.stack(
             [self.values[:, begin:end] @ right[begin:end] for begin, end in blocks], 1
         )
 
     def _block_transposed_times(self, right: Tensor, ends: Prefixes) -> Tensor:
+        """`transposed_times` with one right side per block, (F, C), for (B, L, C)."""
         blocks = zip(pairwise((0, *ends)), right.unbind(1), strict=True)
         return torch.cat([self.values[:, begin:end].T @ part for (begin, end), part in blocks])
 
     def sums(self) -> Tensor:
+        """The sum of each latent's codes, (F,), differentiable."""
         return self.values.sum(0)
 
+    def squares(self) -> Tensor:
+        """The sum of each latent's squared codes, (F,)."""
+        return self.map(Tensor.square).sums()
+
     def add_gram(self, gram: Tensor) -> None:
+        """Add `z' z` to the lower triangle of `gram`, (F, F), in its precision; entries above it may be overwritten."""
         z = self.values
         for begin in range(0, len(gram), PANEL):
             end = begin + PANEL
             gram[begin:end, :end] += z[:, begin:end].T @ z[:, :end]
 
     def by_latent(self, vector: Tensor) -> Tensor:
+        """A vector's entry, (F,), for the latent of each value; broadcasts against `values`."""
         return vector
 
+    def with_values(self, values: Tensor) -> Self:
+        """The same entries with other values."""
+        return replace(self, values=values)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The codes under an elementwise function that takes 0 to 0."""
+        return self.with_values(function(self.values))
+
+    def detach(self) -> Self:
+        return self.map(Tensor.detach)
+
+    def count(self) -> Tensor:
+        """The number of non-zero codes, a scalar."""
+        return self.values.count_nonzero()
+
     def latent_counts(self) -> Tensor:
+        """Rows on which each latent fires, (F,), int64."""
         counts = torch.zeros(self.shape[1], dtype=torch.int64, device=self.values.device)
         for rows in in_cache(self.values):
             counts += (rows != 0).sum(0, dtype=torch.int32)
         return counts
 
     def row_counts(self) -> Tensor:
+        """Latents that fire on each row, (B,), int64."""
         blocks = in_cache(self.values)
         return torch.cat([(rows != 0).sum(1, dtype=torch.int32) for rows in blocks]).long()
 
+    def fired(self) -> Tensor:
+        """Which latents fire on any row, a mask, (F,)."""
+        return self.latent_counts() > 0
+
     def l1(self) -> Tensor:
+        """The sum of all codes' magnitudes, a scalar, float64."""
         # Each row is summed in its own precision: converting every code to float64 takes as long as encoding.
         precision = torch.promote_types(self.values.dtype, torch.float32)
         by_row = [rows.abs().sum(1, dtype=precision) for rows in in_cache(self.values)]
         return torch.stack([sums.sum(dtype=torch.float64) for sums in by_row]).sum()
 
-    def compact(self) -> Codes:
+    def bytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+    def compact(self) -> "Codes":
         """Sparse if few codes are non-zero; the host waits for their number."""
         flat = few_entries(self.values != 0, wait=True)
         if flat is None:
             return self
         offsets, _, indices = located(flat, self.shape)
-        return SparseCodes(offsets, indices, self.values.flatten()[flat], self.shape[1])
+        return SparseCodes(self.values.flatten()[flat], offsets, indices, self.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
 class SparseCodes(Codes):
-    """Some entries of a matrix, row after row; all others are zero."""
+    """Some entries of the matrix, row after row, as `values`, (n,), some of which may be zero; all others are zero."""
 
     offsets: Tensor  # first entry of each row, (B,)
     indices: Tensor  # latents, (n,), distinct within a row, in any order
-    values: Tensor  # (n,); some may be zero
     width: int  # F
     each: int | None = None  # entries per row, if equal for all
 
@@ -220,8 +170,8 @@ class SparseCodes(Codes):
     def shape(self) -> tuple[int, int]:
         return len(self.offsets), self.width
 
-    def with_values(self, values: Tensor) -> "SparseCodes":
-        return replace(self, values=values)
+    def compact(self) -> "Codes":
+        return self
 
     def dense(self) -> Tensor:
         flat = self.values.new_zeros(self.shape[0] * self.width)
@@ -254,12 +204,8 @@ class SparseCodes(Codes):
         """A row for each row and block of latents, (B L, F)."""
         blocks = torch.bucketize(self.indices, self.indices.new_tensor(ends), right=True)
         rows, order = (self.rows * len(ends) + blocks).sort(stable=True)
-        return SparseCodes(
-            offsets_of(rows, len(self.offsets) * len(ends)),
-            self.indices[order],
-            self.values[order],
-            self.width,
-        )
+        offsets = offsets_of(rows, len(self.offsets) * len(ends))
+        return SparseCodes(self.values[order], offsets, self.indices[order], self.width)
 
     def sums(self) -> Tensor:
         sums = self.values.new_zeros(self.width)
@@ -311,7 +257,7 @@ class SparseCodes(Codes):
         if int(pairs_of(sizes).sum()) <= PAIRS_FRACTION * gram.numel():
             add_pairs(gram, self.indices, self.values, sizes)
         elif gram.device.type != "cpu":
-            DenseCodes(self.dense()).add_gram(gram)
+            Codes(self.dense()).add_gram(gram)
         else:
             z, (rows, values, offsets) = self.dense(), self._by_latent
             for begin in range(0, len(gram), SPARSE_PANEL):
@@ -361,13 +307,13 @@ def joined(blocks: Sequence[Codes]) -> Codes:
     """Several batches as one; sparse if all are."""
     sparse = [block for block in blocks if isinstance(block, SparseCodes)]
     if len(sparse) < len(blocks):
-        return DenseCodes(torch.cat([block.dense() for block in blocks]))
+        return Codes(torch.cat([block.dense() for block in blocks]))
     begins = accumulate((len(block.values) for block in sparse), initial=0)
     each = {block.each for block in sparse}
     return SparseCodes(
+        torch.cat([block.values for block in sparse]),
         torch.cat([block.offsets + begin for block, begin in zip(sparse, begins, strict=False)]),
         torch.cat([block.indices for block in sparse]),
-        torch.cat([block.values for block in sparse]),
         sparse[0].width,
         each.pop() if len(each) == 1 else None,
     )

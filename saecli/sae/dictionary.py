@@ -30,7 +30,7 @@ from torch.nn import Module, Parameter
 
 from ..base.errors import ConfigError
 from .activations import Activation, KeepsK, Parameters
-from .codes import Codes, DenseCodes, Prefixes, SparseCodes, offsets_of
+from .codes import Codes, Prefixes, SparseCodes, offsets_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +104,11 @@ class PreActivations(torch.autograd.Function):
         x, W_enc = ctx.saved_tensors
         to_x, to_W_enc, to_b_enc = ctx.needs_input_grad
         if gradient.layout == torch.strided:
-            codes: Codes = DenseCodes(gradient)
+            codes = Codes(gradient)
         else:
             rows, columns = gradient._indices()
             offsets = offsets_of(rows, len(gradient))
-            codes = SparseCodes(offsets, columns, gradient._values(), gradient.shape[1])
+            codes = SparseCodes(gradient._values(), offsets, columns, gradient.shape[1])
         return (
             codes.times(W_enc.T) if to_x else None,
             codes.transposed_times(x).T if to_W_enc else None,

@@ -20,7 +20,7 @@ from saecli.base.devices import free_memory, multiplies_bf16, products_in
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.activations.selection import at
-from saecli.sae.codes import DenseCodes
+from saecli.sae.codes import Codes
 from saecli.sae.dictionary import Batch
 from saecli.train import SOLVERS
 from saecli.train.options import TrainingConfig
@@ -156,7 +156,7 @@ def _decoder_step(day: Day, d_sae: int) -> Figures:
         sums = Sums(d_sae, D, device)
         found[f"sums of topk {K}, rows/s"] = B / day.seconds(lambda: sums.add(codes, x), 3)
         if d_sae <= WIDEST_DENSE:
-            dense = DenseCodes(pre.sub(1.5).relu())
+            dense = Codes(pre.sub(1.5).relu())
             found["sums of dense codes, rows/s"] = B / day.seconds(lambda: sums.add(dense, x), 2)
             found["alpha chosen, s"] = day.seconds(
                 lambda: choose_alpha(sums, terms, codes.dense(), x, None), 1

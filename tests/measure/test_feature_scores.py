@@ -9,7 +9,7 @@ from scipy.sparse import csr_array
 
 from saecli.measure.evaluate import FeatureScores
 from saecli.measure.measured import Alignment
-from saecli.sae.codes import DenseCodes, SparseCodes, located
+from saecli.sae.codes import Codes, SparseCodes, located
 
 G, D = 96, 16
 
@@ -57,9 +57,9 @@ def test_scores_over_batches_equal_those_of_each_latent_counted_row_by_row(kind)
     assert found["true_l0"] == pytest.approx((truth > 0).sum(1).mean())
 
 
-def as_codes(z: torch.Tensor, kind: str) -> DenseCodes | SparseCodes:
+def as_codes(z: torch.Tensor, kind: str) -> Codes:
     if kind == "dense":
-        return DenseCodes(z)
+        return Codes(z)
     flat = torch.from_numpy(np.flatnonzero(z.numpy().flatten()))
     offsets, _, indices = located(flat, tuple(z.shape))
-    return SparseCodes(offsets, indices, z.flatten()[flat], z.shape[1])
+    return SparseCodes(z.flatten()[flat], offsets, indices, z.shape[1])

@@ -19,7 +19,7 @@ from saecli.sae.activations import (
     activation_from_json,
     activation_to_json,
 )
-from saecli.sae.codes import DenseCodes
+from saecli.sae.codes import Codes
 from saecli.train.options import TrainingConfig
 from saecli.train.plan import fill_defaults
 
@@ -71,7 +71,7 @@ def test_batchtopk_threshold_is_a_running_mean() -> None:
     for value in smallest[1:]:
         expected = 0.7 * expected + 0.3 * value
     assert parameters["threshold"].item() == pytest.approx(expected, rel=1e-12)
-    silent = activation.after_step(DenseCodes(torch.zeros(B, F, dtype=torch.float64)), parameters)
+    silent = activation.after_step(Codes(torch.zeros(B, F, dtype=torch.float64)), parameters)
     assert torch.equal(silent["threshold"], parameters["threshold"])
 
 
@@ -98,7 +98,7 @@ def test_the_l0_penaltys_gradient_is_the_straight_through_estimate() -> None:
     near = (np.abs(pre.numpy() - threshold.detach().numpy()) < bandwidth / 2).astype(float)
     assert 0 < near.mean() < 1
     penalty = activation.penalty("l0").value(
-        pre, DenseCodes(pre), torch.eye(F), {"threshold": threshold}
+        pre, Codes(pre), torch.eye(F), {"threshold": threshold}
     )
     assert penalty.item() == pytest.approx((pre > threshold).sum(1).double().mean().item())
     penalty.backward()

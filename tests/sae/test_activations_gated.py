@@ -8,7 +8,7 @@ from homes import normal
 from solver_problems import RowsInMemory, sparse_mixture, started, trained
 
 from saecli.sae.activations import Gated
-from saecli.sae.codes import Codes, DenseCodes, SparseCodes
+from saecli.sae.codes import Codes, SparseCodes
 from saecli.sae.dictionary import SAE, Batch, Coupled, Dictionary
 from saecli.train.options import Pam, PamSgd, Sgd, SolverConfig
 
@@ -34,7 +34,7 @@ def gated(shift: float = 0.0, **parts: object) -> SAE:
     )
 
 
-@pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, DenseCodes)])
+@pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, Codes)])
 @pytest.mark.parametrize(
     ("sparsity", "pressure"), [("target-l0", PRESSURE), ("l1", 1.0), ("none", 0.0)]
 )
@@ -74,7 +74,7 @@ def test_gradients_of_the_loss_equal_the_papers_formula(
         + WEIGHT * pressure * pi.relu() @ frozen.norm(dim=1)
     ).mean()
 
-    assert isinstance(loss.codes, kind) and 0 < loss.codes.count() < B * F
+    assert type(loss.codes) is kind and 0 < loss.codes.count() < B * F
     torch.testing.assert_close(loss.codes.dense(), z)
     torch.testing.assert_close(loss.value, expected)
     for ours, theirs in zip(
@@ -105,7 +105,7 @@ def test_gates_reconstruct_by_prefixes_and_besides_a_skip(parts: dict) -> None:
 def test_the_multiplier_moves_with_l0_and_thresholds_stay_above_0(active: int, side: int) -> None:
     sae = gated()
     before = sae.activation_parameters | {"threshold": sae.threshold - 0.5}
-    codes = DenseCodes((torch.arange(F) < active).double().expand(B, F))
+    codes = Codes((torch.arange(F) < active).double().expand(B, F))
     after = sae.activation.after_step(codes, before)
     after |= sae.activation.penalty("target-l0").after_step(codes, before, 0.9)
     assert side * (after["multiplier"] - before["multiplier"]) > 0 and after["aim"] == 5

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation, Gated, JumpRelu, Relu
-from saecli.sae.codes import DenseCodes
+from saecli.sae.codes import Codes
 
 B, F, D = 30, 7, 16
 RHO = 0.2
@@ -40,7 +40,7 @@ def test_l1_is_the_sum_of_sizes_in_the_reconstruction() -> None:
     expected = np.mean(
         [sum(abs(z[row, i]) * np.linalg.norm(W_dec[i]) for i in range(F)) for row in range(B)]
     )
-    assert Relu().penalty("l1").value(z, DenseCodes(z), W_dec, {}).item() == pytest.approx(
+    assert Relu().penalty("l1").value(z, Codes(z), W_dec, {}).item() == pytest.approx(
         expected, rel=1e-12
     )
 
@@ -52,7 +52,7 @@ def test_kl_is_the_divergence_of_firing_rates_from_the_target(kind: type[Activat
     assert rho.min() < RHO < rho.max()
     expected = (RHO * np.log(RHO / rho) + (1 - RHO) * np.log((1 - RHO) / (1 - rho))).sum()
     assert kind(target_rate=RHO).penalty("kl").value(
-        z, DenseCodes(z), W_dec, {}
+        z, Codes(z), W_dec, {}
     ).item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -61,7 +61,7 @@ def test_kl_is_zero_where_every_rate_is_the_target() -> None:
     u = 0.03 * D**0.5 * RHO / (1 - RHO)
     z = (u / NORMS).expand(B, F)
     assert Relu(target_rate=RHO).penalty("kl").value(
-        z, DenseCodes(z), W_dec, {}
+        z, Codes(z), W_dec, {}
     ).item() == pytest.approx(0, abs=1e-12)
 
 
@@ -71,7 +71,7 @@ def test_gradient_of_a_penalty_equals_finite_differences(
 ) -> None:
     z, W_dec = (tensor.requires_grad_() for tensor in codes_and_decoder())
     assert torch.autograd.gradcheck(
-        lambda z, W: activation.penalty(sparsity).value(z, DenseCodes(z), W, {}), (z, W_dec)
+        lambda z, W: activation.penalty(sparsity).value(z, Codes(z), W, {}), (z, W_dec)
     )
 
 
@@ -81,8 +81,8 @@ def test_shrinking_codes_while_the_decoder_grows_changes_no_penalty(
 ) -> None:
     z, W_dec = codes_and_decoder()
     scale = torch.linspace(0.1, 9, F, dtype=torch.float64)
-    before = activation.penalty(sparsity).value(z, DenseCodes(z), W_dec, {})
-    after = activation.penalty(sparsity).value(z, DenseCodes(z * scale), W_dec / scale[:, None], {})
+    before = activation.penalty(sparsity).value(z, Codes(z), W_dec, {})
+    after = activation.penalty(sparsity).value(z, Codes(z * scale), W_dec / scale[:, None], {})
     torch.testing.assert_close(after, before, rtol=1e-12, atol=0)
 
 
@@ -94,16 +94,16 @@ def test_norm_weights_are_the_positive_derivative_in_decoder_norms(
     norms = NORMS.clone().requires_grad_()
     scaled = W_dec / NORMS[:, None] * norms[:, None]
     (derivative,) = torch.autograd.grad(
-        B * activation.penalty(sparsity).value(z, DenseCodes(z), scaled, {}), norms
+        B * activation.penalty(sparsity).value(z, Codes(z), scaled, {}), norms
     )
-    weights = activation.norm_weights(sparsity, DenseCodes(z), W_dec, {})
+    weights = activation.norm_weights(sparsity, Codes(z), W_dec, {})
     if isinstance(activation, Gated):  # which penalises gates, by norms without gradient
         assert not weights.any()
         return
     torch.testing.assert_close(weights, derivative.clamp(min=0))
     assert (derivative > 0).any()
     assert bool((derivative < 0).any()) == (sparsity == "kl")
-    assert not activation.norm_weights("none", DenseCodes(z), W_dec, {}).any()
+    assert not activation.norm_weights("none", Codes(z), W_dec, {}).any()
 
 
 @pytest.mark.parametrize("rate", [1e-6, 0.05, 1 - 1e-16])
@@ -113,8 +113,8 @@ def test_kl_and_its_gradient_are_finite_also_for_silent_latents(rate: float) -> 
     z.requires_grad_()
     W_dec.requires_grad_()
     activation = Relu(target_rate=rate)
-    penalty = activation.penalty("kl").value(z, DenseCodes(z), W_dec, {})
+    penalty = activation.penalty("kl").value(z, Codes(z), W_dec, {})
     penalty.backward()
-    weights = activation.norm_weights("kl", DenseCodes(z.detach()), W_dec.detach(), {})
+    weights = activation.norm_weights("kl", Codes(z.detach()), W_dec.detach(), {})
     assert all(tensor.isfinite().all() for tensor in (penalty, z.grad, W_dec.grad, weights))
     assert weights[[2, 4]].tolist() == [0, 0]

@@ -8,7 +8,7 @@ from solver_problems import RowsInMemory, sparse_mixture, started, trained
 from torch import Tensor
 
 from saecli.sae.activations import JumpRelu
-from saecli.sae.codes import Codes, DenseCodes, SparseCodes
+from saecli.sae.codes import Codes, SparseCodes
 from saecli.sae.dictionary import SAE, Batch
 from saecli.train.options import PamSgd, Sgd, SolverConfig, TrainingConfig
 from saecli.train.plan import Plan
@@ -29,7 +29,7 @@ def parameters() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, DenseCodes)])
+@pytest.mark.parametrize(("shift", "kind"), [(-1.5, SparseCodes), (0.0, Codes)])
 def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Codes]) -> None:
     activation = JumpRelu(target_l0=L)
     sae = SAE(
@@ -59,7 +59,7 @@ def test_gradients_of_the_loss_equal_plain_autograd(shift: float, kind: type[Cod
         e**2 + 2 * MULTIPLIER * e
     )
 
-    assert isinstance(loss.codes, kind)
+    assert type(loss.codes) is kind
     assert (near.bool() & (active == 0)).any()
     torch.testing.assert_close(loss.value, expected)
     assert len(leaves) == 5
@@ -73,7 +73,7 @@ def test_the_quadratic_penaltys_gradients_are_those_found_by_hand() -> None:
     activation, learned = JumpRelu(target_l0=L), parameters()
     pre = normal(B, F, seed=5).requires_grad_()
     learned["threshold"].requires_grad_()
-    activation.penalty("target-l0").value(pre, DenseCodes(pre), torch.eye(F), learned).backward()
+    activation.penalty("target-l0").value(pre, Codes(pre), torch.eye(F), learned).backward()
     v, theta = pre.detach().numpy(), learned["threshold"].detach().numpy()
     near = np.abs(v - theta) < theta / 4
     slope = 2 * (((v > theta).sum(1).mean() - AIM) / L + MULTIPLIER) / L * near / (theta / 2) / B
@@ -87,14 +87,14 @@ def test_without_a_target_the_step_has_no_gradient_in_pre_activations() -> None:
     activation = JumpRelu()
     activation(pre, learned).dense().sum().backward()
     assert torch.equal(pre.grad, (pre > learned["threshold"]).double())
-    penalty = activation.penalty("l0").value(pre, DenseCodes(pre), torch.eye(F), learned)
+    penalty = activation.penalty("l0").value(pre, Codes(pre), torch.eye(F), learned)
     assert torch.autograd.grad(penalty, [pre, learned["threshold"]], allow_unused=True)[0] is None
 
 
 @pytest.mark.parametrize(("active", "side"), [(4 * F // 10, 1), (1, -1)])
 def test_the_controller_moves_thresholds_and_multiplier_with_l0(active: int, side: int) -> None:
     before = parameters()
-    codes = DenseCodes((torch.arange(F) < active).double().expand(B, F))
+    codes = Codes((torch.arange(F) < active).double().expand(B, F))
     after = TARGET.after_step(codes, before, 0.3)
     excess = min(active / AIM - 1, 1.0)
     torch.testing.assert_close(after["threshold"], before["threshold"] * np.exp(0.05 * excess))
@@ -104,7 +104,7 @@ def test_the_controller_moves_thresholds_and_multiplier_with_l0(active: int, sid
     higher = TARGET.after_step(codes, before | {"aim": torch.tensor(15.0)}, 0.3)
     assert higher["aim"].item() == pytest.approx(L + 0.4 * (15 - L))  # 15: a quarter of the latents
     assert TARGET.after_step(codes, before, 0.9)["aim"] == L
-    nothing = TARGET.after_step(DenseCodes(torch.zeros(0, F, dtype=torch.float64)), before, 0.3)
+    nothing = TARGET.after_step(Codes(torch.zeros(0, F, dtype=torch.float64)), before, 0.3)
     assert nothing.keys() == after.keys()  # processes all-reduce the same tensors
     assert nothing["multiplier"] == MULTIPLIER
     assert torch.equal(nothing["threshold"], before["threshold"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
 from saecli.sae.activations.selection import at, largest, where
-from saecli.sae.codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, joined
+from saecli.sae.codes import DENSITY, Codes, SparseCodes, few_entries, joined
 from saecli.sae.dictionary import SAE, Batch, PreActivations
 
 B, D, F = 30, 7, 50
@@ -31,10 +31,10 @@ def entries_of(dense: Tensor, zeros: float = 0.1) -> SparseCodes:
     indices = [own[torch.randperm(len(own), generator=generator)] for own in indices]
     sizes = torch.tensor([len(own) for own in indices])
     values = torch.cat([row[own] for row, own in zip(dense, indices, strict=True)])
-    return SparseCodes(sizes.cumsum(0) - sizes, torch.cat(indices), values, dense.shape[1])
+    return SparseCodes(values, sizes.cumsum(0) - sizes, torch.cat(indices), dense.shape[1])
 
 
-FORMS: dict[str, Callable[[Tensor], Codes]] = {"dense": DenseCodes, "sparse": entries_of}
+FORMS: dict[str, Callable[[Tensor], Codes]] = {"dense": Codes, "sparse": entries_of}
 
 
 @pytest.fixture(params=FORMS)
@@ -154,7 +154,7 @@ def test_selected_pre_activations_and_gradients_equal_autograd(density: float) -
         "where": (mask, lambda pre: where(pre, mask)),
         "largest": (top, lambda pre: largest(pre, count)),
         "at": (torch.zeros(B, F).scatter(1, latents, 1.0) > 0, lambda pre: at(pre, latents)),
-        "all": (mask | True, DenseCodes),
+        "all": (mask | True, Codes),
     }
     for kept, select in selections.values():
         own_leaves, their_leaves = (

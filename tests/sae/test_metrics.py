@@ -12,7 +12,7 @@ from torch import Tensor
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu
 from saecli.sae.activations.selection import where
-from saecli.sae.codes import DenseCodes, SparseCodes
+from saecli.sae.codes import Codes, SparseCodes
 from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import (
     DENSE_FREQUENCY,
@@ -55,7 +55,7 @@ def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: 
     edges = [0, *sorted(cuts), len(tensors[0])]
     for start, stop in itertools.pairwise(edges):
         *rows, z = (t[start:stop] for t in tensors)
-        accumulator.update(*rows, DenseCodes(z))
+        accumulator.update(*rows, Codes(z))
     return accumulator.result()
 
 
@@ -99,7 +99,7 @@ def test_codes_in_any_pieces_or_sparse_match_numpy(at_a_time, monkeypatch) -> No
     z *= torch.rand(z.shape, generator=torch.Generator().manual_seed(6)) < 0.2
     oracle = reconstruction_oracle(x, x_hat, z)
     assert isinstance(where(z, z != 0), SparseCodes)
-    for codes in (DenseCodes(z), where(z, z != 0)):
+    for codes in (Codes(z), where(z, z != 0)):
         measures = Reconstruction(6, 11)
         measures.update(x, x_hat, codes)
         assert measures.result() == pytest.approx(oracle, rel=1e-6)
@@ -115,7 +115,7 @@ def test_an_saes_measures_match_numpy_with_dense_and_with_few_codes(bias: float)
     sae = SAE(W_enc, torch.full((50,), bias), W_enc.T.contiguous() / 5, torch.ones(6), Relu())
     x = torch.randn(300, 6, generator=generator)
     z = (x.double() @ W_enc.double() + bias).relu()
-    assert isinstance(sae.codes(x), DenseCodes) == (bias == 0)
+    assert isinstance(sae.codes(x), SparseCodes) == (bias != 0)
     oracle = reconstruction_oracle(x, z @ sae.W_dec.double() + 1, z)
     assert reconstruction(sae, x.split(70)) == pytest.approx(oracle, rel=1e-5)
     counts = firing(sae, x.split(70), keep=80)

@@ -12,7 +12,7 @@ import saecli
 from saecli.base.errors import FormatError
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.activations.selection import where
-from saecli.sae.codes import DenseCodes
+from saecli.sae.codes import Codes
 from saecli.sae.dictionary import Batch
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.show.measures import read_measures
@@ -23,7 +23,7 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
     z = normal(30, 50) * (torch.rand(30, 50, generator=torch.Generator().manual_seed(1)) < density)
     ends, below = (2, 17, 18, 50), normal(30, 4, 5, seed=4)
     masks = (torch.arange(50) < torch.tensor(ends)[:, None]).double()
-    for codes in (DenseCodes(z), where(z, z != 0), DenseCodes(z.clone().requires_grad_())):
+    for codes in (Codes(z), where(z, z != 0), Codes(z.clone().requires_grad_())):
         right = normal(50, 5, seed=3).requires_grad_()
         product, expected = codes.prefix_times(right, ends), (z[:, None] * masks) @ right
         torch.testing.assert_close(product, expected)
@@ -40,7 +40,7 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
             codes.prefix_transposed_times(below, ends),
             torch.einsum("bf,lf,blc->fc", z, masks, below),
         )
-    torch.testing.assert_close(DenseCodes(z).prefix_times(right, ()), (z @ right)[:, None])
+    torch.testing.assert_close(Codes(z).prefix_times(right, ()), (z @ right)[:, None])
 
 
 @pytest.mark.parametrize("act", [name for name in ACTIVATIONS if name != "gated"])

@@ -10,7 +10,7 @@ from homes import D, F, make_store, random_sae, some_rows
 
 import saecli
 from saecli.sae.activations import ACTIVATIONS, Activation, TopK
-from saecli.sae.codes import DenseCodes
+from saecli.sae.codes import Codes
 
 EVERY = [kind(k=4) if "k" in kind.__dataclass_fields__ else kind() for kind in ACTIVATIONS.values()]
 LEADING = [(), (1,), (7,), (2, 3), (2, 1, 4), (0,), (3, 0), (0, 5, 2)]
@@ -65,7 +65,7 @@ def test_rows_in_the_saes_own_type_take_the_path_of_codes() -> None:
     torch.testing.assert_close(sae.decode(codes.dense()), sae.predicted(x, codes)[:, -1])
     assert torch.equal(sae(x), sae.predicted(x, codes)[:, -1])
     torch.testing.assert_close(
-        sae.predicted(x, DenseCodes(codes.dense()))[:, -1],
+        sae.predicted(x, Codes(codes.dense()))[:, -1],
         torch.addmm(sae.b_dec, codes.dense(), sae.W_dec),
     )
     sae(x[None]).sum().backward()

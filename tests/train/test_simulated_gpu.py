@@ -19,7 +19,7 @@ import saecli
 from saecli.base import devices
 from saecli.measure.evaluate import FeatureScores
 from saecli.measure.measured import Alignment
-from saecli.sae.codes import DenseCodes, SparseCodes
+from saecli.sae.codes import Codes, SparseCodes
 from saecli.sae.metrics import firing, reconstruction
 from saecli.store.opening import Joined
 from saecli.store.options import SyntheticConfig
@@ -213,7 +213,7 @@ def test_few_codes_of_a_device_are_kept_as_entries(density: float, monkeypatch: 
     monkeypatch.undo()  # what keeps them dense
     codes = torch.rand(20, 30, generator=torch.Generator().manual_seed(0))
     codes *= codes < density
-    found = DenseCodes(codes.to(GPU)).compact()
+    found = Codes(codes.to(GPU)).compact()
     assert isinstance(found, SparseCodes) == (density < 0.1)
     assert torch.equal(found.dense().cpu(), codes)
 

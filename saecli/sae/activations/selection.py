@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..codes import DENSITY, Codes, DenseCodes, SparseCodes, few_entries, located
+from ..codes import DENSITY, Codes, SparseCodes, few_entries, located
 
 
 class _Taken(torch.autograd.Function):
@@ -38,12 +38,12 @@ def at(
     count = indices.shape[1]
     if count > DENSITY * pre.shape[1]:
         values = function(pre.gather(1, indices))
-        return DenseCodes(torch.zeros_like(pre).scatter(1, indices, values))
+        return Codes(torch.zeros_like(pre).scatter(1, indices, values))
     rows = torch.arange(len(pre), device=pre.device)
     flat = indices.flatten()
     taken = _Taken.apply(pre, rows.repeat_interleave(count), flat)
     values = function(taken.view(indices.shape)).flatten()
-    return SparseCodes(rows * count, flat, values, pre.shape[1], each=count)
+    return SparseCodes(values, rows * count, flat, pre.shape[1], each=count)
 
 
 def largest(pre: Tensor, count: int) -> Codes:
@@ -53,7 +53,7 @@ def largest(pre: Tensor, count: int) -> Codes:
     if count <= DENSITY * len(flat):
         return _at_ascending(pre, entries)
     kept = torch.zeros_like(flat).scatter(0, entries, flat.gather(0, entries))
-    return DenseCodes(kept.view_as(pre))
+    return Codes(kept.view_as(pre))
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
@@ -69,18 +69,18 @@ def _largest(values: Tensor, count: int) -> Tensor:
 def where(pre: Tensor, active: Tensor) -> Codes:
     """Codes that keep `pre` where a mask is true; no gradient flows through the zeros."""
     few = few_entries(active)
-    return DenseCodes(pre * active) if few is None else _at_ascending(pre, few)
+    return Codes(pre * active) if few is None else _at_ascending(pre, few)
 
 
 def selected(pre: Tensor, active: Tensor) -> Codes:
     """As `where`, but all of `pre` if many entries are kept, for activations that zero the others."""
     few = few_entries(active)
-    return DenseCodes(pre) if few is None else _at_ascending(pre, few)
+    return Codes(pre) if few is None else _at_ascending(pre, few)
 
 
 def _at_ascending(pre: Tensor, entries: Tensor) -> SparseCodes:
     offsets, rows, indices = located(entries, (pre.shape[0], pre.shape[1]))
-    return SparseCodes(offsets, indices, _Taken.apply(pre, rows, indices), pre.shape[1])
+    return SparseCodes(_Taken.apply(pre, rows, indices), offsets, indices, pre.shape[1])
 
 
 class Gate(torch.autograd.Function):

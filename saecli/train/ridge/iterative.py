@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import TrainingError
-from ...sae.codes import Codes, DenseCodes, Prefixes, SparseCodes, joined
+from ...sae.codes import Codes, Prefixes, SparseCodes, joined
 from .system import NOT_FINITE, AllReduce, Factorisation, Inverse, System, reduced
 
 MOST_ITERATIONS = 500
@@ -120,8 +120,7 @@ class StreamedCodes(System):
         self._all_reduce: AllReduce = lambda tensor: tensor
 
     def add(self, codes: Codes, y: Tensor) -> None:
-        if isinstance(codes, DenseCodes):
-            codes = codes.compact()
+        codes = codes.compact()
         self.count += len(y)
         self.sum_z += codes.sums()
         self.sum_y += y.sum(0)

@@ -11,7 +11,7 @@ from scipy.linalg.lapack import dtrtri
 from torch import Tensor
 
 from ...base.errors import TrainingError
-from ...sae.codes import Codes, DenseCodes, Prefixes
+from ...sae.codes import Codes, Prefixes
 from .system import NOT_FINITE, PIECE, AllReduce, Factorisation, Inverse, OwnRows, System, reduced
 
 
@@ -50,7 +50,7 @@ class Sums(System):
             self._is_empty = False
             self._codes_are_offset = bool(self.z_0.any())
         if self._codes_are_offset:
-            codes = DenseCodes(codes.dense() - self.z_0.to(y.dtype))
+            codes = Codes(codes.dense() - self.z_0.to(y.dtype))
         y = y - self.y_0.to(y.dtype)
         self.count += len(y)
         self.sum_z += codes.sums()
