@@ -14,7 +14,7 @@ their old weights, on other rows times c.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from ..base.errors import MachineError, RunError, TrainingError
 from ..base.files import folder_appearing_whole, is_free, write_json
 from ..base.home import RUN_MARKER, Home, checked_name, now
 from ..base.processes import ALONE
-from ..extract.options import at_revisions
 from ..sae.activations import activation_to_json
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE, Batch
@@ -173,24 +172,21 @@ def refit(
 
 
 def refit_run(
-    run: SAELike = None,
-    data: RowsLike = None,
+    run: SAELike,
+    chosen_rows: ChosenRows,
     *,
-    target: str | None = None,
     name: str | None = None,
-    model: str | None = None,
-    model_revision: str | None = None,
+    models: str | Sequence[str] | None = None,
     tokens: int | None = None,
-    device: str = "auto",
-    home: str | Path | Home | None = None,
-    progress: bool | Listener = False,
 ) -> dict[str, Any]:
-    """Refit an SAE on a store's training rows, measure both on its held-out rows, and save a run, by default
-    `refit-NAME`; returns the document that `sae refit --json` prints. RunError if FVU did not fall there."""
-    home, listener = Home.at(home), listening(progress)
-    check_tokens_of_model(tokens, model)
-    models = at_revisions(model, model_revision)
-    before = ChosenRows(home, data, "test", device, listener, target).with_sae(run)
+    """Refit an SAE on a store's training rows, measure both on the rows chosen of it, and save a run, by default
+    `refit-NAME`; returns the document that `sae refit --json` prints. RunError if FVU did not fall there.
+
+    models, tokens: to measure the effect on a language model, as in `evaluate_all`.
+    """
+    home, listener = chosen_rows.home, chosen_rows.listener
+    check_tokens_of_model(tokens, models)
+    before = chosen_rows.with_sae(run)
     folder = home.runs.path / checked_name(name or default_name(before.subject.name))
     if not is_free(folder):
         raise RunError(f"there is a run named {folder.name!r} already; give another --name")
