@@ -83,98 +83,6 @@ class PowerDiagram:
 
 
 @dataclass(frozen=True)
-class KthOrderDiagram:
-    """The K-th order power diagram with the cells of an SAE that keeps the K largest; site s is of latent `s % F`."""
-
-    diagram: PowerDiagram
-    activation: Largest
-    d_sae: int
-
-    @property
-    def k(self) -> int:
-        return self.activation.k
-
-    def support(self, pre: Tensor) -> Tensor:
-        """The K latents that the SAE keeps, (B, K), given pre-activations, (B, F)."""
-        return self.activation.ranking(pre).topk(self.k, dim=-1).indices
-
-    def values(self, pre: Tensor) -> Tensor:
-        """The values that rank the sites, (B, n): the pre-activations; where n = 2F followed by their negatives."""
-        return pre if len(self.diagram.weights) == self.d_sae else torch.cat([pre, -pre], 1)
-
-    def sites(self, support: Tensor, pre: Tensor) -> Tensor:
-        """The sites of latents, (B, K): the latents themselves; where n = 2F those with their pre-activation's sign."""
-        if len(self.diagram.weights) == self.d_sae:
-            return support
-        return support + self.d_sae * (pre.gather(1, support) < 0)
-
-
-def kth_order_diagram(sae: SAE) -> KthOrderDiagram | None:
-    """The K-th order power diagram whose cells are the SAE's; None for an activation that has none.
-
-    The K largest |v_i| of abs-topk are the K largest of the 2F numbers v_i and -v_i: both of one latent cannot be
-    among them, since one of the two is at most zero. Its diagram has the 2F sites +w_i and -w_i, with weights
-    ||w_i||^2 + 2 b_i and ||w_i||^2 - 2 b_i; its cells separate signs of the kept latents, which the SAE's do not.
-    """
-    if isinstance(sae.activation, TopK):
-        diagram = PowerDiagram.from_encoder(sae.W_enc, sae.b_enc)
-    elif isinstance(sae.activation, AbsTopK):
-        diagram = PowerDiagram.from_encoder(
-            torch.cat([sae.W_enc, -sae.W_enc], 1), torch.cat([sae.b_enc, -sae.b_enc])
-        )
-    else:
-        return None
-    return KthOrderDiagram(diagram, sae.activation, sae.d_sae)
-
-
-def agreement(sae: SAE, batches: Iterable[Tensor]) -> dict[str, Any] | None:
-    """Compare each row's support with its K nearest power cells, both in float64; batches are (B, D) each.
-
-    A row is a tie where a latent inside and one outside its support differ by less than the rounding errors of both
-    computations together, `(D + 8) eps ((||x|| + ||mu_i||)^2 + |alpha_i|)` for each.
-
-    Returns:
-        `agreement`, the fraction of `rows` less `ties` whose K nearest sites are their support, 1 by the theorem, None
-        if all are ties; `sites` and `order`, K, of the diagram. None for an activation without one.
-
-    Cost: `PowerDiagram.power` of all rows.
-    """
-    order = kth_order_diagram(sae)
-    if order is None:
-        return None
-    sae = sae.copy_to(torch.float64)
-    rows = ties = matching = 0
-    for x in batches:
-        decided, same = _compare(sae, order, x.double())
-        rows += len(x)
-        ties += int((~decided).sum())
-        matching += int((decided & same).sum())
-    return {
-        "agreement": matching / (rows - ties) if rows > ties else None,
-        "ties": ties,
-        "rows": rows,
-        "sites": len(order.diagram.weights),
-        "order": order.k,
-    }
-
-
-def _compare(sae: SAE, order: KthOrderDiagram, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each row's support is beyond rounding, and whether the two supports are equal, (B,) each."""
-    pre = sae.pre_activations(x)
-    support = order.support(pre)  # (B, K)
-    nearest = order.diagram.nearest(x, order.k) % order.d_sae  # (B, K)
-    same = (support.sort(-1).values == nearest.sort(-1).values).all(-1)
-
-    values = order.values(pre)  # (B, n)
-    reach = x.norm(dim=1, keepdim=True) + order.diagram.centroids.norm(dim=1)
-    slack = (sae.d_in + 8) * EPSILON * (reach.square() + order.diagram.weights.abs())
-    inside = torch.zeros_like(values, dtype=torch.bool).scatter_(1, order.sites(support, pre), True)
-    lowest = (values - slack).masked_fill(~inside, torch.inf).amin(1)
-    highest = (values + slack).masked_fill(inside, -torch.inf).amax(1)
-    return lowest > highest, same
-
-
-@dataclass(frozen=True)
 class Cells(ABC):
     """The partition that an SAE, in float64, makes of its input space."""
 
@@ -242,40 +150,63 @@ class ThresholdedCells(Cells):
 
 @dataclass(frozen=True)
 class LargestCells(Cells):
-    """Cells of the K largest: each pair of a kept and an unkept site is a hyperplane, K (n - K) of them per row.
+    """Cells of the K largest, those of a K-th order power diagram; site s is of latent `s % F`. Each pair of a kept and
+    an unkept site is a hyperplane, K (n - K) of them per row.
+
+    The K largest |v_i| of abs-topk are the K largest of the 2F numbers v_i and -v_i: both of one latent cannot be
+    among them, since one of the two is at most zero. Its diagram has the 2F sites +w_i and -w_i, with weights
+    ||w_i||^2 + 2 b_i and ||w_i||^2 - 2 b_i; its cells separate signs of the kept latents, which the SAE's do not.
 
     Few of them are ever measured: with r_i = ||mu_i - c|| and c the mean of the sites, no swap is nearer than
     `(v_i - v_j) / (r_i + r_j)`, a bound that costs no distance between sites.
     """
 
     boundary: ClassVar[str] = "swaps"
-    order: KthOrderDiagram
+    diagram: PowerDiagram
+    activation: Largest
+
+    @property
+    def k(self) -> int:
+        return self.activation.k
+
+    def kept(self, pre: Tensor) -> Tensor:
+        """The K latents that rank highest, (B, K), given pre-activations, (B, F)."""
+        return self.activation.ranking(pre).topk(self.k, dim=-1).indices
+
+    def values(self, pre: Tensor) -> Tensor:
+        """The values that rank the sites, (B, n): the pre-activations; where n = 2F followed by their negatives."""
+        return pre if len(self.diagram.weights) == self.sae.d_sae else torch.cat([pre, -pre], 1)
+
+    def sites(self, kept: Tensor, pre: Tensor) -> Tensor:
+        """The sites of latents, (B, K): the latents themselves; where n = 2F those with their pre-activation's sign."""
+        if len(self.diagram.weights) == self.sae.d_sae:
+            return kept
+        return kept + self.sae.d_sae * (pre.gather(1, kept) < 0)
 
     @property
     def possible_log10(self) -> float:
         """log10 of C(F, K)."""
-        F, K = self.sae.d_sae, self.order.k
+        F, K = self.sae.d_sae, self.k
         return (math.lgamma(F + 1) - math.lgamma(K + 1) - math.lgamma(F - K + 1)) / math.log(10)
 
     @cached_property
     def _reach(self) -> Tensor:
         """r_i, (n,)."""
-        return (self.order.diagram.centroids - self.order.diagram.centroids.mean(0)).norm(dim=1)
+        return (self.diagram.centroids - self.diagram.centroids.mean(0)).norm(dim=1)
 
     def supports(self, pre: Tensor) -> Tensor:
-        """The K latents that rank highest, (B, F)."""
-        return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, self.order.support(pre), True)
+        return torch.zeros_like(pre, dtype=torch.bool).scatter_(1, self.kept(pre), True)
 
     def _sides(self, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Site values (B, n), the sites kept (B, K), and for each site the bound on its nearest swap (B, n)."""
-        support = self.order.support(pre)
-        values, inside = self.order.values(pre), self.order.sites(support, pre)
+        kept = self.kept(pre)
+        values, inside = self.values(pre), self.sites(kept, pre)
         lowest = values.gather(1, inside).amin(1, keepdim=True)
         reach = self._reach + self._reach[inside].amax(1, keepdim=True)
         bound = torch.where(reach > 0, (lowest - values) / reach, torch.inf)
         # Where a latent has two sites, both are barred: before they could swap, every other latent has entered.
         for copy in range(values.shape[1] // pre.shape[1]):
-            bound.scatter_(1, support + copy * pre.shape[1], torch.inf)
+            bound.scatter_(1, kept + copy * pre.shape[1], torch.inf)
         return values, inside, bound
 
     def margins(self, pre: Tensor) -> Tensor:
@@ -286,13 +217,13 @@ class LargestCells(Cells):
         """
         values, inside, bound = self._sides(pre)
         # Candidates are the sites of the latents not kept.
-        outside = values.shape[1] // pre.shape[1] * (pre.shape[1] - self.order.k)
+        outside = values.shape[1] // pre.shape[1] * (pre.shape[1] - self.k)
         margins = values.new_full((len(pre),), torch.inf)
         if not outside:
             return margins
         pending, width = torch.arange(len(pre)), SEARCH_WIDTH
         while len(pending):
-            block = max(1, BLOCK // (max(self.order.k, self.sae.d_in) * width))
+            block = max(1, BLOCK // (max(self.k, self.sae.d_in) * width))
             proven = []
             for rows in pending.split(block):
                 margins[rows], is_proven = self._nearest_swap(
@@ -323,7 +254,7 @@ class LargestCells(Cells):
 
     def _site_distances(self, i: Tensor, j: Tensor) -> Tensor:
         """`||mu_i - mu_j||` from true differences, of index arrays of one shape, (B, P)."""
-        mu = self.order.diagram.centroids
+        mu = self.diagram.centroids
         step = max(1, BLOCK // mu.shape[1])
         pairs = zip(i.flatten().split(step), j.flatten().split(step), strict=True)
         return torch.cat([(mu[a] - mu[b]).norm(dim=-1) for a, b in pairs]).view_as(i)
@@ -334,7 +265,7 @@ class LargestCells(Cells):
         Cost: O(n) per row, and O(K D) for each entrant within the bound.
         """
         values, inside, bound = self._sides(pre)
-        mu = self.order.diagram.centroids
+        mu = self.diagram.centroids
         counts = []
         for v, i, nearest in zip(values, inside, bound, strict=True):
             j = (nearest < radius).nonzero()[:, 0]
@@ -370,13 +301,13 @@ class ReluTopKCells(Cells):
     def possible_log10(self) -> float:
         """log10 of sum_j C(F, j), j from 0 to K."""
         F = self.sae.d_sae
-        j = torch.arange(self.largest.order.k + 1, dtype=torch.float64)
+        j = torch.arange(self.largest.k + 1, dtype=torch.float64)
         logs = math.lgamma(F + 1) - torch.lgamma(j + 1) - torch.lgamma(F - j + 1)
         return float(torch.logsumexp(logs, 0)) / math.log(10)
 
     def _is_full(self, pre: Tensor) -> Tensor:
         """Whether K latents are positive, (B,)."""
-        return (pre > 0).sum(1) >= self.largest.order.k
+        return (pre > 0).sum(1) >= self.largest.k
 
     def supports(self, pre: Tensor) -> Tensor:
         """The latents among the K largest that are positive, (B, F)."""
@@ -417,11 +348,58 @@ def cells_of(sae: SAE) -> Cells:
     if isinstance(sae.activation, Thresholded):
         thresholds = sae.activation.thresholds(sae.activation_parameters, sae.d_sae)
         return ThresholdedCells(sae, thresholds.double())
-    if isinstance(sae.activation, ReluTopK):
-        diagram = PowerDiagram.from_encoder(sae.W_enc, sae.b_enc)
-        order = KthOrderDiagram(diagram, TopK(sae.activation.k), sae.d_sae)
-        relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
-        return ReluTopKCells(sae, LargestCells(sae, order), relu)
-    known = kth_order_diagram(sae)
-    assert known is not None  # every other activation of `KNOWN` has one
-    return LargestCells(sae, known)
+    W, b = sae.W_enc, sae.b_enc
+    if isinstance(sae.activation, TopK):
+        return LargestCells(sae, PowerDiagram.from_encoder(W, b), sae.activation)
+    if isinstance(sae.activation, AbsTopK):
+        diagram = PowerDiagram.from_encoder(torch.cat([W, -W], 1), torch.cat([b, -b]))
+        return LargestCells(sae, diagram, sae.activation)
+    assert isinstance(sae.activation, ReluTopK)  # the last of `KNOWN`
+    largest = LargestCells(sae, PowerDiagram.from_encoder(W, b), TopK(sae.activation.k))
+    relu = ThresholdedCells(sae, torch.zeros(sae.d_sae, dtype=torch.float64))
+    return ReluTopKCells(sae, largest, relu)
+
+
+def agreement(cells: Cells, batches: Iterable[Tensor]) -> dict[str, Any] | None:
+    """Compare each row's support with its K nearest power cells, both in float64; batches are (B, D) each.
+
+    A row is a tie where a latent inside and one outside its support differ by less than the rounding errors of both
+    computations together, `(D + 8) eps ((||x|| + ||mu_i||)^2 + |alpha_i|)` for each.
+
+    Returns:
+        `agreement`, the fraction of `rows` less `ties` whose K nearest sites are their support, 1 by the theorem, None
+        if all are ties; `sites` and `order`, K, of the diagram. None for cells that are not a diagram's.
+
+    Cost: `PowerDiagram.power` of all rows.
+    """
+    if not isinstance(cells, LargestCells):
+        return None
+    rows = ties = matching = 0
+    for x in batches:
+        decided, same = _compare(cells, x.double())
+        rows += len(x)
+        ties += int((~decided).sum())
+        matching += int((decided & same).sum())
+    return {
+        "agreement": matching / (rows - ties) if rows > ties else None,
+        "ties": ties,
+        "rows": rows,
+        "sites": len(cells.diagram.weights),
+        "order": cells.k,
+    }
+
+
+def _compare(cells: LargestCells, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each row's support is beyond rounding, and whether the two supports are equal, (B,) each."""
+    pre, diagram = cells.pre_activations(x), cells.diagram
+    kept = cells.kept(pre)  # (B, K)
+    nearest = diagram.nearest(x, cells.k) % cells.sae.d_sae  # (B, K)
+    same = (kept.sort(-1).values == nearest.sort(-1).values).all(-1)
+
+    values = cells.values(pre)  # (B, n)
+    reach = x.norm(dim=1, keepdim=True) + diagram.centroids.norm(dim=1)
+    slack = (x.shape[1] + 8) * EPSILON * (reach.square() + diagram.weights.abs())
+    inside = torch.zeros_like(values, dtype=torch.bool).scatter_(1, cells.sites(kept, pre), True)
+    lowest = (values - slack).masked_fill(~inside, torch.inf).amin(1)
+    highest = (values + slack).masked_fill(inside, -torch.inf).amax(1)
+    return lowest > highest, same

@@ -190,7 +190,7 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
         stream = training_stream(run, settings.fit_rows)
         references = measure_references(run.sae, sample, train, round(census.l0), stream)
         most = max(16, AGREEMENT_WORK // (2 * run.sae.d_sae * run.sae.d_in))
-        diagram = agreement(run.sae, torch.from_numpy(spread_out(sample, most)).split(64))
+        diagram = agreement(cells, torch.from_numpy(spread_out(sample, most)).split(64))
         rank = rank_measures(cells, sample)
     possible = cells.possible_log10
     document = {

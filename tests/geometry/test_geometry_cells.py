@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saecli.base.errors import ConfigError
-from saecli.geometry.cells import Cells, PowerDiagram, agreement, cells_of, kth_order_diagram
+from saecli.geometry.cells import Cells, PowerDiagram, agreement, cells_of
 from saecli.geometry.geometry import degenerate, rank
 from saecli.sae.activations import (
     AbsTopK,
@@ -188,7 +188,7 @@ def powers(diagram: PowerDiagram, rows: torch.Tensor) -> np.ndarray:
 
 @given(cases(kinds=("topk", "abs-topk")))
 def test_every_row_without_a_tie_lies_in_the_cell_of_its_nearest_sites(case: Case) -> None:
-    result = agreement(case.sae, case.rows.split(3))
+    result = agreement(cells_of(case.sae), case.rows.split(3))
     assert result["rows"] == len(case.rows)
     assert result["agreement"] == (1.0 if result["ties"] < result["rows"] else None)
 
@@ -217,18 +217,18 @@ def test_abs_topk_is_no_diagram_of_its_encoder_but_one_of_twice_the_sites() -> N
     rows = torch.from_numpy(rng.normal(size=(200, 4)))
     kept = sae.pre_activations(rows).abs().topk(3).indices.sort(-1).values
     single = PowerDiagram.from_encoder(sae.W_enc, sae.b_enc).nearest(rows, 3).sort(-1).values
-    double = kth_order_diagram(sae).diagram.nearest(rows, 3)
+    double = cells_of(sae).diagram.nearest(rows, 3)
     assert not torch.equal(single, kept)
     assert torch.equal((double % 12).sort(-1).values, kept)
     assert torch.equal(double >= 12, sae.pre_activations(rows).gather(1, double % 12) < 0)
-    result = agreement(sae, [rows])
+    result = agreement(cells_of(sae), [rows])
     assert (result["agreement"], result["ties"]) == (1.0, 0)
 
 
 def test_large_rows_do_not_pass_rounding_off_as_disagreement() -> None:
     rng = np.random.default_rng(1)
     sae = sae_of(*encoder(rng, 16, 200, "plain"), TopK(8), rng)
-    result = agreement(sae, [torch.from_numpy(1e5 * rng.normal(size=(500, 16)) + 1e6)])
+    result = agreement(cells_of(sae), [torch.from_numpy(1e5 * rng.normal(size=(500, 16)) + 1e6)])
     assert result["agreement"] == 1.0
     assert result["ties"] < 5
 
@@ -237,7 +237,7 @@ def test_large_rows_do_not_pass_rounding_off_as_disagreement() -> None:
 def test_equal_latents_at_the_boundary_are_ties_and_counted_apart(kind: type) -> None:
     W = np.array([[1.0, 1.0, -0.5], [0.0, 0.0, 0.5]])
     sae = sae_of(W, np.zeros(3), kind(1), np.random.default_rng(0))
-    result = agreement(sae, [torch.tensor([[1.0, 0.0], [2.0, 0.1], [-1.0, 8.0]])])
+    result = agreement(cells_of(sae), [torch.tensor([[1.0, 0.0], [2.0, 0.1], [-1.0, 8.0]])])
     assert result == {
         "rows": 3,
         "ties": 2,
@@ -245,11 +245,11 @@ def test_equal_latents_at_the_boundary_are_ties_and_counted_apart(kind: type) ->
         "sites": 3 * (1 + (kind is AbsTopK)),
         "order": 1,
     }
-    assert agreement(sae, [torch.tensor([[1.0, 0.0]])])["agreement"] is None
+    assert agreement(cells_of(sae), [torch.tensor([[1.0, 0.0]])])["agreement"] is None
 
 
 @pytest.mark.parametrize("activation", [Relu(), JumpRelu()])
 def test_thresholded_activations_have_no_power_diagram(activation: Relu) -> None:
     rng = np.random.default_rng(0)
     sae = sae_of(*encoder(rng, 2, 3, "plain"), activation, rng)
-    assert agreement(sae, []) is None
+    assert agreement(cells_of(sae), []) is None
