@@ -13,8 +13,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...base.console import Listener, listening
 from ...base.documents import read_run
 from ...base.errors import ConfigError, ModelError, counted, demand_at_least
@@ -24,9 +22,8 @@ from ...extract.options import COLUMNS, at_revision
 from ...extract.splice import recorded_revision, spec_of
 from ...measure.evaluate import evaluate_all
 from ...measure.hook_points import places_document
-from ...measure.latents import Examples, Survey, at_random, in_blocks, survey
+from ...measure.latents import Examples, at_random, in_blocks, survey
 from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
-from ...measure.stability import neighbours
 from ...sae.library import SAELike
 from ...sae.metrics import doubts
 from ...store.split import Which
@@ -34,7 +31,7 @@ from ...train.files import read_metrics
 from .pages import Details, TokenNumbers, overview
 
 if TYPE_CHECKING:
-    from ...extract.tokens import OutputTokens, TokenTexts, Unembedding
+    from ...extract.tokens import TokenTexts, Unembedding
 
     Tokens = TokenTexts | TokenNumbers
 
@@ -126,7 +123,6 @@ def _texts_and_outputs(
 
 MOST_PAGES = 4096  # written by default
 MOST_EXAMPLES = 100  # texts per latent
-NEIGHBOURS, OUTPUT_TOKENS = 10, 10
 SAMPLES = 15  # texts per latent chosen at random, three for each fifth by strength
 
 
@@ -194,7 +190,7 @@ def report(
         most_frequent = result.firing.frequency.argsort(descending=True, stable=True)
         chosen = sorted(most_frequent[: top or MOST_PAGES].tolist())
     places = places_document(run, listener)
-    details = _details(run, result, chosen, texts, unembedding, places, listener)
+    details = Details(run, result, chosen, texts, unembedding, places, listener)
     measures = _measures(run, notes, listener)
     if len(chosen) < d_sae:
         notes.append(f"{len(chosen):,} of {d_sae:,} latents have pages of their own")
@@ -281,32 +277,6 @@ def _chosen_latents(latents: str | Sequence[int], run: Measured) -> list[int]:
             )
         chosen.update(range(first, last + 1))
     return sorted(chosen)
-
-
-def _details(
-    run: Measured,
-    result: Survey,
-    chosen: list[int],
-    texts: "Tokens",
-    unembedding: "Unembedding | None",
-    places: Mapping[str, Any],
-    listener: Listener,
-) -> Details:
-    W_dec, latents = run.sae.W_dec, torch.tensor(chosen, device=run.sae.W_dec.device)
-    with listener.progress("comparing latents", len(chosen), "latents") as show:
-        near = neighbours(W_dec, latents, NEIGHBOURS, show)
-    with listener.progress("counting pairs", len(chosen), "latents") as show:
-        partners = result.cofiring.partners(latents, NEIGHBOURS, show)
-    outputs: OutputTokens | None = None
-    if unembedding is not None:
-        with listener.progress("reading off output tokens", len(chosen), "latents") as show:
-            last = W_dec[:, run.sae.hook_columns[-1]]  # of a crosscoder, at its last hook point
-            outputs = unembedding.output_tokens(last[latents], OUTPUT_TOKENS, show)
-    features = None
-    if (alignment := run.alignment()) is not None:
-        nearest = alignment.nearest[chosen]
-        features = nearest, alignment.cosines[chosen, nearest]
-    return Details(result, chosen, near, partners, texts, outputs, features, places)
 
 
 def _heading(run: Measured, neuronpedia: str | None) -> dict[str, Any]:

@@ -8,20 +8,23 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from ...base.console import Listener
 from ...extract.chats import ROLES
-from ...measure.latents import NOT_STORED, Partners, Survey, bin_edges
+from ...measure.latents import NOT_STORED, Survey, bin_edges
+from ...measure.measured import Measured
+from ...measure.stability import neighbours
 from ...sae.metrics import DENSE_FREQUENCY
 from ..measures import curve, frequency_edges, l0_bins
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
-    from ...extract.tokens import OutputTokens, TokenTexts
+    from ...extract.tokens import OutputTokens, TokenTexts, Unembedding
 
 FEWEST_ROWS = 10  # of a latent with an interest
 POINTS = 400  # points of a curve, about its width in pixels
@@ -99,6 +102,7 @@ def _bins(counts: np.ndarray, edges: np.ndarray) -> dict[str, list[float]]:
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
+NEIGHBOURS, OUTPUT_TOKENS = 10, 10
 PER_FILE = 16  # latents per file of about 60 KB
 LEVELS = 1000  # an excerpt's codes are rounded to thousandths of the latent's largest
 SNIPPET_BEFORE, SNIPPET_AFTER = 40, 24  # letters about the peak in the table
@@ -118,19 +122,32 @@ class TokenNumbers:
         return "".join(map(self.__getitem__, tokens))
 
 
-@dataclass(frozen=True)
 class Details:
     """The content of the latents' files, and of their columns in the table."""
 
-    survey: Survey
-    chosen: Sequence[int]  # (C,), ascending
-    neighbours: tuple[Tensor, Tensor]  # cosines and latents, (C, n) each
-    partners: Partners
-    texts: "TokenTexts | TokenNumbers"
-    outputs: "OutputTokens | None"
-    # The known feature nearest to each, and its cosine, (C,).
-    features: tuple[Tensor, Tensor] | None
-    places: Mapping[str, Any]  # `places_document`
+    def __init__(
+        self,
+        run: Measured,
+        survey: Survey,
+        chosen: Sequence[int],  # (C,), ascending
+        texts: "TokenTexts | TokenNumbers",
+        unembedding: "Unembedding | None",
+        places: Mapping[str, Any],  # `places_document`
+        listener: Listener,
+    ) -> None:
+        self.survey, self.chosen, self.texts, self.places = survey, chosen, texts, places
+        W_dec = run.sae.W_dec
+        latents = torch.tensor(chosen, device=W_dec.device)
+        with listener.progress("comparing latents", len(chosen), "latents") as show:
+            self.neighbours = neighbours(W_dec, latents, NEIGHBOURS, show)
+        with listener.progress("counting pairs", len(chosen), "latents") as show:
+            self.partners = survey.cofiring.partners(latents, NEIGHBOURS, show)
+        self.outputs: OutputTokens | None = None
+        if unembedding is not None:
+            with listener.progress("reading off output tokens", len(chosen), "latents") as show:
+                last = W_dec[:, run.sae.hook_columns[-1]]  # of a crosscoder, at its last hook point
+                self.outputs = unembedding.output_tokens(last[latents], OUTPUT_TOKENS, show)
+        self.alignment = run.alignment()
 
     @cached_property
     def _texts_of(self) -> dict[str, dict[str, Any]]:
@@ -210,9 +227,9 @@ class Details:
             page[group] = [self._example(row, scale, strings) for row in rows]
         if (sums := self.survey.by_role[:, latent]).any():
             page["roles"] = list(zip(ROLES, rounded(sums / sums.sum()), strict=True))
-        if self.features is not None:
-            feature, cosine = (values[index] for values in self.features)
-            page["feature"] = [int(feature), float(f"{cosine:.4g}")]
+        if self.alignment is not None:
+            feature = int(self.alignment.nearest[latent])
+            page["feature"] = [feature, *rounded(self.alignment.cosines[latent, [feature]])]
         if self.places:
             names = [place["name"] for place in self.places["places"]]
             fractions, scaling = (self.places[name][latent] for name in ("share", "scaling"))
