@@ -24,11 +24,10 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from saecli.geometry.cells import PowerDiagram, cells_of
-from saecli.geometry.plane import PlaneCells, keys_at, plane_cells
 from saecli.geometry.references import LocalPCA, fvu, kmeans_centres
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
-from saecli.show.geometry import fill
+from saecli.show.geometry import PlaneCells, fill, keys_at, plane_cells
 from saecli.show.style import COLOURS, GREY, figure
 
 LATENTS, RATE = 80, 8e-3

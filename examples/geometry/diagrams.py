@@ -9,7 +9,7 @@ from matplotlib.colors import hsv_to_rgb
 from torch import Tensor
 
 from saecli.geometry.cells import PowerDiagram
-from saecli.geometry.plane import PlaneCells, Window
+from saecli.show.geometry import PlaneCells, Window
 
 PIXELS = 600
 

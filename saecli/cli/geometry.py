@@ -60,7 +60,6 @@ def command(
     """
     from ..geometry.cells import check_cells
     from ..geometry.geometry import Settings, measure_geometry
-    from ..geometry.plane import rows_of_slice
     from ..measure.measured import ChosenRows
     from ..show.tables import disagreement, geometries_table, geometry_table
 
@@ -77,14 +76,15 @@ def command(
     measured = chosen_rows.with_all(runs or [])
     for run in measured:
         check_cells(run.sae.activation)
-    marked = rows_of_slice(measured[0].of_store, corners or "pca")
+    if plot is not None:
+        from ..show.geometry import draw_geometry, rows_of_slice  # matplotlib takes a second
+
+        marked = rows_of_slice(measured[0].of_store, corners or "pca")
     documents = []
     for run in measured:
         result = measure_geometry(run, settings, session.console)
         documents.append(result.document)
         if plot is not None:
-            from ..show.geometry import draw_geometry  # matplotlib takes a second to import
-
             draw_geometry(plot, result, marked)
             session.console.note(f"drew {plot}")
         if where := disagreement(result.document["power_diagram"]):

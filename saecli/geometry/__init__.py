@@ -3,5 +3,4 @@
 geometry.py       saecli.geometry: a pass over rows (cells visited, margins, local complexity, ranks), and its document
 cells.py          a row's cell, margin and nearby boundaries; power diagrams, and a test of their theorem
 references.py     FVU of k-means, the SAE and local PCA on the same rows
-plane.py          planes through rows, and the cells in a window of one
 """

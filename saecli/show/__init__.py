@@ -4,7 +4,7 @@ tables.py    the helper that makes every table; tables of stores, training, geom
 measures.py  the tables of eval, sparsity, probe, controls, refit and steer
 style.py     the common style of pictures, and saving them
 pictures.py  pictures of runs: loss curves, firing, patterns, frontier; of latents: probes, stability, hook points
-geometry.py  the picture of cells, margins and local complexity
+geometry.py  planes through rows, and the picture of cells on one, margins and local complexity
 drawing.py   saecli.draw: the commands' pictures as figures for a notebook
 report/      pages of latents for a browser: `__init__.py` gathers and writes them, `pages.py` fills them; assets/
              has their scripts and style

@@ -9,7 +9,6 @@ from ..base.console import listening
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
 from ..geometry.geometry import Settings, measure_geometry
-from ..geometry.plane import rows_of_slice
 from ..measure.evaluate import compare, sparsity_document
 from ..measure.measured import ChosenRows, RowsLike
 from ..measure.stability import stability
@@ -18,7 +17,7 @@ from ..sae.metrics import firing
 from ..store.split import Which
 from ..train.files import read_metrics
 from . import pictures
-from .geometry import draw_geometry
+from .geometry import draw_geometry, rows_of_slice
 from .measures import sparsest_first
 
 PICTURED_ROWS = 200  # whose codes are drawn
