@@ -83,7 +83,7 @@ from .options import Json, start
 
 def command(ctx: typer.Context, json: Json = False) -> None:
     """Count the runs."""
-    session = start(ctx, json)
+    session = start(ctx)
     session.console.print_result({"runs": len(session.home.runs.names())})
 '''
 

@@ -7,9 +7,7 @@ from .options import Csv, Device, Json, OwnRun, Revision, SplicedModel, Tokens, 
 Seeds = Annotated[
     int,
     typer.Option(
-        "--seeds",
-        min=1,
-        help="Train with this number of seeds; the first is evaluated. 1: no stability.",
+        min=1, help="Train with this number of seeds; the first is evaluated. 1: no stability."
     ),
 ]
 
@@ -44,16 +42,7 @@ def command(
     from ..measure.controls import controls
     from ..show.measures import controls_table
 
-    session = start(ctx, json, csv=csv)
-    document = controls(
-        run=run,
-        model=model,
-        model_revision=model_revision,
-        tokens=tokens,
-        seeds=seeds,
-        device=device,
-        home=session.home,
-        progress=session.console,
-    )
-    session.write(csv, document["controls"])
+    session = start(ctx)
+    document = session.call(controls)
+    session.write(document["controls"])
     session.print_result_and_notes(document, controls_table(document))

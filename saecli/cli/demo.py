@@ -20,9 +20,7 @@ SIDE_BY_SIDE = ("l0", "fvu", "ce_recovered", "kl", "steps", "seconds")
 Pictures = Annotated[
     Path | None,
     typer.Option(
-        "--pictures",
-        help="Folder for the pictures and the measures.",
-        show_default="demo/ in the home",
+        help="Folder for the pictures and the measures.", show_default="demo/ in the home"
     ),
 ]
 
@@ -39,7 +37,7 @@ def command(ctx: typer.Context, pictures: Pictures = None, json: Json = False) -
 
     from ..show.measures import comparison, meaning, read_measures
 
-    session = start(ctx, json)
+    session = start(ctx)
     runs_folder, pictures = session.home.runs.path, pictures or session.home.path / "demo"
     pictures.mkdir(parents=True, exist_ok=True)
     number = next(n for n in itertools.count(1) if not any(session.home.path.glob(f"*/demo-{n}*")))

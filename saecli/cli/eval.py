@@ -27,10 +27,7 @@ Stability = Annotated[
     ),
 ]
 MatchThreshold = Annotated[
-    float,
-    typer.Option(
-        "--match-threshold", help="With --stability, count latents as matched above this |cosine|."
-    ),
+    float, typer.Option(help="With --stability, count latents as matched above this |cosine|.")
 ]
 
 
@@ -71,7 +68,7 @@ def command(
     from ..measure.stability import check_comparable, check_stability, stability
     from ..show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
 
-    session = start(ctx, json, plot, csv=csv)
+    session = start(ctx)
     console, names = session.console, runs or []
     check_tokens_of_model(tokens, model)
     if stable:
@@ -85,17 +82,10 @@ def command(
     if stable:
         check_comparable([(measured.subject, measured.sae) for measured in everything])
     runs_measured = compare(
-        saes=everything,
-        model=model,
-        model_revision=model_revision,
-        tokens=tokens,
-        progress=console,
+        saes=everything, model=model, model_revision=model_revision, tokens=tokens, progress=console
     )
     ranked = sparsest_first(runs_measured)
-    document: dict[str, Any] = {
-        "runs": runs_measured,
-        "unbeaten_means": meaning(runs_measured[0]),
-    }
+    document: dict[str, Any] = {"runs": runs_measured, "unbeaten_means": meaning(runs_measured[0])}
     tables = evaluation_tables(ranked, model or [])
     if stable:
         document["stability"] = stability(
@@ -112,5 +102,5 @@ def command(
             second = plot.with_stem(f"{plot.stem}-stability")
             pictures.stability(second, document["stability"])
             console.note(f"drew {second}")
-    session.write(csv, [flat(run) for run in ranked])
+    session.write([flat(run) for run in ranked])
     console.print_result(document, *tables)

@@ -15,7 +15,6 @@ def formats() -> list[str]:
 To = Annotated[
     str,
     typer.Option(
-        "--to",
         metavar="FORMAT",
         autocompletion=formats,
         help="Write for saelens, sparsify, dictionary-learning, gemma-scope (params.npz) or gemma-scope-2 "
@@ -43,16 +42,8 @@ def command(
     """
     from ..measure.export import export
 
-    session = start(ctx, json, out=out)
-    document = export(
-        sae=run,
-        to=to,
-        out=out,
-        data=data,
-        target=target,
-        home=session.home,
-        progress=session.console,
-    )
+    session = start(ctx, new=out)
+    document = session.call(export, sae=run)
     session.console.print_result(
         document, f"wrote {document['run']} to {out} for {to}: {', '.join(document['files'])}"
     )

@@ -44,7 +44,6 @@ class Places(Config):
 Name = Annotated[
     str | None,
     typer.Option(
-        "--name",
         help="Name of the store; of several, the prefix of their names.",
         show_default="from model, layer, site and a hash of the options",
     ),
@@ -71,7 +70,7 @@ def command(
     from ..show.tables import stored_tables
     from ..store.opening import stores_document
 
-    session = start(ctx, json)
+    session = start(ctx)
     layers = options.pop("layer", ())
     if "model" in options:
         options["model"] = [*options["model"]]

@@ -14,7 +14,6 @@ from .train import Resume, demand_alone, train_and_print
 Name = Annotated[
     str | None,
     typer.Option(
-        "--name",
         help="Name of the new run.",
         show_default="finetune, activation and a number",
         autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
@@ -48,7 +47,7 @@ def command(
     from ..train.finetune import Opened, configurations, resume_job
     from ..train.jobs import NewRun, claim_jobs, run_names
 
-    session, processes = start(ctx, json), communicator()
+    session, processes = start(ctx), communicator()
     with ExitStack() as claims:
         with note_when_stopped(session.console):
             if resume:

@@ -5,13 +5,10 @@ import typer
 from ..base.errors import ConfigError
 from .options import Data, Json, Plot, Runs, SplitName, start, value_given
 
-Most = Annotated[
-    int, typer.Option("--rows", min=1, help="Most rows to measure; of more, a random sample.")
-]
+Most = Annotated[int, typer.Option(min=1, help="Most rows to measure; of more, a random sample.")]
 FitRows = Annotated[
     int,
     typer.Option(
-        "--fit-rows",
         min=1,
         help="Most training rows to fit k-means and local PCA on; above 50,000 they are streamed.",
     ),
@@ -28,8 +25,7 @@ Slice = Annotated[
 Radius = Annotated[
     float,
     typer.Option(
-        "--radius",
-        help="Radius of the local complexity, as a fraction of the rows' median distance to their mean.",
+        help="Radius of the local complexity, as a fraction of the rows' median distance to their mean."
     ),
 ]
 
@@ -63,7 +59,7 @@ def command(
     from ..measure.measured import ChosenRows
     from ..show.tables import disagreement, geometries_table, geometry_table
 
-    session = start(ctx, json, plot)
+    session = start(ctx)
     settings = Settings(rows, fit_rows, radius)
     corners = value_given(ctx, "slice_")
     if corners is not None and plot is None:

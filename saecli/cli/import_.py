@@ -15,7 +15,7 @@ File = Annotated[
     ),
 ]
 Name = Annotated[
-    str | None, typer.Option("--name", help="Name of the store.", show_default="the file's name")
+    str | None, typer.Option(help="Name of the store.", show_default="the file's name")
 ]
 
 
@@ -37,7 +37,7 @@ def command(
     from ..store.importing import import_array, import_synthetic, is_world, refuse_options_of_worlds
     from ..store.opening import stores_document
 
-    session = start(ctx, json)
+    session = start(ctx)
     asked: dict[str, Any] = {"home": session.home.path, "progress": session.console, **options}
     if is_world(file):
         store = import_synthetic(name=name, **asked)

@@ -21,8 +21,8 @@ def command(ctx: typer.Context, check: Check = False, json: Json = False) -> Non
     from ..show.tables import listing_tables
     from ..store.opening import list_home
 
-    session = start(ctx, json)
-    document = list_home(home=session.home.path, check=check, progress=session.console)
+    session = start(ctx)
+    document = session.call(list_home)
     session.console.print_result(document, *listing_tables(document))
     if not check:
         return

@@ -12,12 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..base.errors import (
-    ConfigError,
-    SaeError,
-    one_line,
-    printable,
-)
+from ..base.errors import ConfigError, SaeError, one_line, printable
 from ..base.machine import is_disk_full, is_out_of_memory, rank, world
 
 COMMANDS = {

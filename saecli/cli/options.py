@@ -335,7 +335,6 @@ OwnRun = Annotated[
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        "--data",
         help="Activation store, by name or folder; for a crosscoder several, in order.",
         autocompletion=store_names,
         show_default="the one that the run was trained on, else the newest",
@@ -345,7 +344,6 @@ Data = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        "--target",
         help="Store of a transcoder's targets.",
         autocompletion=store_names,
         show_default="the one that the run was trained on",
@@ -353,12 +351,11 @@ Target = Annotated[
 ]
 SplitName = Annotated[
     Literal["test", "train", "all"],
-    typer.Option("--split", help="Rows to measure on: test, held out; train, trained on; or all."),
+    typer.Option(help="Rows to measure on: test, held out; train, trained on; or all."),
 ]
 SplicedModel = Annotated[
     str | None,
     typer.Option(
-        "--model",
         help="Splice the SAE into this language model, which the store's rows came from: hub id, folder or GGUF file.",
         show_default="none",
     ),
@@ -366,7 +363,6 @@ SplicedModel = Annotated[
 SplicedModels = Annotated[
     list[str] | None,
     typer.Option(
-        "--model",
         help="Splice the SAE into this language model, which the store's rows came from: hub id, folder or GGUF "
         "file; once for each model of a crosscoder.",
         show_default="none",
@@ -374,15 +370,11 @@ SplicedModels = Annotated[
 ]
 _REVISION = "Branch, tag or commit of --model on the hub."
 Revision = Annotated[
-    str | None,
-    typer.Option(
-        "--model-revision", help=_REVISION, show_default="the one that the rows came from"
-    ),
+    str | None, typer.Option(help=_REVISION, show_default="the one that the rows came from")
 ]
 Revisions = Annotated[
     list[str] | None,
     typer.Option(
-        "--model-revision",
         help=f"{_REVISION} Of several models once, or once for each.",
         show_default="the one that the rows came from",
     ),
@@ -390,7 +382,6 @@ Revisions = Annotated[
 Tokens = Annotated[
     int | None,
     typer.Option(
-        "--tokens",
         min=1,
         help="Tokens of the split to run --model on.",
         show_default="16,384; less for several SAEs",
@@ -399,31 +390,26 @@ Tokens = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model",
         help="Hub id, folder or GGUF file of the language model.",
         show_default="the one that the run's store came from",
     ),
 ]
 Layer = Annotated[
-    int | None, typer.Option("--layer", help="Read this block, from 0, if the SAE's file has none.")
+    int | None, typer.Option(help="Read this block, from 0, if the SAE's file has none.")
 ]
 Site = Annotated[
     str | None,
-    typer.Option(
-        "--site", help="Read this hook point, if the SAE's file has none.", **one_of(SITES)
-    ),
+    typer.Option(help="Read this hook point, if the SAE's file has none.", **one_of(SITES)),
 ]
 Device = Annotated[
-    str,
-    typer.Option("--device", help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available."),
+    str, typer.Option(help="Where to compute: cpu, cuda, cuda:1; auto: cuda if available.")
 ]
-Out = Annotated[Path, typer.Option("--out", help="Write into this folder, new or empty.")]
+Out = Annotated[Path, typer.Option(help="Write into this folder, new or empty.")]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Save a picture here (PNG, PDF or SVG by its ending).")
+    Path | None, typer.Option(help="Save a picture here (PNG, PDF or SVG by its ending).")
 ]
 Csv = Annotated[
-    Path | None,
-    typer.Option("--csv", dir_okay=False, help="Write the measures here, with every digit."),
+    Path | None, typer.Option(dir_okay=False, help="Write the measures here, with every digit.")
 ]
 Json = Annotated[
     bool,
@@ -433,15 +419,23 @@ Json = Annotated[
 
 @dataclass(frozen=True)
 class Session:
-    """The home and the output of a command."""
+    """The home, the output and the options of a command."""
 
     home: Home
     console: Console
+    options: Mapping[str, Any]
 
-    def write(self, csv: Path | None, lines: Sequence[Mapping[str, Any]]) -> None:
+    def call(self, function: Callable[..., Any], **others: Any) -> Any:
+        """Call a public function with the command's options, as far as it has parameters of their names, and others."""
+        names = inspect.signature(function).parameters
+        options = {name: value for name, value in self.options.items() if name in names}
+        return function(**{**options, "home": self.home, "progress": self.console, **others})
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write a table where `--csv` says."""
+        csv = self.options["csv"]
         if csv is not None:
-            write_csv(csv, lines)
+            write_csv(Path(csv), lines)
             self.console.note(f"wrote {csv}")
 
     def print_result_and_notes(self, document: dict[str, Any], *shown: Any) -> None:
@@ -451,29 +445,25 @@ class Session:
         self.console.print_result(document, *shown)
 
 
-def start(
-    ctx: typer.Context,
-    as_json: bool,
-    plot: Path | None = None,
-    csv: Path | None = None,
-    out: Path | None = None,
-) -> Session:
-    """Begin a command. ConfigError if a path cannot be written, or the folder `out` holds something."""
+def start(ctx: typer.Context, new: Path | None = None) -> Session:
+    """Begin a command. ConfigError if a path of `--plot` or `--csv` cannot be written, or the folder `new` holds
+    something."""
+    plot, csv = ctx.params.get("plot"), ctx.params.get("csv")
     if plot is not None:
         from ..show.style import check_suffix  # matplotlib takes a second to import
 
-        check_suffix(plot)
-    if out is not None and not is_free(out):
+        check_suffix(Path(plot))
+    if new is not None and not is_free(new):
         raise ConfigError(
-            f"cannot write to {out}: expected an empty or a new folder, got one in use; name another"
+            f"cannot write to {new}: expected an empty or a new folder, got one in use; name another"
         )
-    if out is not None:
-        existing = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    if new is not None:
+        existing = next(folder for folder in (new, *new.absolute().parents) if folder.is_dir())
         _demand_writable(existing / "index.html")
     for path in (plot, csv):
         if path is not None:
-            _demand_writable(path)
-    return Session(ctx.find_root().obj, Console(as_json))
+            _demand_writable(Path(path))
+    return Session(ctx.find_root().obj, Console(ctx.params["json"]), ctx.params)
 
 
 def _demand_writable(path: Path) -> None:

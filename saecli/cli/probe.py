@@ -7,28 +7,22 @@ from .options import Csv, Device, Json, Layer, Model, Plot, Revision, Runs, Site
 Sets = Annotated[
     str | None,
     typer.Option(
-        "--sets",
         help="Probe these sets: names, numbers or patterns, such as 87_glue_cola,5,*emotion*.",
         show_default="all 113",
     ),
 ]
 Rows = Annotated[
-    int,
-    typer.Option("--rows", min=20, help="Read this number of texts per set, half of each class."),
+    int, typer.Option(min=20, help="Read this number of texts per set, half of each class.")
 ]
 Counts = Annotated[
     list[int] | None,
     typer.Option(
-        "--k",
-        min=1,
-        show_default="1, 2, 5, 16",
-        help="Fit a probe on k latents; repeat for several.",
+        min=1, show_default="1, 2, 5, 16", help="Fit a probe on k latents; repeat for several."
     ),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        "--context",
         min=1,
         help="Read at most this number of last tokens of a text.",
         show_default="1,024, or the model's positions",
@@ -69,31 +63,17 @@ def command(
     from ..measure.probes import probe
     from ..show.measures import probe_tables
 
-    session = start(ctx, json, plot, csv=csv)
-    document = probe(
-        saes=runs or [],
-        model=model,
-        model_revision=model_revision,
-        layer=layer,
-        site=site,
-        sets=sets,
-        rows=rows,
-        k=k or (1, 2, 5, 16),
-        context=context,
-        device=device,
-        home=session.home,
-        progress=session.console,
-    )
+    session = start(ctx)
+    document = session.call(probe, saes=runs or [], k=k or (1, 2, 5, 16))
     if plot is not None:
         from ..show.pictures import probes  # matplotlib takes a second to import
 
         probes(plot, document)
         session.console.note(f"drew {plot}")
     session.write(
-        csv,
         [
             line | {"latents": " ".join(map(str, line.get("latents", ())))}
             for line in document["by_set"]
-        ],
+        ]
     )
     session.console.print_result(document, *probe_tables(document))

@@ -3,17 +3,7 @@ from typing import Annotated
 import typer
 
 from .export import formats
-from .options import (
-    Data,
-    Device,
-    Json,
-    Revision,
-    SplicedModel,
-    Target,
-    Tokens,
-    run_names,
-    start,
-)
+from .options import Data, Device, Json, Revision, SplicedModel, Target, Tokens, run_names, start
 
 Run = Annotated[
     str,
@@ -70,21 +60,8 @@ def command(
     """
     from ..measure.export import push
 
-    session = start(ctx, json)
-    document = push(
-        sae=run,
-        repo=repo,
-        data=data,
-        target=target,
-        private=private,
-        format=form,
-        model=model,
-        model_revision=model_revision,
-        tokens=tokens,
-        device=device,
-        home=session.home,
-        progress=session.console,
-    )
+    session = start(ctx)
+    document = session.call(push, sae=run, format=form)
     session.console.print_result(
         document,
         f"pushed {document['run']} to {document['repo']}/{document['folder']} as "

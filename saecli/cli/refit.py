@@ -2,24 +2,12 @@ from typing import Annotated
 
 import typer
 
-from .options import (
-    Data,
-    Device,
-    Json,
-    Revision,
-    Run,
-    SplicedModel,
-    Target,
-    Tokens,
-    start,
-)
+from .options import Data, Device, Json, Revision, Run, SplicedModel, Target, Tokens, start
 
 Name = Annotated[
     str | None,
     typer.Option(
-        "--name",
-        help="Save the new run under this name.",
-        show_default="refit- and the name of RUN",
+        help="Save the new run under this name.", show_default="refit- and the name of RUN"
     ),
 ]
 
@@ -53,7 +41,7 @@ def command(
     from ..measure.refit import refit_run
     from ..show.measures import refit_table
 
-    session = start(ctx, json)
+    session = start(ctx)
     chosen_rows = ChosenRows(session.home, data, "test", device, session.console, target)
     models = at_revisions(model, model_revision)
     document = refit_run(run, chosen_rows, name=name, models=models, tokens=tokens)

@@ -8,7 +8,6 @@ from .options import Data, Device, Json, Out, Revision, Run, SplitName, Target, 
 Latents = Annotated[
     str | None,
     typer.Option(
-        "--latents",
         metavar="all|NUMBERS",
         help="Latents that get their own page: all, or numbers and ranges: 0,5,10-19.",
         show_default="all, or the 4,096 most frequent",
@@ -17,7 +16,6 @@ Latents = Annotated[
 Top = Annotated[
     int | None,
     typer.Option(
-        "--top",
         min=1,
         help="Instead of --latents: this number of the most frequent latents.",
         show_default="none",
@@ -26,22 +24,17 @@ Top = Annotated[
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model",
         help="Hub id, folder or GGUF file of the language model, to show the tokens that each latent promotes and "
         "suppresses.",
         show_default="none",
     ),
 ]
 Count = Annotated[
-    int,
-    typer.Option(
-        "--examples", min=1, max=100, help="Texts per latent, strongest activation first."
-    ),
+    int, typer.Option(min=1, max=100, help="Texts per latent, strongest activation first.")
 ]
 Neuronpedia = Annotated[
     str | None,
     typer.Option(
-        "--neuronpedia",
         metavar="MODEL/SOURCE",
         help="Neuronpedia's name of the SAE, such as "
         "gemma-2-2b/20-gemmascope-res-16k, to link each latent to its page there.",
@@ -81,24 +74,8 @@ def command(
     """
     from ..show.report import report
 
-    session = start(ctx, json)
-    document = report(
-        sae=run,
-        out=out,
-        data=data,
-        target=target,
-        split=split,
-        latents=latents,
-        top=top,
-        model=model,
-        model_revision=model_revision,
-        examples=examples,
-        neuronpedia=neuronpedia,
-        overwrite=overwrite,
-        device=device,
-        home=session.home.path,
-        progress=session.console,
-    )
+    session = start(ctx)
+    document = session.call(report, sae=run)
     session.print_result_and_notes(
         document,
         f"wrote {document['index']}, with pages of {document['pages']:,} of "

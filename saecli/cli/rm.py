@@ -16,9 +16,7 @@ Names = Annotated[
 ]
 KindOption = Annotated[
     Literal["store", "run"] | None,
-    typer.Option(
-        "--kind", help="Disambiguate a name that a store and a run share.", show_default=False
-    ),
+    typer.Option(help="Disambiguate a name that a store and a run share.", show_default=False),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
@@ -34,7 +32,7 @@ def command(
     """
     from ..store.opening import removable, remove
 
-    session = start(ctx, json)
+    session = start(ctx)
     entries = removable(session.home, names, kind)
     for entry in entries:
         use = (

@@ -32,7 +32,7 @@ def command(
     from ..sae.metrics import firing
     from ..show.measures import SPARSITY, comparison, extremes, places_table
 
-    session = start(ctx, json, plot)
+    session = start(ctx)
     chosen_rows = ChosenRows(session.home, data, split, device, session.console, target)
     everything = chosen_rows.with_all(runs or [])
     pictured = 0 if plot is None else PICTURED_ROWS

@@ -4,43 +4,28 @@ import typer
 
 from .options import Device, Json, Layer, Model, Revision, Run, Site, start
 
-Latents = Annotated[
-    list[int], typer.Option("--latent", help="Change this latent, from 0; repeat for several.")
-]
-Prompts = Annotated[
-    list[str], typer.Option("--prompt", help="Continue this text; repeat for several.")
-]
+Latents = Annotated[list[int], typer.Option(help="Change this latent, from 0; repeat for several.")]
+Prompts = Annotated[list[str], typer.Option(help="Continue this text; repeat for several.")]
 Method = Annotated[
     Literal["add", "clamp", "ablate"],
-    typer.Option(
-        "--method", help="Change the code. add: by --scale; clamp: to --scale; ablate: to 0."
-    ),
+    typer.Option(help="Change the code. add: by --scale; clamp: to --scale; ablate: to 0."),
 ]
 Scales = Annotated[
     list[float] | None,
     typer.Option(
-        "--scale",
         help="Change in units of the code; give one for all latents, or one for each.",
         show_default="each latent's largest code on the run's store",
         callback=lambda scales: scales or None,
     ),
 ]
-NewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", min=1, help="Generate at most this number of tokens.")
-]
+NewTokens = Annotated[int, typer.Option(min=1, help="Generate at most this number of tokens.")]
 Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature", min=0, help="Sample at this temperature; 0: the likeliest token."
-    ),
+    float, typer.Option(min=0, help="Sample at this temperature; 0: the likeliest token.")
 ]
 Seed = Annotated[
     int | None,
     typer.Option(
-        "--seed",
-        min=0,
-        help="Seed the sampling of both texts.",
-        show_default="0 with --temperature",
+        min=0, help="Seed the sampling of both texts.", show_default="0 with --temperature"
     ),
 ]
 
@@ -77,22 +62,6 @@ def command(
     from ..measure.steer import steer
     from ..show.measures import steering_tables
 
-    session = start(ctx, json)
-    document = steer(
-        sae=run,
-        latents=latent,
-        prompts=prompt,
-        method=method,
-        scale=scale,
-        model=model,
-        model_revision=model_revision,
-        layer=layer,
-        site=site,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        device=device,
-        home=session.home,
-        progress=session.console,
-    )
+    session = start(ctx)
+    document = session.call(steer, sae=run, latents=latent, prompts=prompt)
     session.console.print_result(document, *steering_tables(document))

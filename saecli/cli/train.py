@@ -62,7 +62,6 @@ FROM_MODEL = (
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        "--data",
         help="Activation store to train on, by name or folder; several of the same tokens, for a crosscoder; or "
         "with --each any, also by patterns such as 'mlp-*'.",
         show_default="the newest",
@@ -79,7 +78,6 @@ Each = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        "--target",
         help="Store of the same tokens to predict from --data, for a transcoder.",
         show_default="--data itself",
         autocompletion=store_names,
@@ -88,7 +86,6 @@ Target = Annotated[
 Init = Annotated[
     str | None,
     typer.Option(
-        "--init",
         metavar="RUN",
         hidden=True,
         help="SAE to train on: run name, folder, or user/repo/folder@revision on the Hugging Face "
@@ -101,7 +98,6 @@ Init = Annotated[
 Layer = Annotated[
     list[int] | None,
     typer.Option(
-        "--layer",
         callback=demand_once,
         hidden=True,
         help="Block of --model to read, from 0.",
@@ -112,7 +108,6 @@ Layer = Annotated[
 Site = Annotated[
     list[str] | None,
     typer.Option(
-        "--site",
         callback=demand_once,
         hidden=True,
         help="Hook point in the block; see `sae extract`.",
@@ -120,11 +115,10 @@ Site = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
-Solver = Annotated[str, typer.Option("--solver", help="Training algorithm.", **one_of(SOLVERS))]
+Solver = Annotated[str, typer.Option(help="Training algorithm.", **one_of(SOLVERS))]
 Act = Annotated[
     str,
     typer.Option(
-        "--act",
         help="Activation. jumprelu and gated, with --target-l0, find the most features; matching-pursuit, with "
         "--k, has the least error, in 2 to 3 times the time.",
         **one_of(ACTIVATIONS),
@@ -133,7 +127,6 @@ Act = Annotated[
 Name = Annotated[
     str | None,
     typer.Option(
-        "--name",
         help="Name of the run; with --each, before the store's.",
         show_default="solver, activation and a number",
         autocompletion=lambda ctx: home_of(ctx).runs.unfinished(),
@@ -149,13 +142,7 @@ Resume = Annotated[
 ]
 
 
-@configured(
-    TrainingConfig,
-    repeated=True,
-    more=FROM_MODEL,
-    solver=SOLVERS,
-    act=ACTIVATIONS,
-)
+@configured(TrainingConfig, repeated=True, more=FROM_MODEL, solver=SOLVERS, act=ACTIVATIONS)
 def command(
     ctx: typer.Context,
     options: tuple[Given, ...],
@@ -193,7 +180,7 @@ def command(
     from ..train.jobs import claim_jobs, resume_job
     from ..train.start import Start
 
-    session, processes = start(ctx, json), communicator()
+    session, processes = start(ctx), communicator()
     with ExitStack() as claims:
         with note_when_stopped(session.console):
             if resume:
@@ -364,11 +351,7 @@ def _rows(
 
 
 def _rows_of_model(
-    ctx: typer.Context,
-    session: Session,
-    options: Mapping[str, Any],
-    claims: ExitStack,
-    begun: bool,
+    ctx: typer.Context, session: Session, options: Mapping[str, Any], claims: ExitStack, begun: bool
 ) -> tuple[Streamed, RowsOf]:
     from ..extract.streaming import open_stream
     from ..train.live import LiveRows
