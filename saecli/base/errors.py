@@ -8,7 +8,7 @@
 Each message is one sentence: what failed; expected X, got Y; what to do.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Self
 
@@ -69,6 +69,13 @@ class PeerError(SaeError, RuntimeError):
 def flag_of(name: str) -> str:
     """The command-line spelling of an option: `d_sae` is `--d-sae`."""
     return "--" + name.replace("_", "-")
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it came from, one after another."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def one_line(error: BaseException) -> str:

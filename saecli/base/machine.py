@@ -169,3 +169,12 @@ def why_refused(repo: str, error: BaseException) -> str | None:
             f"private one, {LOG_IN}"
         )
     return None
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether an error comes from the network or a busy hub, not from the request."""
+    from huggingface_hub.errors import HTTPError
+
+    status = getattr(getattr(error, "response", None), "status_code", 503)
+    is_of_network = isinstance(error, HTTPError | ConnectionError | TimeoutError)
+    return is_of_network and (status in (408, 425, 429) or status >= 500)

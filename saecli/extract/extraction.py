@@ -23,7 +23,6 @@ from ..store.opening import finished_store, note_massive_rows, note_when_stopped
 from ..store.reader import ActivationStore
 from ..store.schema import StoreMeta, rank_folder, read_meta, rows_per_shard
 from ..store.writer import StoreWriter, no_rows, ranked_store
-from .chats import Chats
 from .forward import Forward, fill, pass_tokens
 from .options import (
     COLUMNS,
@@ -36,8 +35,8 @@ from .options import (
     at_revisions,
 )
 from .requests import StoreRequest, demand_same_tokens, store_requests
-from .special import known_text
 from .texts import Document, Mixture
+from .tokenizer import Chats, known_text
 from .windows import LOOK_AHEAD, START, Block, Cursor, Windows, in_blocks
 
 if TYPE_CHECKING:

@@ -1,14 +1,23 @@
-"""Finding a language model without loading its weights."""
+"""Finding a language model, bundled, in a folder, in a GGUF file or on the hub, without loading its weights.
+
+transformers' own reader makes a GGUF file's packed weights dense.
+"""
 
 import fnmatch
+import io
 import re
-from collections.abc import Collection, Iterable
+import struct
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import validate_repo_id
@@ -16,15 +25,23 @@ from safetensors import SafetensorError
 from transformers import AutoConfig
 
 from ..base.devices import multiplies_bf16
-from ..base.errors import ConfigError, ModelError, one_line
+from ..base.errors import ConfigError, ModelError, causes, one_line
 from ..base.files import file_sha256
 from ..base.machine import why_refused, why_unreachable
 from ..sae.hub import Address
 from ..sae.hub import hub_errors as hub_errors_told
 from ..store.schema import hash_request
-from .gguf import DAMAGE, SUFFIX, demand_packages, named_file, notes_on, place_of, without_folder
 from .options import BUNDLED, MODEL_DTYPES, TINY_GEMMA2, at_revision
 
+GGUF = ".gguf"
+# Tensors of models with scaled rotary embeddings (Llama 3.1, Phi 3.5) that the reader has no place for.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# More than the metadata and names of tensors; Gemma 3's 262,144 tokens take 10 MB.
+HEAD_BYTES = 1 << 26
+GGUF_FOLDER = "sae-gguf-"  # of a temporary folder's name
+GGUF_PACKAGES = ("gguf", "accelerate")  # which the reader imports
+# What the reader raises for damaged files, besides what transformers raises for those of a folder.
+DAMAGE: tuple[type[Exception], ...] = (ArithmeticError, LookupError, MemoryError, struct.error)
 # What the library raises for damaged or foreign files.
 UNLOADABLE: tuple[type[Exception], ...] = (
     AttributeError,
@@ -288,7 +305,7 @@ def demand_model(name: str, files: Collection[str]) -> None:
             f"{name} holds an adapter ({ADAPTER}): expected a whole model; save the two merged (peft's "
             f"`merge_and_unload`) in a folder of their own, or name the base model"
         )
-    packed = [file for file in files if file.lower().endswith(SUFFIX)]
+    packed = [file for file in files if file.lower().endswith(GGUF)]
     if packed and CONFIG not in files:
         raise ModelError(
             f"{name} holds GGUF files and no {CONFIG}; give the path of one of them on this machine, of "
@@ -323,11 +340,9 @@ def explained(name: str, error: BaseException, part: str = "model") -> ModelErro
         )
     if "backend tokenizer" in str(error):
         return no_tokenizer(name)
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if reason := why_refused(name, cause):
             return ModelError(f"{reason}, {OFFLINE_ADVICE}")
-        cause = cause.__cause__ or cause.__context__
     # A line that ends in a colon says nothing alone.
     said = re.sub(r":\s*\n\s*", ": ", str(error).strip())
     reason = (said.splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -350,3 +365,61 @@ def no_tokenizer(name: str) -> ModelError:
         f"cannot load the tokenizer of {name}: it has no readable tokenizer.json or the like next to the "
         f"weights; save the tokenizer there too"
     )
+
+
+def named_file(name: str) -> Path | None:
+    """The file, if a model's name is that of a GGUF file."""
+    path = Path(name)
+    if path.suffix.lower() != GGUF or path.is_dir():
+        return None
+    if not path.is_file():
+        raise ModelError(f"there is no file {name}; give the path of a GGUF file, or a hub id")
+    return path
+
+
+def demand_packages(name: str) -> None:
+    lacking = [package for package in GGUF_PACKAGES if find_spec(package) is None]
+    if not hasattr(transformers, "GgufConfig"):  # earlier versions read no weights of blocks
+        lacking.append("transformers>=5.24")
+    if lacking:
+        raise ModelError(
+            f"cannot read {name}: GGUF files need the package {' and '.join(lacking)}, which is not "
+            f"installed; run `pip install 'saecli[gguf]'`"
+        )
+
+
+def notes_on(path: Path) -> tuple[str, ...]:
+    """What the reader does to a model."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    notes = [f"{path.name}: its packed weights are made dense, as transformers reads them"]
+    if scaled := [name for name in ROPE_FACTORS if name.encode() in head]:
+        notes.append(
+            f"{path.name}: transformers leaves out {' and '.join(scaled)}, the factors of its rotary "
+            f"embedding, so rows differ from the model's; its folder from the hub has them"
+        )
+    return tuple(notes)
+
+
+@contextmanager
+def place_of(location: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """While open, the first argument of `from_pretrained` and those by name. A GGUF file gets a folder of its own: from
+    the files next to it transformers would take another model's tokenizer."""
+    path = named_file(location)
+    if path is None:
+        yield location, {}
+        return
+    # The reader draws progress bars that no setting of transformers hides.
+    with TemporaryDirectory(prefix=GGUF_FOLDER) as folder, redirect_stderr(io.StringIO()):
+        Path(folder, path.name).symlink_to(path.resolve())
+        yield folder, {"gguf_file": path.name}
+
+
+def without_folder(message: str) -> str:
+    """A message without the path of the folder of `place_of`."""
+    return re.sub(rf"[^\s'\"]*{GGUF_FOLDER}[^/]*/", "", message)
+
+
+def dense() -> dict[str, Any]:
+    """Arguments of `from_pretrained` that make all weights dense."""
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}

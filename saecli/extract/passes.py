@@ -1,28 +1,44 @@
-"""A language model's forward pass in two parts: blocks, also from a later one on; then its head, on some rows.
+"""A language model's forward pass in parts, and the effect of replacing activations by an SAE's reconstructions.
 
 A pass that changes activations at a hook point repeats what the blocks below it returned, and logits, V per token, are
-never held for all tokens. Both use the model's own code, with forward methods of its blocks replaced for a time, so
+computed in blocks of rows. Both use the model's own code, with forward methods of its blocks replaced for a time, so
 that whatever it does around its blocks and to its logits (soft caps, factors) stays what it is.
 
-Shapes: B windows, T tokens, n rows, D = d_model, V vocabulary.
+Tokens that are no rows (special ones, BOS) keep their own activations, and predictions from them are excluded from
+every mean; but zero ablation applies to all tokens. SAELens' current evaluation does the same. A crosscoder is encoded
+from the clean activations at all its hook points, of all its models, and replaces all of a model's at once, or one
+alone: after the last of several residual streams replaced, the model does not see the earlier ones.
+
+Shapes: B windows, T tokens, n of them rows, D = d_in, E = d_out, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..base.errors import ModelError
+from ..sae.dictionary import SAE
+from .forward import pass_tokens
 from .language_model import LanguageModel, Reached
 from .options import HookPoint
-from .special import affixes
+from .splice import StoredWindow, in_batches, padded
+from .tokenizer import affixes
 
 PROBED = 16  # tokens on which a pass that repeats blocks is compared with a whole one
 ALIKE = 1e-4  # relative difference of one pass and another by rounding
 Hook = Callable[[HookPoint, Tensor], Tensor]
+BLOCK_LOGITS = 1 << 25  # logits computed at once: 128 MB in float32
+CACHED_LOGITS = 1 << 20  # measured at once on a CPU, to stay in its cache: 4 MB in float32
+ZERO_TOKENS = 4096  # about, that the zeroed model is run over
+CLEARLY = 5  # standard errors above 0
+NO_NEXT = -1
 
 
 class Below(NamedTuple):
@@ -143,3 +159,294 @@ def _copied(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output.detach().clone()
     return (output[0].detach().clone(), *output[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class CleanPass:
+    """A batch of windows run through a model as it is."""
+
+    passes: Passes
+    writes: tuple[HookPoint, ...]
+    token_ids: Tensor  # (B, T)
+    mask: Tensor  # (B, T), 0 at padding
+    replaced: Tensor  # (B, T) bool
+    next_tokens: Tensor  # (n,) int64, NO_NEXT at the end of a window's text
+    states: Tensor  # inputs of the head, (n, d_model)
+    below: dict[int, Below]  # first blocks to be repeated
+    x: Tensor  # activations at the hook points read, side by side, (n, D)
+    y: Tensor  # at those written, (n, E)
+
+    @classmethod
+    def of(
+        cls,
+        passes: Passes,
+        windows: Sequence[StoredWindow],
+        reads: tuple[HookPoint, ...],
+        writes: tuple[HookPoint, ...],
+        parts: Sequence[tuple[HookPoint, ...]] = (),
+    ) -> Self:
+        """`parts`: hook points that are to be replaced at once, if not all that are written."""
+        token_ids, mask, replaced = padded(windows)
+        passes.model.check_tokens(token_ids)
+        next_tokens = functional.pad(token_ids[:, 1:], (0, 1))
+        of_text = mask.clone()
+        for row, window in enumerate(windows):
+            text_end = window.length - len(passes.suffix)
+            if window.token_ids[text_end:].tolist() == passes.suffix:
+                of_text[row, text_end:] = 0  # added after the window's text, perhaps mid-document
+        has_next = functional.pad(of_text[:, 1:], (0, 1)).bool()
+        next_tokens = torch.where(has_next, next_tokens, NO_NEXT)[replaced]
+        replaced = replaced.to(passes.model.device)
+        keep = {passes.repeatable(part, token_ids) for part in parts or [writes]} - {0}
+        read: dict[HookPoint, Tensor] = {}
+
+        def look(point: HookPoint, activations: Tensor) -> Tensor:
+            read[point] = activations[replaced]
+            return activations
+
+        with torch.no_grad():
+            states, below = passes.states(
+                token_ids, mask, dict.fromkeys((*reads, *writes), look), keep
+            )
+        x, y = (torch.cat([read[point] for point in points], 1) for points in (reads, writes))
+        return cls(
+            passes,
+            writes,
+            token_ids,
+            mask,
+            replaced,
+            next_tokens.to(passes.model.device),
+            states[replaced],
+            below,
+            x,
+            x if reads == writes else y,
+        )
+
+    def spliced(self, y_hat: Tensor, writes: tuple[HookPoint, ...] = ()) -> Tensor:
+        """The inputs of the head, (n, d_model), with y_hat, (n, E), in place of the activations at the hook points
+        written, or at these alone; differentiable in it."""
+        writes = writes or self.writes
+        values = dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True))
+
+        def replace(point: HookPoint, activations: Tensor) -> Tensor:
+            return activations.index_put((self.replaced,), values[point].to(activations))
+
+        return self._changed(writes, replace)
+
+    def zeroed(self, writes: tuple[HookPoint, ...]) -> Tensor:
+        """The inputs of the head with zeros at these hook points."""
+        return self._changed(writes, lambda _, activations: torch.zeros_like(activations))
+
+    def _changed(
+        self, writes: tuple[HookPoint, ...], replace: Callable[[HookPoint, Tensor], Tensor]
+    ) -> Tensor:
+        below = self.below.get(self.passes.repeatable(writes, self.token_ids))
+        states, _ = self.passes.states(
+            self.token_ids, self.mask, dict.fromkeys(writes, replace), below=below
+        )
+        return states[self.replaced]
+
+    def losses(self, states: Tensor) -> Tensor:
+        """The cross-entropy of the next token, (n,) float32, given inputs of the head; 0 where there is none."""
+        losses = [
+            functional.cross_entropy(
+                logits.float(), self.next_tokens[rows], ignore_index=NO_NEXT, reduction="none"
+            )
+            for block in self._blocks()
+            for rows, logits in self._cached(block, self.passes.logits(states[block]))
+        ]
+        return torch.cat(losses) if losses else states.new_empty(0, dtype=torch.float32)
+
+    def compared(self, others: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The cross-entropy of the next token of the clean pass, (n,) float32, as `losses`; and with each of other
+        inputs of the head, float64, its sum and that of KL(clean || other)."""
+        losses = [torch.empty(0, device=self.states.device)]
+        sums = torch.zeros(2, len(others), dtype=torch.float64, device=self.states.device)
+        for block in self._blocks():
+            clean = self.passes.logits(self.states[block]).float()
+            for rows, log_p in self._cached(block, clean):
+                log_p.copy_(log_p.log_softmax(-1))
+                losses.append(self._losses(log_p, rows))
+            for number, other in enumerate(others):
+                logits = self.passes.logits(other[block])
+                both = zip(self._cached(block, clean), self._cached(block, logits), strict=True)
+                for (rows, log_p), (_, part) in both:
+                    log_q = part.float().log_softmax(-1)
+                    sums[0, number] += self._losses(log_q, rows).sum()
+                    sums[1, number] += log_q.sub_(log_p).mul_(log_p.exp()).sum().neg()
+        return torch.cat(losses), *sums
+
+    def descent(self, states: Tensor, objective: str) -> tuple[Tensor, Tensor]:
+        """Inputs of the head, (n, d_model): the sum over them of `kl`, KL(clean || them), or of `ce`, the cross-entropy
+        of the next token, float64; and its gradient with respect to them."""
+        total = torch.zeros((), dtype=torch.float64, device=states.device)
+        gradient = torch.empty_like(states)
+        for block in self._blocks():
+            own = states[block].detach().requires_grad_()
+            logits = self.passes.logits(own)
+            slopes = torch.empty_like(logits)
+            with torch.no_grad():
+                clean = self.passes.logits(self.states[block]) if objective == "kl" else logits
+            both = zip(
+                self._cached(block, logits.detach()), self._cached(block, clean), strict=True
+            )
+            for (rows, part), (_, clean_part) in both:
+                log_q = part.float().log_softmax(-1)
+                if objective == "kl":
+                    log_p = clean_part.float().log_softmax(-1)
+                    p = log_p.exp()
+                    total += log_p.sub_(log_q).mul_(p).sum()
+                    slope = log_q.exp_().sub_(p)
+                else:
+                    total += self._losses(log_q, rows).sum()
+                    slope = log_q.exp_()
+                    slope -= functional.one_hot(self.next_tokens[rows].clamp(min=0), slope.shape[1])
+                    slope[self.next_tokens[rows] == NO_NEXT] = 0
+                slopes[rows.start - block.start : rows.stop - block.start] = slope
+            (gradient[block],) = torch.autograd.grad(logits, own, slopes)
+        return total, gradient
+
+    def _losses(self, log_probabilities: Tensor, rows: slice) -> Tensor:
+        return functional.nll_loss(
+            log_probabilities, self.next_tokens[rows], ignore_index=NO_NEXT, reduction="none"
+        )
+
+    def _blocks(self) -> Iterator[slice]:
+        """Rows whose logits are computed at once."""
+        yield from _slices(0, len(self.states), BLOCK_LOGITS // self.passes.model.vocabulary)
+
+    def _cached(self, block: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of a block, and their logits, that stay in a CPU's cache."""
+        at_once = CACHED_LOGITS if logits.device.type == "cpu" else BLOCK_LOGITS
+        for rows in _slices(block.start, block.stop, at_once // logits.shape[1]):
+            yield rows, logits[rows.start - block.start : rows.stop - block.start]
+
+
+def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
+    size = max(1, size)
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
+
+
+def _ratio(total: Tensor, count: int) -> float:
+    return float(total) / count if count else math.nan
+
+
+class _Sums:
+    """Sums over tokens, float64, for hook points that are replaced at once: on the tokens where they were zeroed the
+    rise of a token's loss and its square; for each SAE cross-entropy and KL."""
+
+    def __init__(self, part: tuple[HookPoint, ...], saes: int) -> None:
+        self.part = part
+        self.rise = torch.zeros(2, dtype=torch.float64)
+        self.spliced = torch.zeros(2, saes, dtype=torch.float64)
+
+
+@torch.no_grad()
+def effects(
+    models: Sequence[Passes],
+    windows: Iterable[StoredWindow],
+    reads: tuple[HookPoint, ...],
+    parts: Sequence[tuple[HookPoint, ...]],
+    saes: Sequence[SAE],
+    show: Callable[[int], None],
+    zeroed: float = 1.0,
+) -> list[list[dict[str, Any]]]:
+    """Splice SAEs, transcoders or crosscoders into a model, or crosscoders into each of several, one at a time.
+
+    Args:
+        models: the passes of each model, with one tokenizer; a hook point's `model` is a number among them.
+        reads: the hook points whose activations are encoded.
+        parts: hook points of one model that are replaced at once: those that are read, some of them, or a transcoder's.
+        show: called after each batch with the number of tokens done.
+        zeroed: fraction of the tokens, about, that the zeroed model is run over.
+
+    Returns:
+        For each SAE and each part: tokens, the number that counted; ce_clean, ce_spliced and ce_zero, the next token's
+        mean cross-entropy in nats, of the model itself, with the SAE's predictions, and with zeros at the hook points
+        written (ce_clean and the mean rise on the tokens where it was measured); ce_recovered,
+        `(ce_zero - ce_spliced) / (ce_zero - ce_clean)`, or None where that rise is not `CLEARLY` above 0; kl, the mean
+        KL(clean || spliced) in nats.
+
+    Cost: a forward pass; for each part and SAE the blocks from the hook points on, and the head, once more; for zeros
+    the same on a fraction of the tokens.
+    """
+    sums = [_Sums(part, len(saes)) for part in parts]
+    clean_sums = torch.zeros(len(models), dtype=torch.float64)
+    writes = reads if len(parts) > 1 or parts[0] == reads else parts[0]
+    tokens = predictions = tokens_zeroed = predictions_zeroed = 0
+    for batch in in_batches(windows, pass_tokens(models[0].model.device)):
+        clean_passes = _clean_passes(models, batch, reads, parts)
+        activations: dict[HookPoint, Tensor] = {}
+        for clean in clean_passes:
+            activations |= zip(clean.writes, clean.x.chunk(len(clean.writes), 1), strict=True)
+        x = torch.cat([activations[point] for point in reads], 1)
+        predicted = [_predicted(sae, x, writes) for sae in saes]
+        zero_too = tokens_zeroed <= zeroed * tokens
+        for number, clean in enumerate(clean_passes):
+            own = [each for each in sums if each.part[0].model == number]
+            clean_sums[number] += _add(own, clean, predicted, zero_too)
+        scored = int((clean_passes[0].next_tokens != NO_NEXT).sum())
+        tokens += len(x)
+        predictions += scored
+        if zero_too:
+            tokens_zeroed += len(x)
+            predictions_zeroed += scored
+        show(tokens)
+
+    def measures(own: _Sums, sae: int) -> dict[str, Any]:
+        clean = _ratio(clean_sums[own.part[0].model], predictions)
+        spliced = _ratio(own.spliced[0, sae], predictions)
+        rise, square = (_ratio(total, predictions_zeroed) for total in own.rise)
+        error = math.sqrt(max(0.0, square - rise**2) / max(1, predictions_zeroed))
+        return {
+            "ce_clean": clean,
+            "ce_spliced": spliced,
+            "ce_zero": clean + rise,
+            "ce_recovered": 1 - (spliced - clean) / rise if rise > CLEARLY * error else None,
+            "kl": _ratio(own.spliced[1, sae], tokens),
+            "tokens": tokens,
+        }
+
+    return [[measures(own, index) for own in sums] for index in range(len(saes))]
+
+
+def _clean_passes(
+    models: Sequence[Passes],
+    windows: Sequence[StoredWindow],
+    reads: tuple[HookPoint, ...],
+    parts: Sequence[tuple[HookPoint, ...]],
+) -> list[CleanPass]:
+    clean_passes = []
+    for number, passes in enumerate(models):
+        points = tuple(point for point in reads if point.model == number)
+        own_parts = [part for part in parts if part[0].model == number]
+        clean_passes.append(CleanPass.of(passes, windows, points, points, own_parts))
+    return clean_passes
+
+
+def _predicted(sae: SAE, x: Tensor, writes: tuple[HookPoint, ...]) -> dict[HookPoint, Tensor]:
+    y_hat = sae(x.to(sae.W_enc))
+    return {point: y_hat[:, place] for point, place in zip(writes, sae.hook_columns, strict=True)}
+
+
+def _add(
+    sums: Sequence[_Sums],
+    clean: CleanPass,
+    predicted: Sequence[dict[HookPoint, Tensor]],
+    zero_too: bool,
+) -> Tensor:
+    """Add a batch to the sums of one model's hook points; the sum of the clean losses."""
+    states = [
+        clean.spliced(torch.cat([y_hat[point] for point in own.part], 1), own.part)
+        for own in sums
+        for y_hat in predicted
+    ]
+    losses, *spliced = clean.compared(states)
+    by_part = torch.stack(spliced).view(2, len(sums), len(predicted)).cpu()
+    for index, own in enumerate(sums):
+        own.spliced += by_part[:, index]
+        if zero_too:
+            rise = (clean.losses(clean.zeroed(own.part)) - losses).double()
+            own.rise += torch.stack([rise.sum(), rise.square().sum()]).cpu()
+    return losses.sum(dtype=torch.float64).cpu()

@@ -12,8 +12,8 @@ from ..base.home import Shelf, checked_name
 from ..store.opening import DERIVED
 from ..store.schema import hash_request
 from .options import ExtractConfig, HookPoint
-from .special import affixes
 from .texts import Mixture
+from .tokenizer import affixes
 
 if TYPE_CHECKING:
     from .model_source import ModelSource

@@ -4,26 +4,25 @@ Documents are numbered, blank ones too, so that a later pass resumes where an ea
 read by `datasets`, which takes over a second to open the smallest file.
 """
 
+import ast
+import hashlib
+import inspect
+import json
+import os
 import platform
-from collections.abc import Callable, Iterator
+import sysconfig
+import warnings
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cache
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ..base.errors import ModelError, one_line
+from ..base.errors import ModelError, causes, one_line
 from ..base.files import NotAFile, file_sha256, regular
-from ..base.machine import why_unreachable
-from .text_files import (
-    Read,
-    Text,
-    jsonl_texts,
-    parquet_texts,
-    stdlib_docstrings,
-    stdlib_sha256,
-    txt_texts,
-)
+from ..base.machine import is_passing, why_unreachable
 
 STDLIB_DOCS = "stdlib-docs"
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -32,6 +31,17 @@ DEFAULT_CONFIGS = {"Salesforce/wikitext": "wikitext-103-raw-v1"}  # if the user 
 MARK_EVERY = 256  # rows of a hub dataset between two marks
 WITHOUT_NETWORK = "use --dataset stdlib-docs or a local .txt, .jsonl or .parquet file instead"
 
+# From 100 lines on, a .jsonl file is refused if over 1% of them hold no text.
+ENOUGH_LINES, MOST_BAD = 100, 0.01
+STDLIB_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+)
+DOCSTRING_MIN_CHARS = 40
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+Text = Any  # a string, or a `tokenizer.Conversation`
+Texts = Generator[Text, None, None]
+Read = Callable[[Any, str, str], Text]  # from a row, a column, and words for the row in errors
 Mark = dict[str, Any]  # {"document": number, "state": the state of `datasets` before that document}
 
 
@@ -177,12 +187,11 @@ class TextSource:
     ) -> Iterator[Document]:
         """The documents from number `start` on, including blank ones, read from a mark at or before it; `note` is
         called with a message on skipped lines of a .jsonl file."""
-        documents = self._documents(start, mark, note)
-        first = next(documents, None)
-        if first is not None:
-            yield first
-            yield from documents
-        elif start == 0:
+        is_empty = start == 0
+        for document in self._documents(start, mark, note):
+            is_empty = False
+            yield document
+        if is_empty:
             raise ModelError(f"there is no text in {self.dataset}; name another file or dataset")
 
     def _documents(
@@ -223,9 +232,8 @@ class TextSource:
             if mark is not None:
                 data.load_state_dict(mark["state"])
                 number = mark["document"]
-            with closing(
-                iter(data)
-            ) as rows:  # else the library's readers print errors at interpreter exit
+            # Closed, else the library's readers print errors at interpreter exit.
+            with closing(iter(data)) as rows:
                 for row in rows:
                     if number >= start:
                         where = f"row {number} of the dataset {self.dataset}"
@@ -243,18 +251,11 @@ class TextSource:
         return self.config or DEFAULT_CONFIGS.get(self.dataset)
 
     def _unread(self, error: BaseException, advice: str) -> ModelError:
-        from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
+        from huggingface_hub.errors import RepositoryNotFoundError
 
-        link: BaseException | None = error
-        while link is not None:  # `datasets` reports files that it could not fetch as not found
-            status = getattr(getattr(link, "response", None), "status_code", 503)
-            if isinstance(link, ConnectionError | TimeoutError | HTTPError) and status in (
-                408,
-                429,
-                *range(500, 600),
-            ):
-                return self._unreachable(one_line(error))
-            link = link.__cause__ or link.__context__
+        # `datasets` reports files that it could not fetch as not found.
+        if any(map(is_passing, causes(error))):
+            return self._unreachable(one_line(error))
         if isinstance(error, FileNotFoundError | RepositoryNotFoundError):
             return ModelError(
                 f"the dataset {self.dataset} cannot be found: {one_line(error)}; check the id, log in "
@@ -370,3 +371,130 @@ def _local_file(dataset: str) -> Path:
             f"the text source {dataset} cannot be read: {error}; convert it or name another"
         ) from error
     return path
+
+
+def stdlib_docstrings() -> Texts:
+    """The distinct docstrings of Python's standard library, in the order of its files."""
+    seen: set[str] = set()
+    for path in _stdlib_files():
+        for text in _docstrings(path.read_bytes()):
+            if len(text) >= DOCSTRING_MIN_CHARS and text not in seen:
+                seen.add(text)
+                yield text
+
+
+def _stdlib_files() -> list[Path]:
+    paths: list[Path] = []
+    for folder, inner, files in os.walk(sysconfig.get_path("stdlib")):
+        inner[:] = [name for name in inner if name not in STDLIB_SKIPPED]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(paths)
+
+
+@cache
+def stdlib_sha256() -> str:
+    """Of the files read: distributions leave out different modules of one version."""
+    digest = hashlib.sha256()
+    for path in _stdlib_files():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _docstrings(source: bytes) -> Iterator[str]:
+    with warnings.catch_warnings(action="ignore"):  # old modules have invalid escapes
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):  # templates and other files that only look like modules
+            return
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
+            yield inspect.cleandoc(text)
+
+
+def txt_texts(path: Path) -> Texts:
+    """The paragraphs of a file, or its lines if no blank lines separate paragraphs."""
+    blocks = (is_text for is_text, _ in groupby(_lines(path), key=lambda line: bool(line.strip())))
+    if sum(islice(filter(None, blocks), 2)) < 2:  # blank lines at either end separate nothing
+        yield from (line for line in _lines(path) if line.strip())
+        return
+    for is_text, lines in groupby(_lines(path), key=lambda line: bool(line.strip())):
+        if is_text:
+            yield "\n".join(lines)
+
+
+def _lines(path: Path, errors: str = "strict") -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig", errors=errors) as file:
+            for line in file:
+                yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"the text file {path} is not UTF-8: it has the byte 0x{error.object[error.start]:02x}; "
+            "convert the file to UTF-8"
+        ) from error
+
+
+def jsonl_texts(path: Path, column: str, read: Read, note: Callable[[str], None]) -> Texts:
+    """One column of a file with one JSON object per line; up to 1% of the lines, if without text, are skipped."""
+    lines = bad = 0
+    first: ModelError | None = None
+    refused = False
+    try:
+        for number, line in enumerate(_lines(path, errors="surrogateescape"), 1):
+            if not line.strip():
+                continue
+            lines += 1
+            text = None
+            try:
+                text = _text_in(line, column, read, f"line {number} of {path}")
+            except ModelError as error:
+                first = first or error
+                bad += 1
+            if lines >= ENOUGH_LINES and bad > MOST_BAD * lines:
+                break
+            if text is not None:
+                yield text
+        refused = bad > MOST_BAD * lines
+    finally:  # also if reading stops before the file's end
+        if bad and not refused:
+            note(f"left out {bad:,} of {lines:,} lines, the first: {first}")
+    if first is None or not refused:
+        return
+    if bad == lines:
+        raise first
+    raise first.within(
+        after=f"bad lines: {bad:,} of the first {lines:,}, and no more than {MOST_BAD:.0%} are left out"
+    )
+
+
+def _text_in(line: str, column: str, read: Read, where: str) -> Text:
+    try:
+        text = read(json.loads(line), column, where)
+        str(text).encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"{where} is not UTF-8; correct the line") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{where} cannot be read; expected one JSON object per line, got {one_line(error)}; "
+            "correct the line"
+        ) from error
+    return text
+
+
+def parquet_texts(path: Path, column: str, read: Read) -> Texts:
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            is_there = column in file.schema_arrow.names
+            # Else the first row is refused, or shows the column of messages.
+            batches = file.iter_batches(columns=[column]) if is_there else file.iter_batches(1)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows):
+                yield read(row, column, f"row {number} of {path}")
+    except ModelError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's own errors are of both kinds
+        raise ModelError(
+            f"the text file {path} cannot be read: {one_line(error)}; write it as Parquet again"
+        ) from error

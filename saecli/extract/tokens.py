@@ -1,9 +1,9 @@
-"""Token ids as text, continuations of a prompt, and the next tokens that a direction promotes or suppresses.
+"""Continuations of a prompt, and the next tokens that a direction promotes or suppresses.
 
 Shapes: R directions, T tokens, D = d_in, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,38 +12,6 @@ from transformers import Cache, GenerationConfig
 
 from ..base.errors import ModelError
 from .language_model import LanguageModel
-from .special import known_text
-
-
-class TokenTexts:
-    """The texts of a tokenizer's tokens, as within a text."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
-        # Some tokenizers drop the space before the first token of a text.
-        before = tokenizer(known_text(tokenizer), add_special_tokens=False)
-        self._before: list[int] = before["input_ids"]
-
-    def __len__(self) -> int:
-        return len(self._tokenizer)
-
-    def __getitem__(self, token: int) -> str:
-        """The text of one token, with U+FFFD for a part of a character."""
-        return self._known.get(token) or self._known.setdefault(token, self.joined([token]))
-
-    def joined(self, tokens: Sequence[int]) -> str:
-        """The text of consecutive tokens; numbers if the tokenizer does not know one of them."""
-        if any(not 0 <= token < len(self) for token in tokens):
-            return "".join(f"[{token}]" for token in tokens)
-        head, whole = (
-            self._tokenizer.decode(
-                ids, clean_up_tokenization_spaces=False, skip_special_tokens=False
-            )
-            for ids in (self._before, [*self._before, *tokens])
-        )
-        return whole[len(head) :]
-
 
 BLOCK_LOGITS = 1 << 24  # logits in memory: 64 MB in float32
 LOGIT_BINS = 40

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ..base.errors import ConfigError
 from ..store.values import Windows as StoredWindows
-from .chats import ASSISTANT, Conversation
-from .special import affixes, special_ids
 from .texts import Document, Mark
+from .tokenizer import ASSISTANT, Conversation, affixes, special_ids
 
 LOOK_AHEAD = 1 << 15  # tokens per block, about
 FIRST_ROWS = 10_000  # rows of the first block, about: a wrong model or dtype shows early
@@ -67,7 +66,7 @@ class Window(NamedTuple):
     token_ids: np.ndarray  # (T,) int64
     documents: np.ndarray  # (T,) int64, number of each token's document
     sources: np.ndarray  # (T,) int64, number of its source in a mixture
-    roles: np.ndarray  # (T,) int64, numbers in `chats.ROLES`; 0 in texts
+    roles: np.ndarray  # (T,) int64, numbers in `tokenizer.ROLES`; 0 in texts
     kept: np.ndarray  # (T,) bool, which tokens are stored
     special: np.ndarray  # (T,) bool, which tokens are special
     after: Cursor
@@ -85,7 +84,7 @@ class Part(NamedTuple):
 
 class Windows:
     """Cuts documents into windows of at most `context` tokens, including `prefix` and `suffix`, the special tokens
-    around a text; see `special.affixes`.
+    around a text; see `tokenizer.affixes`.
 
     Kept are `all` tokens that are not special, only the `last` of them in each document's first window, or those of the
     `assistant`. Unless packed, a chat is cut where turns begin, if it can. In chats that keep `control` tokens, only

@@ -133,7 +133,7 @@ def evaluate(
     Returns:
         `run`, `data`, `split`, the measures of `Reconstruction.result`, `dead_fraction`, on rows made of known
         features (`sae import synthetic`) the measures of `FeatureScores.result`, with a model those in
-        `extract.effects.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several
+        `extract.passes.effects`, for a crosscoder as `hook_points` also with each replaced alone, and of several
         models only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures on
         the rows of each, with a model over as many tokens again.
     """
@@ -301,7 +301,7 @@ class _Splice:
         self, tokens: int, listener: Listener, source: int | None = None
     ) -> Iterable[dict[str, Any]]:
         """For each SAE, the effects on the rows, or on those of one source of a mixture: nothing if it has none."""
-        from ..extract.effects import ZERO_TOKENS, effects
+        from ..extract.passes import ZERO_TOKENS, effects
 
         rows = self.saes[0].of_store
         windows = stored_windows(rows, tokens, source)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from ..extract.chats import ROLES
 from ..extract.options import COLUMNS
+from ..extract.tokenizer import ROLES
 from ..sae.codes import Codes, SparseCodes, in_cache
 from ..sae.dictionary import SAE
 from ..sae.metrics import Firing
@@ -67,7 +67,7 @@ class Block:
     numbers: np.ndarray  # within the store, (B,)
     # Values of `COLUMNS`, (3, B); None if the store lacks one: then each row is a window.
     columns: np.ndarray | None
-    roles: np.ndarray | None = None  # numbers in `chats.ROLES`, (B,), of a store of chats
+    roles: np.ndarray | None = None  # numbers in `tokenizer.ROLES`, (B,), of a store of chats
     windows: Texts | None = None  # of a store that keeps them
 
     @cached_property

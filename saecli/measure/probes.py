@@ -41,8 +41,8 @@ from ..base.home import Home
 from ..extract.forward import pass_tokens
 from ..extract.language_model import LanguageModel
 from ..extract.options import HookPoint
-from ..extract.special import affixes
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
+from ..extract.tokenizer import affixes
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, open_sae
 from .measured import BATCH_CODES

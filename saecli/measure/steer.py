@@ -26,12 +26,11 @@ from ..base.console import Listener, Silent, listening
 from ..base.devices import device_named
 from ..base.errors import ConfigError, counted, unknown_choice
 from ..base.home import Home
-from ..extract.language_model import LanguageModel, blocks_of
+from ..extract.language_model import LanguageModel, blocks_of, intercepted
 from ..extract.model_source import find_model
-from ..extract.sites import intercepted
-from ..extract.special import affixes, special_ids
 from ..extract.splice import Hooked, StoredWindow, hooked, model_of, stored_activations
-from ..extract.tokens import TokenTexts, continuation, first_tokens
+from ..extract.tokenizer import TokenTexts, affixes, special_ids
+from ..extract.tokens import continuation, first_tokens
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE
 from ..sae.library import SAELike, Subject, open_sae

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Self
 
 from ..base.errors import ConfigError, FormatError, HubError, SaeError, did_you_mean, one_line
-from ..base.machine import LOG_IN, why_refused, why_unreachable
+from ..base.machine import LOG_IN, is_passing, why_refused, why_unreachable
 from .formats import FORMATS, Format, format_of, known_files
 
 _PART = r"(?!\.{1,2}(?:/|$))[\w.-]+"  # a name between slashes, neither . nor ..
@@ -239,15 +239,6 @@ def demand_answer(address: Address) -> None:
         raise HubError(_explained(address, error)) from error
 
 
-def is_passing(error: BaseException | None) -> bool:
-    """Whether an error comes from the network or a busy hub, not from the request."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
-
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in (408, 425, 429) or error.response.status_code >= 500
-    return isinstance(error, HTTPError | ConnectionError | TimeoutError)
-
-
 @contextmanager
 def hub_errors(address: Address) -> Iterator[None]:
     """Turn the client's exceptions into a HubError, and draw its progress bars only on a terminal."""
@@ -265,12 +256,7 @@ def hub_errors(address: Address) -> Iterator[None]:
         yield
     except SaeError:
         raise
-    except (
-        HTTPError,
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # which the client raises by design
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None and not is_passing(error):
             raise  # from the disk
         cause = error.__cause__  # of one upload among several

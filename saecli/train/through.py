@@ -24,9 +24,8 @@ from torch import Tensor
 from ..base.errors import ModelError
 from ..base.machine import is_out_of_memory
 from ..base.processes import ALONE, Communicator
-from ..extract.effects import CleanPass, effects
 from ..extract.forward import pass_tokens
-from ..extract.passes import Passes
+from ..extract.passes import CleanPass, Passes, effects
 from ..extract.splice import Hooked, StoredWindow, in_batches, stored_activations
 from ..sae.activations import Relu, Thresholded
 from ..sae.codes import Codes

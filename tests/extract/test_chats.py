@@ -22,9 +22,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 import saecli
 from saecli.base.errors import ConfigError, ModelError
-from saecli.extract.chats import ROLES, Chats
 from saecli.extract.splice import stored_windows
 from saecli.extract.texts import Document, TextSource
+from saecli.extract.tokenizer import ROLES, Chats
 from saecli.extract.windows import Windows
 
 TEMPLATES, CONTEXT, BOS = Path(__file__).parents[1] / "templates", 40, 1

@@ -13,7 +13,8 @@ from saecli.base.errors import ModelError
 from saecli.extract.language_model import LanguageModel, load_tokenizer
 from saecli.extract.model_source import find_model
 from saecli.extract.options import SITES, TINY_GEMMA2, HookPoint
-from saecli.extract.tokens import LOGIT_BINS, TokenTexts, Unembedding
+from saecli.extract.tokenizer import TokenTexts
+from saecli.extract.tokens import LOGIT_BINS, Unembedding
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, Gemma3nTextConfig
 
-from saecli.extract import effects as measured
-from saecli.extract.effects import CleanPass, effects
+from saecli.extract import passes as measured
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.model_source import find_model
 from saecli.extract.options import BUNDLED, TINY_GEMMA2, HookPoint
-from saecli.extract.passes import Passes
+from saecli.extract.passes import CleanPass, Passes, effects
 from saecli.extract.splice import StoredWindow
 
 SITES = {"resid_post": "", "mlp_out": "post_feedforward_layernorm", "resid_pre": ""}

@@ -17,7 +17,7 @@ from tiny_models import stored
 from transformers import AutoModelForCausalLM
 
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
-from saecli.extract.text_files import stdlib_docstrings
+from saecli.extract.texts import stdlib_docstrings
 from saecli.store.reader import ActivationStore
 from saecli.store.schema import read_meta
 

@@ -22,9 +22,8 @@ from transformers import (
 )
 
 import saecli
-from saecli.extract.chats import Chats
 from saecli.extract.texts import Document
-from saecli.extract.tokens import TokenTexts
+from saecli.extract.tokenizer import Chats, TokenTexts
 from saecli.extract.windows import Window, Windows
 
 NUCLEOTIDES = ["A", "C", "G", "T"]

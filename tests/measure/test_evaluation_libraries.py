@@ -11,7 +11,7 @@ from launching import python_with
 
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.splice import stored_windows
-from saecli.extract.text_files import stdlib_docstrings
+from saecli.extract.texts import stdlib_docstrings
 from saecli.store.reader import ActivationStore
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,9 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import saecli
-from saecli.extract.effects import effects
 from saecli.extract.language_model import LanguageModel
 from saecli.extract.options import HookPoint
-from saecli.extract.passes import Passes
+from saecli.extract.passes import Passes, effects
 from saecli.extract.splice import StoredWindow, stored_windows
 from saecli.extract.texts import Document
 from saecli.extract.windows import Windows

@@ -31,7 +31,8 @@ from ...train.files import read_metrics
 from .pages import Details, TokenNumbers, overview
 
 if TYPE_CHECKING:
-    from ...extract.tokens import TokenTexts, Unembedding
+    from ...extract.tokenizer import TokenTexts
+    from ...extract.tokens import Unembedding
 
     Tokens = TokenTexts | TokenNumbers
 
@@ -100,7 +101,8 @@ def _texts_and_outputs(
     # transformers takes seconds to import.
     from ...extract.language_model import LanguageModel, load_tokenizer
     from ...extract.model_source import find_model
-    from ...extract.tokens import TokenTexts, Unembedding
+    from ...extract.tokenizer import TokenTexts
+    from ...extract.tokens import Unembedding
 
     if model is None:
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...base.console import Listener
-from ...extract.chats import ROLES
+from ...extract.tokenizer import ROLES
 from ...measure.latents import NOT_STORED, Survey, bin_edges
 from ...measure.measured import Measured
 from ...measure.stability import neighbours
@@ -24,7 +24,8 @@ from ...sae.metrics import DENSE_FREQUENCY
 from ..measures import curve, frequency_edges, l0_bins
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and stores without tokens need none of it
-    from ...extract.tokens import OutputTokens, TokenTexts, Unembedding
+    from ...extract.tokenizer import TokenTexts
+    from ...extract.tokens import OutputTokens, Unembedding
 
 FEWEST_ROWS = 10  # of a latent with an interest
 POINTS = 400  # points of a curve, about its width in pixels
