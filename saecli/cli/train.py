@@ -16,7 +16,7 @@ from ..base.processes import Communicator, communicator
 from ..extract.options import TINY_GEMMA2, ExtractConfig
 from ..sae.activations import ACTIVATIONS
 from ..train import SOLVERS
-from ..train.options import Parts, TrainingConfig
+from ..train.options import TRAINED, Parts, TrainingConfig
 from .options import (
     Given,
     Json,
@@ -347,7 +347,7 @@ def _rows(
     )
     for store in stores.all:
         checked_name(store.name, "the name of the store's folder")
-    return stores, lambda training: training.rows_of(stores, begun)
+    return stores, lambda training, activation: training.rows_of(stores, begun, activation)
 
 
 def _rows_of_model(
@@ -379,4 +379,5 @@ def _rows_of_model(
             begun=begun,
         )
     )
-    return stream, lambda _: Parts(rows, rows.test_rows, rows.kept_out)
+    fraction = TRAINED if begun else 1.0
+    return stream, lambda *_: Parts(rows, rows.test_rows, rows.kept_out, fraction)

@@ -14,7 +14,7 @@ from ..base.console import listening
 from ..base.errors import ConfigError, flag_of
 from ..base.home import Home
 from ..base.options import Config, choose, demand_known, options_of
-from ..sae.activations import ACTIVATIONS
+from ..sae.activations import ACTIVATIONS, Activation
 from ..sae.dictionary import SAE
 from ..sae.library import origin_of
 from ..store.opening import Joined, find_store
@@ -31,7 +31,7 @@ from .training import Record, start_training
 OF_FOLDERS, OF_SPLITS = ("checkpoint_every", "log_to"), ("fraction", "split_seed")
 Stored = ActivationStore | Joined | Rows | JoinedRows
 Fitted = Stored | ArrayLike
-RowsOf = Callable[[TrainingConfig], Parts]
+RowsOf = Callable[[TrainingConfig, Activation], Parts]
 
 
 def open_store(store: str | Path | None = None, home: str | Path | None = None) -> ActivationStore:
@@ -153,9 +153,9 @@ def planned(
         if name in idle:
             raise ConfigError(f"{flag_of(name)} does nothing in fit{idle[name]}; leave it out")
 
-    def rows_of(training: TrainingConfig) -> Parts:
+    def rows_of(training: TrainingConfig, activation: Activation) -> Parts:
         if isinstance(rows, ActivationStore | Joined):
-            return replace(training.rows_of(rows, begun=start is not None), test=None)
+            return replace(training.rows_of(rows, start is not None, activation), test=None)
         if isinstance(rows, Rows | JoinedRows):
             return Parts(rows)
         return Parts(ArrayRows(rows, target))
@@ -169,13 +169,14 @@ def make_plan(
     """The plan of a training with these options; what they leave open is inherited from `start`, or by default."""
     settings = {**(start.settings(act, options) if start else {}), **options}
     training = TrainingConfig.among(settings)
-    rows = rows_of(training)
+    activation = choose(ACTIVATIONS, "act", act, settings)
+    rows = rows_of(training, activation)
     return Plan.resolve(
         rows.train,
         rows.test,
-        training,
+        replace(training, fraction=rows.fraction),
         choose(SOLVERS, "solver", solver, settings),
-        choose(ACTIVATIONS, "act", act, settings),
+        activation,
         start,
         rows.kept_out,
     )

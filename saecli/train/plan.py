@@ -38,8 +38,8 @@ class Plan:
     """What to train, every setting resolved.
 
     Test rows are measured after each epoch. Without `start`, training starts from random directions. `held` names the
-    weights that keep their start, W_enc or W_dec; see `Task`. Before and after are compared on `kept_out`, without it
-    on the training rows.
+    weights that keep their start, W_enc or W_dec; see `Task`. Before and after are compared, and thresholds set, on
+    `kept_out`, without it on the training rows.
     """
 
     train_rows: RowSource
@@ -64,8 +64,6 @@ class Plan:
     ) -> Self:
         """The plan with every default filled in; ConfigError if settings contradict each other, or do nothing
         together."""
-        if kept_out is not None:
-            training = training.without_kept_out()
         if training.skip and not train_rows.d_target:
             raise ConfigError(
                 "--skip does nothing without --target: from rows to themselves it would be all; leave it "

@@ -266,13 +266,17 @@ class TrainingRows:
     @cached_property
     def sample(self) -> Batch:
         """The first `SAMPLED_ROWS` rows in shuffled order, or all; the same in all processes."""
+        return self.sample_of(self.stored, SAMPLED_ROWS)
+
+    def sample_of(self, stored: "RowSource | DeviceRows", count: int) -> Batch:
+        """The first rows in shuffled order, or all."""
         batches, seen = [], 0
-        for batch in self._batches(0):
+        for batch in self._normalised(stored.batches(self.batch_size, seed=self.seed, epoch=0)):
             batches.append(batch)
             seen += len(batch)
-            if seen >= SAMPLED_ROWS:
+            if seen >= count:
                 break
-        return Batch.of(torch.cat(batches)[:SAMPLED_ROWS], self.d_in)
+        return Batch.of(torch.cat(batches)[:count], self.d_in)
 
     @cached_property
     def regression(self) -> Tensor | None:

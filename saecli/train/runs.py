@@ -183,13 +183,14 @@ def reopen_run(
     try:
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])
-        parts = training.rows_of(stores, begun="init" in document)
+        activation = activation_from_json(document["activation"])
+        parts = training.rows_of(stores, "init" in document, activation)
         plan = Plan.resolve(
             parts.train,
             parts.test,
-            training,
+            replace(training, fraction=parts.fraction),
             SOLVERS[settings.pop("name")].from_json(settings),
-            activation_from_json(document["activation"]),
+            activation,
             kept_out=parts.kept_out,
         )
         if plan.training != training:  # today's default would fill in a setting that was missing

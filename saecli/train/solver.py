@@ -33,7 +33,6 @@ class Draws(IntEnum):
     STEP = 0
     DECODER_STEP = 1
     REVIVAL = 2
-    CALIBRATION = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +46,9 @@ class Task:
     lr: float  # the peak
     # Spread over all rows, (n, D) with targets (n, E), for smoothing and an activation's estimates; may be empty.
     sample: Batch = field(default_factory=lambda: Batch.of(torch.empty(0, 0)))
+    unseen: Batch | None = (
+        None  # rows kept out of training, on which thresholds are set, else on the sample
+    )
     B: Tensor | None = (
         None  # the targets' regression on the rows, (D, E); None if they are the rows
     )
@@ -245,19 +247,14 @@ class Solver:
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Set the activation's estimates for unsmoothed rows."""
+        """Set the activation's estimates for other rows than those trained on."""
         parameters = self.dictionary.activation_parameters
-        sample, encoded = self.task.sample.x, self.dictionary.pre_activations
-        if not self.dictionary.estimates or not len(sample):
+        rows = self.task.sample if self.task.unseen is None else self.task.unseen
+        if not self.dictionary.estimates or not len(rows.x):
             return
-
-        def smoothed(width: float) -> Tensor:
-            narrower = Smoothing(min(width, self.smoothing.width), sample)
-            return encoded(narrower(Batch.of(sample), self.draws(self.steps, Draws.CALIBRATION)).x)
-
-        pre = encoded(sample)
+        pre = self.dictionary.pre_activations(rows.x)
         calibrated = self.dictionary.activation.calibrated(pre, parameters)
-        calibrated |= self.penalty.calibrated(pre, parameters, smoothed)
+        calibrated |= self.penalty.calibrated(pre, parameters)
         for name, value in calibrated.items():
             parameters[name].copy_(value)
 

@@ -18,7 +18,7 @@ from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstruction
 from .comparison import Comparison
 from .files import Progress
-from .options import TRAIN_ON
+from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import DeviceRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows
 from .solver import Solver, StepReport, Task
@@ -290,6 +290,7 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
         plan.steps,
         float(lr),
         rows.sample,
+        None if plan.kept_out is None else rows.sample_of(plan.kept_out, CALIBRATION_ROWS),
         rows.regression,
         plan.held,
         plan.start is not None,

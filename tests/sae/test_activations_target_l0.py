@@ -110,16 +110,12 @@ def test_the_controller_moves_thresholds_and_multiplier_with_l0(active: int, sid
     assert torch.equal(nothing["threshold"], before["threshold"])
 
 
-def test_calibrated_on_rows_smoothed_less_as_many_latents_stay_active() -> None:
+def test_calibrated_rows_have_the_target_as_their_l0() -> None:
     pre, learned = normal(B, F, seed=5), parameters()
-    smoothed = {np.inf: 1.5 * pre, 0.2: pre}
-    threshold = TARGET.calibrated(pre, learned, smoothed.__getitem__)["threshold"]
-    assert (
-        (pre > threshold).sum()
-        == (1.5 * pre > learned["threshold"]).sum()
-        > (pre > learned["threshold"]).sum()
-    )
-    torch.testing.assert_close(threshold, learned["threshold"] / 1.5, rtol=0.01, atol=0)
+    threshold = TARGET.calibrated(pre, learned)["threshold"]
+    assert (pre > threshold).sum() == round(L * B)
+    ratios = threshold / learned["threshold"]
+    torch.testing.assert_close(ratios, ratios[:1].expand(len(ratios)))
 
 
 def test_training_starts_with_the_first_aim_as_its_l0() -> None:

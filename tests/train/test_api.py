@@ -23,6 +23,27 @@ def unexplained(sae: saecli.SAE, rows: np.ndarray) -> float:
     return ((sae.decode(sae.encode(x)) - x).square().sum() / (x - x.mean(0)).square().sum()).item()
 
 
+@pytest.mark.parametrize(
+    ("solver", "act", "options"),
+    [
+        ("sgd", "batchtopk", {"k": 4}),
+        ("pam-sgd", "jumprelu", {"target_l0": 4.0}),
+        ("sgd", "gated", {"target_l0": 4.0}),
+    ],
+)
+def test_thresholds_are_set_on_rows_that_were_not_fitted(
+    tmp_path: Path, solver: str, act: str, options: dict
+):
+    make_store(tmp_path, "few", some_rows(1500, 24))
+    store = saecli.open_store("few", home=tmp_path)
+    sae = saecli.fit(
+        store, solver=solver, act=act, d_sae=96, steps=600, batch_size=64, smoothing=0, **options
+    )
+    codes = sae.encode(torch.from_numpy(some_rows(4000, 24, seed=1)))
+    assert (codes != 0).sum(1).float().mean().item() == pytest.approx(4, rel=0.06)
+    assert sae.cfg["fraction"] == 0.9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -83,6 +83,7 @@ class BatchTopK(Thresholded, KeepsK):
     """
 
     name: ClassVar[str] = "batchtopk"
+    estimates_threshold: ClassVar[bool] = True
 
     def parameters(self, d_sae: int) -> Parameters:
         import torch
@@ -203,7 +204,6 @@ class L0Constraint(TargetL0):
 
     activation: JumpRelu
     rate: ClassVar[float] = 0.05
-    loose: ClassVar[bool] = False
 
     def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         excess = (self.activation.l0(pre, parameters) - parameters["aim"]) / self.target
@@ -274,7 +274,6 @@ class ControlledL1(TargetL0):
     instead of 0.125."""
 
     rate: ClassVar[float] = 0.02
-    loose: ClassVar[bool] = True
 
     def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
         return parameters["multiplier"].exp() * L1().value(pre, codes, W_dec, parameters)

@@ -8,7 +8,6 @@ free of scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeAlias
 
@@ -33,9 +32,6 @@ MOST_TARGETED = 1 / 8  # fraction of the latents that the default may be at most
 # after 2,000 steps of SGD: 0.165 with the fall over 0.2 of the steps, 0.160 over 0.5 (batchtopk: 0.174).
 DENSE = 4.0  # the first aim over the target
 FALL = 0.5  # fraction of all steps over which the aim falls to the target
-# Smoothing at which training rows have about as many active latents as rows held out. Wider smoothing activates more:
-# where it is 0.31 in training (6,000 rows, 2,048 latents), held-out rows had 0.84 of the target.
-HELD_OUT_WIDTH = 0.2
 # Options of penalties, each with the one that it belongs to.
 PENALTY_OPTIONS = {"target_rate": "kl", "target_l0": "target-l0"}
 
@@ -91,11 +87,8 @@ class Penalty:
         """New values of some parameters, after a step, at this fraction of all steps."""
         return {}
 
-    def calibrated(
-        self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]
-    ) -> Parameters:
-        """New values at the end of training, given rows' pre-activations, (n, F), and those of the rows smoothed as in
-        training, but by at most a given width."""
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        """New values at the end of training, given pre-activations, (n, F), of rows not trained on."""
         return {}
 
 
@@ -180,8 +173,6 @@ class TargetL0(Penalty):
     target_l0: float | None
 
     rate: ClassVar[float]  # change of m per step, over the relative excess of L0
-    # Whether L0 may miss its aim in training, so that the end has to correct it.
-    loose: ClassVar[bool]
 
     @property
     def target(self) -> float:
@@ -226,21 +217,13 @@ class TargetL0(Penalty):
             "aim": parameters["aim"].clamp(max=self._aim(progress, codes.shape[1])),
         }
 
-    def calibrated(
-        self, pre: Tensor, parameters: Parameters, smoothed: Callable[[float], Tensor]
-    ) -> Parameters:
-        """The thresholds times the factor that gives rows smoothed by `HELD_OUT_WIDTH` the L0 that training held on
-        rows smoothed as in training, or if that is `loose` the target."""
+    def calibrated(self, pre: Tensor, parameters: Parameters) -> Parameters:
+        """The thresholds times the factor that gives these rows the target as their L0."""
         import torch
 
         thresholds = parameters["threshold"].clamp(min=0)
-        kept = (
-            round(self.target * len(pre))
-            if self.loose
-            else int((smoothed(math.inf) > thresholds).sum())
-        )
-        least = torch.finfo(pre.dtype).tiny
-        ratios = (smoothed(HELD_OUT_WIDTH) / thresholds.clamp(min=least)).flatten()
+        kept = round(self.target * len(pre))
+        ratios = (pre / thresholds.clamp(min=torch.finfo(pre.dtype).tiny)).flatten()
         if not 0 < kept < len(ratios):
             return {}
         return {"threshold": thresholds * ratios.topk(kept + 1).values[-2:].mean().clamp(min=0)}
@@ -254,6 +237,7 @@ class Activation(Config):
 
     trained: names of parameters that have a gradient.
     one_scale: whether codes compare directions of latents, so that a scale for each dimension would change them.
+    estimates_threshold: whether a threshold is set at the end of training.
     of_codes: settings that a trained SAE's codes depend on.
     """
 
@@ -261,6 +245,7 @@ class Activation(Config):
     name: ClassVar[str]
     trained: ClassVar[tuple[str, ...]] = ()
     one_scale: ClassVar[bool] = False
+    estimates_threshold: ClassVar[bool] = False
     of_codes: ClassVar[tuple[str, ...]] = ()
 
     def check(self, d_sae: int) -> None:
@@ -276,6 +261,11 @@ class Activation(Config):
     @property
     def default_sparsity(self) -> str:
         return next(iter(self.penalties()))
+
+    def is_calibrated(self, sparsity: str | None) -> bool:
+        """Whether training ends with setting thresholds for other rows than those trained on."""
+        penalty = self.penalties().get(sparsity or self.default_sparsity)
+        return self.estimates_threshold or isinstance(penalty, TargetL0)
 
     def check_sparsity(self, sparsity: str) -> None:
         """Raise a ConfigError for a penalty that is not offered, or settings without effect on it."""
