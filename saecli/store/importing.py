@@ -17,6 +17,7 @@ from ..base.errors import (
     counted,
     did_you_mean,
     flag_of,
+    printable,
     size_words,
 )
 from ..base.files import appearing_whole, file_sha256
@@ -112,7 +113,7 @@ def _source_of(file: str, array: ArraySource, options: ImportConfig) -> dict[str
         sha256 = hashlib.sha256(np.ascontiguousarray(array.read(())).data).hexdigest()
     source: dict[str, Any] = {
         "kind": "array",
-        "file": Path(file).name,
+        "file": printable(Path(file).name),  # which may be no UTF-8
         "key": options.key,
         "sha256": sha256,
     }

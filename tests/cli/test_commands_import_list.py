@@ -70,6 +70,13 @@ def test_rows_that_are_not_finite_are_dropped_and_said(sae, tmp_path):
     assert not (sae.home / "activations" / "b").exists()
 
 
+def test_a_file_whose_name_is_no_utf_8_is_imported_by_another(sae, tmp_path):
+    np.save(tmp_path / "a\udcff.npy", np.ones((30, 4)))
+    assert sae("import", tmp_path / "a\udcff.npy").status == 2
+    assert sae("import", tmp_path / "a\udcff.npy", "--name", "a").status == 0
+    assert sae("list --json").json["stores"][0]["source"]["file"] == "a\\udcff.npy"
+
+
 def test_list_shows_stores_and_runs_newest_first(sae):
     sae("import", "digits")
     sae("import", "digits", "--name", "half", "--dtype", "float16", "--shard-rows", "1000")
