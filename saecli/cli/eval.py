@@ -16,7 +16,6 @@ from .options import (
     Target,
     Tokens,
     start,
-    value_given,
 )
 
 Stability = Annotated[
@@ -73,7 +72,7 @@ def command(
     check_tokens_of_model(tokens, model)
     if stable:
         check_stability(len(names), match_threshold)
-    elif value_given(ctx, "match_threshold") is not None:
+    elif "match_threshold" in session.given:
         raise ConfigError(
             "--match-threshold does nothing without --stability; leave it out, or ask for --stability"
         )

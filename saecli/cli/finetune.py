@@ -51,7 +51,7 @@ def command(
     with ExitStack() as claims:
         with note_when_stopped(session.console):
             if resume:
-                demand_alone(ctx)
+                demand_alone(session)
                 groups = [[resume_job(session.home, name, session.console, claims, processes)]]
             else:
                 names = run_names(name, [option.varied for option in options])
@@ -79,4 +79,4 @@ def command(
                 groups = claim_jobs(
                     session.home, new_runs, stem, session.console, claims, processes
                 )
-        train_and_print(session, groups, processes)
+        train_and_print(session, groups)

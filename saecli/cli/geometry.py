@@ -3,7 +3,7 @@ from typing import Annotated
 import typer
 
 from ..base.errors import ConfigError
-from .options import Data, Json, Plot, Runs, SplitName, start, value_given
+from .options import Data, Json, Plot, Runs, SplitName, start
 
 Most = Annotated[int, typer.Option(min=1, help="Most rows to measure; of more, a random sample.")]
 FitRows = Annotated[
@@ -61,7 +61,7 @@ def command(
 
     session = start(ctx)
     settings = Settings(rows, fit_rows, radius)
-    corners = value_given(ctx, "slice_")
+    corners = slice_ if "slice_" in session.given else None
     if corners is not None and plot is None:
         raise ConfigError(
             "--slice does nothing without --plot; leave it out, or name a picture with --plot"

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from itertools import product
@@ -247,11 +247,6 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def value_given(ctx: typer.Context, name: str) -> Any:
-    """An option's value as given by the user; None if it has its default."""
-    return ctx.params[name] if is_given(ctx, name) else None
-
-
 def one_of(choices: Collection[str]) -> dict[str, Any]:
     """Settings of an option that takes one of some words, or several of them."""
 
@@ -424,6 +419,7 @@ class Session:
     home: Home
     console: Console
     options: Mapping[str, Any]
+    given: Set[str]  # names of the options that the user set
 
     def call(self, function: Callable[..., Any], **others: Any) -> Any:
         """Call a public function with the command's options, as far as it has parameters of their names, and others."""
@@ -463,7 +459,8 @@ def start(ctx: typer.Context, new: Path | None = None) -> Session:
     for path in (plot, csv):
         if path is not None:
             _demand_writable(Path(path))
-    return Session(ctx.find_root().obj, Console(ctx.params["json"]), ctx.params)
+    given = {name for name in ctx.params if is_given(ctx, name)}
+    return Session(ctx.find_root().obj, Console(ctx.params["json"]), ctx.params, given)
 
 
 def _demand_writable(path: Path) -> None:

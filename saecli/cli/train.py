@@ -12,7 +12,7 @@ from ..base.errors import ConfigError, flag_of
 from ..base.home import checked_name, now
 from ..base.machine import is_disk_full
 from ..base.options import options_of
-from ..base.processes import Communicator, communicator
+from ..base.processes import communicator
 from ..extract.options import TINY_GEMMA2, ExtractConfig
 from ..sae.activations import ACTIVATIONS
 from ..train import SOLVERS
@@ -24,7 +24,6 @@ from .options import (
     configured,
     demand_once,
     home_of,
-    is_given,
     one_of,
     run_names,
     start,
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     from ..extract.streaming import Streamed
     from ..store.opening import Joined
     from ..train.fit import RowsOf
-    from ..train.jobs import Job, NewRun
-    from ..train.start import Start
+    from ..train.jobs import Job
 
 PANEL = "Rows of --model"
 _HELP = {
@@ -177,71 +175,22 @@ def command(
     if not (resume or data or "model" in options[0].values):
         ctx.find_root().obj.stores.find(None)  # before torch is imported
     from ..store.opening import note_when_stopped
-    from ..train.jobs import claim_jobs, resume_job
-    from ..train.start import Start
+    from ..train.jobs import resume_job
 
-    session, processes = start(ctx), communicator()
+    session = start(ctx)
     with ExitStack() as claims:
         with note_when_stopped(session.console):
             if resume:
-                demand_alone(ctx)
-                groups = [[resume_job(session.home, name, session.console, claims, processes)]]
+                demand_alone(session)
+                groups = [[resume_job(session.home, name, session.console, claims, communicator())]]
             else:
-                start_sae = None
-                if init is not None:
-                    start_sae = processes.broadcast_object(
-                        lambda: Start.open(session.home, init, session.console)
-                    )
-                if start_sae is not None and not is_given(ctx, "act"):
-                    act = start_sae.activation
-                groups = []
-                for stores in _stores_of_each(ctx, session):
-                    prefix = f"{name or f'{solver}-{act}'}-{Path(stores[0]).name}" if each else name
-                    begun = start_sae is not None
-                    source, rows_of = _rows(
-                        ctx, session, options[0].values, claims, processes, stores, begun
-                    )
-                    new_runs = _new_runs(source, rows_of, solver, act, options, start_sae, prefix)
-                    groups += claim_jobs(
-                        session.home,
-                        new_runs,
-                        f"{solver}-{act}",
-                        session.console,
-                        claims,
-                        processes,
-                        continues=each,
-                    )
-        train_and_print(session, groups, processes, each)
+                groups = _new_jobs(session, options, claims)
+        train_and_print(session, groups, each)
 
 
-def _new_runs(
-    stores: Joined | Streamed,
-    rows_of: RowsOf,
-    solver: str,
-    act: str,
-    options: Sequence[Given],
-    start_sae: Start | None,
-    name: str | None,
-) -> list[NewRun]:
-    """A run for each combination of options."""
-    from ..train.fit import make_plan
-    from ..train.jobs import NewRun
-    from ..train.jobs import run_names as names_of
-    from ..train.runs import Run
-
-    of_rows = {option.name for option in FROM_MODEL}  # which the stores' options repeat
-    new_runs = []
-    names = names_of(name, [option.varied for option in options])
-    for run_name, option in zip(names, options, strict=True):
-        plan = make_plan(rows_of, solver, act, option.values, start_sae)
-        given = {key: value for key, value in option.values.items() if key not in of_rows}
-        new_runs.append(NewRun(run_name, Run(stores, plan, now()), given, option.varied))
-    return new_runs
-
-
-def demand_alone(ctx: typer.Context) -> None:
+def demand_alone(session: Session) -> None:
     """Refuse options that do nothing with `--resume`."""
-    others = {name for name in ctx.params if is_given(ctx, name)} - {"name", "resume", "json"}
+    others = session.given - {"name", "resume", "json"}
     if others:
         raise ConfigError(
             f"{flag_of(min(others))} does nothing with --resume, which goes on with the settings of the "
@@ -249,14 +198,49 @@ def demand_alone(ctx: typer.Context) -> None:
         )
 
 
-def train_and_print(
-    session: Session, groups: Sequence[Sequence[Job]], processes: Communicator, each: bool = False
-) -> None:
+def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> list[list[Job]]:
+    """Groups of runs to train together: one for each store of `--each`, with a run for each combination of options."""
+    from ..train.fit import make_plan
+    from ..train.jobs import NewRun, claim_jobs
+    from ..train.jobs import run_names as names_of
+    from ..train.runs import Run
+    from ..train.start import Start
+
+    solver, act, init, name, each = (
+        session.options[option] for option in ("solver", "act", "init", "name", "each")
+    )
+    processes, start_sae = communicator(), None
+    if init is not None:
+        start_sae = processes.broadcast_object(
+            lambda: Start.open(session.home, init, session.console)
+        )
+    if start_sae is not None and "act" not in session.given:
+        act = start_sae.activation
+    stem = f"{solver}-{act}"
+    of_rows = {option.name for option in FROM_MODEL}  # which the stores' options repeat
+    groups = []
+    for data in _stores_of_each(session):
+        begun = start_sae is not None
+        source, rows_of = _rows(session, options[0].values, data, claims, begun)
+        prefix = f"{name or stem}-{Path(data[0]).name}" if each else name
+        new_runs = []
+        names = names_of(prefix, [option.varied for option in options])
+        for run_name, option in zip(names, options, strict=True):
+            plan = make_plan(rows_of, solver, act, option.values, start_sae)
+            given = {key: value for key, value in option.values.items() if key not in of_rows}
+            new_runs.append(NewRun(run_name, Run(source, plan, now()), given, option.varied))
+        groups += claim_jobs(
+            session.home, new_runs, stem, session.console, claims, processes, continues=each
+        )
+    return groups
+
+
+def train_and_print(session: Session, groups: Sequence[Sequence[Job]], each: bool = False) -> None:
     """Train runs in claimed folders, those of a group together, and print their results; with `each` as of several."""
     from ..show.tables import compared_tables, figures_table, results_table
     from ..train.jobs import train_runs
 
-    first = groups[0][0]
+    processes, first = communicator(), groups[0][0]
     alone = not each and sum(map(len, groups)) == 1
     documents: list[dict[str, Any]] = []
     errors: dict[str, Exception] = {}
@@ -297,12 +281,12 @@ def _draw_curves(session: Session, folders: Sequence[Path]) -> None:
             session.console.note(f"{folder.name}: the disk is full, and loss.png is not drawn")
 
 
-def _stores_of_each(ctx: typer.Context, session: Session) -> list[list[str]]:
+def _stores_of_each(session: Session) -> list[list[str]]:
     """The names of stores, a list for each training."""
-    data = ctx.params["data"] or []
-    if not ctx.params["each"] or ctx.params["model"]:
+    data = session.options["data"] or []
+    if not session.options["each"] or session.options["model"]:
         return [data]
-    if ctx.params["target"] or not data:
+    if session.options["target"] or not data:
         raise ConfigError(
             "--each trains on one store at a time: expected --data 'mlp-*' or the like and no --target, "
             f"got {'--target' if data else 'no --data'}; name the stores by --data"
@@ -311,21 +295,19 @@ def _stores_of_each(ctx: typer.Context, session: Session) -> list[list[str]]:
 
 
 def _rows(
-    ctx: typer.Context,
     session: Session,
     options: Mapping[str, Any],
-    claims: ExitStack,
-    processes: Communicator,
     data: Sequence[str],
+    claims: ExitStack,
     begun: bool,
 ) -> tuple[Joined | Streamed, RowsOf]:
     """Stores, or a model, stopped when `claims` closes, and the parts of their rows; `begun` if training begins from an
     SAE."""
     from ..store.opening import open_joined
 
-    given = {name for name in ctx.params if is_given(ctx, name)}
+    processes = communicator()
     if "model" in options:
-        idle = given & {"data", "each", "target", "fraction"}
+        idle = session.given & {"data", "each", "target", "fraction"}
         if idle:
             raise ConfigError(
                 f"{flag_of(min(idle))} does nothing with --model {options['model']}, whose rows are not "
@@ -336,14 +318,14 @@ def _rows(
                 f"--model goes with one process, got {processes.world_size}; run it without torchrun, "
                 "or make a store by `sae extract`, and train on that"
             )
-        return _rows_of_model(ctx, session, options, claims, begun)
-    idle = given & {"layer", "site", *(option.name for option in FROM_MODEL)}
+        return _rows_of_model(session, options, claims, begun)
+    idle = session.given & {"layer", "site", *(option.name for option in FROM_MODEL)}
     if idle:
         raise ConfigError(
             f"{flag_of(min(idle))} does nothing without --model; name a model, or leave it out"
         )
     stores = processes.main_first(
-        lambda: open_joined(session.home, data, ctx.params["target"], session.console)
+        lambda: open_joined(session.home, data, session.options["target"], session.console)
     )
     for store in stores.all:
         checked_name(store.name, "the name of the store's folder")
@@ -351,7 +333,7 @@ def _rows(
 
 
 def _rows_of_model(
-    ctx: typer.Context, session: Session, options: Mapping[str, Any], claims: ExitStack, begun: bool
+    session: Session, options: Mapping[str, Any], claims: ExitStack, begun: bool
 ) -> tuple[Streamed, RowsOf]:
     from ..extract.streaming import open_stream
     from ..train.live import LiveRows
@@ -360,7 +342,7 @@ def _rows_of_model(
     training = TrainingConfig.among(options)
     names = [option.name for option in FROM_MODEL if option.name in options]
     extraction = ExtractConfig(**{name: options[name] for name in names})
-    layer, site = ctx.params["layer"], ctx.params["site"]
+    layer, site = session.options["layer"], session.options["site"]
     stream, _ = open_stream(
         extraction,
         given=options.keys(),
