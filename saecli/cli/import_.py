@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -34,15 +35,11 @@ def command(
     Example: sae import train-images-idx3-ubyte.gz --name mnist
     """
     from ..show.tables import stored_tables
-    from ..store.importing import import_array, import_synthetic, is_world, refuse_options_of_worlds
+    from ..store.importing import import_array, import_synthetic, is_world
     from ..store.opening import stores_document
 
     session = start(ctx)
-    asked: dict[str, Any] = {"home": session.home.path, "progress": session.console, **options}
-    if is_world(file):
-        store = import_synthetic(name=name, **asked)
-    else:
-        refuse_options_of_worlds(file, options.keys())
-        store = import_array(file=file, name=name, **asked)
+    importer = import_synthetic if is_world(file) else partial(import_array, file)
+    store = importer(name=name, home=session.home.path, progress=session.console, **options)
     document = stores_document([store])
     session.console.print_result(document, *stored_tables(document))

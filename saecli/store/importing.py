@@ -3,9 +3,9 @@
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -55,45 +55,47 @@ def import_array(
     file: str | Path,
     name: str | None = None,
     *,
-    key: str | None = None,
-    flatten: Literal["positions", "features"] | None = None,
-    bits: Literal["bfloat16"] | None = None,
-    max_norm_multiple: float | None = None,
-    dtype: StoredDtype | None = None,
-    shard_rows: int | None = None,
     home: str | Path | None = None,
     progress: bool | Listener = False,
+    **options: Any,
 ) -> ActivationStore:
     """Put an array into a store; an existing store of the same rows is opened. CLI equivalent: `sae import`.
 
     Args:
         file: its path; or `digits` or `patches`, which scikit-learn brings.
-        flatten: the rows of an array of more than two dimensions, `positions` or `features`.
-        bits: `bfloat16` if the array holds the bits of such numbers in 2-byte integers, or 2 bytes without a type.
-        max_norm_multiple: drop rows with a norm above this multiple of the median; at least 1.
         home: the folder of stores and runs; by default $SAE_HOME, else ./sae-data.
+        **options: `key` of the array, `dtype` and `shard_rows` of the store; `flatten`, the rows of an array of more
+            than two dimensions: `positions` or `features`; `bits`, `bfloat16` if the array holds the bits of such
+            numbers in 2-byte integers, or 2 bytes without a type; `max_norm_multiple`: drop rows with a norm above
+            this multiple of the median, at least 1.
 
     Raises:
+        ConfigError: an option is unknown or invalid.
         FormatError: the file cannot be read as such an array.
         StoreError: the name is another store's, or the disk has no room.
     """
     file, listener = str(file), listening(progress)
-    options = ImportConfig(key, flatten, bits, max_norm_multiple, dtype, shard_rows)
+    for option in sorted(OF_WORLDS & options.keys()):
+        raise ConfigError(
+            f"{flag_of(option)} does nothing with {file}; leave it out, or import synthetic"
+        )
+    demand_known("import_array", options, options_of(ImportConfig), "import")
+    config = ImportConfig(**options)
     with note_when_stopped(listener) as folders:
         folder = _folder(home, name, Path(file).stem)
-        array = open_array(file, key, flatten, bits)
+        array = open_array(file, config.key, config.flatten, config.bits)
         folders.append(folder)
-        stored_dtype = dtype or array.dtype
-        shard_rows = shard_rows or rows_per_shard(array.features, stored_dtype)
-        source = _source_of(file, array, options)
+        dtype = config.dtype or array.dtype
+        shard_rows = config.shard_rows or rows_per_shard(array.features, dtype)
+        source = _source_of(file, array, config)
         meta = StoreMeta(
             source=source,
-            request_hash=hash_request({**source, "dtype": stored_dtype, "shard_rows": shard_rows}),
-            dtype=stored_dtype,
+            request_hash=hash_request({**source, "dtype": dtype, "shard_rows": shard_rows}),
+            dtype=dtype,
             d_in=array.features,
             shard_rows=shard_rows,
             columns=tuple(array.columns(0, 0)),
-            max_norm_multiple=max_norm_multiple,
+            max_norm_multiple=config.max_norm_multiple,
         )
         if (finished := finished_store(folder, meta.request_hash)) is not None:
             return finished
@@ -105,26 +107,26 @@ def import_array(
         return _filled(folder, meta, array.rows, "importing", listener, blocks)
 
 
-def _source_of(file: str, array: ArraySource, options: ImportConfig) -> dict[str, Any]:
+def _source_of(file: str, array: ArraySource, config: ImportConfig) -> dict[str, Any]:
     """What determines the rows of an import."""
     if Path(file).exists():
         sha256 = file_sha256(Path(file))
     else:
         sha256 = hashlib.sha256(np.ascontiguousarray(array.read(())).data).hexdigest()
-    source: dict[str, Any] = {
+    source = {
         "kind": "array",
         "file": printable(Path(file).name),  # which may be no UTF-8
-        "key": options.key,
+        "key": config.key,
         "sha256": sha256,
     }
-    if options.max_norm_multiple is not None:
-        source["max_norm_multiple"] = options.max_norm_multiple
     # features, which is some formats' default, gives the same rows either way
-    if options.flatten == "positions":
-        source["flatten"] = options.flatten
-    if options.bits is not None:
-        source["bits"] = options.bits
-    return source
+    flatten = config.flatten if config.flatten == "positions" else None
+    more = {
+        "max_norm_multiple": config.max_norm_multiple,
+        "flatten": flatten,
+        "bits": config.bits,
+    }
+    return source | {name: value for name, value in more.items() if value is not None}
 
 
 def import_synthetic(
@@ -197,13 +199,6 @@ def _write_world(
 def is_world(source: str) -> bool:
     """Whether a source is synthetic, and no file of that name."""
     return source == SYNTHETIC and not Path(source).is_file()
-
-
-def refuse_options_of_worlds(source: str, given: Set[str]) -> None:
-    for option in sorted(OF_WORLDS & given):
-        raise ConfigError(
-            f"{flag_of(option)} does nothing with {source}; leave it out, or import synthetic"
-        )
 
 
 def _folder(home: str | Path | None, name: str | None, derived: str) -> Path:
