@@ -138,22 +138,10 @@ def processes(day: Day) -> Figures:
     device = "cuda" if both else "cpu"
     with tempfile.TemporaryDirectory() as home:
         saecli.extract("tiny-gemma2", layer=1, rows=ROWS, home=home, name="rows", device="cpu")
-        words = [
-            "--home",
-            home,
-            "train",
-            "--data",
-            "rows",
-            "--d-sae",
-            "64",
-            "--epochs",
-            "2",
-            "--dtype",
-            "float64",
-            "--device",
-            device,
-            "--json",
-        ]
+        words = (
+            f"--home {home} train --data rows --d-sae 64 --epochs 2 --dtype float64 --device {device} "
+            "--json"
+        ).split()
         for name, launch in (
             ("one", []),
             ("two", ["-m", "torch.distributed.run", "--nproc-per-node", "2"]),

@@ -39,8 +39,8 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(
     sae: CommandLine, models, text, architecture, site
 ):
     document = sae(
-        f"extract --model {models[architecture]} --site {site} --dataset {text}",
-        *split("--layer 1 --context 16 --dtype float32 --batch-size 5 --name s --json"),
+        f"extract --model {models[architecture]} --site {site} --dataset {text} --layer 1 "
+        "--context 16 --dtype float32 --batch-size 5 --name s --json"
     ).json
     assert document.keys() >= {"name", "path", "rows", "d_in", "dtype", "shards", "cached"}
     assert (document["d_in"], document["dtype"], document["cached"]) == (WIDTH, "float32", False)
@@ -68,16 +68,9 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(
 
 
 def test_last_position_gives_one_row_a_document(sae: CommandLine, models, text):
-    words = (
-        "extract",
-        "--model",
-        models["gemma2"],
-        "--dataset",
-        text,
-        *split("--layer 1 --context 16 --dtype float32"),
-    )
-    assert sae(*words, "--positions", "last", "--name", "last").status == 0
-    assert sae(*words, "--name", "all").status == 0
+    line = f"extract --model {models['gemma2']} --dataset {text} --layer 1 --context 16 --dtype float32"
+    assert sae(line, "--positions", "last", "--name", "last").status == 0
+    assert sae(line, "--name", "all").status == 0
     last, columns = stored(sae.home / "activations" / "last")
     every, all_columns = stored(sae.home / "activations" / "all")
     assert columns["document"].tolist() == list(range(40))
@@ -278,15 +271,8 @@ def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
     }
     store = saecli.extract(str(models["gpt2"]), **options)
     assert (store.complete, store.rows, store.meta.source["site"]) == (True, 300, "mlp_out")
-    words = (
-        "extract",
-        "--model",
-        models["gpt2"],
-        "--dataset",
-        text,
-        *split("--layer 1 --site mlp_out --context 16 --rows 300 --json"),
-    )
-    assert sae(*words).json["cached"]
+    line = f"extract --model {models['gpt2']} --dataset {text} --layer 1 --site mlp_out"
+    assert sae(f"{line} --context 16 --rows 300 --json").json["cached"]
     assert saecli.extract(str(models["gpt2"]), **options, progress=True).path == store.path
     for several in ({"layer": [0, 1]}, {"site": ["resid_post", "mlp_out"]}):
         assert len(saecli.extract(str(models["gpt2"]), **options | several)) == 2

@@ -42,13 +42,8 @@ def read(home: Path, name: str) -> tuple[np.ndarray, dict[str, list[int]]]:
 @pytest.mark.slow
 def test_several_hook_points_hold_the_rows_of_each_alone(sae: CommandLine, model, text):
     words = (
-        "extract",
-        "--model",
-        model,
-        "--dataset",
-        text,
-        *split("--context 16 --rows 900 --batch-size 4 --json"),
-    )
+        f"extract --model {model} --dataset {text} --context 16 --rows 900 --batch-size 4 --json"
+    ).split()
     together = sae(*words, *SEVERAL).json["stores"]
     assert together[0].keys() >= {"name", "path", "rows", "d_in", "dtype", "shards", "cached"}
     assert [found["cached"] for found in together] == [False] * 4
@@ -92,14 +87,9 @@ def overflowing(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_rows_that_one_store_drops_are_dropped_from_all(sae: CommandLine, overflowing, text):
     words = (
-        "extract",
-        "--model",
-        overflowing,
-        "--dataset",
-        text,
-        *split("--layer 1 --context 16 --rows 500"),
-        *split("--shard-rows 60 --dtype float16 --name s --json"),
-    )
+        f"extract --model {overflowing} --dataset {text} --layer 1 --context 16 --rows 500 "
+        "--shard-rows 60 --dtype float16 --name s --json"
+    ).split()
     both = (*words, "--site", "resid_pre", "--site", "mlp_in")
     pre, mlp = sae(*both).json["stores"]
     assert pre["dropped"] == mlp["dropped"] and pre["dropped"]["nonfinite"] > 20
@@ -121,11 +111,8 @@ def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
         return dict(zip(zip(*columns.values(), strict=True), rows, strict=True))
 
     words = (
-        "extract",
-        "--dataset",
-        text,
-        *split("--layer 1 --context 16 --rows 300 --dtype float16 --json"),
-    )
+        f"extract --dataset {text} --layer 1 --context 16 --rows 300 --dtype float16 --json"
+    ).split()
     both = ("--model", model, "--model", overflowing, "--name", "s")
     first, second = sae(*words, *both).json["stores"]
     assert (first["name"], second["name"]) == (
@@ -206,9 +193,8 @@ def test_rows_that_not_all_can_store_end_the_extraction(
 ):
     (tmp_path / "c.txt").write_text("\n\n".join(["c" * 15] * 800))
     done = sae(
-        f"extract --model {overflowing} --dataset",
-        tmp_path / "c.txt",
-        *split("--layer 1 --site mlp_in --site resid_pre --context 16 --dtype float16"),
+        f"extract --model {overflowing} --dataset {tmp_path}/c.txt "
+        "--layer 1 --site mlp_in --site resid_pre --context 16 --dtype float16"
     )
     assert done.status == 1
     assert "at all 2 hook points" in done.err
@@ -252,12 +238,7 @@ def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text)
 @pytest.mark.parametrize("extra", [(), ("--packed",)])
 def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model, text, extra):
     words = (
-        "extract",
-        "--model",
-        model,
-        "--dataset",
-        text,
-        *split("--layer 1 --context 16 --dtype float32"),
+        f"extract --model {model} --dataset {text} --layer 1 --context 16 --dtype float32".split()
     )
     for size in ("auto", "1", "3", "1000"):
         assert sae(*words, *extra, "--batch-size", size, "--name", size).status == 0
@@ -272,12 +253,7 @@ def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model,
 @pytest.mark.slow
 def test_packed_rows_match_the_model_on_joined_documents(sae: CommandLine, model, text):
     words = (
-        "extract",
-        "--model",
-        model,
-        "--dataset",
-        text,
-        *split("--layer 1 --context 16 --dtype float32"),
+        f"extract --model {model} --dataset {text} --layer 1 --context 16 --dtype float32".split()
     )
     document = sae(*words, "--packed", "--name", "packed", "--json").json
     rows, columns = read(sae.home, "packed")
@@ -339,14 +315,7 @@ def test_empty_and_short_texts_are_left_out_and_counted(sae: CommandLine, model,
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_forward_pass_runs_in_the_given_precision(sae: CommandLine, model, text, dtype):
-    words = (
-        "extract",
-        "--model",
-        model,
-        "--dataset",
-        text,
-        *split("--layer 1 --dtype float32 --json"),
-    )
+    words = f"extract --model {model} --dataset {text} --layer 1 --dtype float32 --json".split()
     automatic, exact = sae(*words).json, sae(*words, "--model-dtype", "float32").json
     assert exact["cached"] and exact["name"] == automatic["name"]
     half = sae(*words, "--model-dtype", dtype).json
@@ -360,10 +329,7 @@ def test_the_forward_pass_runs_in_the_given_precision(sae: CommandLine, model, t
 
 def test_without_a_terminal_a_line_shows_progress(sae: CommandLine, model, text):
     sae.monkeypatch.setattr("saecli.base.console.PLAIN_INTERVAL", 0.0)
-    done = sae(
-        f"extract --model {model} --dataset {text}",
-        *split("--rows 600 --context 16 --batch-size 4"),
-    )
+    done = sae(f"extract --model {model} --dataset {text} --rows 600 --context 16 --batch-size 4")
     line = next(line for line in done.err.splitlines() if "tokens/s" in line)
     for words in (" of 600 rows, ", " rows/s, ", " left  ", " tokens/s, ", " rows written, ", " B"):
         assert words in line

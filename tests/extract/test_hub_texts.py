@@ -71,17 +71,9 @@ def test_a_pass_from_any_mark_gives_the_rest(hub: ModelHub, tmp_path: Path):
 
 @pytest.mark.long
 def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: Path, monkeypatch):
-    words = [
-        "extract",
-        "--model",
-        "tiny-gemma2",
-        "--dataset",
-        DATASET,
-        "--rows",
-        "90000",
-        "--shard-rows",
-        "2000",
-    ]
+    words = (
+        f"extract --model tiny-gemma2 --dataset {DATASET} --rows 90000 --shard-rows 2000".split()
+    )
     done = run(hub, tmp_path, "-m", "saecli", *words, "--name", "whole")
     assert done.returncode == 0, done.stderr
     for name, value in hub.environment(tmp_path).items():
@@ -101,23 +93,10 @@ def test_a_killed_extraction_does_not_read_files_again(hub: ModelHub, tmp_path: 
 def test_a_killed_mixture_of_datasets_equals_a_whole_one_of_their_commits(
     hub: ModelHub, tmp_path: Path, monkeypatch
 ):
-    words = [
-        "extract",
-        "--model",
-        "tiny-gemma2",
-        "--rows",
-        "9000",
-        "--shard-rows",
-        "500",
-        "--dataset",
-        DATASET,
-        "--mix",
-        "3",
-        "--dataset",
-        OTHER,
-        "--mix",
-        "1",
-    ]
+    words = (
+        f"extract --model tiny-gemma2 --rows 9000 --shard-rows 500 --dataset {DATASET} "
+        f"--mix 3 --dataset {OTHER} --mix 1"
+    ).split()
     assert run(hub, tmp_path, "-m", "saecli", *words, "--name", "whole").returncode == 0
     for name, value in hub.environment(tmp_path).items():
         monkeypatch.setenv(name, value)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from shlex import split
 
 import numpy as np
 import pytest
@@ -197,14 +196,12 @@ def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alon
         for name in ("mixed", "a", "b")
     ]
     data = [[word for name in names for word in ("--data", name)] for names in stores]
-    assert (
-        sae("train", *data[0], *split("--act topk --k 4 --d-sae 64 --steps 50 --name run")).status
-        == 0
-    )
+    line = "train --act topk --k 4 --d-sae 64 --steps 50 --name run"
+    assert sae(line, *data[0]).status == 0
     run, *alone = (
-        sae(
-            "eval", *some, *split("run --split all --model tiny-gemma2 --tokens 1000000 --json")
-        ).json["runs"][0]
+        sae("eval run --split all --model tiny-gemma2 --tokens 1000000 --json", *some).json["runs"][
+            0
+        ]
         for some in data
     )
     for found, expected in zip(run["sources"], alone, strict=True):

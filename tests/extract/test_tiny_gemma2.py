@@ -76,15 +76,9 @@ def test_every_auto_class_loads_it_offline_without_a_warning():
 def test_the_script_writes_the_same_weights_from_the_same_seed(tmp_path):
     written = []
     for seed in ("3", "3", "4"):
-        command = [
-            sys.executable,
-            "examples/train_tiny_gemma2.py",
-            "--steps",
-            "3",
-            "--seed",
-            seed,
-            "--out",
-        ]
+        command = (
+            f"{sys.executable} examples/train_tiny_gemma2.py --steps 3 --seed {seed} --out".split()
+        )
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(
             [*command, str(tmp_path)], cwd=ROOT, env=environment, check=True, capture_output=True

@@ -95,18 +95,7 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
     sae: CommandLine, batch_size: int, lr: float, said: str
 ):
     make_store(sae.home, "rows", some_rows(1000))
-    words = (
-        "--solver",
-        "sgd",
-        "--epochs",
-        "2",
-        "--batch-size",
-        batch_size,
-        "--d-sae",
-        "24",
-        "--lr",
-        "0.001",
-    )
+    words = f"--solver sgd --epochs 2 --batch-size {batch_size} --d-sae 24 --lr 0.001".split()
     before = sae("train", "--name", "run", *words, "--json").json
     folder = sae.home / "runs" / "run"
     change(folder, complete=False, result=None)
