@@ -185,7 +185,10 @@ def measure_geometry(run: Measured, settings: Settings, listener: Listener) -> G
         if other is not None:
             held_out = run.store.split("test", seed=run.subject.split_seed)
             rows = train if other == "train" else _in_memory(held_out, HELD_OUT_ROWS)
-            margins[other] = margins_in_memory(cells, rows)
+            batches = torch.from_numpy(rows).split(batch_size(run.sae.d_sae))
+            margins[other] = np.concatenate(
+                [margins_of(cells, x, cells.pre_activations(x)) for x in batches]
+            )
             complexity[other] = local_complexity(cells, rows, radius)
         stream = training_stream(run, settings.fit_rows)
         references = measure_references(run.sae, sample, train, round(census.l0), stream)
@@ -290,13 +293,6 @@ def margins_of(cells: Cells, x: Tensor, pre: Tensor) -> NDArray[np.float64]:
     # A row at the origin is infinitely far from its boundary in units of its own norm.
     relative = (margins / x.double().norm(dim=1)).nan_to_num(0.0, torch.inf)
     return torch.stack([margins, relative], 1).numpy()
-
-
-@torch.no_grad()
-def margins_in_memory(cells: Cells, rows: NDArray[np.floating]) -> NDArray[np.float64]:
-    """`margins_of` rows in memory, (B, D)."""
-    batches = torch.from_numpy(rows).split(batch_size(cells.sae.d_sae))
-    return np.concatenate([margins_of(cells, x, cells.pre_activations(x)) for x in batches])
 
 
 def margin_measures(margins: NDArray[np.float64]) -> dict[str, Any]:

@@ -110,7 +110,12 @@ def controls(
     demand_at_least("seeds", seeds)
     run_rows, plan = _original(Home.at(home), run, device, listener)
     if models is not None:
-        _demand_one_model(run_rows)
+        specs = dict.fromkeys(str(spec_of(rows.store.meta.source)) for rows in run_rows.rows.inputs)
+        if len(specs) > 1:
+            raise ConfigError(
+                f"--model does nothing for {run_rows.subject.name}, a crosscoder of {' and '.join(specs)}: "
+                "random weights are drawn for one model; leave it out"
+            )
         ((_, source), *_) = check_model(run_rows, models)
         model = source.spec
     first = plan.training.seed
@@ -158,15 +163,6 @@ def _original(
     training = replace(plan.training, device=device)
     measured = Measured(subject, saved, "test", plan.test_rows)
     return measured, replace(plan, training=training, test_rows=None)
-
-
-def _demand_one_model(run: Measured) -> None:
-    specs = dict.fromkeys(str(spec_of(rows.store.meta.source)) for rows in run.rows.inputs)
-    if len(specs) > 1:
-        raise ConfigError(
-            f"--model does nothing for {run.subject.name}, a crosscoder of {' and '.join(specs)}: "
-            "random weights are drawn for one model; leave it out"
-        )
 
 
 _Trained = tuple[Measured, float | None]  # an SAE with rows, and its stability

@@ -260,7 +260,10 @@ def evaluate_all(
         splices = _splices(measured_saes, model, listener)  # raises before the rows are measured
     documents = [each.heading | _reconstructed(each, listener) for each in measured_saes]
     for splice in splices:
-        splice_tokens = tokens or default_tokens(len(splice.members))
+        # So that several SAEs take about the time of one, but for `LEAST_TOKENS`: a splice costs about as much as the
+        # clean pass, which they share.
+        most = max(LEAST_TOKENS, 2 * TOKENS // (1 + len(splice.members)))
+        splice_tokens = tokens or most
         effects = splice.effects(splice_tokens, listener)
         for index, effect in zip(splice.members, effects, strict=True):
             documents[index].update(effect)
@@ -279,12 +282,6 @@ def evaluate_all(
             "left out of the means"
         )
     return documents
-
-
-def default_tokens(saes: int) -> int:
-    """So that several SAEs on the same rows take about the time of one, but for `LEAST_TOKENS`: a splice costs about
-    as much as the clean pass, which they share."""
-    return max(LEAST_TOKENS, 2 * TOKENS // (1 + saes))
 
 
 @dataclass(frozen=True)
@@ -360,8 +357,14 @@ def _splices(
         specs = list(dict.fromkeys(source.spec for _, source in pairs))
         points = []
         for rows, source in pairs:
-            _check_origin(rows, source, models[source.spec].model.vocabulary, listener)
+            vocabulary, last = models[source.spec].model.vocabulary, largest(rows, "token_id")
+            if last >= vocabulary:
+                raise unfit(rows, source, f"a token {last}, got token ids below {vocabulary}")
             origin = rows.store.meta.source
+            if spec_of(origin) != source.spec:
+                listener.note(
+                    f"{rows.name} came from {spec_of(origin)}, and is run through {source.spec}"
+                )
             points.append(HookPoint(origin["layer"], origin["site"], specs.index(source.spec)))
         reads = writes = tuple(points)
         saes = [measured_saes[index] for index in members]
@@ -369,15 +372,6 @@ def _splices(
             reads, writes = reads[:-1], writes[-1:]
         splices.append(_Splice(members, saes, [models[spec] for spec in specs], reads, writes))
     return splices
-
-
-def _check_origin(rows: Rows, source: "ModelSource", vocabulary: int, listener: Listener) -> None:
-    last = largest(rows, "token_id")
-    if last >= vocabulary:
-        raise unfit(rows, source, f"a token {last}, got token ids below {vocabulary}")
-    recorded = spec_of(rows.store.meta.source)
-    if recorded != source.spec:
-        listener.note(f"{rows.name} came from {recorded}, and is run through {source.spec}")
 
 
 def _reconstructed(measured: Measured, listener: Listener) -> dict[str, Any]:

@@ -49,15 +49,6 @@ class Texts(NamedTuple):
     stored: np.ndarray  # (n,) bool, which are rows of the block
     gaps: np.ndarray  # (n,) bool, whether tokens are missing before it
 
-    @classmethod
-    def of_columns(cls, columns: np.ndarray) -> "Texts":
-        """From values of `COLUMNS`, (3, B): the rows alone."""
-        documents, positions, token_ids = columns
-        rows = len(token_ids)
-        starts = np.concatenate([[0], window_starts(documents, positions), [rows]])
-        gaps = np.diff(positions, prepend=positions[:1]) > 1
-        return cls(token_ids, starts, np.ones(rows, bool), gaps)
-
 
 @dataclass(frozen=True)
 class Block:
@@ -74,7 +65,11 @@ class Block:
     def texts(self) -> Texts | None:
         if self.windows is not None or self.columns is None:
             return self.windows
-        return Texts.of_columns(self.columns)
+        documents, positions, token_ids = self.columns
+        rows = len(token_ids)
+        starts = np.concatenate([[0], window_starts(documents, positions), [rows]])
+        gaps = np.diff(positions, prepend=positions[:1]) > 1
+        return Texts(token_ids, starts, np.ones(rows, bool), gaps)
 
     @cached_property
     def starts(self) -> np.ndarray:

@@ -197,7 +197,12 @@ def _changed(model: nn.Module, change: _Change, special: Sequence[int] | None) -
     sae_at.check(config.hidden_size, config.num_hidden_layers, name)
     _, blocks = blocks_of(model, config.num_hidden_layers, name)
     device = next(model.parameters()).device
-    hooks = _Hooks(change, device, _special_of(config) if special is None else special)
+    if special is None:
+        ids = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
+        special = (
+            np.hstack([[], *(token for token in ids if token is not None)]).astype(int).tolist()
+        )
+    hooks = _Hooks(change, device, special)
     read, written = sae_at.read, sae_at.written
     with ExitStack() as opened:
         opened.callback(model.register_forward_pre_hook(hooks.begin, with_kwargs=True).remove)
@@ -205,11 +210,6 @@ def _changed(model: nn.Module, change: _Change, special: Sequence[int] | None) -
             opened.enter_context(intercepted(blocks[read.layer], read.site, hooks.read, blocks))
         opened.enter_context(intercepted(blocks[written.layer], written.site, hooks.write, blocks))
         yield
-
-
-def _special_of(config: Any) -> list[int]:
-    ids = [getattr(config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")]
-    return np.hstack([[], *(token for token in ids if token is not None)]).astype(int).tolist()
 
 
 class _Hooks:

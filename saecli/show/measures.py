@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,20 +97,19 @@ def evaluation_tables(
     if spliced := [run for run in ranked if "kl" in run]:
         title = f"with the SAE's reconstructions in {models[0]}; in nats a token"
         shown.append(comparison(spliced, (*EFFECT, "rows"), title))
-    if alone := _effects_alone(ranked):
+    alone = [
+        [
+            name,
+            f"{place['model']}, layer {place['layer']}, {place['site']}",
+            *(place[m] for m in EFFECT),
+        ]
+        for name, measures in _by_source(ranked)
+        for place in measures.get("hook_points", ())
+    ]
+    if alone:
         title = "with the crosscoder's reconstruction at one hook point alone; in nats a token"
         shown.append(table(title, ["run", "hook point", *_words(EFFECT)], alone))
     return shown
-
-
-def _effects_alone(runs: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """For each run and source, and each hook point that is replaced alone, the effect on the model."""
-    lines = []
-    for name, measures in _by_source(runs):
-        for place in measures.get("hook_points", ()):
-            hook_point = f"{place['model']}, layer {place['layer']}, {place['site']}"
-            lines.append([name, hook_point, *(place[measure] for measure in EFFECT)])
-    return lines
 
 
 def _by_source(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -160,17 +160,13 @@ def flat(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_measures(path: Path) -> list[dict[str, Any]]:
     """The file that `sae eval --csv` wrote, a mapping per run: names as text, `unbeaten` as bool, all else as float."""
-    kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(("run", "data", "split"), str)
-    kinds["unbeaten"] = "True".__eq__
+    kinds: dict[str, Callable[[str], Any]] = defaultdict(lambda: lambda word: float(word or "nan"))
+    kinds |= {"run": str, "data": str, "split": str, "unbeaten": "True".__eq__}
     with path.open(encoding="utf-8", newline="") as file:
         return [
-            {name: kinds.get(name, _float)(word) for name, word in line.items()}
+            {name: kinds[name](word) for name, word in line.items()}
             for line in csv.DictReader(file)
         ]
-
-
-def _float(word: str) -> float:
-    return float(word or "nan")
 
 
 def extremes(run: dict[str, Any]) -> str:

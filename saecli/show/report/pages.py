@@ -236,17 +236,13 @@ class Details:
             fractions, scaling = (self.places[name][latent] for name in ("share", "scaling"))
             page["places"] = list(zip(names, fractions, scaling, strict=True))
         if self.outputs is not None:
-            page |= self._output_tokens(self.outputs, index)
-        return page
-
-    def _output_tokens(self, outputs: "OutputTokens", index: int) -> dict[str, Any]:
-        page: dict[str, Any] = {"logits": outputs.counts[index].tolist()}
-        for name, tokens, logits in (
-            ("promoted", outputs.promoted, outputs.promoted_logits),
-            ("suppressed", outputs.suppressed, outputs.suppressed_logits),
-        ):
-            texts = [self.texts[token] for token in tokens[index].tolist()]
-            page[name] = list(zip(texts, rounded(logits[index]), strict=True))
+            page["logits"] = self.outputs.counts[index].tolist()
+            for name in ("promoted", "suppressed"):
+                tokens, logits = (
+                    getattr(self.outputs, column)[index] for column in (name, f"{name}_logits")
+                )
+                texts = [self.texts[token] for token in tokens.tolist()]
+                page[name] = list(zip(texts, rounded(logits), strict=True))
         return page
 
     def _example(
