@@ -1,6 +1,5 @@
 """Pictures: their files, what they draw against the data, and the inputs at the edges."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -48,52 +47,39 @@ def legend_of(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-DRAW: dict[str, Callable[[Path | None], Figure]] = {
-    "loss curves": lambda path: loss_curves(path, {"one": LINES, "two": LINES[:1]}),
-    "loss curves of none": lambda path: loss_curves(path, {}),
-    "loss curves of no number": lambda path: loss_curves(path, {"one": [NO_NUMBER]}),
-    "loss curves of one point": lambda path: loss_curves(path, {"one": LINES[:1]}),
-    "loss curves of a perfect run": lambda path: loss_curves(path, {"one": [PERFECT]}),
-    "loss curves of many": lambda path: loss_curves(
-        path, {f"{i} {'long' * 30}": LINES for i in range(30)}
-    ),
-    "firing": lambda path: firing(
-        path, {"one": (torch.tensor([0, 5, 3, 0]), torch.tensor([0.0, 0.3, 1.0]))}
-    ),
-    "firing of none": lambda path: firing(path, {}),
-    "firing of silent latents": lambda path: firing(
-        path, {"one": (np.array([9, 0, 0]), np.zeros(2))}
-    ),
-    "patterns": lambda path: patterns(path, torch.eye(5)[:, :3] - 0.5, "one"),
-    "patterns of no rows": lambda path: patterns(path, torch.zeros(0, 7), "one"),
-    "patterns of silent latents": lambda path: patterns(path, np.zeros((4, 7)), "one"),
-    "patterns of many latents": lambda path: patterns(path, np.eye(50, 4000), "one"),
-    "frontier": lambda path: frontier(
-        path, *compared(("one", 32.0, 0.2, "relu", True), ("two", 500.0, 0.01, "topk", None))
-    ),
-    "frontier of one": lambda path: frontier(path, *compared(("one", 32.0, 0.2, "relu", None))),
-    "frontier of none": lambda path: frontier(path, *compared()),
-    "frontier of no number": lambda path: frontier(
-        path,
-        *compared(("one", 32.0, float("nan"), "relu", False), ("two", 0.0, 0.0, "relu", True)),
-    ),
-    "stability": lambda path: stability(
-        path, matched(([0.5, None], [1, 0], [0.1, 0]), ([1], [1], [1]))
-    ),
-    "stability of none": lambda path: stability(path, matched()),
-    "stability of silent latents": lambda path: stability(
-        path, matched(([0.5, 0.1], [0, 0], [0, 0]))
-    ),
-    "stability of no counterparts": lambda path: stability(path, matched(([None], [0], [0.5]))),
+LONG_NAMES = [f"{number} {'long' * 30}" for number in range(30)]
+ALONE = ("one", 32.0, 0.2, "relu", None)
+WORSE = ("one", 32.0, float("nan"), "relu", False)
+DRAW: dict[str, tuple[Any, ...]] = {  # the function, and its arguments after the path
+    "loss curves": (loss_curves, {"one": LINES, "two": LINES[:1]}),
+    "loss curves of none": (loss_curves, {}),
+    "loss curves of no number": (loss_curves, {"one": [NO_NUMBER]}),
+    "loss curves of one point": (loss_curves, {"one": LINES[:1]}),
+    "loss curves of a perfect run": (loss_curves, {"one": [PERFECT]}),
+    "loss curves of many": (loss_curves, dict.fromkeys(LONG_NAMES, LINES)),
+    "firing": (firing, {"one": (torch.tensor([0, 5, 3, 0]), torch.tensor([0.0, 0.3, 1.0]))}),
+    "firing of none": (firing, {}),
+    "firing of silent latents": (firing, {"one": (np.array([9, 0, 0]), np.zeros(2))}),
+    "patterns": (patterns, torch.eye(5)[:, :3] - 0.5, "one"),
+    "patterns of no rows": (patterns, torch.zeros(0, 7), "one"),
+    "patterns of silent latents": (patterns, np.zeros((4, 7)), "one"),
+    "patterns of many latents": (patterns, np.eye(50, 4000), "one"),
+    "frontier": (frontier, *compared(ALONE, ("two", 500.0, 0.01, "topk", True))),
+    "frontier of one": (frontier, *compared(ALONE)),
+    "frontier of none": (frontier, *compared()),
+    "frontier of no number": (frontier, *compared(WORSE, ("two", 0.0, 0.0, "relu", True))),
+    "stability": (stability, matched(([0.5, None], [1, 0], [0.1, 0]), ([1], [1], [1]))),
+    "stability of none": (stability, matched()),
+    "stability of silent latents": (stability, matched(([0.5, 0.1], [0, 0], [0, 0]))),
+    "stability of no counterparts": (stability, matched(([None], [0], [0.5]))),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", DRAW.values(), ids=DRAW.keys())
-def test_every_input_gives_a_picture_that_can_be_read(
-    draw: Callable[[Path | None], Figure], tmp_path: Path
-) -> None:
-    draw(tmp_path / "x.png")
+def test_every_input_gives_a_picture_that_can_be_read(draw: tuple, tmp_path: Path) -> None:
+    function, *arguments = draw
+    function(tmp_path / "x.png", *arguments)
     image = imread(tmp_path / "x.png")
     assert min(image.shape[:2]) > 400
     assert image[..., :3].std() > 0.01
@@ -106,8 +92,8 @@ def test_the_ending_is_the_format_and_the_same_data_the_same_file(
     suffix: str, tmp_path: Path
 ) -> None:
     first, second = tmp_path / "new" / f"first{suffix}", tmp_path / f"second{suffix.upper()}"
-    DRAW["loss curves"](first)
-    DRAW["loss curves"](second)
+    for path in (first, second):
+        loss_curves(path, {"one": LINES})
     assert first.read_bytes().startswith(MAGIC[suffix])
     assert first.read_bytes() == second.read_bytes()
 
@@ -268,14 +254,9 @@ TOPK_METRICS = [
 
 @pytest.mark.slow
 def test_a_number_of_latents_that_was_chosen_has_no_panel(tmp_path: Path, drawn: list):
-    loss_curves(
-        tmp_path / "a.png", {"run": [line | {"batch_l0": 3.9999998} for line in TOPK_METRICS]}
-    )
-    loss_curves(
-        tmp_path / "b.png", {"run": [line | {"test_l0": line["step"]} for line in TOPK_METRICS]}
-    )
-    l0 = np.array([0, 0, 9, 0])
-    firing(tmp_path / "c.png", {"run": (l0, np.array([0.5, 0.1, 0.2]))})
-    firing(tmp_path / "d.png", {"run": (np.array([0, 1, 8, 0]), np.array([0.5, 0.1, 0.2]))})
+    for more in ({"batch_l0": 3.9999998}, {"test_l0": 5.0}):
+        loss_curves(tmp_path / "a.png", {"run": [*TOPK_METRICS, TOPK_METRICS[0] | more]})
+    for l0 in ([0, 0, 9, 0], [0, 1, 8, 0]):
+        firing(tmp_path / "b.png", {"run": (np.array(l0), np.array([0.5, 0.1, 0.2]))})
     assert [len(figure.axes) for figure in drawn] == [1, 2, 1, 2]
     assert "L0 4" in drawn[0].get_suptitle()
