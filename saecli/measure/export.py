@@ -45,6 +45,9 @@ LIBRARIES = {  # by format: how the library loads the SAE from the hub
     "sparsify": 'sparsify.SparseCoder.load_from_hub("{0.repo}", hookpoint="{0.folder}")',
     "circuit-tracer": 'circuit_tracer.utils.hf_utils.load_transcoder_from_hub("{0.repo}/{0.folder}")  # all layers',
 }
+CLIPPING = (  # why `stand_in` stands in
+    "the topk of {} applies a ReLU to the k largest pre-activations, and topk here keeps their signs"
+)
 CARD = """---
 {metadata}
 ---
@@ -84,10 +87,8 @@ class Conversion:
         if self.deviation is None:
             return None
         rows, data = self.deviation["rows"], self.deviation["data"]
-        change = (
-            f"{_clipping(self.format)}: wrote {self.written.sae.activation.name}, which "
-            f"{self.format} calls topk"
-        )
+        name = self.written.sae.activation.name
+        change = f"{CLIPPING.format(self.format)}: wrote {name}, which {self.format} calls topk"
         if not self.deviation["rows_that_differ"]:
             return f"{change}; both give the same codes on all {rows:,} held-out rows of {data}"
         return (
@@ -110,14 +111,6 @@ class Conversion:
             listener.note(self.remark)
 
 
-def _clipping(to: str) -> str:
-    """Why `stand_in` stands in."""
-    return (
-        f"the topk of {to} applies a ReLU to the k largest pre-activations, and topk here keeps "
-        "their signs"
-    )
-
-
 def converted(
     saved: SavedSAE, to: str, held_out: Callable[[], Measured], listener: Listener
 ) -> Conversion:
@@ -138,7 +131,7 @@ def converted(
         measured = held_out()
     except StoreError as error:
         raise ConfigError(
-            f"{_clipping(to)}; writing {substitute.sae.activation.name} instead needs rows to measure "
+            f"{CLIPPING.format(to)}; writing {substitute.sae.activation.name} instead needs rows to measure "
             f"the difference on, but {error}"
         ) from error
     return Conversion(to, substitute, _deviation(measured, substitute.sae, listener))

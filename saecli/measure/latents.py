@@ -155,19 +155,16 @@ class Magnitudes:
     Bins are fixed and the same for all latents, so that one pass is enough at any scale. Memory: 192 counts per latent.
     """
 
-    def __init__(self, d_sae: int) -> None:
+    def __init__(self, d_sae: int, device: torch.device | str = "cpu") -> None:
         # Each latent's first counts its zeros.
-        self._counts = torch.zeros(d_sae * (BINS + 1), dtype=torch.int64)
-        self._sums = torch.zeros(d_sae, dtype=torch.float64)
-        self._largest = torch.zeros(d_sae)
+        self._counts = torch.zeros(d_sae * (BINS + 1), dtype=torch.int64, device=device)
+        self._sums = torch.zeros(d_sae, dtype=torch.float64, device=device)
+        self._largest = torch.zeros(d_sae, device=device)
 
     @torch.no_grad()
     def update(self, codes: Codes) -> None:
         """Count the codes of a batch, (B, F)."""
         z = codes.values
-        self._counts = self._counts.to(z.device)
-        self._sums = self._sums.to(z.device)
-        self._largest = self._largest.to(z.device)
         if isinstance(codes, SparseCodes):
             self._count(z, codes.indices)
             self._sums.index_add_(0, codes.indices, z.abs().double())
@@ -453,34 +450,28 @@ def _codes(z: Tensor, rows: np.ndarray, latents: np.ndarray) -> np.ndarray:
     return z[torch.from_numpy(rows).to(z.device), of_latents].float().cpu().numpy()
 
 
-@dataclass(frozen=True)
 class Survey:
-    """The results of one pass: `examples` where the chosen latents' codes are largest, `samples` at random."""
+    """The results of one pass over some rows: `examples` where the chosen latents' codes are largest, `samples` at
+    random.
 
-    firing: Firing
-    magnitudes: Magnitudes
-    examples: Examples
-    samples: Examples
-    cofiring: CoFiring
-    by_role: Tensor  # (ROLES, F) float64, sums of the codes' sizes by role in chats; else 0
+    Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`; independent of the number of rows.
+    """
+
+    def __init__(self, sae: SAE, rows: int, examples: Examples, samples: Examples) -> None:
+        self.firing = Firing(sae.d_sae)
+        self.magnitudes = Magnitudes(sae.d_sae, sae.W_enc.device)
+        self.examples, self.samples = examples, samples
+        self.cofiring = CoFiring(sae.d_sae, rows)
+        # Sums of the codes' sizes by role in chats, (ROLES, F); else 0.
+        self.by_role = torch.zeros(len(ROLES), sae.d_sae, dtype=torch.float64)
 
 
 @torch.no_grad()
 def survey(
     sae: SAE, blocks: Iterable[Block], rows: int, examples: Examples, samples: Examples
 ) -> Survey:
-    """Encode rows once, and measure all latents on them; `examples` and `samples` are filled.
-
-    Memory: 1.5 KB per latent, plus `Examples` and `CoFiring`; independent of the number of rows.
-    """
-    result = Survey(
-        Firing(sae.d_sae),
-        Magnitudes(sae.d_sae),
-        examples,
-        samples,
-        CoFiring(sae.d_sae, rows),
-        torch.zeros(len(ROLES), sae.d_sae, dtype=torch.float64),
-    )
+    """Encode rows once, and measure all latents on them; `examples` and `samples` are filled."""
+    result = Survey(sae, rows, examples, samples)
     for block in blocks:
         codes = sae.codes(block.x)
         result.firing.update(codes)

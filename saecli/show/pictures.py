@@ -396,16 +396,9 @@ def hook_points(path: Path | None, run: Mapping[str, Any]) -> Figure:
             label = short(place["name"])
             left.stairs(latents, edges, color=colour(index), linewidth=1.6, label=label)
             own = (largest == index) & np.isfinite(nu)
-            filled, hollow = own & (carried <= DECOUPLED), own & (carried > DECOUPLED)
-            for faces, latents in ((colour(index), filled), ("none", hollow)):
-                right.scatter(
-                    fraction[latents, index],
-                    nu[latents],
-                    s=14,
-                    facecolors=faces,
-                    edgecolors=colour(index),
-                    linewidths=0.8,
-                )
+            faces = np.where(carried[own] > DECOUPLED, "none", colour(index)).tolist()
+            shape = {"s": 14, "linewidths": 0.8, "edgecolors": colour(index)}
+            right.scatter(fraction[own, index], nu[own], facecolors=faces, **shape)
         left.set(xlabel="fraction of a latent's decoder norm", ylabel="latents", xlim=(0, 1))
         left.legend(fontsize=8)
         if np.isfinite(nu).any():
