@@ -70,16 +70,8 @@ def signalled(
 
 def torchrun(processes: int, *more: str) -> list[str]:
     """The launcher's command line, up to the script or module; for one machine where it is not told of others."""
-    alone = [] if more else ["--standalone"]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *alone,
-        *more,
-        "--nproc-per-node",
-        str(processes),
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *(more or ["--standalone"])]
+    return [*launcher, "--nproc-per-node", str(processes)]
 
 
 @dataclass
@@ -128,26 +120,21 @@ def _children(process: int) -> list[int]:
 @contextmanager
 def launched(command: list[str], *words: str | Path, **variables: str) -> Iterator[Launched]:
     """Start `sae` under a launcher, with these environment variables; what is left of it is killed in the end."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-        **variables,
-    }
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen(
         [*command, "-m", "saecli", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=os.environ | own | variables,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     started = Launched(process)
     try:
         yield started
     finally:
-        for one in [process.pid, *started.ranks().values()] if process.poll() is None else []:
-            os.kill(one, signal.SIGKILL)
+        for running in [process.pid, *started.ranks().values()] if process.poll() is None else []:
+            os.kill(running, signal.SIGKILL)
         process.communicate()
 
 
@@ -159,25 +146,8 @@ def together(processes: int, *words: str | Path) -> Done:
 
 def own_words(err: str) -> list[str]:
     """The lines of stderr that are the command's own, without the launcher's."""
-    begins = (
-        "W1",
-        "E1",
-        "I1",
-        "W0",
-        "E0",
-        "I0",
-        "Traceback",
-        " ",
-        "torch.",
-        "=",
-        "-",
-        "saecli FAILED",
-        "Failures:",
-        "Root Cause",
-        "[",
-        "*",
-    )
-    return [line for line in err.splitlines() if line and not line.startswith(begins)]
+    begins = "W1 E1 I1 W0 E0 I0 Traceback torch. = - saecli Failures: Root [ *".split()
+    return [line for line in err.splitlines() if line and not line.startswith((" ", *begins))]
 
 
 PINNED = {
@@ -191,9 +161,8 @@ PINNED = {
 
 # Named among its requirements, imported nowhere there; PyPI's is built for one torch and fails beside another.
 UNUSED = {"dictionary-learning": "torchvision"}
-ALONE = {
-    "sae-probes"
-}  # of which only the data are used, and none of the many packages that it requires
+# Of which only the data are used, and none of the many packages that it requires.
+ALONE = {"sae-probes"}
 
 
 def python_with(library: str) -> Path:
@@ -204,9 +173,7 @@ def python_with(library: str) -> Path:
     if not os.environ.get("CI"):
         pytest.skip(f"{variable} names no Python that has {PINNED[library]}, and CI is not set")
     if sys.prefix == sys.base_prefix:
-        pytest.skip(
-            f"an environment with {PINNED[library]} is only made inside a virtual environment"
-        )
+        pytest.skip(f"{PINNED[library]} is only installed inside a virtual environment")
     folder = Path(sys.prefix) / "libraries" / library
     if not (folder / PINNED[library]).exists():
         _install(library, folder)
@@ -217,15 +184,10 @@ def _install(library: str, folder: Path) -> None:
     venv.create(folder, clear=True)
     pinned, python = PINNED[library], folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]
-    asked = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (Path(asked.stdout.strip()) / "packages_of_the_tests.pth").write_text(
-        sysconfig.get_path("purelib") + "\n"
-    )
+    program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.check_output([python, "-c", program], text=True).strip()
+    own_packages = sysconfig.get_path("purelib") + "\n"
+    (Path(packages) / "packages_of_the_tests.pth").write_text(own_packages)
     # What is there is taken where it will do; torch is named, lest a newer one come with gigabytes for a GPU.
     wanted = ["--no-deps", pinned] if library in ALONE else [pinned, f"torch=={torch.__version__}"]
     done = subprocess.run([*pip, "install", "-q", *wanted], capture_output=True, text=True)

@@ -81,20 +81,10 @@ class ModelHub(http.server.ThreadingHTTPServer):
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
         """For processes that are to know no hub but this; its address is read at import."""
-        own = {
-            name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
-        }
-        return (
-            own
-            | {
-                "HF_ENDPOINT": self.address,
-                "HF_HOME": str(home / "hf"),
-                "HF_HUB_DISABLE_TELEMETRY": "1",
-                "HF_HUB_DISABLE_XET": "1",
-                "SAE_HOME": str(home),
-            }
-            | more
-        )
+        own = {name: os.environ[name] for name in os.environ if not name.lower().endswith("_proxy")}
+        quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+        places = {"HF_ENDPOINT": self.address, "HF_HOME": f"{home}/hf", "SAE_HOME": str(home)}
+        return own | quiet | places | more
 
     def add(self, name: str, files: dict[str, bytes], **settings: Any) -> Repo:
         """Makes a repository."""
@@ -131,13 +121,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def sibling(file: str, content: bytes) -> dict[str, Any]:
     """A file among a repository's, as the hub describes it where asked for blobs."""
     digest = hashlib.sha256(content).hexdigest()
-    large = {"sha256": digest, "size": len(content), "pointerSize": 134}
-    return {
-        "rfilename": file,
-        "size": len(content),
-        "blobId": digest,
-        **({"lfs": large} if file.endswith(LARGE) else {}),
-    }
+    described = {"rfilename": file, "size": len(content), "blobId": digest}
+    if file.endswith(LARGE):
+        described["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
+    return described
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -153,9 +140,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def json(self, document: Any, status: int = 200, **headers: str) -> None:
-        self.answer(
-            status, json.dumps(document).encode(), {"Content-Type": "application/json", **headers}
-        )
+        headers = {"Content-Type": "application/json", **headers}
+        self.answer(status, json.dumps(document).encode(), headers)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -183,9 +169,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if repo is None or (repo.private and self.role is None):
             return self._refuse(404 if self.role else 401, "RepoNotFound", "Repository not found")
         if repo.gated and "/resolve/" in self.path:
-            return self._refuse(
-                403 if self.role else 401, "GatedRepo", f"Access to model {name} is restricted"
-            )
+            message = f"Access to model {name} is restricted"
+            return self._refuse(403 if self.role else 401, "GatedRepo", message)
         if writing and (self.role != "write" or repo.owner != "someone"):
             return self._refuse(403, "", f"You don't have the rights to write to {name}")
         return repo
@@ -196,22 +181,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         commit = repo.at(revision)
         if commit not in repo.commits:
             return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        siblings = [
-            sibling(file, content) for file, content in sorted(repo.commits[commit].items())
-        ]
-        return self.json(
-            {
-                "id": name,
-                "sha": commit,
-                "private": repo.private,
-                "gated": repo.gated and "manual",
-                "disabled": False,
-                "tags": [],
-                "downloads": 0,
-                "likes": 0,
-                "siblings": siblings,
-            }
-        )
+        files = sorted(repo.commits[commit].items())
+        access = {"private": repo.private, "gated": repo.gated and "manual", "disabled": False}
+        counts = {"tags": [], "downloads": 0, "likes": 0}
+        siblings = [sibling(file, content) for file, content in files]
+        return self.json({"id": name, "sha": commit, **access, **counts, "siblings": siblings})
 
     def _tree(self, name: str, revision: str) -> None:
         """All files, or those that are asked for."""
@@ -219,13 +193,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return None
         files = repo.commits[repo.at(revision)]
         wanted = json.loads(self.body)["paths"] if self.body else files
-        return self.json(
-            [
-                {"type": "file", "path": file, "size": len(content), "oid": file}
-                for file, content in sorted(files.items())
-                if file in wanted
-            ]
-        )
+        entries = [
+            {"type": "file", "path": file, "size": len(content), "oid": file}
+            for file, content in sorted(files.items())
+            if file in wanted
+        ]
+        return self.json(entries)
 
     def _file(self, name: str, revision: str, file: str) -> None:
         if (repo := self._repo(name)) is None:
@@ -260,39 +233,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _whoami(self) -> None:
         if self.role is None:
             return self._refuse(401, "", "Invalid username or password.")
-        return self.json(
-            {
-                "type": "user",
-                "name": "someone",
-                "orgs": [],
-                "auth": {
-                    "type": "access_token",
-                    "accessToken": {"displayName": "t", "role": self.role},
-                },
-            }
-        )
+        token = {"displayName": "t", "role": self.role}
+        auth = {"type": "access_token", "accessToken": token}
+        return self.json({"type": "user", "name": "someone", "orgs": [], "auth": auth})
 
     def _create(self) -> None:
         asked = json.loads(self.body)
         name = f"{asked.get('organization') or 'someone'}/{asked['name']}"
         if self.role != "write" or not name.startswith("someone/"):
-            return self._refuse(
-                403,
-                "",
-                f"You don't have the rights to create a model under the namespace of {name}",
-            )
+            message = f"You don't have the rights to create a model under the namespace of {name}"
+            return self._refuse(403, "", message)
+        url = f"{self.server.address}/{name}"
         if name in self.server.repos:
-            return self.json(
-                {
-                    "error": "You already created this model repo",
-                    "url": f"{self.server.address}/{name}",
-                },
-                409,
-            )
-        self.server.add(
-            name, {}, private=asked.get("private") or asked.get("visibility") == "private"
-        )
-        return self.json({"url": f"{self.server.address}/{name}", "name": name, "id": name})
+            return self.json({"error": "You already created this model repo", "url": url}, 409)
+        private = asked.get("private") or asked.get("visibility") == "private"
+        self.server.add(name, {}, private=private)
+        return self.json({"url": url, "name": name, "id": name})
 
     def _validate(self) -> None:
         head = re.match(r"---\n(.*?)\n---\n", json.loads(self.body)["content"], re.DOTALL)
@@ -303,44 +259,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _preupload(self, name: str) -> None:
         if self._repo(name, writing=True) is None:
             return None
-        return self.json(
-            {
-                "files": [
-                    {
-                        "path": file["path"],
-                        "shouldIgnore": False,
-                        "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
-                    }
-                    for file in json.loads(self.body)["files"]
-                ]
-            }
-        )
+        paths = [file["path"] for file in json.loads(self.body)["files"]]
+        modes = {path: "lfs" if path.endswith(LARGE) else "regular" for path in paths}
+        files = [{"path": path, "shouldIgnore": False, "uploadMode": modes[path]} for path in paths]
+        return self.json({"files": files})
 
     def _batch(self, name: str) -> None:
         if self._repo(name, writing=True) is None:
             return None
-        wanted = json.loads(self.body)["objects"]
-        return self.json(
-            {
-                "transfer": "basic",
-                "objects": [
-                    thing
-                    | (
-                        {}
-                        if thing["oid"] in self.server.objects
-                        else {
-                            "actions": {
-                                "upload": {
-                                    "href": f"{self.server.address}/lfs/{thing['oid']}",
-                                    "header": {},
-                                }
-                            }
-                        }
-                    )
-                    for thing in wanted
-                ],
-            }
-        )
+        objects = json.loads(self.body)["objects"]
+        for wanted in objects:
+            if wanted["oid"] not in self.server.objects:
+                upload = {"href": f"{self.server.address}/lfs/{wanted['oid']}", "header": {}}
+                wanted["actions"] = {"upload": upload}
+        return self.json({"transfer": "basic", "objects": objects})
 
     def _large(self, digest: str) -> None:
         if self.command == "PUT":
@@ -363,17 +295,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             elif what == "deletedFile":
                 del files[value["path"]]
         commit = repo.commit(files)
-        return self.json(
-            {"commitUrl": f"{self.server.address}/{name}/commit/{commit}", "commitOid": commit}
-        )
+        url = f"{self.server.address}/{name}/commit/{commit}"
+        return self.json({"commitUrl": url, "commitOid": commit})
 
     def _refuse(
         self, status: int, code: str, message: str, headers: dict[str, str] | None = None
     ) -> None:
-        named = {"X-Error-Code": code} if code else {}
-        self.json(
-            {"error": message}, status, **{"X-Error-Message": message}, **named, **(headers or {})
-        )
+        headers = {"X-Error-Message": message} | (headers or {})
+        if code:
+            headers["X-Error-Code"] = code
+        self.json({"error": message}, status, **headers)
 
 
 REPO = "([^/]+/[^/]+)"

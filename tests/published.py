@@ -138,13 +138,8 @@ def saelens(
     stored |= {"W_skip": w["W_skip"].T} if "W_skip" in w else {}
     stored = gates(stored) if architecture == "gated" else stored
     write(folder / "sae_weights.safetensors", stored | (changed or {}), dtype)
-    metadata = metadata or {
-        "sae_lens_version": "6.54.12",
-        "model_name": "gpt2",
-        "hook_name": "blocks.8.hook_mlp_out",
-        "context_size": 64,
-        "prepend_bos": False,
-    }
+    read = {"model_name": "gpt2", "hook_name": "blocks.8.hook_mlp_out", "context_size": 64}
+    metadata = metadata or {"sae_lens_version": "6.54.12", **read, "prepend_bos": False}
     sizes = {"d_in": D, "d_sae": F, "dtype": "float32", "device": "cpu"}
     none = {"normalize_activations": "none", "reshape_activations": "none"}
     document = {"architecture": architecture, **sizes, **none, "metadata": metadata} | config
@@ -293,6 +288,21 @@ def circuit_tracer(
     return formula(folder, w, act)
 
 
+def gemma_scope_2_config(
+    model: str, kind: str, width: int, layers: str, before: str = "", after: str = ""
+) -> dict[str, Any]:
+    return {
+        "architecture": "jump_relu",
+        "model_name": f"google/gemma-3-{model}-pt",
+        "width": width,
+        "l0": 60,
+        "type": kind,
+        "affine_connection": False,
+        "hf_hook_point_in": f"model.layers.{layers}.{before}output",
+        "hf_hook_point_out": f"model.layers.{layers}.{after}output",
+    }
+
+
 def gemma_scope_2(
     folder: Path, kind: str = "sae", affine: bool = False, width: int = D, **config: Any
 ) -> Published:
@@ -301,20 +311,11 @@ def gemma_scope_2(
     shapes |= {"threshold": (F,)}
     shapes |= {"affine_skip_connection": (D, width)} if affine else {}
     w = write(folder / "params.safetensors", normals(0, **shapes))
-    ends = ("output", "output")
+    before, after = "", ""
     if kind != "sae":
-        ends = ("pre_feedforward_layernorm.output", "post_feedforward_layernorm.output")
-    document = {
-        "architecture": "jump_relu",
-        "model_name": "google/gemma-3-4b-pt",
-        "width": F,
-        "l0": 60,
-        "type": kind,
-        "affine_connection": affine,
-        "hf_hook_point_in": f"model.layers.17.{ends[0]}",
-        "hf_hook_point_out": f"model.layers.17.{ends[1]}",
-    }
-    write_json(folder / "config.json", document | config)
+        before, after = "pre_feedforward_layernorm.", "post_feedforward_layernorm."
+    document = gemma_scope_2_config("4b", kind, F, "17", before, after)
+    write_json(folder / "config.json", document | {"affine_connection": affine} | config)
     codes = jumprelu(ROWS @ w["w_enc"] + w["b_enc"], w["threshold"])
     skip = ROWS @ w["affine_skip_connection"] if affine else 0
     return Published(folder, codes, codes @ w["w_dec"] + w["b_dec"] + skip)
@@ -339,16 +340,7 @@ def gemma_scope_2_crosscoder(folder: Path, stacked: bool = False, **config: Any)
     if stacked:
         arrays = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
         write(folder / "params.safetensors", arrays)
-    document = {
-        "architecture": "jump_relu",
-        "model_name": "google/gemma-3-270m-pt",
-        "width": PLACES * F,
-        "l0": 150,
-        "type": "crosscoder",
-        "affine_connection": False,
-        "hf_hook_point_in": "model.layers.{5,9,12}.output",
-        "hf_hook_point_out": "model.layers.{5,9,12}.output",
-    }
+    document = gemma_scope_2_config("270m", "crosscoder", PLACES * F, "{5,9,12}")
     write_json(folder / "config.json", document | config)
     return Published(folder, np.concatenate(codes, 1), predicted.reshape(len(WIDE_ROWS), -1))
 

@@ -38,23 +38,15 @@ WORDS = ["<unk>", *NASTY, *(f"w{number}" for number in range(30))]
 
 def save_model(folder: Path) -> Path:
     """A Llama of random weights, `D` wide, whose tokens are `WORDS`."""
-    tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
-    )
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(WORDS),
-            hidden_size=D,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    ).save_pretrained(folder)
+    sizes = {"hidden_size": D, "intermediate_size": 8, "num_hidden_layers": 1}
+    tokens = {"vocab_size": len(WORDS), "bos_token_id": None, "eos_token_id": None}
+    config = LlamaConfig(**sizes, **tokens, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -78,12 +70,10 @@ def make_text_store(
         "token_id": rng.integers(1, len(WORDS), rows),
     }
     texts = Texts((rng.normal(size=(rows, D)) + 1.5).astype(np.float32), columns)
-    origin = {"layer": 0, "site": "resid_post", "context": 31, **source} | (
-        {} if model is None else {"model": model}
-    )
-    make_store(
-        home / "activations" / name, texts.rows, columns=columns, source=origin, shard_rows=700
-    )
+    origin = {"layer": 0, "site": "resid_post", "context": 31, **source}
+    origin |= {} if model is None else {"model": model}
+    path = home / "activations" / name
+    make_store(path, texts.rows, columns=columns, source=origin, shard_rows=700)
     return texts
 
 
@@ -102,9 +92,8 @@ def make_text_run(
 def index_of(folder: Path) -> dict[str, Any]:
     """The data in `index.html`, as a browser takes them out."""
     page = (folder / "index.html").read_text(encoding="utf-8")
-    return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
-    )
+    script = r'<script type="application/json" id="data">(.*?)</script>'
+    return json.loads(re.search(script, page, re.DOTALL)[1])
 
 
 def pages_of(folder: Path) -> dict[int, dict[str, Any]]:

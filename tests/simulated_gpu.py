@@ -20,36 +20,22 @@ import saecli
 
 NAME, PACKAGE = "gpu", str(Path(saecli.__file__).parent)
 aten = torch.ops.aten
-WAITS = {
-    aten._local_scalar_dense.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.bincount.default,
-    aten.equal.default,
-    aten.repeat_interleave.Tensor,
-    aten._unique2.default,
-    aten._linalg_eigh.default,
-    aten._linalg_svd.default,
-    aten.linalg_cholesky.default,
-}
+
+
+def overloads(names: str) -> set[torch._ops.OpOverload]:
+    """The default overloads of operators."""
+    return {getattr(aten, name).default for name in names.split()}
+
+
+WAITS = {aten.repeat_interleave.Tensor} | overloads(
+    "_local_scalar_dense nonzero masked_select bincount equal _unique2 _linalg_eigh _linalg_svd "
+    "linalg_cholesky"
+)
 # Of floats; index_put sorts.
-UNORDERED = {
-    aten.index_add.default,
-    aten.index_add_.default,
-    aten.scatter_add.default,
-    aten.scatter_add_.default,
-    aten.cumsum.default,
-    aten.cumsum_.default,
-    aten.scatter_reduce.two,
-    aten.scatter_reduce_.two,
-    aten.histc.default,
-}
-INDEXING = {
-    aten.index.Tensor,
-    aten.index_put_.default,
-    aten.index_put.default,
-    aten._index_put_impl_.default,
-}
+UNORDERED = {aten.scatter_reduce.two, aten.scatter_reduce_.two} | overloads(
+    "index_add index_add_ scatter_add scatter_add_ cumsum cumsum_ histc"
+)
+INDEXING = {aten.index.Tensor} | overloads("index_put_ index_put _index_put_impl_")
 ADAMS = {aten._fused_adam_.default, aten._fused_adamw_.default}
 waits: collections.Counter[str] = collections.Counter()  # by place, "file:line"
 unordered: collections.Counter[str] = collections.Counter()  # likewise
@@ -99,9 +85,8 @@ class OnGpu(torch.Tensor):
 def _run(op, args, kwargs):
     flat, shape = tree_flatten((args, kwargs))
     here = [value for value in flat if isinstance(value, OnGpu)]
-    elsewhere = [
-        value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, OnGpu)
-    ]
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    elsewhere = [value for value in tensors if not isinstance(value, OnGpu)]
     _check(op, args, kwargs, here, elsewhere)
     stays = torch.device(kwargs.get("device") or NAME).type == NAME
     held = [value.held if isinstance(value, OnGpu) else value for value in flat]

@@ -11,17 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "saecli"
 
-ROOMS = [
-    "cli",
-    "show",
-    "geometry",
-    "measure",
-    "train",
-    "extract",
-    "sae",
-    "store",
-    "base",
-]  # from the top down
+# From the top down.
+ROOMS = "cli show geometry measure train extract sae store base".split()
 DOORS = {
     "transformers": {"extract"},
     "matplotlib": {"show"},

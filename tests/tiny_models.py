@@ -22,13 +22,9 @@ from saecli.store.reader import ActivationStore
 
 LAYERS, WIDTH, VOCABULARY = 3, 16, 64
 SHARED = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-DEEP = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    **SHARED,
-}
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 24}
+DEEP = {**SIZES, "num_hidden_layers": LAYERS, "num_attention_heads": 2, **SHARED}
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 CONFIGS: dict[str, Any] = {
     "gemma2": lambda: Gemma2Config(
@@ -47,28 +43,16 @@ CONFIGS: dict[str, Any] = {
 
 def save_tokenizer(folder: Path, bos: bool) -> None:
     """A tokenizer of single characters, which puts <bos> before a text or does not."""
-    words = [
-        "<pad>",
-        "<bos>",
-        "<eos>",
-        "<unk>",
-        *(chr(code) for code in range(97, 97 + VOCABULARY - 4)),
-    ]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    )
+    characters = [chr(code) for code in range(97, 97 + VOCABULARY - 4)]
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *characters]
+    numbers = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<bos> $A", special_tokens=[("<bos>", 1)]
         )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(folder)
 
 
 def save_model(
@@ -76,9 +60,8 @@ def save_model(
 ) -> Path:
     """A random model, by its name above or its configuration, with weights large enough for its blocks to matter."""
     torch.manual_seed(0)
-    model = loader.from_config(
-        CONFIGS[architecture]() if isinstance(architecture, str) else architecture
-    )
+    config = CONFIGS[architecture]() if isinstance(architecture, str) else architecture
+    model = loader.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -96,8 +79,6 @@ def loaded(folder: Path, head: bool = False) -> LanguageModel:
 def stored(folder: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The rows of a store of `sae extract`, and their columns."""
     rows = ActivationStore.open(folder).split("all")
-    columns = {
-        name: np.concatenate(list(rows.column(name, 512)))
-        for name in ("token_id", "position", "document")
-    }
+    names = ("token_id", "position", "document")
+    columns = {name: np.concatenate(list(rows.column(name, 512))) for name in names}
     return np.concatenate([batch.copy() for batch in rows.sequential(512)]), columns
