@@ -8,16 +8,22 @@ import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from homes import Done
 
 PATIENCE = 100.0  # seconds
+
+
+def captured(command: Sequence[str | Path], **settings: Any) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, with its output."""
+    return subprocess.run(command, capture_output=True, text=True, **settings)
 
 
 MET_BY_A_SIGNAL = """
@@ -190,7 +196,7 @@ def _install(library: str, folder: Path) -> None:
     (Path(packages) / "packages_of_the_tests.pth").write_text(own_packages)
     # What is there is taken where it will do; torch is named, lest a newer one come with gigabytes for a GPU.
     wanted = ["--no-deps", pinned] if library in ALONE else [pinned, f"torch=={torch.__version__}"]
-    done = subprocess.run([*pip, "install", "-q", *wanted], capture_output=True, text=True)
+    done = captured([*pip, "install", "-q", *wanted])
     if done.returncode:
         pytest.skip(f"{pinned} could not be installed: {done.stderr.strip().splitlines()[-1]}")
     if library in UNUSED:

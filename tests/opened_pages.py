@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from homes import D, make_run
+from launching import captured
 from reports import make_text_run, make_text_store, save_model
 
 import saecli
@@ -74,11 +74,7 @@ class Opened:
 
 
 def report(home: Path, *words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "saecli", "--home", home, "report", *words],
-        capture_output=True,
-        text=True,
-    )
+    done = captured([sys.executable, "-m", "saecli", "--home", home, "report", *words])
     assert done.returncode == 0, done.stderr
 
 

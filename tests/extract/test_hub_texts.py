@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from launching import signalled
+from launching import captured, signalled
 from model_hub import ModelHub, serving
 from storing import assert_same_pass
 
@@ -35,14 +35,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelHub]:
 
 def run(hub: ModelHub, home: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Python in a process that knows no hub but this one."""
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        env=hub.environment(home, **more),
-    )
+    return captured([sys.executable, *words], timeout=600, env=hub.environment(home, **more))
 
 
 RESUMED = f"""

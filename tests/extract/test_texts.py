@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import captured
 
 from saecli.base.errors import ModelError
 from saecli.extract.texts import STDLIB_DOCS, TextSource
@@ -84,21 +84,15 @@ def test_stdlib_docs_are_the_docstrings_in_a_fixed_order():
         "texts = [(number, text) for number, text, *_ in TextSource('stdlib-docs').documents()]; "
         "print(sha256(repr(texts).encode()).hexdigest())"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONHASHSEED": "77"},
+    printed = captured(
+        [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONHASHSEED": "77"}
     )
     assert printed.stdout.strip() == hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def test_importing_texts_does_not_import_datasets():
     program = "import sys, saecli.extract.texts; print('datasets' in sys.modules or 'huggingface_hub' in sys.modules)"
-    printed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    printed = captured([sys.executable, "-c", program], check=True)
     assert printed.stdout.strip() == "False"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import captured
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,12 +64,7 @@ def test_every_auto_class_loads_it_offline_without_a_warning():
         "from transformers.utils import logging; logging.disable_progress_bar()\n"
         f"for auto in (AutoTokenizer, AutoModel, AutoModelForCausalLM): auto.from_pretrained({str(FOLDER)!r})"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    result = captured([sys.executable, "-c", program], env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 

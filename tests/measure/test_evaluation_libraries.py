@@ -1,13 +1,12 @@
 """`sae eval` against the evaluations of other libraries, each in an environment of its own; see `launching`."""
 
 import json
-import subprocess
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from homes import CommandLine
-from launching import python_with
+from launching import captured, python_with
 
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.extract.splice import stored_windows
@@ -68,7 +67,7 @@ def test_every_measure_agrees_with_saelens_on_the_same_tokens(
         *words,
         *(tmp_path / act for act in RUNS),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = captured(command)
     assert done.returncode == 0, done.stderr
     options = f"--split all --model {TINY_GEMMA2} --tokens 1000000 --json"
     ours = trained("eval", *RUNS, *options.split()).json

@@ -3,7 +3,6 @@
 import csv
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import zstandard
 from homes import CommandLine, make_run, random_sae, steerable
-from launching import python_with
+from launching import captured, python_with
 from scipy.sparse import csr_matrix
 from scipy.stats import bootstrap
 from sklearn.linear_model import LogisticRegression
@@ -254,10 +253,8 @@ def test_missing_and_damaged_sets_are_refused(home: CommandLine, package: Path, 
 
 def with_package(script: str) -> list[str]:
     """The lines that a script prints in an environment with the package itself."""
-    done = subprocess.run(
+    done = captured(
         [python_with("sae-probes"), "-c", script],
-        capture_output=True,
-        text=True,
         check=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )

@@ -4,7 +4,6 @@ import json
 import random
 import resource
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ import published
 import pytest
 import torch
 from homes import D, F, sae_for
+from launching import captured
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from storing import damaged
@@ -149,9 +149,7 @@ for name in WRITABLE:
     except (FormatError, OSError) as error:
         print(type(error).__name__)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = captured([sys.executable, "-c", script, str(tmp_path)], check=True)
     assert len(done.stdout.split()) == len(WRITABLE)
     assert set(done.stdout.split()) <= {"FormatError", "OSError"}
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine
-from launching import python_with
+from launching import captured, python_with
 from model_hub import WRITER, serving
 
 from saecli.sae.activations import Activation, BatchTopK, JumpRelu, ReluTopK
@@ -92,7 +92,7 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "saelens": ["saelens.py", "formats"],
         "gemma-scope": ["saelens.py", "gemma_scope"],
     }.get(request.param, [f"{request.param.replace('-', '_')}.py"])
-    done = subprocess.run([python, *script, folder], cwd=SCRIPTS, capture_output=True, text=True)
+    done = captured([python, *script, folder], cwd=SCRIPTS)
     assert done.returncode == 0, done.stderr
     return Exchange(request.param, folder, rows, ours)
 

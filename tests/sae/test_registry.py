@@ -1,6 +1,5 @@
 """Releases in SAELens' registry: the formats that only they need, and their names."""
 
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 import yaml
 from homes import MLP, CommandLine, make_store, random_sae
 from huggingface_hub import constants
-from launching import python_with
+from launching import captured, python_with
 from model_hub import ModelHub, files_of
 from published import ROWS, D, F, K, Published
 
@@ -194,9 +193,7 @@ def test_saelens_makes_the_same_of_releases(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", X.numpy())
     words = [f"{name}={place}={FACTORS.get(name, 1)}" for place, name in names.items()]
     script = Path(__file__).parents[1] / "libraries/saelens.py"
-    done = subprocess.run(
-        [python_with("saelens"), script, "scopes", tmp_path, *words], capture_output=True, text=True
-    )
+    done = captured([python_with("saelens"), script, "scopes", tmp_path, *words])
     assert done.returncode == 0, done.stderr
     for place, name in names.items():
         sae = load(tmp_path / place, FACTORS.get(name)).sae
@@ -308,9 +305,7 @@ def test_every_release_of_saelens_is_resolved_or_refused(
     where = (
         "import importlib.util as u; print(u.find_spec('sae_lens').submodule_search_locations[0])"
     )
-    done = subprocess.run(
-        [python_with("saelens"), "-c", where], capture_output=True, text=True, check=True
-    )
+    done = captured([python_with("saelens"), "-c", where], check=True)
     text = (Path(done.stdout.strip()) / "pretrained_saes.yaml").read_text()
     install(tmp_path, text, monkeypatch)
     reasons: Counter[str] = Counter()

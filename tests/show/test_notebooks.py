@@ -1,11 +1,11 @@
 """Figures in a notebook, and the examples that go the whole way in Python."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from homes import CommandLine, make_run, make_store, random_sae, some_rows
+from launching import captured
 
 import saecli
 from saecli.sae.activations import TopK
@@ -64,7 +64,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, words: tuple[str, ...])
 @pytest.mark.long
 def test_the_example_goes_from_a_model_to_pages(tmp_path: Path):
     words = [sys.executable, EXAMPLES / "whole_chain.py", tmp_path, "3000"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = captured(words, check=True)
     assert done.stdout.count("CE recovered") == 2
     assert {"geometry-0.png", "sparsity-0.png", "sparsity-1.png"} <= {
         path.name for path in tmp_path.iterdir()

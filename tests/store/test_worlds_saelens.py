@@ -1,13 +1,12 @@
 """Scores on known features against SAELens' own, in an environment of its own; see `launching`."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from homes import CommandLine
-from launching import python_with
+from launching import captured, python_with
 
 from saecli.store.reader import ActivationStore
 from saecli.store.worlds import World
@@ -19,7 +18,7 @@ G = 200
 
 
 def saelens(*words: str | Path) -> str:
-    done = subprocess.run([python_with("saelens"), SCRIPT, *words], capture_output=True, text=True)
+    done = captured([python_with("saelens"), SCRIPT, *words])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,11 +3,11 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import captured
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT, ROOT / "tests", ROOT / "tests" / "benchmarks", ROOT / "tests" / "cuda"]
@@ -46,11 +46,8 @@ def test_a_part_that_fails_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_script_runs_all_parts(tmp_path: Path):
-    done = subprocess.run(
+    done = captured(
         [ROOT / "tests" / "cuda" / "run.sh", tmp_path / "out", "--device", "cpu"],
-        check=False,
-        capture_output=True,
-        text=True,
         env={**os.environ, "PYTHON": sys.executable},
     )
     found = json.loads((tmp_path / "out" / "cuda.json").read_text(encoding="utf-8"))

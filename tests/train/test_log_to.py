@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from homes import CommandLine, make_store, some_rows
-from launching import python_with
+from launching import captured, python_with
 
 import saecli
 from saecli.train.files import read_metrics
@@ -33,11 +33,9 @@ def run_with(
 ) -> subprocess.CompletedProcess[str]:
     """`sae train` in an environment that has a tracker."""
     python = python_with(library)
-    return subprocess.run(
+    return captured(
         [python, "-m", "saecli", "--home", home, "train", "--log-to", library, *QUICK, *words],
         env={**os.environ, "PYTHONPATH": str(Path(saecli.__file__).parents[1]), **environment},
-        capture_output=True,
-        text=True,
         stdin=subprocess.DEVNULL,
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from homes import CommandLine, Done, make_run, make_store, random_sae
-from launching import PATIENCE, Launched, launched, own_words, together, torchrun
+from launching import PATIENCE, Launched, captured, launched, own_words, together, torchrun
 from safetensors.numpy import load_file
 
 from saecli.sae.activations import TopK
@@ -190,10 +190,7 @@ def test_the_l0_asked_for_is_that_of_each_ranks_rows(sae: CommandLine, words: tu
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "epochs"),
-    [
-        (("--epochs", "6"), 6),
-        (("--epochs", "1", "--checkpoint-every", "7", "--solver", "sgd"), 1),
-    ],
+    [(("--epochs", "6"), 6), (("--epochs", "1", "--checkpoint-every", "7", "--solver", "sgd"), 1)],
     ids=["after epochs", "within an epoch"],
 )
 def test_a_killed_training_goes_on_at_another_number_of_processes(
@@ -220,10 +217,8 @@ def test_a_killed_training_goes_on_at_another_number_of_processes(
 @pytest.mark.slow
 def test_processes_whose_weights_differ_by_one_bit_keep_no_checkpoint(tmp_path: Path):
     (tmp_path / "program.py").write_text(DIFFERING)
-    done = subprocess.run(
+    done = captured(
         [*torchrun(2), str(tmp_path / "program.py")],
-        capture_output=True,
-        text=True,
         timeout=PATIENCE,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
     )
@@ -272,7 +267,7 @@ def test_what_fails_says_so_and_leaves_no_run(sae: CommandLine, words: tuple, se
 
 
 def ip(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    return captured(["ip", *words], timeout=20)
 
 
 @pytest.fixture

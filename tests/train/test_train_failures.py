@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from homes import CommandLine, make_store, some_rows
+from launching import captured
 from safetensors.torch import load_file
 from store_producer import Producer
 from storing import memory_folder
@@ -120,10 +120,7 @@ def test_a_run_that_diverges_keeps_the_checkpoint_from_before(
 def test_uncentred_rows_start_above_an_fvu_of_1_without_diverging(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000) + 100 * np.arange(8, dtype=np.float32))
     done = sae(
-        "train --solver sgd --normalize none --lr 0.01 --batch-size 8",
-        *QUICK[:2],
-        "--epochs",
-        "1",
+        "train --solver sgd --normalize none --lr 0.01 --batch-size 8", *QUICK[:2], "--epochs", "1"
     )
     assert done.status == 0, done.err
     first = read_metrics(sae.home / "runs" / "sgd-relu-1")[0]
@@ -196,7 +193,7 @@ def test_a_full_disk_is_answered_by_what_goes_on(sae: CommandLine, kib: int):
     words = [sys.executable, "-m", "saecli", "--home", str(sae.home), "train", "--name", "full"]
     options = ["--solver", "sgd", "--d-sae", "24", "--epochs", "160", "--batch-size", "500"]
     script = f"ulimit -f {kib}; exec {' '.join([*words, *options])}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    done = captured(["bash", "-c", script])
     assert done.returncode == 1
     assert "the disk is full, writing" in done.stderr
     assert "nothing half-written was kept: free some space, and " in done.stderr
