@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from types import FrameType
 from typing import Any, Protocol
 
 import rich.console
@@ -43,19 +42,14 @@ class Silent:
     def note(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:
-        level = 1
-        while _package(sys._getframe(level)) == __name__.partition(".")[0]:
+        level, package = 1, __name__.partition(".")[0]
+        while sys._getframe(level).f_globals.get("__name__", "").partition(".")[0] == package:
             level += 1
         warnings.warn(text, stacklevel=level + 1)
 
     @contextmanager
     def progress(self, label: str, total: float | None, unit: str) -> Iterator[Step]:
         yield lambda done, words="": None
-
-
-def _package(frame: FrameType) -> str:
-    """The package whose code a frame runs."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def listening(progress: bool | Listener) -> Listener:

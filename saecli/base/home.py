@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
-UNREADABLE = (
-    "restore it, or remove the folder to go on without it"  # advice on a marker that cannot be read
-)
+# Advice on a marker that cannot be read.
+UNREADABLE = "restore it, or remove the folder to go on without it"
 LISTED = 3  # entries that a message names
 NAME_BYTES = 200  # of UTF-8: file systems allow 255, and temporary names are longer
 
@@ -33,13 +32,8 @@ def now() -> str:
 def checked_name(name: str, what: str = "--name") -> str:
     """The name of a run or a store, `what` in messages; ConfigError if it cannot be a folder's name everywhere."""
     # Unprintable characters have no UTF-8, or control the terminal.
-    if (
-        name
-        and name.isprintable()
-        and not name.startswith(".")
-        and "/" not in name
-        and len(name.encode()) <= NAME_BYTES
-    ):
+    is_plain = name.isprintable() and not name.startswith(".") and "/" not in name
+    if name and is_plain and len(name.encode()) <= NAME_BYTES:
         return name
     shown = f"{name!r:.60}{'...' * (len(name) > 60)}" if name else "an empty one"
     raise ConfigError(
@@ -93,15 +87,10 @@ class Shelf:
     def unmarked(self) -> dict[str, str]:
         """Advice on each folder that holds something but no marker, by name. Hidden files do not count, such as the
         lock of a starting command."""
-        folders = (
-            path
-            for path in self.path.glob("[!.]*")
-            if path.is_dir() and not (path / self.marker).exists()
-        )
         return {
             path.name: f"{path} is no {self.noun}: expected {self.marker} in it, got none; {UNREADABLE}"
-            for path in sorted(folders)
-            if any(path.glob("[!.]*"))
+            for path in sorted(self.path.glob("[!.]*"))
+            if any(path.glob("[!.]*")) and not (path / self.marker).exists()
         }
 
     def find(self, name: str | None) -> Path:
@@ -111,9 +100,8 @@ class Shelf:
             raise self.error(f"there is no {self.noun} named {name!r}; {self.instead_of(name)}")
         if not markers:
             raise self.error(f"there is no {self.noun} in {self.path} yet; {self.remedy}")
-        chosen = name or next(
-            (n for n in markers if getattr(markers[n], "complete", False)), next(iter(markers))
-        )
+        complete = [key for key in markers if getattr(markers[key], "complete", False)]
+        chosen = name or [*complete, *markers][0]
         if isinstance(error := markers[chosen], SaeError):
             raise error
         return self.path / chosen
@@ -137,12 +125,9 @@ class Shelf:
             return f"{self.path} holds none, {self.remedy}"
         if question := did_you_mean(name, names, LISTED):
             return question
-        more = (
-            f" and {len(names) - LISTED:,} more, which `sae list` shows"
-            if len(names) > LISTED
-            else ""
-        )
-        return f"there are: {', '.join(names[:LISTED])}{more}"
+        listed = f"there are: {', '.join(names[:LISTED])}"
+        left = len(names) - LISTED
+        return f"{listed} and {left:,} more, which `sae list` shows" if left > 0 else listed
 
 
 @dataclass(frozen=True)
@@ -165,11 +150,9 @@ class Home:
     @classmethod
     def at(cls, path: str | Path | Home | None) -> Self:
         """The home at a path; None for $SAE_HOME, else ./sae-data."""
-        return cls(
-            path.path
-            if isinstance(path, Home)
-            else Path(path or os.environ.get("SAE_HOME") or cls.DEFAULT)
-        )
+        if isinstance(path, Home):
+            return cls(path.path)
+        return cls(Path(path or os.environ.get("SAE_HOME") or cls.DEFAULT))
 
     @property
     def stores(self) -> Shelf:

@@ -4,6 +4,7 @@ the environment that a launcher such as torchrun sets."""
 import errno
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -50,14 +51,10 @@ def local_rank() -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means a failed allocation, mostly by its message; illegal accesses do not count."""
-    if isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    ):
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    words = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(
-        word.lower() in words for word in REFUSALS
-    )
+    is_refused = any(words.lower() in str(error).lower() for words in REFUSALS)
+    return isinstance(error, RuntimeError | OSError) and is_refused
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -69,10 +66,8 @@ def available_memory() -> int:
     """Bytes of memory that a process can allocate without swapping, within the limits of its control groups."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if (meminfo := Path("/proc/meminfo")).exists():
-        fields = dict(
-            line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines()
-        )
-        free = int(fields["MemAvailable"].split()[0]) * 1024
+        (line,) = re.findall("^MemAvailable: +([0-9]+)", meminfo.read_text("ascii"), re.MULTILINE)
+        free = int(line) * 1024
     return min([free, *_left_in_groups()])
 
 

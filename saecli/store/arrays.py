@@ -38,14 +38,7 @@ REAL_NUMBERS = r"bool|u?int\d+|b?float\d+"
 ROW_NUMBERS = r"bool|uint8|b?float\d+"  # as activations and images have them
 TWO_BYTES = ("uint16", "int16", "void16")  # as files hold bfloat16 for which they have no type
 IN_PIECES = "save it as .npy, which is read in pieces"
-IDX_TYPES = {
-    b"\x08": ">u1",
-    b"\x09": ">i1",
-    b"\x0b": ">i2",
-    b"\x0c": ">i4",
-    b"\x0d": ">f4",
-    b"\x0e": ">f8",
-}
+IDX_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 CHUNK_CACHE_BYTES = 64 << 20  # of an HDF5 dataset, whose rows may be read a chunk's part at a time
 
 
@@ -282,7 +275,8 @@ def _list_idx(path: Path) -> Arrays:
     content = path.read_bytes()
     if path.suffix.lower() == ".gz":
         content = gzip.decompress(content)
-    if content[:2] != b"\0\0" or content[2:3] not in IDX_TYPES:
+    kind = IDX_TYPES.get(int.from_bytes(content[:3]))  # two zeros, and the type
+    if kind is None or len(content) < 4:
         raise FormatError(
             f"cannot read {path}: expected an idx file to begin with 0, 0 and a type, got "
             f"{list(content[:4])}; check that the file is of this format"
@@ -290,8 +284,7 @@ def _list_idx(path: Path) -> Arrays:
     with libraries():
         dimensions = content[3]
         shape = struct.unpack_from(f">{dimensions}I", content, 4)
-        values = np.frombuffer(content, IDX_TYPES[content[2:3]], offset=4 + 4 * dimensions)
-        values = values.reshape(shape)
+        values = np.frombuffer(content, kind, offset=4 + 4 * dimensions).reshape(shape)
     return {"": lambda: replace(_of_numpy(values), flatten="features")}
 
 

@@ -23,8 +23,6 @@ from .split import Which
 from .values import OUTLYING, Statistics
 
 DERIVED = "the store's name, which --name sets,"  # in messages on a name that the user did not give
-
-
 COMPARED_ROWS = 1 << 16  # rows of the columns at a time
 
 
@@ -150,9 +148,8 @@ def open_store(home: Home, name: str | None, listener: Listener) -> ActivationSt
 def open_joined(home: Home, data: Sequence[str], target: str | None, listener: Listener) -> Joined:
     """Open input stores (default: the newest) and an optional target; ConfigError if an input is named twice, or they
     are not row for row the same tokens."""
-    inputs = tuple(open_store(home, name, listener) for name in data) or (
-        open_store(home, None, listener),
-    )
+    names: Sequence[str | None] = data or [None]
+    inputs = tuple(open_store(home, name, listener) for name in names)
     paths = [store.path.resolve() for store in inputs]
     for store, path in zip(inputs, paths, strict=True):
         if paths.count(path) > 1:
@@ -210,12 +207,11 @@ def note_when_stopped(listener: Listener) -> Iterator[list[Path]]:
     try:
         yield folders
     except (KeyboardInterrupt, PeerError):
-        if rows := sum(
-            read_meta(folder).rows for folder in folders if (folder / STORE_MARKER).exists()
-        ):
+        begun = [folder for folder in folders if (folder / STORE_MARKER).exists()]
+        if rows := sum(read_meta(folder).rows for folder in begun):
+            verb = "is" if rows == 1 else "are"
             listener.note(
-                f"stopped; {counted(rows, 'row')} {'is' if rows == 1 else 'are'} saved, and the same "
-                "command goes on from there"
+                f"stopped; {counted(rows, 'row')} {verb} saved, and the same command goes on from there"
             )
         elif folders:
             listener.note("stopped before anything was saved; the same command begins again")
