@@ -14,7 +14,6 @@ Shapes: T tokens of a window, W windows of a block, R their rows, B windows of a
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -60,26 +59,32 @@ class Cursor(NamedTuple):
 START = Cursor()
 
 
+TOKEN = np.dtype(
+    [
+        ("token_id", np.int64),
+        ("document", np.int64),  # its number
+        ("source", np.int64),  # number of the document's source in a mixture
+        ("role", np.int64),  # number in `tokenizer.ROLES`; 0 in texts
+        ("special", bool),
+        ("kept", bool),  # whether it is stored
+    ],
+    align=True,  # as torch wants it
+)
+
+
 class Window(NamedTuple):
     """A window of tokens, and where the next one begins."""
 
-    token_ids: np.ndarray  # (T,) int64
-    documents: np.ndarray  # (T,) int64, number of each token's document
-    sources: np.ndarray  # (T,) int64, number of its source in a mixture
-    roles: np.ndarray  # (T,) int64, numbers in `tokenizer.ROLES`; 0 in texts
-    kept: np.ndarray  # (T,) bool, which tokens are stored
-    special: np.ndarray  # (T,) bool, which tokens are special
+    tokens: np.ndarray  # (T,), of `TOKEN`
     after: Cursor
 
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.tokens["token_id"]
 
-class Part(NamedTuple):
-    """Consecutive tokens of a window, out of one document, or added next to it."""
-
-    token_ids: list[int]
-    roles: list[int]
-    document: int
-    source: int
-    added: bool = False
+    @property
+    def kept(self) -> np.ndarray:
+        return self.tokens["kept"]
 
 
 class Windows:
@@ -109,7 +114,7 @@ class Windows:
         eos = tokenizer.eos_token_id
         self._separator = [*self.suffix, *self.prefix] or ([] if eos is None else [eos])
         special = special_ids(tokenizer, control is not None)
-        self._special = frozenset(() if control == "keep" else special)
+        self._special = set() if control == "keep" else special
         self.control = sorted(special - self._special)
         self.left_out: Counter[str] = Counter()
         if packed and not self._separator:
@@ -133,94 +138,94 @@ class Windows:
 
     def _part(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
         for document in documents:
-            token_ids, roles, turns = self._tokens(document.text)
-            number, source = document.number, document.source
-            while token < len(token_ids):
-                start = token + self._begun(document.text, token_ids[token:])
-                token = min(start + self._room, len(token_ids))
+            tokens, turns = self._tokens(document)
+            while token < len(tokens):
+                start = token + self._begun(document, tokens[token:])
+                token = min(start + self._room, len(tokens))
                 if (
-                    token < len(token_ids)
+                    token < len(tokens)
                     and (turn := max(turns[: bisect_right(turns, token)], default=0)) > start
                 ):
                     token = turn
-                ended = self._positions == "last" or token == len(token_ids)
-                parts = [
-                    _added(self.prefix, number, source),
-                    Part(token_ids[start:token], roles[start:token], number, source),
-                    _added(self.suffix, number, source),
-                ]
-                after = Cursor(number + ended, 0 if ended else token, document.mark)
-                yield self._window(parts, after)
+                ended = self._positions == "last" or token == len(tokens)
+                prefix, suffix = (
+                    _added(ids, document.number) for ids in (self.prefix, self.suffix)
+                )
+                after = Cursor(document.number + ended, 0 if ended else token, document.mark)
+                yield self._window([prefix, tokens[start:token], suffix], after)
                 if ended:
                     break
             token = 0
 
     def _pack(self, documents: Iterable[Document], token: int) -> Iterator[Window]:
-        beginning = _added(self.prefix, -1, 0)
+        beginning = _added(self.prefix, -1)
         parts, room = [beginning], self._room
         for document in documents:
-            waiting, roles, _ = self._tokens(document.text)
-            number, source = document.number, document.source
-            while token < len(waiting):
+            tokens, _ = self._tokens(document)
+            number = document.number
+            while token < len(tokens):
                 if len(parts) == 1:
-                    token += self._begun(document.text, waiting[token:])
+                    token += self._begun(document, tokens[token:])
                 elif token == 0:
-                    parts.append(_added(self._separator, number, source))
+                    parts.append(_added(self._separator, number))
                     room -= len(self._separator)
-                taken = min(room, len(waiting) - token)
-                token, start = token + taken, token
-                parts.append(Part(waiting[start:token], roles[start:token], number, source))
-                room -= taken
-                ended = token == len(waiting)
+                taken = tokens[token : token + room]
+                token += len(taken)
+                parts.append(taken)
+                room -= len(taken)
+                ended = token == len(tokens)
                 after = Cursor(number + ended, 0 if ended else token, document.mark)
                 # Full, or without room for a separator and a token; yielded before another document is read.
                 if room <= (len(self._separator) if ended else 0):
-                    yield self._window([*parts, _added(self.suffix, number, source)], after)
+                    yield self._window([*parts, _added(self.suffix, number)], after)
                     parts, room = [beginning], self._room
             token, end = 0, Cursor(number + 1, 0, document.mark)
         if len(parts) > 1:
-            yield self._window([*parts, _added(self.suffix, number, source)], end)
+            yield self._window([*parts, _added(self.suffix, number)], end)
 
-    def _tokens(self, text: str | Conversation) -> tuple[list[int], list[int], list[int]]:
-        """Tokens, roles and turns, as `Conversation.tokens`, without the special tokens around a text."""
+    def _tokens(self, document: Document) -> tuple[np.ndarray, list[int]]:
+        """Tokens, of `TOKEN`, without the special tokens around a text, and where turns begin; none if left out."""
+        text, token_ids, roles, turns = document.text, list[int](), list[int](), list[int]()
         if isinstance(text, Conversation):
             token_ids, roles, turns = text.tokens(self.prefix, self._positions == "assistant")
-        else:
-            token_ids = []
-            if text.strip():
-                tokenized = self._tokenizer(text, add_special_tokens=False, verbose=False)
-                token_ids = tokenized["input_ids"]
-            roles, turns = [0] * len(token_ids), []
-        if len(token_ids) >= self._min_tokens:
-            return token_ids, roles, turns
-        self.left_out["short_texts" if token_ids else "empty_texts"] += 1
-        return [], [], []
+        elif text.strip():
+            token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(token_ids) < self._min_tokens:
+            self.left_out["short_texts" if token_ids else "empty_texts"] += 1
+            return np.empty(0, TOKEN), []
+        tokens = np.zeros(len(token_ids), TOKEN)
+        tokens["token_id"] = token_ids
+        tokens["document"] = document.number
+        tokens["source"] = document.source
+        tokens["role"] = roles or 0
+        tokens["special"] = [token in self._special for token in token_ids]
+        return tokens, turns
 
-    def _begun(self, text: str | Conversation, token_ids: list[int]) -> int:
+    def _begun(self, document: Document, tokens: np.ndarray) -> int:
         """How many tokens of a chat's rest stand for the prefix: a second BOS would be a second attention sink."""
         count = len(self.prefix)
-        return count if isinstance(text, Conversation) and token_ids[:count] == self.prefix else 0
+        begins = tokens["token_id"][:count].tolist() == self.prefix
+        return count if begins and isinstance(document.text, Conversation) else 0
 
-    def _window(self, parts: list[Part], after: Cursor) -> Window:
-        ids = np.array([*chain.from_iterable(part.token_ids for part in parts)], np.int64)
-        roles = np.array([*chain.from_iterable(part.roles for part in parts)], np.int64)
-        lengths = [len(part.token_ids) for part in parts]
-        documents, sources, special = (
-            np.repeat([getattr(part, name) for part in parts], lengths)
-            for name in ("document", "source", "added")
-        )
-        if self._special:
-            special |= np.fromiter((token in self._special for token in ids.tolist()), bool)
-        special[:1] |= self._drops_first
-        kept = ~special & (roles == ASSISTANT) if self._positions == "assistant" else ~special
+    def _window(self, parts: list[np.ndarray], after: Cursor) -> Window:
+        tokens = np.concatenate(parts)
+        tokens["special"][:1] |= self._drops_first
+        kept = ~tokens["special"]
+        if self._positions == "assistant":
+            kept &= tokens["role"] == ASSISTANT
         if self._positions == "last":
-            kept = np.zeros_like(special)
-            kept[np.flatnonzero(~special)[-1:]] = True
-        return Window(ids, documents, sources, roles, kept, special, after)
+            kept[np.flatnonzero(kept)[:-1]] = False
+        tokens["kept"] = kept
+        return Window(tokens, after)
 
 
-def _added(token_ids: list[int], document: int, source: int) -> Part:
-    return Part(token_ids, [0] * len(token_ids), document, source, added=True)
+def _added(token_ids: list[int], document: int) -> np.ndarray:
+    """Special tokens next to those of a document."""
+    tokens = np.zeros(len(token_ids), TOKEN)
+    tokens["token_id"] = token_ids
+    tokens["document"] = document
+    tokens["special"] = True
+    return tokens
 
 
 class Batch(NamedTuple):
@@ -279,27 +284,16 @@ class Block(Run):
     ) -> None:
         self.cursor = cursor
         self.notes: tuple[str, ...] = ()  # for the user, once the block is needed
-        super().__init__(
-            np.array([len(window.token_ids) for window in windows], np.int64),
-            _joined([window.token_ids for window in windows], np.int64),
-            _joined([window.kept for window in windows], bool),
-        )
-        special = _joined([window.special for window in windows], bool)
-        positions = np.arange(len(self._token_ids)) - np.repeat(self._starts, self.lengths)
-        documents, sources, roles = (
-            _joined([getattr(window, name) for window in windows], np.int64)
-            for name in ("documents", "sources", "roles")
-        )
+        tokens = np.concatenate([np.empty(0, TOKEN), *(window.tokens for window in windows)])
+        lengths = np.array([len(window.tokens) for window in windows], np.int64)
+        super().__init__(lengths, np.ascontiguousarray(tokens["token_id"]), tokens["kept"])
+        positions = np.arange(len(tokens)) - np.repeat(self._starts, lengths)
         self.columns = {
-            "token_id": self._token_ids[self._kept],
-            "position": positions[self._kept],
-            "document": documents[self._kept],
-            "source": sources[self._kept],
-            "role": roles[self._kept],
-        }
-        self.windows = StoredWindows.of(self.lengths, self._token_ids, self._kept)
+            name: tokens[name][self._kept] for name in ("token_id", "document", "source", "role")
+        } | {"position": positions[self._kept]}
+        self.windows = StoredWindows.of(lengths, self._token_ids, self._kept)
         starts = np.array([*self.windows.first, self.rows])
-        self.before = {"special": np.cumsum(self._kept)[special]} | {
+        self.before = {"special": np.cumsum(self._kept)[tokens["special"]]} | {
             reason: np.repeat(starts, [counts.get(reason, 0) for counts in skipped])
             for reason in sorted({reason for counts in skipped for reason in counts})
         }
@@ -330,14 +324,9 @@ def in_blocks(
         if not cursor.offered:
             return min(first_rows, rows)
         # Further blocks make up for rows that were not stored; each doubles the number of extra rows.
-        return (
-            rows - cursor.offered
-            if cursor.offered < rows
-            else max(SPARE_ROWS, cursor.offered - rows)
-        )
-
-    def block() -> Block:
-        return Block(gathered, cursor, [*skipped, windows.taken()])
+        if cursor.offered < rows:
+            return rows - cursor.offered
+        return max(SPARE_ROWS, cursor.offered - rows)
 
     gathered: list[Window] = []
     skipped: list[Counter[str]] = []
@@ -345,17 +334,13 @@ def in_blocks(
     for window in windows.cut(documents_from(cursor), cursor.token):
         gathered.append(window)
         skipped.append(windows.taken())
-        tokens += len(window.token_ids)
+        tokens += len(window.tokens)
         kept += int(window.kept.sum())
         if tokens >= ahead or kept >= most_rows():
-            whole = block()
-            yield whole
-            cursor = whole.end
+            block = Block(gathered, cursor, [*skipped, windows.taken()])
+            yield block
+            cursor = block.end
             gathered, skipped = [], []
             tokens = kept = 0
     if gathered or windows.left_out:
-        yield block()
-
-
-def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
+        yield Block(gathered, cursor, [*skipped, windows.taken()])

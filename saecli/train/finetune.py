@@ -192,7 +192,7 @@ def _stream_text(
     documents = extraction.text.documents(note=listener.note)
     for window in extraction.windows().cut(documents):
         for part, split in enumerate(splits):
-            kept = window.kept & split.keeps(window.documents)
+            kept = window.kept & split.keeps(window.tokens["document"])
             if left[part] > 0 and kept.any():
                 parts[part].append(StoredWindow(window.token_ids, kept))
                 left[part] -= int(kept.sum())

@@ -83,7 +83,7 @@ def test_windows_cover_each_document_once(tokenizers, bos):
         joined = [
             token
             for window in windows
-            if set(window.documents) == {number}
+            if set(window.tokens["document"]) == {number}
             for token in window.token_ids[len(prefix) :]
         ]
         assert joined == tokenizers[bos](text, add_special_tokens=False)["input_ids"]
@@ -104,7 +104,8 @@ def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos
         edges = [
             i
             for i in range(1, len(ids))
-            if window.documents[i] != window.documents[i - 1] and (i > 1 or not bos)
+            if window.tokens["document"][i] != window.tokens["document"][i - 1]
+            and (i > 1 or not bos)
         ]
         assert [i for i in range(bos, len(ids)) if ids[i] in (BOS, EOS)] == edges
         assert all(ids[i] == (BOS if bos else EOS) for i in edges)
@@ -114,7 +115,7 @@ def test_packed_windows_are_the_documents_joined(tokenizers, texts, context, bos
         assert [
             token
             for window in windows
-            for token in window.token_ids[window.kept & (window.documents == number)]
+            for token in window.token_ids[window.kept & (window.tokens["document"] == number)]
         ] == token_ids
 
 
@@ -146,7 +147,10 @@ def test_cutting_after_a_window_gives_those_that_followed(
         assert len(rest) == len(every) - index - 1
         for found, (other, _) in zip(rest, every[index + 1 :], strict=True):
             assert found.token_ids.tolist() == other.token_ids.tolist()
-            assert found.documents[found.kept].tolist() == other.documents[other.kept].tolist()
+            assert (
+                found.tokens["document"][found.kept].tolist()
+                == other.tokens["document"][other.kept].tolist()
+            )
             assert found.after == other.after
         assert again.left_out + type(again.left_out)(seen) == whole.left_out
 

@@ -83,7 +83,9 @@ def test_windows_have_around_them_what_the_tokenizer_says(tmp_path, roles, templ
     windows = cut(tokenizer, "A C G T A", "")
     assert words_of(tokenizer, windows) == expected
     assert " ".join(words_of(tokenizer, windows, "kept")) == "A C G T A"
-    assert [window.special.sum() for window in windows] == [line.count("<") for line in expected]
+    assert [window.tokens["special"].sum() for window in windows] == [
+        line.count("<") for line in expected
+    ]
     (packed,) = cut(tokenizer, "A C", "G T", context=16, packed=True)
     begin, _, end = expected[0].partition(" A C G")
     assert words_of(tokenizer, [packed]) == [
@@ -96,7 +98,7 @@ def test_without_any_token_to_begin_with_the_first_position_is_dropped(tmp_path)
     windows = cut(tokenizer, "A C G T A C")
     assert words_of(tokenizer, windows) == ["A C G T A", "C"]
     assert words_of(tokenizer, windows, "kept") == ["C G T A", ""]
-    assert [window.special.sum() for window in windows] == [1, 1]
+    assert [window.tokens["special"].sum() for window in windows] == [1, 1]
     off = cut(tokenizer, "A C G T A C", prepend_bos=False)
     assert words_of(tokenizer, off, "kept") == ["A C G T A", "C"]
 
@@ -198,8 +200,8 @@ def test_of_chats_whose_bos_opens_turns_only_the_first_of_a_window_is_special(tm
 
     (window,) = Windows(tokenizer, 64, packed=packed, control="keep").cut([document])
     assert window.token_ids.tolist() == ids
-    assert window.special.tolist() == [True] + [False] * (len(ids) - 1)
-    assert window.kept.tolist() == (~window.special).tolist()
+    assert window.tokens["special"].tolist() == [True] + [False] * (len(ids) - 1)
+    assert window.kept.tolist() == (~window.tokens["special"]).tolist()
 
     twice = [document, document._replace(number=1)]
     windows = list(Windows(tokenizer, 8, packed=packed, control="keep").cut(twice))
@@ -208,8 +210,8 @@ def test_of_chats_whose_bos_opens_turns_only_the_first_of_a_window_is_special(tm
         assert [window.token_ids.tolist() for window in windows] == turns * 2
     for window in windows:
         assert window.token_ids[0] == 1 and window.token_ids[1] != 1
-        separators = len(np.unique(window.documents[1:])) - 1
-        assert window.special[0] and window.special[1:].sum() == separators
+        separators = len(np.unique(window.tokens["document"][1:])) - 1
+        assert window.tokens["special"][0] and window.tokens["special"][1:].sum() == separators
 
     dropped = Windows(tokenizer, 64, packed=packed, control="drop").cut([document])
     assert [window.kept.sum() for window in dropped] == [len(ids) - whole.count("<")]
