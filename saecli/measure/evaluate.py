@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -297,14 +296,10 @@ class _Splice:
     def effects(
         self, tokens: int, listener: Listener, source: int | None = None
     ) -> Iterable[dict[str, Any]]:
-        """For each SAE, the effects on the rows, or on those of one source of a mixture: nothing if it has none."""
+        """For each SAE, the effects on the rows, or on those of one source of a mixture."""
         from ..extract.passes import ZERO_TOKENS, effects
 
         rows = self.saes[0].of_store
-        windows = stored_windows(rows, tokens, source)
-        first = next(windows, None)
-        if first is None:
-            return [{}] * len(self.saes)
         total = rows.rows
         if source is not None:
             total = sum(int((part == source).sum()) for part in rows.column("source", READ))
@@ -315,7 +310,7 @@ class _Splice:
         with listener.progress(f"splicing into {names}", expected, "tokens") as show:
             by_sae = effects(
                 self.models,
-                chain([first], windows),
+                stored_windows(rows, tokens, source),
                 self.reads,
                 [*together, *alone],
                 [each.sae for each in self.saes],
