@@ -62,14 +62,16 @@ def command(
 
     Example: sae eval first second --model google/gemma-2-2b --plot frontier.png
     """
-    from ..measure.evaluate import check_tokens_of_model, compare
+    from ..extract.options import at_revisions
+    from ..measure.evaluate import check_tokens_of_model, compare_measured
     from ..measure.measured import ChosenRows
-    from ..measure.stability import check_comparable, check_stability, stability
+    from ..measure.stability import check_comparable, check_stability, stability_of
     from ..show.measures import evaluation_tables, flat, meaning, sparsest_first, stability_table
 
     session = start(ctx)
     console, names = session.console, runs or []
     check_tokens_of_model(tokens, model)
+    models = at_revisions(model, model_revision)
     if stable:
         check_stability(len(names), match_threshold)
     elif "match_threshold" in session.given:
@@ -80,16 +82,12 @@ def command(
     everything = chosen_rows.with_all(names)
     if stable:
         check_comparable([(measured.subject, measured.sae) for measured in everything])
-    runs_measured = compare(
-        saes=everything, model=model, model_revision=model_revision, tokens=tokens, progress=console
-    )
+    runs_measured = compare_measured(everything, models, tokens, console)
     ranked = sparsest_first(runs_measured)
     document: dict[str, Any] = {"runs": runs_measured, "unbeaten_means": meaning(runs_measured[0])}
     tables = evaluation_tables(ranked, model or [])
     if stable:
-        document["stability"] = stability(
-            saes=everything, match_threshold=match_threshold, progress=console
-        )
+        document["stability"] = stability_of(everything, match_threshold, console)
         tables.append(stability_table(document["stability"]))
     if plot is not None:
         from ..show import pictures  # matplotlib takes a second to import

@@ -136,22 +136,15 @@ def evaluate(
         models only so; and `unbeaten`, None for a single SAE; for a mixture of texts `sources`, the same measures on
         the rows of each, with a model over as many tokens again.
     """
-    return compare(
-        [sae],
-        data,
-        target=target,
-        split=split,
-        model=model,
-        model_revision=model_revision,
-        tokens=tokens,
-        device=device,
-        home=home,
-        progress=progress,
-    )[0]
+    check_tokens_of_model(tokens, model)
+    models, listener = at_revisions(model, model_revision), listening(progress)
+    chosen_rows = ChosenRows(Home.at(home), data, split, device, listener, target)
+    (document,) = compare_measured([chosen_rows.with_sae(sae)], models, tokens, listener)
+    return document
 
 
 def compare(
-    saes: Sequence[SAELike | Measured],
+    saes: Sequence[SAELike],
     data: RowsLike = None,
     *,
     target: ArrayLike | str | None = None,
@@ -169,10 +162,18 @@ def compare(
         The result of `evaluate` for each SAE in the order given; `unbeaten` is None for an SAE alone on its rows.
     """
     check_tokens_of_model(tokens, model)
-    models = at_revisions(model, model_revision)
-    listener = listening(progress)
+    models, listener = at_revisions(model, model_revision), listening(progress)
     chosen_rows = ChosenRows(Home.at(home), data, split, device, listener, target)
-    measured_saes = chosen_rows.with_all(saes)
+    return compare_measured(chosen_rows.with_all(saes), models, tokens, listener)
+
+
+def compare_measured(
+    measured_saes: Sequence[Measured],
+    models: str | Sequence[str] | None,
+    tokens: int | None,
+    listener: Listener,
+) -> list[dict[str, Any]]:
+    """As `compare`, for SAEs with their rows."""
     documents = evaluate_all(measured_saes, models, tokens, listener)
     note_doubts(documents, measured_saes, listener)
     for document in documents:

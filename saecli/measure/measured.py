@@ -278,13 +278,10 @@ class ChosenRows:
             saved.sae.widths = rows.places
         return Measured(subject, saved, rows.inputs[0].split.which if rows.inputs else None, rows)
 
-    def with_all(self, saes: Sequence[SAELike | Measured]) -> list[Measured]:
-        """Each SAE, or the newest run if there are none; those that have rows keep them."""
-        opened = [
-            sae if isinstance(sae, Measured) else self.with_sae(sae) for sae in saes or [None]
-        ]
-        were_opened = all(isinstance(sae, Measured) for sae in saes)
-        if not were_opened and len(by_rows(opened)) > 1:
+    def with_all(self, saes: Sequence[SAELike]) -> list[Measured]:
+        """Each SAE, or the newest run if there are none."""
+        opened = [self.with_sae(sae) for sae in saes or [None]]
+        if len(by_rows(opened)) > 1:
             self.listener.note(
                 "these runs are measured on different rows, each on its own store and split"
             )

@@ -32,7 +32,7 @@ BLOCK_ROWS = 1024  # rows of the matrix of cosines that are converted to float64
 
 
 def stability(
-    saes: Sequence[SAELike | Measured],
+    saes: Sequence[SAELike],
     data: RowsLike = None,
     *,
     match_threshold: float = MATCH_THRESHOLD,
@@ -73,13 +73,19 @@ def stability(
     """
     check_stability(len(saes), match_threshold)
     listener = listening(progress)
-    if data is None and not all(isinstance(sae, Measured) for sae in saes):
-        unopened = [sae for sae in saes if not isinstance(sae, Measured)]
-        opened = [open_sae(Home.at(home), sae, listener) for sae in unopened]
+    if data is None:
+        opened = [open_sae(Home.at(home), sae, listener) for sae in saes]
         names = check_comparable([(subject, saved.sae) for subject, saved in opened])
         models = [saved.sae.copy_to(device_named(device)) for _, saved in opened]
         return _document(names, models, None, match_threshold, listener)
     measured = ChosenRows(Home.at(home), data, split, device, listener).with_all(saes)
+    return stability_of(measured, match_threshold, listener)
+
+
+def stability_of(
+    measured: Sequence[Measured], match_threshold: float, listener: Listener
+) -> dict[str, Any]:
+    """As `stability`, for SAEs with their rows."""
     names = check_comparable([(each.subject, each.sae) for each in measured])
     frequencies = [firing(each.sae, each.inputs(listener)).frequency.numpy() for each in measured]
     return _document(names, [each.sae for each in measured], frequencies, match_threshold, listener)

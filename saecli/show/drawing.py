@@ -9,7 +9,7 @@ from ..base.console import listening
 from ..base.errors import ConfigError, unknown_choice
 from ..base.home import Home
 from ..geometry.geometry import Settings, measure_geometry
-from ..measure.evaluate import compare, sparsity_document
+from ..measure.evaluate import compare_measured, sparsity_document
 from ..measure.measured import ChosenRows, RowsLike
 from ..measure.stability import stability
 from ..sae.library import SAELike
@@ -68,7 +68,7 @@ def draw(
         return [draw_geometry(None, measure_geometry(run, settings, listener), marked)]
     runs = ChosenRows(at, data, split, device, listener, **options).with_all(saes)
     if picture == "frontier":
-        ranked = sparsest_first(compare(runs, progress=progress))
+        ranked = sparsest_first(compare_measured(runs, None, None, listener))
         families = {run.subject.name: run.family for run in runs}
         return [pictures.frontier(None, ranked, families)]
     tallies = [firing(run.sae, run.inputs(listener), PICTURED_ROWS) for run in runs]
