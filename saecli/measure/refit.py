@@ -1,16 +1,9 @@
 """The exact decoder of an SAE for given rows, its codes as they are; measured, and saved as a run.
 
-With T0 a direction (below), minimise over W, b and c
-
-    sum ||z W + b - y||^2 + alpha ||W - c T0||_F^2
-
-by `train/ridge/`, alpha being the best by leave-one-out; of a nested SAE the squared error is the mean over its
-prefixes. The targets y are the rows x, or a transcoder's, whose affine skip is solved for too. Rows are raw: b is free,
-and W - c T0 grows as they do.
-
-T0 is the SAE's own W_dec, unless that was fitted to the same rows: it fits each of them better than others, which
-leave-one-out cannot know. Then T0 is the tie W_enc', or 0 for a transcoder or crosscoder. Latents that never fire keep
-their old weights, on other rows times c.
+`refit` says what is minimised, by `train/ridge/`; of a nested SAE the squared error is the mean over its prefixes.
+Rows are raw: b is free, and W - c T0 grows as they do. T0 is the SAE's own W_dec, unless that was fitted to the same
+rows: it fits each of them better than others, which leave-one-out cannot know. Latents that never fire keep their old
+weights, on other rows times c.
 """
 
 import time

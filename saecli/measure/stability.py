@@ -226,12 +226,8 @@ class Matching:
 
 @torch.no_grad()
 def matching(first: Dictionary, second: Dictionary) -> Matching:
-    """Match the latents of two SAEs of one d_in, on one device, to maximise the sum of decoder vectors' `|cosine|`.
-
-        max over one-to-one p of sum_m |<w_m, v_p(m)>| / (||w_m|| ||v_p(m)||)
-
-    where w are the decoder vectors of the SAE with fewer latents and v the other's. The cosine with a vector of
-    length 0 is 0. The assignment is exact; cosines are products in float32.
+    """Match the latents of two SAEs of one d_in, on one device, to maximise the sum of decoder vectors' `|cosine|`; see
+    `stability`. The cosine with a vector of length 0 is 0. The assignment is exact; cosines are products in float32.
 
     Cost: F G D multiplications for the cosines, and at worst M^2 max(F, G) steps for the assignment (of Jonker and
     Volgenant's kind, which the field calls Hungarian), on one core whatever the device; 8 F G bytes. Measured on one

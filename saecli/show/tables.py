@@ -249,21 +249,20 @@ def figures_table(documents: Sequence[Mapping[str, Any]]) -> RenderableType:
     names = {name for document in documents for name in document["final"]}
     names -= {*RESULTS, "run", "dead_fraction", "alpha"}
     order = [*(name for name in FIGURES if name in names), *sorted(names - {*FIGURES})]
-    meanings = [FIGURES.get(name, (name.replace("_", " "), "")) for name in order]
-    values = [[_figure(name, document) for document in documents] for name in order]
+    rows: list[list[Any]] = []
+    for name in order:
+        label, meaning = FIGURES.get(name, (name.replace("_", " "), ""))
+        values = [_figure(name, document) for document in documents]
+        rows.append([label, *values, meaning] if len(documents) == 1 else [label, *values])
     if len(documents) == 1:
         (document,) = documents
         epochs, steps = counted(document["epochs"], "epoch"), counted(document["steps"], "step")
         title = f"{document['solver']}: {epochs}, {steps} in {document['seconds']:.0f} s"
-        rows = [
-            [label, value, meaning]
-            for (label, meaning), (value,) in zip(meanings, values, strict=True)
-        ]
         return table(title, ["figure", "value", "meaning"], rows)
     rows = [
         ["steps", *(document["steps"] for document in documents)],
         ["seconds", *(round(document["seconds"]) for document in documents)],
-        *([label, *of_runs] for (label, _), of_runs in zip(meanings, values, strict=True)),
+        *rows,
     ]
     return table(None, ["figure", *(document["run"] for document in documents)], rows)
 
