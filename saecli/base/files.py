@@ -1,7 +1,9 @@
 """Files and folders written atomically."""
 
+import csv
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -11,6 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 LOCK = ".lock"
@@ -40,8 +43,6 @@ def flush_to_disk(path: Path) -> None:
 
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a regular file's bytes, in hexadecimal."""
-    import hashlib  # help pages need not wait for it, nor for those below
-
     with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -138,8 +139,6 @@ def write_json(path: Path, document: Any) -> None:
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Write a table atomically, its columns all keys of the lines. NaNs and infinities are empty."""
-    import csv
-
     columns = list(dict.fromkeys(key for line in lines for key in line))
     with (
         appearing_whole(path) as temporary,
@@ -152,8 +151,6 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 def check_place(path: Path) -> None:
     """OSError if a file cannot be written at a path, whose folder must exist; leaves nothing behind."""
-    from tempfile import NamedTemporaryFile
-
     with suppress(FileNotFoundError):
         regular(path)  # would be replaced
     if not path.parent.is_dir():

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import filter as matches_of
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
+from .documents import Marker, read_json
 from .errors import ConfigError, RunError, SaeError, StoreError, did_you_mean
-
-if TYPE_CHECKING:
-    from .documents import Marker
 
 STORE_MARKER = "store.json"
 RUN_MARKER = "run.json"
@@ -71,8 +69,6 @@ class Shelf:
         return {name: markers[name] for name in newest_first}
 
     def _marker(self, path: Path) -> Marker | SaeError:
-        from .documents import Marker, read_json
-
         try:
             return read_json(path, Marker)
         except (OSError, ValueError) as error:
