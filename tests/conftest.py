@@ -45,13 +45,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from huggingface_hub import constants
     from model_hub import WRITER, serving  # take a while to import
 
-    with serving() as found:
+    with serving() as served:
         for name, value in (
-            ("ENDPOINT", found.address),
+            ("ENDPOINT", served.address),
             ("HF_HUB_DISABLE_XET", True),
             (
                 "HUGGINGFACE_CO_URL_TEMPLATE",
-                found.address + "/{repo_id}/resolve/{revision}/{filename}",
+                served.address + "/{repo_id}/resolve/{revision}/{filename}",
             ),
             ("HF_HUB_CACHE", str(tmp_path / "cache")),
             ("HF_TOKEN_PATH", str(tmp_path / "no-token")),
@@ -61,7 +61,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         for name in ("http_proxy", "https_proxy", "all_proxy"):
             monkeypatch.delenv(name, raising=False)
             monkeypatch.delenv(name.upper(), raising=False)
-        yield found
+        yield served
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def browser() -> Iterator[Any]:
     """A headless Chromium."""
     from opened_pages import open_browser
 
-    with open_browser() as found:
-        yield found
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture

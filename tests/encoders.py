@@ -90,15 +90,15 @@ def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
     """Every wall of the row's cell: its distance and the unit vector towards it, pair by pair in plain Python."""
     W, b = sae.W_enc.numpy(), sae.b_enc.numpy()
     v = row @ W + b
-    found = []
+    cell_walls = []
     clipped = isinstance(sae.activation, ReluTopK)
     if isinstance(sae.activation, Thresholded) or (clipped and (v > 0).sum() < sae.activation.k):
         learned = sae.activation_parameters
         t = np.broadcast_to(learned["threshold"].numpy() if learned else 0.0, len(b))
         for i in range(len(b)):
             if (norm := np.linalg.norm(W[:, i])) > 0:
-                found.append((abs(v[i] - t[i]) / norm, np.sign(t[i] - v[i]) * W[:, i] / norm))
-        return found
+                cell_walls.append((abs(v[i] - t[i]) / norm, np.sign(t[i] - v[i]) * W[:, i] / norm))
+        return cell_walls
     signed = isinstance(sae.activation, AbsTopK)
     order = np.argsort(-(np.abs(v) if signed else v), kind="stable")
     inside, outside = order[: sae.activation.k], order[sae.activation.k :]
@@ -106,8 +106,8 @@ def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
         own = -1 if signed and v[i] < 0 else 1
         towards = sign * W[:, j] - own * W[:, i]
         if (norm := np.linalg.norm(towards)) > 0:
-            found.append(((own * v[i] - sign * v[j]) / norm, towards / norm))
+            cell_walls.append(((own * v[i] - sign * v[j]) / norm, towards / norm))
     for i in inside if clipped else ():
         if (norm := np.linalg.norm(W[:, i])) > 0:
-            found.append((v[i] / norm, -W[:, i] / norm))
-    return found
+            cell_walls.append((v[i] / norm, -W[:, i] / norm))
+    return cell_walls

@@ -76,7 +76,7 @@ def save_both(
         values = torch.randn_like(weight).numpy() * 0.3 + (1 if weight.dim() == 1 else 0)
         own = gguf.GGMLQuantizationType.F32 if weight.dim() == 1 else kind
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-        part = next((one for one in heads if f".{one}_proj." in name), None)
+        part = next((letter for letter in heads if f".{letter}_proj." in name), None)
         moved = architecture == "llama" and part is not None
         packed = quantize(interleaved(values, heads[part]) if moved else values, own)
         writer.add_tensor(gguf_name(name), packed, raw_dtype=own)

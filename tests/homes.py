@@ -127,14 +127,14 @@ def weights(home: Path, run: str) -> dict[str, torch.Tensor]:
     return load_file(home / "runs" / run / "sae.safetensors")
 
 
-def same_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+def same_tensors(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     """Whether they have the same names and bits."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def same(one: SAE, other: SAE) -> bool:
+def same(first: SAE, other: SAE) -> bool:
     """Whether two SAEs have the same activation, and weights bit for bit."""
-    return one.activation == other.activation and same_tensors(one.tensors(), other.tensors())
+    return first.activation == other.activation and same_tensors(first.tensors(), other.tensors())
 
 
 def assert_same_weights(home: Path, first: str, second: str) -> None:
@@ -216,7 +216,8 @@ def grid(*axes: Sequence[Any]) -> list[Any]:
     are slow, so that the default run has each entry once at least."""
 
     def is_quick(combination: tuple) -> bool:
-        return sum(one is not axis[-1] for one, axis in zip(combination, axes, strict=True)) <= 1
+        last = [value is axis[-1] for value, axis in zip(combination, axes, strict=True)]
+        return last.count(False) <= 1
 
     return [
         pytest.param(*combination, marks=() if is_quick(combination) else pytest.mark.slow)

@@ -92,11 +92,12 @@ class Launched:
 
     def ranks(self) -> dict[int, int]:
         """The process id of each process that it started, by rank."""
-        found = {}
+        processes = {}
         for child in _children(self.process.pid):
             environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            found |= {int(entry[5:]): child for entry in environment if entry.startswith(b"RANK=")}
-        return found
+            own = [entry for entry in environment if entry.startswith(b"RANK=")]
+            processes |= {int(entry.removeprefix(b"RANK=")): child for entry in own}
+        return processes
 
     def until(self, reached: Callable[[], bool]) -> None:
         """Wait until that is so."""

@@ -230,9 +230,9 @@ def unordered_within():
 
 
 def _within(counts):
-    before, found = collections.Counter(counts), collections.Counter()
-    yield found
-    found.update(counts - before)
+    before, within = collections.Counter(counts), collections.Counter()
+    yield within
+    within.update(counts - before)
 
 
 @pytest.fixture(autouse=True)

@@ -49,9 +49,9 @@ def test_quick_forms_write_figures_tables_and_claims(section: str, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     out = tmp_path / "results"
     assert {path.stem for path in out.glob("*.png")} == FIGURES[section]
-    found = json.loads((out / "claims.json").read_text())
-    assert found["command"] == f"examples/{section}/run.sh --quick"
-    verdicts = {claim["statement"]: claim["verdict"] for claim in found["claims"]}
+    document = json.loads((out / "claims.json").read_text())
+    assert document["command"] == f"examples/{section}/run.sh --quick"
+    verdicts = {claim["statement"]: claim["verdict"] for claim in document["claims"]}
     for start in SETTLED.get(section, []):
         assert [
             verdict for statement, verdict in verdicts.items() if statement.startswith(start)

@@ -42,23 +42,23 @@ def nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
 @cache
 def imports(path: Path) -> list[tuple[int, list[str]]]:
     """Each import's level (0: absolute) and the dotted parts of what is imported from."""
-    found = []
+    levels = []
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            found += [(0, alias.name.split(".")) for alias in node.names]
+            levels += [(0, alias.name.split(".")) for alias in node.names]
         else:
             parts = node.module.split(".") if node.module else []
-            found += [
+            levels += [
                 (node.level, parts or [alias.name])
                 for alias in (node.names if not parts else node.names[:1])
             ]
-    return found
+    return levels
 
 
 def imported_units(path: Path) -> set[str]:
     depth = len(path.relative_to(PACKAGE).parts)
-    found = {parts[0] for level, parts in imports(path) if level == depth}
-    return found | {
+    units = {parts[0] for level, parts in imports(path) if level == depth}
+    return units | {
         parts[1]
         for level, parts in imports(path)
         if level == 0 and parts[0] == "saecli" and parts[1:]

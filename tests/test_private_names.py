@@ -51,8 +51,8 @@ def names() -> Iterator[tuple[str, Path]]:
 
 
 def test_every_private_name_of_a_library_is_listed():
-    found = {name for name, _ in names()}
-    assert found == SEEN.keys(), [(name, path) for name, path in names() if name not in SEEN]
+    used = {name for name, _ in names()}
+    assert used == SEEN.keys(), [(name, path) for name, path in names() if name not in SEEN]
 
 
 def test_the_processor_says_whether_it_multiplies_bfloat16():

@@ -51,10 +51,10 @@ def test_shell_blocks_go_from_a_text_file_to_an_evaluated_sae(
     assert Path("crosscoder-places.png").exists()
     assert Path("pages/index.html").exists()
     for block in blocks("python"):
-        found: dict = {}
-        exec(block, found)
-        assert found["x"].shape[1] == 128
-        assert np.asarray(found["x"]).dtype == "float32"
+        namespace: dict = {}
+        exec(block, namespace)
+        assert namespace["x"].shape[1] == 128
+        assert np.asarray(namespace["x"]).dtype == "float32"
 
 
 @pytest.mark.slow
