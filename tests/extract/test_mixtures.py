@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shlex import split
 
 import numpy as np
 import pytest
@@ -178,15 +179,9 @@ def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alon
     files = [write(tmp_path / f"{name}.jsonl", [*range(3, 30)] * 4) for name in "ab"]
     Path(files[1]).write_text(Path(files[1]).read_text().replace("word", "return the value"))
     words = [
-        "extract",
-        "--model",
-        "tiny-gemma2",
-        "--layer",
-        "1",
+        *split("extract --model tiny-gemma2 --layer 1"),
         *(word for site in sites for word in ("--site", site)),
-        "--rows",
-        "100000",
-        "--name",
+        *split("--rows 100000 --name"),
     ]
     mixed = [word for file in files for word in ("--dataset", file, "--mix", "1")]
     for name, texts in (("mixed", mixed), ("a", mixed[:2]), ("b", mixed[4:6])):
