@@ -146,7 +146,9 @@ def can_be_written(saved: SavedSAE, to: str) -> bool:
 def _deviation(measured: Measured, substitute: SAE, listener: Listener) -> dict[str, Any]:
     """The differences between an SAE and its stand-in on the held-out rows."""
     sae, substitute = measured.sae, substitute.copy_to(measured.sae.W_enc.device)
-    exact, changed = (Reconstruction(sae.d_out, sae.d_sae) for _ in range(2))
+    exact, changed = (
+        Reconstruction(sae.d_out, sae.d_sae, device=sae.W_enc.device) for _ in range(2)
+    )
     differing_rows = 0
     largest = 0.0
     for rows in measured.batches(listener):

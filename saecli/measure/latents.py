@@ -458,7 +458,7 @@ class Survey:
     """
 
     def __init__(self, sae: SAE, rows: int, examples: Examples, samples: Examples) -> None:
-        self.firing = Firing(sae.d_sae)
+        self.firing = Firing(sae.d_sae, device=sae.W_enc.device)
         self.magnitudes = Magnitudes(sae.d_sae, sae.W_enc.device)
         self.examples, self.samples = examples, samples
         self.cofiring = CoFiring(sae.d_sae, rows)

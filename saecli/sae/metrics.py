@@ -1,7 +1,7 @@
 """How well an SAE reconstructs, and how often its latents fire, accumulated over batches of rows.
 
-An accumulator takes any number of batches in constant memory. Sums are float64 and stay on the device of the first
-batch: nothing synchronises with it until `result`. A latent fires on a row if its code is not zero.
+An accumulator takes any number of batches in constant memory. Sums are float64 and stay on the batches' device:
+nothing synchronises with it until `result`. A latent fires on a row if its code is not zero.
 Shapes: B rows, D = d_in, F = d_sae, L prefixes.
 """
 
@@ -21,6 +21,7 @@ from .dictionary import Batch, Dictionary
 Watch = Callable[[Codes], None]
 Massive = Callable[[Tensor], Tensor]  # of rows, (B, D), those of massive norm, (B,) bool
 MASSIVE_VARIANCE = 0.05  # fraction of the variance from which rows of massive norm are told
+CPU = torch.device("cpu")
 DENSE_FREQUENCY = 0.1  # a latent that fires on a larger fraction of the rows counts as dense
 
 
@@ -31,11 +32,11 @@ class _Variance:
     Pairwise Algorithm for Computing Sample Variances", 1979), precise also for a large mean.
     """
 
-    def __init__(self, d_in: int) -> None:
-        # On the rows' device: to read it is to wait.
-        self.rows = torch.zeros((), dtype=torch.float64)
-        self.mean = torch.zeros(d_in, dtype=torch.float64)
-        self.sums = torch.zeros(2, dtype=torch.float64)  # scatter, squared error
+    def __init__(self, d_in: int, device: torch.device) -> None:
+        # On the device: to read it is to wait.
+        self.rows = torch.zeros((), dtype=torch.float64, device=device)
+        self.mean = torch.zeros(d_in, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # scatter, squared error
 
     @property
     def fvu(self) -> float:
@@ -62,10 +63,6 @@ class _Variance:
         self.mean, self.rows = mean, counts[-1]
         communicator.all_reduce(self.sums)
 
-    def to(self, device: torch.device) -> None:
-        self.mean, self.sums = self.mean.to(device), self.sums.to(device)
-        self.rows = self.rows.to(device)
-
 
 class Reconstruction:
     """Errors of reconstructions `x_hat` of rows `x` through codes `z`.
@@ -74,22 +71,27 @@ class Reconstruction:
     """
 
     def __init__(
-        self, d_in: int, d_sae: int, prefixes: Prefixes = (), massive: Massive | None = None
+        self,
+        d_in: int,
+        d_sae: int,
+        prefixes: Prefixes = (),
+        massive: Massive | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self._prefixes, self._massive = prefixes, massive
         self.rows = 0
-        self._nested = torch.zeros(2, len(prefixes), dtype=torch.float64)  # squared error, l0
-        self._all, self._ordinary = _Variance(d_in), _Variance(d_in)  # rows; those not massive
-        self._sums = torch.zeros(3, dtype=torch.float64)  # cosine, l0, l1
-        self._fired = torch.zeros(d_sae, dtype=torch.bool)
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # cosine, l0, l1
+        # Squared error, l0.
+        self._nested = torch.zeros(2, len(prefixes), dtype=torch.float64, device=device)
+        self._all = _Variance(d_in, device)
+        self._ordinary = _Variance(d_in, device)  # of the rows that are not massive
+        self._fired = torch.zeros(d_sae, dtype=torch.bool, device=device)
 
     @torch.no_grad()
     def update(self, x: Tensor, x_hat: Tensor, z: Codes, by_prefix: Tensor | None = None) -> None:
         """Takes rows and reconstructions, (B, D), codes, (B, F), and reconstructions by prefix, (B, L, D)."""
         if not len(x):
             return
-        if not self.rows:
-            self._to(x.device)
         self.rows += len(x)
         massive = None if self._massive is None else self._massive(x)
         x, x_hat = x.double(), x_hat.double()
@@ -107,11 +109,10 @@ class Reconstruction:
         if massive is not None:
             self._ordinary.update(x, errors, (~massive).double())
 
-    def all_reduce(self, communicator: Communicator, device: torch.device) -> None:
-        """Merge the counts of all processes; sums move to this device."""
+    def all_reduce(self, communicator: Communicator) -> None:
+        """Merge the counts of all processes."""
         if communicator.world_size == 1:
             return
-        self._to(device)
         self._all.all_reduce(communicator)
         self._ordinary.all_reduce(communicator)
         self.rows = int(self._all.rows)
@@ -160,13 +161,6 @@ class Reconstruction:
             "ordinary_fvu": ordinary.fvu,
         }
 
-    def _to(self, device: torch.device) -> None:
-        self._all.to(device)
-        self._ordinary.to(device)
-        self._sums, self._fired, self._nested = (
-            tensor.to(device) for tensor in (self._sums, self._fired, self._nested)
-        )
-
 
 def reconstruction(
     sae: Dictionary,
@@ -188,7 +182,10 @@ def reconstructions(
     massive: Massive | None = None,
 ) -> list[dict[str, Any]]:
     """`reconstruction` of several SAEs in one pass, over all processes."""
-    measures = [Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive) for sae in saes]
+    measures = [
+        Reconstruction(sae.d_out, sae.d_sae, sae.prefixes, massive, sae.W_enc.device)
+        for sae in saes
+    ]
     for batch in batches:
         for sae, own in zip(saes, measures, strict=True):
             rows = Batch.of(moved(batch, sae.W_enc.device).to(sae.W_enc.dtype), sae.d_in)
@@ -197,8 +194,8 @@ def reconstructions(
             own.update(rows.y, by_prefix[:, -1], z, by_prefix)
             if watch is not None:
                 watch(z)
-    for sae, own in zip(saes, measures, strict=True):
-        own.all_reduce(communicator, sae.W_enc.device)
+    for own in measures:
+        own.all_reduce(communicator)
     return [own.result() for own in measures]
 
 
@@ -225,18 +222,15 @@ def doubts(measures: Mapping[str, Any], d_in: int, d_sae: int) -> dict[str, str]
 class Firing:
     """How often each latent fires, and how many per row; keeps the codes of the first `keep` rows."""
 
-    def __init__(self, d_sae: int, keep: int = 0) -> None:
+    def __init__(self, d_sae: int, keep: int = 0, device: torch.device = CPU) -> None:
         self.rows = 0
-        self._counts = torch.zeros(d_sae, dtype=torch.int64)
-        self._histogram = torch.zeros(d_sae + 1, dtype=torch.int64)
+        self._counts = torch.zeros(d_sae, dtype=torch.int64, device=device)
+        self._histogram = torch.zeros(d_sae + 1, dtype=torch.int64, device=device)
         self._keep = keep
         self._kept: list[Tensor] = []
 
     @torch.no_grad()
     def update(self, z: Codes) -> None:
-        device = z.values.device
-        if not self.rows:
-            self._counts, self._histogram = self._counts.to(device), self._histogram.to(device)
         if self.rows < self._keep:
             self._kept.append(z.dense()[: self._keep - self.rows].cpu())
         l0 = z.row_counts()
@@ -284,7 +278,7 @@ class Firing:
 @torch.no_grad()
 def firing(sae: Dictionary, batches: Iterable[Tensor], keep: int = 0) -> Firing:
     """`Firing` over batches of rows, (B, D); one pass."""
-    firings = Firing(sae.d_sae, keep)
+    firings = Firing(sae.d_sae, keep, sae.W_enc.device)
     for x in batches:
         firings.update(sae.codes(x))
     return firings
