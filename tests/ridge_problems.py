@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from saecli.sae.activations.selection import where
+from saecli.sae.codes import where
 from saecli.train.ridge import (
     Factorisation,
     HeldRows,

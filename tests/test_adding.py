@@ -21,7 +21,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..codes import Codes
-from .selection import where
+from ..codes import where
 from .base import Activation, Parameters
 
 

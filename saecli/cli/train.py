@@ -31,7 +31,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..extract.streaming import Streamed
+    from ..extract.extraction import Streamed
     from ..store.opening import Joined
     from ..train.fit import RowsOf
     from ..train.jobs import Job
@@ -335,7 +335,7 @@ def _rows(
 def _rows_of_model(
     session: Session, options: Mapping[str, Any], claims: ExitStack, begun: bool
 ) -> tuple[Streamed, RowsOf]:
-    from ..extract.streaming import open_stream
+    from ..extract.extraction import open_stream
     from ..train.live import LiveRows
     from ..train.rows import SAMPLED_ROWS
 

@@ -9,8 +9,7 @@ language_model.py   a loaded model, without blocks not needed; hooks at sites of
 tokens.py           continuations, tokens that a direction promotes
 forward.py          blocks through the model; filling several stores in one pass
 requests.py         which stores are asked for, and their hashes
-extraction.py       saecli.extract, by one process or by ranks
-streaming.py        rows for training without a store
+extraction.py       saecli.extract, by one process or by ranks; rows for training without a store
 splice.py           where an SAE acts in a model, and the windows to run it over
 passes.py           forward passes in parts; CE and KL with an SAE in place of the activations
 """

@@ -91,7 +91,7 @@ class Loss:
 
 
 class PreActivations(torch.autograd.Function):
-    """`x W_enc + b_enc`, (B, F); multiplies a sparse gradient (`activations/selection.py`) as sparse codes."""
+    """`x W_enc + b_enc`, (B, F); multiplies a sparse gradient as sparse codes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ..base.errors import ConfigError, RunError
 from ..base.home import Home
 from ..base.options import demand_known, words_of
 from ..base.processes import Communicator, communicator
+from ..extract.extraction import Streamed, open_stream
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
 from ..extract.passes import Passes
@@ -28,7 +29,6 @@ from ..extract.splice import (
     stored_windows,
     unfit,
 )
-from ..extract.streaming import Streamed, open_stream
 from ..sae.dictionary import SAE
 from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_sae
 from ..store.opening import Joined, open_joined

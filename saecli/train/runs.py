@@ -15,7 +15,7 @@ from ..base.errors import ConfigError, RunError
 from ..base.files import appearing_whole, write_json
 from ..base.home import RUN_MARKER, Home
 from ..base.options import toml_lines
-from ..extract.streaming import Streamed
+from ..extract.extraction import Streamed
 from ..sae.activations import activation_from_json, activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native

@@ -19,8 +19,7 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 from saecli.base.devices import free_memory, multiplies_bf16, products_in
 from saecli.extract.options import BUNDLED, TINY_GEMMA2
 from saecli.sae.activations import ACTIVATIONS
-from saecli.sae.activations.selection import at
-from saecli.sae.codes import Codes
+from saecli.sae.codes import Codes, at
 from saecli.sae.dictionary import Batch
 from saecli.train import SOLVERS
 from saecli.train.options import TrainingConfig

@@ -22,8 +22,7 @@ from saecli.measure.latents import (
     in_blocks,
 )
 from saecli.measure.stability import neighbours
-from saecli.sae.activations.selection import where
-from saecli.sae.codes import SparseCodes
+from saecli.sae.codes import SparseCodes, where
 from saecli.store.split import is_test
 
 F, COUNT = 9, 4

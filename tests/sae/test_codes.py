@@ -8,8 +8,7 @@ from homes import normal
 from torch import Tensor
 
 from saecli.sae.activations import ACTIVATIONS, Activation
-from saecli.sae.activations.selection import at, largest, where
-from saecli.sae.codes import DENSITY, Codes, SparseCodes, few_entries, joined
+from saecli.sae.codes import DENSITY, Codes, SparseCodes, at, few_entries, joined, largest, where
 from saecli.sae.dictionary import SAE, Batch, PreActivations
 
 B, D, F = 30, 7, 50
@@ -266,7 +265,7 @@ def test_codes_that_are_known_are_not_searched_for(
         pytest.fail("searched")
 
     monkeypatch.setattr("saecli.sae.codes.few_entries", search)
-    monkeypatch.setattr("saecli.sae.activations.selection.few_entries", search)
+    monkeypatch.setattr("saecli.sae.codes.few_entries", search)
     sae = sae_of(ACTIVATIONS[name](k=2), many=False)
     loss = sae.loss(Batch.of(normal(B, D, seed=3)), "l1", 0.3)
     loss.value.backward()

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from saecli.base.errors import ConfigError
 from saecli.sae.activations import Relu
-from saecli.sae.activations.selection import where
-from saecli.sae.codes import Codes, SparseCodes
+from saecli.sae.codes import Codes, SparseCodes, where
 from saecli.sae.dictionary import SAE
 from saecli.sae.metrics import (
     DENSE_FREQUENCY,

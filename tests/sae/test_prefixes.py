@@ -11,8 +11,7 @@ from homes import PREFIXES, CommandLine, D, F, make_store, nested_rows, nested_s
 import saecli
 from saecli.base.errors import FormatError
 from saecli.sae.activations import ACTIVATIONS
-from saecli.sae.activations.selection import where
-from saecli.sae.codes import Codes
+from saecli.sae.codes import Codes, where
 from saecli.sae.dictionary import Batch
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.show.measures import read_measures

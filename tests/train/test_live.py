@@ -15,9 +15,8 @@ from launching import signalled
 from saecli.base.console import Silent
 from saecli.base.errors import ConfigError, ModelError
 from saecli.base.home import Home
-from saecli.extract.options import ExtractConfig, HookPoint
-from saecli.extract.requests import StoreRequest
-from saecli.extract.streaming import Streamed, open_stream
+from saecli.extract.extraction import Streamed, open_stream
+from saecli.extract.options import ExtractConfig
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.dictionary import SAE
 from saecli.store.reader import ActivationStore
@@ -43,10 +42,8 @@ def source(
     error: Exception | None = None,
 ) -> Streamed:
     """A model that gives these rows in blocks, and then fails with an error if there is one."""
-    point = HookPoint(0, "resid_post")
-    request = StoreRequest(point, Path("some-model-l0"), {"rows": len(rows)}, "some hash")
     meta = StoreMeta(
-        source={}, request_hash=request.hash, dtype="float32", d_in=rows.shape[1], shard_rows=1000
+        source={}, request_hash="some hash", dtype="float32", d_in=rows.shape[1], shard_rows=1000
     )
 
     def blocks(show) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -56,7 +53,7 @@ def source(
         if error is not None:
             raise error
 
-    return Streamed(request, meta, {}, blocks, block_rows)
+    return Streamed("some-model-l0", meta, {}, blocks, block_rows)
 
 
 def of_documents(rows: int = 3000, length: int = 4, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

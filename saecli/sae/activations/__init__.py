@@ -3,8 +3,7 @@
 An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient and
 the penalties that it offers. To add one, write its class and a line in `ACTIVATIONS`.
 
-    base.py         Activation, KeepsK, Thresholded, LearnsThresholds; l1, l1-codes, kl, TargetL0
-    selection.py    codes of selected pre-activations, with sparse and straight-through gradients
+    base.py    Activation, KeepsK, Thresholded, LearnsThresholds; l1, l1-codes, kl, TargetL0
 
 Shapes: B rows, D = d_in, E = d_out, F = d_sae, K = k.
 """
@@ -68,7 +67,7 @@ class Relu(Thresholded):
         return torch.zeros(d_sae)
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        from .selection import selected
+        from ..codes import selected
 
         return selected(pre, pre > 0).map(lambda values: values.relu())
 
@@ -91,13 +90,13 @@ class BatchTopK(Thresholded, KeepsK):
         return {"threshold": torch.zeros(())}  # before the first batch
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        from .selection import where
+        from ..codes import where
 
         return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
         """`max(pre, 0)` at the `k B` largest entries of this process' rows."""
-        from .selection import largest
+        from ..codes import largest
 
         return largest(pre, self.k * len(pre)).map(lambda values: values.relu())
 
@@ -148,7 +147,7 @@ class JumpRelu(LearnsThresholds):
 
     def _near(self, pre: Tensor, parameters: Parameters) -> tuple[Codes, Tensor, Tensor]:
         """The entries that give codes or gradients, with the threshold and the kernel's width of each."""
-        from .selection import selected
+        from ..codes import selected
 
         thresholds = self.thresholds(parameters, pre.shape[-1])
         if self.target_l0 is None:
@@ -161,7 +160,7 @@ class JumpRelu(LearnsThresholds):
         return near, near.by_latent(thresholds), near.by_latent(width)
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        from .selection import Gate
+        from ..codes import Gate
 
         near, thresholds, width = self._near(pre, parameters)
         to_pre = self.target_l0 is not None
@@ -169,7 +168,7 @@ class JumpRelu(LearnsThresholds):
 
     def l0(self, pre: Tensor, parameters: Parameters) -> Tensor:
         """Mean number of active latents, with straight-through gradients."""
-        from .selection import Step
+        from ..codes import Step
 
         near, thresholds, width = self._near(pre, parameters)
         return Step.apply(near.values, thresholds, width).sum() / len(pre)
@@ -249,7 +248,7 @@ class Gated(LearnsThresholds):
         return {"threshold": torch.zeros(d_sae), "r_mag": torch.zeros(d_sae)}
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        from .selection import where
+        from ..codes import where
 
         return where(pre, pre > self.thresholds(parameters, pre.shape[-1]))
 
@@ -291,7 +290,7 @@ class Largest(KeepsK):
         return pre
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        from .selection import at
+        from ..codes import at
 
         return at(pre, self.ranking(pre.detach()).topk(self.k, dim=-1, sorted=False).indices)
 
@@ -348,7 +347,7 @@ class MatchingPursuit(KeepsK):
         import torch
         from torch.nn.functional import embedding
 
-        from .selection import at
+        from ..codes import at
 
         W_enc, tiny = parameters["W_enc"], torch.finfo(pre.dtype).tiny
         size = W_enc.detach().abs().max().clamp(min=tiny)  # whose square need not be finite

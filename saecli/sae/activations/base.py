@@ -290,7 +290,7 @@ class Activation(Config):
         return {}
 
     def __call__(self, pre: Tensor, parameters: Parameters) -> Codes:
-        """The codes of pre-activations, (B, F); see `selection` for sparse ones."""
+        """The codes of pre-activations, (B, F); see `codes` for sparse ones."""
         raise TypeError(f"{type(self).__name__} does not say what its codes are")
 
     def training_codes(self, pre: Tensor, parameters: Parameters) -> Codes:
