@@ -118,7 +118,7 @@ class TrainingConfig(Config):
     lr: Annotated[
         Positive | Literal["auto"],
         Shown(
-            "Peak learning rate. auto: from the spread of the rows and the firing rate; "
+            "Peak learning rate. auto: from the dimensions of the rows and the firing rate; "
             f"{TRAIN_ON:g} of that with --init."
         ),
     ] = "auto"

@@ -22,7 +22,7 @@ from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import DeviceRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows
 from .solver import Solver, StepReport, Task
-from .start import fitted_learning_rate, initial_sae, shaped
+from .start import default_learning_rate, initial_sae, shaped
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
@@ -282,7 +282,7 @@ def _task(plan: Plan, rows: TrainingRows, memory: int) -> Task:
     lr = training.lr
     if lr == "auto":
         firing_rate = plan.activation.expected_l0(rows.d_in) / plan.d_sae
-        lr = fitted_learning_rate(rows.sample.x, training.batch_size * firing_rate)
+        lr = default_learning_rate(rows.d_in, training.batch_size * firing_rate)
         lr *= TRAIN_ON if plan.start else 1
     return Task(
         training,

@@ -23,7 +23,7 @@ from saecli.train.options import WIDEST, PamSgd, Sgd, SolverConfig
 from saecli.train.plan import default_width
 from saecli.train.rows import Smoothing
 from saecli.train.solver import Solver, directions_of_worst
-from saecli.train.start import HIGHEST_RATE, fitted_learning_rate
+from saecli.train.start import default_learning_rate
 
 DEAD = [2, 5]
 
@@ -82,15 +82,10 @@ def test_the_default_width_falls_with_rows_beyond_latents():
     assert default_width(400, 8, 100) == default_width(400, 25, 10) == pytest.approx(WIDEST / 2)
 
 
-def test_the_fitted_learning_rate_is_that_of_its_formula():
-    x = normal(400, 100) * torch.linspace(0.1, 3, 100) ** 12
-    x *= math.sqrt(100 / x.square().sum(1).mean())
-    square = x.square().sum(1)
-    largest = torch.linalg.eigvalsh(x.T @ (square[:, None] * x) / square.sum())[-1].item()
-    expected = 0.105 / (100 * largest) ** (1 / 3)
-    assert expected < HIGHEST_RATE / math.sqrt(100)
-    assert fitted_learning_rate(x, 9) == pytest.approx(expected, rel=0.02)
-    assert fitted_learning_rate(x, 1) == pytest.approx(expected / 4, rel=0.02)
+def test_the_default_learning_rate_is_that_of_its_formula():
+    assert default_learning_rate(128, 8) == default_learning_rate(128, 100) == pytest.approx(8e-3)
+    assert default_learning_rate(512, 8) == pytest.approx(4e-3)
+    assert default_learning_rate(128, 1) == pytest.approx(2e-3)
 
 
 def smoothing_solver(data: RowsInMemory, activation: Activation, config: SolverConfig) -> Solver:
