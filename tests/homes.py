@@ -33,16 +33,17 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def make_store(home: Path, name: str, rows: np.ndarray) -> np.ndarray:
-    meta = StoreMeta(
+def make_store(home: Path, name: str, rows: np.ndarray, **meta: Any) -> np.ndarray:
+    wanted = StoreMeta(
         source={"kind": "array"},
         request_hash=name,
         dtype="float32",
         d_in=rows.shape[1],
         shard_rows=len(rows),
         chunk_rows=256,
+        **meta,
     )
-    with StoreWriter.open(home / "activations" / name, meta) as writer:
+    with StoreWriter.open(home / "activations" / name, wanted) as writer:
         writer.append(rows, {}, {"row": 0})
         writer.finish()
     return rows

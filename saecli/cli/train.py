@@ -16,7 +16,7 @@ from ..base.processes import communicator
 from ..extract.options import TINY_GEMMA2, ExtractConfig
 from ..sae.activations import ACTIVATIONS
 from ..train import SOLVERS
-from ..train.options import TRAINED, Parts, TrainingConfig
+from ..train.options import TRAINED, TrainingConfig
 from .options import (
     Given,
     Json,
@@ -304,6 +304,7 @@ def _rows(
     """Stores, or a model, stopped when `claims` closes, and the parts of their rows; `begun` if training begins from an
     SAE."""
     from ..store.opening import open_joined
+    from ..train.plan import parts_of
 
     processes = communicator()
     if "model" in options:
@@ -329,7 +330,7 @@ def _rows(
     )
     for store in stores.all:
         checked_name(store.name, "the name of the store's folder")
-    return stores, lambda training, activation: training.rows_of(stores, begun, activation)
+    return stores, lambda training, activation: parts_of(training, stores, begun, activation)
 
 
 def _rows_of_model(
@@ -337,6 +338,7 @@ def _rows_of_model(
 ) -> tuple[Streamed, RowsOf]:
     from ..extract.extraction import open_stream
     from ..train.live import LiveRows
+    from ..train.plan import Parts
     from ..train.rows import SAMPLED_ROWS
 
     training = TrainingConfig.among(options)

@@ -6,6 +6,7 @@ tokenizer.py        special tokens around a text, messages through a chat templa
 windows.py          documents to windows of tokens, windows to blocks
 model_source.py     where a model is: bundled, a folder, a GGUF file, the hub
 language_model.py   a loaded model, without blocks not needed; hooks at sites of a block
+reads.py            how strongly later blocks read each dimension
 tokens.py           continuations, tokens that a direction promotes
 forward.py          blocks through the model; filling several stores in one pass
 requests.py         which stores are asked for, and their hashes

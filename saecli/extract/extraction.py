@@ -271,6 +271,7 @@ class Extraction:
         for request, width in zip(requests, widths, strict=True):
             model = self.all.models[request.point.model]
             origin = {**model.source.origin, "prepend_bos": bool(windows.prefix)}
+            reads = model.reads(request.point)
             metas[request.point] = StoreMeta(
                 source=request.source | origin,
                 request_hash=request.hash,
@@ -281,6 +282,7 @@ class Extraction:
                 control_tokens=dict.fromkeys(map(str, windows.control), 0),
                 shard_rows=config.shard_rows or rows_per_shard(width, config.dtype, SHARD_ROWS),
                 max_norm_multiple=config.max_norm_multiple,
+                reads=() if reads is None else tuple(float(f"{read:.6g}") for read in reads),
                 windows=True,
             )
         return metas

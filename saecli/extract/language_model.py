@@ -28,6 +28,7 @@ from ..base.errors import ConfigError, ModelError, SaeError, counted, one_line
 from ..base.machine import is_out_of_memory
 from .model_source import UNLOADABLE, ModelSource, dense, explained, no_tokenizer, place_of
 from .options import HookPoint
+from .reads import weights_read
 
 Taken = TypeVar("Taken")
 PROBED = 16  # tokens
@@ -121,7 +122,7 @@ class LanguageModel:
                 f"{source.name} reads no tokens: expected a causal language model, got a "
                 f"{type(self.model).__name__}; use another model"
             )
-        self.size, self._every = outline.size, outline.blocks
+        self.size, self._outline, self._random = outline.size, outline, weights_seed is not None
         self.blocks = cast(nn.ModuleList, self.model.get_submodule(outline.path))
         if head:
             self._demand_causal()
@@ -233,7 +234,15 @@ class LanguageModel:
         self, layer: int, site: str, replace: Callable[[Tensor], Tensor]
     ) -> AbstractContextManager[None]:
         """`intercepted` at a site of one of its blocks."""
-        return intercepted(self.blocks[layer], site, replace, self._every)
+        return intercepted(self.blocks[layer], site, replace, self._outline.blocks)
+
+    def reads(self, point: HookPoint) -> Tensor | None:
+        """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
+        if self._random or point.site == "mlp_in":
+            return None
+        first = point.layer + (point.site != "resid_pre")
+        outline = self._outline
+        return weights_read(outline.blocks, outline.path, self.source.location, first)
 
 
 def _with_head(source: ModelSource) -> Any:

@@ -206,7 +206,7 @@ class _Work:
         return self._lines(trained, model, tokens)
 
     def on_shuffled_rows(self) -> list[_Line]:
-        rows, seed = [self.plan.train_rows, self.run.rows], self.seeds[0]
+        rows, seed = self._sources, self.seeds[0]
         if self.run.rows.d_target:
             self.notes.append(
                 f"{SHUFFLED} are left out: a transcoder's targets would be independent of its rows"
@@ -219,7 +219,7 @@ class _Work:
         from ..extract.language_model import LanguageModel  # transformers takes seconds to import
         from ..extract.model_source import find_model
 
-        rows = [self.plan.train_rows, self.run.rows]
+        rows = self._sources
         demand_memory(rows)
         device = self.run.sae.W_enc.device
         model = LanguageModel(find_model(name), device, weights_seed=self.seeds[0])
@@ -231,9 +231,18 @@ class _Work:
         del model
         return self._on_rows(RANDOM, *activations)
 
-    def _on_rows(self, control: str, train: ArrayRows, test: ArrayRows) -> list[_Line]:
+    @property
+    def _sources(self) -> list[RowSource]:
+        """The run's rows to train on, its held-out rows, and those kept out to set thresholds on, if any."""
+        kept_out = self.plan.kept_out
+        return [self.plan.train_rows, self.run.rows, *([kept_out] if kept_out else [])]
+
+    def _on_rows(
+        self, control: str, train: ArrayRows, test: ArrayRows, kept_out: ArrayRows | None = None
+    ) -> list[_Line]:
         """The line of the run's training on other rows; with mcc by the directions of its own."""
-        sae, stability = self._trained(control, replace(self.plan, train_rows=train))
+        plan = replace(self.plan, train_rows=train, kept_out=kept_out)
+        sae, stability = self._trained(control, plan)
         (line,) = self._lines([(replace(sae, split=None, rows=test), stability)], None, None)
         if (alignment := sae.alignment()) is not None:
             line["mcc"] = alignment.mcc()
@@ -301,6 +310,7 @@ def shuffled(rows: RowSource, seed: int) -> ArrayRows:
 def _like(rows: RowSource, x: np.ndarray, y: np.ndarray | None = None) -> ArrayRows:
     replacement = ArrayRows(x, y)
     replacement.widths, replacement.places = rows.widths, rows.places
+    replacement.reads = rows.reads
     return replacement
 
 

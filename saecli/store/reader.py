@@ -52,6 +52,8 @@ class RowSource(ABC):
     places: tuple[int, ...] = ()
     target: "Rows | None" = None  # as `inputs`
     passes: float = math.inf  # how often the rows can be read: any number of times, or once
+    # How strongly a model reads each dimension, (D + E,), 1 where that is not known; None if it is for none.
+    reads: np.ndarray | None = None
 
     @property
     def inputs(self) -> "tuple[Rows, ...]":
@@ -96,6 +98,7 @@ class Rows(RowSource):
     ) -> None:
         self.store, self.split, self.name, self.d_in = store, split, store.name, store.d_in
         self.rows = int(counts.sum())
+        self.reads = np.array(store.meta.reads) if store.meta.reads else None
         self._counts = counts
         dtype = np.dtype(np.float32) if decoded else store.storage
         self.source = Source(store, counts, self._kept, dtype)
@@ -290,6 +293,14 @@ class JoinedRows(RowSource):
         self.d_in, self.d_target = sum(self.widths), target.d_in if target else 0
         self.places = self.widths if len(inputs) > 1 and target is None else ()
         self.name = in_words([rows.name for rows in inputs], target.name if target else None)
+        reads = [rows.reads for rows in self.all]
+        if any(known is not None for known in reads):
+            self.reads = np.concatenate(
+                [
+                    np.ones(rows.d_in) if known is None else known
+                    for rows, known in zip(self.all, reads, strict=True)
+                ]
+            )
 
     def as_stored(self) -> "JoinedRows":
         return JoinedRows(

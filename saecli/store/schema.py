@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import numpy as np
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from ..base.documents import demand_version, parse_json
 from ..base.errors import StoreError
@@ -45,6 +45,7 @@ COLUMNS: dict[str, np.dtype] = {
 }
 MOST = 1 << 40  # rows, and dimensions; byte counts stay exact
 Positive = Annotated[int, Ge(1), Le(MOST)]
+Weight = Annotated[float, Gt(0), Lt(math.inf)]
 CHUNK_BYTES = 1 << 20
 DEMANDED = ("created", "complete", "chunk_rows", "columns", "dropped", "shards")  # in store.json
 SHARD_BYTES = 64 << 20
@@ -148,6 +149,7 @@ class StoreMeta:
     ranks: int = 0  # processes that each write a store within it; 0 if one writes it alone
     world: WorldRecord | None = None
     windows: bool = False  # whether shards hold the windows of tokens that rows came from
+    reads: tuple[Weight, ...] = ()  # how strongly the model reads each dimension, if known
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -228,7 +230,7 @@ class StoreMeta:
 
     def to_json(self) -> dict[str, Any]:
         document = dataclasses.asdict(self)
-        for name in ("sources", "control_tokens", "ranks", "world", "windows"):
+        for name in ("sources", "control_tokens", "ranks", "world", "windows", "reads"):
             if not document[name]:
                 del document[name]
         return {
@@ -254,6 +256,8 @@ class StoreMeta:
                 raise ValueError(
                     f"columns: expected some of {', '.join(COLUMNS)}, each once, got {column!r}"
                 )
+        if self.reads and len(self.reads) != self.d_in:
+            raise ValueError(f"reads: expected {self.d_in} numbers or none, got {len(self.reads)}")
         if self.ranks and self.shards:
             raise ValueError(
                 "expected no list of shards beside `ranks`, whose stores have their own"

@@ -38,7 +38,8 @@ from .files import claimed
 from .finetune_options import FINETUNED, TEXT, Finetune
 from .jobs import Job, unfinished_run
 from .loop import Loop
-from .options import TRAINED, TrainingConfig, split_kept_out
+from .options import TRAINED, TrainingConfig
+from .plan import split_kept_out
 from .rows import ArrayRows
 from .runs import Run
 from .start import Start, fingerprint

@@ -21,8 +21,8 @@ from ..store.opening import Joined, find_store
 from ..store.reader import ActivationStore, JoinedRows, Rows
 from . import SOLVERS
 from .loop import Loop
-from .options import Parts, TrainingConfig
-from .plan import Plan
+from .options import TrainingConfig
+from .plan import Parts, Plan, parts_of
 from .rows import ArrayLike, ArrayRows
 from .start import Start
 from .training import Record, start_training
@@ -155,7 +155,7 @@ def planned(
 
     def rows_of(training: TrainingConfig, activation: Activation) -> Parts:
         if isinstance(rows, ActivationStore | Joined):
-            return replace(training.rows_of(rows, start is not None, activation), test=None)
+            return replace(parts_of(training, rows, start is not None, activation), test=None)
         if isinstance(rows, Rows | JoinedRows):
             return Parts(rows)
         return Parts(ArrayRows(rows, target))

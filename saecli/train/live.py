@@ -65,6 +65,7 @@ class LiveRows(RowSource):
     ) -> None:
         self.rows = self._wanted = rows
         self.d_in = source.d_in
+        self.reads = np.array(source.meta.reads) if source.meta.reads else None
         self.ended_early = False  # whether the text ended after the first window
         self._source, self._listener = source, listener
         self._stored = DTYPES[source.meta.dtype]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from ..base.errors import ConfigError, StoreError
+from ..base.errors import ConfigError
 from ..base.options import (
     Check,
     Config,
@@ -29,12 +29,9 @@ from ..base.processes import ALONE, Communicator
 from ..sae.activations import sparsity_names
 
 if TYPE_CHECKING:
-    from ..sae.activations import Activation
     from ..sae.codes import Prefixes
     from ..sae.dictionary import SAE
-    from ..store.opening import Joined
-    from ..store.reader import ActivationStore, JoinedRows, RowSource
-    from ..store.reader import Rows as StoredRows
+    from ..store.reader import RowSource
 
 DEFAULT_STEPS = 4000  # optimiser steps that the defaults aim at
 MOST_DEFAULT_EPOCHS = 1000
@@ -43,7 +40,7 @@ DECAY = 0.5  # last fraction of all steps, over which it falls to zero
 TRAIN_ON = 0.25  # learning rate with --init, over one from random directions
 PENALTY_WARM_UP = 0.2  # fraction of all steps over which the sparsity penalty rises
 WIDEST = 0.55  # width of smoothing if rows are few
-Normalisation = Literal["scale", "standardize", "none"]
+Normalisation = Literal["auto", "model", "scale", "standardize", "none"]
 Precision = Literal["float32", "bf16", "auto"]
 SMALLEST = 2**18  # encoder weights from which auto picks bf16
 TRAINED = 0.9  # least part of the training documents that is trained on; see `split_kept_out`
@@ -69,17 +66,6 @@ def check_prefixes(text: str) -> str:
             "auto, or numbers of latents with commas between, each larger than the one before"
         )
     return text
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Rows to train on, to measure on, and kept out of training, to compare with an SAE that it begins from or to set
-    thresholds on; `fraction` of the training rows are trained on."""
-
-    train: RowSource
-    test: RowSource | None = None
-    kept_out: RowSource | None = None
-    fraction: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -191,11 +177,13 @@ class TrainingConfig(Config):
         Normalisation,
         Shown(
             "Normalise rows, folded into the saved weights. scale: centre and divide by one "
-            "number; standardize: unit variance per dimension.",
+            "number; model: also multiply each dimension by the root of the weight with which norms of later "
+            "blocks read it; standardize: unit variance per dimension. auto: model, if the store knows the "
+            "weights, else and for matching-pursuit scale.",
             once=True,
             advanced=True,
         ),
-    ] = "scale"
+    ] = "auto"
     checkpoint_every: Annotated[
         Count,
         Shown(
@@ -244,40 +232,9 @@ class TrainingConfig(Config):
         """Whether a penalty of fixed weight decides L0."""
         return self.sparsity not in (None, "none", "target-l0")
 
-    def rows_of(
-        self, store: ActivationStore | Joined, begun: bool, activation: Activation
-    ) -> Parts:
-        """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
-        seed, fraction = self.split_seed, self.fraction
-        test = store.split("test", seed=seed)
-        share = 1.0
-        if begun:
-            share = TRAINED
-        elif activation.is_calibrated(self.sparsity):
-            rows = store.split("train", seed=seed).rows
-            share = max(TRAINED, 1 - CALIBRATION_ROWS / rows)
-        if share == 1:
-            return Parts(store.split("train", fraction=fraction, seed=seed), test, None, fraction)
-        fraction = min(fraction, share)
-        train, kept_out = split_kept_out(store, seed, share, fraction)
-        return Parts(train, test, kept_out, fraction)
-
     def epoch_batches(self, rows: int) -> int:
         """Batches in one pass over the rows."""
         return math.ceil(rows / self.batch_size)
-
-
-def split_kept_out(
-    store: ActivationStore | Joined, seed: int, share: float = TRAINED, fraction: float = TRAINED
-) -> tuple[StoredRows | JoinedRows, StoredRows | JoinedRows]:
-    """Rows to train an SAE on, a fraction of the training documents', and rows of those after the first `share`, so
-    that held-out rows have no part in what is chosen on these; held-out ones if there are no others."""
-    train = store.split("train", fraction=fraction, seed=seed)
-    try:
-        kept_out = store.split("train", fraction=share, seed=seed, rest=True)
-    except StoreError:  # too few documents
-        kept_out = store.split("test", seed=seed)
-    return train, kept_out
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,20 @@ from typing import Any, Self
 import torch
 
 from ..base.devices import demand_precision, device_named, free_memory, multiplies_bf16
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, StoreError
 from ..base.machine import local_world
 from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
 from ..sae.metrics import doubts
-from ..store.reader import RowSource
+from ..store.opening import Joined
+from ..store.reader import ActivationStore, JoinedRows, Rows, RowSource
 from .options import (
+    CALIBRATION_ROWS,
     DEFAULT_STEPS,
     MOST_DEFAULT_EPOCHS,
     PENALTY_WARM_UP,
     SMALLEST,
+    TRAINED,
     WIDEST,
     Precision,
     SolverConfig,
@@ -30,7 +33,54 @@ from .start import Start
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
 MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there
+ONE_SCALE = ("scale", "none")  # normalisations that leave directions as they are
 STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Rows to train on, to measure on, and kept out of training, to compare with an SAE that it begins from or to set
+    thresholds on; `fraction` of the training rows are trained on."""
+
+    train: RowSource
+    test: RowSource | None = None
+    kept_out: RowSource | None = None
+    fraction: float = 1.0
+
+
+def parts_of(
+    training: TrainingConfig,
+    store: ActivationStore | Joined,
+    begun: bool,
+    activation: Activation,
+) -> Parts:
+    """The parts of a store, or of several joined; `begun` if training begins from an SAE."""
+    seed, fraction = training.split_seed, training.fraction
+    test = store.split("test", seed=seed)
+    share = 1.0
+    if begun:
+        share = TRAINED
+    elif activation.is_calibrated(training.sparsity):
+        rows = store.split("train", seed=seed).rows
+        share = max(TRAINED, 1 - CALIBRATION_ROWS / rows)
+    if share == 1:
+        return Parts(store.split("train", fraction=fraction, seed=seed), test, None, fraction)
+    fraction = min(fraction, share)
+    train, kept_out = split_kept_out(store, seed, share, fraction)
+    return Parts(train, test, kept_out, fraction)
+
+
+def split_kept_out(
+    store: ActivationStore | Joined, seed: int, share: float = TRAINED, fraction: float = TRAINED
+) -> tuple[Rows | JoinedRows, Rows | JoinedRows]:
+    """Rows to train an SAE on, a fraction of the training documents', and rows of those after the first `share`, so
+    that held-out rows have no part in what is chosen on these; held-out ones if there are no others."""
+    train = store.split("train", fraction=fraction, seed=seed)
+    try:
+        kept_out = store.split("train", fraction=share, seed=seed, rest=True)
+    except StoreError:  # too few documents
+        kept_out = store.split("test", seed=seed)
+    return train, kept_out
 
 
 @dataclass(frozen=True)
@@ -81,7 +131,15 @@ class Plan:
         if training.smoothing == "auto" and not solver.smooths:
             training = replace(training, smoothing=0.0)
         training = fill_defaults(training, activation, train_rows.rows, train_rows.d_in)
-        if activation.one_scale and (train_rows.places or training.normalize == "standardize"):
+        if training.normalize == "auto":
+            read = train_rows.reads is not None and not activation.one_scale
+            training = replace(training, normalize="model" if read else "scale")
+        if training.normalize == "model" and train_rows.reads is None:
+            raise ConfigError(
+                "--normalize model needs weights of the model's later norms, which these rows come without: "
+                "expected a store of a residual stream, by `sae extract`; use --normalize scale"
+            )
+        if activation.one_scale and (train_rows.places or training.normalize not in ONE_SCALE):
             raise ConfigError(
                 f"--act {activation.name} compares directions, so all dimensions need one scale: use it "
                 "with one hook point and --normalize scale, or another --act"

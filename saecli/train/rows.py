@@ -58,18 +58,28 @@ class Normalisation:
 
 
 def fit_normalisation(
-    kind: str, spread: Spread, dtype: torch.dtype, widths: Sequence[int] = (), d_target: int = 0
+    kind: str,
+    spread: Spread,
+    dtype: torch.dtype,
+    widths: Sequence[int] = (),
+    d_target: int = 0,
+    reads: np.ndarray | None = None,
 ) -> Normalisation:
     """The normalisation of rows, given the spread of training rows and targets; `widths` of inputs side by side.
 
     `scale` centres, and divides each input, and the target, by one number, so that its mean squared norm is its width.
+    `model` first multiplies each dimension by the root of how strongly the model reads it, `reads`, (D + E,).
     `standardize` centres, and gives each dimension unit variance, as the paper does; one that varies by less than
     `LEAST_SCALE` is only centred. ConfigError if all the rows vary by less than that.
     """
     mean, variance = torch.from_numpy(spread.mean), torch.from_numpy(spread.variance)
     d_in = len(mean) - d_target
-    parts = variance.split([*(widths or [d_in]), *([d_target] if d_target else [])])
-    scale = torch.cat([_scale(kind, part, spread.rows) for part in parts])
+    sizes = [*(widths or [d_in]), *([d_target] if d_target else [])]
+    roots = torch.ones_like(variance)
+    if kind == "model":
+        roots = torch.from_numpy(reads).sqrt()
+    parts = zip((variance * roots.square()).split(sizes), roots.split(sizes), strict=True)
+    scale = torch.cat([_scale(kind, part, spread.rows) / part_roots for part, part_roots in parts])
     if kind == "none":
         mean = torch.zeros_like(mean)
     normalised = variance / scale.square()
@@ -91,7 +101,7 @@ def _scale(kind: str, variance: Tensor, rows: int) -> Tensor:
         )
     if kind == "none":
         return torch.ones_like(variance)
-    if kind == "scale":
+    if kind in ("scale", "model"):
         return overall.expand_as(variance)
     return torch.where(variance.sqrt() > LEAST_SCALE, variance.sqrt(), 1.0)
 

@@ -35,7 +35,7 @@ from .files import (
 )
 from .loop import Loop
 from .options import TrainingConfig
-from .plan import Plan
+from .plan import Plan, parts_of
 from .start import Start
 from .training import Record, Training
 
@@ -184,7 +184,7 @@ def reopen_run(
         settings = dict(document["solver"])
         training = TrainingConfig.from_json(document["training"])
         activation = activation_from_json(document["activation"])
-        parts = training.rows_of(stores, "init" in document, activation)
+        parts = parts_of(training, stores, "init" in document, activation)
         plan = Plan.resolve(
             parts.train,
             parts.test,

@@ -312,7 +312,12 @@ def _normalised(
     else:
         spread = communicator.broadcast_object(rows.spread)
         normalisation = fit_normalisation(
-            training.normalize, spread, getattr(torch, training.dtype), rows.widths, rows.d_target
+            training.normalize,
+            spread,
+            getattr(torch, training.dtype),
+            rows.widths,
+            rows.d_target,
+            rows.reads,
         )
     # A GPU gets the rows as stored, and converts them.
     stored = (

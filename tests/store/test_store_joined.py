@@ -32,6 +32,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[ActivationStore]:
             documents=DOCUMENTS,
             shard_rows=shard,
             chunk_rows=chunk,
+            reads=(1.0, 2.0, 3.0, 4.0, 5.0) if width == 5 else (),
         )
         for width, shard, chunk in ((5, 700, 20), (2, 900, 64), (40, 3000, 7))
     ]
@@ -46,6 +47,8 @@ def joined_rows(stores: list[ActivationStore], which: str = "train", **choice) -
 def test_every_batch_has_the_rows_of_all_places_in_the_firsts_order(stores, which, window_bytes):
     both = joined_rows(stores, which, seed=1)
     assert (both.widths, both.d_in, both.d_target) == ((5, 2), 7, 40)
+    assert both.reads.tolist() == [1, 2, 3, 4, 5, *[1] * 42]
+    assert stores[1].split(which).reads is None
     arguments = {"seed": 3, "epoch": 1, "window_bytes": window_bytes}
     batches = collect(both.batches(64, **arguments))
     alone = collect(stores[0].split(which, seed=1).batches(64, **arguments))

@@ -3,7 +3,6 @@
 import json
 import tomllib
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from saecli.store.values import Spread
 from saecli.train.files import read_metrics
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
-from saecli.train.options import Normalisation
 from saecli.train.rows import fit_normalisation
 from saecli.train.start import Start, fingerprint
 from saecli.train.training import Record, start_training
@@ -61,15 +59,16 @@ def train_on(sae: CommandLine, *words: str, init: str = "old") -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("normalize", get_args(Normalisation))
+@pytest.mark.parametrize("normalize", ["model", "scale", "standardize", "none"])
 def test_a_start_has_the_codes_of_raw_rows_up_to_one_factor(act: str, normalize: str):
-    if (act, normalize) == ("matching-pursuit", "standardize"):
+    if act == "matching-pursuit" and normalize in ("model", "standardize"):
         return
     kind = ACTIVATIONS[act]
     activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
     sae = published(activation).copy_to(torch.float64)
     rows = torch.from_numpy(30 * some_rows(500)).double() * torch.linspace(0.5, 2, 8)
-    normalisation = fit_normalisation(normalize, Spread.measured([rows.numpy()], 8), torch.float64)
+    spread, reads = Spread.measured([rows.numpy()], 8), np.linspace(0.5, 4, 8)
+    normalisation = fit_normalisation(normalize, spread, torch.float64, reads=reads)
     sample = normalisation(rows)
     begun = Start("sae", fingerprint(sae), sae).initial(sae.activation, sample, normalisation)
     z, codes = sae.encode(rows), begun.encode(sample)

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 from pathlib import Path
-from typing import get_args
 
 import h5py
 import numpy as np
@@ -20,7 +19,6 @@ from saecli.store.split import is_test
 from saecli.store.values import Spread
 from saecli.train import plan
 from saecli.train.files import read_metrics
-from saecli.train.options import Normalisation
 from saecli.train.rows import fit_normalisation
 
 KEYS = [
@@ -147,12 +145,13 @@ def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", get_args(Normalisation))
+@pytest.mark.parametrize("kind", ["auto", "scale", "standardize", "none"])
 def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(
     sae: CommandLine, kind: str
 ):
     rows = some_rows(2000) * np.float32(37) + np.arange(8, dtype=np.float32)
-    make_store(sae.home, "rows", rows)
+    reads = np.linspace(0.5, 4, 8)
+    make_store(sae.home, "rows", rows, reads=tuple(reads.tolist()))
     document = sae("train", "--normalize", kind, "--act", "topk", "--k", "6", *QUICK).json
     saved = load_native(Path(document["path"])).sae
     x = torch.from_numpy(rows)
@@ -165,15 +164,21 @@ def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(
         load_file(Path(document["path"]) / "checkpoint.safetensors"),
         rows[train].astype(np.float64),
     )
-    deviation = {"none": 1, "scale": np.sqrt(x.var(axis=0).mean()), "standardize": x.std(axis=0)}[
-        kind
-    ]
+    variance = x.var(axis=0)
+    deviation = {
+        "auto": np.sqrt((variance * reads).mean() / reads),
+        "scale": np.sqrt(variance.mean()),
+        "standardize": np.sqrt(variance),
+        "none": 1,
+    }[kind]
     np.testing.assert_allclose(
         kept["normalisation.mean"], x.mean(axis=0) * (kind != "none"), rtol=1e-6
     )
     np.testing.assert_allclose(
         kept["normalisation.scale"], np.broadcast_to(deviation, 8), rtol=1e-6
     )
+    settings = json.loads((Path(document["path"]) / "run.json").read_text())["training"]
+    assert settings["normalize"] == ("model" if kind == "auto" else kind)
 
 
 def test_normalisations_match_numpy():
@@ -186,8 +191,13 @@ def test_normalisations_match_numpy():
     np.testing.assert_allclose(scale(whole).mean(0), 0, atol=1e-9)
     standard = fit_normalisation("standardize", known, torch.float64)
     np.testing.assert_allclose(standard(whole).std(0, correction=0), np.arange(8) != 3, atol=1e-9)
-    for kind in get_args(Normalisation):
-        fitted = fit_normalisation(kind, known, torch.float64)
+    reads = np.linspace(0.5, 4, 8)
+    by_model = fit_normalisation("model", known, torch.float64, reads=reads)
+    assert by_model(whole).square().sum(1).mean().item() == pytest.approx(8)
+    weighed = by_model.scale * torch.from_numpy(reads).sqrt()
+    torch.testing.assert_close(weighed, weighed[:1].expand(8))
+    for kind in ("model", "scale", "standardize", "none"):
+        fitted = fit_normalisation(kind, known, torch.float64, reads=reads)
         spread = (fitted(whole) - fitted(whole).mean(0)).square().sum(1).mean()
         assert fitted.variance.item() == pytest.approx(spread.item())
 

@@ -43,6 +43,7 @@ WRONG = [
     ("--data rows --skip", "--skip does nothing without --target"),
     ("--data rows --target many", "rows and many are not row for row the same tokens"),
     ("--data rows --data rows", "--data names rows twice"),
+    ("--data rows --normalize model", "--normalize model needs weights of the model's later norms"),
     (
         "--act matching-pursuit --normalize standardize",
         "--act matching-pursuit compares directions",
