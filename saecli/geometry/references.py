@@ -234,30 +234,26 @@ def members(labels: Labels, count: int) -> list[NDArray[np.int64]]:
 
 
 def _fit_stream(sample: Rows, stream: Stream, counts: Sequence[int]) -> list[StreamedPCA]:
-    """k-means and local PCA with about `counts` cells, from two passes: one for centres, one for sums."""
-    means, pieces = (_affordable(sample, min(count, len(sample))) for count in counts)
-    pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
-    kmeans, cells = _streamed_centres(sample, stream, [means, pieces])
-    fits = [StreamedPCA(kmeans, with_directions=False), StreamedPCA(cells, with_directions=True)]
-    for batch in stream.batches():
-        for fit in fits:
-            fit.add(batch, nearest(batch, fit.centres))
-    return fits
-
-
-def _streamed_centres(sample: Rows, stream: Stream, counts: Sequence[int]) -> list[Rows]:
-    """The centres of MiniBatchKMeans for each number of cells, in one pass, started from the sample."""
+    """k-means and local PCA with about `counts` cells, from two passes: one for centres, by MiniBatchKMeans from those
+    of the sample, and one for sums."""
     from sklearn.cluster import MiniBatchKMeans  # half a second that only this needs
 
+    means, pieces = (_affordable(sample, min(count, len(sample))) for count in counts)
+    pieces = max(1, min(pieces, SCATTER // sample.shape[1] ** 2))
     estimators = [
         MiniBatchKMeans(count, n_init=1, random_state=0, init="random").partial_fit(sample)
-        for count in counts
+        for count in (means, pieces)
     ]
     for rows in stream.batches():
         for batch in np.split(rows, range(BATCH, len(rows), BATCH)):
             for estimator in estimators:
                 estimator.partial_fit(batch)
-    return [estimator.cluster_centers_ for estimator in estimators]
+    kmeans, cells = (estimator.cluster_centers_ for estimator in estimators)
+    fits = [StreamedPCA(kmeans, with_directions=False), StreamedPCA(cells, with_directions=True)]
+    for batch in stream.batches():
+        for fit in fits:
+            fit.add(batch, nearest(batch, fit.centres))
+    return fits
 
 
 def _affordable(train: Rows, count: int) -> int:

@@ -21,14 +21,12 @@ ROWS = [
 ]
 
 
-def printed(
-    title: str | None, columns: list[str], rows: list[list[object]], width: int
-) -> list[str]:
-    console = Console(width=width, highlight=False)
+def printed(*shown: RenderableType, width: int = 160, **options: Any) -> list[str]:
+    console = Console(width=width, highlight=False, **options)
     with console.capture() as taken:
-        console.print(table(title, columns, rows))
+        console.print(*shown)
     lines = taken.get().splitlines()
-    assert max(map(cell_len, lines)) <= width
+    assert options or max(map(cell_len, lines)) <= width
     return lines
 
 
@@ -40,7 +38,7 @@ def joined(lines: list[str]) -> list[list[str]]:
 
 
 def test_a_wide_console_shows_figures_whole_and_names_left():
-    lines = printed("the title", COLUMNS, ROWS, 100)
+    lines = printed(table("the title", COLUMNS, ROWS), width=100)
     assert lines[0] == "the title"
     assert joined(lines) == [
         ["a-rather-long-name-of-a-run", "4,096", "0.1606", "5% to 95%: 0.1 to 0.2"],
@@ -50,7 +48,7 @@ def test_a_wide_console_shows_figures_whole_and_names_left():
 
 @pytest.mark.parametrize("width", [50, 60, 70])
 def test_a_narrow_console_folds_phrases_and_stacks_columns(width: int):
-    lines = printed(None, COLUMNS, ROWS, width)
+    lines = printed(table(None, COLUMNS, ROWS), width=width)
     assert sum(line.startswith("┏") for line in lines) == (2 if width == 50 else 1)
     shown = " ".join(cell for row in joined(lines) for cell in row)
     for whole in ("a-rather-long-name-of-a-run", "4,096", "0.1606", "0.2"):
@@ -58,13 +56,13 @@ def test_a_narrow_console_folds_phrases_and_stacks_columns(width: int):
 
 
 def test_a_long_path_folds_and_loses_no_letter():
-    shown = joined(printed(None, ["", "store"], [["path", "/a/" + "x" * 80]], 40))
+    shown = joined(printed(table(None, ["", "store"], [["path", "/a/" + "x" * 80]]), width=40))
     assert "".join(row[1] for row in shown) == "/a/" + "x" * 80
 
 
 @pytest.mark.parametrize("name", NASTY)
 def test_names_that_look_like_markup_are_shown_as_they_are(name: str):
-    lines = printed(name, [name, name], [[name, name]], 80)
+    lines = printed(table(name, [name, name], [[name, name]]), width=80)
     assert (lines[0], joined(lines)) == (name, [[name, name]])
 
 
@@ -91,26 +89,16 @@ def test_latents_of_a_crosscoder_are_listed_by_class_but_for_shared_ones():
         "shared": 2,
         "class": ["shared", "only first by latent scaling", "in between"],
     }
-    console = Console(width=250)
-    with console.capture() as printed:
-        console.print(places_table(run))
-    assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in printed.get()
-    assert "1 in between" in printed.get()
-    assert "x: only first by latent scaling: 1\n" in printed.get()
-    assert "x: shared" not in printed.get()
-
-
-def shown(table: RenderableType) -> list[list[str]]:
-    """The cells of each line of a table in a pipe."""
-    console = Console(width=160, highlight=False)
-    with console.capture() as taken:
-        console.print(table)
-    return joined(taken.get().splitlines())
+    lines = printed(places_table(run), width=250)
+    said = "\n".join(lines)
+    assert "of 3 latents 2 are shared by all hook points, 0 exclusive" in said
+    assert "1 in between" in said and "x: shared" not in said
+    assert "x: only first by latent scaling: 1" in [line.strip() for line in lines]
 
 
 def about(table: RenderableType, name: str) -> list[list[str]]:
     """What lines whose first cell begins so say."""
-    return [cells[1:] for cells in shown(table) if cells[0].startswith(name)]
+    return [cells[1:] for cells in joined(printed(table)) if cells[0].startswith(name)]
 
 
 @pytest.fixture
@@ -137,7 +125,6 @@ def test_a_theorem_takes_one_line_with_the_rows_that_it_was_checked_on(document:
 
 
 def test_rows_that_break_the_theorem_stand_out(document: dict[str, Any]):
-    console = Console(width=80, force_terminal=True)
     broken = deepcopy(document)
     compared = broken["power_diagram"]
     compared["ties"], decided = 2, compared["rows"] - 2
@@ -147,6 +134,5 @@ def test_rows_that_break_the_theorem_stand_out(document: dict[str, Any]):
             ["disagrees", f"on {wrong} of {decided} rows"]
         ]
         assert disagreement(broken["power_diagram"]) == f"on {wrong} of {decided} rows"
-        with console.capture() as taken:
-            console.print(geometry_table(broken))
-        assert "\x1b[1;31mdisagrees" in taken.get()
+        lines = printed(geometry_table(broken), width=80, force_terminal=True)
+        assert "\x1b[1;31mdisagrees" in "\n".join(lines)
