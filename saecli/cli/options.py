@@ -285,33 +285,25 @@ def home_of(ctx: typer.Context) -> Home:
     return Home(Path(ctx.find_root().params["home"]))  # there is no session during completion
 
 
-def _chosen_run(ctx: typer.Context, name: str | None) -> str | None:
-    """The name, where none is needed: RunError before anything slow is imported if there is no run at all."""
+def _chosen_runs(ctx: typer.Context, runs: str | list[str] | None) -> str | list[str] | None:
+    """The runs that are named, or match patterns; RunError before anything slow is imported if there is no run."""
     home = ctx.find_root().obj  # None during completion
-    if home and name is None:
+    if home and not runs:
         home.runs.find(None)
-    return name
-
-
-def _chosen_runs(ctx: typer.Context, names: list[str] | None) -> list[str]:
-    """The names that match; as `_chosen_run` for none."""
-    home = ctx.find_root().obj
-    if home and not names:
-        home.runs.find(None)
-    return home.runs.matching(names or []) if home else names or []
+    return home.runs.matching(runs) if home and isinstance(runs, list) else runs
 
 
 _RUN: dict[str, Any] = {
     "metavar": "RUN",
     "show_default": "the newest run",
     "autocompletion": run_names,
+    "callback": _chosen_runs,
 }
 Run = Annotated[
     str | None,
     typer.Argument(
         help="Run name, folder that holds an SAE, or user/repo/folder@revision on the Hugging Face hub.",
         **_RUN,
-        callback=_chosen_run,
     ),
 ]
 Runs = Annotated[
@@ -320,12 +312,10 @@ Runs = Annotated[
         help="Run names or patterns such as 'mlp-*', folders that hold an SAE, or user/repo/folder@revision on the "
         "Hugging Face hub.",
         **_RUN,
-        callback=_chosen_runs,
     ),
 ]
 OwnRun = Annotated[
-    str | None,
-    typer.Argument(help="Compare this finished run of sae train.", **_RUN, callback=_chosen_run),
+    str | None, typer.Argument(help="Compare this finished run of sae train.", **_RUN)
 ]
 Data = Annotated[
     list[str] | None,
