@@ -86,6 +86,14 @@ def sae_of(W: np.ndarray, b: np.ndarray, activation: Activation, rng: np.random.
     )
 
 
+def case_of(
+    activation: Activation, D: int, F: int, rows: int = 4, shape: str = "plain", seed: int = 0
+) -> Case:
+    rng = np.random.default_rng(seed)
+    sae = sae_of(*encoder(rng, D, F, shape), activation, rng)
+    return Case(sae, torch.from_numpy(rng.normal(size=(rows, D))))
+
+
 def walls(sae: SAE, row: np.ndarray) -> list[tuple[float, np.ndarray]]:
     """Every wall of the row's cell: its distance and the unit vector towards it, pair by pair in plain Python."""
     W, b = sae.W_enc.numpy(), sae.b_enc.numpy()

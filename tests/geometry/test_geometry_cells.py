@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from encoders import Case, cases, encoder, sae_of, walls
+from encoders import Case, case_of, cases, sae_of, walls
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,20 +93,17 @@ def test_crossings_count_the_walls_within_the_radius(case: Case, radius: float) 
 def test_margins_of_many_latents_equal_the_nearest_of_all_walls(
     activation: Activation, shape: str
 ) -> None:
-    rng = np.random.default_rng(0)
-    sae = sae_of(*encoder(rng, 32, 600, shape), activation, rng)
-    rows = torch.from_numpy(rng.normal(size=(4, 32)))
-    cells = cells_of(sae)
-    margins = cells.margins(cells.pre_activations(rows)).numpy()
-    expected = [min(distance for distance, _ in walls(sae, row)) for row in rows.numpy()]
+    case = case_of(activation, 32, 600, shape=shape)
+    cells = cells_of(case.sae)
+    margins = cells.margins(cells.pre_activations(case.rows)).numpy()
+    expected = [min(distance for distance, _ in walls(case.sae, row)) for row in case.rows.numpy()]
     np.testing.assert_allclose(margins, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("activation", [Relu(), TopK(2), AbsTopK(2), ReluTopK(2)], ids=repr)
 def test_a_row_of_nan_has_no_margin_and_spoils_no_other(activation: Activation) -> None:
-    rng = np.random.default_rng(0)
-    cells = cells_of(sae_of(*encoder(rng, 3, 5, "plain"), activation, rng))
-    rows = torch.from_numpy(rng.normal(size=(4, 3)))
+    case = case_of(activation, 3, 5)
+    cells, rows = cells_of(case.sae), case.rows
     expected = cells.margins(cells.pre_activations(rows))
     rows[1, 0] = expected[1] = torch.nan
     torch.testing.assert_close(cells.margins(cells.pre_activations(rows)), expected, equal_nan=True)
@@ -114,9 +111,9 @@ def test_a_row_of_nan_has_no_margin_and_spoils_no_other(activation: Activation) 
 
 @pytest.mark.parametrize("kind", [TopK, AbsTopK])
 def test_a_cell_that_is_the_whole_space_has_no_boundary(kind: type) -> None:
-    rng = np.random.default_rng(0)
-    cells = cells_of(sae_of(*encoder(rng, 3, 5, "plain"), kind(5), rng))
-    pre = cells.pre_activations(torch.from_numpy(rng.normal(size=(4, 3))))
+    case = case_of(kind(5), 3, 5)
+    cells = cells_of(case.sae)
+    pre = cells.pre_activations(case.rows)
     assert torch.isinf(cells.margins(pre)).all()
     assert (cells.crossings(pre, 1e9) == 0).all()
     assert cells.possible_log10 == pytest.approx(0, abs=1e-9)
@@ -137,11 +134,9 @@ def test_possible_cells_are_counted_exactly(F: int, k: int) -> None:
 
 
 def test_an_activation_without_cells_is_refused_in_one_sentence() -> None:
-    rng = np.random.default_rng(0)
-    with pytest.raises(
-        ConfigError, match=r"matching-pursuit has no cells .*; expected one of relu, "
-    ):
-        cells_of(sae_of(*encoder(rng, 2, 3, "plain"), MatchingPursuit(2), rng))
+    said = r"matching-pursuit has no cells .*; expected one of relu, "
+    with pytest.raises(ConfigError, match=said):
+        cells_of(case_of(MatchingPursuit(2), 2, 3).sae)
 
 
 @given(
@@ -162,8 +157,7 @@ def test_ranks_are_those_of_the_jacobian(case: Case) -> None:
 
 
 def test_equal_and_zero_latents_are_counted() -> None:
-    rng = np.random.default_rng(0)
-    sae = sae_of(*encoder(rng, 4, 12, "plain"), JumpRelu(), rng)
+    sae = case_of(JumpRelu(), 4, 12).sae
     assert set(degenerate(sae).values()) == {0}
     W_enc, b_enc, W_dec = sae.W_enc.clone(), sae.b_enc.clone(), sae.W_dec.clone()
     threshold = sae.activation_parameters["threshold"].clone()
@@ -212,9 +206,8 @@ def test_a_constant_added_to_all_weights_moves_no_cell(case: Case, constant: flo
 
 
 def test_abs_topk_is_no_diagram_of_its_encoder_but_one_of_twice_the_sites() -> None:
-    rng = np.random.default_rng(0)
-    sae = sae_of(*encoder(rng, 4, 12, "plain"), AbsTopK(3), rng)
-    rows = torch.from_numpy(rng.normal(size=(200, 4)))
+    case = case_of(AbsTopK(3), 4, 12, rows=200)
+    sae, rows = case.sae, case.rows
     kept = sae.pre_activations(rows).abs().topk(3).indices.sort(-1).values
     single = PowerDiagram.from_encoder(sae.W_enc, sae.b_enc).nearest(rows, 3).sort(-1).values
     double = cells_of(sae).diagram.nearest(rows, 3)
@@ -226,9 +219,8 @@ def test_abs_topk_is_no_diagram_of_its_encoder_but_one_of_twice_the_sites() -> N
 
 
 def test_large_rows_do_not_pass_rounding_off_as_disagreement() -> None:
-    rng = np.random.default_rng(1)
-    sae = sae_of(*encoder(rng, 16, 200, "plain"), TopK(8), rng)
-    result = agreement(cells_of(sae), [torch.from_numpy(1e5 * rng.normal(size=(500, 16)) + 1e6)])
+    case = case_of(TopK(8), 16, 200, rows=500, seed=1)
+    result = agreement(cells_of(case.sae), [1e5 * case.rows + 1e6])
     assert result["agreement"] == 1.0
     assert result["ties"] < 5
 
@@ -250,6 +242,4 @@ def test_equal_latents_at_the_boundary_are_ties_and_counted_apart(kind: type) ->
 
 @pytest.mark.parametrize("activation", [Relu(), JumpRelu()])
 def test_thresholded_activations_have_no_power_diagram(activation: Relu) -> None:
-    rng = np.random.default_rng(0)
-    sae = sae_of(*encoder(rng, 2, 3, "plain"), activation, rng)
-    assert agreement(cells_of(sae), []) is None
+    assert agreement(cells_of(case_of(activation, 2, 3).sae), []) is None

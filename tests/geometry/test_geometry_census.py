@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from encoders import encoder, sae_of
+from encoders import case_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,10 +44,9 @@ def test_the_sample_of_a_stream_is_uniform_in_order_and_whole_if_it_fits(
     rows: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(geometry, "SAMPLE_BYTES", 4 * 4 * 700)
-    rng = np.random.default_rng(0)
-    sae = sae_of(*encoder(rng, 4, 20, "plain"), TopK(3), rng)
-    x = torch.from_numpy(rng.normal(size=(rows, 4))).float()
-    result = survey_rows(cells_of(sae), x.split(128), rows)
+    case = case_of(TopK(3), 4, 20, rows)
+    x = case.rows.float()
+    result = survey_rows(cells_of(case.sae), x.split(128), rows)
     numbers = [int((x == row).all(1).nonzero()) for row in torch.from_numpy(result.sample)]
     assert len(numbers) == kept and numbers == sorted(set(numbers))
     assert np.median(numbers) == pytest.approx(rows / 2, abs=0.1 * rows)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from encoders import encoder, sae_of
+from encoders import case_of
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.cluster import KMeans
@@ -36,9 +36,8 @@ def clusters(seed: int, rows: int = 400) -> np.ndarray:
     ).astype(np.float32)
 
 
-def a_sae(F: int = 30, k: int = 3) -> SAE:
-    rng = np.random.default_rng(0)
-    return sae_of(*encoder(rng, D, F, "plain"), TopK(k), rng)
+def a_sae() -> SAE:
+    return case_of(TopK(3), D, 30).sae
 
 
 def scatter(rows: np.ndarray) -> float:
@@ -163,9 +162,7 @@ def test_many_rows_are_clustered_in_mini_batches_about_as_well(
 @pytest.mark.parametrize("activation", [TopK(3), Relu()], ids=["topk", "relu"])
 def test_equal_rows_give_no_finite_number_and_no_warning(rows: int, activation: TopK) -> None:
     same = np.ones((rows, D), np.float32)
-    rng = np.random.default_rng(0)
-    sae = sae_of(*encoder(rng, D, 30, "plain"), activation, rng)
-    measures = measure_references(sae, same, same, 3)
+    measures = measure_references(case_of(activation, D, 30).sae, same, same, 3)
     assert np.isnan([measures["kmeans_fvu"], measures["local_pca_fvu"]]).all()
     assert measures["sae_fvu"] == np.inf  # as `sae eval` has it
     assert measures["kmeans_cells"] == max(1, rows // 4)
