@@ -220,7 +220,7 @@ def fill_defaults(
 
 
 def _fill_sparsity(training: TrainingConfig, activation: Activation, d_in: int) -> TrainingConfig:
-    sparsity = training.sparsity or activation.default_sparsity
+    sparsity = activation.default_sparsity if training.sparsity is None else training.sparsity
     activation.check_sparsity(sparsity)
     weight, warm_up = training.sparsity_weight, training.sparsity_warm_up
     if sparsity == "none" and weight:

@@ -16,6 +16,7 @@ WRONG = [
     ("--act topk --k 25 --d-sae 24", "--k must be at most --d-sae, 24"),
     ("--act topk --k 2 --k 100000", "--k must be at most --d-sae"),
     ("--act topk --sparsity l0", "--sparsity l0 cannot be used with --act topk"),
+    ("--act topk --sparsity=", "--sparsity"),
     ("--act topk --sparsity-weight 1", "--sparsity-weight does nothing with --sparsity none"),
     ("--act topk --sparsity-warm-up 0", "--sparsity-warm-up does nothing with --sparsity none"),
     ("--sparsity-weight 1e30", "--sparsity-weight must be at most 1e+12"),
