@@ -139,7 +139,7 @@ def added(root: Path) -> dict[str, str]:
         '    "native": ',
         '    "npz": Format(("sae.npz",), npz.load, npz.save, ACTIVATIONS.values()),\n    "native": ',
     )
-    line("sae/formats/__init__.py", "libraries, saelens", "libraries, npz, saelens")
+    line("sae/formats/__init__.py", "libraries, scopes", "libraries, npz, scopes")
     write("cli/count.py", COMMAND)
     line("cli/main.py", "COMMANDS = {\n", 'COMMANDS = {\n    "count": "Count the runs.",\n')
     return {**os.environ, "PYTHONPATH": str(root), "SAE_HOME": str(root / "home")}

@@ -2,8 +2,7 @@
 
     common.py       SavedSAE, tables of tensors' names, reading and writing of files
     hooks.py        names of hook points
-    saelens.py      SAELens
-    libraries.py    sparsify, dictionary_learning, circuit-tracer
+    libraries.py    SAELens, sparsify, dictionary_learning, circuit-tracer
     scopes.py       Gemma Scope and Gemma Scope 2; Llama Scope, Qwen-Scope and single files, which are only read
 
 This tool's own format is one file, `sae.safetensors`, of an SAE on raw activations. It MUST hold W_enc (d_in, d_sae),
@@ -35,7 +34,7 @@ from ..activations import (
     activation_to_json,
 )
 from ..dictionary import SAE
-from . import libraries, saelens, scopes
+from . import libraries, scopes
 from .common import (
     SavedSAE,
     assemble,
@@ -147,11 +146,11 @@ def load_native(folder: Path) -> SavedSAE:
 # The first whose files are all present is used: sparsify before native.
 FORMATS: dict[str, Format] = {
     "saelens": Format(
-        (saelens.CONFIG, saelens.TENSORS),
-        saelens.load_saelens,
-        saelens.save_saelens,
-        saelens.ARCHITECTURES,
-        saelens.TRANSCODERS,
+        (libraries.SAELENS_CONFIG, libraries.SAELENS_WEIGHTS),
+        libraries.load_saelens,
+        libraries.save_saelens,
+        libraries.ARCHITECTURES,
+        libraries.TRANSCODERS,
     ),
     "sparsify": Format(
         (libraries.SPARSIFY_CONFIG, libraries.SPARSIFY_WEIGHTS),
