@@ -219,17 +219,6 @@ def in_groups(blocks: Iterable[Block], tokens: int, rows: int) -> Iterator[list[
         yield group
 
 
-def store_block(writer: StoreWriter, block: Block, rows: np.ndarray | None) -> None:
-    """Append a block to a store; without activations if no window is in it."""
-    writer.append(
-        np.empty((0, writer.meta.d_in), np.float32) if rows is None else rows,
-        {name: block.columns[name] for name in writer.meta.columns},
-        block.cursor.to_json(),
-        block.before,
-        block.windows if writer.meta.windows else None,
-    )
-
-
 def fill(
     writers: Mapping[HookPoint, StoreWriter],
     blocks_from: Callable[[Cursor], Generator[Block, None, None]],
@@ -257,7 +246,11 @@ def fill(
         for block, activations in zip(group, parts, strict=True):
             for point, writer in writers.items():
                 if needs(point, block):
-                    store_block(writer, block, activations.get(point))
+                    columns = {name: block.columns[name] for name in writer.meta.columns}
+                    nothing = np.empty((0, writer.meta.d_in), np.float32)
+                    windows = block.windows if writer.meta.windows else None
+                    at, counts = block.cursor.to_json(), block.before
+                    writer.append(activations.get(point, nothing), columns, at, counts, windows)
                     demand_some(writer.rows, writer.meta.dtype, block.offered, len(points))
             for words in block.notes:
                 forward.note(words)

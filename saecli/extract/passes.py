@@ -15,9 +15,8 @@ Shapes: B windows, T tokens, n of them rows, D = d_in, E = d_out, V vocabulary.
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -161,66 +160,52 @@ def _copied(output: Any) -> Any:
     return (output[0].detach().clone(), *output[1:])
 
 
-@dataclass(frozen=True, eq=False)
 class CleanPass:
-    """A batch of windows run through a model as it is."""
+    """A batch of windows run through a model as it is.
 
-    passes: Passes
-    writes: tuple[HookPoint, ...]
-    token_ids: Tensor  # (B, T)
-    mask: Tensor  # (B, T), 0 at padding
-    replaced: Tensor  # (B, T) bool
-    next_tokens: Tensor  # (n,) int64, NO_NEXT at the end of a window's text
-    states: Tensor  # inputs of the head, (n, d_model)
-    below: dict[int, Below]  # first blocks to be repeated
-    x: Tensor  # activations at the hook points read, side by side, (n, D)
-    y: Tensor  # at those written, (n, E)
+    x: activations at the hook points read, side by side, (n, D).
+    y: at those written, (n, E).
+    states: inputs of the head, (n, d_model).
+    next_tokens: (n,) int64, NO_NEXT at the end of a window's text.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         passes: Passes,
         windows: Sequence[StoredWindow],
         reads: tuple[HookPoint, ...],
         writes: tuple[HookPoint, ...],
         parts: Sequence[tuple[HookPoint, ...]] = (),
-    ) -> Self:
+    ) -> None:
         """`parts`: hook points that are to be replaced at once, if not all that are written."""
-        token_ids, mask, replaced = padded(windows)
-        passes.model.check_tokens(token_ids)
-        next_tokens = functional.pad(token_ids[:, 1:], (0, 1))
-        of_text = mask.clone()
+        self.passes, self.writes = passes, writes
+        self._token_ids, self._mask, replaced = padded(windows)  # (B, T); mask 0 at padding
+        passes.model.check_tokens(self._token_ids)
+        next_tokens = functional.pad(self._token_ids[:, 1:], (0, 1))
+        of_text = self._mask.clone()
         for row, window in enumerate(windows):
             text_end = window.length - len(passes.suffix)
             if window.token_ids[text_end:].tolist() == passes.suffix:
                 of_text[row, text_end:] = 0  # added after the window's text, perhaps mid-document
         has_next = functional.pad(of_text[:, 1:], (0, 1)).bool()
         next_tokens = torch.where(has_next, next_tokens, NO_NEXT)[replaced]
-        replaced = replaced.to(passes.model.device)
-        keep = {passes.repeatable(part, token_ids) for part in parts or [writes]} - {0}
+        self.next_tokens = next_tokens.to(passes.model.device)
+        self._replaced = replaced.to(passes.model.device)
+        keep = {passes.repeatable(part, self._token_ids) for part in parts or [writes]} - {0}
         read: dict[HookPoint, Tensor] = {}
 
         def look(point: HookPoint, activations: Tensor) -> Tensor:
-            read[point] = activations[replaced]
+            read[point] = activations[self._replaced]
             return activations
 
         with torch.no_grad():
-            states, below = passes.states(
-                token_ids, mask, dict.fromkeys((*reads, *writes), look), keep
-            )
-        x, y = (torch.cat([read[point] for point in points], 1) for points in (reads, writes))
-        return cls(
-            passes,
-            writes,
-            token_ids,
-            mask,
-            replaced,
-            next_tokens.to(passes.model.device),
-            states[replaced],
-            below,
-            x,
-            x if reads == writes else y,
-        )
+            hooks = dict.fromkeys((*reads, *writes), look)
+            states, self._below = passes.states(self._token_ids, self._mask, hooks, keep)
+        self.states = states[self._replaced]
+        self.x = torch.cat([read[point] for point in reads], 1)
+        self.y = self.x
+        if reads != writes:
+            self.y = torch.cat([read[point] for point in writes], 1)
 
     def spliced(self, y_hat: Tensor, writes: tuple[HookPoint, ...] = ()) -> Tensor:
         """The inputs of the head, (n, d_model), with y_hat, (n, E), in place of the activations at the hook points
@@ -229,7 +214,7 @@ class CleanPass:
         values = dict(zip(writes, y_hat.chunk(len(writes), 1), strict=True))
 
         def replace(point: HookPoint, activations: Tensor) -> Tensor:
-            return activations.index_put((self.replaced,), values[point].to(activations))
+            return activations.index_put((self._replaced,), values[point].to(activations))
 
         return self._changed(writes, replace)
 
@@ -240,11 +225,10 @@ class CleanPass:
     def _changed(
         self, writes: tuple[HookPoint, ...], replace: Callable[[HookPoint, Tensor], Tensor]
     ) -> Tensor:
-        below = self.below.get(self.passes.repeatable(writes, self.token_ids))
-        states, _ = self.passes.states(
-            self.token_ids, self.mask, dict.fromkeys(writes, replace), below=below
-        )
-        return states[self.replaced]
+        below = self._below.get(self.passes.repeatable(writes, self._token_ids))
+        hooks = dict.fromkeys(writes, replace)
+        states, _ = self.passes.states(self._token_ids, self._mask, hooks, below=below)
+        return states[self._replaced]
 
     def losses(self, states: Tensor) -> Tensor:
         """The cross-entropy of the next token, (n,) float32, given inputs of the head; 0 where there is none."""
@@ -421,7 +405,7 @@ def _clean_passes(
     for number, passes in enumerate(models):
         points = tuple(point for point in reads if point.model == number)
         own_parts = [part for part in parts if part[0].model == number]
-        clean_passes.append(CleanPass.of(passes, windows, points, points, own_parts))
+        clean_passes.append(CleanPass(passes, windows, points, points, own_parts))
     return clean_passes
 
 

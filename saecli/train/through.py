@@ -76,7 +76,7 @@ class SplicedText:
         return pass_tokens(self.passes.model.device)
 
     def clean(self, windows: Sequence[StoredWindow]) -> CleanPass:
-        return CleanPass.of(self.passes, windows, self.hooked.reads, self.hooked.writes)
+        return CleanPass(self.passes, windows, self.hooked.reads, self.hooked.writes)
 
     def windows_of_step(self, step: int, seed: int) -> list[int]:
         """The numbers of a step's windows, from passes over all of them, each in an order of its own."""

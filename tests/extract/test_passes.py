@@ -117,7 +117,7 @@ def test_the_gradient_is_that_of_plain_torch(
     objective: str, gemma: LanguageModel, windows: list[StoredWindow], small_blocks: None
 ):
     place = (HookPoint(2, "resid_post"),)
-    clean = CleanPass.of(Passes(gemma), windows, place, place)
+    clean = CleanPass(Passes(gemma), windows, place, place)
     y_hat = (clean.x + 0.3 * torch.randn_like(clean.x)).requires_grad_()
     states = clean.spliced(y_hat)
     value, slope = clean.descent(states.detach(), objective)
