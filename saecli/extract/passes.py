@@ -358,14 +358,29 @@ def effects(
     sums = [_Sums(part, len(saes)) for part in parts]
     clean_sums = torch.zeros(len(models), dtype=torch.float64)
     writes = reads if len(parts) > 1 or parts[0] == reads else parts[0]
+    of_models = [
+        (
+            passes,
+            tuple(point for point in reads if point.model == number),
+            [part for part in parts if part[0].model == number],
+        )
+        for number, passes in enumerate(models)
+    ]
     tokens = predictions = tokens_zeroed = predictions_zeroed = 0
     for batch in in_batches(windows, pass_tokens(models[0].model.device)):
-        clean_passes = _clean_passes(models, batch, reads, parts)
+        clean_passes = [
+            CleanPass(passes, batch, points, points, own_parts)
+            for passes, points, own_parts in of_models
+        ]
         activations: dict[HookPoint, Tensor] = {}
         for clean in clean_passes:
             activations |= zip(clean.writes, clean.x.chunk(len(clean.writes), 1), strict=True)
         x = torch.cat([activations[point] for point in reads], 1)
-        predicted = [_predicted(sae, x, writes) for sae in saes]
+        predicted: list[dict[HookPoint, Tensor]] = []
+        for sae in saes:
+            y_hat = sae(x.to(sae.W_enc))
+            columns = zip(writes, sae.hook_columns, strict=True)
+            predicted.append({point: y_hat[:, own] for point, own in columns})
         zero_too = tokens_zeroed <= zeroed * tokens
         for number, clean in enumerate(clean_passes):
             own = [each for each in sums if each.part[0].model == number]
@@ -393,25 +408,6 @@ def effects(
         }
 
     return [[measures(own, index) for own in sums] for index in range(len(saes))]
-
-
-def _clean_passes(
-    models: Sequence[Passes],
-    windows: Sequence[StoredWindow],
-    reads: tuple[HookPoint, ...],
-    parts: Sequence[tuple[HookPoint, ...]],
-) -> list[CleanPass]:
-    clean_passes = []
-    for number, passes in enumerate(models):
-        points = tuple(point for point in reads if point.model == number)
-        own_parts = [part for part in parts if part[0].model == number]
-        clean_passes.append(CleanPass(passes, windows, points, points, own_parts))
-    return clean_passes
-
-
-def _predicted(sae: SAE, x: Tensor, writes: tuple[HookPoint, ...]) -> dict[HookPoint, Tensor]:
-    y_hat = sae(x.to(sae.W_enc))
-    return {point: y_hat[:, place] for point, place in zip(writes, sae.hook_columns, strict=True)}
 
 
 def _add(
