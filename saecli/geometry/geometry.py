@@ -379,8 +379,5 @@ def degenerate(sae: SAE) -> dict[str, int]:
 
 def _in_groups(rows: Tensor) -> int:
     """Number of rows, (F, any), that equal another."""
-    # Adding 0.0 turns -0.0 into 0.0.
-    counts = Counter(
-        blake2b(row, digest_size=16).digest() for row in (rows + 0.0).contiguous().numpy()
-    )
-    return sum(equal for equal in counts.values() if equal > 1)
+    counts = torch.unique(rows, dim=0, return_counts=True)[1]
+    return int(counts[counts > 1].sum())

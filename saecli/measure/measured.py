@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..base.console import Listener
 from ..base.devices import batches_on, device_named
@@ -53,8 +54,8 @@ class Alignment:
     def of(cls, W_dec: Tensor, directions: Tensor) -> "Alignment":
         """The alignment of a decoder, (F, D), with directions, (G, D)."""
         ours, theirs = (
-            rows / rows.norm(dim=1, keepdim=True).clamp(min=LEAST_NORM)
-            for rows in (W_dec.float(), directions.to(W_dec.device).float())
+            functional.normalize(rows.to(W_dec.device).float(), eps=LEAST_NORM)
+            for rows in (W_dec, directions)
         )
         return cls((ours @ theirs.T).cpu())
 
