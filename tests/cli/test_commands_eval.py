@@ -70,12 +70,9 @@ def test_a_few_rows_that_hold_most_of_the_variance_are_told(sae: CommandLine, tm
     ordinary[sinks] = False
     assert measures["massive_rows"] == 2
     assert measures["massive_variance"] == pytest.approx(0.9931, abs=1e-4)
-    assert measures["ordinary_fvu"] == pytest.approx(
-        relu_oracle(random_sae(), rows[ordinary])["fvu"]
-    )
-    assert measures["fvu"] == pytest.approx(
-        relu_oracle(random_sae(), rows[held_out])["fvu"], rel=1e-5
-    )
+    for name, chosen in (("ordinary_fvu", ordinary), ("fvu", held_out)):
+        expected = relu_oracle(random_sae(), rows[chosen])["fvu"]
+        assert measures[name] == pytest.approx(expected, rel=1e-5)
     said = "2 rows of massive norm hold 99.3% of the variance, and FVU is "
     assert said in done.err and f"but {measures['ordinary_fvu']:.4g} on the others" in done.err
     for command in ("sparsity", "geometry"):
@@ -137,17 +134,11 @@ def test_runs_make_one_table_sparsest_first_unbeaten_marked(sae: CommandLine):
     make_run(sae.home, "sparse", exact_sae(4))
     make_run(sae.home, "exact", exact_sae())
     out = sae("eval", "random", "exact", "sparse").out
-    assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == [
-        "sparse *",
-        "exact *",
-        "random",
-    ]
+    first = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
+    assert first == ["sparse *", "exact *", "random"]
     document = sae("eval", "random", "exact", "sparse", "--json").json
-    assert [(run["run"], run["unbeaten"]) for run in document["runs"]] == [
-        ("random", False),
-        ("exact", True),
-        ("sparse", True),
-    ]
+    unbeaten = {run["run"]: run["unbeaten"] for run in document["runs"]}
+    assert [*unbeaten.items()] == [("random", False), ("exact", True), ("sparse", True)]
     assert document["unbeaten_means"] in " ".join(out.split())
 
 

@@ -59,36 +59,26 @@ def test_document_equals_brute_force(sae: CommandLine, activation: Relu):
     document = sae("geometry", "--json").json
     exact, rows = trained.copy_to(torch.float64), torch.from_numpy(held_out()).double()
     assert list(document) == KEYS
-    assert [document[key] for key in KEYS[:5]] == [
-        "one",
-        "rows",
-        "test",
-        activation.name,
-        len(rows),
-    ]
+    heading = ["one", "rows", "test", activation.name, len(rows)]
+    assert [document[key] for key in KEYS[:5]] == heading
     supports = exact.encode(rows) != 0
     assert document["cells_visited"] == len(supports.unique(dim=0)) >= document["rank"]["cells"]
-    assert document["cells_share_log10"] == pytest.approx(
-        np.log10(document["cells_visited"]) - document["cells_possible_log10"]
-    )
+    share = np.log10(document["cells_visited"]) - document["cells_possible_log10"]
+    assert document["cells_share_log10"] == pytest.approx(share)
     assert document["l0"] == pytest.approx(supports.sum(1).double().mean())
     distances = [sorted(distance for distance, _ in walls(exact, row)) for row in rows.numpy()]
     nearest = np.array([row[0] for row in distances])
-    near = document["complexity"]
-    assert list(document["margin"]) == [*SPREAD, "relative"]
-    assert document["margin"]["median"] == pytest.approx(
-        np.sort(nearest)[round(0.5 * (len(nearest) - 1))], rel=1e-9
-    )
-    assert document["margin"]["mean"] == pytest.approx(nearest.mean(), rel=1e-9)
-    assert document["margin"]["relative"]["max"] == pytest.approx(
-        (nearest / rows.norm(dim=1).numpy()).max(), rel=1e-5
-    )
-    assert near["radius"] == pytest.approx(
-        0.01 * np.median((rows - rows.mean(0)).norm(dim=1)), rel=1e-4
-    )
-    assert near["mean"] == pytest.approx(
-        np.mean([np.sum(np.array(row) < near["radius"]) for row in distances])
-    )
+    near, margin = document["complexity"], document["margin"]
+    assert list(margin) == [*SPREAD, "relative"]
+    median = np.sort(nearest)[round(0.5 * (len(nearest) - 1))]
+    assert margin["median"] == pytest.approx(median, rel=1e-9)
+    assert margin["mean"] == pytest.approx(nearest.mean(), rel=1e-9)
+    relative = nearest / rows.norm(dim=1).numpy()
+    assert margin["relative"]["max"] == pytest.approx(relative.max(), rel=1e-5)
+    radius = 0.01 * np.median((rows - rows.mean(0)).norm(dim=1))
+    assert near["radius"] == pytest.approx(radius, rel=1e-4)
+    boundaries = [np.sum(np.array(row) < near["radius"]) for row in distances]
+    assert near["mean"] == pytest.approx(np.mean(boundaries))
     assert (document["power_diagram"] or {}).get("agreement", 1.0) == 1.0
     assert (document["power_diagram"] is not None) == isinstance(activation, TopK | AbsTopK)
     references, other = document["references"], document["other_split"]
@@ -105,12 +95,9 @@ def test_twins_and_latents_without_weights_are_told(sae: CommandLine):
     tensors["W_enc"][:, :2], tensors["W_dec"][3] = tensors["W_enc"][:, 5:6].clone(), 0
     tensors["b_enc"][:2] = tensors["b_enc"][5].clone()
     make_run(sae.home, "twins", SAE(**tensors, activation=TopK(3)))
-    assert sae("geometry", "--json").json["degenerate"] == {
-        "zero_encoder": 0,
-        "equal_encoder": 3,
-        "zero_decoder": 1,
-        "equal_decoder": 0,
-    }
+    degenerate = sae("geometry", "--json").json["degenerate"]
+    counts = {"zero_encoder": 0, "equal_encoder": 3, "zero_decoder": 1, "equal_decoder": 0}
+    assert degenerate == counts
     out = sae("geometry").out
     assert "latents equal to another" in out
     assert "1 with a decoder of zeros" in out

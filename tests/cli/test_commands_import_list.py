@@ -83,18 +83,13 @@ def test_list_shows_stores_and_runs_newest_first(sae):
     make_run(sae.home, "first", random_sae(), data="digits", created="2026-01-01")
     make_run(sae.home, "second", random_sae(), data="digits", created="2026-01-02", complete=False)
     document = sae("list", "--json").json
-    assert [
-        (store["name"], store["rows"], store["dtype"], store["shards"])
-        for store in document["stores"]
-    ] == [("half", 1797, "float16", 2), ("digits", 1797, "float32", 1)]
-    assert [(run["name"], run["state"], run["data"]) for run in document["runs"]] == [
-        ("second", "unfinished", "digits"),
-        ("first", "complete", "digits"),
-    ]
+    stores = [[store[key] for key in ("name", "dtype", "shards")] for store in document["stores"]]
+    assert stores == [["half", "float16", 2], ["digits", "float32", 1]]
+    runs = [[run[key] for key in ("name", "state", "data")] for run in document["runs"]]
+    assert runs == [["second", "unfinished", "digits"], ["first", "complete", "digits"]]
     for entry in (*document["stores"], *document["runs"]):
-        assert entry["bytes"] == sum(
-            path.stat().st_size for path in Path(entry["path"]).rglob("*") if path.is_file()
-        )
+        files = [path for path in Path(entry["path"]).rglob("*") if path.is_file()]
+        assert entry["bytes"] == sum(path.stat().st_size for path in files)
     shown = sae("list").out
     for word in ("half", "digits", "first", "second", "unfinished", "1,797", "float16"):
         assert word in shown
@@ -241,11 +236,8 @@ def test_an_unfinished_fine_tuning_that_needs_a_run_is_named(filled: CommandLine
     folder = filled.home / "runs" / "tuned"
     shutil.copytree(filled.home / "runs" / "first", folder)
     document = json.loads((folder / "run.json").read_text())
-    document |= {
-        "complete": False,
-        "solver": {"name": "finetune"},
-        "init": {"name": "first", "hash": "0"},
-    }
+    document |= {"complete": False, "solver": {"name": "finetune"}}
+    document |= {"init": {"name": "first", "hash": "0"}}
     (folder / "run.json").write_text(json.dumps(document))
     done = filled("rm", "first", "--yes", "--json")
     assert "; unfinished fine-tunings that need it: tuned" in done.err

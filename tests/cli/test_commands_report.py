@@ -108,10 +108,8 @@ def test_interest_is_contrast_times_agreement(sae: CommandLine, tmp_path: Path, 
     assert {*(frequency[2:] > 0.1)} == {True, False}  # the test sees both
     for latent, told in zip(range(2, F), index["interest"], strict=True):
         sizes = codes[codes[:, latent] != 0, latent]
-        peaks = [
-            example["tokens"][example["peak"]]
-            for example in pages_of(tmp_path / "out")[latent]["examples"]
-        ]
+        examples = pages_of(tmp_path / "out")[latent]["examples"]
+        peaks = [example["tokens"][example["peak"]] for example in examples]
         pairs = [a == b for at, a in enumerate(peaks) for b in peaks[:at]]
         expected = (1 - sizes.mean() / sizes.max()) * (1 + np.mean(pairs)) / 2 if len(sizes) else 0
         rare = frequency[latent] > 0.1 or len(sizes) < 10
@@ -243,13 +241,10 @@ def test_a_store_without_tokens_gives_row_numbers_and_says_so(sae: CommandLine, 
     assert index_of(tmp_path / "out")["curves"]["loss"][0]["points"] == []
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ("/gone", "showing token ids"),
-        (None, "texts does not say which model its tokens are of"),
-    ],
-)
+UNSAID = "texts does not say which model its tokens are of"
+
+
+@pytest.mark.parametrize(("model", "said"), [("/gone", "showing token ids"), (None, UNSAID)])
 def test_tokens_without_a_tokenizer_are_shown_as_numbers(
     sae: CommandLine, tmp_path: Path, model: str | None, said: str
 ):
@@ -259,9 +254,8 @@ def test_tokens_without_a_tokenizer_are_shown_as_numbers(
     assert said in done.err
     example = pages_of(tmp_path / "out")[0]["examples"][0]
     start = 30 * example["document"]
-    assert example["tokens"] == [
-        f"[{token}]" for token in texts.columns["token_id"][start : start + 30]
-    ]
+    tokens = texts.columns["token_id"][start : start + 30]
+    assert example["tokens"] == [f"[{token}]" for token in tokens]
 
 
 def test_a_report_that_is_stopped_half_way_leaves_nothing(tmp_path: Path):
@@ -280,10 +274,8 @@ def test_pages_name_the_known_feature_nearest_to_each_latent(sae: CommandLine, t
     make_run(sae.home, "run", mine, data="synthetic")
     done = sae("report", "run", "--out", tmp_path / "pages", "--json")
     assert done.json["measures"]["mcc"] == sae("eval", "run", "--json").json["runs"][0]["mcc"]
-    cosines = (
-        torch.nn.functional.normalize(mine.W_dec, dim=1).numpy()
-        @ World.of_store(store).directions.T
-    )
+    unit = torch.nn.functional.normalize(mine.W_dec, dim=1).numpy()
+    cosines = unit @ World.of_store(store).directions.T
     for latent, page in pages_of(tmp_path / "pages").items():
         feature = int(np.abs(cosines[latent]).argmax())
         assert page["feature"] == [feature, pytest.approx(cosines[latent, feature], rel=1e-3)]

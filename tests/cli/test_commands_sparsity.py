@@ -11,19 +11,7 @@ from saecli.sae.activations import Relu
 from saecli.sae.dictionary import SAE
 from saecli.store.split import is_test
 
-KEYS = [
-    "run",
-    "data",
-    "split",
-    "rows",
-    "l0",
-    "l0_std",
-    "density",
-    "silent",
-    "dense",
-    "frequency",
-    "dead_fraction",
-]
+KEYS = "run data split rows l0 l0_std density silent dense frequency dead_fraction".split()
 
 
 def graded_sae() -> SAE:
@@ -41,18 +29,15 @@ def test_counts_match_numpy_and_dense_and_silent_latents_are_listed(sae: Command
     assert list(document) == KEYS
     frequency = fires.mean(0)
     assert document["frequency"] == pytest.approx(frequency.tolist())
-    assert (document["silent"], document["dense"]) == (
-        (frequency == 0).sum(),
-        (frequency > 0.1).sum(),
-    )
+    assert document["silent"] == (frequency == 0).sum()
+    assert document["dense"] == (frequency > 0.1).sum()
     assert document["l0"] == pytest.approx(fires.sum(1).mean())
     assert document["l0_std"] == pytest.approx(fires.sum(1).std())
     assert document["density"] == pytest.approx(fires.mean())
     out, first = sae("sparsity", "graded").out, F - document["silent"]
-    assert (
-        f"graded: dense on these {document['rows']} rows: 0 (100%), 1 (100%)" in out
-    )  # by frequency
-    assert f"graded: silent on these {document['rows']} rows: {first}, {first + 1}" in out
+    on = f"on these {document['rows']} rows"
+    assert f"graded: dense {on}: 0 (100%), 1 (100%)" in out  # by frequency
+    assert f"graded: silent {on}: {first}, {first + 1}" in out
 
 
 def test_long_lists_end_with_how_many_more(sae: CommandLine):
@@ -62,10 +47,8 @@ def test_long_lists_end_with_how_many_more(sae: CommandLine):
     make_run(sae.home, "silent", silent)
     listed = ", ".join(map(str, range(12)))
     on = f"on these {is_test(np.arange(3000)).sum()} rows"
-    assert (
-        f"silent: dense {on}: none\nsilent: silent {on}: {listed} and 8 more\n"
-        in sae("sparsity").out
-    )
+    said = f"silent: dense {on}: none\nsilent: silent {on}: {listed} and 8 more\n"
+    assert said in sae("sparsity").out
 
 
 @pytest.mark.slow
@@ -75,10 +58,5 @@ def test_plot_saves_histograms_and_one_picture_of_patterns_a_run(sae: CommandLin
     make_run(sae.home, "random", random_sae())
     sae("sparsity", "random", "--plot", tmp_path / "one.png")
     sae("sparsity", "random", "graded", "--plot", tmp_path / "two.svg")
-    assert sorted(path.name for path in tmp_path.glob("*.*")) == [
-        "one-patterns.png",
-        "one.png",
-        "two-patterns-graded.svg",
-        "two-patterns-random.svg",
-        "two.svg",
-    ]
+    pictures = "one-patterns.png one.png two-patterns-graded.svg two-patterns-random.svg two.svg"
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == pictures.split()

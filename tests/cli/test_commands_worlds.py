@@ -54,9 +54,8 @@ def test_rows_and_true_codes_are_the_worlds_and_stay_together(sae):
         numbers = np.concatenate(list(rows.numbers(100)))
         assert 0 < len(numbers) < ROWS
         np.testing.assert_array_equal(truth_of(store, which), codes.toarray()[numbers] > 0)
-        assert [part.shape[0] for part in rows.codes(64)] == [
-            len(batch) for batch in rows.sequential(64)
-        ]
+        lengths = [len(batch) for batch in rows.sequential(64)]
+        assert [part.shape[0] for part in rows.codes(64)] == lengths
 
 
 def test_a_second_import_is_a_cache_hit_fewer_rows_the_first_of_more(sae):
@@ -78,12 +77,9 @@ def test_damage_to_the_truth_is_found_by_check_and_by_eval(sae, damaged):
     expected = contents(opened(sae))
     make_run(sae.home, "run", random_sae(d_in=D), data="synthetic")
     path = opened(sae).path / damaged
-    content = bytearray(expected[damaged])
-    at = (
-        content.index(opened(sae).chunk_column(1, "codes").data.tobytes())
-        if damaged.endswith("h5")
-        else -5
-    )
+    content, at = bytearray(expected[damaged]), -5
+    if damaged.endswith("h5"):
+        at = content.index(opened(sae).chunk_column(1, "codes").data.tobytes())
     content[at] ^= 64
     path.write_bytes(content)
     for done in (sae("list", "--check"), sae("eval", "run", "--data", "synthetic")):
@@ -107,14 +103,8 @@ def test_a_missing_world_is_refused_an_empty_store_removed(sae, monkeypatch):
 def perfect(world: World) -> SAE:
     """An SAE that is the world: its decoder holds the directions."""
     directions = torch.from_numpy(world.directions)
-    return SAE(
-        directions.T.clone(),
-        -directions @ torch.from_numpy(world.bias),
-        directions,
-        torch.from_numpy(world.bias),
-        Relu(),
-        {},
-    )
+    bias = torch.from_numpy(world.bias)
+    return SAE(directions.T.clone(), -directions @ bias, directions, bias, Relu(), {})
 
 
 def test_eval_tells_what_of_the_truth_an_sae_has_found(sae):

@@ -70,16 +70,13 @@ def test_a_model_whose_forward_pass_fails_is_named(sae: CommandLine, tmp_path: P
     model = AutoModelForCausalLM.from_pretrained(BUNDLED["tiny-gemma2"])
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(BUNDLED["tiny-gemma2"]).save_pretrained(folder)
+    mlp = type(model.model.layers[0].mlp)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(model.model.layers[0].mlp), "forward", lambda self, x: x @ torch.zeros(3, 3)
-        )
+        patch.setattr(mlp, "forward", lambda self, x: x @ torch.zeros(3, 3))
         done = sae("extract", "--model", folder, "--dataset", "stdlib-docs", "--rows", 100)
     assert done.status == 1
-    assert (
-        f"{folder} cannot run on these tokens: its forward pass failed with RuntimeError: mat1 and mat2"
-        in done.err
-    )
+    said = "its forward pass failed with RuntimeError: mat1 and mat2"
+    assert f"{folder} cannot run on these tokens: {said}" in done.err
 
 
 def test_an_sae_of_an_unknown_site_is_not_steered(sae: CommandLine):
@@ -98,12 +95,10 @@ def test_stores_are_taken_by_name_from_python(sae: CommandLine):
     make_store(sae.home, "rows", some_rows())
     make_store(sae.home, "more", some_rows())
     fitted = saecli.fit("rows", d_sae=16, epochs=1)
-    assert torch.equal(
-        fitted.W_enc, saecli.fit(saecli.open_store("rows"), d_sae=16, epochs=1).W_enc
-    )
+    store = saecli.open_store("rows")
+    assert torch.equal(fitted.W_enc, saecli.fit(store, d_sae=16, epochs=1).W_enc)
     with pytest.raises(StoreError, match="there is no activation store named 'row'"):
         saecli.fit("row")
-    store = saecli.open_store("rows")
     for stores, words in (((), "takes stores"), (([store, store],), "got a list")):
         with pytest.raises(ConfigError, match=words):
             saecli.join(*stores)
