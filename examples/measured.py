@@ -22,7 +22,7 @@ import torch
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import load
 from saecli.store.reader import ActivationStore
-from saecli.train.files import read_metrics
+from saecli.train.runs import read_metrics
 
 WAYS = {
     "sgd": "SGD, tied, as in the paper's code",

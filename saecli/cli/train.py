@@ -270,7 +270,7 @@ def train_and_print(session: Session, groups: Sequence[Sequence[Job]], each: boo
 
 def _draw_curves(session: Session, folders: Sequence[Path]) -> None:
     from ..show.pictures import loss_curves  # matplotlib takes a second to import
-    from ..train.files import read_metrics
+    from ..train.runs import read_metrics
 
     for folder in folders:
         try:

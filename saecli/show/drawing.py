@@ -15,7 +15,7 @@ from ..measure.stability import stability
 from ..sae.library import SAELike
 from ..sae.metrics import firing
 from ..store.split import Which
-from ..train.files import read_metrics
+from ..train.runs import read_metrics
 from . import pictures
 from .geometry import draw_geometry, rows_of_slice
 from .measures import sparsest_first

@@ -34,14 +34,13 @@ from ..sae.library import SAELike, Subject, lasting_name, note_if_remade, open_s
 from ..store.opening import Joined, open_joined
 from ..store.reader import Rows
 from ..store.split import Split
-from .files import claimed
 from .finetune_options import FINETUNED, TEXT, Finetune
 from .jobs import Job, unfinished_run
 from .loop import Loop
 from .options import TRAINED, TrainingConfig
 from .plan import split_kept_out
 from .rows import ArrayRows
-from .runs import Run
+from .runs import Run, claimed
 from .start import Start, fingerprint
 from .through import FinetunePlan, SplicedText, ThroughLoop
 from .training import Record, Training, start_training

@@ -15,9 +15,8 @@ from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingEr
 from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.machine import is_disk_full
 from ..base.processes import Communicator
-from .files import CHECKPOINT, claimed
 from .plan import doubts_at_start
-from .runs import Run, RunRecord, reopen_run
+from .runs import CHECKPOINT, Run, RunRecord, claimed, reopen_run
 from .training import Record, Training, start_training
 
 

@@ -1,7 +1,25 @@
-"""A training run, what its folder says of it, and a run read from there."""
+"""A training run, its folder, and a run read from there; trackers that `--log-to` names.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+    run.json                  configuration, data, state, result; written first, and again at the end
+    config.toml               the options of `sae train` that repeat the training
+    metrics.jsonl             one JSON object per line: `loss, batch_fvu, batch_l0`, means over some training batches,
+                              and at the end of each epoch `test_fvu, test_l0` of all held-out rows
+    checkpoint.safetensors    all state needed to resume, of the end of an epoch, or within one of every 1,000 steps
+    sae.safetensors           the SAE at that time, acting on raw activations
+    wandb/                    with --log-to wandb, its own files
+
+Each file but `metrics.jsonl` appears whole or not at all; lines of `metrics.jsonl` newer than the checkpoint are
+dropped on resuming.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,34 +28,28 @@ import torch
 from torch import Tensor
 
 from ..base.console import Listener
-from ..base.documents import RUN_VERSION
-from ..base.errors import ConfigError, RunError
-from ..base.files import appearing_whole, write_json
+from ..base.documents import RUN_VERSION, Marker, parse_json, read_json
+from ..base.errors import ConfigError, RunError, one_line
+from ..base.files import appearing_whole, lock_folder, regular, to_json, write_json
 from ..base.home import RUN_MARKER, Home
 from ..base.options import toml_lines
 from ..extract.extraction import Streamed
 from ..sae.activations import activation_from_json, activation_to_json
 from ..sae.dictionary import SAE
 from ..sae.formats import SavedSAE, save_native
+from ..sae.formats.common import read_safetensors, write_tensors
 from ..sae.library import origin_of
 from ..store.opening import Joined, open_joined
 from . import SOLVERS
-from .files import (
-    CONFIG,
-    Log,
-    Logged,
-    MetricsLog,
-    Progress,
-    WandbRun,
-    demand_wandb,
-    load_checkpoint,
-    save_checkpoint,
-)
 from .loop import Loop
 from .options import TrainingConfig
 from .plan import Plan, parts_of
 from .start import Start
-from .training import Record, Training
+from .training import Progress, Record, Training
+
+CONFIG, METRICS, CHECKPOINT = "config.toml", "metrics.jsonl", "checkpoint.safetensors"
+# Files written before a checkpoint.
+BEFORE_CHECKPOINT = {CONFIG, RUN_MARKER, METRICS, "wandb", "sae.safetensors"}
 
 
 @dataclass(frozen=True)
@@ -131,39 +143,196 @@ class Run:
 
 
 class RunRecord(Record):
+    """Writes the files of a run's folder as it is trained."""
+
     def __init__(self, run: Run, folder: Path, listener: Listener) -> None:
-        if run.plan.training.log_to is not None:
-            demand_wandb()
         self.run, self.folder, self.listener = run, folder, listener
-        self.logs: list[Log] = []
+        self.tracks = run.plan.training.log_to is not None
+        self.logs: list[MetricsLog | WandbRun] = []
+        if self.tracks and importlib.util.find_spec("wandb") is None:
+            raise ConfigError(
+                "--log-to wandb needs the package wandb, which is not installed; install it with `pip install "
+                "'saecli[wandb]'`, or leave --log-to out: metrics.jsonl holds the same figures"
+            )
 
     def checkpoint(self) -> tuple[dict[str, Tensor], Progress] | None:
         return load_checkpoint(self.folder)
 
     def begin(self, step: int) -> None:
-        settings = self.run.stores.names() | self.run.plan.settings()
-        logged = Logged(self.folder, self.run.created, settings, step, self.listener)
-        self.logs.append(MetricsLog(logged))
-        if self.run.plan.training.log_to is not None:
-            self.logs.append(WandbRun(logged))
+        self.logs.append(MetricsLog(self.folder, step))
+        if self.tracks:
+            self.logs.append(WandbRun(self))
 
     def line(self, line: dict[str, Any]) -> None:
         for log in self.logs:
             log.write(line)
 
     def save(self, sae: SAE, state: dict[str, Tensor], progress: Progress) -> None:
-        self._save(sae)
+        self.keep(sae)
         save_checkpoint(self.folder, state, progress)
 
     def keep(self, sae: SAE) -> None:
-        self._save(sae)
+        save_native(SavedSAE(sae.copy_to(torch.float32), self.run.origin), self.folder)
 
     def end(self) -> None:
         for log in self.logs:
             log.close()
 
-    def _save(self, sae: SAE) -> None:
-        save_native(SavedSAE(sae.copy_to(torch.float32), self.run.origin), self.folder)
+
+class MetricsLog:
+    """`metrics.jsonl`, without lines after a step."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        path = folder / METRICS
+        kept = [line for line in read_metrics(folder) if line["step"] <= step]
+        with appearing_whole(path) as temporary:
+            temporary.write_text(
+                "".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8"
+            )
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._file.write(to_json(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbRun:
+    """A run in Weights & Biases; offline if the server cannot be reached at the start."""
+
+    def __init__(self, record: RunRecord) -> None:
+        import wandb
+
+        run, folder = record.run, record.folder
+        # Its start tells a run from others of the same name.
+        identity = f"{folder.name}-{run.created[:19].translate(str.maketrans('T:', '--'))}"
+
+        def begin(identity: str, mode: str | None) -> Any:
+            return wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "saecli"),
+                name=folder.name,
+                id=identity,
+                resume="allow",
+                dir=str(folder),
+                config=run.stores.names() | run.plan.settings(),
+                reinit="create_new",
+                mode=mode,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+
+        try:
+            with redirect_stdout(sys.stderr):  # stdout holds the command's result alone
+                self._run = begin(identity, None)
+        except wandb.errors.CommError as error:
+            record.listener.note(
+                f"warning: Weights & Biases cannot be reached ({one_line(error)}); the run is kept in "
+                f"{folder / 'wandb'}, from which `wandb sync` sends it"
+            )
+            # By another name, since its process still holds the first.
+            self._run = begin(f"{identity}-offline", "offline")
+        except wandb.errors.UsageError as error:
+            raise ConfigError(
+                f"--log-to cannot begin a run in wandb: {one_line(error)}; log in by `wandb login`, or "
+                "set WANDB_MODE=offline"
+            ) from error
+
+    def write(self, line: dict[str, Any]) -> None:
+        numbers = {
+            name: value
+            for name, value in line.items()
+            if name != "step" and isinstance(value, int | float)
+        }
+        if line["step"] >= self._run.step:  # those logged before a resumption are not again
+            self._run.log(numbers, step=line["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
+    write_tensors(folder / CHECKPOINT, tensors, {"progress": to_json(asdict(progress))})
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
+    """The last checkpoint, None before the first."""
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return None
+    try:
+        tensors, metadata = read_safetensors(path)
+        return tensors, parse_json(metadata.get("progress", ""), Progress)
+    except ValueError as error:
+        raise RunError(
+            f"cannot read {path}: {error}; remove it to train this run from the start"
+        ) from error
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl`, without a last line cut off by a kill."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    try:
+        text = regular(path).read_bytes()
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error}; remove it to go on without it") from error
+    lines = []
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            measures = parse_json(line, dict[str, int | float | None])
+            if not isinstance(measures.get("step"), int):
+                raise ValueError
+            lines.append(measures)
+        except ValueError as error:
+            raise RunError(
+                f"cannot read line {number} of {path}: expected a JSON object of numbers with a step, got "
+                f"{line[:60].decode(errors='replace')!r}; remove the line to go on without it"
+            ) from error
+    return lines
+
+
+@contextmanager
+def claimed(folder: Path, new: bool = True) -> Iterator[None]:
+    """Lock a run's folder, and remove it at the end unless it has a checkpoint; FileExistsError if a new run's name is
+    taken. Leftovers of a run killed before its first checkpoint are removed."""
+    if new and not _is_free(folder):
+        raise FileExistsError(folder)
+    try:
+        lock = lock_folder(folder)
+    except BlockingIOError as error:
+        raise RunError(
+            f"another process is training {folder.name}; wait for it, or stop it"
+        ) from error
+    try:
+        if new:
+            if not _is_free(folder):  # by now
+                raise FileExistsError(folder)
+            for path in folder.glob("[!.]*"):  # not its lock
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        try:
+            yield
+        finally:
+            if not (folder / CHECKPOINT).exists():
+                shutil.rmtree(folder)
+    finally:
+        os.close(lock)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether a folder is empty, or holds only leftovers of a run that cannot be resumed."""
+    if not folder.is_dir():
+        return not folder.exists()
+    names = {path.name for path in folder.glob("[!.]*")}
+    if names <= {CONFIG}:  # which is written before run.json
+        return True
+    with suppress(OSError, ValueError):
+        return names <= BEFORE_CHECKPOINT and not read_json(folder / RUN_MARKER, Marker).complete
+    return False
 
 
 def reopen_run(

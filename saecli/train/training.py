@@ -17,7 +17,6 @@ from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch
 from ..sae.metrics import reconstruction
 from .comparison import Comparison
-from .files import Progress
 from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import DeviceRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows
@@ -31,6 +30,13 @@ LOG_EVERY = 20  # steps between lines of measures, and between checks for diverg
 # a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
 DIVERGED = 1e6
 ADVICE = "lower --lr, or look at the data"
+
+
+@dataclass
+class Progress:
+    step: int = 0
+    rows: int = 0  # seen
+    seconds: float = 0.0
 
 
 class Record:

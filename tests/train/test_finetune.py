@@ -30,8 +30,8 @@ from saecli.sae.formats import SavedSAE, save_native
 from saecli.store.reader import JoinedRows
 from saecli.store.split import Split, is_test
 from saecli.train import through
-from saecli.train.files import read_metrics
 from saecli.train.finetune import TRAINED
+from saecli.train.runs import read_metrics
 
 LAYER, LENGTH, WINDOWS = 1, 15, 205  # windows that make one step, without those held out
 F = 32

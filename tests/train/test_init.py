@@ -24,10 +24,10 @@ from saecli.sae.activations import ACTIVATIONS, Activation, BatchTopK, JumpRelu,
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save
 from saecli.store.values import Spread
-from saecli.train.files import read_metrics
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
 from saecli.train.rows import fit_normalisation
+from saecli.train.runs import read_metrics
 from saecli.train.start import Start, fingerprint
 from saecli.train.training import Record, start_training
 

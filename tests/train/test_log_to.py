@@ -10,7 +10,7 @@ from homes import CommandLine, make_store, some_rows
 from launching import captured, python_with
 
 import saecli
-from saecli.train.files import read_metrics
+from saecli.train.runs import read_metrics
 
 QUICK = "--d-sae 24 --epochs 4 --batch-size 64 --name run".split()
 

@@ -26,12 +26,12 @@ from saecli.base.devices import multiplies_bf16
 from saecli.sae.activations import TopK
 from saecli.sae.dictionary import SAE
 from saecli.train import SOLVERS
-from saecli.train.files import Progress, load_checkpoint, read_metrics, save_checkpoint
 from saecli.train.fit import planned
 from saecli.train.loop import Loop
 from saecli.train.plan import Plan
+from saecli.train.runs import load_checkpoint, read_metrics, save_checkpoint
 from saecli.train.start import Start, fingerprint
-from saecli.train.training import Record, start_training
+from saecli.train.training import Progress, Record, start_training
 
 ROWS = some_rows(300)
 TARGETS = np.abs(some_rows(300, 5, seed=1)).cumsum(1)

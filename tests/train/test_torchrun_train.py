@@ -17,7 +17,7 @@ from launching import PATIENCE, Launched, captured, launched, own_words, togethe
 from safetensors.numpy import load_file
 
 from saecli.sae.activations import TopK
-from saecli.train.files import CHECKPOINT
+from saecli.train.runs import CHECKPOINT
 
 NETWORK = "10.77.7"  # of two namespaces, for two hosts
 COMMON = ("--dtype", "float64", "--d-sae", "32", "--data", "rows", "--json")

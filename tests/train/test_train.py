@@ -18,8 +18,8 @@ from saecli.sae.formats import load_native
 from saecli.store.split import is_test
 from saecli.store.values import Spread
 from saecli.train import plan
-from saecli.train.files import read_metrics
 from saecli.train.rows import fit_normalisation
+from saecli.train.runs import read_metrics
 
 KEYS = [
     "run",

@@ -15,7 +15,7 @@ from store_producer import Producer
 from storing import memory_folder
 
 from saecli.base.files import lock_folder
-from saecli.train.files import read_metrics
+from saecli.train.runs import read_metrics
 
 QUICK = ("--d-sae", "24", "--epochs", "2", "--batch-size", "64", "--json")
 

@@ -27,7 +27,7 @@ from ...measure.measured import ChosenRows, Measured, RowsLike, held_out
 from ...sae.library import SAELike
 from ...sae.metrics import doubts
 from ...store.split import Which
-from ...train.files import read_metrics
+from ...train.runs import read_metrics
 from .pages import Details, TokenNumbers, overview
 
 if TYPE_CHECKING:
