@@ -18,7 +18,7 @@ from saecli.train.ridge import (
     Terms,
     solve,
 )
-from saecli.train.ridge.choice import Press
+from saecli.train.ridge.solve import Press
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
 WEIGHTS = {"all": (0.7, 2.0, 0.3, 5.0), "ridge only": (0.7, 0.0, 0.0, 0.0)}  # alpha, beta, mu, nu

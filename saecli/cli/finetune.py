@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from ..base.home import now
-from ..base.processes import communicator
 from ..train.finetune_options import FINETUNED
 from .options import Data, Given, Json, Run, configured, home_of, start
 from .train import Resume, demand_alone, train_and_print
@@ -47,12 +46,12 @@ def command(
     from ..train.finetune import Opened, configurations, resume_job
     from ..train.jobs import NewRun, claim_jobs, run_names
 
-    session, processes = start(ctx), communicator()
+    session = start(ctx)
     with ExitStack() as claims:
         with note_when_stopped(session.console):
             if resume:
                 demand_alone(session)
-                groups = [[resume_job(session.home, name, session.console, claims, processes)]]
+                groups = [[resume_job(session.home, name, session.console, claims)]]
             else:
                 names = run_names(name, [option.varied for option in options])
                 settings = [configurations(option.values) for option in options]
@@ -76,7 +75,5 @@ def command(
                     )
                 ]
                 stem = f"finetune-{opened.text.hooked.sae.activation.name}"
-                groups = claim_jobs(
-                    session.home, new_runs, stem, session.console, claims, processes
-                )
+                groups = claim_jobs(session.home, new_runs, stem, session.console, claims)
         train_and_print(session, groups)

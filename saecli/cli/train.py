@@ -182,7 +182,7 @@ def command(
         with note_when_stopped(session.console):
             if resume:
                 demand_alone(session)
-                groups = [[resume_job(session.home, name, session.console, claims, communicator())]]
+                groups = [[resume_job(session.home, name, session.console, claims)]]
             else:
                 groups = _new_jobs(session, options, claims)
         train_and_print(session, groups, each)
@@ -229,9 +229,7 @@ def _new_jobs(session: Session, options: Sequence[Given], claims: ExitStack) -> 
             plan = make_plan(rows_of, solver, act, option.values, start_sae)
             given = {key: value for key, value in option.values.items() if key not in of_rows}
             new_runs.append(NewRun(run_name, Run(source, plan, now()), given, option.varied))
-        groups += claim_jobs(
-            session.home, new_runs, stem, session.console, claims, processes, continues=each
-        )
+        groups += claim_jobs(session.home, new_runs, stem, session.console, claims, continues=each)
     return groups
 
 
@@ -245,7 +243,7 @@ def train_and_print(session: Session, groups: Sequence[Sequence[Job]], each: boo
     documents: list[dict[str, Any]] = []
     errors: dict[str, Exception] = {}
     for jobs in groups:
-        results, failed = train_runs(jobs, session.console, processes, alone)
+        results, failed = train_runs(jobs, session.console, alone)
         documents += results
         errors |= failed
     if processes.is_main:

@@ -3,12 +3,11 @@
     options.py        options common to all solvers, and of sgd and pam-sgd
     plan.py           defaults filled in, checks, warnings   start.py          random start or an SAE, learning rate
     rows.py           normalised batches; rows of arrays     live.py           rows streamed from a model
-    loop.py           batches and decoder steps in turn      training.py       one SAE in training; its start, results
-    comparison.py     before and after, with --init          fit.py            saecli.fit, open_store, join
-    runs.py           a run and the files of its folder      jobs.py           runs to train: new, resumed, several
-    solver.py         descent, revival, sgd                  adam.py           the optimiser
-    pam_sgd.py        Algorithm 3.1, `--solver pam`          decoder_step.py   a decoder step's pass
-    upkeep.py         pam-sgd: releases, re-aims, balances
+    loop.py           batches and decoder steps in turn      training.py       one SAE in training; before and after
+    fit.py            saecli.fit, open_store, join           runs.py           a run and the files of its folder
+    jobs.py           runs to train: new, resumed, several   solver.py         descent, revival, sgd
+    adam.py           the optimiser                          upkeep.py         pam-sgd: releases, re-aims, balances
+    decoder_step.py   a decoder step's pass                  pam_sgd.py        Algorithm 3.1, `--solver pam`
     finetune.py       saecli.finetune, as a run              through.py        its solver and loop, through the model
     finetune_options.py   options of sae finetune
     ridge/            the closed-form decoder

@@ -14,7 +14,7 @@ from ..base.devices import device_named
 from ..base.errors import ConfigError, RunError
 from ..base.home import Home
 from ..base.options import demand_known, words_of
-from ..base.processes import Communicator, communicator
+from ..base.processes import communicator
 from ..extract.extraction import Streamed, open_stream
 from ..extract.language_model import LanguageModel
 from ..extract.options import ExtractConfig
@@ -243,10 +243,9 @@ class FinetuneRun(Run):
         return chosen, {name: resolved[name] for name in names & resolved.keys()}
 
 
-def resume_job(
-    home: Home, name: str | None, listener: Listener, claims: ExitStack, processes: Communicator
-) -> Job:
+def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> Job:
     """The unfinished fine-tuning `name`, else the newest; its folder is claimed until `claims` is closed."""
+    processes = communicator()
     folder, document = processes.main_first(
         lambda: unfinished_run(home, name, listener, "finetune")
     )

@@ -14,7 +14,7 @@ from ..base.documents import read_run
 from ..base.errors import ConfigError, PeerError, RunError, SaeError, TrainingError
 from ..base.home import RUN_MARKER, Home, checked_name
 from ..base.machine import is_disk_full
-from ..base.processes import Communicator
+from ..base.processes import communicator
 from .plan import doubts_at_start
 from .runs import CHECKPOINT, Run, RunRecord, claimed, reopen_run
 from .training import Record, Training, start_training
@@ -31,6 +31,10 @@ class Job:
     result: Mapping[str, Any] | None = None  # of a finished run, which stays as it is
 
     @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
     def has_checkpoint(self) -> bool:
         return (self.folder / CHECKPOINT).exists()
 
@@ -39,14 +43,14 @@ class Job:
         """What to do after the run was stopped, in words."""
         if not self.has_checkpoint:
             return "run the same command again"
-        resume = f"`sae {self.run.command} --resume --name {self.folder.name}`"
+        resume = f"`sae {self.run.command} --resume --name {self.name}`"
         return f"{resume} goes on from its last checkpoint"
 
     def document(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """What `sae train --json` prints."""
         stores, plan = self.run.stores, self.run.plan
         document = {
-            "run": self.folder.name,
+            "run": self.name,
             "path": str(self.folder),
             "solver": plan.solver.name,
             "act": plan.activation.name,
@@ -74,7 +78,13 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
     """The names of runs, with the varied values appended; None for a generated name."""
     if name is None:
         return [None] * len(varied)
-    names = [checked_name(_with_values(name, values)) for values in varied]
+    names = []
+    for values in varied:
+        words = [name]
+        for option, value in values.items():
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            words.append(re.sub(r"[^A-Za-z0-9._+-]", "_", option + text))
+        names.append(checked_name("-".join(words)))
     if len(set(names)) < len(names):
         raise ConfigError(
             f"--name {name} makes one name of several runs: their values differ in characters that a "
@@ -83,21 +93,12 @@ def run_names(name: str | None, varied: Sequence[Mapping[str, Any]]) -> list[str
     return [*names]
 
 
-def _with_values(name: str, values: Mapping[str, Any]) -> str:
-    words = [name]
-    for option, value in values.items():
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        words.append(re.sub(r"[^A-Za-z0-9._+-]", "_", option + text))
-    return "-".join(words)
-
-
 def claim_jobs(
     home: Home,
     new_runs: Sequence[NewRun],
     stem: str,
     listener: Listener,
     claims: ExitStack,
-    communicator: Communicator,
     continues: bool = False,
 ) -> list[list[Job]]:
     """Groups of jobs to train together, in folders that are claimed until `claims` is closed. If it `continues`, a run
@@ -105,14 +106,15 @@ def claim_jobs(
     groups: list[list[Job]] = []
     unknown: list[NewRun] = []
     for new in new_runs:
-        known = _known_job(home, new, listener, claims, communicator) if continues else None
+        known = _known_job(home, new, listener, claims) if continues else None
         if known is None:
             unknown.append(new)
         else:
             groups.append([known])
     if unknown:
-        names = [new.name for new in unknown]
-        folders = _claim_folders(home, names, stem, claims, communicator)
+        folders = communicator().broadcast_object(
+            lambda: [_claim_folder(home, new.name, stem, claims) for new in unknown]
+        )
         groups.append(
             [
                 Job(folder, new.run, new.given, new.varied)
@@ -122,58 +124,44 @@ def claim_jobs(
     return groups
 
 
-def _claim_folders(
-    home: Home,
-    names: Sequence[str | None],
-    stem: str,
-    claims: ExitStack,
-    communicator: Communicator,
-) -> list[Path]:
-    """The folders of new runs, claimed by rank 0 until `claims` is closed; runs that start at once get different
-    generated names."""
-
-    def new_folder(name: str | None) -> Path:
-        if name is None:
-            for number in count(1):
-                folder = home.runs.path / f"{stem}-{number}"
-                with suppress(FileExistsError, RunError):
-                    claims.enter_context(claimed(folder))
-                    return folder
-        folder = home.runs.path / str(name)
-        try:
-            claims.enter_context(claimed(folder))
-        except FileExistsError:
-            raise RunError(
-                f"there is a run named {name!r} already; give another --name, or if it is not finished "
-                "continue it by --resume"
-            ) from None
-        return folder
-
-    return communicator.broadcast_object(lambda: [new_folder(name) for name in names])
+def _claim_folder(home: Home, name: str | None, stem: str, claims: ExitStack) -> Path:
+    """The folder of a new run; runs that start at once get different generated names."""
+    if name is None:
+        for number in count(1):
+            folder = home.runs.path / f"{stem}-{number}"
+            with suppress(FileExistsError, RunError):
+                claims.enter_context(claimed(folder))
+                return folder
+    folder = home.runs.path / str(name)
+    try:
+        claims.enter_context(claimed(folder))
+    except FileExistsError:
+        raise RunError(
+            f"there is a run named {name!r} already; give another --name, or if it is not finished "
+            "continue it by --resume"
+        ) from None
+    return folder
 
 
-def resume_job(
-    home: Home, name: str | None, listener: Listener, claims: ExitStack, communicator: Communicator
-) -> Job:
+def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitStack) -> Job:
     """The run `name`, else the newest unfinished one, to resume; its folder is claimed until `claims` is closed."""
 
     def open_job() -> Job:
         folder, document = unfinished_run(home, name, listener, "train")
         return Job(folder, reopen_run(home, folder, document, listener, "go on with"))
 
-    job = communicator.main_first(open_job)
-    if communicator.is_main:
+    processes = communicator()
+    job = processes.main_first(open_job)
+    if processes.is_main:
         claims.enter_context(claimed(job.folder, new=False))
     plan, begun = job.run.plan, job.run.plan.start
-    if begun is None or communicator.broadcast_object((job.folder / CHECKPOINT).exists):
+    if begun is None or processes.broadcast_object(lambda: job.has_checkpoint):
         return job
-    start = communicator.broadcast_object(lambda: begun.reopened(home, listener))
+    start = processes.broadcast_object(lambda: begun.reopened(home, listener))
     return replace(job, run=replace(job.run, plan=replace(plan, start=start)))
 
 
-def _known_job(
-    home: Home, new: NewRun, listener: Listener, claims: ExitStack, communicator: Communicator
-) -> Job | None:
+def _known_job(home: Home, new: NewRun, listener: Listener, claims: ExitStack) -> Job | None:
     """The run that has the name of a new one, finished or to resume from its checkpoint; None if there is none.
     RunError if its options are others."""
     folder = home.runs.path / str(new.name)
@@ -184,7 +172,7 @@ def _known_job(
         can_continue = document.get("complete") or (folder / CHECKPOINT).exists()
         return document if document and can_continue else None
 
-    document = communicator.broadcast_object(read)
+    document = communicator().broadcast_object(read)
     if document is None:
         return None
     known = reopen_run(home, folder, document, Silent(), "go on with")
@@ -195,7 +183,7 @@ def _known_job(
     if document["complete"]:
         listener.note(f"{new.name}: finished already")
         return Job(folder, new.run, varied=new.varied, result=document["result"])
-    return replace(resume_job(home, new.name, listener, claims, communicator), varied=new.varied)
+    return replace(resume_job(home, new.name, listener, claims), varied=new.varied)
 
 
 def unfinished_run(
@@ -231,7 +219,7 @@ def unfinished_run(
 
 
 def train_runs(
-    jobs: Sequence[Job], listener: Listener, communicator: Communicator, alone: bool
+    jobs: Sequence[Job], listener: Listener, alone: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
     """Train runs, which differ only in numeric options of the SAE and its solver, to the end.
 
@@ -242,23 +230,22 @@ def train_runs(
         return [jobs[0].document(jobs[0].result)], {}
     try:
         for job in jobs:
-            _begin(job, listener, communicator)
-        documents, errors = _train(
-            jobs, listener, communicator, alone or communicator.world_size > 1
-        )
+            _begin(job, listener)
+        documents, errors = _train(jobs, listener, alone or communicator().world_size > 1)
     except (KeyboardInterrupt, PeerError):
         for job in jobs:
             if job.has_checkpoint:
                 listener.note(f"stopped; {job.remedy}")
             else:
-                name = job.folder.name
-                listener.note(f"stopped before the first checkpoint; nothing was saved of {name}")
+                listener.note(
+                    f"stopped before the first checkpoint; nothing was saved of {job.name}"
+                )
         raise
     except OSError as error:
         raise _explained(error, jobs[0]) from error
-    finished = [job for job in jobs if job.folder.name not in errors]
+    finished = [job for job in jobs if job.name not in errors]
     for job, document in zip(finished, documents, strict=True):
-        prefix = f"{job.folder.name}: " if len(jobs) > 1 else ""
+        prefix = f"{job.name}: " if len(jobs) > 1 else ""
         told = doubts_at_start(job.run.plan)
         for warning in document["warnings"]:
             if warning not in told:
@@ -268,20 +255,20 @@ def train_runs(
     return documents, errors
 
 
-def _begin(job: Job, listener: Listener, communicator: Communicator) -> None:
+def _begin(job: Job, listener: Listener) -> None:
     """Write the files of a new run, and say what is trained."""
-    name, run = job.folder.name, job.run
-    if job.given is not None and communicator.is_main:
+    run = job.run
+    if job.given is not None and communicator().is_main:
         # run.json marks a run that can be resumed, so it is last.
         run.write_config(job.folder, job.given)
         run.write(job.folder, None)
-    listener.note(f"{name}: {run.summary}")
+    listener.note(f"{job.name}: {run.summary}")
     for warning in doubts_at_start(run.plan):
-        listener.note(f"{name}: warning: {warning}")
+        listener.note(f"{job.name}: warning: {warning}")
 
 
 def _train(
-    jobs: Sequence[Job], listener: Listener, communicator: Communicator, alone: bool
+    jobs: Sequence[Job], listener: Listener, alone: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Exception]]:
     errors: dict[str, Exception] = {}
     if len(jobs) == 1:
@@ -289,38 +276,33 @@ def _train(
     else:
         title, total = f"training {len(jobs)} SAEs", None
     with listener.progress(title, total, "steps") as show:
-        trainings = _start_trainings(jobs, listener, communicator, alone, show, errors)
+        trainings = _start_trainings(jobs, listener, alone, show, errors)
         loop = jobs[0].run.loop([*trainings.values()], alone)
         try:
             saes = loop.train()
         except TrainingError as error:
             raise _with_state(error, loop.trainings[0]) from error
-        results = loop.results(saes) if saes else []
+        results = iter(loop.results(saes) if saes else [])
     for name, training in trainings.items():
         if training in loop.errors:
             errors[name] = _with_state(loop.errors[training], training)
     documents = []
-    finished = iter(results)
     for job in jobs:
-        name = job.folder.name
-        if name in errors:
-            explained = _explained(errors[name], job)
-            errors[name] = explained.within(name) if isinstance(explained, SaeError) else explained
+        if job.name in errors:
+            failure = _explained(errors[job.name], job)
+            if isinstance(failure, SaeError):
+                failure = failure.within(job.name)
+            errors[job.name] = failure
             continue
-        result = next(finished)
-        if communicator.is_main:
+        result = next(results)
+        if communicator().is_main:
             job.run.write(job.folder, result)
         documents.append(job.document(result))
     return documents, errors
 
 
 def _start_trainings(
-    jobs: Sequence[Job],
-    listener: Listener,
-    communicator: Communicator,
-    alone: bool,
-    show: Step,
-    errors: dict[str, Exception],
+    jobs: Sequence[Job], listener: Listener, alone: bool, show: Step, errors: dict[str, Exception]
 ) -> dict[str, Training]:
     """The trainings, by name; the error of one that is not `alone` goes into `errors`."""
     trainings: dict[str, Training] = {}
@@ -331,24 +313,20 @@ def _start_trainings(
         show(sum(steps.values()), f"{name}: {words}")
 
     for job in jobs:
-        name = job.folder.name
+        is_main = communicator().is_main
         try:
-            if communicator.is_main:
-                record: Record = RunRecord(job.run, job.folder, listener)
-            else:
-                record = Record()
-            trainings[name] = start_training(
+            trainings[job.name] = start_training(
                 job.run.plan,
-                record,
-                show if alone else partial(show_sum, name),
+                RunRecord(job.run, job.folder, listener) if is_main else Record(),
+                show if alone else partial(show_sum, job.name),
                 len(jobs),
-                communicator,
+                communicator(),
                 shared=next((training.rows for training in trainings.values()), None),
             )
         except Exception as error:  # reported at the end, when the others have finished
             if alone:
                 raise
-            errors[name] = error
+            errors[job.name] = error
     return trainings
 
 

@@ -1,27 +1,34 @@
-"""One SAE in training: its state, what it logs, keeps and reports; and how it starts, or resumes from a checkpoint."""
+"""One SAE in training: its state, what it logs, keeps and reports; its start, or resumption from a checkpoint; and with
+`--init` the SAE that it begins with against the one that it ends with."""
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from ..base.console import Step
-from ..base.devices import device_named
-from ..base.errors import RunError, TrainingError
+from ..base.devices import device_named, moved
+from ..base.errors import RunError, TrainingError, number
 from ..base.processes import ALONE, Communicator
-from ..sae.dictionary import SAE, Batch
-from ..sae.metrics import reconstruction
-from .comparison import Comparison
+from ..sae.dictionary import SAE, Batch, Dictionary
+from ..sae.metrics import reconstruction, reconstructions
 from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
-from .rows import DeviceRows, Normalisation, TrainingRows, fit_normalisation, on_raw_rows
+from .rows import (
+    DeviceRows,
+    Normalisation,
+    TrainingRows,
+    fit_normalisation,
+    on_raw_rows,
+    raw_batches,
+)
 from .solver import Solver, StepReport, Task
-from .start import default_learning_rate, initial_sae, shaped
+from .start import Start, default_learning_rate, initial_sae, rescaled, shaped
 
 Measures = dict[str, Any]  # of `metrics.reconstruction`
 
@@ -60,6 +67,97 @@ class Record:
 
     def end(self) -> None:
         """Training is over, or stopped."""
+
+
+@dataclass(eq=False)
+class Comparison:
+    """Keeps the SAE of less loss, which training minimises, of the two."""
+
+    before: SAE  # on normalised rows, its codes times `factor`
+    factor: float
+    normalisation: Normalisation
+    measures: dict[str, Any] = field(default_factory=dict)  # before, after, and which is kept
+
+    @classmethod
+    def of(
+        cls, start: Start, initial: SAE, normalisation: Normalisation, state: Mapping[str, Tensor]
+    ) -> Self:
+        """Of a training that begins with `initial`, or resumes from a checkpoint."""
+        factor = 1.0
+        if state:
+            factor = float(state.get("begun.factor", 1.0))
+            kept = {name: state[f"begun.{name}"] for name in initial.tensors()}
+            initial = initial.changed(None, **kept)
+        elif start.sae is not None:
+            norm = start.sae.W_enc.to(initial.W_enc).norm()
+            factor = (on_raw_rows(initial, normalisation).W_enc.norm() / norm).item()
+        return cls(initial, factor, normalisation)
+
+    @property
+    def keeps_before(self) -> bool:
+        return self.measures.get("kept") == "before"
+
+    def sae(self, dictionary: Dictionary) -> SAE:
+        """The SAE on raw rows: of the trained dictionary, or the one before if that is kept."""
+        return self._on_raw_rows(self.before if self.keeps_before else dictionary)
+
+    def _on_raw_rows(self, dictionary: Dictionary) -> SAE:
+        sae = rescaled(dictionary.sae().without_training_parameters(), 1 / self.factor)
+        return on_raw_rows(sae, self.normalisation)
+
+    def saes(self, after: Dictionary) -> list[SAE]:
+        """Both on raw rows."""
+        return [self._on_raw_rows(self.before), self._on_raw_rows(after)]
+
+    def choose(self, measures: list[dict[str, Any]]) -> None:
+        """Keep the SAE of less `loss`, given the measures before and after."""
+        before, after = measures
+        kept = "after" if after["loss"] <= before["loss"] else "before"
+        self.measures = {"before": before, "after": after, "kept": kept}
+
+    def measured(
+        self, plan: Plan, after: Dictionary, communicator: Communicator
+    ) -> list[dict[str, Any]]:
+        """Both SAEs' measures, and their mean `loss` as dictionaries of normalised rows, by one pass over rows kept out
+        of training, else over training rows."""
+        # Of the penalty, such as the price of excess L0 that training found.
+        penalty = self.before.activation.penalty(plan.training.sparsity or "none")
+        learned = {name: getattr(after, name) for name in penalty.initial(1)}
+        on_normalised_rows = [self.before.changed(None, **learned), after]
+        saes = self.saes(after)
+        mean = self.normalisation.mean
+        sparsity, weight = plan.training.sparsity or "none", plan.training.sparsity_weight or 0.0
+        total = torch.zeros(1 + len(saes), dtype=torch.float64, device=mean.device)
+
+        def batches() -> Iterator[Tensor]:
+            for raw in raw_batches(plan.kept_out or plan.train_rows, communicator):
+                rows = self.normalisation(moved(raw, mean.device).to(mean.dtype))
+                batch = Batch.of(rows, saes[0].d_in)
+                total[0] += batch.size
+                for index, dictionary in enumerate(on_normalised_rows, 1):
+                    loss = dictionary.loss(batch, sparsity, weight).value
+                    total[index] += batch.size * loss.double()
+                yield raw
+
+        measures = reconstructions(saes, batches(), communicator)
+        count, *losses = communicator.all_reduce(total).tolist()
+        for measured, loss in zip(measures, losses, strict=True):
+            measured["loss"] = loss / count
+        return measures
+
+    def notes(self) -> list[str]:
+        if not self.keeps_before:
+            return []
+        before, after = (number(self.measures[name]["loss"]) for name in ("before", "after"))
+        return [
+            f"training did not lower the loss, {before} to {after}: the SAE is kept as it was; train on "
+            "more rows, or with a lower --lr"
+        ]
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = self.before.tensors()
+        tensors["factor"] = torch.tensor(self.factor, dtype=torch.float64)
+        return {f"begun.{name}": tensor for name, tensor in tensors.items()}
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from ridge_problems import NOTHING, press, problem, system_of, terms_of
 from sklearn.datasets import load_digits
 
 from saecli.train.ridge import choose_alpha, solve
-from saecli.train.ridge.choice import LEAST, MIXED, MOST, sample_rows
+from saecli.train.ridge.solve import LEAST, MIXED, MOST, sample_rows
 
 PATH = np.geomspace(LEAST, MOST, 101)  # over the mean diagonal
 

@@ -35,9 +35,8 @@ prediction; see `solve.py`.
 | `StreamedCodes` | means, sum z y', sparse codes | `Iterative`: conjugate gradients, no F x F matrix |
 """
 
-from .choice import choose_alpha
 from .iterative import TOLERANCE, StreamedCodes
-from .solve import DecoderState, plan, solve
+from .solve import DecoderState, choose_alpha, plan, solve
 from .sums import HeldRows, Sums
 from .system import AllReduce, Factorisation, SkipSums, System, Terms
 
