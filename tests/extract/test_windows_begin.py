@@ -229,9 +229,7 @@ def test_rows_of_massive_norm_that_remain_are_told_with_what_drops_them(
     squares = ((x - x.mean(0)) ** 2).sum(1)
     assert massive.sum() == 7
     assert sae("import", tmp_path / "x.npy", "--name", "x").status == 0
-    assert (
-        sae("import", tmp_path / "x.npy", "--name", "less", "--max-norm-multiple", "10").status == 0
-    )
+    assert sae(f"import {tmp_path / 'x.npy'} --name less --max-norm-multiple 10").status == 0
     words = ("train", "--act", "topk", "--k", "2", "--d-sae", "8", "--epochs", "1", "--data")
     told = re.search(
         r"x: 7 of 2,000 rows have over 10 times the median norm, and hold at least ([\d.]+)% of the "

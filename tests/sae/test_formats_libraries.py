@@ -150,13 +150,9 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(
                 1 - float(theirs["frac_variance_explained"]), rel=1e-4
             )
         assert measures["l0"] == pytest.approx((codes != 0).sum(1).mean(), rel=1e-4)
-        (measures,) = sae("sparsity", path, "--data", "rows", "--split", "all", "--json").json[
-            "runs"
-        ]
+        (measures,) = sae(f"sparsity {path} --data rows --split all --json").json["runs"]
         assert measures["silent"] == (codes == 0).all(0).sum()
-        assert sae("geometry", path, "--data", "rows", "--split", "all", "--json").json[
-            "rows"
-        ] == len(x)
+        assert sae(f"geometry {path} --data rows --split all --json").json["rows"] == len(x)
 
 
 @pytest.mark.parametrize(

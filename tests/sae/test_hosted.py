@@ -201,10 +201,7 @@ def test_circuit_tracer_layers_share_a_folder_without_other_formats(
         )
     assert sae("push", "layer-0", "someone/saes/set", "--json").json["format"] == "saelens"
     for layer in (0, 1):
-        assert (
-            sae("push", f"layer-{layer}", "someone/saes/set", "--format", "circuit-tracer").status
-            == 0
-        )
+        assert sae(f"push layer-{layer} someone/saes/set --format circuit-tracer").status == 0
     files = hub.repos["someone/saes"].files
     assert {name for name in files if name.startswith("set/")} == {
         "set/README.md",
@@ -216,10 +213,7 @@ def test_circuit_tracer_layers_share_a_folder_without_other_formats(
     assert "sae eval someone/saes/set --data STORE --target STORE" in card
     assert 'load_transcoder_from_hub("someone/saes/set")' in card
     assert "gpt2, layer 1 mlp_in -> layer 1 mlp_out" in card
-    assert (
-        sae("eval", "someone/saes/set/layer_1.safetensors", "--data", "x", "--target", "y").status
-        == 0
-    )
+    assert sae("eval someone/saes/set/layer_1.safetensors --data x --target y").status == 0
     assert sae("eval", "someone/saes/set", "--data", "x", "--target", "y").status == 1  # two layers
 
 
