@@ -328,23 +328,6 @@ def test_hook_points_that_circuit_tracer_cannot_express(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "read_as"),
-    [("saelens", JumpRelu()), ("dictionary-learning", BatchTopK(k=K)), ("gemma-scope", JumpRelu())],
-)
-def test_batchtopk_is_written_with_its_one_threshold(
-    tmp_path: Path, name: str, read_as: Activation
-) -> None:
-    sae = made(BatchTopK)
-    sae.activation_parameters["threshold"].fill_(1.5)
-    save(SavedSAE(sae), name, tmp_path / "out")
-    read = load(tmp_path / "out").sae
-    assert read.activation == read_as
-    assert torch.equal(
-        read.activation.thresholds(read.activation_parameters, F), torch.full((F,), 1.5)
-    )
-
-
 def test_files_have_the_names_that_other_loaders_ask_for(tmp_path: Path) -> None:
     sae = made(BatchTopK, skip=True)
     for name in ("circuit-tracer", "gemma-scope-2"):

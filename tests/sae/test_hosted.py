@@ -28,13 +28,9 @@ def rows(sae: CommandLine) -> np.ndarray:
 
 def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
     """A repository laid out as Gemma Scope's, of JumpReLU SAEs."""
-    for seed, name in enumerate(
-        (
-            "layer_11/width_16k/average_l0_80",
-            "layer_12/width_16k/average_l0_82",
-            "layer_12/width_65k/average_l0_72",
-        )
-    ):
+    names = "layer_11/width_16k/average_l0_80 layer_12/width_16k/average_l0_82 "
+    names += "layer_12/width_65k/average_l0_72"
+    for seed, name in enumerate(names.split()):
         save(SavedSAE(random_sae(JumpRelu(), seed=seed)), "gemma-scope", tmp_path / "scope" / name)
     return files_of(tmp_path / "scope") | {
         "README.md": b"# Gemma Scope",
@@ -57,21 +53,8 @@ def gemma_scope_files(tmp_path: Path) -> dict[str, bytes]:
         ("https://huggingface.co/a/b", Address("a/b")),
         ("https://huggingface.co/a/b/tree/main", Address("a/b", "", "main")),
         ("https://huggingface.co/a/b/tree/main/c/d", Address("a/b", "c/d", "main")),
-        *(
-            (text, None)
-            for text in (
-                "a",
-                "",
-                "./a/b",
-                "/a/b",
-                "../a",
-                "~/a",
-                "a/../b",
-                "a/b/../c",
-                "a/b@",
-                "a b/c",
-            )
-        ),
+        *((text, None) for text in ("a", "", "./a/b", "/a/b", "../a", "~/a", "a/../b")),
+        *((text, None) for text in ("a/b/../c", "a/b@", "a b/c")),
     ],
 )
 def test_addresses(text: str, address: Address | None) -> None:
@@ -101,16 +84,14 @@ def test_a_pushed_sae_is_fetched_and_measured_alike(
     pushed = sae("push", "run", "someone/saes", "--format", form, "--json")
     assert pushed.status == 0, pushed.err
     assert pushed.json["files"] == files
-    assert sorted(hub.repos["someone/saes"].files) == sorted(
-        ["README.md", *(f"run/{name}" for name in [*files, "README.md"])]
-    )
+    own = [f"run/{name}" for name in ("README.md", *files)]
+    assert hub.repos["someone/saes"].files.keys() == {"README.md", *own}
     done = sae("eval", "run", "someone/saes/run", "hf://someone/saes", "--json")
     here, *fetched = done.json["runs"]
     assert [measures["run"] for measures in fetched] == ["someone/saes/run"] * 2
     for measures in (*fetched, pushed.json["measures"]):
-        assert [measures[key] for key in ("rows", "fvu", "l0")] == pytest.approx(
-            [here[key] for key in ("rows", "fvu", "l0")], rel=1e-4
-        )
+        for key in ("rows", "fvu", "l0"):
+            assert measures[key] == pytest.approx(here[key], rel=1e-4)
     written = [
         *files_of(tmp_path).values(),
         *hub.repos["someone/saes"].files.values(),
@@ -154,12 +135,8 @@ def test_no_path_of_this_machine_is_pushed(
     sae: CommandLine, hub: ModelHub, rows: np.ndarray, form: str
 ) -> None:
     folder = make_run(sae.home, "run", random_sae())
-    save_native(
-        SavedSAE(
-            random_sae(), {"model": "/home/me/models/llama", "layer": 3, "site": "resid_post"}
-        ),
-        folder,
-    )
+    origin = {"model": "/home/me/models/llama", "layer": 3, "site": "resid_post"}
+    save_native(SavedSAE(random_sae(), origin), folder)
     assert sae("push", "run", "someone/saes", "--format", form).status == 0
     files = hub.repos["someone/saes"].files
     assert not any(b"/home/me" in content for content in files.values())
@@ -182,11 +159,8 @@ def test_a_signed_topk_is_native_where_saelens_would_change_rows(
     done = sae("push", "clipped", "someone/saes", "--format", "saelens", "--json")
     assert done.json["deviation"]["rows_that_differ"] > 0
     files = hub.repos["someone/saes"].files
-    assert {name for name in files if name.startswith("clipped/")} == {  # native's are gone
-        "clipped/README.md",
-        "clipped/cfg.json",
-        "clipped/sae_weights.safetensors",
-    }
+    own = {name.removeprefix("clipped/") for name in files if name.startswith("clipped/")}
+    assert own == {"README.md", "cfg.json", "sae_weights.safetensors"}  # native's are gone
     assert "the topk of saelens applies a ReLU" in files["clipped/README.md"].decode()
 
 
@@ -196,19 +170,14 @@ def test_circuit_tracer_layers_share_a_folder_without_other_formats(
 ) -> None:
     for layer in (0, 1):
         shutil.rmtree(sae.home / "activations", ignore_errors=True)
-        make_transcoder(
-            sae.home, f"layer-{layer}", random_sae(), MLP | {"layer": layer, "target_layer": layer}
-        )
+        origin = MLP | {"layer": layer, "target_layer": layer}
+        make_transcoder(sae.home, f"layer-{layer}", random_sae(), origin)
     assert sae("push", "layer-0", "someone/saes/set", "--json").json["format"] == "saelens"
     for layer in (0, 1):
         assert sae(f"push layer-{layer} someone/saes/set --format circuit-tracer").status == 0
     files = hub.repos["someone/saes"].files
-    assert {name for name in files if name.startswith("set/")} == {
-        "set/README.md",
-        "set/config.yaml",
-        "set/layer_0.safetensors",
-        "set/layer_1.safetensors",
-    }
+    own = {name.removeprefix("set/") for name in files if name.startswith("set/")}
+    assert own == {"README.md", "config.yaml", "layer_0.safetensors", "layer_1.safetensors"}
     card = files["set/README.md"].decode()
     assert "sae eval someone/saes/set --data STORE --target STORE" in card
     assert 'load_transcoder_from_hub("someone/saes/set")' in card
@@ -232,15 +201,8 @@ def test_only_the_files_of_the_sae_asked_for_are_fetched_and_once(
     assert sae("export", address, "--to", "saelens", "--out", tmp_path / "out").status == 0
     x, original = torch.from_numpy(some_rows(50)), random_sae(JumpRelu(), seed=1)
     torch.testing.assert_close(load(tmp_path / "out").sae(x), original(x), atol=1e-4, rtol=1e-5)
-    old = first.head
-    first.commit(
-        first.files
-        | {
-            "layer_12/width_16k/average_l0_82/params.npz": first.files[
-                "layer_11/width_16k/average_l0_80/params.npz"
-            ]
-        }
-    )
+    old, other = first.head, first.files["layer_11/width_16k/average_l0_80/params.npz"]
+    first.commit(first.files | {"layer_12/width_16k/average_l0_82/params.npz": other})
     new, before = sae("eval", address, f"{address}@{old}", "--json").json["runs"]
     assert before | {"run": address, "unbeaten": None} == measures != new
 
@@ -269,27 +231,18 @@ def test_only_the_files_of_one_sae_of_a_suite_are_fetched_and_cached(
     sae: CommandLine, hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     address, (files, write) = Address.parse(place), SCOPES[place]
-    expected = write(
-        tmp_path / "there" / ("." if address.folder.endswith(".pt") else address.folder)
-    )
-    others = (
-        {} if address.repo == place else {"layer6.sae.pt": b"large", "other/config.json": b"{}"}
-    )
-    hub.add(
-        address.repo,
-        files_of(tmp_path / "there") | others | {"README.md": b"", f"{address.folder}-notes": b""},
-    )
-    x = published.WIDE_ROWS if "crosscoder" in place else published.ROWS
+    inner = "." if address.folder.endswith(".pt") else address.folder
+    expected = write(tmp_path / "there" / inner)
+    others = {"README.md": b"", f"{address.folder}-notes": b""}
+    if address.repo != place:
+        others |= {"layer6.sae.pt": b"large", "other/config.json": b"{}"}
+    hub.add(address.repo, files_of(tmp_path / "there") | others)
     for _ in range(2):
-        fetched = saecli.load_sae(place)
-        assert np.abs(fetched(torch.from_numpy(x)).numpy() - expected.predicted).max() < 1e-4
+        published.assert_reads(saecli.load_sae(place), expected)
         # The second time from the cache.
         monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
     (snapshot,) = (tmp_path / "cache").glob("*/snapshots/*")
-    folder = snapshot if address.folder.endswith(".pt") else snapshot / address.folder
-    assert sorted(files_of(snapshot)) == [
-        (folder / name).relative_to(snapshot).as_posix() for name in files
-    ]
+    assert sorted(files_of(snapshot)) == [str(Path(inner, name)) for name in files]
 
 
 def test_of_several_layers_on_the_hub_one_must_be_named(
@@ -302,11 +255,8 @@ def test_of_several_layers_on_the_hub_one_must_be_named(
     done = sae("eval", repo)
     assert done.status == 1 and f"{repo} holds 2 files layer*.sae.pt" in done.err
     for layer in (11, 5):  # the second with the first in the cache
-        predicted = saecli.load_sae(f"{repo}/layer{layer}.sae.pt")(
-            torch.from_numpy(published.ROWS)
-        ).numpy()
-        expected = published.qwen_scope(tmp_path / "again", layer)
-        assert np.abs(predicted - expected.predicted).max() < 1e-4
+        fetched = saecli.load_sae(f"{repo}/layer{layer}.sae.pt")
+        published.assert_reads(fetched, published.qwen_scope(tmp_path / "again", layer))
 
 
 def test_a_folder_here_wins_which_is_noted_once_the_hub_has_one_too(
@@ -316,23 +266,12 @@ def test_a_folder_here_wins_which_is_noted_once_the_hub_has_one_too(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hub.add(
-        "someone/saes",
-        gemma_scope_files(tmp_path)
-        | {
-            "first/params.npz": gemma_scope_files(tmp_path / "more")[
-                "layer_11/width_16k/average_l0_80/params.npz"
-            ]
-        },
-    )
     monkeypatch.chdir(tmp_path)
     save(SavedSAE(random_sae()), "saelens", Path("someone/saes/first"))
+    hub.add("someone/saes", files_of(Path("someone/saes")))
     done = sae("eval", "someone/saes/first", "--json")
-    assert (
-        done.json["runs"][0]["run"] == "someone/saes/first"
-        and "hf://" not in done.err
-        and not hub.asked
-    )
+    assert done.json["runs"][0]["run"] == "someone/saes/first"
+    assert "hf://" not in done.err and not hub.asked
     assert sae("eval", "hf://someone/saes/first").status == 0 and hub.asked
     assert "hf://someone/saes/first" in sae("eval", "someone/saes/first").err
 
@@ -378,13 +317,11 @@ def test_a_refusal_is_one_sentence_and_changes_nothing(
 ) -> None:
     make_run(sae.home, "run", random_sae(JumpRelu()))
     save(SavedSAE(random_sae()), "saelens", tmp_path / "a" / "a")
-    for name, settings in (
-        ("someone/secret", {"private": True}),
-        ("google/gated", {"gated": True}),
-        ("other/saes", {"owner": "other"}),
-        ("someone/public", {}),
-    ):
-        hub.add(name, files_of(tmp_path / "a"), **settings)
+    files = files_of(tmp_path / "a")
+    hub.add("someone/secret", files, private=True)
+    hub.add("google/gated", files, gated=True)
+    hub.add("other/saes", files, owner="other")
+    hub.add("someone/public", files)
     hub.add("google/scope", gemma_scope_files(tmp_path))
     before = {name: repo.files for name, repo in hub.repos.items()}
     monkeypatch.setenv("HF_TOKEN", token)
@@ -417,10 +354,7 @@ def test_without_a_network_fetched_files_are_taken_from_the_cache(
             said = "the Hugging Face hub cannot be reached for some/other"
             assert said in sae("eval", "some/other").err
     silent.close()
-    for name, said in (
-        ("someone/saes", "taken from the cache"),
-        ("some/other", "hub cannot be reached"),
-    ):
+    for name, said in (("someone/saes", "from the cache"), ("some/other", "cannot be reached")):
         hub.failing = [503] * 9
         assert said in sae("eval", name).err
 
