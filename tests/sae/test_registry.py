@@ -54,49 +54,36 @@ def unconfigured(folder: Path) -> Published:
 
 TRANSCODER = partial(SCOPE_2, kind="transcoder", affine=True, model_name="gemma-v3-270m-pt")
 FACTORS = {"llama": np.sqrt(D) / 12.5, "r1": np.sqrt(D) / 12.5, "saelens": 0.4}  # of rows
+IN_CACHE = "models--google--gemma-scope-9b-it-mlp/snapshots/0b"
+OF_LAYER_12, OF_LAYER_17 = "layer_12/width_16k/average_l0_82", "layer_17_width_16k_l0_big"
+INSTRUCT, DISTILLED = "Llama-3.1-8B-Instruct", "DeepSeek-R1-Distill-Llama-8B"
+GEMMA_2, GEMMA_3 = "gemma-scope-2b-pt", "gemma-scope-2-4b-pt"
+EMBEDDING = partial(SCOPE, factor=1 / np.sqrt(D))
+LEARNED = "AutoEncoder AutoEncoderTopK BatchTopKSAE MatryoshkaBatchTopKSAE JumpReluAutoEncoder"
+TO_MLP = "ln2.hook_normalized mlp_out"
 # By place; the converter, if SAELens' does the same.
 FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {
-    "gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82": (
-        "gemma2",
-        SCOPE,
-        f"{GEMMA}-2-2b 12 resid_post",
-    ),
-    "models--google--gemma-scope-9b-it-mlp/snapshots/0b/layer_3/width_16k/average_l0_82": (
-        "",
-        SCOPE,
-        f"{GEMMA}-2-9b-it 3 mlp_out",
-    ),
-    "gemma-scope-2b-pt-att/layer_12/width_16k/average_l0_82": (
-        "gemma2-att",
-        SCOPE,
-        f"{GEMMA}-2-2b 12",
-    ),
-    "gemma-scope-2b-pt-res/embedding/width_4k/average_l0_6": (
-        "",
-        partial(SCOPE, factor=1 / np.sqrt(D)),
-        f"{GEMMA}-2-2b 0 resid_pre",
-    ),
-    "gemma-scope-2b-pt-transcoders/layer_4/width_16k/average_l0_76": (
+    f"{GEMMA_2}-res/{OF_LAYER_12}": ("gemma2", SCOPE, f"{GEMMA}-2-2b 12 resid_post"),
+    f"{IN_CACHE}/{OF_LAYER_12}": ("", SCOPE, f"{GEMMA}-2-9b-it 12 mlp_out"),
+    f"{GEMMA_2}-att/{OF_LAYER_12}": ("gemma2-att", SCOPE, f"{GEMMA}-2-2b 12"),
+    f"{GEMMA_2}-res/embedding/width_4k/l0_6": ("", EMBEDDING, f"{GEMMA}-2-2b 0 resid_pre"),
+    f"{GEMMA_2}-transcoders/{OF_LAYER_12}": (
         "gemma2transcoder",
         SCOPE,
-        f"{GEMMA}-2-2b 4 ln2.hook_normalized mlp_out",
+        f"{GEMMA}-2-2b 12 {TO_MLP}",
     ),
-    "gemma-scope-2-4b-pt/resid_post/layer_17_width_16k_l0_big": (
-        "gemma",
-        SCOPE_2,
-        f"{GEMMA}-3-4b-pt 17 resid_post",
-    ),
-    "gemma-scope-2-270m-pt/transcoder/layer_17_width_16k_l0_big_affine": (
+    f"{GEMMA_3}/resid_post/{OF_LAYER_17}": ("gemma", SCOPE_2, f"{GEMMA}-3-4b-pt 17 resid_post"),
+    f"gemma-scope-2-270m-pt/transcoder/{OF_LAYER_17}_affine": (
         "transcoder",
         TRANSCODER,
         f"{GEMMA}-3-270m 17 mlp_in mlp_out",
     ),
-    "gemma-scope-2-4b-pt/mlp_out_all/layer_17_width_16k_l0_big": (
+    f"{GEMMA_3}/mlp_out_all/{OF_LAYER_17}": (
         "gemma-bare",
         unconfigured,
         f"{GEMMA}-3-4b-pt 17 mlp_out",
     ),
-    "gemma-scope-2-4b-pt/transcoder_all/layer_17_width_16k_l0_big_affine": (
+    f"{GEMMA_3}/transcoder_all/{OF_LAYER_17}_affine": (
         "transcoder-bare",
         unconfigured,
         f"{GEMMA}-3-4b-pt 17 mlp_in mlp_out",
@@ -114,19 +101,19 @@ FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {
     "Llama-Scope-R1-Distill/400M/L15T": (
         "",
         partial(LLAMA, r1=True, transcodes=True),
-        f"{R1} 15 ln2.hook_normalized mlp_out",
+        f"{R1} 15 {TO_MLP}",
     ),
     "SAE-Res-Qwen3-8B-Base-W64K-L0_4/layer5.sae.pt": (
         "qwen",
         lambda path: published.qwen_scope(path.parent),
         "Qwen/Qwen3-8B-Base 5 resid_post",
     ),
-    "Llama-3.1-8B-Instruct-SAE-l19/Llama-3.1-8B-Instruct-SAE-l19.pth": (
+    f"{INSTRUCT}-SAE-l19/{INSTRUCT}-SAE-l19.pth": (
         "goodfire",
         published.one_file,
-        "meta-llama/Llama-3.1-8B-Instruct 19 resid_post",
+        f"meta-llama/{INSTRUCT} 19 resid_post",
     ),
-    "DeepSeek-R1-Distill-Llama-8B-SAE-l19/DeepSeek-R1-Distill-Llama-8B-SAE-l19.pt": (
+    f"{DISTILLED}-SAE-l19/{DISTILLED}-SAE-l19.pt": (
         "deepseek",
         published.one_file,
         f"{R1} 19 resid_post",
@@ -147,14 +134,7 @@ FILES: dict[str, tuple[str, Callable[[Path], Published], str]] = {
             partial(LEARNING, name=name, old=True),
             "gpt2 8 resid_post",
         )
-        for name in (
-            "AutoEncoder",
-            "AutoEncoderTopK",
-            "BatchTopKSAE",
-            "MatryoshkaBatchTopKSAE",
-            "JumpReluAutoEncoder",
-            "GatedAutoEncoder",
-        )
+        for name in (*LEARNED.split(), "GatedAutoEncoder")
     },
     SCALED: ("saelens", scaled, "gpt2 8 mlp_out"),
 }
