@@ -2,7 +2,7 @@
 
 import json
 from functools import cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from shlex import split
 from typing import Any
@@ -29,20 +29,10 @@ from saecli.extract.tokenizer import ROLES, Chats
 from saecli.extract.windows import Windows
 
 TEMPLATES, CONTEXT, BOS = Path(__file__).parents[1] / "templates", 40, 1
-CONTROL = [
-    "<pad>",
-    "<s>",
-    "</s>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "[INST]",
-    "[/INST]",
-]
+CONTROL = (
+    "<pad> <s> </s> <start_of_turn> <end_of_turn> <|im_start|> <|im_end|> <|eot_id|> "
+    "<|start_header_id|> <|end_header_id|> [INST] [/INST]"
+).split()
 WORDS = st.sampled_from(
     ["user", "im", "end_of_turn", " spaced  ", "\u4f60\u597d \U0001f642", "model\nassistant\n\nb"]
 )
@@ -52,18 +42,12 @@ WORDS = st.sampled_from(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama without a template, with a tokenizer of bytes, a few words, and all families' control tokens."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    tokenizer.train_from_iterator(
-        ["a user and a model or assistant say hello\n"] * 3,
-        trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=CONTROL,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=CONTROL, initial_alphabet=alphabet)
+    texts = ["a user and a model or assistant say hello\n"] * 3
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", BOS)]
     )
@@ -71,15 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=320,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-        )
-    ).save_pretrained(folder)
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=320, hidden_size=16, intermediate_size=24, **layers)
+    LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -90,9 +68,8 @@ def opened(folder: Path, template: str) -> tuple[Any, Chats]:
 
 
 def chat(contents: list[str], system: str | None = None) -> dict[str, Any]:
-    said = [
-        {"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(contents)
-    ]
+    roles = cycle(("user", "assistant"))
+    said = [{"role": role, "content": text} for text, role in zip(contents, roles, strict=False)]
     return {"messages": [{"role": "system", "content": system}, *said] if system else said}
 
 
@@ -115,11 +92,8 @@ def test_roles_found_turn_by_turn_are_those_of_generation_tags(folder, family, c
         # Tags also hold the space that a template has before the answer.
         assert role == tagged_role or (role == 0 and tokenizer.decode(token).isspace())
     for role, own in ((2, contents[::2]), (3, contents[1::2])):
-        said = [
-            token
-            for token, one in zip(ids, roles, strict=True)
-            if one == role and token >= len(CONTROL)
-        ]
+        of_role = np.array(ids)[(np.array(roles) == role) & (np.array(ids) >= len(CONTROL))]
+        said = of_role.tolist()
         assert "".join(tokenizer.decode(said).split()) == "".join("".join(own).split())
 
 
@@ -129,16 +103,11 @@ def test_windows_begin_with_turns_and_go_on_from_where_one_ended(folder):
     (ids, _, turns), ends, room = text.tokens([BOS]), [0], CONTEXT - 1
     while ends[-1] < len(ids):
         most = min(len(ids), ends[-1] + room)
-        ends.append(
-            max([turn for turn in turns if ends[-1] < turn <= most], default=most)
-            if most < len(ids)
-            else most
-        )
+        within = [turn for turn in turns if ends[-1] < turn <= most]
+        ends.append(max(within) if within and most < len(ids) else most)
     expected = [[BOS, *ids[begin:end]] for begin, end in pairwise(ends)] * 2
-    cut, documents = (
-        Windows(tokenizer, CONTEXT, control="keep").cut,
-        [Document(n, text, None) for n in (0, 1)],
-    )
+    cut = Windows(tokenizer, CONTEXT, control="keep").cut
+    documents = [Document(number, text, None) for number in (0, 1)]
     found = list(cut(documents))
     assert [window.token_ids.tolist() for window in found] == expected
     for number, window in enumerate(found, 1):
@@ -155,25 +124,13 @@ def written(path: Path, rows: list[Any]) -> Path:
 
 
 def extract(folder: Path, path: Path, **options: Any) -> dict[str, np.ndarray]:
-    template = (
-        {} if options.get("chat") == "off" else {"chat_template": str(TEMPLATES / "gemma.jinja")}
-    )
-    store = saecli.extract(
-        str(folder),
-        layer=0,
-        dataset=str(path),
-        context=CONTEXT,
-        dtype="float32",
-        home=path.parent,
-        **template | options,
-    )
-    columns = {
-        name: np.concatenate(list(store.split("all").column(name, 512)))
-        for name in store.meta.columns
-    }
-    return columns | {
-        "x": np.concatenate([batch.copy() for batch in store.split("all").sequential(512)])
-    }
+    if options.get("chat") != "off":
+        options = {"chat_template": str(TEMPLATES / "gemma.jinja")} | options
+    options |= {"layer": 0, "context": CONTEXT, "dtype": "float32", "home": path.parent}
+    store = saecli.extract(str(folder), dataset=str(path), **options)
+    rows = store.split("all")
+    columns = {name: np.concatenate(list(rows.column(name, 512))) for name in store.meta.columns}
+    return columns | {"x": np.concatenate([batch.copy() for batch in rows.sequential(512)])}
 
 
 def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path):
@@ -182,68 +139,53 @@ def test_stores_hold_the_rows_asked_for_from_every_kind_of_file(folder, tmp_path
     whole, store = extract(folder, path, name="s"), saecli.open_store("s", home=tmp_path)
     assert whole["role"].dtype.itemsize == 1 and {*whole["role"].tolist()} == {0, 2, 3}
     ids, counts = np.unique(whole["token_id"][whole["token_id"] < len(CONTROL)], return_counts=True)
-    assert (
-        store.meta.control_tokens == dict(zip(map(str, ids), counts, strict=True)) and len(ids) > 1
-    )
+    assert store.meta.control_tokens == dict(zip(map(str, ids), counts, strict=True))
+    assert len(ids) > 1
     assert store.meta.dropped["empty_texts"] == 1 and whole["document"].max() == 120
     for options, kept in (
         ({"positions": "assistant"}, whole["role"] == 3),
         ({"control_tokens": "drop"}, whole["token_id"] >= len(CONTROL)),
     ):
         some = extract(folder, path, **options)
-        assert (
-            all((some[name] == whole[name][kept]).all() for name in whole if name != "x")
-            and not kept.all()
-        )
+        assert all((some[name] == whole[name][kept]).all() for name in whole if name != "x")
+        assert not kept.all()
         np.testing.assert_allclose(some["x"], whole["x"][kept], rtol=1e-4, atol=1e-5)
     tokenizer, gemma = opened(folder, "gemma")
-    windows = Windows(tokenizer, CONTEXT, control="keep").cut(
-        TextSource(str(path), column="messages", read=gemma.read).documents()
-    )
+    source = TextSource(str(path), column="messages", read=gemma.read)
+    windows = Windows(tokenizer, CONTEXT, control="keep").cut(source.documents())
     found = stored_windows(store.split("all"), 10**9)
     for one, expected in zip(found, windows, strict=True):
         assert one.token_ids.tolist() == expected.token_ids.tolist()
         assert one.replaced.tolist() == expected.kept.tolist()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    names = {"user": "human", "assistant": "gpt"}
     gpt = [
-        {
-            "chat": [
-                {
-                    "from": {"user": "human"}.get(one["role"], "gpt"),
-                    "value": [{"text": one["content"]}],
-                }
-                for one in row["messages"]
-            ]
-        }
+        [
+            {"from": names[message["role"]], "value": [{"text": message["content"]}]}
+            for message in row["messages"]
+        ]
         for row in ROWS
     ]
-    for path, options in (
-        (tmp_path / "a.parquet", {}),
-        (written(tmp_path / "b.jsonl", gpt), {"text_column": "chat"}),
-    ):
+    gpt_file = written(tmp_path / "b.jsonl", [{"chat": talk} for talk in gpt])
+    for path, options in ((tmp_path / "a.parquet", {}), (gpt_file, {"text_column": "chat"})):
         found = extract(folder, path, **options)
-        assert all(
-            (found[name] == whole[name][: len(found[name])]).all() for name in whole if name != "x"
-        )
+        for name in whole.keys() - {"x"}:
+            assert (found[name] == whole[name][: len(found[name])]).all()
 
 
 def test_a_report_says_on_whose_tokens_a_latent_acts_and_who_speaks(folder, tmp_path):
-    columns, one = (
-        extract(folder, written(tmp_path / "a.jsonl", ROWS), name="s"),
-        random_sae(d_in=16),
-    )
-    saecli.report(one, tmp_path / "report", "s", home=tmp_path)
-    sizes = one.encode(torch.from_numpy(columns["x"])).double().numpy()
+    columns = extract(folder, written(tmp_path / "a.jsonl", ROWS), name="s")
+    sae = random_sae(d_in=16)
+    saecli.report(sae, tmp_path / "report", "s", home=tmp_path)
+    sizes = sae.encode(torch.from_numpy(columns["x"])).double().numpy()
     expected = np.stack([sizes[columns["role"] == role].sum(0) for role in range(len(ROLES))])
     for latent, page in pages_of(tmp_path / "report").items():
         shares = [share for _, share in page.get("roles", [("", 0)] * len(ROLES))]
-        np.testing.assert_allclose(
-            shares, expected[:, latent] / (expected[:, latent].sum() or 1), atol=1e-3
-        )
-        for one in page["examples"]:
-            assert [role for place, role in one["roles"] if place <= one["peak"]][-1] == ROLES[
-                columns["role"][one["row"]]
-            ]
+        own = expected[:, latent]
+        np.testing.assert_allclose(shares, own / (own.sum() or 1), atol=1e-3)
+        for example in page["examples"]:
+            before = [role for place, role in example["roles"] if place <= example["peak"]]
+            assert before[-1] == ROLES[columns["role"][example["row"]]]
 
 
 @pytest.mark.long
@@ -265,37 +207,13 @@ def test_killed_extractions_of_chats_equal_whole_ones(sae: CommandLine, folder, 
 @pytest.mark.parametrize(
     ("row", "options", "sentence"),
     [
-        (
-            ROWS[0],
-            {"chat": "off", "text_column": "messages"},
-            "holds no text in column 'messages'; expected a string",
-        ),
-        (
-            ROWS[0],
-            {"chat_template": None},
-            "has no chat template; .* name a jinja file with --chat-template",
-        ),
-        (
-            ROWS[0],
-            {"chat_template": "nowhere.jinja"},
-            "--chat-template nowhere.jinja cannot be read",
-        ),
+        (ROWS[0], {"chat": "off", "text_column": "messages"}, "holds no text in column 'messages'"),
+        (ROWS[0], {"chat_template": None}, "has no chat template; .* with --chat-template"),
+        (ROWS[0], {"chat_template": "nowhere.jinja"}, "--chat-template nowhere.jinja"),
         ({"text": "a"}, {}, "--chat-template .* needs chats"),
-        (
-            {"messages": [{"content": "a"}]},
-            {},
-            "message 1 of line 1 of .* has no role; .* got content",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            {},
-            "message 1 of .* has no text",
-        ),
-        (
-            chat(["a"], "b"),
-            {},
-            "line 1 of .* does not fit the chat template: System role not supported",
-        ),
+        ({"messages": [{"content": "a"}]}, {}, "message 1 of line 1 of .* has no role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "has no text"),
+        (chat(["a"], "b"), {}, "line 1 of .* does not fit the chat template: System role not"),
     ],
 )
 def test_what_is_no_chat_gives_one_sentence(folder, tmp_path, row, options, sentence):
