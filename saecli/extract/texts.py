@@ -164,7 +164,7 @@ class TextSource:
             return {
                 "dataset": STDLIB_DOCS,
                 "python": platform.python_version(),
-                "sha256": stdlib_sha256(),
+                "sha256": stdlib_sha256(sysconfig.get_path("stdlib")),
             }
         if self.on_hub:
             return {
@@ -376,26 +376,26 @@ def _local_file(dataset: str) -> Path:
 def stdlib_docstrings() -> Texts:
     """The distinct docstrings of Python's standard library, in the order of its files."""
     seen: set[str] = set()
-    for path in _stdlib_files():
+    for path in _stdlib_files(sysconfig.get_path("stdlib")):
         for text in _docstrings(path.read_bytes()):
             if len(text) >= DOCSTRING_MIN_CHARS and text not in seen:
                 seen.add(text)
                 yield text
 
 
-def _stdlib_files() -> list[Path]:
+def _stdlib_files(root: str) -> list[Path]:
     paths: list[Path] = []
-    for folder, inner, files in os.walk(sysconfig.get_path("stdlib")):
+    for folder, inner, files in os.walk(root):
         inner[:] = [name for name in inner if name not in STDLIB_SKIPPED]
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     return sorted(paths)
 
 
 @cache
-def stdlib_sha256() -> str:
+def stdlib_sha256(root: str) -> str:
     """Of the files read: distributions leave out different modules of one version."""
     digest = hashlib.sha256()
-    for path in _stdlib_files():
+    for path in _stdlib_files(root):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -46,21 +46,18 @@ def test_rows_keep_their_proportions_and_any_mark_gives_the_rest(tmp_path_factor
         left[document.source] -= 1
         if left.all():  # none is ahead of another by more than a document
             assert np.ptp(rows / shares) <= max(np.array([*map(max, counts)]) / shares) * (1 + 1e-9)
+        mark = json.loads(json.dumps(document.mark))
         for start in (document.number, document.number + 1):
-            assert [
-                one[:2] + one[3:]
-                for one in text.documents(start, json.loads(json.dumps(document.mark)))
-            ] == [one[:2] + one[3:] for one in whole[start:]]
-    assert [
-        [one.text.count("w") for one in whole if one.source == index]
-        for index in range(len(counts))
-    ] == counts
+            rest = text.documents(start, mark)
+            assert [own[:2] + own[3:] for own in rest] == [
+                own[:2] + own[3:] for own in whole[start:]
+            ]
+    for index, own in enumerate(counts):
+        assert [document.text.count("w") for document in whole if document.source == index] == own
 
 
 def test_ends_of_texts_are_told_where_rows_need_them(sae: CommandLine, tmp_path: Path):
-    files = [
-        write(tmp_path / name, [20] * count) for name, count in (("a.jsonl", 9), ("b.jsonl", 40))
-    ]
+    files = [write(tmp_path / "a.jsonl", [20] * 9), write(tmp_path / "b.jsonl", [20] * 40)]
     mixed = [word for path in files for word in ("--dataset", path)]
     words = ("extract", "--model", "tiny-gemma2", "--json")
     rows = sae(*words, "--dataset", files[0]).json["rows"]
@@ -71,11 +68,10 @@ def test_ends_of_texts_are_told_where_rows_need_them(sae: CommandLine, tmp_path:
     assert told("--dataset", files[0]) == [f"the text ended after {rows} rows of 100,000"]
     assert told("--dataset", files[0], "--rows", str(rows)) == []
     assert told(*mixed, "--rows", str(rows)) == []  # half of them are of each
-    assert told(*mixed, "--rows", str(3 * rows)) == [
-        f"{files[0]} ends after {rows} rows; others go on"
-    ]
+    end = f"{files[0]} ends after {rows} rows; others go on"
+    assert told(*mixed, "--rows", str(3 * rows)) == [end]
     first, last = told(*mixed)
-    assert first == f"{files[0]} ends after {rows} rows; others go on"
+    assert first == end
     assert last.startswith("the text ended after ") and last.endswith(" rows of 100,000")
 
 
@@ -99,15 +95,11 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
 ):
     files = [write(tmp_path / name, [*range(3, 40)] * 25) for name in ("a.jsonl", "b.jsonl")]
     mixed = "extract --model tiny-gemma2 --rows 14000 --shard-rows 1000 --name".split()
-    mixed[1:1] = [
-        word
-        for pair in zip(["stdlib-docs", *files], "532", strict=True)
-        for word in ("--dataset", pair[0], "--mix", pair[1])
-    ]
+    for path, weight in zip(["stdlib-docs", *files], "532", strict=True):
+        mixed[-1:-1] = ["--dataset", path, "--mix", weight]
     made = sae(*mixed, "whole", "--json").json
-    assert np.array([*made["sources"].values()]) / 14_000 == pytest.approx(
-        [0.5, 0.3, 0.2], abs=0.02
-    )
+    shares = np.array([*made["sources"].values()]) / 14_000
+    assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
     for nth in (3, 12):
         signalled(sae.home, [*mixed, "killed"], ".h5", nth)
     assert sae(*mixed, "killed").status == 0
@@ -116,29 +108,21 @@ def test_a_killed_mixture_equals_a_whole_one_and_is_measured_by_source(
     source = np.concatenate(list(rows.column("source", 512)))
     assert np.bincount(source).tolist() == [*made["sources"].values()]
     assert sae("train --act topk --k 4 --d-sae 64 --steps 50 --name run --data whole").status == 0
-    x, run = (
-        np.concatenate([batch.copy() for batch in rows.sequential(512)]),
-        saecli.load_sae("run", home=sae.home),
-    )
+    x = np.concatenate([batch.copy() for batch in rows.sequential(512)])
+    run = saecli.load_sae("run", home=sae.home)
     found = sae("eval", "run", "--split", "all", "--json").json["runs"][0]["sources"]
     fired = sae("sparsity", "run", "--split", "all", "--json").json["runs"][0]
     for number, (one, other) in enumerate(zip(found, fired["sources"], strict=True)):
         alone = saecli.evaluate(run, x[source == number])
-        assert [one[name] for name in ("rows", "fvu", "l0")] == pytest.approx(
-            [alone[n] for n in ("rows", "fvu", "l0")]
-        )
-        assert other["frequency"] == pytest.approx(
-            saecli.sparsity(run, x[source == number])["frequency"], abs=1e-3
-        )
-        assert np.multiply(other["firings"], fired["frequency"]) * 14_000 == pytest.approx(
-            np.array(other["frequency"]) * other["rows"]
-        )
+        for name in ("rows", "fvu", "l0"):
+            assert one[name] == pytest.approx(alone[name])
+        frequency = saecli.sparsity(run, x[source == number])["frequency"]
+        assert other["frequency"] == pytest.approx(frequency, abs=1e-3)
+        firings = np.multiply(other["firings"], fired["frequency"]) * 14_000
+        assert firings == pytest.approx(np.array(other["frequency"]) * other["rows"])
     rates = np.array([one["frequency"] for one in fired["sources"]])
-    enough = (
-        np.array([[14_000 - one["rows"]] for one in fired["sources"]])
-        * np.array(fired["frequency"])
-        >= 10
-    )
+    others = np.array([[14_000 - one["rows"]] for one in fired["sources"]])
+    enough = others * np.array(fired["frequency"]) >= 10
     own = ((rates >= 0.9 * rates.sum(0)) & enough).sum(1).tolist()
     assert [one["mainly"] for one in fired["sources"]] == own != [0, 0, 0]
 
@@ -178,33 +162,23 @@ def test_the_effect_on_the_model_by_source_is_that_on_a_store_of_the_source_alon
 ):
     files = [write(tmp_path / f"{name}.jsonl", [*range(3, 30)] * 4) for name in "ab"]
     Path(files[1]).write_text(Path(files[1]).read_text().replace("word", "return the value"))
-    words = [
-        *split("extract --model tiny-gemma2 --layer 1"),
-        *(word for site in sites for word in ("--site", site)),
-        *split("--rows 100000 --name"),
-    ]
+    words = split("extract --model tiny-gemma2 --layer 1 --rows 100000")
+    words += [*(word for site in sites for word in ("--site", site)), "--name"]
     mixed = [word for file in files for word in ("--dataset", file, "--mix", "1")]
     for name, texts in (("mixed", mixed), ("a", mixed[:2]), ("b", mixed[4:6])):
         assert sae(*words, name, *texts).status == 0
-    stores = [
-        [f"{name}-l1-{site}" if sites[1:] else name for site in sites]
+    ends = [f"-l1-{site}" for site in sites] if sites[1:] else [""]
+    data = [
+        [word for end in ends for word in ("--data", f"{name}{end}")]
         for name in ("mixed", "a", "b")
     ]
-    data = [[word for name in names for word in ("--data", name)] for names in stores]
     line = "train --act topk --k 4 --d-sae 64 --steps 50 --name run"
     assert sae(line, *data[0]).status == 0
-    run, *alone = (
-        sae("eval run --split all --model tiny-gemma2 --tokens 1000000 --json", *some).json["runs"][
-            0
-        ]
-        for some in data
-    )
+    line = "eval run --split all --model tiny-gemma2 --tokens 1000000 --json"
+    run, *alone = (sae(line, *words).json["runs"][0] for words in data)
     for found, expected in zip(run["sources"], alone, strict=True):
-        for one, other in zip(
-            [found, *found.get("hook_points", [])],
-            [expected, *expected.get("hook_points", [])],
-            strict=True,
-        ):
+        pairs = [[own, *own.get("hook_points", [])] for own in (found, expected)]
+        for one, other in zip(*pairs, strict=True):
             for name in ("ce_clean", "ce_spliced", "ce_zero", "ce_recovered", "kl", "tokens"):
                 if other[name] is None:  # zeros at a hook point of tiny-gemma2 may cost nothing
                     assert one[name] is None

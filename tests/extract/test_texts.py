@@ -66,13 +66,8 @@ def test_stdlib_docs_of_other_files_are_another_text(tmp_path: Path, monkeypatch
 def test_stdlib_docs_are_the_docstrings_in_a_fixed_order():
     found = documents(STDLIB_DOCS)
     texts = [text for _, text in found]
-    for thing in (
-        json,
-        json.dumps,
-        argparse.ArgumentParser,
-        ast.walk,
-        fractions.Fraction.limit_denominator,
-    ):
+    method = fractions.Fraction.limit_denominator
+    for thing in (json, json.dumps, argparse.ArgumentParser, ast.walk, method):
         assert inspect.getdoc(thing) in texts
     assert inspect.getdoc(math) not in texts  # compiled modules have no source to read
     assert [number for number, _ in found] == list(range(len(texts)))
@@ -84,9 +79,8 @@ def test_stdlib_docs_are_the_docstrings_in_a_fixed_order():
         "texts = [(number, text) for number, text, *_ in TextSource('stdlib-docs').documents()]; "
         "print(sha256(repr(texts).encode()).hexdigest())"
     )
-    printed = captured(
-        [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONHASHSEED": "77"}
-    )
+    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    printed = captured([sys.executable, "-c", program], check=True, env=environment)
     assert printed.stdout.strip() == hashlib.sha256(repr(found).encode()).hexdigest()
 
 
@@ -129,14 +123,11 @@ def test_txt_blank_lines_between_texts_separate_documents(tmp_path, content, exp
 @pytest.mark.parametrize("suffix", [".txt", ".TXT", ".jsonl", ".JSONL", ".parquet", ".PARQUET"])
 def test_starting_later_gives_the_tail_of_the_whole_pass(tmp_path_factory, suffix, start):
     path = tmp_path_factory.mktemp("resume") / f"a [1]*{suffix}"
-    source = (
-        write(path, "one\ntwo\n\nthree\n\nfour") if suffix.lower() == ".txt" else write_table(path)
-    )
-    whole = (
-        [(0, "one\ntwo"), (1, "three"), (2, "four")]
-        if suffix.lower() == ".txt"
-        else TABLE_DOCUMENTS
-    )
+    if suffix.lower() == ".txt":
+        source = write(path, "one\ntwo\n\nthree\n\nfour")
+        whole = [(0, "one\ntwo"), (1, "three"), (2, "four")]
+    else:
+        source, whole = write_table(path), TABLE_DOCUMENTS
     assert documents(source) == whole
     assert documents(source, start) == whole[start:]
 
@@ -157,10 +148,8 @@ def test_identity_follows_the_content_of_a_local_file(tmp_path):
 def test_identity_of_hub_datasets_tells_sources_apart():
     identity = TextSource("Salesforce/wikitext").identity()
     assert identity["config"] == "wikitext-103-raw-v1"
-    assert (
-        TextSource("Salesforce/wikitext", config="wikitext-2-v1").identity()["config"]
-        == "wikitext-2-v1"
-    )
+    other = TextSource("Salesforce/wikitext", config="wikitext-2-v1").identity()
+    assert other["config"] == "wikitext-2-v1"
     assert TextSource("Salesforce/wikitext", column="body").identity() != identity
     assert TextSource(STDLIB_DOCS, column="body").identity() == TextSource(STDLIB_DOCS).identity()
 
@@ -172,19 +161,9 @@ def test_identity_of_hub_datasets_tells_sources_apart():
         (".", None, "text", "got a folder"),
         ("a.csv", "a,b", "text", "expected a .txt, .jsonl or .parquet file"),
         ("a.txt", b"caf\xe9\n", "text", "it has the byte 0xe9"),
-        (
-            "a.jsonl",
-            '{"body": "b", "n": 1}',
-            "text",
-            "no column 'text'; expected one of its columns, body, n",
-        ),
+        ("a.jsonl", '{"body": "b", "n": 1}', "text", "no column 'text'; expected .*, body, n"),
         ("a.jsonl", '{"body": "b", "n": 1}', "n", r"expected a string, got int; .*\(body here\)"),
-        (
-            "a.jsonl",
-            '{"text": "b"}\n{"text"',
-            "text",
-            "line 2 of .* expected one JSON object per line",
-        ),
+        ("a.jsonl", '{"text": "b"}\n{"text"', "text", "line 2 of .* expected one JSON object"),
         ("a.jsonl", "[1]", "text", "expected a JSON object, got list"),
         ("a.parquet", b"PAR1 but not really", "text", "write it as Parquet again"),
         ("a.parquet", TABLE, "body", "no column 'body'; expected one of its columns, text, number"),
@@ -232,16 +211,10 @@ def test_a_bad_line_is_left_out_with_a_note_at_the_end(tmp_path, bad):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            GOOD * 99 + BAD[0] * 2,
-            "line 100 of .*; bad lines: 2 of the first 101, and no more than 1% are left out",
-        ),
+        (GOOD * 99 + BAD[0] * 2, "line 100 of .*; bad lines: 2 of the first 101, and .* 1%"),
         (BAD[0] * 2 + GOOD * 98 + GOOD * 9000, "line 1 of .*; bad lines: 2 of the first 100"),
         (GOOD * 9 + BAD[0], "line 10 of .*; bad lines: 1 of the first 10"),
-        (
-            BAD[2] * 7,
-            "line 1 of .* has no column 'text'; expected one of its columns, body; name one with --text-column",
-        ),
+        (BAD[2] * 7, "line 1 of .* has no column 'text'; expected .* body; .* --text-column"),
     ],
 )
 def test_more_than_one_bad_line_in_a_hundred_is_refused(tmp_path, content, message):
