@@ -43,7 +43,7 @@ def command(
     Example: sae finetune first --model google/gemma-2-2b
     """
     from ..store.opening import note_when_stopped
-    from ..train.finetune import Opened, configurations, resume_job
+    from ..train.finetune import Opened, Settings, resume_job
     from ..train.jobs import NewRun, claim_jobs, run_names
 
     session = start(ctx)
@@ -54,25 +54,12 @@ def command(
                 groups = [[resume_job(session.home, name, session.console, claims)]]
             else:
                 names = run_names(name, [option.varied for option in options])
-                settings = [configurations(option.values) for option in options]
-                config, training, text = settings[0]
-                opened = Opened.open(
-                    session.home,
-                    run,
-                    config,
-                    data=data or [],
-                    text=text,
-                    device=training.device,
-                    listener=session.console,
-                )
+                settings = [Settings.of(option.values) for option in options]
+                opened = Opened.open(session.home, run, settings[0], data or [], session.console)
                 created = now()
                 new_runs = [
-                    NewRun(
-                        name, opened.run(config, training, created), option.values, option.varied
-                    )
-                    for name, (config, training, _), option in zip(
-                        names, settings, options, strict=True
-                    )
+                    NewRun(name, opened.run(its_settings, created), option.values, option.varied)
+                    for name, its_settings, option in zip(names, settings, options, strict=True)
                 ]
                 stem = f"finetune-{opened.text.hooked.sae.activation.name}"
                 groups = claim_jobs(session.home, new_runs, stem, session.console, claims)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -48,6 +48,19 @@ from .training import Record, Training, start_training
 SAMPLE_TOKENS, TEST_TOKENS = 8192, 16_384  # whose activations are kept, to normalise and to measure
 
 
+class Settings(NamedTuple):
+    """The options of a fine-tuning; of `training` the seed, device, tracker and the learning rate are used."""
+
+    config: Finetune
+    training: TrainingConfig
+    text: Mapping[str, Any]  # options of `sae extract`, without `dataset` those of the model
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        text = {name: options[name] for name in TEXT if options.get(name) is not None}
+        return cls(Finetune.among(options), TrainingConfig.among(options), text)
+
+
 @dataclass(frozen=True, eq=False)
 class Opened:
     """An SAE to fine-tune, the text, stored or streamed, and activations of both parts of it."""
@@ -61,18 +74,10 @@ class Opened:
 
     @classmethod
     def open(
-        cls,
-        home: Home,
-        sae: SAELike,
-        config: Finetune,
-        *,
-        data: Sequence[str],
-        text: Mapping[str, Any],
-        device: str,
-        listener: Listener,
+        cls, home: Home, sae: SAELike, settings: Settings, data: Sequence[str], listener: Listener
     ) -> Self:
-        """Open what `sae finetune` names; `text` are options of `sae extract`, without `dataset` those of the model."""
-        processes = communicator()
+        """Open what `sae finetune` names."""
+        processes, (config, training, text) = communicator(), settings
         opened = subject, saved = open_sae(home, sae, listener)
         acts = hooked(opened, config.layer, config.site, "fine-tuning")
         source = model_of([acts], config.model, config.model_revision, listener)
@@ -89,12 +94,13 @@ class Opened:
                 rows=config.tokens,
             )
             stores, spliced = _stream_text(
-                home, acts, extract, text.keys(), subject.split_seed, device, listener
+                home, acts, extract, text.keys(), subject.split_seed, training.device, listener
             )
         else:
             stores = processes.main_first(lambda: _open_stores(home, subject, data, listener))
             model_dtype = text.get("model_dtype", "auto")
-            model = LanguageModel(source, device_named(device), head=True, dtype=model_dtype)
+            device = device_named(training.device)
+            model = LanguageModel(source, device, head=True, dtype=model_dtype)
             spliced = _read_text(stores, model, acts, config.tokens, subject.split_seed)
         name = lasting_name(home, subject.name if sae is None else sae, subject)
         order = np.random.default_rng(0).permutation(len(spliced.train))
@@ -108,28 +114,26 @@ class Opened:
         start = Start(name, fingerprint(saved.sae), saved.sae)
         return cls(stores, start, spliced, train, test, subject.split_seed)
 
-    def plan(self, config: Finetune, training: TrainingConfig) -> FinetunePlan:
-        """The plan of a training; of `training` the seed, device, tracker and the learning rate are used."""
+    def run(self, settings: Settings, created: str) -> "FinetuneRun":
         tokens_per_step = self.text.windows_per_step * self.text.rows.mean()
         # A branch may move on until an interrupted fine-tuning is resumed.
-        config = replace(config, model_revision=self.text.passes.model.source.revision)
+        revision = self.text.passes.model.source.revision
+        config = replace(settings.config, model_revision=revision)
         training = replace(
-            training,
+            settings.training,
             lr_warm_up=0.0,
             lr_decay=1.0,
             steps=max(1, round(config.tokens / tokens_per_step)),
             smoothing=0.0,
             precision="float32",
             split_seed=self.split_seed,
-            shuffle_seed=training.seed,
+            shuffle_seed=settings.training.seed,
         )
         activation = self.text.hooked.sae.activation
-        return FinetunePlan.resolve(
+        plan = FinetunePlan.resolve(
             self.rows, self.test_rows, training, config, activation, self.start
         )
-
-    def run(self, config: Finetune, training: TrainingConfig, created: str) -> "FinetuneRun":
-        return FinetuneRun(self.stores, self.plan(config, training), created, self.text)
+        return FinetuneRun(self.stores, plan, created, self.text)
 
 
 def _open_stores(home: Home, subject: Subject, data: Sequence[str], listener: Listener) -> Joined:
@@ -252,24 +256,20 @@ def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitSta
     if processes.is_main:
         claims.enter_context(claimed(folder, new=False))
     try:
-        settings = {key: value for key, value in document["solver"].items() if key != "name"}
-        config = Finetune.from_json(settings)
-        training = TrainingConfig.from_json(document["training"])
-        streamed, begun = document.get("streamed"), document["init"]
+        config = {key: value for key, value in document["solver"].items() if key != "name"}
+        streamed, begun = document.get("streamed") or {}, document["init"]
+        settings = Settings(
+            Finetune.from_json(config),
+            TrainingConfig.from_json(document["training"]),
+            {key: value for key, value in streamed.items() if key in TEXT},
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"cannot go on with {folder.name}: its run.json is not what this version of `sae finetune` "
             f"writes ({error}); begin it anew"
         ) from error
-    opened = Opened.open(
-        home,
-        begun["name"],
-        config,
-        data=[] if streamed else [document["data"], *document.get("beside", [])],
-        text={key: value for key, value in (streamed or {}).items() if key in TEXT},
-        device=training.device,
-        listener=listener,
-    )
+    data = [] if streamed else [document["data"], *document.get("beside", [])]
+    opened = Opened.open(home, begun["name"], settings, data, listener)
     for what, has_changed in (
         (begun["name"], opened.start.hash != begun["hash"]),
         (opened.stores.name, opened.stores.hash != document["data_hash"]),
@@ -278,7 +278,7 @@ def resume_job(home: Home, name: str | None, listener: Listener, claims: ExitSta
             raise RunError(
                 f"cannot go on with {folder.name}: {what} has changed since it was begun; begin it anew"
             )
-    return Job(folder, opened.run(config, training, document["created"]))
+    return Job(folder, opened.run(settings, document["created"]))
 
 
 def finetune(
@@ -306,17 +306,9 @@ def finetune(
     """
     demand_known("finetune", options, {option.name for option in FINETUNED}, "finetune")
     listener = listening(progress)
-    config, training_config, text = configurations({"model": model, **options})
-    opened = Opened.open(
-        Home.at(home),
-        sae,
-        config,
-        data=[data] if isinstance(data, str) else data or [],
-        text=text,
-        device=training_config.device,
-        listener=listener,
-    )
-    run = opened.run(config, training_config, created="")
+    settings = Settings.of({"model": model, **options})
+    names = [data] if isinstance(data, str) else data or []
+    run = Opened.open(Home.at(home), sae, settings, names, listener).run(settings, created="")
     with listener.progress("fine-tuning", run.plan.steps, "steps") as show:
         training = start_training(run.plan, Record(), show)
         (tuned,) = run.loop([training]).train()
@@ -325,11 +317,3 @@ def finetune(
     assert training.comparison is not None, "it begins with an SAE"
     tuned.metadata = run.plan.settings() | run.origin | training.comparison.measures
     return tuned
-
-
-def configurations(
-    options: Mapping[str, Any],
-) -> tuple[Finetune, TrainingConfig, dict[str, Any]]:
-    """The options given, by their configurations, and those of the text."""
-    text = {name: options[name] for name in TEXT if options.get(name) is not None}
-    return Finetune.among(options), TrainingConfig.among(options), text

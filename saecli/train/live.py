@@ -132,8 +132,11 @@ class LiveRows(RowSource):
         assert part == WHOLE, "one process runs the model"
         assert not first, "rows that a model gives come once"
         if epoch == 0:
-            return self._pass_once(batch_size, seed)
-        return self._in_memory(batch_size, (seed, epoch))
+            yield from self._pass_once(batch_size, seed)
+            return
+        order = np.random.default_rng((seed, epoch)).permutation(self.ready)
+        for begin in range(0, len(order), batch_size):
+            yield self._decoded(self._memory[order[begin : begin + batch_size]])
 
     def sequential(self, batch_size: int, part: Part = WHOLE) -> Iterator[np.ndarray]:
         """The rows in memory, (B, D) float32."""
@@ -162,11 +165,6 @@ class LiveRows(RowSource):
                 return
             carried = window[order[stop:]]
             self._fill()
-
-    def _in_memory(self, batch_size: int, seed: tuple[int, int]) -> Iterator[np.ndarray]:
-        order = np.random.default_rng(seed).permutation(self.ready)
-        for begin in range(0, len(order), batch_size):
-            yield self._decoded(self._memory[order[begin : begin + batch_size]])
 
     def _decoded(self, rows: np.ndarray) -> np.ndarray:
         decoded = np.empty(rows.shape, np.float32)

@@ -50,7 +50,9 @@ class Loop:
                 if step <= done:  # before the training was resumed
                     self._each(lambda training, batch: training.solver.remember(batch), batch)
                     continue
-                self._each(Training.step, batch)
+                self._each(
+                    lambda training, batch: training.take(training.solver.step(batch)), batch
+                )
                 self._decoder_steps(step)
                 if step == plan.steps or step % plan.batches == 0:
                     self._keep(self.live(), after_epoch=True)
@@ -63,7 +65,10 @@ class Loop:
         self._keep(self.live(), after_epoch=True)
 
     def _compare(self, training: Training) -> None:
-        training.compare()
+        """Choose between the SAE that training began with, if it did, and its last."""
+        if training.comparison is not None:
+            dictionary, communicator = training.solver.dictionary, training.rows.communicator
+            training.choose(training.comparison.measured(training.plan, dictionary, communicator))
 
     def live(self) -> list[Training]:
         return self._among(self.trainings)

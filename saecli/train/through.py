@@ -31,7 +31,6 @@ from ..sae.activations import Relu, Thresholded
 from ..sae.codes import Codes
 from ..sae.dictionary import SAE
 from ..sae.metrics import reconstruction
-from ..store.reader import RowSource
 from .finetune_options import Finetune
 from .loop import Loop
 from .plan import Plan
@@ -304,29 +303,20 @@ class ThroughLoop(Loop):
         saes = comparison.saes(training.solver.dictionary)
 
         def measure() -> list[dict[str, Any]]:
+            text, hooked, rows = self.text, self.text.hooked, training.plan.test_rows
+            assert rows is not None
+            of_saes = effects(
+                [text.passes], text.test, hooked.reads, [hooked.writes], saes, lambda tokens: None
+            )
             measures = []
-            for sae, losses in zip(saes, self._effects(saes), strict=True):
-                measured = reconstruction(sae, raw_batches(self._test_rows)) | losses
+            for sae, (losses,) in zip(saes, of_saes, strict=True):
+                measured = reconstruction(sae, raw_batches(rows)) | losses
                 objective = measured["kl" if solver.objective == "kl" else "ce_spliced"]
                 loss = objective + solver.fvu_weight * measured["fvu"]
                 measures.append(measured | {"loss": loss})
             return measures
 
         training.choose(training.rows.communicator.broadcast_object(measure))
-
-    @property
-    def _test_rows(self) -> RowSource:
-        rows = self.trainings[0].plan.test_rows
-        assert rows is not None
-        return rows
-
-    def _effects(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
-        """CE and KL of each SAE on the windows kept out of training."""
-        text, hooked = self.text, self.text.hooked
-        parts = effects(
-            [text.passes], text.test, hooked.reads, [hooked.writes], saes, lambda tokens: None
-        )
-        return [measures for (measures,) in parts]
 
     def results(self, saes: Sequence[SAE]) -> list[dict[str, Any]]:
         rows = int(self.text.rows.sum())

@@ -109,24 +109,17 @@ class Comparison:
         """Both on raw rows."""
         return [self._on_raw_rows(self.before), self._on_raw_rows(after)]
 
-    def choose(self, measures: list[dict[str, Any]]) -> None:
-        """Keep the SAE of less `loss`, given the measures before and after."""
-        before, after = measures
-        kept = "after" if after["loss"] <= before["loss"] else "before"
-        self.measures = {"before": before, "after": after, "kept": kept}
-
     def measured(
         self, plan: Plan, after: Dictionary, communicator: Communicator
     ) -> list[dict[str, Any]]:
         """Both SAEs' measures, and their mean `loss` as dictionaries of normalised rows, by one pass over rows kept out
         of training, else over training rows."""
+        sparsity, weight = plan.training.sparsity or "none", plan.training.sparsity_weight or 0.0
         # Of the penalty, such as the price of excess L0 that training found.
-        penalty = self.before.activation.penalty(plan.training.sparsity or "none")
+        penalty = self.before.activation.penalty(sparsity)
         learned = {name: getattr(after, name) for name in penalty.initial(1)}
         on_normalised_rows = [self.before.changed(None, **learned), after]
-        saes = self.saes(after)
-        mean = self.normalisation.mean
-        sparsity, weight = plan.training.sparsity or "none", plan.training.sparsity_weight or 0.0
+        saes, mean = self.saes(after), self.normalisation.mean
         total = torch.zeros(1 + len(saes), dtype=torch.float64, device=mean.device)
 
         def batches() -> Iterator[Tensor]:
@@ -144,15 +137,6 @@ class Comparison:
         for measured, loss in zip(measures, losses, strict=True):
             measured["loss"] = loss / count
         return measures
-
-    def notes(self) -> list[str]:
-        if not self.keeps_before:
-            return []
-        before, after = (number(self.measures[name]["loss"]) for name in ("before", "after"))
-        return [
-            f"training did not lower the loss, {before} to {after}: the SAE is kept as it was; train on "
-            "more rows, or with a lower --lr"
-        ]
 
     def state(self) -> dict[str, Tensor]:
         tensors = self.before.tensors()
@@ -183,10 +167,6 @@ class Training:
             return self.comparison.sae(self.solver.dictionary)
         sae = self.solver.dictionary.sae().without_training_parameters()
         return on_raw_rows(sae, self.rows.normalisation)
-
-    def step(self, batch: Batch) -> None:
-        """A step of the solver on a batch of rows."""
-        self.take(self.solver.step(batch))
 
     def take(self, report: StepReport) -> None:
         """Count a step; every `LOG_EVERY` steps a line of measures."""
@@ -274,17 +254,12 @@ class Training:
                 "expected the same in each; go on from the last checkpoint by --resume, on machines of one kind"
             )
 
-    def compare(self) -> None:
-        """Choose between the SAE that training began with and its last."""
-        if self.comparison is None:
-            return
-        dictionary, communicator = self.solver.dictionary, self.rows.communicator
-        self.choose(self.comparison.measured(self.plan, dictionary, communicator))
-
     def choose(self, measures: list[dict[str, Any]]) -> None:
         """Keep the SAE of less `loss`, given the measures before and after."""
         assert self.comparison is not None
-        self.comparison.choose(measures)
+        before, after = measures
+        kept = "after" if after["loss"] <= before["loss"] else "before"
+        self.comparison.measures = {"before": before, "after": after, "kept": kept}
         if self.comparison.keeps_before:
             self.test = None  # of the SAE that is not kept
             self.record.keep(self.sae)
@@ -292,8 +267,13 @@ class Training:
     def notes(self) -> list[str]:
         """Sentences for the user at the end of training."""
         notes = self.solver.notes()
-        if self.comparison is not None:
-            notes += self.comparison.notes()
+        if self.comparison is not None and self.comparison.keeps_before:
+            measures = self.comparison.measures
+            before, after = (number(measures[name]["loss"]) for name in ("before", "after"))
+            notes.append(
+                f"training did not lower the loss, {before} to {after}: the SAE is kept as it was; train on "
+                "more rows, or with a lower --lr"
+            )
         return notes
 
     def result(self, train: Measures, test: Measures) -> dict[str, Any]:

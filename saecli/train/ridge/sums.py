@@ -241,26 +241,12 @@ class HeldRows(System):
         return about_means.addr_(self._z_bar, self.y_bar - centre, alpha=self.rows)
 
     def diagonal(self, shrink: float) -> Tensor:
-        Z_h, _ = self._lift(shrink)
-        return Z_h.square().sum(0)
+        return self.lift(shrink)[0].square().sum(0)
 
     def _factorise(self, ridge: float, shrink: float, decay: Tensor) -> "Dual":
-        """2 N^2 F + N^3 / 3 operations, the first term only once if there is no decay."""
-        Z_h, gram = self._lift(shrink)
+        return Dual(self, ridge, shrink, decay)
 
-        def build(ridge: float) -> Tensor:
-            S = (Z_h * _weight(decay, ridge).T) @ Z_h.T if decay.any() else gram.clone()
-            if shrink == 1:
-                # The rows sum to 0, so S 1 = r 1; nothing is solved for along 1, so a larger eigenvalue costs nothing.
-                S += S.diagonal().mean() / self.rows
-            S.diagonal().add_(ridge)
-            return S
-
-        # The solution is a difference divided by the ridge: a smaller one is lost in rounding.
-        least = 1e-9 * (gram.diagonal().sum().item() / self.rows or 1.0)
-        return Dual(self, build, max(ridge, least), shrink, Z_h, decay)
-
-    def _lift(self, shrink: float) -> tuple[Tensor, Tensor]:
+    def lift(self, shrink: float) -> tuple[Tensor, Tensor]:
         """Z_h and its products, kept for other ridges."""
         if self._lifted is None or self._lifted[0] != shrink:
             Z_h = self.z - (1 - (1 - shrink) ** 0.5) * self._z_bar
@@ -269,18 +255,23 @@ class HeldRows(System):
 
 
 class Dual(Direct):
-    """A Cholesky factor of the N x N matrix S."""
+    """A Cholesky factor of the N x N matrix S: 2 N^2 F + N^3 / 3 operations, the first term only once if there is no
+    decay."""
 
-    def __init__(
-        self,
-        system: HeldRows,
-        build: Callable[[float], Tensor],
-        ridge: float,
-        shrink: float,
-        Z_h: Tensor,
-        decay: Tensor,
-    ) -> None:
-        super().__init__(system, build, ridge)
+    def __init__(self, system: HeldRows, ridge: float, shrink: float, decay: Tensor) -> None:
+        Z_h, gram = system.lift(shrink)
+
+        def build(ridge: float) -> Tensor:
+            S = (Z_h * _weight(decay, ridge).T) @ Z_h.T if decay.any() else gram.clone()
+            if shrink == 1:
+                # The rows sum to 0, so S 1 = r 1; nothing is solved for along 1, so a larger eigenvalue costs nothing.
+                S += S.diagonal().mean() / system.rows
+            S.diagonal().add_(ridge)
+            return S
+
+        # The solution is a difference divided by the ridge: a smaller one is lost in rounding.
+        least = 1e-9 * (gram.diagonal().sum().item() / system.rows or 1.0)
+        super().__init__(system, build, max(ridge, least))
         self._y, self._shrink, self._Z_h = system.y, shrink, Z_h
         self._weight = _weight(decay, self.ridge)  # r E^-1, (F, 1)
 
