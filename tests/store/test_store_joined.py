@@ -55,9 +55,8 @@ def test_every_batch_has_the_rows_of_all_places_in_the_firsts_order(stores, whic
     np.testing.assert_array_equal(batches[:, :5], alone)
     numbers = alone[:, 0].astype(int)
     for begin, width in ((0, 5), (5, 2), (7, 40)):
-        np.testing.assert_array_equal(
-            batches[:, begin : begin + width], rows_of(width, width)[numbers]
-        )
+        own = batches[:, begin : begin + width]
+        np.testing.assert_array_equal(own, rows_of(width, width)[numbers])
 
 
 def test_parts_of_batches_are_those_of_the_rows_side_by_side(stores):
@@ -66,10 +65,8 @@ def test_parts_of_batches_are_those_of_the_rows_side_by_side(stores):
     parts = [[*both.batches(50, seed=0, epoch=0, part=Part(number, 3))] for number in range(3)]
     for batch, *some in zip(whole, *parts, strict=True):
         np.testing.assert_array_equal(np.concatenate(some), batch)
-    np.testing.assert_array_equal(
-        np.concatenate([collect(both.sequential(32, Part(n, 2))) for n in range(2)]),
-        collect(both.sequential(32)),
-    )
+    halves = [collect(both.sequential(32, Part(number, 2))) for number in range(2)]
+    np.testing.assert_array_equal(np.concatenate(halves), collect(both.sequential(32)))
 
 
 def test_the_spread_is_that_of_all_dimensions(stores):

@@ -52,14 +52,9 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self, dtype, shard_rows, chunk_rows, limit, documented, multiple):
         self.folder = Path(tempfile.mkdtemp(dir=SHM))
         self.columns = ("document",) if documented else ()
-        self.meta = make_meta(
-            D_IN,
-            dtype,
-            shard_rows=shard_rows,
-            chunk_rows=chunk_rows,
-            columns=self.columns,
-            max_norm_multiple=multiple,
-        )
+        sizes = {"shard_rows": shard_rows, "chunk_rows": chunk_rows}
+        limits = {"columns": self.columns, "max_norm_multiple": multiple}
+        self.meta = make_meta(D_IN, dtype, **sizes, **limits)
         self.limit, self.writer, self.path, self.copies = limit, None, self.folder / "s", 0
         median, kept, documents, self.until = None, [], [], []
         for number in range(BLOCKS):
@@ -135,10 +130,9 @@ class StoreMachine(RuleBasedStateMachine):
             return
         rows, count = store.split("all"), store.rows
         np.testing.assert_array_equal(collect(rows.sequential(size)), self.kept[:count])
-        several = [
-            batch for number in range(parts) for batch in rows.sequential(size, Part(number, parts))
-        ]
-        np.testing.assert_array_equal(np.concatenate(several), self.kept[:count])
+        several = [rows.sequential(size, Part(number, parts)) for number in range(parts)]
+        together = np.concatenate([batch for part in several for batch in part])
+        np.testing.assert_array_equal(together, self.kept[:count])
         for name in self.columns:
             values = np.concatenate([*rows.column(name, size)])
             np.testing.assert_array_equal(values, self.documents[:count])
@@ -189,15 +183,13 @@ class StoreMachine(RuleBasedStateMachine):
                 asked = {"seed": seed, "epoch": 1, "window_bytes": window}
                 whole = [*rows.batches(size, **asked)]
                 assert [len(batch) for batch in whole[:-1]] == [size] * (len(whole) - 1)
-                rows_read = np.concatenate(whole)
-                np.testing.assert_array_equal(
-                    rows_read[np.lexsort(rows_read.T)], expected[np.lexsort(expected.T)]
+                read, wanted = (
+                    values[np.lexsort(values.T)] for values in (np.concatenate(whole), expected)
                 )
+                np.testing.assert_array_equal(read, wanted)
                 if size >= parts:
-                    of_parts = [
-                        [*rows.batches(size, **asked, part=Part(number, parts))]
-                        for number in range(parts)
-                    ]
+                    own_parts = [Part(number, parts) for number in range(parts)]
+                    of_parts = [[*rows.batches(size, **asked, part=part)] for part in own_parts]
                     for number, batch in enumerate(whole):
                         own = [batches[number] for batches in of_parts if number < len(batches)]
                         np.testing.assert_array_equal(np.concatenate(own), batch)

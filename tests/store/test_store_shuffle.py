@@ -28,9 +28,8 @@ def reading_threads() -> list[str]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    return make_store(
-        tmp_path_factory.mktemp("s") / "s", numbered(5000), shard_rows=700, chunk_rows=20
-    ).split("all")
+    path = tmp_path_factory.mktemp("s") / "s"
+    return make_store(path, numbered(5000), shard_rows=700, chunk_rows=20).split("all")
 
 
 def order(rows, **arguments) -> np.ndarray:

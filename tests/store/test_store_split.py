@@ -162,9 +162,8 @@ def assert_spread(spread, rows: np.ndarray) -> None:
     assert spread.rows == len(rows)
     # A sum of float64 is good to 1e-16 of its largest term: a mean to that of the mean, a scatter to that of itself.
     np.testing.assert_allclose(spread.mean, rows.mean(axis=0), rtol=1e-13)
-    np.testing.assert_allclose(
-        spread.scatter, ((rows - rows.mean(axis=0)) ** 2).sum(axis=0), rtol=1e-9, atol=1e-13
-    )
+    scatter = ((rows - rows.mean(axis=0)) ** 2).sum(axis=0)
+    np.testing.assert_allclose(spread.scatter, scatter, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("documents", [True, False])

@@ -12,9 +12,8 @@ G, D = 96, 16
 
 def sampled(world: World, blocks: int, seed: int = 0) -> np.ndarray:
     """The true codes of some blocks as a matrix, float64."""
-    return np.concatenate(
-        [world.codes(seed, block).toarray().astype(float) for block in range(blocks)]
-    )
+    codes = [world.codes(seed, block).toarray() for block in range(blocks)]
+    return np.concatenate(codes).astype(float)
 
 
 def few(features: int = G, **changes: np.ndarray) -> World:
@@ -29,11 +28,8 @@ def few(features: int = G, **changes: np.ndarray) -> World:
         "std": np.zeros(features),
         "factor": np.empty((features, 0)),
     }
-    fields |= changes
-    parents = np.full(features, -1, np.int32)
-    return World(
-        **{name: value.astype(np.float32) for name, value in fields.items()}, parents=parents
-    )
+    fields = {name: value.astype(np.float32) for name, value in (fields | changes).items()}
+    return World(**fields, parents=np.full(features, -1, np.int32))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +41,8 @@ def test_zipfian_probabilities_sum_to_l0_and_fall_by_the_power(features, exponen
     assert firing.max() <= 0.4 + 1e-12
     below = np.flatnonzero(firing < 0.4 - 1e-9)
     ranks = below + 1.0
-    np.testing.assert_allclose(
-        firing[below] * ranks**exponent, firing[below[-1]] * ranks[-1] ** exponent
-    )
+    scales = firing[below] * ranks**exponent
+    np.testing.assert_allclose(scales, scales[-1])
 
 
 @pytest.mark.parametrize(("features", "d_in"), [(100, 16), (16, 16), (9, 16)])
@@ -69,9 +64,8 @@ def test_two_thirds_of_features_are_in_trees_of_two_levels():
 @pytest.mark.parametrize("hierarchy", [True, False])
 @pytest.mark.parametrize("correlation", [0, 0.5])
 def test_features_fire_as_often_as_they_say(hierarchy, correlation):
-    world = world_of(
-        SyntheticConfig(features=G, d_in=D, l0=5, correlation=correlation, hierarchy=hierarchy)
-    )
+    options = {"correlation": correlation, "hierarchy": hierarchy}
+    world = world_of(SyntheticConfig(features=G, d_in=D, l0=5, **options))
     fires = sampled(world, 8) > 0
     p = world.firing_probabilities
     # A magnitude of mean 1 and of a standard deviation that is rarely above 0.4 is rarely cut at 0.
