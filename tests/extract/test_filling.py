@@ -1,6 +1,7 @@
 """Windows, blocks and stores: every token once, for any batches, from wherever an earlier pass stopped."""
 
 import shutil
+from collections import Counter
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,8 @@ def blocks(
     texts: list[str], windows: Windows, rows: int, cursor: Cursor = START
 ) -> Generator[Block, None, None]:
     """Blocks small enough for a few texts to make many."""
-    return in_blocks(
-        lambda begin: documents(texts, begin.document),
-        windows,
-        rows,
-        cursor,
-        ahead=400,
-        first_rows=100,
-    )
+    sizes = {"ahead": 400, "first_rows": 100}
+    return in_blocks(lambda begin: documents(texts, begin.document), windows, rows, cursor, **sizes)
 
 
 TEXTS = st.lists(st.text(LETTERS, max_size=25), min_size=1, max_size=8)
@@ -136,21 +131,16 @@ def test_cutting_after_a_window_gives_those_that_followed(
     for window in whole.cut(documents(texts)):
         every.append((window, dict(whole.left_out)))
     lengths = [len(tokenizers[bos](text, add_special_tokens=False)["input_ids"]) for text in texts]
-    expected = {
-        "empty_texts": lengths.count(0),
-        "short_texts": sum(0 < length < least for length in lengths),
-    }
-    assert whole.left_out == {reason: count for reason, count in expected.items() if count}
+    short = sum(0 < length < least for length in lengths)
+    assert whole.left_out == +Counter(empty_texts=lengths.count(0), short_texts=short)
     for index, (window, seen) in enumerate(every):
         again = cutter()
         rest = list(again.cut(documents(texts, window.after.document), window.after.token))
         assert len(rest) == len(every) - index - 1
         for found, (other, _) in zip(rest, every[index + 1 :], strict=True):
             assert found.token_ids.tolist() == other.token_ids.tolist()
-            assert (
-                found.tokens["document"][found.kept].tolist()
-                == other.tokens["document"][other.kept].tolist()
-            )
+            own, others = (window.tokens["document"][window.kept] for window in (found, other))
+            assert own.tolist() == others.tolist()
             assert found.after == other.after
         assert again.left_out + type(again.left_out)(seen) == whole.left_out
 
@@ -174,9 +164,8 @@ def test_blocks_from_any_cursor_are_the_same_blocks(tokenizers, packed):
 
     whole = from_(Cursor())
     assert whole[0][1] == pytest.approx(100, abs=CONTEXT)
-    assert any(
-        2000 <= offered < 2000 + CONTEXT for _, offered, *_ in whole
-    )  # ends where enough are offered
+    # Ends where enough are offered.
+    assert any(2000 <= offered < 2000 + CONTEXT for _, offered, *_ in whole)
     assert len(whole) > 8
     for index, (cursor, *_) in enumerate(whole):
         assert from_(Cursor.from_json(cursor)) == whole[index:]
@@ -196,20 +185,16 @@ class CrampedLlama(LlamaModel):
 
     def forward(self, input_ids: torch.Tensor, **settings: Any) -> Any:
         if input_ids.numel() > self.most:
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {input_ids.numel()} tokens"
-            )
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate some tokens")
         return super().forward(input_ids=input_ids, **settings)
 
 
 def rows_of(model: LanguageModel, tokens: int, notes: list[str]) -> list[np.ndarray]:
-    (block,) = in_blocks(
-        lambda begin: documents(some_texts(60)), Windows(model.tokenizer, CONTEXT), 10**6, Cursor()
-    )
+    windows = Windows(model.tokenizer, CONTEXT)
+    (block,) = in_blocks(lambda begin: documents(some_texts(60)), windows, 10**6)
     seen = []
-    found = Forward(model, "float32", tokens, notes.append)(
-        block, POINTS, lambda *done: seen.append(done)
-    )
+    forward = Forward(model, "float32", tokens, notes.append)
+    found = forward(block, POINTS, lambda *done: seen.append(done))
     assert sum(rows for _, rows in seen) == block.rows == len(block.columns["position"])
     assert sum(tokens for tokens, _ in seen) == block.lengths.sum()
     return [found[point] for point in POINTS]
@@ -223,23 +208,17 @@ def test_a_batch_that_does_not_fit_is_halved(model, tmp_path: Path):
     cramped.model.__class__ = CrampedLlama
     for found, rows in zip(rows_of(cramped, 40 * CONTEXT, notes), expected, strict=True):
         np.testing.assert_allclose(found, rows, rtol=1e-4, atol=1e-5)
-    assert notes == [
-        f"{n} windows of {CONTEXT} tokens do not fit in the memory of cpu; going on with {n // 2}"
-        for n in (40, 20, 10)
-    ]
+    said = f"windows of {CONTEXT} tokens do not fit in the memory of cpu; going on with"
+    assert notes == [f"40 {said} 20", f"20 {said} 10", f"10 {said} 5"]
     cramped.model.most = CONTEXT - 1
-    with pytest.raises(
-        ModelError, match=f"a window of {CONTEXT} tokens does not fit in the memory of cpu"
-    ):
+    with pytest.raises(ModelError, match=f"a window of {CONTEXT} tokens does not fit in"):
         rows_of(cramped, 40 * CONTEXT, notes)
 
 
 def test_an_error_that_is_not_of_memory_is_raised(tmp_path: Path):
     broken = loaded(save_model(tmp_path / "llama", "llama"))
     broken.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(
-        ModelError, match="its forward pass failed with RuntimeError: mat1 and mat2 shapes"
-    ):
+    with pytest.raises(ModelError, match="failed with RuntimeError: mat1 and mat2 shapes"):
         rows_of(broken, 64, [])
 
 
@@ -262,34 +241,17 @@ def fill_stores(
         if stop_at is not None and done >= stop_at:
             raise KeyboardInterrupt
 
-    writers = {
-        point: StoreWriter.open(
-            home / f"{point.layer}-{point.site}",
-            StoreMeta(
-                {"point": str(point)},
-                "x",
-                "bfloat16",
-                16,
-                90,
-                columns=COLUMNS,
-            ),
-            limit=rows,
-        )
-        for point in points
-    }
+    writers = {}
+    for point in points:
+        meta = StoreMeta({"point": str(point)}, "x", "bfloat16", 16, 90, columns=COLUMNS)
+        writers[point] = StoreWriter.open(home / f"{point.layer}-{point.site}", meta, limit=rows)
+
+    def blocks_from(cursor: Cursor) -> Generator[Block, None, None]:
+        windows = Windows(model.tokenizer, CONTEXT, packed=packed)
+        return blocks(some_texts(100, seed=3), windows, rows, cursor)
+
     try:
-        fill(
-            writers,
-            lambda cursor: blocks(
-                some_texts(100, seed=3),
-                Windows(model.tokenizer, CONTEXT, packed=packed),
-                rows,
-                cursor,
-            ),
-            Forward(model, "bfloat16", batch, print),
-            rows,
-            show,
-        )
+        fill(writers, blocks_from, Forward(model, "bfloat16", batch, print), rows, show)
     finally:
         for writer in writers.values():
             writer.__exit__(None, None, None)
@@ -302,9 +264,8 @@ def opened(home: Path, point: HookPoint) -> ActivationStore:
 def stored_rows(home: Path, point: HookPoint) -> tuple[np.ndarray, np.ndarray]:
     """A store's rows, (R, 16), and their columns, (3, R)."""
     rows = opened(home, point).split("all")
-    return collect(rows.sequential(64)), np.stack(
-        [np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]
-    )
+    columns = [np.concatenate(list(rows.column(name, 64))) for name in COLUMNS]
+    return collect(rows.sequential(64)), np.stack(columns)
 
 
 def test_blocks_do_not_cap_a_batch_and_give_the_same_store(model, tmp_path: Path):

@@ -52,6 +52,11 @@ def windows(gemma: LanguageModel) -> list[StoredWindow]:
     return windows_of(gemma, [inspect.getdoc(thing) for thing in (dict, list, str, json.dumps)])
 
 
+def exact_model() -> Any:
+    settings = {"dtype": torch.float64, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(BUNDLED[TINY_GEMMA2], **settings)
+
+
 def hooked_logits(model: Any, site: str, layer: int, token_ids: Tensor, replace: Any) -> Tensor:
     block = model.model.layers[layer]
     module = block.get_submodule(SITES[site])
@@ -78,9 +83,7 @@ def test_effects_are_those_of_a_hook_in_float64(
     saes = [random_sae(d_in=gemma.source.d_model, seed=seed) for seed in (0, 1)]
     place = (HookPoint(layer, site),)
     found = effects([Passes(gemma)], windows, place, [place], saes, lambda tokens: None)
-    model = AutoModelForCausalLM.from_pretrained(
-        BUNDLED[TINY_GEMMA2], dtype=torch.float64, attn_implementation="eager"
-    )
+    model = exact_model()
     for (got,), sae in zip(found, saes, strict=True):
         exact = sae.copy_to(torch.float64)
         losses: dict[str, list[Tensor]] = {"clean": [], "spliced": [], "zero": []}
@@ -122,9 +125,7 @@ def test_the_gradient_is_that_of_plain_torch(
     states = clean.spliced(y_hat)
     value, slope = clean.descent(states.detach(), objective)
     states.backward(slope)
-    model = AutoModelForCausalLM.from_pretrained(
-        BUNDLED[TINY_GEMMA2], dtype=torch.float64, attn_implementation="eager"
-    )
+    model = exact_model()
     exact = y_hat.detach().double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     given = iter(exact.split([int(window.replaced.sum()) for window in windows]))
@@ -133,13 +134,8 @@ def test_the_gradient_is_that_of_plain_torch(
         own = next(given)
         with torch.no_grad():
             p = model(input_ids=token_ids[None]).logits[0].log_softmax(-1)
-        q = hooked_logits(
-            model,
-            "resid_post",
-            2,
-            token_ids,
-            lambda x, own=own, rows=rows: x.index_put((rows,), own),
-        )
+        replace = lambda x, own=own, rows=rows: x.index_put((rows,), own)  # noqa: E731
+        q = hooked_logits(model, "resid_post", 2, token_ids, replace)
         if objective == "kl":
             total = total + (p.exp() * (p - q)).sum(-1)[rows].sum()
         else:
@@ -172,17 +168,14 @@ def test_blocks_below_the_hook_point_run_once(gemma: LanguageModel, windows: lis
 
 
 def test_layers_that_share_keys_and_values_are_all_run(tmp_path: Path):
+    sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8}
+    per_layer = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_kv_shared_layers": 2}
     config = Gemma3nTextConfig(
-        vocab_size=128,
-        vocab_size_per_layer_input=128,
-        hidden_size=16,
-        hidden_size_per_layer_input=8,
-        intermediate_size=32,
+        **sizes,
+        **per_layer,
+        **heads,
         num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
         layer_types=["sliding_attention", "full_attention"] * 2,
         activation_sparsity_pattern=[0.0] * 4,
         laurel_rank=4,
@@ -203,15 +196,8 @@ def test_layers_that_share_keys_and_values_are_all_run(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["bert", "esm"])
 def test_a_model_that_sees_later_tokens_is_refused(kind: str, sae: CommandLine, tmp_path: Path):
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "pad_token_id": 0,
-    }
-    config = AutoConfig.for_model(kind, **sizes)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, num_hidden_layers=2, num_attention_heads=2, **sizes)
     folder = save_model(tmp_path / "model", config, loader=AutoModelForMaskedLM)
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join("abcdefghij" * 3 for _ in range(60)))

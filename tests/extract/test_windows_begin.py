@@ -28,6 +28,7 @@ from saecli.extract.windows import Window, Windows
 
 NUCLEOTIDES = ["A", "C", "G", "T"]
 SPECIAL = ["<first>", "<second>", "<third>"]
+AROUND = ["<first> A C G <second>", "<first> T A <second>"]
 
 
 def tokenizer_of(
@@ -66,16 +67,8 @@ def words_of(tokenizer: Any, windows: list[Window], column: str = "token_ids") -
         ({"eos_token": "<second>"}, None, ["<second> A C G T", "<second> A"]),
         ({"sep_token": "<third>"}, None, ["<third> A C G T", "<third> A"]),
         ({"bos_token": "<first>"}, "<second> $A", ["<second> A C G T", "<second> A"]),
-        (
-            {"cls_token": "<first>", "sep_token": "<second>"},
-            "<first> $A <second>",
-            ["<first> A C G <second>", "<first> T A <second>"],
-        ),
-        (
-            {"bos_token": "<first>", "eos_token": "<second>"},
-            "$A <second>",
-            ["<first> A C G <second>", "<first> T A <second>"],
-        ),
+        ({"cls_token": "<first>", "sep_token": "<second>"}, "<first> $A <second>", AROUND),
+        ({"bos_token": "<first>", "eos_token": "<second>"}, "$A <second>", AROUND),
     ],
 )
 def test_windows_have_around_them_what_the_tokenizer_says(tmp_path, roles, template, expected):
@@ -83,14 +76,12 @@ def test_windows_have_around_them_what_the_tokenizer_says(tmp_path, roles, templ
     windows = cut(tokenizer, "A C G T A", "")
     assert words_of(tokenizer, windows) == expected
     assert " ".join(words_of(tokenizer, windows, "kept")) == "A C G T A"
-    assert [window.tokens["special"].sum() for window in windows] == [
-        line.count("<") for line in expected
-    ]
+    for window, line in zip(windows, expected, strict=True):
+        assert window.tokens["special"].sum() == line.count("<")
     (packed,) = cut(tokenizer, "A C", "G T", context=16, packed=True)
     begin, _, end = expected[0].partition(" A C G")
-    assert words_of(tokenizer, [packed]) == [
-        f"{begin} A C{end.removesuffix(' T')} {begin} G T{end.removesuffix(' T')}"
-    ]
+    end = end.removesuffix(" T")
+    assert words_of(tokenizer, [packed]) == [f"{begin} A C{end} {begin} G T{end}"]
 
 
 def test_without_any_token_to_begin_with_the_first_position_is_dropped(tmp_path):
@@ -128,16 +119,9 @@ def test_rows_are_those_of_the_model_run_with_bos(tmp_path: Path, prepend_bos: s
     folder = save_model(tmp_path / "model", "gpt2", bos=False)
     texts = ["abcdefghijklmnopqrst", "bcd", "qrstuvwxyz"]
     (tmp_path / "a.txt").write_text("\n\n".join(texts))
-    store = saecli.extract(
-        str(folder),
-        layer=1,
-        dataset=str(tmp_path / "a.txt"),
-        context=8,
-        packed=packed,
-        prepend_bos=prepend_bos,
-        dtype="float32",
-        home=tmp_path,
-    )
+    options = {"layer": 1, "context": 8, "packed": packed, "prepend_bos": prepend_bos}
+    options |= {"dataset": str(tmp_path / "a.txt"), "dtype": "float32", "home": tmp_path}
+    store = saecli.extract(str(folder), **options)
     model = loaded(folder)
     begin, separator = ([1], [1]) if prepend_bos == "on" else ([], [2])
     ids = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -271,11 +255,10 @@ def esm(folder: Path) -> Any:
         "<null_1>",
         "<mask>",
     ]
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
     config = EsmConfig(
         vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
+        **shape,
         num_attention_heads=2,
         pad_token_id=1,
         mask_token_id=words.index("<mask>"),

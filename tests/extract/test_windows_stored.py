@@ -48,26 +48,15 @@ def extract(folder: Path, home: Path, **options: Any) -> ActivationStore:
     home.mkdir(exist_ok=True)
     lines = [json.dumps({"text": text}) for text in texts()]
     (home / "text.jsonl").write_text("\n".join(lines))
-    talks = [
-        [
-            {"role": role, "content": text}
-            for role, text in zip(("user", "assistant"), texts()[at : at + 2], strict=True)
-        ]
-        for at in range(0, 60, 2)
+    said = [
+        {"role": role, "content": text}
+        for text, role in zip(texts(), ("user", "assistant") * 30, strict=True)
     ]
-    lines = [json.dumps({"messages": talk}) for talk in talks]
+    lines = [json.dumps({"messages": said[at : at + 2]}) for at in range(0, 60, 2)]
     (home / "chats.jsonl").write_text("\n".join(lines))
-    whole = {
-        "layer": LAYER,
-        "dataset": str(home / "text.jsonl"),
-        "context": CONTEXT,
-        "dtype": "float32",
-        "home": home,
-        "shard_rows": 50,
-    }
-    if options.pop("chats", False):
-        whole["dataset"] = str(home / "chats.jsonl")
-    return saecli.extract(str(folder), **whole | options)
+    name = "chats.jsonl" if options.pop("chats", False) else "text.jsonl"
+    fixed = {"layer": LAYER, "context": CONTEXT, "dtype": "float32", "shard_rows": 50}
+    return saecli.extract(str(folder), dataset=str(home / name), home=home, **fixed | options)
 
 
 DROPPING = [
@@ -159,9 +148,8 @@ def test_a_shard_holds_the_windows_as_the_format_says(tmp_path, folder):
     for path in sorted((store.path / "shards").glob("*.h5")):
         with h5py.File(path) as shard:
             group, rows = shard["windows"], len(shard["activations"])
-            offset, first, token_id, stored = (
-                group[name][:] for name in ("offset", "first", "token_id", "stored")
-            )
+            names = ("offset", "first", "token_id", "stored")
+            offset, first, token_id, stored = (group[name][:] for name in names)
         assert offset[0] == 0 and offset[-1] == len(token_id) == len(stored)
         assert (first < rows).all() and (np.diff(first) > 0).all()
         for number, begin in enumerate(first):
