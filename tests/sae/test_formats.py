@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,8 @@ from saecli.sae.formats import FORMATS, SavedSAE, load, recognise, save, stand_i
 from saecli.store.split import is_test
 
 X = torch.from_numpy(ROWS).float()
-ORIGIN = {
-    "model": "some/model",
-    "layer": 3,
-    "site": "resid_post",
-    "context": 128,
-    "prepend_bos": True,
-}
+ORIGIN = {"model": "some/model", "layer": 3, "site": "resid_post"}
+ORIGIN |= {"context": 128, "prepend_bos": True}
 KEPT = {  # fields of an origin that a format keeps; all by default
     "sparsify": (),
     "dictionary-learning": ("model", "layer", "site"),
@@ -37,6 +33,8 @@ KEPT = {  # fields of an origin that a format keeps; all by default
 }
 GPT2 = {"model": "gpt2", "layer": 8, "site": "mlp_out", "context": 64, "prepend_bos": False}
 GEMMA = {"model": "google/gemma-3-4b-pt", "layer": 17}
+GEMMA_270M = {"model": "google/gemma-3-270m", "layer": 5, "site": "resid_post"}
+QWEN_BASE = "Qwen/Qwen3-1.7B-Base"
 QWEN = "SAE-Res-Qwen3-8B-Base-W64K-L0_4"
 
 
@@ -56,6 +54,10 @@ SAELENS, SAELENS_5 = published.saelens, published.saelens_5
 SPARSIFY, LEARNING = published.sparsify, published.dictionary_learning
 SCOPE2, CROSSCODER = published.gemma_scope_2, published.gemma_scope_2_crosscoder
 LLAMA, TRACER = published.llama_scope, published.circuit_tracer
+TOPK_5 = {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": K}}
+RELU_5 = {"activation_fn_str": "relu", "normalize_activations": False, "context_size": 128}
+RELU_5 |= {"hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2"}
+PRE = {"model": "gpt2", "layer": 8, "site": "resid_pre", "context": 128}
 HOOKS = {
     "model_name": "gpt2",
     "hook_name": "blocks.8.ln2.hook_normalized",
@@ -81,30 +83,8 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
         for kind in ("", "skip_", "jumprelu_", "jumprelu_skip_")
         for width in (D, E)
     ),
-    (
-        "saelens",
-        at(
-            SAELENS_5,
-            {"scaling_factor": np.ones(F)},
-            activation_fn_str="relu",
-            hook_point="blocks.8.hook_resid_pre",
-            model_name="gpt2",
-            normalize_activations=False,
-            context_size=128,
-        ),
-        {"model": "gpt2", "layer": 8, "site": "resid_pre", "context": 128},
-    ),
-    (
-        "saelens",
-        at(
-            SAELENS_5,
-            subtract=False,
-            activation_fn_str="topk",
-            activation_fn_kwargs={"k": K},
-            apply_b_dec_to_input=False,
-        ),
-        {},
-    ),
+    ("saelens", at(SAELENS_5, {"scaling_factor": np.ones(F)}, **RELU_5), PRE),
+    ("saelens", at(SAELENS_5, subtract=False, apply_b_dec_to_input=False, **TOPK_5), {}),
     ("saelens", at(SAELENS_5, architecture="gated"), {}),
     *(
         ("sparsify", at(SPARSIFY, transcode, skip), {})
@@ -119,14 +99,7 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
         for affine in (False, True)
         for width in (D, E)
     ),
-    *(
-        (
-            "gemma-scope-2",
-            at(CROSSCODER, stacked=stacked),
-            {"model": "google/gemma-3-270m", "layer": 5, "site": "resid_post"},
-        )
-        for stacked in (False, True)
-    ),
+    *(("gemma-scope-2", at(CROSSCODER, stacked=stacked), GEMMA_270M) for stacked in (False, True)),
     *(
         ("llama-scope", at(LLAMA, moved), {"layer": 15, "site": "resid_post"})
         for moved in (False, True)
@@ -142,8 +115,8 @@ READ: list[tuple[str, Callable[[Path], Published], dict[str, Any]]] = [
     ),
     (
         "qwen-scope",
-        at(qwen, name="run-k7", k=K, base_model="Qwen/Qwen3-1.7B-Base"),
-        {"model": "Qwen/Qwen3-1.7B-Base", "layer": 5, "site": "resid_post"},
+        at(qwen, name="run-k7", k=K, base_model=QWEN_BASE),
+        {"model": QWEN_BASE, "layer": 5, "site": "resid_post"},
     ),
     *(
         ("circuit-tracer", at(TRACER, kind, skip), {"model": "google/gemma-2-2b"} | to_mlp(5))
@@ -169,19 +142,15 @@ def test_a_folder_is_read_by_its_formula(
 
 
 def made(kind: type[Activation], skip: bool = False, width: int = D) -> SAE:
-    w = {
-        name: torch.from_numpy(array).float()
-        for name, array in published.weights(width, skip).items()
-    }
+    arrays = published.weights(width, skip)
+    tensors = {name: torch.from_numpy(array).float() for name, array in arrays.items()}
     activation = kind(k=K) if "k" in kind.__dataclass_fields__ else kind()
     generator = torch.Generator().manual_seed(1)
     learned = {
         name: torch.rand(start.shape, generator=generator)
         for name, start in activation.parameters(F).items()
     }
-    return SAE(
-        w["W_enc"], w["b_enc"], w["W_dec"], w["b_dec"], activation, learned, W_skip=w.get("W_skip")
-    )
+    return SAE(**tensors, activation=activation, activation_parameters=learned)
 
 
 KINDS = [(False, False, D), (True, False, D), (True, True, D), (True, True, E)]
@@ -195,29 +164,24 @@ def test_an_sae_comes_back_from_a_format_or_is_refused(
 ) -> None:
     sae, form, origin = made(kind, skip, width), FORMATS[name], MLP if transcodes else ORIGIN
     written = JumpRelu if kind is Gated and name != "native" else kind
-    if written not in (form.transcoders if transcodes else form.activations) or (
-        form.one_width and width != D
-    ):
-        with pytest.raises(
-            FormatError, match=f"^{name} cannot express .*it can be written as .*native"
-        ):
+    able = form.transcoders if transcodes else form.activations
+    if written not in able or (form.one_width and width != D):
+        with pytest.raises(FormatError, match=f"^{name} cannot express .*written as .*native"):
             save(SavedSAE(sae, origin), name, tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
         return
     save(SavedSAE(sae, origin), name, tmp_path / "out")
     saved = load(tmp_path / "out")
     assert recognise(tmp_path / "out") == name and saved.is_transcoder == transcodes
-    assert saved.origin == {
-        key: value for key, value in origin.items() if key in KEPT.get(name, origin)
-    }
+    kept = KEPT.get(name, origin)
+    assert saved.origin == {key: value for key, value in origin.items() if key in kept}
     torch.testing.assert_close(saved.sae(X), sae(X), atol=1e-4, rtol=1e-5)
     if (name, kind) != ("dictionary-learning", Relu):  # whose codes are scaled
         torch.testing.assert_close(saved.sae.encode(X), sae.encode(X), atol=1e-4, rtol=1e-5)
     if name == "native":
         assert saved.sae.activation == sae.activation
-        assert all(
-            torch.equal(saved.sae.tensors()[key], tensor) for key, tensor in sae.tensors().items()
-        )
+        for key, tensor in sae.tensors().items():
+            assert torch.equal(saved.sae.tensors()[key], tensor)
 
 
 def text_in(
@@ -336,12 +300,9 @@ def test_files_have_the_names_that_other_loaders_ask_for(tmp_path: Path) -> None
     names = {"W_enc", "b_enc", "W_dec", "b_dec", "W_skip", "activation_function.threshold"}
     assert tensors.keys() == names and tensors["W_enc"].shape == (F, D)
     assert torch.equal(tensors["W_skip"], sae.W_skip.T)
-    assert yaml.safe_load((tmp_path / "circuit-tracer" / "config.yaml").read_text()) == {
-        "model_name": "gpt2",
-        "model_kind": "transcoder_set",
-        "feature_input_hook": "mlp.hook_in",
-        "feature_output_hook": "hook_mlp_out",
-    }
+    hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
+    config = yaml.safe_load((tmp_path / "circuit-tracer" / "config.yaml").read_text())
+    assert config == {"model_name": "gpt2", "model_kind": "transcoder_set"} | hooks
     tensors = load_file(tmp_path / "gemma-scope-2" / "params.safetensors")
     names = {"w_enc", "b_enc", "w_dec", "b_dec", "threshold", "affine_skip_connection"}
     assert tensors.keys() == names and tensors["w_enc"].shape == (D, F)
@@ -380,24 +341,17 @@ def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
         dump({"W_enc": Trace()}, path)
         with pytest.raises(FormatError, match=str(path)):
             load(path)
-    bomb = "".join(
-        f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
-        for before, name in zip("abcdefghijk", "bcdefghijkl", strict=True)
-    )
-    text = (
-        f"model_kind: transcoder_set\nrun: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'trace'}]\n"
-        f"a: &a [lol]\n{bomb}model_name: *l\n"
-    )
+    pairs = pairwise("abcdefghijkl")
+    bomb = "".join(f"{name}: &{name} [{', '.join([f'*{old}'] * 9)}]\n" for old, name in pairs)
+    run = f"run: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'trace'}]\n"
+    text = f"model_kind: transcoder_set\n{run}a: &a [lol]\n{bomb}model_name: *l\n"
     assert load(published.circuit_tracer(tmp_path / "yaml", text=text).path).origin == {"layer": 5}
     assert not (tmp_path / "trace").exists()
 
 
 def test_a_folder_without_an_sae_and_a_folder_in_use_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
-    with pytest.raises(
-        FormatError,
-        match=r"expected cfg.json and sae_weights.safetensors \(saelens\).*got model.bin",
-    ):
+    with pytest.raises(FormatError, match=r"sae_weights.safetensors \(saelens\).*got model.bin"):
         load(tmp_path)
     with pytest.raises(FormatError, match="no such folder"):
         load(tmp_path / "nowhere")
@@ -435,9 +389,8 @@ def test_a_crosscoder_is_measured_on_its_stores_and_cannot_be_exported(
         words += ["--data", f"place{place}"]
     done = sae("sparsity", expected.path, *words, "--split", "all", "--json")
     (measures,) = done.json["runs"]
-    errors, spread = (
-        part.reshape(PLACES, D).sum(1) for part in errors_and_spread(expected, WIDE_ROWS)
-    )
+    parts = errors_and_spread(expected, WIDE_ROWS)
+    errors, spread = (part.reshape(PLACES, D).sum(1) for part in parts)
     assert [place["width"] for place in measures["places"]] == [D] * PLACES
     fvus = [place["fvu"] for place in measures["places"]]
     assert fvus == pytest.approx(errors / spread, rel=1e-4)
@@ -465,10 +418,8 @@ def test_a_signed_topk_is_written_clipped_and_the_difference_measured(
 ) -> None:
     mine = random_sae(TopK(k=4)).changed(W_skip=torch.eye(8) / 2)
     mine.b_enc.sub_(4)
-    x, y = (
-        torch.from_numpy(rows[is_test(np.arange(3000))])
-        for rows in make_transcoder(sae.home, "run", mine)
-    )
+    test, stores = is_test(np.arange(3000)), make_transcoder(sae.home, "run", mine)
+    x, y = (torch.from_numpy(rows[test]) for rows in stores)
     done = sae("export", "run", "--to", "sparsify", "--out", tmp_path / "out", "--json")
     assert done.json["written_as"] == "relu-topk" and "topk here keeps their signs" in done.err
     fvu = (mine(x) - y).square().sum() / (y - y.mean(0)).square().sum()

@@ -4,14 +4,13 @@ rows that it has there on the rows that the tool would give it, which hooks of t
 import json
 from pathlib import Path
 
-import numpy as np
 import published
 import pytest
 import torch
 from homes import CommandLine, random_sae
 from published import D
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, WIDTH, loaded, save_model
+from tiny_models import CONFIGS, WIDTH, loaded, save_model, stored
 from transformers import GemmaConfig, GPTJConfig
 
 from saecli.extract.options import BUNDLED, HookPoint
@@ -19,7 +18,6 @@ from saecli.sae.activations import JumpRelu, Relu
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, load, save
 from saecli.sae.formats.hooks import NORMALIZED, why_unsettled
-from saecli.store.reader import ActivationStore
 
 LAYER = 1
 DEEP = {"num_hidden_layers": 3, "hidden_size": WIDTH, "vocab_size": 64, "pad_token_id": 0}
@@ -37,6 +35,7 @@ NORMS = {  # before the MLP
     "gpt-neox": "post_attention_layernorm",
     "gptj": "ln_1",
 }
+MLP_2 = {"layer": 2, "site": "mlp_in", "target_layer": 2, "target_site": "mlp_out"}
 TOKENS = torch.arange(60).reshape(2, 30) % 60 + 4
 
 
@@ -96,11 +95,8 @@ def write(
     origin = {"target_layer": LAYER, "target_site": "mlp_out"} if transcoder else {}
     save(SavedSAE(sae, {"layer": LAYER, "site": "resid_pre", **origin}), "saelens", folder)
     config = json.loads((folder / "cfg.json").read_text())
-    config["metadata"] |= {
-        "model_name": model,
-        "hook_name": f"blocks.{LAYER}.{hook}",
-        "model_from_pretrained_kwargs": processing,
-    }
+    names = {"model_name": model, "hook_name": f"blocks.{LAYER}.{hook}"}
+    config["metadata"] |= names | {"model_from_pretrained_kwargs": processing}
     (folder / "cfg.json").write_text(json.dumps(config))
     return folder
 
@@ -154,10 +150,7 @@ def test_without_the_model_the_hook_point_keeps_its_name_and_is_not_mlp_in(tmp_p
         assert config["metadata"]["hook_name"] == "blocks.1.mlp.hook_in"
         assert load(path / "out").origin["site"] == "mlp_in"
     rows = {"model": "gpt2", "layer": 1, "site": "mlp_in"}
-    for model, said in (
-        ("gpt2", "TransformerLens 2 takes after"),
-        ("some/model", "hf download"),
-    ):
+    for model, said in (("gpt2", "TransformerLens 2 takes after"), ("some/model", "hf download")):
         origin = {"model": model, "layer": 1, "site": NORMALIZED}
         assert said in str(why_unsettled(origin, rows))
 
@@ -172,19 +165,12 @@ def test_eval_and_export_of_a_transcoder_at_the_hook_point_are_those_on_its_own_
     for site in ("mlp_in", "mlp_out"):
         words = ("--model", "tiny-gemma2", "--layer", "1", "--site", site, "--rows", "3000")
         assert sae("extract", *words, "--name", site).status == 0
-    stores = [
-        ActivationStore.open(sae.home / "activations" / site) for site in ("mlp_in", "mlp_out")
-    ]
     x, y = (
-        torch.from_numpy(
-            np.concatenate([batch.copy() for batch in store.split("all").sequential(512)])
-        )
-        for store in stores
+        torch.from_numpy(stored(sae.home / "activations" / site)[0])
+        for site in ("mlp_in", "mlp_out")
     )
-    weight = load_file(BUNDLED["tiny-gemma2"] / "model.safetensors")[
-        "model.layers.1.pre_feedforward_layernorm.weight"
-    ]
-    theirs = x / (1 + weight.float())
+    weights = load_file(BUNDLED["tiny-gemma2"] / "model.safetensors")
+    theirs = x / (1 + weights["model.layers.1.pre_feedforward_layernorm.weight"].float())
     # Latents in pairs, the signs of a direction, are linear together: the regression of targets on rows.
     slopes = torch.linalg.lstsq(theirs - theirs.mean(0), y - y.mean(0)).solution
     basis = torch.linalg.qr(torch.randn(128, 128, generator=torch.Generator().manual_seed(0)))[0]
@@ -237,9 +223,7 @@ def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
         assert done.status == 0 and "2 hook points side by side" in done.err
         config = "config.json" if to == "dictionary-learning" else "cfg.json"
         written = (tmp_path / to / config).read_text()
-        assert (
-            "first" not in written and "resid_post" not in written and '"layer": 1' not in written
-        )
+        assert not any(word in written for word in ("first", "resid_post", '"layer": 1'))
         measures = sae("eval", tmp_path / to, *words).json["runs"][0]
         for name in ("fvu", "l0"):
             assert measures[name] == pytest.approx(expected[name], rel=1e-4)
@@ -255,12 +239,7 @@ def test_an_exported_crosscoder_names_no_hook_point_and_is_measured_alike(
         (None, "layers.2.mlp", False, {"layer": 2, "site": "mlp.output"}),
         ("openai-community/gpt2", "h.11.mlp", False, {"layer": 11, "site": "mlp_out"}),
         ("google/gemma-2-2b", "layers.2.mlp", False, {"layer": 2, "site": "mlp.output"}),
-        (
-            "meta-llama/Llama-3.2-1B",
-            "layers.2.mlp",
-            True,
-            {"layer": 2, "site": "mlp_in", "target_layer": 2, "target_site": "mlp_out"},
-        ),
+        ("meta-llama/Llama-3.2-1B", "layers.2.mlp", True, MLP_2),
         (None, "embed_tokens", False, {}),
     ],
 )
