@@ -46,13 +46,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from model_hub import WRITER, serving  # take a while to import
 
     with serving() as served:
+        template = served.address + "/{repo_id}/resolve/{revision}/{filename}"
         for name, value in (
             ("ENDPOINT", served.address),
             ("HF_HUB_DISABLE_XET", True),
-            (
-                "HUGGINGFACE_CO_URL_TEMPLATE",
-                served.address + "/{repo_id}/resolve/{revision}/{filename}",
-            ),
+            ("HUGGINGFACE_CO_URL_TEMPLATE", template),
             ("HF_HUB_CACHE", str(tmp_path / "cache")),
             ("HF_TOKEN_PATH", str(tmp_path / "no-token")),
         ):

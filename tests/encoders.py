@@ -76,14 +76,8 @@ def sae_of(W: np.ndarray, b: np.ndarray, activation: Activation, rng: np.random.
         name: torch.from_numpy(np.asarray(rng.uniform(0, 1, tuple(start.shape))))
         for name, start in activation.parameters(F).items()
     }
-    return SAE(
-        torch.from_numpy(W),
-        torch.from_numpy(b),
-        torch.from_numpy(rng.normal(size=(F, D))),
-        torch.from_numpy(rng.normal(size=D)),
-        activation,
-        parameters,
-    )
+    tensors = map(torch.from_numpy, (W, b, rng.normal(size=(F, D)), rng.normal(size=D)))
+    return SAE(*tensors, activation, parameters)
 
 
 def case_of(

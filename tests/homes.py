@@ -22,6 +22,7 @@ from saecli.store.schema import StoreMeta
 from saecli.store.writer import StoreWriter
 
 D, F, PREFIXES = 8, 20, (3, 8, 20)
+RESIDUAL = {"model": "gpt2", "layer": 3, "site": "resid_post"}
 MLP = {"model": "gpt2", "layer": 3, "site": "mlp_in", "target_layer": 3, "target_site": "mlp_out"}
 
 
@@ -34,15 +35,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_store(home: Path, name: str, rows: np.ndarray, **meta: Any) -> np.ndarray:
-    wanted = StoreMeta(
-        source={"kind": "array"},
-        request_hash=name,
-        dtype="float32",
-        d_in=rows.shape[1],
-        shard_rows=len(rows),
-        chunk_rows=256,
-        **meta,
-    )
+    sizes = {"d_in": rows.shape[1], "shard_rows": len(rows), "chunk_rows": 256}
+    wanted = StoreMeta({"kind": "array"}, request_hash=name, dtype="float32", **sizes, **meta)
     with StoreWriter.open(home / "activations" / name, wanted) as writer:
         writer.append(rows, {}, {"row": 0})
         writer.finish()
@@ -52,31 +46,20 @@ def make_store(home: Path, name: str, rows: np.ndarray, **meta: Any) -> np.ndarr
 def random_sae(activation: Activation | None = None, d_in: int = D, seed: int = 0) -> SAE:
     activation = activation or Relu()
     generator = torch.Generator().manual_seed(seed)
-    W_enc = torch.randn(d_in, F, generator=generator)
-    return SAE(
-        W_enc,
-        torch.randn(F, generator=generator),
-        W_enc.T / 10,
-        torch.randn(d_in, generator=generator),
-        activation,
-        activation.parameters(F),
+    W_enc, b_enc, b_dec = (
+        torch.randn(*shape, generator=generator) for shape in ((d_in, F), (F,), (d_in,))
     )
+    return SAE(W_enc, b_enc, W_enc.T / 10, b_dec, activation, activation.parameters(F))
 
 
 def sae_for(format: str, *names: str) -> SavedSAE:
     """An SAE that a format can express, or a transcoder if it has no others; its activation the first of these names,
     or the first but topk."""
     form = FORMATS[format]
-    kind = next(
-        kind
-        for kind in form.activations or form.transcoders
-        if (kind.name in names if names else kind.name != "topk")
-    )
+    kinds = {kind.name: kind for kind in form.activations or form.transcoders}
+    kind = next(kinds[name] for name in kinds if (name in names if names else name != "topk"))
     activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
-    return SavedSAE(
-        random_sae(activation),
-        {"model": "gpt2", "layer": 3, "site": "resid_post"} if form.activations else MLP,
-    )
+    return SavedSAE(random_sae(activation), RESIDUAL if form.activations else MLP)
 
 
 def make_run(
@@ -102,7 +85,7 @@ def make_run(
         "result": None,
     }
     (folder / "run.json").write_text(json.dumps(document))
-    save_native(SavedSAE(sae, {"model": "gpt2", "layer": 3, "site": "resid_post"}), folder)
+    save_native(SavedSAE(sae, RESIDUAL), folder)
     return folder
 
 
@@ -110,13 +93,8 @@ def make_transcoder(
     home: Path, name: str, sae: SAE, origin: dict[str, Any] = MLP
 ) -> tuple[np.ndarray, np.ndarray]:
     """A run from a store `x` to a store `y`, whose rows it returns."""
-    x, y = (
-        make_store(home, store, rows)
-        for store, rows in (
-            ("x", some_rows()),
-            ("y", np.abs(some_rows(d_in=sae.d_out, seed=1)).cumsum(1)),
-        )
-    )
+    x = make_store(home, "x", some_rows())
+    y = make_store(home, "y", np.abs(some_rows(d_in=sae.d_out, seed=1)).cumsum(1))
     folder = make_run(home, name, sae, data="x")
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(document | {"target": "y"}))
@@ -201,14 +179,10 @@ def nested_rows(rows: int, seed: int = 0) -> np.ndarray:
 def nested_sae(act: str) -> SAE:
     kind = ACTIVATIONS[act]
     activation = kind(k=4) if "k" in kind.__dataclass_fields__ else kind()
-    parameters = {
-        name: torch.full_like(start.double(), 0.3)
-        for name, start in activation.parameters(F).items()
-    }
-    tensors = (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        for seed, shape in enumerate(((D, F), (F,), (F, D), (D,)))
-    )
+    starts = activation.parameters(F)
+    parameters = {name: torch.full_like(starts[name].double(), 0.3) for name in starts}
+    shapes = ((D, F), (F,), (F, D), (D,))
+    tensors = (normal(*shape, seed=seed) for seed, shape in enumerate(shapes))
     return SAE(*tensors, activation, parameters, prefixes=PREFIXES)
 
 

@@ -90,12 +90,8 @@ def write_reports(folder: Path) -> dict[str, Path]:
     report(home, "run", "--out", str(folder / "texts"), "--model", model, "--neuronpedia", SOURCE)
     generator = torch.Generator().manual_seed(0)
     W_enc = torch.randn(D, MANY, generator=generator)
-    make_run(
-        home,
-        "many",
-        SAE(W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D), TopK(k=32)),
-        data="texts",
-    )
+    many = SAE(W_enc, torch.zeros(MANY), W_enc.T.clone(), torch.zeros(D), TopK(k=32))
+    make_run(home, "many", many, data="texts")
     report(home, "many", "--out", str(folder / "many"))
     W = torch.randn(20, 2 * D, generator=generator)
     W[:9, :D] = 0

@@ -34,15 +34,8 @@ from saecli.store.writer import StoreWriter, ranked_store
 BLOCKS = 60
 D_IN = 24
 MULTIPLE = 1.3
-META = make_meta(
-    D_IN,
-    "bfloat16",
-    shard_rows=90,
-    chunk_rows=16,
-    columns=("document", "position"),
-    max_norm_multiple=MULTIPLE,
-    windows=True,
-)
+SIZES = {"shard_rows": 90, "chunk_rows": 16, "max_norm_multiple": MULTIPLE}
+META = make_meta(D_IN, "bfloat16", columns=("document", "position"), windows=True, **SIZES)
 HERE = Path(__file__).parent
 
 
