@@ -2,8 +2,8 @@
 
 import json
 import shutil
+from itertools import pairwise, product
 from pathlib import Path
-from shlex import split
 
 import numpy as np
 import pytest
@@ -41,36 +41,30 @@ def read(home: Path, name: str) -> tuple[np.ndarray, dict[str, list[int]]]:
 
 @pytest.mark.slow
 def test_several_hook_points_hold_the_rows_of_each_alone(sae: CommandLine, model, text):
-    words = (
-        f"extract --model {model} --dataset {text} --context 16 --rows 900 --batch-size 4 --json"
-    ).split()
-    together = sae(*words, *SEVERAL).json["stores"]
+    line = f"extract --model {model} --dataset {text} --context 16 --rows 900 --batch-size 4"
+    together = sae(line, "--json", *SEVERAL).json["stores"]
     assert together[0].keys() >= {"name", "path", "rows", "d_in", "dtype", "shards", "cached"}
     assert [found["cached"] for found in together] == [False] * 4
-    assert (
-        len({found["name"].rpartition("-")[2] for found in together}) == 1
-    )  # one hash, of the request
+    hashes = {found["name"].rpartition("-")[2] for found in together}
+    assert len(hashes) == 1  # of the request
     labels = [f"l{layer}-{site}" for layer in "02" for site in ("mlp_out", "resid_post")]
-    for index, (layer, site) in enumerate(
-        (layer, site) for layer in "02" for site in ("resid_post", "mlp_out")
-    ):
-        alone = sae(*words, "--layer", layer, "--site", site).json
-        assert not alone["cached"] and alone["name"] != together[index]["name"]
-        metas = [store(sae.home, found["name"]).meta for found in (alone, together[index])]
-        assert_same_pass(
-            Path(together[index]["path"]), Path(alone["path"]), but_for=("source", "request_hash")
-        )
+    places = product("02", ("resid_post", "mlp_out"))
+    for (layer, site), own in zip(places, together, strict=True):
+        alone = sae(f"{line} --json --layer {layer} --site {site}").json
+        assert not alone["cached"] and alone["name"] != own["name"]
+        metas = [store(sae.home, found["name"]).meta for found in (alone, own)]
+        differing = ("source", "request_hash")
+        assert_same_pass(Path(own["path"]), Path(alone["path"]), but_for=differing)
         beside = [label for label in labels if label != f"l{layer}-{site}"]
         assert metas[1].source == {**metas[0].source, "beside": beside}
-    again = sae(
-        *words, "--site", "mlp_out", "--site", "resid_post", "--layer", "2", "--layer", "0"
-    ).json["stores"]
+    reversed_order = "--site mlp_out --site resid_post --layer 2 --layer 0"
+    again = sae(f"{line} --json {reversed_order}").json["stores"]
     assert all(found["cached"] for found in again)
-    every = sae(*words, "--layer", "all", "--site", "resid_post", "--name", "all").json["stores"]
+    every = sae(f"{line} --json --layer all --site resid_post --name all").json["stores"]
     assert [found["name"] for found in every] == [f"all-l{layer}-resid_post" for layer in range(3)]
     assert {found["name"] for found in again} == {found["name"] for found in together}
-    assert "same tokens as" in sae(*words[:-1], *SEVERAL).out
-    assert sae(*words, "--layer", "0", "--layer", "0").json["cached"]  # one store, said as one
+    assert "same tokens as" in sae(line, *SEVERAL).out
+    assert sae(f"{line} --json --layer 0 --layer 0").json["cached"]  # one store, said as one
 
 
 @pytest.fixture
@@ -86,19 +80,18 @@ def overflowing(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_rows_that_one_store_drops_are_dropped_from_all(sae: CommandLine, overflowing, text):
-    words = (
+    line = (
         f"extract --model {overflowing} --dataset {text} --layer 1 --context 16 --rows 500 "
-        "--shard-rows 60 --dtype float16 --name s --json"
-    ).split()
-    both = (*words, "--site", "resid_pre", "--site", "mlp_in")
-    pre, mlp = sae(*both).json["stores"]
+        "--shard-rows 60 --dtype float16 --name s --site resid_pre --site mlp_in --json"
+    )
+    pre, mlp = sae(line).json["stores"]
     assert pre["dropped"] == mlp["dropped"] and pre["dropped"]["nonfinite"] > 20
     assert read(sae.home, pre["name"])[1] == read(sae.home, mlp["name"])[1]
     columns = read(sae.home, mlp["name"])[1]
     assert LETTER_C not in columns["token_id"] and len(columns["token_id"]) == 500
     first = shutil.move(pre["path"], sae.home / "first")
     meta = store(sae.home, mlp["name"]).meta
-    assert [found["cached"] for found in sae(*both).json["stores"]] == [False, True]
+    assert [found["cached"] for found in sae(line).json["stores"]] == [False, True]
     assert_same_pass(Path(pre["path"]), first)
     assert store(sae.home, mlp["name"]).meta == meta
 
@@ -110,32 +103,24 @@ def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
         rows, columns = read(sae.home, name)
         return dict(zip(zip(*columns.values(), strict=True), rows, strict=True))
 
-    words = (
-        f"extract --dataset {text} --layer 1 --context 16 --rows 300 --dtype float16 --json"
-    ).split()
-    both = ("--model", model, "--model", overflowing, "--name", "s")
-    first, second = sae(*words, *both).json["stores"]
-    assert (first["name"], second["name"]) == (
-        "s-gemma2-l1-resid_post",
-        "s-overflowing-l1-resid_post",
-    )
+    line = f"extract --dataset {text} --layer 1 --context 16 --rows 300 --dtype float16 --json"
+    both = f"--model {model} --model {overflowing} --name s"
+    first, second = sae(f"{line} {both}").json["stores"]
+    names = [f"s-{own}-l1-resid_post" for own in ("gemma2", "overflowing")]
+    assert [first["name"], second["name"]] == names
     assert first["dropped"]["nonfinite"] == second["dropped"]["nonfinite"] > 10
     columns = read(sae.home, second["name"])[1]
     assert read(sae.home, first["name"])[1] == columns and LETTER_C not in columns["token_id"]
     for found, own in ((first, model), (second, overflowing)):
-        alone, together = (
-            by_token(sae(*words, "--model", own).json["name"]),
-            by_token(found["name"]),
-        )
+        alone = by_token(sae(f"{line} --model {own}").json["name"])
+        together = by_token(found["name"])
         keys = [*alone.keys() & together.keys()]
         assert len(keys) > 200
-        np.testing.assert_allclose(
-            [together[key] for key in keys], [alone[key] for key in keys], rtol=2e-3, atol=1e-3
-        )
-    assert all(one["cached"] for one in sae(*words, *both).json["stores"])
-    stores = saecli.extract(
-        [str(overflowing), str(model)], layer=1, dataset=str(text), rows=50, home=sae.home
-    )
+        pairs = [[rows[key] for key in keys] for rows in (together, alone)]
+        np.testing.assert_allclose(*pairs, rtol=2e-3, atol=1e-3)
+    assert all(found["cached"] for found in sae(f"{line} {both}").json["stores"])
+    models, options = [str(overflowing), str(model)], {"dataset": str(text), "home": sae.home}
+    stores = saecli.extract(models, layer=1, rows=50, **options)
     assert [store.meta.source["model"] for store in stores] == [str(overflowing), str(model)]
 
 
@@ -143,20 +128,15 @@ def test_a_row_that_one_model_cannot_store_is_dropped_from_both(
     ("second", "sentence"),
     [
         ("model", "--model names {} twice; name each model once"),
-        (
-            "plain",
-            "do not read the same tokens: expected one tokenizer, got windows that begin with the special tokens "
-            "[1] and []",
-        ),
+        ("plain", "got windows that begin with the special tokens [1] and []"),
         ("tiny-gemma2", "expected one tokenizer, got 64 and 2,048 tokens"),
     ],
 )
 def test_models_that_do_not_read_the_same_tokens_are_refused(
     sae: CommandLine, model, text, tmp_path, second, sentence
 ):
-    other = {"model": model, "plain": save_model(tmp_path / "plain", "llama", bos=False)}.get(
-        second, second
-    )
+    plain = save_model(tmp_path / "plain", "llama", bos=False)
+    other = {"model": model, "plain": plain}.get(second, second)
     words = ("--model", model, "--model", other, "--dataset", text, "--prepend-bos", "off")
     done = sae("extract", *words)
     assert done.status == 2 and sentence.format(other) in done.err
@@ -208,101 +188,71 @@ def test_a_norm_limit_takes_one_hook_point(sae: CommandLine, model, text):
 
 
 def test_stores_of_different_rows_are_refused(sae: CommandLine, model, text):
-    words = ("extract", "--model", model, "--dataset", text)
-    words += (*split("--rows 300 --shard-rows 60 --name s --site mlp_in --site mlp_out"),)
-    assert sae(*words).status == 0
+    line = f"extract --model {model} --dataset {text} --rows 300 --shard-rows 60 --name s"
+    assert sae(f"{line} --site mlp_in --site mlp_out").status == 0
     path = sae.home / "activations" / "s-l1-mlp_out" / "store.json"
     document = json.loads(path.read_text())
     document["shards"][2]["resume"]["skip"] += 1
     path.write_text(json.dumps(document))
-    assert "s-l1-mlp_in and s-l1-mlp_out do not hold the same rows" in sae(*words).err
+    assert (
+        "s-l1-mlp_in and s-l1-mlp_out do not hold the same rows"
+        in sae(f"{line} --site mlp_in --site mlp_out").err
+    )
 
 
 def test_a_name_of_several_stores_is_their_prefix(sae: CommandLine, model, text):
-    words = ("extract", "--model", model, "--dataset", text, "--rows", "100", "--json")
-    found = sae(*words, *SEVERAL, "--name", "mine").json["stores"]
-    assert [each["name"] for each in found] == [
-        f"mine-l{n}-{site}" for n in "02" for site in ("resid_post", "mlp_out")
-    ]
-    refused = sae(*words, "--layer", "2", "--name", "mine-l2-resid_post").err
-    assert (
-        "there is a store named 'mine-l2-resid_post' already, made from something else" in refused
-    )
-    out = sae(
-        f"extract --model {model} --dataset {text} --rows 100", *SEVERAL, "--name", "mine"
-    ).out
+    line = f"extract --model {model} --dataset {text} --rows 100"
+    found = sae(f"{line} --json --name mine", *SEVERAL).json["stores"]
+    names = [f"mine-l{n}-{site}" for n in "02" for site in ("resid_post", "mlp_out")]
+    assert [own["name"] for own in found] == names
+    refused = sae(f"{line} --layer 2 --name mine-l2-resid_post").err
+    assert "a store named 'mine-l2-resid_post' already, made from something else" in refused
+    out = sae(f"{line} --name mine", *SEVERAL).out
     assert out.count("stored already, by the same request") == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [(), ("--packed",)])
 def test_rows_depend_on_the_batch_size_only_by_rounding(sae: CommandLine, model, text, extra):
-    words = (
-        f"extract --model {model} --dataset {text} --layer 1 --context 16 --dtype float32".split()
-    )
+    line = f"extract --model {model} --dataset {text} --layer 1 --context 16 --dtype float32"
     for size in ("auto", "1", "3", "1000"):
-        assert sae(*words, *extra, "--batch-size", size, "--name", size).status == 0
+        assert sae(line, *extra, "--batch-size", size, "--name", size).status == 0
     rows, columns = read(sae.home, "auto")
     for size in ("1", "3", "1000"):
         found, found_columns = read(sae.home, size)
         assert found_columns == columns
         np.testing.assert_allclose(found, rows, rtol=1e-4, atol=1e-5)
-        assert sae(*words, *extra, "--batch-size", size, "--name", "auto", "--json").json["cached"]
+        assert sae(line, *extra, "--batch-size", size, "--name", "auto", "--json").json["cached"]
 
 
 @pytest.mark.slow
 def test_packed_rows_match_the_model_on_joined_documents(sae: CommandLine, model, text):
-    words = (
-        f"extract --model {model} --dataset {text} --layer 1 --context 16 --dtype float32".split()
-    )
-    document = sae(*words, "--packed", "--name", "packed", "--json").json
+    line = f"extract --model {model} --dataset {text} --layer 1 --context 16 --dtype float32"
+    assert sae(f"{line} --packed --name packed").status == sae(f"{line} --name plain").status == 0
     rows, columns = read(sae.home, "packed")
-    plain = sae(*words, "--name", "plain", "--json").json
-    assert (plain["rows"], sorted(read(sae.home, "plain")[1]["token_id"])) == (
-        document["rows"],
-        sorted(columns["token_id"]),
-    )
+    assert sorted(read(sae.home, "plain")[1]["token_id"]) == sorted(columns["token_id"])
     auto = AutoModel.from_pretrained(model, attn_implementation="eager").eval()
-    starts = [
-        i
-        for i in range(len(rows))
-        if i == 0 or columns["position"][i] <= columns["position"][i - 1]
-    ]
-    for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
-        window = torch.ones(
-            1, columns["position"][end - 1] + 1, dtype=torch.int64
-        )  # BOS wherever no token was stored
-        window[0, columns["position"][start:end]] = torch.tensor(columns["token_id"][start:end])
+    starts = [0, *(np.flatnonzero(np.diff(columns["position"]) <= 0) + 1)]
+    for start, end in pairwise([*starts, len(rows)]):
+        positions = columns["position"][start:end]
+        # BOS wherever no token was stored.
+        window = torch.ones(1, positions[-1] + 1, dtype=torch.int64)
+        window[0, positions] = torch.tensor(columns["token_id"][start:end])
         with torch.no_grad():
             states = auto(window, output_hidden_states=True).hidden_states[2][0]
-        np.testing.assert_allclose(
-            rows[start:end], states[columns["position"][start:end]], rtol=1e-4, atol=1e-5
-        )
-    assert len(starts) < document["rows"] / 12  # windows of 16, and not of the documents' lengths
-    make_run(
-        sae.home,
-        "run",
-        SAE(
-            torch.eye(WIDTH),
-            torch.zeros(WIDTH),
-            torch.eye(WIDTH),
-            torch.zeros(WIDTH),
-            TopK(k=WIDTH),
-        ),
-        data="packed",
-    )
+        np.testing.assert_allclose(rows[start:end], states[positions], rtol=1e-4, atol=1e-5)
+    assert len(starts) < len(rows) / 12  # windows of 16, and not of the documents' lengths
+    weights = [torch.eye(WIDTH), torch.zeros(WIDTH)]
+    exact = SAE(*weights, *(weight.clone() for weight in weights), TopK(k=WIDTH))
+    make_run(sae.home, "run", exact, data="packed")
     measured = sae("eval", "run", "--model", model, "--json").json["runs"][0]
     assert measured["ce_spliced"] == pytest.approx(measured["ce_clean"], rel=1e-4)
 
 
 def test_empty_and_short_texts_are_left_out_and_counted(sae: CommandLine, model, tmp_path: Path):
     path = tmp_path / "a.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"text": text}) + "\n"
-            for text in ["abc", "", "  ", "a", "abcdef", None, "ab"]
-        )
-    )
+    texts = ["abc", "", "  ", "a", "abcdef", None, "ab"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     words = ("extract", "--model", model, "--dataset", path, "--min-tokens", "3", "--name", "s")
     document = sae(*words, "--json").json
     assert document["rows"] == 9

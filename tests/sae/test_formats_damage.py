@@ -95,10 +95,7 @@ def without_end() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        (
-            without_device,
-            "expected numbers in 'encoder.weight', got float32, torch.strided, on meta",
-        ),
+        (without_device, "numbers in 'encoder.weight', got float32, torch.strided, on meta"),
         (without_end, "TB of free memory, which it takes at once, got .*; end other programs"),
         (lambda: {"bias": torch.ones(3).to_sparse()}, "got float32, torch.sparse_coo, on cpu"),
         (lambda: {"bias": torch.ones(3).to(torch.float8_e4m3fn)}, "got float8_e4m3fn"),
@@ -163,13 +160,10 @@ def test_weights_that_do_not_fit_each_other_are_refused_by_name(
     tmp_path: Path, format: str, name: str, shape: tuple
 ):
     save(sae_for(format, "relu-topk", "jumprelu"), format, tmp_path / "sae")
+    encoder = {"W_enc": "encoder.weight", "b_enc": "encoder.bias"}
     theirs = {
-        "sparsify": {"W_enc": "encoder.weight", "b_enc": "encoder.bias"},
-        "dictionary-learning": {
-            "W_enc": "encoder.weight",
-            "b_enc": "encoder.bias",
-            "W_dec": "decoder.weight",
-        },
+        "sparsify": encoder,
+        "dictionary-learning": encoder | {"W_dec": "decoder.weight"},
         "gemma-scope-2": {"W_enc": "w_enc", "W_dec": "w_dec"},
     }
     rename(tmp_path / "sae", theirs.get(format, {}).get(name, name), torch.zeros(shape))

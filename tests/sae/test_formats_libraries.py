@@ -4,7 +4,6 @@ python -m venv /tmp/saelens && /tmp/saelens/bin/pip install sae-lens==6.54.12
 SAECLI_TEST_SAELENS=/tmp/saelens/bin/python pytest -m slow tests/sae/test_formats_libraries.py
 """
 
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +63,8 @@ def transcoders(form: Format) -> dict[str, SAE]:
     for kind in form.transcoders:
         plain = sae_with(kind, D if form.one_width else E)
         skip = torch.randn(D, plain.d_out, generator=torch.Generator().manual_seed(3))
-        saes |= {
-            f"transcoder-{kind.name}": plain,
-            f"transcoder-{kind.name}-skip": plain.changed(W_skip=skip),
-        }
+        saes[f"transcoder-{kind.name}"] = plain
+        saes[f"transcoder-{kind.name}-skip"] = plain.changed(W_skip=skip)
     return saes
 
 
@@ -76,9 +73,8 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     python = python_with(LIBRARIES[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "theirs").mkdir()
-    rows = torch.randn(500, D, generator=torch.Generator().manual_seed(2)) + torch.linspace(
-        -3, 3, D
-    )
+    rows = torch.randn(500, D, generator=torch.Generator().manual_seed(2))
+    rows += torch.linspace(-3, 3, D)
     np.save(folder / "rows.npy", rows.numpy())
     ours = {kind.name: sae_with(kind) for kind in FORMATS[request.param].activations}
     if request.param == "dictionary-learning":  # which has a class of its own for prefixes
@@ -146,9 +142,8 @@ def test_eval_sparsity_and_geometry_take_what_the_library_wrote(
         # dictionary_learning's own, which leaves out the mean error.
         if "frac_variance_explained" in theirs:
             left_out = (error.mean(0) ** 2).sum() / spread
-            assert measures["fvu"] - left_out == pytest.approx(
-                1 - float(theirs["frac_variance_explained"]), rel=1e-4
-            )
+            unexplained = 1 - float(theirs["frac_variance_explained"])
+            assert measures["fvu"] - left_out == pytest.approx(unexplained, rel=1e-4)
         assert measures["l0"] == pytest.approx((codes != 0).sum(1).mean(), rel=1e-4)
         (measures,) = sae(f"sparsity {path} --data rows --split all --json").json["runs"]
         assert measures["silent"] == (codes == 0).all(0).sum()
@@ -176,27 +171,20 @@ def test_a_pushed_run_loads_from_the_hub_in_the_library_and_here(
         homes.make_run(tmp_path / "home", "first", mine)
     np.save(tmp_path / "rows.npy", rows)
     with serving() as hub:
-        settings = {
-            "env": hub.environment(tmp_path / "home", HF_TOKEN=WRITER),
-            "capture_output": True,
-            "text": True,
-            "cwd": tmp_path,
-        }
-        for words in (
-            ("push", "first", "someone/saes", "--format", library),
-            ("eval", "someone/saes/first@main", "--data", "x", "--target", "y")
-            if library == "circuit-tracer"
-            else ("geometry", "someone/saes/first@main", "--rows", "200"),
-        ):
-            done = subprocess.run([sys.executable, "-m", "saecli", *words], **settings)
+        environment = hub.environment(tmp_path / "home", HF_TOKEN=WRITER)
+        settings = {"env": environment, "cwd": tmp_path}
+        use = "geometry someone/saes/first@main --rows 200"
+        if library == "circuit-tracer":
+            use = "eval someone/saes/first@main --data x --target y"
+        for line in (f"push first someone/saes --format {library}", use):
+            done = captured([sys.executable, "-m", "saecli", *line.split()], **settings)
             assert done.returncode == 0, done.stderr
             assert WRITER not in done.stdout + done.stderr
         words = (library, "someone/saes", "first", tmp_path / "rows.npy", tmp_path / "x_hat.npy")
-        done = subprocess.run([python, SCRIPTS / "from_hub.py", *words], **settings)
+        done = captured([python, SCRIPTS / "from_hub.py", *words], **settings)
         assert done.returncode == 0, done.stderr
-        assert (
-            "sae eval someone/saes/first" in hub.repos["someone/saes"].files["README.md"].decode()
-        )
+        card = hub.repos["someone/saes"].files["README.md"].decode()
+        assert "sae eval someone/saes/first" in card
     x_hat = mine(torch.from_numpy(rows)).numpy()
     assert np.abs(np.load(tmp_path / "x_hat.npy") - x_hat).max() <= 1e-5 * np.abs(x_hat).max()
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
