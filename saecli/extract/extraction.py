@@ -350,9 +350,7 @@ def _rows_begun(requests: Sequence[StoreRequest]) -> dict[Path, int]:
 
 @contextmanager
 def _progress(
-    extraction: Extraction,
-    writers: Mapping[HookPoint, StoreWriter],
-    rows_begun: Mapping[Path, int],
+    extraction: Extraction, writers: Mapping[HookPoint, StoreWriter], rows_begun: Mapping[Path, int]
 ) -> Iterator[Callable[[int, int], None]]:
     """Shows the progress of all ranks, assumed to be as far as this one; called after each batch."""
     rows, ranks = extraction.config.rows, extraction.processes.world_size

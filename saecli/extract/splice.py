@@ -240,10 +240,7 @@ def stored_windows(rows: Rows, tokens: int, source: int | None = None) -> Iterat
 
 
 def stored_activations(
-    model: "LanguageModel",
-    windows: Iterable[StoredWindow],
-    points: Sequence[HookPoint],
-    most: int,
+    model: "LanguageModel", windows: Iterable[StoredWindow], points: Sequence[HookPoint], most: int
 ) -> Iterator[list[Tensor]]:
     """The activations at the rows of windows, at distinct hook points, (n, D) each, in batches of at most `most`
     tokens; the model runs up to the last of the points."""

@@ -51,10 +51,7 @@ class _Change(NamedTuple):
 
 
 def _change(
-    hooked: Hooked,
-    method: str,
-    latents: int | Sequence[int],
-    scale: float | Sequence[float] | None,
+    hooked: Hooked, method: str, latents: int | Sequence[int], scale: float | Sequence[float] | None
 ) -> _Change:
     if method not in METHODS:
         raise unknown_choice("method", method, METHODS)

@@ -361,9 +361,7 @@ def stability(path: Path | None, document: Mapping[str, Any]) -> Figure:
             ylim=(0, None),
         )
         right.set(
-            xlabel=FREQUENCY_LABEL,
-            ylabel="fraction of other runs matched in",
-            ylim=(-0.02, 1.02),
+            xlabel=FREQUENCY_LABEL, ylabel="fraction of other runs matched in", ylim=(-0.02, 1.02)
         )
         if any(len(line.get_xdata()) for line in right.lines):
             log_scale(right, "x")

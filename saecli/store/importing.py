@@ -121,11 +121,7 @@ def _source_of(file: str, array: ArraySource, config: ImportConfig) -> dict[str,
     }
     # features, which is some formats' default, gives the same rows either way
     flatten = config.flatten if config.flatten == "positions" else None
-    more = {
-        "max_norm_multiple": config.max_norm_multiple,
-        "flatten": flatten,
-        "bits": config.bits,
-    }
+    more = {"max_norm_multiple": config.max_norm_multiple, "flatten": flatten, "bits": config.bits}
     return source | {name: value for name, value in more.items() if value is not None}
 
 

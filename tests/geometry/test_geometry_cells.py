@@ -124,11 +124,7 @@ def test_possible_cells_are_counted_exactly(F: int, k: int) -> None:
     W, b = np.zeros((2, F)), np.zeros(F)
     rng = np.random.default_rng(0)
     clipped = sum(math.comb(F, j) for j in range(k + 1))
-    for activation, count in (
-        (TopK(k), math.comb(F, k)),
-        (ReluTopK(k), clipped),
-        (Relu(), 2**F),
-    ):
+    for activation, count in ((TopK(k), math.comb(F, k)), (ReluTopK(k), clipped), (Relu(), 2**F)):
         possible = cells_of(sae_of(W, b, activation, rng)).possible_log10
         assert possible == pytest.approx(math.log10(count), abs=1e-9)
 

@@ -54,12 +54,7 @@ class Relu(Thresholded):
     target_rate: TargetRate = None
 
     def penalties(self) -> dict[str, Penalty]:
-        return {
-            "l1": L1(),
-            "l1-codes": L1OfCodes(),
-            "kl": KL(self.target_rate),
-            "none": Penalty(),
-        }
+        return {"l1": L1(), "l1-codes": L1OfCodes(), "kl": KL(self.target_rate), "none": Penalty()}
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
         import torch
@@ -236,11 +231,7 @@ class Gated(LearnsThresholds):
     trained: ClassVar[tuple[str, ...]] = ("threshold", "r_mag")
 
     def penalties(self) -> dict[str, Penalty]:
-        return {
-            "target-l0": ControlledL1(self.target_l0),
-            "l1": L1(),
-            "none": Penalty(),
-        }
+        return {"target-l0": ControlledL1(self.target_l0), "l1": L1(), "none": Penalty()}
 
     def parameters(self, d_sae: int) -> Parameters:
         import torch
