@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from ..base.devices import demand_precision, device_named, free_memory, multiplies_bf16
-from ..base.errors import ConfigError, StoreError
+from ..base.errors import ConfigError, StoreError, number
 from ..base.machine import local_world
 from ..base.processes import Communicator
 from ..sae.activations import Activation, KeepsK
@@ -33,6 +33,7 @@ from .start import Start
 
 AUTO_PREFIXES = (16, 4, 2, 1)  # d_sae / latents of each prefix
 MOST_TAKEN = 0.8  # of a device's free memory, by the solver and rows that are kept there
+OVERFITTED = 1.5  # held-out FVU over that of training rows, above which a user is warned
 ONE_SCALE = ("scale", "none")  # normalisations that leave directions as they are
 STORE = "make a store of them by `sae extract`, and train on that"  # advice on rows that come once
 
@@ -350,10 +351,13 @@ def doubts_at_end(plan: Plan, train: Mapping[str, Any], test: Mapping[str, Any])
     doubted = doubts(measures, plan.train_rows.d_in, plan.d_sae)
     if doubts_at_start(plan):
         doubted.pop("l0", None)
-    return [
-        *plan.train_rows.warnings,
-        *(f"{which} {words}; {advice[name]}" for name, words in doubted.items()),
-    ]
+    warnings = [f"{which} {words}; {advice[name]}" for name, words in doubted.items()]
+    if "fvu" not in doubted and test["fvu"] > OVERFITTED * train["fvu"]:
+        warnings.append(
+            f"held-out FVU {number(test['fvu'])} is far above that of training rows, "
+            f"{number(train['fvu'])}: rows are fitted by heart; train on more, or use a smaller --d-sae"
+        )
+    return [*plan.train_rows.warnings, *warnings]
 
 
 def default_width(rows: int, d_in: int, d_sae: int) -> float:

@@ -120,6 +120,19 @@ def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(
     ]
 
 
+def test_rows_fitted_by_heart_and_rows_of_massive_norm_are_warned_of(sae: CommandLine):
+    rows = some_rows(300)
+    rows[7] *= 1000
+    make_store(sae.home, "rows", rows)
+    words = "train --solver sgd --act topk --k 2 --d-sae 200 --steps 500 --smoothing 0 --json"
+    done = sae(*words.split(), "--normalize", "standardize")
+    assert "rows: 1 of 300 rows have over 10 times the median norm" in done.err
+    (warning,) = done.json["warnings"]
+    assert re.match(
+        "held-out FVU .* is far above that of training rows, .*: rows are fitted", warning
+    )
+
+
 @pytest.mark.slow
 def test_what_comes_to_what_was_wanted_is_not_warned_of(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
