@@ -324,7 +324,7 @@ class Activation(Config):
 
     def expected_l0(self, d_in: int) -> float:
         """A guess at L0 before training."""
-        return d_in / 8
+        return d_in / 16
 
 
 @dataclass(frozen=True)
