@@ -1,13 +1,220 @@
-"""The choice of alpha against the full path of PRESS, and against what a decoder is for: the error on fresh rows."""
+"""Decoder steps at the edge: codes that do not vary or are far from 0, extreme ridges, numbers that are not finite; and
+the choice of alpha against the full path of PRESS, and against what a decoder is for: the error on fresh rows."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from ridge_problems import NOTHING, press, problem, system_of, terms_of
+from ridge_problems import (
+    NOTHING,
+    WEIGHTS,
+    least_squares,
+    press,
+    problem,
+    solved,
+    system_of,
+    terms_of,
+)
 from sklearn.datasets import load_digits
 
-from saecli.train.ridge import choose_alpha, solve
+from saecli.base.errors import TrainingError
+from saecli.train.ridge import TOLERANCE, HeldRows, choose_alpha, iterative, solve
 from saecli.train.ridge.solve import LEAST, MIXED, MOST, sample_rows
+from saecli.train.ridge.sums import Direct
+
+both = pytest.mark.parametrize("kind", ["sums", "held rows"])
+
+
+@both
+def test_dead_and_duplicate_latents_solve_without_a_ridge(kind):
+    z, y, _, W_t, b_t = problem(30 if kind == "sums" else 8, 12, 4)
+    z[:, 3] = 0
+    z[:, 4] = z[:, 5]
+    decoder = solved(system_of(kind, z, y), terms_of(NOTHING, None, W_t, b_t))
+    with_bias = np.hstack([z, np.ones((len(z), 1))])
+    expected = with_bias @ np.linalg.lstsq(with_bias, y.numpy(), rcond=1e-10)[0]
+    assert decoder.ridge > 0
+    np.testing.assert_allclose(z @ decoder.W + decoder.b, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flagged"),
+    [*((kind, True) for kind in ("sums", "held rows", "streamed")), ("sums", False)],
+)
+@pytest.mark.parametrize("rows", [5, 30])
+def test_codes_that_are_not_finite_are_refused(kind, flagged, rows, monkeypatch):
+    z, y, _, W_t, b_t = problem(rows, 12, 4)
+    z[2, 3] = torch.nan
+    if not flagged:  # by the factorisation, as on CUDA
+        monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix, upper, out: out[1].zero_())
+    with pytest.raises(TrainingError, match="are not finite"):
+        solved(system_of(kind, z, y), terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t))
+
+
+def test_finite_sums_that_no_ridge_makes_solvable_are_not_called_infinite():
+    z, y, _, W_t, b_t = problem(30, 12, 4)
+    system = system_of("sums", z, y)
+    system.gram.add_(1e4 * (1 - torch.eye(12)))  # what rounding may leave of codes far from 0
+    with pytest.raises(TrainingError, match="normalize scale"):
+        solved(system, terms_of(NOTHING, None, W_t, b_t))
+
+
+@pytest.mark.parametrize("block", [7, 40])
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+def test_offsets_of_codes_and_targets_do_not_cancel_in_float32(block, weights):
+    z, y, direction, W_t, b_t = problem(40, 12, 4)
+    z, y = (z + 1e4).float(), (y - 3e4).float()
+    terms = terms_of(weights, direction, W_t, b_t)
+    decoder = solved(system_of("sums", z, y, block=block), terms)
+    z, y = z.double(), y.double()
+    exact = solved(system_of("sums", z, y, block=block), terms)
+    assert not decoder.raised
+    np.testing.assert_allclose(exact.W, least_squares(z, y, terms).W, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(decoder.W, exact.W, rtol=1e-4, atol=1e-4)
+    fitted, expected = z @ decoder.W + decoder.b, z @ exact.W + exact.b
+    torch.testing.assert_close(fitted, expected, rtol=0, atol=1e-2)
+
+
+@both
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("alpha", [0.0, 1e-9, 3.0, 1e12, None], ids=str)
+@pytest.mark.parametrize("size", [0.0, 1e4, 0.1])
+def test_codes_that_do_not_vary_leave_the_direction_and_the_mean(kind, rows, alpha, size):
+    z, y, direction, W_t, b_t = problem(rows, 12, 4)
+    z = torch.full_like(z, size)
+    system, terms = system_of(kind, z.float(), y.float()), terms_of(NOTHING, direction, W_t, b_t)
+    if alpha is None:
+        alpha = choose_alpha(system, terms, z, y, None).alpha
+    assert system.scale(1.0) >= 0
+    for T0, c in ((direction, 1.0), (None, 0.0)):
+        decoder = solved(system, replace(terms, alpha=alpha, direction=T0))
+        assert decoder.c == c and decoder.ridge > 0
+        torch.testing.assert_close(decoder.W, c * direction, rtol=1e-6, atol=1e-6)
+        fitted = z.mean(0) @ decoder.W + decoder.b
+        torch.testing.assert_close(fitted, y.mean(0), rtol=1e-6, atol=1e-6)
+
+
+def test_rounding_never_makes_the_scale_or_the_ridge_negative():
+    z, y, direction, W_t, b_t = problem(40, 12, 4)
+    system = system_of("sums", torch.zeros_like(z), y)
+    system.gram.fill_diagonal_(-1e-12)
+    decoder = solved(system, terms_of((1.0, 0.0, 0.0, 0.0), direction, W_t, b_t))
+    assert system.scale(1.0) == 0 and decoder.ridge == 1
+    assert solved(system, terms_of(NOTHING, None, W_t, b_t)).ridge > 0
+
+
+@both
+def test_alpha_is_not_lost_next_to_a_large_mu(kind):
+    z, y, direction, W_t, b_t = problem(40, 60, 4)
+    decoder = solved(system_of(kind, z, y), terms_of((0.7, 0.0, 1e30, 0.0), direction, W_t, b_t))
+    assert decoder.alpha == 0.7
+    best = (W_t * direction).sum() / direction.square().sum()
+    assert decoder.c == pytest.approx(best.item(), rel=1e-9)
+    torch.testing.assert_close(decoder.W, W_t, rtol=1e-9, atol=1e-9)
+
+
+@both
+@pytest.mark.parametrize("alpha", [1e8, 1e16, 1e25])
+def test_a_large_alpha_leaves_the_best_multiple_of_the_direction(kind, alpha):
+    z, y, direction, W_t, b_t = problem(40 if kind == "sums" else 8, 12, 4)
+    decoder = solved(system_of(kind, z, y), terms_of((alpha, 0.0, 0.0, 0.0), direction, W_t, b_t))
+    centred = (z - z.mean(0)) @ direction
+    best = (centred * (y - y.mean(0))).sum() / centred.square().sum()
+    assert decoder.c == pytest.approx(best.item(), rel=1e-5)
+    torch.testing.assert_close(decoder.W, best * direction, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("power", [-7, -5, -3])
+@pytest.mark.parametrize("rows", [30, 60, 85])
+def test_press_of_held_rows_is_precise_for_tiny_ridges(power, rows):
+    z, y, direction, W_t, b_t = problem(rows, 90, 4, spread=0.5)
+    system = HeldRows(z, y)
+    alpha = system.scale(1.0) * 10**power
+    middle = np.eye(rows) - 1 / rows
+    weights, vectors = np.linalg.eigh(middle @ z.numpy() @ z.numpy().T @ middle)
+    kept = vectors[:, 1:]  # the first is the constant vector, which the bias fits
+    inverse = kept / (weights[1:] + alpha) @ kept.T
+    condition = rows * (weights[-1] + alpha) / (weights[1] + alpha)
+    # c's M T0 is divided by the ridge.
+    for target, lost in ((None, condition), (direction, condition + 10**-power)):
+        terms = terms_of((alpha, 0.0, 0.0, 0.0), target, W_t, b_t)
+        unexplained = y.numpy() - z.numpy() @ (solved(system, terms).c * direction.numpy())
+        left_out = (inverse @ unexplained) / inverse.diagonal()[:, None]
+        expected = np.square(left_out).sum(1).mean()
+        rounding = 100 * np.finfo(float).eps * lost
+        assert press(system, terms, z, y) == pytest.approx(expected, rel=rounding)
+
+
+def positive(side: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(side)
+    left = torch.randn(side, side + 5, generator=generator, dtype=torch.float64)
+    return left @ left.T
+
+
+@pytest.mark.parametrize("side", [1, 7, 50])
+def test_cholesky_solves_and_estimates_the_condition(side):
+    whole, right = positive(side) + 0.5 * torch.eye(side), positive(side)[:, :3] + 1
+    factor = Direct(None, lambda ridge: (positive(side) + ridge * torch.eye(side)).tril(), 0.5)
+    solution = np.linalg.solve(whole.numpy(), right.numpy())
+    assert (factor.ridge, factor.raised) == (0.5, False)
+    np.testing.assert_allclose(factor.solve(right), solution, rtol=1e-9, atol=1e-9)
+    quadratic = (right.numpy() * solution).sum(0)
+    np.testing.assert_allclose(factor.quadratic(right.T), quadratic, rtol=1e-9)
+    exactly = np.linalg.cond(whole.numpy())
+    assert exactly / 4 <= factor.condition() <= exactly * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("place", [3, 30, 49])
+def test_a_ridge_is_raised_until_the_matrix_is_positive_definite(place):
+    matrix = positive(50)
+    matrix[place, place] = -1.0
+    factor = Direct(None, lambda ridge: matrix + ridge * torch.eye(50).double(), 0.01)
+    assert factor.raised and factor.ridge > 1
+    assert factor.solve(torch.ones(50, 1).double()).isfinite().all()
+
+
+def test_an_iteration_cut_short_reports_its_residual(monkeypatch):
+    monkeypatch.setattr(iterative, "MOST_ITERATIONS", 3)
+    z, y, direction, W_t, b_t = problem(2000, 40, 7, spread=0.3)
+    terms = terms_of((1e-3, 0.0, 0.0, 0.0), direction, W_t, b_t)
+    decoder = solved(system_of("streamed", z, y, block=64), terms)
+    assert decoder.residual > 10 * TOLERANCE and decoder.W.isfinite().all()
+
+
+def test_a_start_near_the_solution_saves_iterations(monkeypatch):
+    z, y, _, W_t, b_t = problem(2000, 160, 7, spread=0.3)
+    z = z * (torch.rand(z.shape, generator=torch.Generator().manual_seed(1)) < 0.1)
+    terms = terms_of((1.0, 0.0, 0.0, 0.0), None, W_t, b_t)
+    taken, original = [], iterative.conjugate_gradient
+
+    def counted(*arguments):
+        solution, descent = original(*arguments)
+        taken.append(descent.iterations)
+        return solution, descent
+
+    monkeypatch.setattr(iterative, "conjugate_gradient", counted)
+    far = solved(system_of("streamed", z, y, block=64), terms)
+    cold = sum(taken)
+    solved(system_of("streamed", z, y, block=64, start=far.W), replace(terms, alpha=1.1))
+    assert sum(taken) < 1.5 * cold
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_conjugate_gradients_find_solution_residual_and_condition(spread):
+    generator = torch.Generator().manual_seed(0)
+    size = 10 ** (spread * torch.rand(30, generator=generator, dtype=torch.float64))
+    matrix = positive(30) * size * size[:, None]
+    right = torch.randn(30, 4, generator=generator, dtype=torch.float64)
+    right[:, 1] = 0
+    solution, descent = iterative.conjugate_gradient(
+        lambda V: matrix @ V, right, torch.zeros_like(right), matrix.diagonal(), 1e-10
+    )
+    np.testing.assert_allclose(matrix @ solution, right, atol=1e-7 * right.abs().max())
+    assert descent.residual <= 1e-10
+    scaled = matrix / matrix.diagonal().sqrt() / matrix.diagonal().sqrt()[:, None]
+    assert descent.condition == pytest.approx(np.linalg.cond(scaled), rel=0.05)
+
 
 PATH = np.geomspace(LEAST, MOST, 101)  # over the mean diagonal
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from homes import CommandLine, Done, make_run, make_store, random_sae
-from launching import PATIENCE, Launched, captured, launched, own_words, together, torchrun
-from safetensors.numpy import load_file
+import torch
+from homes import CommandLine, Done, make_run, make_store, random_sae, weights
+from launching import PATIENCE, captured, launched, own_words, together, torchrun
 
 from saecli.sae.activations import TopK
-from saecli.train.runs import CHECKPOINT
+from saecli.train.runs import CHECKPOINT, read_metrics
 
 NETWORK = "10.77.7"  # of two namespaces, for two hosts
 COMMON = ("--dtype", "float64", "--d-sae", "32", "--data", "rows", "--json")
@@ -35,6 +35,15 @@ VARIANTS = {
 }
 PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\ndecoder_first = true\nclip_norm = 0.5\n"
 
+WITHOUT_MEMORY = """
+import sys, saecli.train.ridge
+
+method = sys.modules["saecli.train.ridge.solve"].Method
+init = method.__init__
+method.__init__ = lambda self, kind, bytes, budget=0.0, *more, **named: init(
+    self, kind, bytes, 0.0, *more, **named
+)
+"""
 DIFFERING = """
 import numpy as np, torch
 from saecli.base import processes
@@ -66,23 +75,14 @@ def some_rows() -> np.ndarray:
     return (codes @ directions + 0.1 * rng.normal(size=(9500, 8)) + 3).astype(np.float32)
 
 
-def lines(home: Path, run: str) -> list[dict]:
-    return [
-        json.loads(line)
-        for line in (home / "runs" / run / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
 def assert_same_run(home: Path, run: str, expected: str, rel: float = 1e-7) -> None:
-    found, wanted = lines(home, run), lines(home, expected)
-    assert [line["step"] for line in found] == [line["step"] for line in wanted]
-    for line, other in zip(found, wanted, strict=True):
+    lines, others = (read_metrics(home / "runs" / name) for name in (run, expected))
+    assert [line["step"] for line in lines] == [line["step"] for line in others]
+    for line, other in zip(lines, others, strict=True):
         assert line == pytest.approx(other, rel=rel, abs=1e-9)
-    weights, others = (
-        load_file(home / "runs" / name / "sae.safetensors") for name in (run, expected)
-    )
-    for name in others:
-        np.testing.assert_allclose(weights[name], others[name], rtol=1e-5, atol=1e-6)
+    tensors = weights(home, run)
+    for name, tensor in weights(home, expected).items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def assert_same_result(found: dict, wanted: dict, rel: float = 1e-7) -> None:
@@ -135,11 +135,7 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
 @pytest.mark.slow
 def test_codes_that_are_computed_again_are_smoothed_as_they_were(sae: CommandLine, tmp_path: Path):
     """In processes without memory for the codes of all rows, each of which belongs to one of them."""
-    without_memory = (
-        "import sys, saecli.train.ridge\n"
-        "sys.modules['saecli.train.ridge.solve'].KEPT_FRACTION = 0.0\n"
-    )
-    (tmp_path / "sitecustomize.py").write_text(without_memory)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MEMORY)
     make_store(sae.home, "rows", some_rows())
     words = ("train", *COMMON, "--act", "topk", "--k", "3", "--epochs", "2")
     words += ("--solve", "iterative", "--solver", "pam", "--alpha", "0.1", "--smoothing", "0.3")
@@ -182,9 +178,8 @@ def test_the_l0_asked_for_is_that_of_each_ranks_rows(sae: CommandLine, words: tu
     assert done.json["final"]["test_l0"] == pytest.approx(3, rel=0.05)
     assert done.json["final"]["test_fvu"] == pytest.approx(one["final"]["test_fvu"], rel=0.1)
     most = 3 + 1e-9 if "--k" in words else math.inf
-    assert all(
-        line["batch_l0"] <= most for line in lines(sae.home, "several") if "batch_l0" in line
-    )
+    lines = read_metrics(sae.home / "runs" / "several")
+    assert all(line["batch_l0"] <= most for line in lines if "batch_l0" in line)
 
 
 @pytest.mark.long
@@ -248,10 +243,7 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
     ("words", "sentence"),
     [
         (("--sparsity", "kl", "--act", "relu"), "--sparsity kl needs one process"),
-        (
-            ("--device", "cuda:1"),
-            "--device cuda:1 gives one GPU to all 2 processes of this machine",
-        ),
+        (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this"),
         (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
         (("--solver", "sgd", "--lr", "1e20"), "lower --lr"),
         (("--seed", "0", "--seed", "1"), "options given several times train 2 SAEs in one process"),
@@ -266,8 +258,8 @@ def test_what_fails_says_so_and_leaves_no_run(sae: CommandLine, words: tuple, se
     assert list((sae.home / "runs").iterdir()) == []
 
 
-def ip(*words: str) -> subprocess.CompletedProcess:
-    return captured(["ip", *words], timeout=20)
+def ip(line: str) -> subprocess.CompletedProcess:
+    return captured(["ip", *line.split()], timeout=20)
 
 
 @pytest.fixture
@@ -276,51 +268,25 @@ def hosts() -> Iterator[tuple[str, str]]:
     names = f"sae-{os.getpid()}-a", f"sae-{os.getpid()}-b"
     try:
         for name in names:
-            if (made := ip("netns", "add", name)).returncode:
+            if (made := ip(f"netns add {name}")).returncode:
                 pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
-        if (
-            made := ip(
-                "link",
-                "add",
-                "sae0",
-                "netns",
-                names[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "sae0",
-                "netns",
-                names[1],
-            )
-        ).returncode:
+        ends = "link add sae0 netns {} type veth peer name sae0 netns {}".format(*names)
+        if (made := ip(ends)).returncode:
             pytest.skip(f"they cannot be joined here: {made.stderr.strip()}")
         for number, name in enumerate(names, 1):
-            ip("-n", name, "address", "add", f"{NETWORK}.{number}/24", "dev", "sae0")
+            ip(f"-n {name} address add {NETWORK}.{number}/24 dev sae0")
             for device in ("lo", "sae0"):
-                assert ip("-n", name, "link", "set", device, "up").returncode == 0
+                assert ip(f"-n {name} link set {device} up").returncode == 0
         yield names
     finally:
         for name in names:
-            ip("netns", "del", name)
+            ip(f"netns del {name}")
 
 
 def launcher(hosts: tuple[str, str], number: int, port: int) -> list[str]:
-    where = [
-        "--nnodes",
-        "2",
-        "--node-rank",
-        str(number),
-        "--master-addr",
-        f"{NETWORK}.1",
-        "--master-port",
-        str(port),
-    ]
+    first = f"--master-addr {NETWORK}.1 --master-port {port}"
+    where = f"--nnodes 2 --node-rank {number} {first}".split()
     return ["ip", "netns", "exec", hosts[number], *torchrun(1, *where)]
-
-
-def ended(*launchers: Launched) -> list:
-    return [one.done() for one in launchers]
 
 
 @pytest.mark.long
@@ -333,8 +299,8 @@ def test_two_hosts_train_as_one_process_does(sae: CommandLine, hosts: tuple[str,
         launched(launcher(hosts, 0, 29571), *both, GLOO_SOCKET_IFNAME="sae0") as first,
         launched(launcher(hosts, 1, 29571), *both, GLOO_SOCKET_IFNAME="sae0") as second,
     ):
-        done = ended(first, second)
-    assert [one.status for one in done] == [0, 0], done
+        done = first.done(), second.done()
+    assert [each.status for each in done] == [0, 0], done
     assert done[0].out and not done[1].out and own_words(done[1].err) == []
     assert_same_run(sae.home, "two", "one")
 
@@ -352,10 +318,9 @@ def test_a_process_killed_on_one_host_ends_that_of_the_other(
         first.until((sae.home / "runs" / "killed" / CHECKPOINT).exists)
         os.kill(second.ranks()[1], signal.SIGKILL)
         killed = time.monotonic()
-        done = ended(first, second)
+        done = first.done(), second.done()
         assert time.monotonic() - killed < 60
-    assert [one.status for one in done] == [1, 1]
-    assert own_words(done[0].err)[-1].startswith(
-        "sae: process 0 of 2: lost the others of 2 processes"
-    )
+    assert [each.status for each in done] == [1, 1]
+    lost = "sae: process 0 of 2: lost the others of 2 processes"
+    assert own_words(done[0].err)[-1].startswith(lost)
     assert "goes on from its last checkpoint" in done[0].err

@@ -1,18 +1,24 @@
-"""`sae train`: what it writes and prints, that it repeats and resumes bit for bit, and what bad input gets."""
+"""`sae train`: what it writes and prints, that it repeats and resumes bit for bit, and what bad input gets; `--log-to`:
+what a tracker has is what metrics.jsonl says."""
 
+import importlib.util
 import json
+import os
 import re
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
 from homes import CommandLine, assert_same_weights, grid, make_store, some_rows, weights
-from launching import signalled
+from launching import captured, python_with, signalled
 from safetensors.torch import load_file
 
+import saecli
 from saecli.sae.activations import ACTIVATIONS
 from saecli.sae.formats import load_native
 from saecli.store.split import is_test
@@ -21,62 +27,37 @@ from saecli.train import plan
 from saecli.train.rows import fit_normalisation
 from saecli.train.runs import read_metrics
 
-KEYS = [
-    "run",
-    "path",
-    "solver",
-    "act",
-    "data",
-    "d_in",
-    "d_sae",
-    "rows_train",
-    "rows_counted",
-    "rows_test",
-    "epochs",
-    "steps",
-    "seconds",
-    "rows_per_second",
-    "warnings",
-    "notes",
-    "decoder_steps",
-    "final",
-]
+KEYS = (
+    "run path solver act data d_in d_sae rows_train rows_counted rows_test epochs steps seconds "
+    "rows_per_second warnings notes decoder_steps final"
+).split()
+FILES = (
+    "run.json config.toml metrics.jsonl loss.png checkpoint.safetensors sae.safetensors .lock"
+).split()
 QUICK = ("--d-sae", "24", "--epochs", "3", "--batch-size", "64", "--json")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "act"),
-    grid(
-        [("sgd",), ("sgd", "--tied"), ("pam",), ("pam-sgd",)],
-        list(ACTIVATIONS),
-    ),
+    grid(["sgd", "sgd --tied", "pam", "pam-sgd"], list(ACTIVATIONS)),
     ids=str,
 )
 def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(
-    sae: CommandLine, solver: tuple, act: str
+    sae: CommandLine, solver: str, act: str
 ):
     make_store(sae.home, "rows", some_rows(1000))
     k = ("--k", "4") if "k" in ACTIVATIONS[act].__dataclass_fields__ else ()
-    document = sae("train", "--solver", *solver, "--act", act, *k, *QUICK).json
+    document = sae(f"train --solver {solver} --act {act}", *k, *QUICK).json
+    final = document["final"]
     assert list(document) == KEYS
-    assert {"train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction"} <= document[
-        "final"
-    ].keys()
-    assert ("alpha" in document["final"]) == (solver[0] != "sgd")
+    assert {"train_fvu", "test_fvu", "test_mse", "test_l0", "dead_fraction"} <= final.keys()
+    assert ("alpha" in final) == (not solver.startswith("sgd"))
     (measured,) = sae("eval", document["run"], "--json").json["runs"]
-    assert measured["fvu"] == pytest.approx(document["final"]["test_fvu"], rel=1e-4)
+    assert measured["fvu"] == pytest.approx(final["test_fvu"], rel=1e-4)
     assert measured["rows"] == document["rows_test"]
     folder = Path(document["path"])
-    assert {path.name for path in folder.iterdir()} == {
-        "run.json",
-        "config.toml",
-        "metrics.jsonl",
-        "loss.png",
-        "checkpoint.safetensors",
-        "sae.safetensors",
-        ".lock",
-    }
+    assert {path.name for path in folder.iterdir()} == {*FILES}
     assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [1, 2, 3]
 
 
@@ -84,40 +65,27 @@ def test_every_solver_and_activation_leaves_a_run_that_eval_agrees_with(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--act topk --k 24", "--k 24 is all of d_sae, 24, so codes are not sparse; lower --k"),
+        ("--act batchtopk --k 8", "--k 8 is not below d_in, 8, so codes are not sparse; lower --k"),
+        ("--sparsity-weight 0.01", "held-out L0 .* is above d_in, 8, .*; raise --sparsity-weight"),
+        ("--sparsity none", "held-out L0 .* is above d_in, 8, so .* not sparse; use --sparsity l1"),
         (
-            ("--act", "topk", "--k", "24"),
-            "--k 24 is all of d_sae, 24, so codes are not sparse; lower --k",
-        ),
-        (
-            ("--act", "batchtopk", "--k", "8"),
-            "--k 8 is not below d_in, 8, so codes are not sparse; lower --k",
-        ),
-        (
-            ("--sparsity-weight", "0.01"),
-            "held-out L0 .* is above d_in, 8, .*; raise --sparsity-weight",
-        ),
-        (
-            ("--sparsity", "none"),
-            "held-out L0 .* is above d_in, 8, so codes are not sparse; use --sparsity l1",
-        ),
-        (
-            "--solver sgd --act topk --k 2 --lr 1 --smoothing 0 --no-revive".split(),
+            "--solver sgd --act topk --k 2 --lr 1 --smoothing 0 --no-revive",
             "held-out FVU .* is above 1, so the mean of the rows would reconstruct them better; lower --lr",
         ),
     ],
 )
 def test_what_hardly_comes_to_what_was_wanted_is_warned_of_once(
-    sae: CommandLine, words: tuple, said: str
+    sae: CommandLine, words: str, said: str
 ):
     make_store(sae.home, "rows", some_rows(1000))
-    done = sae("train", *words, *QUICK)
+    done = sae(f"train {words}", *QUICK)
     assert done.status == 0
     (warning,) = done.json["warnings"]
     assert re.match(said, warning)
     assert done.err.count("warning: ") == 1 and f"warning: {warning}\n" in done.err
-    assert json.loads((Path(done.json["path"]) / "run.json").read_text())["result"]["warnings"] == [
-        warning
-    ]
+    kept = json.loads((Path(done.json["path"]) / "run.json").read_text())["result"]
+    assert kept["warnings"] == [warning]
 
 
 def test_rows_fitted_by_heart_and_rows_of_massive_norm_are_warned_of(sae: CommandLine):
@@ -144,13 +112,8 @@ def test_what_comes_to_what_was_wanted_is_not_warned_of(sae: CommandLine):
 @pytest.mark.slow
 def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(20_000))
-    process = signalled(
-        sae.home,
-        ["train", "--d-sae", "64", "--epochs", "100", "--batch-size", "64", "--name", "stopped"],
-        "checkpoint.safetensors",
-        2,
-        signal.SIGINT,
-    )
+    words = "train --d-sae 64 --epochs 100 --batch-size 64 --name stopped".split()
+    process = signalled(sae.home, words, "checkpoint.safetensors", 2, signal.SIGINT)
     assert process.returncode == 130
     assert "sae train --resume --name stopped" in process.said
     assert "Traceback" not in process.said
@@ -173,10 +136,8 @@ def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(
     assert unexplained < 0.5
     # Mean and scale are those of the training rows alone, though the store's statistics are of all rows.
     train = ~is_test(np.arange(2000))
-    kept, x = (
-        load_file(Path(document["path"]) / "checkpoint.safetensors"),
-        rows[train].astype(np.float64),
-    )
+    kept = load_file(Path(document["path"]) / "checkpoint.safetensors")
+    x = rows[train].astype(np.float64)
     variance = x.var(axis=0)
     deviation = {
         "auto": np.sqrt((variance * reads).mean() / reads),
@@ -184,12 +145,9 @@ def test_normalisation_is_folded_so_that_the_saved_sae_acts_on_raw_rows(
         "standardize": np.sqrt(variance),
         "none": 1,
     }[kind]
-    np.testing.assert_allclose(
-        kept["normalisation.mean"], x.mean(axis=0) * (kind != "none"), rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        kept["normalisation.scale"], np.broadcast_to(deviation, 8), rtol=1e-6
-    )
+    mean, scale = x.mean(axis=0) * (kind != "none"), np.broadcast_to(deviation, 8)
+    np.testing.assert_allclose(kept["normalisation.mean"], mean, rtol=1e-6)
+    np.testing.assert_allclose(kept["normalisation.scale"], scale, rtol=1e-6)
     settings = json.loads((Path(document["path"]) / "run.json").read_text())["training"]
     assert settings["normalize"] == ("model" if kind == "auto" else kind)
 
@@ -225,21 +183,16 @@ def test_smaller_fractions_train_on_fewer_rows_and_test_on_the_same(sae: Command
 
 def test_steps_take_the_place_of_epochs(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
-    document = sae("train", "--steps", "37", "--batch-size", "64", "--d-sae", "24", "--json").json
+    document = sae("train --steps 37 --batch-size 64 --d-sae 24 --json").json
     assert (document["steps"], document["epochs"]) == (37, 3)
 
 
 def test_a_name_that_is_taken_is_refused_and_a_default_name_counts_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(300))
-    assert [sae("train", *QUICK).json["run"] for _ in range(2)] == [
-        "pam-sgd-relu-1",
-        "pam-sgd-relu-2",
-    ]
-    assert (
-        "a run named 'pam-sgd-relu-1' already"
-        in sae("train", "--name", "pam-sgd-relu-1", *QUICK).err
-    )
-    assert "is finished" in sae("train", "--resume", "--name", "pam-sgd-relu-1").err
+    first, second = (sae("train", *QUICK).json["run"] for _ in range(2))
+    assert (first, second) == ("pam-sgd-relu-1", "pam-sgd-relu-2")
+    assert f"a run named '{first}' already" in sae("train", "--name", first, *QUICK).err
+    assert "is finished" in sae("train", "--resume", "--name", first).err
 
 
 def test_a_batch_larger_than_the_rows_is_the_rows(sae: CommandLine):
@@ -291,16 +244,11 @@ def test_a_run_prints_its_results_and_its_solvers_figures(sae: CommandLine, solv
     assert line[:5] == ["run", "rows", "24", f"{final['test_fvu']:.4g}", f"{final['test_l0']:.4g}"]
     shown = {name: value for name, value, _ in figures}
     assert shown["peak learning rate"] == f"{final['lr']:.4g}"
-    assert (
-        ("ridge of the decoder step" in shown)
-        == (solver == "pam-sgd")
-        == bool(result["decoder_steps"])
-    )
+    solves = solver == "pam-sgd"
+    assert ("ridge of the decoder step" in shown) == solves == bool(result["decoder_steps"])
     assert all(meaning for _, _, meaning in figures)
-    assert (
-        done.out.splitlines()[-1]
-        == f"saved in {sae.home / 'runs' / 'run'}; loss.png there has its curves"
-    )
+    folder = sae.home / "runs" / "run"
+    assert done.out.endswith(f"saved in {folder}; loss.png there has its curves\n")
 
 
 @pytest.mark.slow
@@ -310,12 +258,7 @@ def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine)
     done = sae(*words, "x", "--d-sae", "24", "--d-sae", "16", "--seed", "0", "--seed", "1")
     head, *lines = cells(done.out)
     assert head == ["run", "seed", "data", "d_sae", "FVU", "L0", "dead latents"]
-    assert [(line[3], line[1]) for line in lines[:4]] == [
-        ("24", "0"),
-        ("24", "1"),
-        ("16", "0"),
-        ("16", "1"),
-    ]
+    assert [f"{line[3]} {line[1]}" for line in lines[:4]] == ["24 0", "24 1", "16 0", "16 1"]
     assert lines[4] == ["figure", *(line[0] for line in lines[:4])]
     assert sae(*words, "alone", "--d-sae", "16", "--seed", "1").status == 0
     assert_same_weights(sae.home, lines[3][0], "alone")
@@ -326,12 +269,49 @@ def test_several_runs_stand_in_one_table_and_are_each_as_alone(sae: CommandLine)
 @pytest.mark.slow
 def test_one_that_diverges_leaves_the_others_to_their_ends(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(1000))
-    done = sae(
-        "train", *QUICK[:-1], "--solver", "sgd", "--lr", "0.01", "--lr", "1e30", "--name", "run"
-    )
+    done = sae("train --solver sgd --lr 0.01 --lr 1e30 --name run", *QUICK[:-1])
     assert done.status == 1
     assert "run-lr1e+30: the loss became" in done.err and "run-lr0.01" in done.out
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
-    refused = sae("train", *QUICK, "--name", "run", "--lr", "0.01", "--lr", "0.02")
+    refused = sae("train --name run --lr 0.01 --lr 0.02", *QUICK)
     assert refused.status == 1 and "there is a run named 'run-lr0.01' already" in refused.err
     assert [path.name for path in (sae.home / "runs").iterdir()] == ["run-lr0.01"]
+
+
+TRACKED = "--d-sae 24 --epochs 4 --batch-size 64 --name run".split()
+
+
+def test_without_the_package_a_sentence_says_what_to_install(sae: CommandLine, monkeypatch):
+    make_store(sae.home, "rows", some_rows(300))
+    find = importlib.util.find_spec
+
+    def find_others(name: str, *more: Any) -> Any:
+        return None if name == "wandb" else find(name, *more)
+
+    monkeypatch.setattr("importlib.util.find_spec", find_others)
+    done = sae("train", "--log-to", "wandb", *TRACKED)
+    assert done.status == 2
+    assert "install it with `pip install 'saecli[wandb]'`" in done.err
+    assert not list((sae.home / "runs").iterdir())
+
+
+@pytest.mark.long
+def test_wandb_has_the_curves_without_a_network_and_says_how_to_log_in(
+    sae: CommandLine, tmp_path: Path
+):
+    make_store(sae.home, "rows", some_rows(1000))
+    own = {"HOME": str(tmp_path), "WANDB_API_KEY": ""}
+    own["PYTHONPATH"] = str(Path(saecli.__file__).parents[1])
+    command = [python_with("wandb"), "-m", "saecli", "--home", sae.home, "train"]
+    command += ["--log-to", "wandb", *TRACKED]
+    done = captured(command, env=os.environ | own, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert "log in by `wandb login`, or set WANDB_MODE=offline" in done.stderr
+    assert not list((sae.home / "runs").iterdir())
+    own["WANDB_MODE"] = "offline"
+    done = captured(command, env=os.environ | own, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    folder = sae.home / "runs" / "run"
+    (kept,) = folder.glob("wandb/offline-run-*/*.wandb")
+    values = {value for line in read_metrics(folder) for value in line.values()} - {None}
+    assert all(repr(value).encode() in kept.read_bytes() for value in values)

@@ -1,16 +1,23 @@
-"""Transcoders: SAEs whose targets are another store's rows, or another array's, with a skip or without."""
+"""SAEs of several stores or arrays: transcoders, whose targets are another's rows, with a skip or without; crosscoders,
+of several places side by side."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from homes import CommandLine, linear_map, make_store, same, some_rows, targets_of, weights
+from homes import CommandLine, linear_map, make_store, normal, same, some_rows, targets_of, weights
+from reports import index_of, pages_of
 
 import saecli
 from saecli.base.errors import ConfigError
-from saecli.sae.activations import ACTIVATIONS, Relu
+from saecli.measure.hook_points import PlaceMeasures, PlaceSums, latent_class
+from saecli.sae.activations import ACTIVATIONS, Relu, TopK
 from saecli.sae.dictionary import SAE, Batch
+from saecli.store.opening import Joined
+from saecli.store.values import Spread
+from saecli.train.decoder_step import penalty_decay
 from saecli.train.rows import Smoothing, regressed
 from saecli.train.solver import re_aim
 
@@ -160,3 +167,165 @@ def test_the_regression_is_exact_if_linear_and_damped_for_few_rows():
     x /= 10.0 ** torch.arange(-3, 3)
     interpolating = torch.linalg.lstsq(x[:6], noise[:6]).solution
     assert (x @ regression(6, noise)).norm() < 0.5 * (x @ interpolating).norm()
+
+
+SHARED, OWN, D = 16, 8, 24  # features of both places, of one alone; dimensions
+COMMON = ("--d-sae", "40", "--batch-size", "128", "--json", "--epochs")
+SHORT, LONG = (*COMMON, "2"), (*COMMON, "10")
+A_AND_B = ("--data", "a", "--data", "b", "--name", "run")
+
+
+def two_models(rows: int = 4000) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of two places that share some features, in directions of their own, and have some alone; the second on
+    another scale."""
+    generator = np.random.default_rng(0)
+    count = SHARED + 2 * OWN
+    codes = (generator.random((rows, count)) < 0.1) * (1 + generator.random((rows, count)))
+    directions = generator.normal(size=(2, count, D)) / np.sqrt(D)
+    directions[0, SHARED + OWN :] = directions[1, SHARED : SHARED + OWN] = 0
+    noise = 0.01 * generator.normal(size=(2, rows, D))
+    first, second = (codes @ directions[place] + noise[place] for place in range(2))
+    return first.astype(np.float32), (50 * second + 3).astype(np.float32)
+
+
+@pytest.fixture
+def two_places(sae: CommandLine) -> Path:
+    for name, rows in zip(("a", "b"), two_models(), strict=True):
+        make_store(sae.home, name, rows)
+    return sae.home
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["pam-sgd", "sgd"])
+@pytest.mark.parametrize("options", ["--act batchtopk --k 4", "--act relu"])
+def test_features_of_one_place_and_of_both_are_told_apart(sae, two_places, solver, options):
+    done = sae("train", *A_AND_B, "--solver", solver, *options.split(), *LONG)
+    assert done.status == 0, done.err
+    assert (done.json["data"], done.json["d_in"]) == ("a + b", 2 * D)
+    (found,) = sae("sparsity", "run", "--json").json["runs"]
+    assert [place["name"] for place in found["places"]] == ["a", "b"]
+    for place in found["places"]:
+        assert place["width"] == D and place["fvu"] < 0.3 and 5 <= place["exclusive"] <= 14
+    assert 10 <= found["shared"] <= 26
+    share, scaling = np.array(found["share"]), np.array(found["scaling"], float)
+    alone = (share.max(1) > 0.9) & np.isfinite(scaling).all(1)
+    elsewhere = scaling[alone, 1 - share[alone].argmax(1)]
+    assert np.median(np.abs(elsewhere)) < 0.1
+    own = scaling[alone, share[alone].argmax(1)]
+    assert np.median(own) == pytest.approx(1, abs=0.15)  # l1 shrinks codes
+    out = sae("sparsity", "run").out
+    assert "exclusive to one" in " ".join(out.split()) and "latent decoupling" in out
+    exclusive = [f"only {name}" for name in "ab"]
+    assert sum(found["class"].count(name) for name in exclusive) > 0.8 * alone.sum()
+    assert f"run: only a: {found['class'].index('only a')}, " in out
+    (measured,) = sae("eval", "run", "--json").json["runs"]
+    assert measured["fvu"] == pytest.approx(done.json["final"]["test_fvu"], rel=1e-4)
+    assert saecli.load_sae("run", two_places).widths == (D, D)
+
+
+@pytest.mark.slow
+def test_a_report_has_each_latents_places(sae, two_places, tmp_path):
+    sae("train", *A_AND_B, "--act", "topk", "--k", "4", *SHORT)
+    assert sae("report", "run", "--out", str(tmp_path / "pages")).status == 0
+    (found,) = sae("sparsity", "run", "--split", "all", "--json").json["runs"]
+    pages = {page["latent"]: page for page in pages_of(tmp_path / "pages").values()}
+    assert len(pages) == 40
+    columns = index_of(tmp_path / "pages")["latents"]
+    for latent, page in pages.items():
+        assert [place[0] for place in page["places"]] == ["a", "b"]
+        assert columns["classes"][columns["class"][latent]] == found["class"][latent]
+        assert [place[1] for place in page["places"]] == pytest.approx(found["share"][latent])
+        scaling = found["scaling"][latent][0]
+        assert page["places"][0][2] == (scaling if scaling is None else pytest.approx(scaling))
+
+
+@pytest.mark.slow
+def test_one_place_is_the_sae_to_the_bit(sae, two_places):
+    store = saecli.open_store("a", two_places)
+    options = {"act": "topk", "k": 4, "d_sae": 40, "epochs": 2, "batch_size": 64}
+    assert same(saecli.fit(store, **options), saecli.fit(Joined((store,)), **options))
+
+
+def crosscoder(widths: tuple[int, ...] = (5, 3)) -> SAE:
+    d, F = sum(widths), 12
+    W_enc, W_dec = normal(d, F), normal(F, d, seed=1)
+    b_enc, b_dec = torch.zeros(F).double(), torch.zeros(d).double()
+    return SAE(W_enc, b_enc, W_dec, b_dec, Relu(), widths=widths)
+
+
+def test_l1_weighs_the_sum_of_a_latents_norms_over_places():
+    sae, x = crosscoder(), normal(30, 8, seed=2)
+    z = sae.encode(x)
+    norms = sae.W_dec[:, :5].norm(dim=1) + sae.W_dec[:, 5:].norm(dim=1)
+    expected = (sae(x) - x).square().sum(1).mean() + 0.3 * (z * norms).sum(1).mean()
+    torch.testing.assert_close(sae.loss(Batch.of(x), "l1", 0.3).value, expected)
+    plain = SAE(**sae.tensors(), activation=sae.activation)
+    assert plain.loss(Batch.of(x), "l1", 0.3).value < expected
+
+
+def test_the_decoder_step_has_a_quadratic_with_the_value_and_slope_of_l1():
+    sae, weights = crosscoder(), torch.linspace(0.1, 2, 12).double()
+
+    def penalty(size: float) -> torch.Tensor:
+        return weights * sae.weighed(size * sae.W_dec)[:, 0]
+
+    decay = penalty_decay(sae, weights, 1.0)
+    square = decay * sae.W_dec.square().sum(1)
+    torch.testing.assert_close(2 * square, penalty(1.0))  # slopes in the size
+    for size in (0.5, 2.0):
+        assert (penalty(size) - penalty(1.0) < (size**2 - 1) * square).all()
+
+
+def test_latent_scaling_is_the_least_squares_multiple_at_each_place():
+    sae = crosscoder((4, 4))
+    x = normal(200, 8, seed=2) * 2 + 1
+    sums = PlaceSums(sae)
+    for batch in x.split(37):
+        sums.update(batch)
+    fvu, share, beta, carried = sums.result(Spread.of(x.numpy().copy()))
+    z, error = sae.encode(x), x - sae(x)
+    spread = [x[:, at].var(0, correction=0).mean().sqrt() for at in sae.hook_columns]
+    for place, scale in enumerate(spread):
+        at = sae.hook_columns[place]
+        variance = (x[:, at] - x[:, at].mean(0)).square().sum()
+        assert fvu[place].item() == pytest.approx((error[:, at].square().sum() / variance).item())
+        for latent in range(12):
+            sizes = [sae.W_dec[latent, sae.hook_columns[p]].norm() / spread[p] for p in (0, 1)]
+            assert share[latent, place].item() == pytest.approx((sizes[place] / sum(sizes)).item())
+            best = int(torch.stack(sizes).argmax())
+            part = z[:, latent, None] * sae.W_dec[latent, sae.hook_columns[best]] / spread[best]
+            aim = (error[:, at] + z[:, latent, None] * sae.W_dec[latent, at]) / scale
+            others = (sae(x) - sae.b_dec)[:, at] / scale
+            for scaling, wanted in ((beta, aim), (carried, others)):
+                expected = (part * wanted).sum() / part.square().sum()
+                torch.testing.assert_close(scaling[latent, place], expected)
+
+
+def test_classes_are_told_by_norms_and_then_by_both_scalings():
+    for shares, nu_error, nu_reconstruction, expected in (
+        ([0.95, 0.05], 0.1, 0.4, "only a"),
+        ([0.95, 0.05], 0.3, 0.9, "looks only a: complete shrinkage"),
+        ([0.95, 0.05], 0.1, 0.6, "looks only a: latent decoupling"),
+        ([0.05, 0.95], 0.1, 0.4, "only b"),
+        ([0.95, 0.05], math.nan, math.nan, "only a by decoder norm"),
+        ([0.6, 0.4], 0.9, 0.9, "shared"),
+        ([0.8, 0.2], 0.9, 0.9, "in between"),
+        ([0.4, 0.6], 0.1, 0.4, "only b by latent scaling"),
+    ):
+        assert latent_class(["a", "b"], shares, nu_error, nu_reconstruction) == expected
+    beta = torch.tensor([[0.5, 2.0, 0.1], [torch.nan] * 3])
+    share = torch.tensor([[0.2, 0.5, 0.3]] * 2)
+    nu = PlaceMeasures(torch.zeros(3), share, beta, beta).nu(beta)
+    assert nu[0] == 0.25 and nu[1].isnan()
+
+
+def test_a_copy_keeps_the_places():
+    sae = crosscoder()
+    for copy in (
+        sae.sae(),
+        sae.changed(activation=TopK(k=3)),
+        sae.without_training_parameters(),
+        sae.copy_to("cpu"),
+    ):
+        assert copy.widths == (5, 3)
+    assert "widths=(5, 3)" in repr(sae)
