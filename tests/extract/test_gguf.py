@@ -29,12 +29,11 @@ TEXT = "\n\n".join("ab cab dab. " * length for length in range(1, 30))
 def saved(
     folder: Path, architecture: str = "llama", quantisation: str = "Q8_0", factors: bool = False
 ) -> tuple[Path, Path]:
+    layers = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = CONFIGS[architecture](
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        **layers,
         vocab_size=len(WORDS),
         max_position_embeddings=64,
         tie_word_embeddings=False,
@@ -136,37 +135,22 @@ def test_without_the_packages_one_sentence_names_the_extra(
     assert f"the package {package}" in result.err and "pip install 'saecli[gguf]'" in result.err
 
 
-def damaged(path: Path, how: str) -> None:
-    content = path.read_bytes()
-    if how == "cut in its tensors":
-        content = content[:-500]
-    elif how == "cut in its head":
-        content = content[:700]
-    elif how == "another architecture":
-        content = content.replace(b"llama", b"lemma")
-    elif how == "merges without tokens":
-        content = content.replace(b"a b", b"x y")
-    else:
-        content = {"empty": b"", "text": b"Once upon a time" * 100}[how]
-    path.write_bytes(content)
+DAMAGE = {
+    "cut in its tensors": lambda content: content[:-500],
+    "cut in its head": lambda content: content[:700],
+    "another architecture": lambda content: content.replace(b"llama", b"lemma"),
+    "merges without tokens": lambda content: content.replace(b"a b", b"x y"),
+    "empty": lambda content: b"",
+    "text": lambda content: b"Once upon a time" * 100,
+}
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "cut in its tensors",
-        "cut in its head",
-        "another architecture",
-        "empty",
-        "text",
-        "merges without tokens",
-    ],
-)
+@pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_or_foreign_file_gets_one_sentence(
     sae: CommandLine, tmp_path: Path, text: Path, how: str
 ):
     path, _ = saved(tmp_path)
-    damaged(path, how)
+    path.write_bytes(DAMAGE[how](path.read_bytes()))
     result = sae("extract", "--model", path, "--dataset", text)
     assert result.status == 1 and result.err.count("\n") == 1
     assert f"{path}: expected a whole GGUF file" in result.err and "sae-gguf" not in result.err

@@ -74,9 +74,8 @@ def test_without_a_network_the_same_command_is_the_same_request(
     assert "pytorch_model.bin" not in hub.downloads()
     offline(monkeypatch, how, silent)
     assert sae(*EXTRACT, "--dataset", text, "--name", "one").status == 0  # done already
-    assert (
-        sae(*EXTRACT, "--dataset", text, "--name", "two", "--context", "16").status == 0
-    )  # runs the model
+    # Runs the model.
+    assert sae(*EXTRACT, "--dataset", text, "--name", "two", "--context", "16").status == 0
     assert described(sae.home, "one") == store
     assert described(sae.home, "two")["source"]["weights"] == store["source"]["weights"]
 
@@ -281,13 +280,9 @@ def labelled_texts(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (data.parent / "__init__.py").touch()
     name = "cleaned_data/5_last_letter.csv"
     lines = [f"{'fgh' * (1 + number % 9)}{'ab'[number % 2]},{number % 2}" for number in range(60)]
-    for file, text in (
-        (
-            "probing_datasets_MASTER.csv",
-            f"Dataset save name,Data type\n{name},Binary Classification",
-        ),
-        (name, "\n".join(["prompt,target", *lines])),
-    ):
+    table = f"Dataset save name,Data type\n{name},Binary Classification"
+    rows = "\n".join(["prompt,target", *lines])
+    for file, text in (("probing_datasets_MASTER.csv", table), (name, rows)):
         with zstandard.open(data / f"{file}.zst", "wt", encoding="utf-8", newline="") as opened:
             opened.write(text)
     monkeypatch.syspath_prepend(site)

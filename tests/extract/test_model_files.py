@@ -52,9 +52,7 @@ def test_an_adapter_on_the_hub_is_refused(hub: ModelHub, folder: Path):
 def test_weights_that_the_architecture_does_not_take_are_refused(folder: Path):
     changed(folder, **{f"{LAYERS - 1}__self_attn__q_proj__bias": torch.ones(16)})
     for head in (False, True):
-        with pytest.raises(
-            ModelError, match=r"does not take 1 weight .*layers\.2\.self_attn\.q_proj"
-        ):
+        with pytest.raises(ModelError, match=r"does not take 1 weight .*\.2\.self_attn\.q_proj"):
             loaded(folder, head)
 
 
@@ -71,10 +69,7 @@ def test_constants_and_blocks_above_the_configured_ones_are_not_missed(folder: P
 
 def test_weights_of_another_shape_are_named(folder: Path):
     changed(folder, **{"1__self_attn__q_proj__weight": torch.ones(8, 16)})
-    with pytest.raises(
-        ModelError,
-        match=r"shape \(16, 16\) for .*layers\.1\.self_attn\.q_proj\.weight, got \(8, 16\)",
-    ):
+    with pytest.raises(ModelError, match=r"shape \(16, 16\) for .*q_proj\.weight, got \(8, 16\)"):
         loaded(folder)
 
 

@@ -160,9 +160,8 @@ def test_a_killed_process_ends_the_others_and_is_resumed(whole: Path, victim: in
     assert said[-1].startswith(f"sae: process {1 - victim} of 2: ")
     assert "run the same command again to go on from what was saved" in said[-1]
     before = read_meta(folder).rows
-    assert (
-        1500 * (shards - 2) <= before < 36_000
-    )  # each rank may have one that its store.json does not name yet
+    # Each rank may have one that its store.json does not name yet.
+    assert 1500 * (shards - 2) <= before < 36_000
     other = together(3, "--home", whole, *MANY, "--name", name)
     assert other.status == 1
     assert "expected the number of processes that began it, 2, got 3" in other.err
@@ -182,19 +181,13 @@ def test_control_c_keeps_the_whole_shards_of_all_processes(whole: Path, monkeypa
     assert done.status != 0
     rows = read_meta(folder).rows
     assert rows > 0
-    assert own_words(done.err) == [
-        f"stopped; {rows:,} rows are saved, and the same command goes on from there"
-    ]
+    said = f"stopped; {rows:,} rows are saved, and the same command goes on from there"
+    assert own_words(done.err) == [said]
     alone = CommandLine(whole, monkeypatch, capsys)
-    listed = next(
-        store for store in alone("list", "--json").json["stores"] if store["name"] == "stopped"
-    )
+    listed = {store["name"]: store for store in alone("list --json").json["stores"]}["stopped"]
     assert (listed["rows"], listed["state"]) == (rows, "unfinished")
     refused = alone(*words)
-    assert (
-        "expected the number of processes that began it, 2, got 1; run the command with `torchrun"
-        in refused.err
-    )
+    assert "expected the number of processes that began it, 2, got 1; run" in refused.err
     again = together(2, "--home", whole, *words)
     assert own_words(again.err) == [f"stopped: going on after {rows:,} rows"]
     assert_same_pass(folder, whole / "activations" / "whole")
@@ -204,10 +197,7 @@ def test_control_c_keeps_the_whole_shards_of_all_processes(whole: Path, monkeypa
 def test_an_error_names_its_process(sae: CommandLine, tmp_path: Path):
     refused = together(2, "--home", sae.home, "list")
     assert refused.status == 1
-    assert own_words(refused.err)[-1].endswith(
-        "sae list runs in one process: expected extract or train or finetune, "
-        "which run in several, got 2 processes; run it without torchrun"
-    )
+    assert "sae list runs in one process: expected extract or" in own_words(refused.err)[-1]
     wrong = together(2, "--home", sae.home, *WORDS, "--rows", "none")
     assert "--rows must be a whole number" in wrong.err
     missing = together(3, "--home", sae.home, *WORDS, "--dataset", tmp_path / "no.txt")

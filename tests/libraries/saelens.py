@@ -53,29 +53,18 @@ MADE = {
     "jumprelu-skip-transcoder": ("JumpReLUSkipTranscoder", {"d_out": D}),
 }
 
+RELU = {"activation_fn_str": "relu"}
 OLD = {  # what versions before 6 wrote, by the case above whose weights it is said of
-    "standard": {
-        "activation_fn_str": "relu",
-        "apply_b_dec_to_input": False,
-        "normalize_activations": False,
-        "hook_point": "blocks.8.hook_resid_pre",
-        "model_name": "gpt2-small",
-    },
-    "standard-subtracting": {
-        "architecture": "standard",
-        "activation_fn_str": "relu",
-        "normalize_activations": "none",
-    },
+    "standard": RELU
+    | {"apply_b_dec_to_input": False, "normalize_activations": False}
+    | {"hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2-small"},
+    "standard-subtracting": RELU | {"architecture": "standard", "normalize_activations": "none"},
     "jumprelu": {
         "architecture": "jumprelu",
         "activation_fn": "relu",
         "sae_lens_training_version": "3.0.0",
     },
-    "gated-subtracting": {
-        "architecture": "gated",
-        "activation_fn_str": "relu",
-        "normalize_activations": "none",
-    },
+    "gated-subtracting": RELU | {"architecture": "gated", "normalize_activations": "none"},
     "topk": {
         "architecture": "standard",
         "activation_fn_str": "topk",
@@ -123,9 +112,8 @@ def formats(folder: Path) -> None:
         record(SAE.load_from_disk(path), rows, path.with_suffix(".npz"))
     torch.manual_seed(0)
     for case, (kind, settings) in MADE.items():
-        config = getattr(kinds, f"{kind}Config")(
-            d_in=D, d_sae=F, **({"apply_b_dec_to_input": False} | settings)
-        )
+        settings = {"apply_b_dec_to_input": False} | settings
+        config = getattr(kinds, f"{kind}Config")(d_in=D, d_sae=F, **settings)
         sae = getattr(kinds, kind)(config)
         for name, parameter in sae.named_parameters():
             parameter.data.normal_()
@@ -138,26 +126,22 @@ def formats(folder: Path) -> None:
             path.mkdir()
             scaling = {} if case == "jumprelu" else {"scaling_factor": torch.ones(F)}
             save_file(sae.state_dict() | scaling, path / "sae_weights.safetensors")
-            (path / "cfg.json").write_text(
-                json.dumps({"d_in": D, "d_sae": F, "dtype": "torch.float32"} | OLD[case])
-            )
+            sizes = {"d_in": D, "d_sae": F, "dtype": "torch.float32"}
+            (path / "cfg.json").write_text(json.dumps(sizes | OLD[case]))
             record(SAE.load_from_disk(path), rows, path.with_suffix(".npz"))
 
 
 def gemma_scope_sae(folder: Path) -> SAE:
     """The SAE of a folder, as SAELens reads it after its download from google/gemma-scope-2b-pt-res."""
-    loaders.hf_hub_download = lambda repo_id, filename, subfolder, force_download: str(
-        folder / filename
-    )
+    loaders.hf_hub_download = lambda repo_id, filename, **further: str(folder / filename)
 
     def load(cfg_overrides: dict[str, Any], **further: Any) -> tuple:
         return loaders.gemma_2_sae_huggingface_loader(
             cfg_overrides=cfg_overrides | {"d_in": D, "d_sae": F}, **further
         )
 
-    return SAE.from_pretrained(
-        "someone/gemma-scope-2b-pt-res", "layer_12/width_16k/average_l0_82", converter=load
-    )
+    place = "layer_12/width_16k/average_l0_82"
+    return SAE.from_pretrained("someone/gemma-scope-2b-pt-res", place, converter=load)
 
 
 @torch.no_grad()
@@ -167,9 +151,7 @@ def gemma_scope(folder: Path) -> None:
     theirs = folder / "theirs" / "published"
     theirs.mkdir()
     shapes = {"W_dec": (F, D), "W_enc": (D, F), "b_dec": (D,), "b_enc": (F,), "threshold": (F,)}
-    arrays = {
-        name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()
-    }
+    arrays = {name: generator.normal(size=shape).astype("f4") for name, shape in shapes.items()}
     np.savez(theirs / "params.npz", **arrays | {"threshold": np.abs(arrays["threshold"])})
     for path in [*sorted((folder / "ours").iterdir()), theirs]:
         record(gemma_scope_sae(path), rows_in(folder), path.with_suffix(".npz"))
@@ -198,9 +180,8 @@ def scope(folder: Path, name: str, repo: Path, place: Path, factor: float) -> No
             cfg_overrides=cfg_overrides | widths | {"dtype": "float32"}, **further
         )
 
-    sae = SAE.from_pretrained(
-        f"{owner}/{repo.name}", place.as_posix(), converter=load, dtype="float32"
-    )
+    settings = {"converter": load, "dtype": "float32"}
+    sae = SAE.from_pretrained(f"{owner}/{repo.name}", place.as_posix(), **settings)
     if factor != 1:  # which SAELens folds in for the releases that it knows by name
         sae.fold_activation_norm_scaling_factor(factor)
     record(sae, rows, folder / f"{name}.npz")
@@ -247,13 +228,10 @@ def evaluate(model_folder: Path, hook: str, windows_file: str, *folders: str) ->
     for folder in folders:
         sae = SAE.load_from_disk(folder)
         sae.cfg.metadata.hook_name = hook
-        metrics, _ = run_evals(
-            sae, store, model, ActivationScaler(), get_eval_everything_config(1, count, count)
-        )
+        config = get_eval_everything_config(1, count, count)
+        metrics, _ = run_evals(sae, store, model, ActivationScaler(), config)
         store.reset_input_dataset()
-        print(
-            json.dumps({name: value for group in metrics.values() for name, value in group.items()})
-        )
+        print(json.dumps(dict(item for group in metrics.values() for item in group.items())))
 
 
 class Replay:
@@ -273,18 +251,12 @@ def score(truth: Path, *saes: str) -> None:
     world = FeatureDictionary(features, d_in, bias=True, initializer=None)
     world.feature_vectors.data, world.bias.data = arrays["directions"], arrays["bias"]
     for folder in saes:
-        scores = eval_sae_on_synthetic_data(
-            SAE.load_from_disk(folder), world, Replay(arrays["codes"]), len(arrays["codes"]), BATCH
-        )
+        sae, codes = SAE.load_from_disk(folder), arrays["codes"]
+        scores = eval_sae_on_synthetic_data(sae, world, Replay(codes), len(codes), BATCH)
         print(json.dumps(scores.to_dict()))
 
 
 if __name__ == "__main__":
-    action = {
-        "formats": formats,
-        "gemma_scope": gemma_scope,
-        "scopes": scopes,
-        "evaluate": evaluate,
-        "score": score,
-    }[sys.argv[1]]
+    actions = (formats, gemma_scope, scopes, evaluate, score)
+    action = {function.__name__: function for function in actions}[sys.argv[1]]
     action(Path(sys.argv[2]), *sys.argv[3:])
