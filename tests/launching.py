@@ -82,13 +82,9 @@ def torchrun(processes: int, *more: str) -> list[str]:
 
 @dataclass
 class Launched:
-    """A launcher under way.
+    """A launcher under way."""
 
-    Args:
-        process: the launcher's own.
-    """
-
-    process: subprocess.Popen
+    process: subprocess.Popen  # the launcher's own
 
     def ranks(self) -> dict[int, int]:
         """The process id of each process that it started, by rank."""

@@ -184,12 +184,7 @@ def numbers(document: Any) -> list[float]:
 
 
 def trained_on(
-    device: str,
-    solver: str,
-    act: str,
-    options: dict[str, Any],
-    start: Any = None,
-    rows: np.ndarray = ROWS,
+    device: str, solver: str, act: str, options: dict, start: Any = None, rows: np.ndarray = ROWS
 ) -> tuple[SAE, Any]:
     """The SAE, and the state after the first epoch."""
     record = Kept(start)

@@ -50,10 +50,8 @@ def test_rows_as_stored_have_the_bits_on_disk_in_the_same_order(rows: Rows):
 
 
 def test_rows_carried_are_the_numbers_that_are_stored(rows: Rows):
-    batches = [
-        batch.float().clone()
-        for batch in batches_on(rows.as_stored().batches(64, seed=1, epoch=2), CPU)
-    ]
+    carried = batches_on(rows.as_stored().batches(64, seed=1, epoch=2), CPU)
+    batches = [batch.float().clone() for batch in carried]
     assert np.array_equal(torch.cat(batches).numpy(), all_ways(rows)[0])
 
 

@@ -28,7 +28,7 @@ from saecli.sae.activations import BatchTopK, JumpRelu, Relu, TopK
 from saecli.sae.dictionary import SAE
 from saecli.sae.formats import SavedSAE, save_native
 from saecli.store.reader import JoinedRows
-from saecli.store.split import Split, is_test
+from saecli.store.split import Split
 from saecli.train import through
 from saecli.train.finetune import TRAINED
 from saecli.train.runs import read_metrics
@@ -45,16 +45,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def documents() -> dict[str, list[str]]:
-    draw, found = np.random.default_rng(0), {"train": [], "test": [], "all": []}
-    while len(found["train"]) < WINDOWS:
-        number = np.array([len(found["all"])])
-        text = "".join(map(chr, draw.integers(97, 157, LENGTH)))
+    draw, texts = np.random.default_rng(0), {"train": [], "all": []}
+    while len(texts["train"]) < WINDOWS:
+        number = np.array([len(texts["all"])])
+        texts["all"].append("".join(map(chr, draw.integers(97, 157, LENGTH))))
         if Split("train", TRAINED, seed=0).keeps(number)[0]:
-            found["train"].append(text)
-        elif not is_test(number, seed=0)[0]:
-            found["test"].append(text)
-        found["all"].append(text)
-    return found
+            texts["train"].append(texts["all"][-1])
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +64,10 @@ def text(tmp_path_factory: pytest.TempPathFactory, documents: dict[str, list[str
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory, model: Path, text: Path) -> Path:
     home = tmp_path_factory.mktemp("home")
-    for site, layers in (
-        ("resid_post", [LAYER]),
-        ("mlp_in", [LAYER]),
-        ("mlp_out", [LAYER, LAYER + 1]),
-    ):
-        saecli.extract(
-            str(model),
-            dataset=str(text),
-            layer=layers,
-            site=[site],
-            home=home,
-            context=LENGTH + 1,
-            dtype="float32",
-            name=site,
-        )
+    options = {"dataset": str(text), "home": home, "context": LENGTH + 1, "dtype": "float32"}
+    layers = {"resid_post": [LAYER], "mlp_in": [LAYER], "mlp_out": [LAYER, LAYER + 1]}
+    for site in layers:
+        saecli.extract(str(model), layer=layers[site], site=[site], name=site, **options)
     return home
 
 
@@ -107,18 +93,12 @@ def sae_of(rows: Tensor, activation: Any) -> SAE:
 def begun(home: Path, activation: Any) -> SAE:
     """The run `old`."""
     store = saecli.open_store(home / "activations" / "resid_post")
-    rows = torch.from_numpy(
-        np.concatenate([batch.copy() for batch in store.split("train").sequential(500)])
-    )
-    found = sae_of(rows, activation)
-    folder = make_run(home, "old", found, data="resid_post")
-    save_native(
-        SavedSAE(
-            found, {"model": store.meta.source["model"], "layer": LAYER, "site": "resid_post"}
-        ),
-        folder,
-    )
-    return found
+    (rows,) = store.split("train").sequential(100_000)
+    old = sae_of(torch.from_numpy(rows.copy()), activation)
+    folder = make_run(home, "old", old, data="resid_post")
+    at = {"model": store.meta.source["model"], "layer": LAYER, "site": "resid_post"}
+    save_native(SavedSAE(old, at), folder)
+    return old
 
 
 def oracle(
@@ -155,15 +135,12 @@ def test_the_first_step_has_the_loss_and_the_gradient_of_plain_torch(sae, home, 
     loss, gradient = oracle(model, documents["train"], old, 2.0)
     (line,) = [line for line in read_metrics(home / "runs" / "new") if "loss" in line]
     assert line["loss"] == pytest.approx(loss, rel=1e-5) and line["batch_l0"] == 4
-    moved = weights(home, "new")["W_dec"] - old.W_dec
-    large = (
-        gradient.abs() > 1e-3 * gradient.abs().max()
-    )  # Adam's first step goes against the gradient's sign
+    tuned = weights(home, "new")
+    moved, large = tuned["W_dec"] - old.W_dec, gradient.abs() > 1e-3 * gradient.abs().max()
+    # Adam's first step goes against the gradient's sign.
     assert (moved.sign()[large] == -gradient.sign()[large]).all() and large.sum() > 100
     for name in ("W_enc", "b_enc"):
-        torch.testing.assert_close(
-            weights(home, "new")[name], getattr(old, name), rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(tuned[name], getattr(old, name), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -175,12 +152,9 @@ def test_held_out_kl_falls_and_l0_stays(sae, home, activation):
     assert document["kept"] == "after" and document["run"] == f"finetune-{activation.name}-1"
     assert after["kl"] < 0.8 * before["kl"]
     assert after["l0"] == pytest.approx(before["l0"], rel=0.15)  # of 330 held-out rows
-    again = saecli.evaluate(
-        document["run"],
-        kept_out(home, "resid_post"),
-        model=str(saecli.load_sae("old", home).metadata["model"]),
-        home=home,
-    )
+    model = str(saecli.load_sae("old", home).metadata["model"])
+    rows = kept_out(home, "resid_post")
+    again = saecli.evaluate(document["run"], rows, model=model, home=home)
     assert again["kl"] == pytest.approx(after["kl"], rel=1e-4)
     assert again["fvu"] == pytest.approx(after["fvu"], rel=1e-4)
 
@@ -243,14 +217,10 @@ def test_what_is_worse_is_not_kept(sae, home):
 @pytest.mark.slow
 def test_a_streamed_text_trains_what_its_store_does(sae, home, text, model):
     begun(home, BatchTopK(k=4))
-    words = ("finetune", "old", "--tokens", "20000", "--json")
-    stored = sae(*words, "--name", "stored").json
-    streamed = sae(
-        *words, "--name", "streamed", "--dataset", text, "--context", str(LENGTH + 1)
-    ).json
-    assert {name: stored[name] for name in ("before", "after")} == {
-        name: streamed[name] for name in ("before", "after")
-    }
+    words = "finetune old --tokens 20000 --json --name"
+    stored = sae(f"{words} stored").json
+    streamed = sae(f"{words} streamed --dataset {text} --context {LENGTH + 1}").json
+    assert [stored["before"], stored["after"]] == [streamed["before"], streamed["after"]]
     assert_same_weights(home, "stored", "streamed")
     config = home / "runs" / "streamed" / "config.toml"
     assert sae("finetune", "old", "--config", config, "--name", "again").status == 0
@@ -263,11 +233,9 @@ def test_a_streamed_text_trains_what_its_store_does(sae, home, text, model):
 @pytest.mark.slow
 def test_a_killed_run_resumed_equals_one_never_stopped(sae, home, text, monkeypatch):
     begun(home, Relu())
-    words = ["finetune", "old", "--tokens", "160000"]
-    for name, more in (
-        ("whole", []),
-        ("whole-text", ["--dataset", text, "--context", str(LENGTH + 1)]),
-    ):
+    words, of_text = ["finetune", "old", "--tokens", "160000"], ["--dataset", text]
+    of_text += ["--context", str(LENGTH + 1)]
+    for name, more in (("whole", []), ("whole-text", of_text)):
         assert sae(*words, *more, "--name", name).status == 0
         killed = name.replace("whole", "killed")
         signalled(home, [*words, *more, "--name", killed], "checkpoint.safetensors", 2)
@@ -279,12 +247,9 @@ def test_a_killed_run_resumed_equals_one_never_stopped(sae, home, text, monkeypa
 @pytest.mark.slow
 def test_transcoders_and_crosscoders_are_spliced_and_trained(sae, home):
     one, two = (f"mlp_out-l{layer}-mlp_out" for layer in (LAYER, LAYER + 1))
-    quick = ("--d-sae", str(F), "--act", "topk", "--k", "4", "--epochs", "3", "--fraction", "0.9")
-    assert (
-        sae("train", "--data", "mlp_in", "--target", one, *quick, "--name", "transcoder").status
-        == 0
-    )
-    assert sae("train", "--data", one, "--data", two, *quick, "--name", "crosscoder").status == 0
+    train = f"train --d-sae {F} --act topk --k 4 --epochs 3 --fraction 0.9"
+    assert sae(f"{train} --data mlp_in --target {one} --name transcoder").status == 0
+    assert sae(f"{train} --data {one} --data {two} --name crosscoder").status == 0
     for run, width in (("transcoder", WIDTH), ("crosscoder", 2 * WIDTH)):
         done = sae("finetune", run, "--tokens", "100000", "--json")
         assert done.status == 0, done.err
@@ -292,12 +257,11 @@ def test_transcoders_and_crosscoders_are_spliced_and_trained(sae, home):
         assert document["after"]["kl"] < document["before"]["kl"]
         assert weights(home, document["run"])["W_dec"].shape == (F, width)
         model = str(saecli.load_sae(run, home).metadata["model"])
-        if run == "transcoder":
-            rows = JoinedRows((kept_out(home, "mlp_in"),), kept_out(home, one))
-        else:
-            rows = JoinedRows((kept_out(home, one), kept_out(home, two)))
-        found = saecli.evaluate(document["run"], rows, model=model, home=home)
-        assert found["kl"] == pytest.approx(document[document["kept"]]["kl"], rel=1e-4)
+        first, second, third = (kept_out(home, name) for name in ("mlp_in", one, two))
+        of_transcoder = run == "transcoder"
+        rows = JoinedRows((first,), second) if of_transcoder else JoinedRows((second, third))
+        measured = saecli.evaluate(document["run"], rows, model=model, home=home)
+        assert measured["kl"] == pytest.approx(document[document["kept"]]["kl"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -333,28 +297,22 @@ def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "status", "sentence"),
     [
-        (
-            ["old", "--data", "resid_post", "--dataset", "x.txt"],
-            2,
-            "cannot use both --data and --dataset",
-        ),
-        (["old", "--data", "bare"], 1, "expected a store that `sae extract` made"),
-        (["narrow"], 2, "expected an SAE of the model's width, 16, got 8"),
-        (["nowhere"], 2, "records no hook point"),
-        (["old", "--resume"], 2, "does nothing with --resume"),
-        (["old", "--fvu-weight", "-1"], 2, "--fvu-weight must be at least 0"),
-        (["old", "--only", "encoder"], 2, "--only"),
-        (["old", "--model", "nothing/here"], 1, "nothing/here"),
+        ("old --data resid_post --dataset x.txt", 2, "cannot use both --data and --dataset"),
+        ("old --data bare", 1, "expected a store that `sae extract` made"),
+        ("narrow", 2, "expected an SAE of the model's width, 16, got 8"),
+        ("nowhere", 2, "records no hook point"),
+        ("old --resume", 2, "does nothing with --resume"),
+        ("old --fvu-weight -1", 2, "--fvu-weight must be at least 0"),
+        ("old --only encoder", 2, "--only"),
+        ("old --model nothing/here", 1, "nothing/here"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(sae, home, model, words, status, sentence):
     begun(home, TopK(k=4))
     make_store(home, "bare", some_rows(100, WIDTH))
-    save_native(
-        SavedSAE(random_sae(d_in=WIDTH), {}),
-        make_run(home, "nowhere", random_sae(d_in=WIDTH), data="bare"),
-    )
+    wide = random_sae(d_in=WIDTH)
+    save_native(SavedSAE(wide, {}), make_run(home, "nowhere", wide, data="bare"))
     make_run(home, "narrow", random_sae(), data="resid_post")
-    done = sae("finetune", *words, *([] if "--model" in words else ["--model", model]))
+    done = sae(f"finetune {words}", *([] if "--model" in words else ["--model", model]))
     assert (done.status, sentence in " ".join(done.err.split())) == (status, True), done.err
     assert not [path for path in (home / "runs").iterdir() if "finetune" in path.name]

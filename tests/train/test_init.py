@@ -31,7 +31,7 @@ from saecli.train.runs import read_metrics
 from saecli.train.start import Start, fingerprint
 from saecli.train.training import Record, start_training
 
-STILL = ["--solver", "sgd", "--steps", "1", "--lr", "1e-12", "--no-revive"]
+STILL = "--solver sgd --steps 1 --lr 1e-12 --no-revive".split()
 
 
 def published(activation: Activation | None = None) -> SAE:
@@ -98,7 +98,7 @@ def test_decoder_step_at_the_start_only_lowers_the_error(sae: CommandLine):
     begin_with(sae, published(TopK(k=4)))
     words = ["--steps", "1", "--lr", "1e-12", "--smoothing", "0"]
     (old,) = sae("eval", "old", "--json").json["runs"]
-    for more in ((), ("--solver", "pam")):
+    for more in ([], ["--solver", "pam"]):
         assert train_on(sae, *words, *more)["final"]["test_fvu"] < 0.99 * old["fvu"]
 
 
@@ -131,8 +131,7 @@ def test_another_activation_begins_with_parameters_fitted_to_the_rows(
 @pytest.mark.slow
 def test_a_target_l0_is_held_from_the_first_step(sae: CommandLine):
     begin_with(sae, published(TopK(k=3)))
-    words = ["--solver", "sgd", "--act", "jumprelu", "--steps", "300", "--lr", "3e-3"]
-    init = "old"
+    words, init = "--solver sgd --act jumprelu --steps 300 --lr 3e-3".split(), "old"
     for run, target in (("first", "3"), ("second", "2")):
         done = train_on(sae, *words, "--target-l0", target, "--name", run, init=init)
         lines = read_metrics(sae.home / "runs" / run)
@@ -144,10 +143,8 @@ def test_a_target_l0_is_held_from_the_first_step(sae: CommandLine):
 
 def test_k_of_its_own_yields_to_one_that_is_given_and_prefixes_are_kept(sae: CommandLine):
     begin_with(sae, nested_sae("topk"))
-    for words, k, prefixes in (
-        ("--act batchtopk --k 2", 2, PREFIXES),
-        ("--prefixes 10", 4, (10, 20)),
-    ):
+    cases = ("--act batchtopk --k 2", 2, PREFIXES), ("--prefixes 10", 4, (10, 20))
+    for words, k, prefixes in cases:
         trained = saecli.load_sae(train_on(sae, *words.split(), *STILL)["run"], sae.home)
         assert (trained.activation.k, trained.prefixes) == (k, prefixes)
 
@@ -260,13 +257,12 @@ def test_from_python_an_sae_or_its_name_will_do_and_several_seeds_share_it(
 
 @pytest.mark.slow
 def test_a_crosscoder_trains_on_only_in_the_order_of_its_hook_points(sae: CommandLine):
-    sae("extract", *["--model", "tiny-gemma2", "--layer", "0", "--layer", "1", "--rows", "2000"])
+    sae("extract --model tiny-gemma2 --layer 0 --layer 1 --rows 2000")
     stores = sorted(path.name for path in (sae.home / "activations").iterdir())
     data = [word for name in stores for word in ("--data", name)]
     turned = [word for name in stores[::-1] for word in ("--data", name)]
-    words = ["--act", "topk", "--k", "3", "--d-sae", "16", "--steps", "2", "--name", "cross"]
-    assert sae("train", *data, *words).status == 0
-    refused = sae("train", *turned, "--init", "cross", "--steps", "2")
+    assert sae("train --act topk --k 3 --d-sae 16 --steps 2 --name cross", *data).status == 0
+    refused = sae("train --init cross --steps 2", *turned)
     assert refused.status == 2
     assert "name them in this order: layer 0 resid_post, layer 1 resid_post" in refused.err
     train_on(sae, *data, "--steps", "2", init="cross")

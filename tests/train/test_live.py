@@ -23,7 +23,7 @@ from saecli.store.reader import ActivationStore
 from saecli.store.schema import StoreMeta
 from saecli.store.split import WHOLE, Part, Split, is_test
 from saecli.train import SOLVERS
-from saecli.train.live import LiveRows
+from saecli.train.live import WINDOW_BYTES, LiveRows
 from saecli.train.loop import Loop
 from saecli.train.options import Pam, TrainingConfig
 from saecli.train.plan import Plan
@@ -34,14 +34,18 @@ D = 6
 TRAIN = ("train", "--model", "tiny-gemma2", "--layer", "2")
 
 
-def source(
+def live_rows(
     rows: np.ndarray,
     documents: np.ndarray,
     cuts: list[int],
-    block_rows: int = 64,
+    wanted: int,
+    least: int,
+    window: int | None = None,
+    begun: bool = False,
     error: Exception | None = None,
-) -> Streamed:
-    """A model that gives these rows in blocks, and then fails with an error if there is one."""
+) -> LiveRows:
+    """Training rows of a model that gives rows in blocks, and then fails with an error if there is one; `window`: rows
+    of one."""
     meta = StoreMeta(
         source={}, request_hash="some hash", dtype="float32", d_in=rows.shape[1], shard_rows=1000
     )
@@ -53,29 +57,22 @@ def source(
         if error is not None:
             raise error
 
-    return Streamed("some-model-l0", meta, {}, blocks, block_rows)
+    source = Streamed("some-model-l0", meta, {}, blocks, 64)
+    window_bytes = WINDOW_BYTES if window is None else window * D * 4
+    return LiveRows(source, wanted, 0, least, Silent(), window_bytes, begun)
 
 
-def of_documents(rows: int = 3000, length: int = 4, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    return np.random.default_rng(seed).normal(size=(rows, D)).astype(np.float32), np.arange(
-        rows
-    ) // length
-
-
-def windows_of(rows: int) -> int:
-    """The bytes of a window of so many rows."""
-    return rows * D * 4
+def of_documents(rows: int = 3000) -> tuple[np.ndarray, np.ndarray]:
+    """Rows, and the documents that they are of, four each."""
+    x = np.random.default_rng(0).normal(size=(rows, D)).astype(np.float32)
+    return x, np.arange(rows) // 4
 
 
 def planned(train, test, solver: str, act: str, **options) -> Plan:
-    activation = (
-        ACTIVATIONS[act](k=2)
-        if "k" in ACTIVATIONS[act].__dataclass_fields__
-        else ACTIVATIONS[act]()
-    )
-    return Plan.resolve(
-        train, test, TrainingConfig(d_sae=16, **options), SOLVERS[solver](), activation
-    )
+    kind = ACTIVATIONS[act]
+    activation = kind(k=2) if "k" in kind.__dataclass_fields__ else kind()
+    config = TrainingConfig(d_sae=16, **options)
+    return Plan.resolve(train, test, config, SOLVERS[solver](), activation)
 
 
 def trained(plan: Plan) -> SAE:
@@ -89,9 +86,7 @@ def test_every_training_row_comes_once_in_an_order_independent_of_blocks(window:
     expected = rows[~is_test(documents)][:2000]
     orders = []
     for cuts in ([], [1, 400, 401, 2990], list(range(7, 3000, 7))):
-        with LiveRows(
-            source(rows, documents, cuts), 2000, 0, 100, Silent(), windows_of(window)
-        ) as live:
+        with live_rows(rows, documents, cuts, 2000, 100, window) as live:
             orders.append(np.concatenate(list(live.batches(50, seed=3, epoch=0))))
             assert live.rows == 2000 and not live.ended_early and live.ready <= 2 * max(window, 200)
     for order in orders:
@@ -105,10 +100,10 @@ def test_every_training_row_comes_once_in_an_order_independent_of_blocks(window:
 @pytest.mark.parametrize("act", ["relu", "topk", "batchtopk"])
 def test_one_window_trains_bit_for_bit_as_its_rows_in_an_array(solver: str, act: str):
     rows, documents = of_documents()
-    with LiveRows(source(rows, documents, [900]), 2000, 0, 300, Silent()) as live:
-        found = trained(planned(live, live.test_rows, solver, act))
+    with live_rows(rows, documents, [900], 2000, 300) as live:
+        streamed = trained(planned(live, live.test_rows, solver, act))
     stored = ArrayRows(rows[~is_test(documents)][:2000])
-    assert same(found, trained(planned(stored, None, solver, act, epochs=1)))
+    assert same(streamed, trained(planned(stored, None, solver, act, epochs=1)))
 
 
 class InOrder(ArrayRows):
@@ -121,26 +116,19 @@ class InOrder(ArrayRows):
 
 
 def test_several_windows_train_bit_for_bit_as_stored_rows():
-    rows, documents = of_documents(9000)
-
-    def opened() -> LiveRows:
-        return LiveRows(
-            source(rows, documents, [900, 5000]), 7500, 0, 1200, Silent(), windows_of(2500)
-        )
-
-    with opened() as live:
+    rows = (*of_documents(9000), [900, 5000], 7500, 1200, 2500)
+    with live_rows(*rows) as live:
         assert live.ready == 2500
-        in_order = np.concatenate(list(live.batches(256, seed=0, epoch=0)))
-    with opened() as live:
-        found = trained(planned(live, live.test_rows, "sgd", "topk", normalize="none"))
-    assert same(
-        found, trained(planned(InOrder(in_order), None, "sgd", "topk", normalize="none", epochs=1))
-    )
+        in_order = InOrder(np.concatenate(list(live.batches(256, seed=0, epoch=0))))
+    with live_rows(*rows) as live:
+        streamed = trained(planned(live, live.test_rows, "sgd", "topk", normalize="none"))
+    stored = trained(planned(in_order, None, "sgd", "topk", normalize="none", epochs=1))
+    assert same(streamed, stored)
 
 
 def test_decoder_steps_take_rows_of_the_last_two_windows():
     rows, documents = of_documents(9000)
-    with LiveRows(source(rows, documents, []), 7500, 0, 1200, Silent(), windows_of(2500)) as live:
+    with live_rows(rows, documents, [], 7500, 1200, 2500) as live:
         for _ in live.batches(250, seed=0, epoch=0):
             at_hand = np.concatenate(list(live.batches(300, seed=0, epoch=7)))
             assert len(at_hand) == live.ready <= 5000
@@ -153,15 +141,11 @@ def test_decoder_steps_take_rows_of_the_last_two_windows():
 def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
     rows, documents = of_documents(9000)
     there = int((~is_test(documents)).sum())
-    with LiveRows(
-        source(rows, documents, [900, 5000]), 20_000, 0, 1200, Silent(), windows_of(2500)
-    ) as live:
+    with live_rows(rows, documents, [900, 5000], 20_000, 1200, 2500) as live:
         loop = Loop([start_training(planned(live, live.test_rows, solver, "topk"), Record())])
         (result,) = loop.results(loop.train())
-    assert (
-        result["rows_train"] == there > result["rows_counted"]
-        and result["steps"] < loop.trainings[0].plan.steps
-    )
+    assert result["rows_train"] == there > result["rows_counted"]
+    assert result["steps"] < loop.trainings[0].plan.steps
     assert result["warnings"][0] == (
         f"the text ended after {there:,} of 20,000 training rows, before the learning rate had fallen; use --rows "
         f"{there}, or a longer text"
@@ -170,10 +154,7 @@ def test_a_text_that_ends_in_a_later_window_is_trained_to_its_end(solver: str):
 
 @pytest.mark.parametrize("solver", ["sgd", "pam-sgd"])
 def test_where_a_text_ends_early_thresholds_are_those_of_its_rows(solver: str):
-    rows, documents = of_documents(9000)
-    with LiveRows(
-        source(rows, documents, [900, 5000]), 20_000, 0, 1200, Silent(), windows_of(2500)
-    ) as live:
+    with live_rows(*of_documents(9000), [900, 5000], 20_000, 1200, 2500) as live:
         training = start_training(planned(live, live.test_rows, solver, "batchtopk"), Record())
         Loop([training]).train()
     assert live.ended_early
@@ -191,66 +172,57 @@ def test_more_rows_than_there_are_come_once():
 
 def test_test_rows_are_the_first_held_out_rows():
     rows, documents = of_documents()
-    with LiveRows(source(rows, documents, [1500]), 1000, 0, 100, Silent()) as live:
-        (found,) = live.test_rows.sequential(10_000)
-    assert np.array_equal(found, rows[:1500][is_test(documents[:1500])])
-    late = np.where(
-        np.arange(3000) < 2000, np.flatnonzero(~is_test(np.arange(9)))[0], np.arange(3000)
-    )
-    with LiveRows(source(rows, late, [500, 2100, 2500]), 300, 0, 100, Silent()) as live:
-        (found,) = live.test_rows.sequential(10_000)
-        (trained,) = live.sequential(10_000)
-    assert np.array_equal(found, rows[500:2100][is_test(late[500:2100])]) and np.array_equal(
-        trained, rows[:300]
-    )
+    with live_rows(rows, documents, [1500], 1000, 100) as live:
+        (tested,) = live.test_rows.sequential(10_000)
+    assert np.array_equal(tested, rows[:1500][is_test(documents[:1500])])
+    number, of_training = np.arange(3000), np.flatnonzero(~is_test(np.arange(9)))[0]
+    late = np.where(number < 2000, of_training, number)
+    with live_rows(rows, late, [500, 2100, 2500], 300, 100) as live:
+        (tested,), (trained,) = live.test_rows.sequential(10_000), live.sequential(10_000)
+    assert np.array_equal(tested, rows[500:2100][is_test(late[500:2100])])
+    assert np.array_equal(trained, rows[:300])
     few = np.arange(40) // 20
     assert not is_test(few).any()
-    with (
-        pytest.raises(ConfigError, match="expected training rows and held-out ones, got 40 and 0"),
-        LiveRows(source(rows[:40], few, []), 1000, 0, 100, Silent()),
-    ):
+    said = "expected training rows and held-out ones, got 40 and 0"
+    with pytest.raises(ConfigError, match=said), live_rows(rows[:40], few, [], 1000, 100):
         pass
 
 
 def test_rows_kept_out_of_training_on_are_those_that_a_store_keeps_out():
     rows, documents = of_documents()
     kept_out = Split("train", 0.9, rest=True).keeps(documents)
-    with LiveRows(source(rows, documents, [1500]), 1000, 0, 100, Silent(), begun=True) as live:
-        assert live.kept_out is not None
-        ((compared,), (trained,)) = (one.sequential(10_000) for one in (live.kept_out, live))
-        (tested,) = live.test_rows.sequential(10_000)
+    with live_rows(rows, documents, [1500], 1000, 100, begun=True) as live:
+        (compared,), (trained,), (tested,) = (
+            part.sequential(10_000) for part in (live.kept_out, live, live.test_rows)
+        )
     assert np.array_equal(compared, rows[:1500][kept_out[:1500]])
     assert np.array_equal(tested, rows[:1500][is_test(documents[:1500])])
     assert np.array_equal(trained, rows[~kept_out & ~is_test(documents)][:1000])
     only = np.full(3000, np.flatnonzero(~is_test(np.arange(9)))[0])
     only[-500:] = np.flatnonzero(is_test(np.arange(99)))[0]
-    with LiveRows(source(rows, only, [1500]), 1000, 0, 100, Silent(), begun=True) as live:
+    with live_rows(rows, only, [1500], 1000, 100, begun=True) as live:
         assert live.kept_out is live.test_rows
 
 
 def test_an_error_of_the_model_is_raised_and_leaving_ends_the_thread():
     rows, documents = of_documents(9000)
-    broken = source(
-        rows, documents, list(range(500, 9000, 500)), error=ModelError("the network failed")
-    )
+    failing, cuts = ModelError("the network failed"), list(range(500, 9000, 500))
     with (
-        LiveRows(broken, 20_000, 0, 1200, Silent(), windows_of(2500)) as live,
+        live_rows(rows, documents, cuts, 20_000, 1200, 2500, error=failing) as live,
         pytest.raises(ModelError, match="the network failed"),
     ):
         trained(planned(live, live.test_rows, "sgd", "relu"))
-    endless = source(np.tile(rows, (50, 1)), np.tile(documents, 50), list(range(64, 450_000, 64)))
-    with LiveRows(endless, 400_000, 0, 1200, Silent(), windows_of(2500)):
+    many, cuts = (np.tile(rows, (50, 1)), np.tile(documents, 50)), list(range(64, 450_000, 64))
+    with live_rows(*many, cuts, 400_000, 1200, 2500):
         assert any(thread.name == "sae-ahead" for thread in threading.enumerate())
     assert not any(thread.name == "sae-ahead" for thread in threading.enumerate())
 
 
 @pytest.mark.slow
 def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
-    text = "".join(
-        f"A text number {number}, about {number * number}.\n\n" * 3 for number in range(60)
-    )
-    Path(sae.home).mkdir(exist_ok=True)
-    (sae.home / "notes.txt").write_text(text)
+    texts = [f"A text number {number}, about {number**2}.\n\n" * 3 for number in range(60)]
+    sae.home.mkdir(exist_ok=True)
+    (sae.home / "notes.txt").write_text("".join(texts))
     options = {"model": "tiny-gemma2", "dataset": str(sae.home / "notes.txt"), "rows": 1500}
     stream, _ = open_stream(
         ExtractConfig(**options),
@@ -262,8 +234,8 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
     )
     with LiveRows(stream, 1000, 0, 100, Silent()) as live:
         (found,), tested = live.sequential(10_000), live.test_rows
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    document = sae("extract", *words, "--layer", "1", "--site", "mlp_out", "--json").json
+    words = " ".join(f"--{name} {value}" for name, value in options.items())
+    document = sae(f"extract {words} --layer 1 --site mlp_out --json").json
     store = ActivationStore.open(Path(document["path"]))
     assert store.name == stream.name and store.meta.source == stream.origin
     (train,), (test,) = (store.split(which).sequential(10_000) for which in ("train", "test"))
@@ -278,39 +250,29 @@ def test_rows_of_a_model_are_the_training_rows_of_its_store(sae: CommandLine):
 def test_a_run_without_a_store_repeats_by_its_config_and_is_evaluated(
     sae: CommandLine, solver: str
 ):
-    quick = ("--rows", "1500", "--site", "mlp_out", "--act", "topk", "--k", "4", "--d-sae", "48")
-    first = sae(*TRAIN, *quick, "--solver", solver, "--name", "first", "--json").json
+    quick = "--rows 1500 --site mlp_out --act topk --k 4 --d-sae 48 --name first --json".split()
+    first = sae(*TRAIN, *quick, "--solver", solver).json
     assert (first["rows_train"], first["epochs"]) == (1500, 1) and first["rows_test"] > 50
     assert not (sae.home / "activations").exists()
-    again = sae(
-        "train",
-        "--config",
-        sae.home / "runs" / "first" / "config.toml",
-        "--name",
-        "again",
-        "--json",
-    ).json
-    assert again["final"]["test_fvu"] == pytest.approx(
-        first["final"]["test_fvu"], rel=1e-3
-    )  # the model ran twice
+    config = sae.home / "runs" / "first" / "config.toml"
+    again = sae("train --name again --json --config", config).json
+    fvu = first["final"]["test_fvu"]
+    assert again["final"]["test_fvu"] == pytest.approx(fvu, rel=1e-3)  # the model ran twice
     refused = sae("eval", "first").err
     assert "--data is needed: first was trained on rows that were not stored" in refused
     command = refused.split("`")[1]
     sae(*shlex.split(command)[1:])
     (measured,) = sae("eval", "first", "--json").json["runs"]
-    assert measured["fvu"] == pytest.approx(first["final"]["test_fvu"], rel=0.2)
-    path = sae.home / "runs" / "first" / "run.json"
+    assert measured["fvu"] == pytest.approx(fvu, rel=0.2)
+    path = config.with_name("run.json")
     path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
-    assert (
-        "cannot go on with first: its rows came from a model"
-        in sae("train", "--resume", "--name", "first").err
-    )
+    refused = sae("train", "--resume", "--name", "first").err
+    assert "cannot go on with first: its rows came from a model" in refused
 
 
 def test_decoder_steps_over_all_rows_need_them_in_memory():
-    rows, documents = of_documents(9000)
     with (
-        LiveRows(source(rows, documents, [900]), 7500, 0, 1200, Silent(), windows_of(2500)) as live,
+        live_rows(*of_documents(9000), [900], 7500, 1200, 2500) as live,
         pytest.raises(ConfigError, match="needs all rows in memory, at most 2,500"),
     ):
         Plan.resolve(live, live.test_rows, TrainingConfig(), Pam(), ACTIVATIONS["relu"]())
@@ -319,11 +281,8 @@ def test_decoder_steps_over_all_rows_need_them_in_memory():
 @pytest.mark.long
 def test_a_stopped_training_without_a_store_leaves_nothing(sae: CommandLine, tmp_path: Path):
     text = tmp_path / "long.txt"
-    text.write_text(
-        "".join(
-            f"Some text, number {number}, of a few words more.\n\n" for number in range(100_000)
-        )
-    )
+    texts = [f"Some text, number {number}, of a few words more.\n\n" for number in range(100_000)]
+    text.write_text("".join(texts))
     words = [*TRAIN, "--dataset", text, "--rows", 1_000_000, "--d-sae", 64, "--name", "x"]
     process = signalled(sae.home, words, "x/run.json", 1, signal.SIGINT)
     assert process.returncode == 130

@@ -137,10 +137,8 @@ def test_auto_is_bf16_if_the_device_has_it_and_dtype_is_float32(monkeypatch, sup
     small = fill_defaults(TrainingConfig(d_sae=8, batch_size=1000), Relu(), 1000, 8)
     assert small.precision == "float32"
     monkeypatch.setattr(plan, "SMALLEST", 64)
-    for dtype, precision in (
-        ("float32", "bf16" if supported else "float32"),
-        ("float64", "float32"),
-    ):
+    expected = {"float32": "bf16" if supported else "float32", "float64": "float32"}
+    for dtype, precision in expected.items():
         config = TrainingConfig(d_sae=8, batch_size=1000, dtype=dtype)
         assert fill_defaults(config, Relu(), 1000, 8).precision == precision
 

@@ -116,10 +116,8 @@ def test_an_sae_is_evaluated_as_on_the_cpu(
     options = {} if model is None else {"model": model, "tokens": 1500}
     # The CPU computes the bundled model in float32, a device in the checkpoint's bfloat16, whose rounding of
     # the logits is 2% of a KL of 2 on these 107 rows.
-    assert_alike(
-        *on_both(lambda device: saecli.evaluate(run, stores[0], device=device, **options)),
-        1e-5 if model is None else 0.03,
-    )
+    both = on_both(lambda device: saecli.evaluate(run, stores[0], device=device, **options))
+    assert_alike(*both, 1e-5 if model is None else 0.03)
 
 
 @pytest.mark.slow
@@ -294,9 +292,8 @@ def test_what_follows_a_revival_does_not_wait_for_the_device() -> None:
         adam.forget(dead, ~dead, {"W_enc": 1}.get)
         adam.rescale(dict.fromkeys(adam.tensors, 2.0))
     assert waits == {}
-    average, square = (
-        adam.state()[f"adam.{name}.W_enc"].cpu() for name in ("exp_avg", "exp_avg_sq")
-    )
+    state = adam.state()
+    average, square = (state[f"adam.{name}.W_enc"].cpu() for name in ("exp_avg", "exp_avg_sq"))
     torch.testing.assert_close(average[0], torch.tensor([0, 0.05, 0, 0.15, 0, 0.25]))
     mean = 1e-3 * (1 + 9 + 25) / 3 / 4
     torch.testing.assert_close(square[0, ::2], torch.full((3,), mean))

@@ -169,13 +169,9 @@ def test_proximal_terms_of_sgd_refer_to_the_start_of_the_epoch(data):
     for epoch in range(3):
         held = {name: tensor.detach().clone() for name, tensor in encoder.items()}
         for batch in data.shuffled(epoch):
-            moved = {
-                name: (tensor.detach() - held[name]).square().sum().item()
-                for name, tensor in encoder.items()
-            }
-            assert solver.extra_loss().item() == pytest.approx(
-                (8 * moved["W_enc"] + 3 * moved["b_enc"]) / data.rows
-            )
+            of_W, of_b = ((encoder[name] - held[name]).square().sum() for name in held)
+            expected = (8 * of_W + 3 * of_b).item() / data.rows
+            assert solver.extra_loss().item() == pytest.approx(expected)
             solver.step(batch)
 
 

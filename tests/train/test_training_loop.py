@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from homes import make_store, same, some_rows
+from storing import collect
 
 import saecli
 from saecli.base.errors import TrainingError
@@ -210,7 +210,7 @@ def test_results_are_measured_on_all_rows_for_those_that_came_through(tmp_path):
     saes = loop.train()
     results = loop.results(saes)
     assert len(results) == 2
-    x = torch.from_numpy(np.concatenate([batch.copy() for batch in test.sequential(64)]))
+    x = torch.from_numpy(collect(test.sequential(64)))
     for sae, result in zip(saes, results, strict=True):
         fvu = (sae(x) - x).square().sum() / (x - x.mean(0)).square().sum()
         assert result["final"]["test_fvu"] == pytest.approx(fvu.item(), rel=1e-4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from homes import CommandLine, linear_map, make_store, normal, same, some_rows, targets_of, weights
 from reports import index_of, pages_of
+from storing import collect
 
 import saecli
 from saecli.base.errors import ConfigError
@@ -38,17 +39,10 @@ def home(sae: CommandLine) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "solver",
-    [
-        "sgd",
-        "sgd --skip",
-        "sgd --tied",
-        "pam --skip",
-        "pam-sgd",
-        "pam-sgd --skip",
-        "pam-sgd --skip --solve iterative",
-        "pam-sgd --skip --prefixes 6,12",
-        "pam-sgd --skip --release 0",
-        "pam-sgd --skip --fraction 0.01",
+    ["sgd", "sgd --skip", "sgd --tied", "pam --skip", "pam-sgd", "pam-sgd --skip"]
+    + [
+        f"pam-sgd --skip --{option}"
+        for option in ("solve iterative", "prefixes 6,12", "release 0", "fraction 0.01")
     ],
 )
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -63,17 +57,8 @@ def test_every_solver_and_activation_trains_a_transcoder_as_eval_says(sae, home,
     assert measured["fvu"] < 0.9
     trained = saecli.load_sae(document["run"], home)
     assert (trained.d_in, trained.d_out, trained.W_skip is not None) == (8, 5, "--skip" in solver)
-    x, y = (
-        torch.from_numpy(
-            np.concatenate(
-                [
-                    batch.copy()
-                    for batch in saecli.open_store(name, home).split("test").sequential(100)
-                ]
-            )
-        )
-        for name in ("x", "y")
-    )
+    stores = (saecli.open_store(name, home) for name in ("x", "y"))
+    x, y = (torch.from_numpy(collect(store.split("test").sequential(100))) for store in stores)
     fvu = (trained(x) - y).square().sum() / (y - y.mean(0)).square().sum()
     assert measured["fvu"] == pytest.approx(fvu.item(), rel=1e-4)
 
