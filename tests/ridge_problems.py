@@ -66,11 +66,11 @@ def system_of(
     start: torch.Tensor | None = None,
 ) -> System:
     """Normal equations of rows that come in blocks."""
+    if kind == "held rows":
+        return HeldRows(z, y)
     codes = [where(part, part != 0) for part in z.split(block)]  # sparse where few are non-zero
     if kind == "sums":
-        system: System = Sums(z.shape[1], y.shape[1], prefixes=tuple(prefixes))
-    elif kind == "held rows":
-        system = HeldRows()
+        system: Sums | StreamedCodes = Sums(z.shape[1], y.shape[1], prefixes=tuple(prefixes))
     else:
         start = torch.zeros(z.shape[1], y.shape[1], dtype=z.dtype) if start is None else start
         system = StreamedCodes(start, lambda: iter(codes), budget, tuple(prefixes))

@@ -102,7 +102,7 @@ class Moments:
             self._z.append(codes.dense_rows(here))
             self._y.append(y[here])
             self._numbers.append(numbers[sampled])
-        if not self._holds:
+        if isinstance(self.system, Sums | StreamedCodes):
             self.system.add(codes, y)
         self.norm_weights += self._activation.norm_weights(
             self._sparsity, codes, self._weighed, self._parameters

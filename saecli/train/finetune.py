@@ -1,7 +1,7 @@
 """`sae finetune`: a finished SAE trained on through the language model that it acts in; see `through.py`."""
 
 import shlex
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from ..base.options import demand_known, words_of
 from ..base.processes import communicator
 from ..extract.extraction import Streamed, open_stream
 from ..extract.language_model import LanguageModel
+from ..extract.model_source import ModelSource
 from ..extract.options import ExtractConfig
 from ..extract.passes import Passes
 from ..extract.splice import (
@@ -87,15 +88,8 @@ class Opened:
                 raise ConfigError(
                     "cannot use both --data and --dataset at the same time; use one of them"
                 )
-            extract = ExtractConfig(
-                **text,
-                model=source.name,
-                model_revision=None if source.revision is None else (source.revision,),
-                rows=config.tokens,
-            )
-            stores, spliced = _stream_text(
-                home, acts, extract, text.keys(), subject.split_seed, training.device, listener
-            )
+            seed = subject.split_seed
+            stores, spliced = _stream_text(home, acts, source, settings, seed, listener)
         else:
             stores = processes.main_first(lambda: _open_stores(home, subject, data, listener))
             model_dtype = text.get("model_dtype", "auto")
@@ -171,27 +165,27 @@ def _read_text(
 
 
 def _stream_text(
-    home: Home,
-    acts: Hooked,
-    config: ExtractConfig,
-    given: Set[str],
-    seed: int,
-    device: str,
-    listener: Listener,
+    home: Home, acts: Hooked, source: ModelSource, settings: Settings, seed: int, listener: Listener
 ) -> tuple[Streamed, SplicedText]:
     """Windows of a text, its documents split by the same hashes as a store's; those that `sae eval` measures on are
     left out."""
+    extract = ExtractConfig(
+        **settings.text,
+        model=source.name,
+        model_revision=None if source.revision is None else (source.revision,),
+        rows=settings.config.tokens,
+    )
     stream, extraction = open_stream(
-        config,
-        given=given,
+        extract,
+        given=settings.text.keys(),
         at=(acts.read.layer, acts.read.site),
-        device=device,
+        device=settings.training.device,
         home=home,
         listener=listener,
         whole=True,
     )
     parts: tuple[list[StoredWindow], list[StoredWindow]] = [], []
-    left = [config.rows, TEST_TOKENS]
+    left = [extract.rows, TEST_TOKENS]
     splits = [Split("train", TRAINED, seed, rest=rest) for rest in (False, True)]
     documents = extraction.text.documents(note=listener.note)
     for window in extraction.windows().cut(documents):

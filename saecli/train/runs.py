@@ -22,7 +22,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
 import torch
 from torch import Tensor
@@ -147,9 +147,10 @@ class RunRecord(Record):
 
     def __init__(self, run: Run, folder: Path, listener: Listener) -> None:
         self.run, self.folder, self.listener = run, folder, listener
-        self.tracks = run.plan.training.log_to is not None
-        self.logs: list[MetricsLog | WandbRun] = []
-        if self.tracks and importlib.util.find_spec("wandb") is None:
+        self._metrics: TextIO | None = None
+        self._wandb: WandbRun | None = None
+        self._tracks = run.plan.training.log_to is not None
+        if self._tracks and importlib.util.find_spec("wandb") is None:
             raise ConfigError(
                 "--log-to wandb needs the package wandb, which is not installed; install it with `pip install "
                 "'saecli[wandb]'`, or leave --log-to out: metrics.jsonl holds the same figures"
@@ -159,13 +160,22 @@ class RunRecord(Record):
         return load_checkpoint(self.folder)
 
     def begin(self, step: int) -> None:
-        self.logs.append(MetricsLog(self.folder, step))
-        if self.tracks:
-            self.logs.append(WandbRun(self))
+        path = self.folder / METRICS
+        kept = [line for line in read_metrics(self.folder) if line["step"] <= step]
+        with appearing_whole(path) as temporary:
+            temporary.write_text(
+                "".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8"
+            )
+        self._metrics = path.open("a", encoding="utf-8")
+        if self._tracks:
+            self._wandb = WandbRun(self)
 
     def line(self, line: dict[str, Any]) -> None:
-        for log in self.logs:
-            log.write(line)
+        assert self._metrics is not None, "begun"
+        self._metrics.write(to_json(line) + "\n")
+        self._metrics.flush()
+        if self._wandb is not None:
+            self._wandb.write(line)
 
     def save(self, sae: SAE, state: dict[str, Tensor], progress: Progress) -> None:
         self.keep(sae)
@@ -175,28 +185,9 @@ class RunRecord(Record):
         save_native(SavedSAE(sae.copy_to(torch.float32), self.run.origin), self.folder)
 
     def end(self) -> None:
-        for log in self.logs:
-            log.close()
-
-
-class MetricsLog:
-    """`metrics.jsonl`, without lines after a step."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        path = folder / METRICS
-        kept = [line for line in read_metrics(folder) if line["step"] <= step]
-        with appearing_whole(path) as temporary:
-            temporary.write_text(
-                "".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8"
-            )
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, line: dict[str, Any]) -> None:
-        self._file.write(to_json(line) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        for log in (self._metrics, self._wandb):
+            if log is not None:
+                log.close()
 
 
 class WandbRun:

@@ -23,7 +23,7 @@ and with u in place of z_bar in b: one solution of the same size. With an affine
 prediction; see `solve.py`.
 
     system = plan(rows, d_sae, d_out, free_memory).system(W_t, codes_again)
-    for codes, y in blocks:
+    for codes, y in blocks:  # or of few rows: system = HeldRows(z, y)
         system.add(codes, y)
     factorisation = choose_alpha(system, terms, z, y, last_alpha)       # or None, for the alpha of `terms`
     state = solve(system, terms, factorisation)

@@ -120,6 +120,7 @@ class StreamedCodes(System):
         self._all_reduce: AllReduce = lambda tensor: tensor
 
     def add(self, codes: Codes, y: Tensor) -> None:
+        """Add a block: codes, (B, F), which may be kept, and targets, (B, E)."""
         codes = codes.compact()
         self.count += len(y)
         self.sum_z += codes.sums()

@@ -59,11 +59,12 @@ class Method:
     prefixes: Prefixes = ()
 
     def system(self, start: Tensor, reread: Callable[[], Iterator[Codes]]) -> System:
+        """The system to add rows to; "dual" without rows."""
         if self.kind == "direct":
             d_sae, d_out = start.shape
             return Sums(d_sae, d_out, start.device, self.prefixes)
         if self.kind == "dual":
-            return HeldRows()
+            return HeldRows(start.T[:0], start[:0])
         return StreamedCodes(start, reread, self.budget, self.prefixes)
 
 

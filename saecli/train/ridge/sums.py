@@ -44,6 +44,7 @@ class Sums(System):
         self._codes_are_offset = False
 
     def add(self, codes: Codes, y: Tensor) -> None:
+        """Add a block: codes, (B, F), and targets, (B, E)."""
         if self._is_empty:
             self.z_0 = _offset(len(y), codes.sums(), codes.squares())
             self.y_0 = _offset(len(y), y.sum(0), y.square().sum(0))
@@ -198,7 +199,7 @@ def _norm(like: Tensor, times: Callable[[Tensor], Tensor]) -> float:
 
 
 class HeldRows(System):
-    """All rows, kept in float64.
+    """All rows, in float64: codes z, (N, F), and targets y, (N, E).
 
     With P = I - (1 - sqrt(1 - s)) 11'/N and Z_h = P Z, `A = Z_h' Z_h`, and with E = diag(decay) + r I Woodbury's
     identity gives `(A + E)^-1 = E^-1 - E^-1 Z_h' r S^-1 Z_h E^-1`, where `S = r I + r Z_h E^-1 Z_h'`. Then
@@ -206,27 +207,14 @@ class HeldRows(System):
     for any ridge.
     """
 
-    def __init__(self, z: Tensor | None = None, y: Tensor | None = None) -> None:
-        self._z = [] if z is None else [z]
-        self._y = [] if y is None else [y]
+    def __init__(self, z: Tensor, y: Tensor) -> None:
+        self.z, self.y = z.double(), y.double()
         # s, Z_h, (N, F), and Z_h Z_h', (N, N).
         self._lifted: tuple[float, Tensor, Tensor] | None = None
 
-    def add(self, codes: Codes, y: Tensor) -> None:
-        self._z.append(codes.dense())
-        self._y.append(y)
-
-    @property
-    def z(self) -> Tensor:
-        return _joined(self._z)
-
-    @property
-    def y(self) -> Tensor:
-        return _joined(self._y)
-
     @property
     def rows(self) -> float:
-        return sum(len(y) for y in self._y)
+        return len(self.y)
 
     @property
     def _z_bar(self) -> Tensor:
@@ -319,12 +307,6 @@ class Dual(Direct):
 def _weight(decay: Tensor, ridge: float) -> Tensor:
     """`r E^-1`, (F, 1)."""
     return (ridge / (decay + ridge))[:, None]
-
-
-def _joined(blocks: list[Tensor]) -> Tensor:
-    if len(blocks) > 1 or blocks[0].dtype != torch.float64:
-        blocks[:] = [torch.cat([block.double() for block in blocks])]
-    return blocks[0]
 
 
 def _offset(rows: int, sums: Tensor, squares: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ...sae.codes import Codes, Prefixes
+from ...sae.codes import Prefixes
 
 # The sum of all processes' tensors, the same bits in each process.
 AllReduce = Callable[[Tensor], Tensor]
@@ -83,13 +83,9 @@ class Terms:
 
 
 class System(ABC):
-    """Normal equations, collected block by block: `Sums`, `HeldRows` or `StreamedCodes`."""
+    """Normal equations, of `HeldRows`, or collected block by block: `Sums` or `StreamedCodes`."""
 
     prefixes: Prefixes = ()
-
-    @abstractmethod
-    def add(self, codes: Codes, y: Tensor) -> None:
-        """Add a block: codes, (B, F), which may be kept, and targets, (B, E); none after `reduce` or `factorise`."""
 
     @property
     @abstractmethod
