@@ -88,6 +88,7 @@ FAMILIES = {  # by the modules whose input is mlp_in, and whose outputs are mlp_
     "shared_mlp shared_mlp self_attn": "granitemoehybrid",
     "none none self_attn": "granitemoeshared",
 }
+QUICK = ("gpt2", "gpt_neox", "llama", "gemma2")
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -106,16 +107,13 @@ VISION = {
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 TOKENS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
 MASK = (torch.arange(9) < torch.tensor([9, 6, 9])[:, None]).long()
+WHOLE = {"attention_mask": MASK, "use_cache": False, "output_hidden_states": True}
 
 
 @pytest.mark.parametrize(
     ("family", "paths"),
     [
-        pytest.param(
-            family,
-            paths,
-            marks=() if family in ("gpt2", "gpt_neox", "llama", "gemma2") else pytest.mark.slow,
-        )
+        pytest.param(family, paths, marks=() if family in QUICK else pytest.mark.slow)
         for paths, families in FAMILIES.items()
         for family in families.split()
     ],
@@ -139,12 +137,9 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
             ("mlp_in", "mlp_out", "attn_out", "resid_post"), (*paths.split(), ""), strict=True
         ):
             if path in (modules := dict(block.named_modules())):
-                modules[path].register_forward_hook(
-                    partial(hook, layer=layer, site=site), with_kwargs=True
-                )
-    states = model.model(
-        TOKENS, attention_mask=MASK, use_cache=False, output_hidden_states=True
-    ).hidden_states
+                own = partial(hook, layer=layer, site=site)
+                modules[path].register_forward_hook(own, with_kwargs=True)
+    states = model.model(TOKENS, **WHOLE).hidden_states
     if family == "mamba":  # whose states are those after a block
         states = (model.model.get_input_embeddings()(TOKENS), *states)
     torch.testing.assert_close(states[1], seen[0, "resid_post"], rtol=0, atol=0)
@@ -159,9 +154,7 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
     for layer in (0, 1):
         for site in SITES:
             if (layer, site) in plain:
-                torch.testing.assert_close(
-                    read(layer, site), plain[layer, site][MASK == 1], rtol=0, atol=0
-                )
+                assert torch.equal(read(layer, site), plain[layer, site][MASK == 1])
                 with model.intercepted(layer, site, torch.clone):
                     torch.testing.assert_close(model.logits(TOKENS, MASK), clean, rtol=0, atol=0)
                 point = HookPoint(layer, site)
@@ -177,18 +170,16 @@ def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
                 torch.testing.assert_close(in_parts, zeroed, rtol=1e-4, atol=1e-4)
                 repeated += blocks
             else:
-                with pytest.raises(
-                    ConfigError, match="use --layer 1$" if (1, site) in plain else "use resid_post"
-                ):
+                advice = "use --layer 1$" if (1, site) in plain else "use resid_post"
+                with pytest.raises(ConfigError, match=advice):
                     read(layer, site)
         if (layer, "mlp_out") in plain:
             with model.intercepted(layer, "mlp_out", torch.zeros_like):
                 without = read(layer, "resid_post")
             assert (without + read(layer, "mlp_out") - read(layer, "resid_post")).abs().max() < 1e-3
             if (layer, "attn_out") in plain:
-                assert (
-                    read(layer, "resid_pre") + read(layer, "attn_out") - without
-                ).abs().max() < 1e-3
+                added = read(layer, "resid_pre") + read(layer, "attn_out")
+                assert (added - without).abs().max() < 1e-3
     assert repeated
 
 
@@ -199,20 +190,15 @@ def test_a_multimodal_model_is_read_and_spliced_in_its_language_model(
 ):
     if family not in CONFIG_MAPPING:
         pytest.skip("a newer transformers has it")
-    config = AutoConfig.for_model(
-        family, text_config=TINY | {"rope_parameters": ROPE}, vision_config=VISION
-    )
+    text_config = TINY | {"rope_parameters": ROPE}
+    config = AutoConfig.for_model(family, text_config=text_config, vision_config=VISION)
     folder = save_model(tmp_path / family, config, loader=AutoModelForImageTextToText)
     model = loaded(folder, head=True)
-    states = model.model(
-        TOKENS, attention_mask=MASK, use_cache=False, output_hidden_states=True
-    ).hidden_states
+    states = model.model(TOKENS, **WHOLE).hidden_states
     (found,) = model.read(TOKENS, MASK, [HookPoint(1, "resid_pre")], torch.clone)
     torch.testing.assert_close(found, states[1], rtol=0, atol=0)
     (tmp_path / "text.txt").write_text("\n\n".join("abcdefghij"[n % 7 :] for n in range(200)))
-    assert (
-        sae(f"extract --model {folder} --dataset", tmp_path / "text.txt", "--name", "rows").status
-        == 0
-    )
+    line = f"extract --model {folder} --dataset {tmp_path}/text.txt --name rows"
+    assert sae(line).status == 0
     assert sae("train --data rows --act topk --k 4 --steps 9 --name run").status == 0
     assert sae("eval", "run", "--model", folder, "--json").json["runs"][0]["kl"] > 0

@@ -21,9 +21,8 @@ from saecli.extract.tokens import LOGIT_BINS, Unembedding
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> LanguageModel:
-    return loaded(
-        save_model(tmp_path_factory.mktemp("models") / request.param, request.param), head=True
-    )
+    folder = tmp_path_factory.mktemp("models") / request.param
+    return loaded(save_model(folder, request.param), head=True)
 
 
 @pytest.fixture
@@ -40,11 +39,8 @@ def read(model: LanguageModel, tokens: tuple[Tensor, Tensor], layer: int, site: 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_replacing_mlp_in_repoints_what_the_mlp_computes_from(model, tokens, layer):
-    block, other = (
-        model.blocks[layer],
-        torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(2)),
-    )
-    seen = []
+    block, seen = model.blocks[layer], []
+    other = torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(2))
     handle = block.mlp.register_forward_hook(lambda _, __, output: seen.append(output))
     with model.intercepted(layer, "mlp_in", lambda activations: other):
         model.logits(*tokens)
@@ -86,10 +82,7 @@ def test_the_middle_layer_is_the_default_and_12_for_gemma_2_2b():
         ("nowhere", "no network|cannot be reached"),
         ("./missing", "no model ../missing'"),
         ("a/b/c", "no model 'a/b/c'"),
-        (
-            "google/gemma-2-2b",
-            "licence accepted at https://huggingface.co/google/gemma-2-2b, and `hf auth",
-        ),
+        ("google/gemma-2-2b", "accepted at https://huggingface.co/google/gemma-2-2b, and `hf auth"),
         (".", "give the files of a Hugging Face causal language model"),
     ],
 )
@@ -127,17 +120,13 @@ def test_output_tokens_match_final_norm_and_unembedding(tmp_path: Path, architec
     logits -= logits.mean(1, keepdims=True)
     assert (outputs.promoted.numpy() == np.argsort(-logits, axis=1)[:, :3]).all()
     assert (outputs.suppressed.numpy() == np.argsort(logits, axis=1)[:, :3]).all()
-    assert outputs.promoted_logits.numpy() == pytest.approx(
-        -np.sort(-logits, axis=1)[:, :3], rel=1e-4
-    )
-    assert outputs.suppressed_logits.numpy() == pytest.approx(
-        np.sort(logits, axis=1)[:, :3], rel=1e-4
-    )
+    ordered = np.sort(logits, axis=1)
+    assert outputs.promoted_logits.numpy() == pytest.approx(ordered[:, :-4:-1], rel=1e-4)
+    assert outputs.suppressed_logits.numpy() == pytest.approx(ordered[:, :3], rel=1e-4)
     for counts, own in zip(outputs.counts.numpy(), logits, strict=True):
         assert counts.sum() == len(own)
-        assert (
-            np.abs(counts - np.histogram(own, LOGIT_BINS)[0]).sum() <= 4
-        )  # rounding may move one over an edge
+        # Rounding may move one over an edge.
+        assert np.abs(counts - np.histogram(own, LOGIT_BINS)[0]).sum() <= 4
         assert counts[0] > 0 < counts[-1]
 
 
