@@ -273,17 +273,13 @@ class Dictionary(Module, ABC):
     def _sae_of(
         self, tensors: Mapping[str, Tensor], activation: Activation, learned: Iterable[str]
     ) -> "SAE":
-        return SAE(
-            tensors["W_enc"],
-            tensors["b_enc"],
-            tensors["W_dec"],
-            tensors["b_dec"],
-            activation,
-            {name: tensors[name] for name in learned},
-            prefixes=self.prefixes,
-            W_skip=tensors.get("W_skip"),
-            widths=self.widths,
+        W_enc, b_enc, W_dec, b_dec = (
+            tensors[name] for name in ("W_enc", "b_enc", "W_dec", "b_dec")
         )
+        parameters = {name: tensors[name] for name in learned}
+        parts: dict[str, Any] = {"prefixes": self.prefixes, "widths": self.widths}
+        skip = tensors.get("W_skip")
+        return SAE(W_enc, b_enc, W_dec, b_dec, activation, parameters, W_skip=skip, **parts)
 
     @property
     def k(self) -> int | None:

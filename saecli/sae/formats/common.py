@@ -31,27 +31,16 @@ Configured = TypeVar("Configured")
 
 WEIGHTS = ("W_enc", "b_enc", "W_dec", "b_dec")
 PLAIN = {name: name for name in WEIGHTS}
-# Of two nn.Linear.
-LINEAR = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc", "decoder.weight": "W_dec.T"}
-GATED = {
-    "W_enc": "W_enc",
-    "b_gate": "b_gate",
-    "r_mag": "r_mag",
-    "b_mag": "b_enc",
-    "W_dec": "W_dec",
-    "b_dec": "b_dec",
-}
+ENCODER = {"encoder.weight": "W_enc.T", "encoder.bias": "b_enc"}  # of an nn.Linear
+LINEAR = ENCODER | {"decoder.weight": "W_dec.T"}
+GATED = {name: name for name in ("W_enc", "b_gate", "r_mag", "W_dec", "b_dec")}
+GATED["b_mag"] = "b_enc"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
-ORIGIN = {
-    "model": str,
-    "layer": int,
-    "site": str,
-    "dataset": str,
-    "context": int,
+ORIGIN: dict[str, type] = {
+    **dict.fromkeys(("model", "site", "dataset", "target_site"), str),
+    **dict.fromkeys(("layer", "context", "target_layer"), int),
     "prepend_bos": bool,
-    "target_layer": int,
-    "target_site": str,
 }
 TO_FIT = "end other programs, or read it on a machine with more"
 

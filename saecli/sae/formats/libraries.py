@@ -178,12 +178,7 @@ def save_saelens(saved: SavedSAE, folder: Path) -> None:
 
 
 SPARSIFY_CONFIG, SPARSIFY_WEIGHTS = "cfg.json", "sae.safetensors"
-SPARSIFY_NAMES = {
-    "encoder.weight": "W_enc.T",
-    "encoder.bias": "b_enc",
-    "W_dec": "W_dec",
-    "b_dec": "b_dec",
-}
+SPARSIFY_NAMES = common.ENCODER | {"W_dec": "W_dec", "b_dec": "b_dec"}
 SPARSIFY_WRITTEN: tuple[type[Activation], ...] = (ReluTopK, Relu)
 
 
@@ -290,14 +285,8 @@ CLASSES: dict[str, Layout] = {
         "MatryoshkaBatchTopKTrainer",
     ),
     "GatedAutoEncoder": Layout(
-        {
-            "encoder.weight": "W_enc.T",
-            "gate_bias": "b_gate",
-            "mag_bias": "b_enc",
-            "r_mag": "r_mag",
-            "decoder.weight": "W_dec.T",
-            "decoder_bias": "b_dec",
-        },
+        {"encoder.weight": "W_enc.T", "decoder.weight": "W_dec.T", "decoder_bias": "b_dec"}
+        | {"gate_bias": "b_gate", "mag_bias": "b_enc", "r_mag": "r_mag"},
         True,
         Gated,
     ),

@@ -54,13 +54,7 @@ GEMMA_CONFIG = "config.json"
 GEMMA_WHOLE, GEMMA_LAYERS = "params.safetensors", "params_layer_*.safetensors"
 GEMMA_WEIGHTS = f"{GEMMA_WHOLE}|{GEMMA_LAYERS}"
 GEMMA_WRITTEN: tuple[type[Activation], ...] = (Relu, JumpRelu, BatchTopK)
-GEMMA_NAMES = {
-    "w_enc": "W_enc",
-    "b_enc": "b_enc",
-    "w_dec": "W_dec",
-    "b_dec": "b_dec",
-    "threshold": "threshold",
-}
+GEMMA_NAMES = {name.lower(): name for name in (*common.WEIGHTS, "threshold")}
 SKIP = {"affine_skip_connection": "W_skip"}
 # Modules by site; attention is read before its output weights: no site here.
 GEMMA_MODULES = {
@@ -100,7 +94,7 @@ def load_gemma_scope(folder: Path) -> SavedSAE:
 
 def save_gemma_scope(saved: SavedSAE, folder: Path) -> None:
     tensors = saved.sae.tensors() | {"threshold": common.thresholds_of(saved.sae)}
-    names = (*common.WEIGHTS, "threshold")
+    names = GEMMA_NAMES.values()
     arrays: dict[str, Any] = {name: tensors[name].cpu().numpy() for name in names}
     with appearing_whole(folder / GEMMA_ARRAYS) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
