@@ -22,6 +22,7 @@ from saecli.train.runs import CHECKPOINT, read_metrics
 NETWORK = "10.77.7"  # of two namespaces, for two hosts
 COMMON = ("--dtype", "float64", "--d-sae", "32", "--data", "rows", "--json")
 VARIANTS = {
+    "topk": "--act topk --k 3 --epochs 2 --batch-size 255".split(),
     "sgd": ("--solver", "sgd", "--batch-size", "250"),
     "l1": ("--act", "relu", "--sparsity-weight", "3", "--batch-size", "500"),
     "dead-latents": "--act topk --k 1 --lr 0.1 --batch-size 1000 --epochs 3".split(),
@@ -33,6 +34,7 @@ VARIANTS = {
     "few-rows": "--fraction 0.003 --act abs-topk --k 4 --batch-size 10 --epochs 5".split(),
     "paper": ("--solver", "pam", "--act", "relu"),
 }
+OTHERS = [name for name in VARIANTS if name not in ("topk", "paper")]
 PAPER = "alpha = 0.1\nmu_enc = 2\nnu_dec = 1\ndecoder_first = true\nclip_norm = 0.5\n"
 
 WITHOUT_MEMORY = """
@@ -102,18 +104,9 @@ def in_one_and_several(sae: CommandLine, *words: str, processes: int = 2) -> tup
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does_and_one_of_them_speaks(sae: CommandLine):
-    words = "--act topk --k 3 --epochs 2 --batch-size 255".split()
-    one, done = in_one_and_several(sae, *COMMON, *words)
-    assert_same_result(done.json, one)
-    assert_same_run(sae.home, "several", "one")
-    assert [line.partition(":")[0] for line in own_words(done.err)] == ["several"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(name, marks=() if name == "paper" else pytest.mark.long) for name in VARIANTS],
+    ["topk", "paper", *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)],
 )
 def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant: str):
     more = VARIANTS[variant]
@@ -121,15 +114,14 @@ def test_every_part_of_training_is_that_of_one_process(sae: CommandLine, variant
         config = sae.home.parent / "paper.toml"
         config.write_text(PAPER)
         more += ("--config", str(config))
-    one, done = in_one_and_several(
-        sae,
-        *COMMON,
-        *more,
-        *(() if "--epochs" in more else ("--epochs", "2")),
-        processes=3 if variant == "few-rows" else 2,
-    )
+    if "--epochs" not in more:
+        more = (*more, "--epochs", "2")
+    count = 3 if variant == "few-rows" else 2
+    one, done = in_one_and_several(sae, *COMMON, *more, processes=count)
     assert_same_result(done.json, one)
     assert_same_run(sae.home, "several", "one")
+    if variant == "topk":
+        assert [line.partition(":")[0] for line in own_words(done.err)] == ["several"]
 
 
 @pytest.mark.slow
