@@ -36,38 +36,21 @@ ROUNDING = 1e-6  # relative difference of two passes over tokens of the same sha
 # Ends of names of constants that old checkpoints hold.
 CONSTANTS = ("inv_freq", "masked_bias", "attn.bias", "attention.bias")
 
-# The first of these parts that a block has: its input is mlp_in, its output mlp_out or attn_out. Norms before the
-# residual stream come first (Gemma 2, GLM 4), then last layers, where attention or MLP return their sum with the
-# residual stream (BLOOM, MPT); fc1 and fc2 stand in blocks that have no module for the MLP (OPT).
+MLPS, EXPERTS = ("mlp", "feed_forward", "ffn"), ("block_sparse_moe", "shared_mlp")
+ATTENTIONS = ("self_attn", "attention", "attn", "self_attention")
+# Norms before the residual stream (Gemma 2, GLM 4); last layers, where attention or MLP return their sum with the
+# residual stream (BLOOM, MPT).
+NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
+LAST_LAYERS = ("mlp.dense_4h_to_h", "ffn.down_proj")
+# The first of these parts that a block has: its input is mlp_in, its output mlp_out or attn_out. fc1 and fc2 stand in
+# blocks that have no module for the MLP (OPT).
 PARTS = {
-    "mlp_in": ("mlp", "feed_forward", "ffn", "fc1", "block_sparse_moe", "shared_mlp"),
-    "mlp_out": (
-        "post_feedforward_layernorm",
-        "post_mlp_layernorm",
-        "mlp.dense_4h_to_h",
-        "ffn.down_proj",
-        "mlp",
-        "feed_forward",
-        "ffn",
-        "fc2",
-        "block_sparse_moe",
-        "shared_mlp",
-    ),
-    "attn_out": (
-        "post_self_attn_layernorm",
-        "self_attention.dense",
-        "self_attn",
-        "attention",
-        "attn",
-        "self_attention",
-    ),
+    "mlp_in": (*MLPS, "fc1", *EXPERTS),
+    "mlp_out": (*NORMS, *LAST_LAYERS, *MLPS, "fc2", *EXPERTS),
+    "attn_out": ("post_self_attn_layernorm", "self_attention.dense", *ATTENTIONS),
 }
 # Both add to the residual stream at once (Falcon-H1, Granite with shared experts): neither alone is the site.
-PAIRS = {
-    "attn_out": {"mamba", "self_attn"},
-    "mlp_in": {"block_sparse_moe", "shared_mlp"},
-    "mlp_out": {"block_sparse_moe", "shared_mlp"},
-}
+PAIRS = {"attn_out": {"mamba", "self_attn"}, "mlp_in": {*EXPERTS}, "mlp_out": {*EXPERTS}}
 
 
 class LanguageModel:

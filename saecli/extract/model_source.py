@@ -40,13 +40,10 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 HEAD_BYTES = 1 << 26
 GGUF_FOLDER = "sae-gguf-"  # of a temporary folder's name
 GGUF_PACKAGES = ("gguf", "accelerate")  # which the reader imports
-# What the reader raises for damaged files, besides what transformers raises for those of a folder.
-DAMAGE: tuple[type[Exception], ...] = (ArithmeticError, LookupError, MemoryError, struct.error)
-# What the library raises for damaged or foreign files.
+# What the library raises for damaged or foreign files, the last four its reader of GGUF files.
 UNLOADABLE: tuple[type[Exception], ...] = (
     AttributeError,
     ImportError,
-    KeyError,
     OSError,
     RuntimeError,
     TypeError,
@@ -55,7 +52,10 @@ UNLOADABLE: tuple[type[Exception], ...] = (
     UnpicklingError,
     hub_errors.HTTPError,
     hub_errors.StrictDataclassError,
-    *DAMAGE,
+    ArithmeticError,
+    LookupError,
+    MemoryError,
+    struct.error,
 )
 CONFIG = "config.json"
 # Files next to the weights on which rows depend, as patterns.
