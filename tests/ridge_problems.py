@@ -18,7 +18,7 @@ from saecli.train.ridge import (
     Terms,
     solve,
 )
-from saecli.train.ridge.solve import Press
+from saecli.train.ridge.solve import press_of
 
 NOTHING = (0.0, 0.0, 0.0, 0.0)
 WEIGHTS = {"all": (0.7, 2.0, 0.3, 5.0), "ridge only": (0.7, 0.0, 0.0, 0.0)}  # alpha, beta, mu, nu
@@ -92,8 +92,7 @@ def press(
 ) -> float:
     """The mean leave-one-out error over all rows, or some, as the choice of alpha has it."""
     terms = terms if alpha is None else replace(terms, alpha=alpha)
-    evaluated = Press(system, terms, z, y, len(z))
-    return evaluated(system.factorise(terms)) / len(z)
+    return press_of(system, terms, z, y, len(z))(system.factorise(terms)) / len(z)
 
 
 def copies(z: torch.Tensor, prefixes: Sequence[int] = ()) -> np.ndarray:

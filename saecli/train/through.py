@@ -74,9 +74,6 @@ class SplicedText:
         """Tokens of one forward pass."""
         return pass_tokens(self.passes.model.device)
 
-    def clean(self, windows: Sequence[StoredWindow]) -> CleanPass:
-        return CleanPass(self.passes, windows, self.hooked.reads, self.hooked.writes)
-
     def windows_of_step(self, step: int, seed: int) -> list[int]:
         """The numbers of a step's windows, from passes over all of them, each in an order of its own."""
         numbers = []
@@ -176,7 +173,8 @@ class ThroughModel(Solver):
         dictionary, variance = self.dictionary, batch.normalisation.variance
         fvu_weight = self.config.fvu_weight
         mean, scale, target_mean, target_scale = batch.normalisation.of_sae()
-        clean = batch.text.clean(windows)
+        hooked = batch.text.hooked
+        clean = CleanPass(batch.text.passes, windows, hooked.reads, hooked.writes)
         x = (clean.x.to(mean) - mean) / scale
         y = x if clean.y is clean.x else (clean.y.to(mean) - target_mean) / target_scale
         pre = dictionary.pre_activations(x)

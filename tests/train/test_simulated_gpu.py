@@ -34,6 +34,7 @@ from saecli.train.training import Record, start_training
 simulated_gpu.register()
 GPU = simulated_gpu.NAME
 LAYERS = (1, 2)
+Stores = list[saecli.ActivationStore]
 TOPK = {"act": "topk", "k": 3}
 
 
@@ -43,7 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stores(home: Path) -> list[saecli.ActivationStore]:
+def stores(home: Path) -> Stores:
     options = {"rows": 1200, "home": home, "device": "cpu"}
     return [
         saecli.extract("tiny-gemma2", layer=layer, name=f"layer-{layer}", **options)
@@ -52,7 +53,7 @@ def stores(home: Path) -> list[saecli.ActivationStore]:
 
 
 @pytest.fixture(scope="module")
-def run(home: Path, stores: list[saecli.ActivationStore]) -> Path:
+def run(home: Path, stores: Stores) -> Path:
     sae = saecli.fit(stores[0], act="topk", k=8, d_sae=64, epochs=1, device="cpu")
     saecli.save_sae(sae, home / "runs" / "one")
     return home / "runs" / "one"
@@ -88,9 +89,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAININGS)
-def test_a_device_trains_as_the_cpu(
-    case: str, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_device_trains_as_the_cpu(case: str, stores: Stores, monkeypatch: pytest.MonkeyPatch):
     # Casts do their work without, only slower.
     monkeypatch.setattr(devices, "multiplies_bf16", lambda device: True)
     options = dict(TRAININGS[case])
@@ -110,9 +109,7 @@ def test_a_device_trains_as_the_cpu(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [None, "tiny-gemma2"])
-def test_an_sae_is_evaluated_as_on_the_cpu(
-    model: str | None, run: Path, stores: list[saecli.ActivationStore]
-):
+def test_an_sae_is_evaluated_as_on_the_cpu(model: str | None, run: Path, stores: Stores):
     options = {} if model is None else {"model": model, "tokens": 1500}
     # The CPU computes the bundled model in float32, a device in the checkpoint's bfloat16, whose rounding of
     # the logits is 2% of a KL of 2 on these 107 rows.
@@ -122,9 +119,7 @@ def test_an_sae_is_evaluated_as_on_the_cpu(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["evaluate", "sparsity", "geometry"])
-def test_an_sae_that_lies_on_a_device_is_measured(
-    command: str, run: Path, stores: list[saecli.ActivationStore]
-):
+def test_an_sae_that_lies_on_a_device_is_measured(command: str, run: Path, stores: Stores):
     sae = saecli.load_sae(run)
     assert_alike(*on_both(lambda device: getattr(saecli, command)(sae.copy_to(device), stores[0])))
     if command == "sparsity":  # of an SAE that lies elsewhere
@@ -133,9 +128,7 @@ def test_an_sae_that_lies_on_a_device_is_measured(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [False, True])
-def test_a_decoder_is_solved_for_as_on_the_cpu(
-    target: bool, run: Path, stores: list[saecli.ActivationStore]
-):
+def test_a_decoder_is_solved_for_as_on_the_cpu(target: bool, run: Path, stores: Stores):
     data = stores[0] if not target else saecli.join(stores[0], target=stores[1])
     sae = run if not target else saecli.fit(data, act="topk", k=8, d_sae=64, epochs=1, device="cpu")
     ours, theirs = on_both(lambda device: saecli.refit(sae, data, device=device))
@@ -145,9 +138,7 @@ def test_a_decoder_is_solved_for_as_on_the_cpu(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [None, "tiny-gemma2"])
-def test_pages_are_those_of_the_cpu(
-    model: str | None, run: Path, stores: list[saecli.ActivationStore], tmp_path: Path
-):
+def test_pages_are_those_of_the_cpu(model: str | None, run: Path, stores: Stores, tmp_path: Path):
     pages = []
     for device in ("cpu", GPU):
         saecli.report(run, tmp_path / device, stores[0], model=model, device=device)
@@ -157,9 +148,7 @@ def test_pages_are_those_of_the_cpu(
 
 
 @pytest.mark.slow
-def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(
-    home: Path, stores: list[saecli.ActivationStore]
-):
+def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(home: Path, stores: Stores):
     options = {"home": home, "device": GPU, "batch_size": 2, "model_dtype": "float32"}
     counts = []
     for rows in (600, 1200):
@@ -175,7 +164,7 @@ def test_a_model_is_read_as_on_the_cpu_and_no_batch_waits(
 
 @pytest.mark.slow
 def test_measuring_a_store_does_not_wait_per_batch(
-    run: Path, stores: list[saecli.ActivationStore], monkeypatch: pytest.MonkeyPatch
+    run: Path, stores: Stores, monkeypatch: pytest.MonkeyPatch
 ):
     counts = []
     for rows in (64, 16):

@@ -281,7 +281,7 @@ def choose_alpha(
     columns. One more factorisation at the end: to keep the best one would take twice the memory.
     """
     scale = max(system.scale(terms.shrink(system.rows)), np.finfo(float).tiny)
-    press = Press(system, terms, z, y)
+    press = press_of(system, terms, z, y)
     start = float(np.clip(last or scale, LEAST * scale, MOST * scale))
     errors: dict[int, float] = {}
 
@@ -308,55 +308,48 @@ def choose_alpha(
     return factorised(best + vertex)
 
 
-class Press:
-    """PRESS of sampled rows, up to a factor, at the alpha of a factorisation of the system."""
+def press_of(
+    system: System, terms: Terms, z: Tensor, y: Tensor, size: int = PRESS_ROWS
+) -> Callable[[Factorisation], float]:
+    """PRESS of sampled rows, up to a factor, at the alpha of a factorisation of the system.
 
-    def __init__(
-        self, system: System, terms: Terms, z: Tensor, y: Tensor, size: int = PRESS_ROWS
-    ) -> None:
-        rows, targets = system.rows, slice(0, terms.d_out)
-        index, weight = sample_rows(y[:, targets], system.y_bar[targets], size)
-        self._system, self._terms = system, terms
-        self._index = index if len(z) == rows else None  # numbers in the system, if known
-        self._weight = weight  # of each row's error, (n,)
-        self._z, self._y = z[index].double(), y[index, targets].double()
-        self._centre = terms.centre(rows, system.y_bar)  # with a skip (E + D,)
-        cross = system.cross(self._centre)[:, targets]
-        self._right = cross.add_(terms.W_t.double(), alpha=terms.mu)  # (F, E)
-        if terms.direction is not None:
-            signs = _mixing(terms.d_out).to(self._right)
-            self._mixed_T0 = terms.direction.double() @ signs  # (F, p)
-            self._mixed_right = self._right @ signs
+    W itself is not solved for: with `u = M psi'`, `psi W = u' (right + c alpha T0)`.
+    """
+    N, E, T0, W_t = system.rows, terms.d_out, terms.direction, terms.W_t.double()
+    index, weight = sample_rows(y[:, :E], system.y_bar[:E], size)
+    psi = system.centred(z[index].double(), terms.shrink(N))
+    rows, prefixes, F = psi.shape
+    centre = terms.centre(N, system.y_bar)  # with a skip (E + D,)
+    about = (y[index, :E].double() - centre[:E]).repeat_interleave(prefixes, 0)
+    right = system.cross(centre)[:, :E].add_(W_t, alpha=terms.mu)  # (F, E)
+    signs = _mixing(E).to(right)
 
-    def __call__(self, factorisation: Factorisation) -> float:
-        """W itself is not solved for: with `u = M psi'`, `psi W = u' (right + c alpha T0)`."""
-        system, terms, E = self._system, self._terms, self._terms.d_out
-        psi = system.centred(self._z, terms.shrink(system.rows))
-        rows, prefixes, F = psi.shape
-        own = None if self._index is None else factorisation.own(self._index, self._centre)
+    def press(factorisation: Factorisation) -> float:
+        own = None
+        if len(z) == N:  # the numbers of the rows in the system are known
+            own = factorisation.own(index, centre)
         if own is None:
             u = factorisation.solve(psi.reshape(-1, F).T)  # (F, n L)
-            bias = 1 / (system.rows + terms.beta + terms.nu)
+            bias = 1 / (N + terms.beta + terms.nu)
             leverage = (psi @ u.T.reshape(psi.shape).mT + bias) / prefixes
             slack = torch.eye(prefixes).to(leverage) - leverage  # I - H_i, (n, L, L)
-            about = (self._y - self._centre[:E]).repeat_interleave(prefixes, 0)
-            residual = about - u.T @ self._right
+            residual = about - u.T @ right
         else:
             u, slack = own.u, own.slack[:, None, None]
-            residual = own.residual[:, :E] - terms.mu * (u.T @ terms.W_t.double())
-        if terms.direction is not None:
-            both = factorisation.solve(torch.cat([self._mixed_right, self._mixed_T0], 1))
+            residual = own.residual[:, :E] - terms.mu * (u.T @ W_t)
+        if T0 is not None:
+            mixed_T0 = T0.double() @ signs  # (F, p)
+            both = factorisation.solve(torch.cat([right @ signs, mixed_T0], 1))
             untargeted, along = both.chunk(2, 1)
-            c = best_multiple(self._mixed_T0, untargeted, along, factorisation.alpha)
-            residual -= c * factorisation.alpha * (u.T @ terms.direction.double())
-        errors = _inverse(slack) @ residual.view(rows, prefixes, E)
-        return (self._weight @ errors.square().sum((1, 2))).item()
+            c = best_multiple(mixed_T0, untargeted, along, factorisation.alpha)
+            residual -= c * factorisation.alpha * (u.T @ T0.double())
+        # An eigenvalue near 0 belongs to a row that alone determines its fit.
+        values, vectors = torch.linalg.eigh(slack)
+        inverse = (vectors / values.clamp(min=1e-12)[:, None]) @ vectors.mT
+        errors = inverse @ residual.view(rows, prefixes, E)
+        return (weight @ errors.square().sum((1, 2))).item()
 
-
-def _inverse(slack: Tensor) -> Tensor:
-    """Of I - H, (n, L, L); an eigenvalue near 0 belongs to a row that alone determines its fit."""
-    values, vectors = torch.linalg.eigh(slack)
-    return (vectors / values.clamp(min=1e-12)[:, None]) @ vectors.mT
+    return press
 
 
 def _mixing(columns: int) -> Tensor:
