@@ -22,6 +22,8 @@ from saecli.sae.metrics import (
     reconstruction,
 )
 
+SEEDS, CUTS = st.integers(0, 1000), st.lists(st.integers(0, 60), max_size=6)
+
 
 def rows_and_codes(seed: int, rows: int, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -58,11 +60,7 @@ def in_batches(accumulator: Reconstruction | Firing, cuts: list[int], *tensors: 
     return accumulator.result()
 
 
-@given(
-    seed=st.integers(0, 1000),
-    rows=st.integers(2, 60),
-    cuts=st.lists(st.integers(0, 60), max_size=6),
-)
+@given(seed=SEEDS, rows=st.integers(2, 60), cuts=CUTS)
 def test_reconstruction_in_any_batches_matches_numpy_over_all_rows(
     seed: int, rows: int, cuts: list[int]
 ) -> None:
@@ -139,19 +137,14 @@ def test_half_precision_rows_are_summed_in_float64() -> None:
 
 def test_a_zero_row_counts_as_cosine_zero_and_constant_rows_have_no_finite_fvu() -> None:
     x = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
-    got = in_batches(
-        Reconstruction(2, 1), [], x, torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.ones(2, 1)
-    )
+    x_hat = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+    got = in_batches(Reconstruction(2, 1), [], x, x_hat, torch.ones(2, 1))
     assert got["cosine"] == pytest.approx(0.5)
     x = torch.ones(5, 2)
     assert not np.isfinite(in_batches(Reconstruction(2, 1), [], x, x + 1, torch.ones(5, 1))["fvu"])
 
 
-@given(
-    seed=st.integers(0, 1000),
-    rows=st.integers(1, 60),
-    cuts=st.lists(st.integers(0, 60), max_size=6),
-)
+@given(seed=SEEDS, rows=st.integers(1, 60), cuts=CUTS)
 def test_firing_in_any_batches_matches_numpy_over_all_rows(
     seed: int, rows: int, cuts: list[int]
 ) -> None:
@@ -160,17 +153,10 @@ def test_firing_in_any_batches_matches_numpy_over_all_rows(
     fires = codes.numpy() != 0
     l0, frequency = fires.sum(1), fires.mean(0)
     assert got.pop("frequency") == pytest.approx(frequency.tolist())
-    assert got == pytest.approx(
-        {
-            "rows": rows,
-            "l0": l0.mean(),
-            "l0_std": l0.std(),
-            "density": l0.mean() / 11,
-            "silent": (frequency == 0).sum(),
-            "dense": (frequency > DENSE_FREQUENCY).sum(),
-        },
-        abs=1e-12,
-    )
+    expected = {"rows": rows, "l0": l0.mean(), "l0_std": l0.std(), "density": l0.mean() / 11}
+    expected["silent"] = (frequency == 0).sum()
+    expected["dense"] = (frequency > DENSE_FREQUENCY).sum()
+    assert got == pytest.approx(expected, abs=1e-12)
 
 
 def test_histogram_and_patterns_count_rows_whatever_the_batches() -> None:

@@ -32,13 +32,10 @@ def test_products_of_prefixes_and_gradients_equal_masked_codes(density: float):
         )
         if codes.values.requires_grad:
             (gradient,) = torch.autograd.grad((product * below).sum(), codes.values)
-            torch.testing.assert_close(
-                gradient, torch.einsum("blc,fc,lf->bf", below, right.detach(), masks)
-            )
-        torch.testing.assert_close(
-            codes.prefix_transposed_times(below, ends),
-            torch.einsum("bf,lf,blc->fc", z, masks, below),
-        )
+            expected = torch.einsum("blc,fc,lf->bf", below, right.detach(), masks)
+            torch.testing.assert_close(gradient, expected)
+        expected = torch.einsum("bf,lf,blc->fc", z, masks, below)
+        torch.testing.assert_close(codes.prefix_transposed_times(below, ends), expected)
     torch.testing.assert_close(Codes(z).prefix_times(right, ()), (z @ right)[:, None])
 
 
@@ -117,17 +114,10 @@ def test_eval_says_how_well_each_prefix_reconstructs(sae: CommandLine, tmp_path:
     for prefix, latents in zip(measures["nested"]["prefixes"], PREFIXES, strict=True):
         kept = z[:, :latents]
         x_hat = kept @ trained.W_dec[:latents].double() + trained.b_dec
-        assert prefix == pytest.approx(
-            {
-                "latents": latents,
-                "l0": (kept != 0).sum(1).double().mean().item(),
-                "fvu": ((x_hat - x).square().sum() / total).item(),
-            },
-            rel=1e-4,
-        )
-    assert measures["nested"]["prefixes"][-1]["fvu"] == pytest.approx(
-        measures["nested"]["fvu"], rel=1e-5
-    )
+        l0, fvu = (kept != 0).sum(1).double().mean(), (x_hat - x).square().sum() / total
+        expected = {"latents": latents, "l0": l0.item(), "fvu": fvu.item()}
+        assert prefix == pytest.approx(expected, rel=1e-4)
+    assert prefix["fvu"] == pytest.approx(measures["nested"]["fvu"], rel=1e-5)
     assert "fvu_first_8" in (tmp_path / "measures.csv").read_text().splitlines()[0]
     lines = {line["run"]: line for line in read_measures(tmp_path / "measures.csv")}
     assert lines["nested"]["fvu_first_8"] == measures["nested"]["prefixes"][1]["fvu"]

@@ -37,12 +37,8 @@ def test_any_leading_shape_is_that_of_the_result_row_by_row(
         learned = {name: value.double() for name, value in sae.activation_parameters.items()}
         expected = activation(pre, learned | {"W_enc": sae.W_enc.double()}).dense()[0]
         torch.testing.assert_close(codes.double(), expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(
-            result.double(),
-            expected @ sae.W_dec.double() + sae.b_dec.double(),
-            atol=1e-4,
-            rtol=1e-4,
-        )
+        expected = expected @ sae.W_dec.double() + sae.b_dec.double()
+        torch.testing.assert_close(result.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("activation", EVERY, ids=named)
@@ -64,10 +60,8 @@ def test_rows_in_the_saes_own_type_take_the_path_of_codes() -> None:
     assert torch.equal(sae.encode(x), codes.dense())
     torch.testing.assert_close(sae.decode(codes.dense()), sae.predicted(x, codes)[:, -1])
     assert torch.equal(sae(x), sae.predicted(x, codes)[:, -1])
-    torch.testing.assert_close(
-        sae.predicted(x, Codes(codes.dense()))[:, -1],
-        torch.addmm(sae.b_dec, codes.dense(), sae.W_dec),
-    )
+    expected = torch.addmm(sae.b_dec, codes.dense(), sae.W_dec)
+    torch.testing.assert_close(sae.predicted(x, Codes(codes.dense()))[:, -1], expected)
     sae(x[None]).sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
 
@@ -93,19 +87,16 @@ def test_anything_else_is_refused_in_one_sentence(given: Any, got: str) -> None:
     for refusing in (sae.encode, sae):
         with pytest.raises(saecli.SaeError, match=f"^cannot encode: {expected}"):
             refusing(given)
-    with pytest.raises(
-        saecli.SaeError, match=rf"^cannot decode: expected .* of shape \(\.\.\., {F}\) on cpu, got "
-    ):
+    expected = rf"^cannot decode: expected .* of shape \(\.\.\., {F}\) on cpu, got "
+    with pytest.raises(saecli.SaeError, match=expected):
         sae.decode(given)
 
 
 @pytest.mark.parametrize("activation", EVERY, ids=named)
 def test_an_sae_is_shown_in_one_line(activation: Activation) -> None:
     kept = ", k=4" if hasattr(activation, "k") else ""
-    assert (
-        repr(random_sae(activation))
-        == f"SAE({activation.name}{kept}, d_in={D}, d_sae={F}, float32, cpu)"
-    )
+    expected = f"SAE({activation.name}{kept}, d_in={D}, d_sae={F}, float32, cpu)"
+    assert repr(random_sae(activation)) == expected
 
 
 def test_a_store_is_shown_in_one_line(tmp_path: Path) -> None:
