@@ -52,9 +52,8 @@ def test_rows_are_those_of_the_model_run_on_each_window_alone(
         for start in range(0, len(ids), 15):
             window = torch.tensor([[1, *ids[start : start + 15]]])
             with torch.no_grad():
-                states = model.model(window, output_hidden_states=True).hidden_states[
-                    2 if site == "resid_post" else 1
-                ]
+                every = model.model(window, output_hidden_states=True).hidden_states
+            states = every[2 if site == "resid_post" else 1]
             plain = ~torch.isin(window[0], torch.tensor(model.tokenizer.all_special_ids))
             expected.append(states[0][plain])
             special += int((~plain).sum())
@@ -131,19 +130,13 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
         (("--dataset-split", "test"), "--dataset-split does nothing with the dataset"),
         (("--dataset-config", "x"), "--dataset-config does nothing with the dataset"),
         (("--text-column", "x"), "--text-column does nothing with the dataset"),
-        (
-            ("--dataset", "a.jsonl", "--dataset-split", "test"),
-            "--dataset-split does nothing with the dataset a.jsonl",
-        ),
+        (("--dataset", "a.jsonl", "--dataset-split", "test"), "with the dataset a.jsonl"),
         *(
             (("--" + name, "9" * 10), f"--{name} must be at most 2147483647")
             for name in ("rows", "context", "batch-size", "shard-rows")
         ),
         (("--mix", "1"), "--mix does nothing with the dataset"),
-        (
-            ("--dataset", "a.txt", "--dataset", "b.txt", "--mix", "1"),
-            "once per --dataset, got 1 for 2 datasets",
-        ),
+        ((*split("--dataset a.txt --dataset b.txt --mix 1"),), "got 1 for 2 datasets"),
         (("--dataset", "a.txt", "--dataset", "a.txt"), "must name different texts, got one twice"),
         (("--dataset", "nowhere.txt"), UNAVAILABLE[0]),
         (("--model", "google/gemma-2-2b"), UNAVAILABLE[1]),
@@ -155,13 +148,9 @@ UNAVAILABLE = ("nowhere.txt does not exist", "or use --model tiny-gemma2")
 )
 def test_what_cannot_work_is_refused(sae: CommandLine, models, text, words, sentence, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    rest = [
-        word
-        for name, value in (("--model", models["gpt2"]), ("--dataset", text))
-        if name not in words
-        for word in (name, value)
-    ]
-    done = sae("extract", *rest, *words)
+    for name, value in (("--model", models["gpt2"]), ("--dataset", text)):
+        words = words if name in words else (*words, name, value)
+    done = sae("extract", *words)
     assert done.status == (1 if sentence in UNAVAILABLE else 2)
     assert sentence in done.err
     assert "Traceback" not in done.err
@@ -177,9 +166,7 @@ def test_the_default_context_is_what_the_model_allows(sae: CommandLine, models, 
         for name in ("short", "long")
     ]
     assert contexts == [64, 128]
-    assert sae(*words, models["gpt2"], "--context", "64", "--name", "short", "--json").json[
-        "cached"
-    ]
+    assert sae(*words, models["gpt2"], *split("--context 64 --name short --json")).json["cached"]
 
 
 class Code:
@@ -192,6 +179,10 @@ class Code:
 def pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"x": Code()}, folder / "pytorch_model.bin")
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 2000)
 
 
 def drop_tokenizer(folder: Path) -> None:
@@ -208,9 +199,8 @@ def add_token(folder: Path) -> None:
 def bring_code(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     classes = {"AutoConfig": "m.Own", "AutoModel": "m.Model", "AutoModelForCausalLM": "m.Model"}
-    (folder / "config.json").write_text(
-        json.dumps({**config, "model_type": "own", "auto_map": classes})
-    )
+    config |= {"model_type": "own", "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "m.py").write_text("open('ran', 'w')\n")
 
 
@@ -219,11 +209,7 @@ def bring_code(folder: Path) -> None:
     [
         ("llama", bring_code, "this tool runs no code from a model's folder"),
         ("llama", pickle, "use a model with model.safetensors"),
-        (
-            "llama",
-            lambda folder: os.truncate(folder / "model.safetensors", 2000),
-            "cannot load the model",
-        ),
+        ("llama", cut_short, "cannot load the model"),
         ("llama", add_token, f"cannot read the token {VOCABULARY}"),
         *((name, drop_tokenizer, "cannot load the tokenizer of") for name in CONFIGS),
     ],
@@ -252,23 +238,16 @@ def test_rows_that_all_overflow_end_the_extraction_early(sae: CommandLine, model
     words = ("extract", "--model", folder, "--layer", "0", "--dataset", tmp_path / "a.txt")
     done = sae(*words, "--dtype", "float16")
     assert done.status == 1
-    found = re.search(
-        r"none of ([\d,]+) is finite in float16; use --dtype bfloat16 or --dtype float32", done.err
-    )
+    advice = "use --dtype bfloat16 or --dtype float32"
+    found = re.search(rf"none of ([\d,]+) is finite in float16; {advice}", done.err)
     assert 10_000 <= int(found[1].replace(",", "")) < 20_000
     assert not list((sae.home / "activations").iterdir())
     assert sae(*words, "--dtype", "bfloat16", "--rows", "50").status == 0
 
 
 def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
-    options = {
-        "layer": 1,
-        "site": "mlp_out",
-        "dataset": str(text),
-        "context": 16,
-        "rows": 300,
-        "home": sae.home,
-    }
+    options = {"layer": 1, "site": "mlp_out", "context": 16, "rows": 300}
+    options |= {"dataset": str(text), "home": sae.home}
     store = saecli.extract(str(models["gpt2"]), **options)
     assert (store.complete, store.rows, store.meta.source["site"]) == (True, 300, "mlp_out")
     line = f"extract --model {models['gpt2']} --dataset {text} --layer 1 --site mlp_out"
@@ -280,7 +259,5 @@ def test_python_extracts_what_the_command_does(sae: CommandLine, models, text):
         saecli.extract(str(models["gpt2"]), contex=16)
     with pytest.raises(ConfigError, match="site must be one of resid_post, resid_pre"):
         saecli.extract(str(models["gpt2"]), site="mlp")
-    with pytest.raises(
-        ConfigError, match="--dataset-split does nothing with the dataset stdlib-docs; leave it out"
-    ):
+    with pytest.raises(ConfigError, match="--dataset-split does nothing with the dataset stdlib"):
         saecli.extract(str(models["gpt2"]), dataset="stdlib-docs", dataset_split="train")

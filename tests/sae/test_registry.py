@@ -159,16 +159,10 @@ def test_saelens_makes_the_same_of_releases(tmp_path: Path) -> None:
     for place in names:
         FILES[place][1](tmp_path / place)
     for name, skip in (("mlp_out", {}), ("transcoder", {"W_skip": torch.eye(D) / 2})):
-        place, ours = (
-            f"gemma-scope-2-4b-pt/{name}/layer_3_width_16k_l0_small",
-            random_sae(JumpRelu()),
-        )
+        place = f"gemma-scope-2-4b-pt/{name}/layer_3_width_16k_l0_small"
+        ours = random_sae(JumpRelu()).changed(threshold=torch.rand(F), **skip)
         origin = MLP if skip else {"model": "google/gemma-3-4b-pt", "layer": 3, "site": name}
-        save(
-            SavedSAE(ours.changed(threshold=torch.rand(F), **skip), origin),
-            "gemma-scope-2",
-            tmp_path / place,
-        )
+        save(SavedSAE(ours, origin), "gemma-scope-2", tmp_path / place)
         names[place] = f"{name}-ours"
     np.save(tmp_path / "rows.npy", X.numpy())
     words = [f"{name}={place}={FACTORS.get(name, 1)}" for place, name in names.items()]
@@ -181,10 +175,8 @@ def test_saelens_makes_the_same_of_releases(tmp_path: Path) -> None:
             sae = sae.changed(activation=ReluTopK(k=K))
         with np.load(tmp_path / f"{name}.npz") as theirs:
             np.testing.assert_allclose(sae.encode(X), theirs["codes"], rtol=1e-4, atol=2e-5)
-            assert (
-                np.abs(sae(X).numpy() - theirs["x_hat"]).max()
-                < 1e-5 * np.abs(theirs["x_hat"]).max()
-            )
+            error = np.abs(sae(X).numpy() - theirs["x_hat"]).max()
+            assert error < 1e-5 * np.abs(theirs["x_hat"]).max()
 
 
 def install(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,10 +222,8 @@ def test_an_sae_is_named_by_its_release_and_id(
     make_store(sae.home, "rows", ROWS.astype(np.float32))
     place, name = "layer_12/width_16k/average_l0_82", "scope-canonical/layer_12/canonical"
     published.gemma_scope(tmp_path / "scope" / place)
-    hub.add(
-        "google/gemma-scope-2b-pt-res",
-        files_of(tmp_path / "scope") | {"layer_12/other/params.npz": b""},
-    )
+    files = files_of(tmp_path / "scope") | {"layer_12/other/params.npz": b""}
+    hub.add("google/gemma-scope-2b-pt-res", files)
     scaled_sae = scaled(tmp_path / SCALED)
     hub.add("tm/mlp-out", files_of(tmp_path / "mlp-out"))
     done = sae("eval", name, "--data", "rows", "--split", "all", "--json")
@@ -262,10 +252,8 @@ def test_an_sae_is_named_by_its_release_and_id(
         patched.setattr(constants, "ENDPOINT", "http://hub.invalid")
         patched.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
         done = sae("eval", name, "--data", "rows")
-        assert (
-            done.status == 1
-            and f"{name} is google/gemma-scope-2b-pt-res/{place} on the hub, and the" in done.err
-        )
+        said = f"{name} is google/gemma-scope-2b-pt-res/{place} on the hub, and the"
+        assert done.status == 1 and said in done.err
     hub.add("scope-canonical/layer_12", files_of(tmp_path / "mlp-out"))  # which hf:// means
     assert "blocks.8" in sae("eval", "hf://scope-canonical/layer_12", "--data", "rows").err
 
@@ -293,10 +281,8 @@ def test_every_release_of_saelens_is_resolved_or_refused(
         for entry in release["saes"][:2]:
             try:
                 address = registered(f"{name}/{entry['id']}").address
-                assert (
-                    address.folder == str(entry["path"])
-                    and Address.parse(f"hf://{address}") == address
-                )
+                assert address.folder == str(entry["path"])
+                assert Address.parse(f"hf://{address}") == address
             except FormatError as error:
                 reasons[str(error).partition("here: ")[2]] += 1
     assert sorted(reasons.values()) == [2, 2, 3]  # per-row norms, cross-layer, temporal
