@@ -36,11 +36,10 @@ def test_a_part_finds_figures(part: str, tmp_path: Path):
 @pytest.mark.slow
 def test_a_part_that_fails_or_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "Error: " in day.run_part("machine", None)["FAILED"]
-    assert (
-        day.in_process("machine", day.Day("cpu", tmp_path), 0.2)["FAILED"] == "took longer than 0 s"
-    )
+    on_cpu = day.Day("cpu", tmp_path)
+    assert day.in_process("machine", on_cpu, 0.2)["FAILED"] == "took longer than 0 s"
     monkeypatch.setenv("PYTHONPATH", "")
-    assert "ModuleNotFoundError" in day.in_process("steps", day.Day("cpu", tmp_path), 60)["FAILED"]
+    assert "ModuleNotFoundError" in day.in_process("steps", on_cpu, 60)["FAILED"]
 
 
 @pytest.mark.long

@@ -405,13 +405,6 @@ def test_directions_of_revival_are_of_rows_with_an_error():
     assert not len(directions_of_worst(x, torch.zeros(20, 4), 3, generator()))
 
 
-def test_no_two_directions_are_of_equal_rows():
-    x, residuals = normal(20, 6), normal(20, 4, seed=1).float()
-    x[10:], residuals[10:] = x[:10], residuals[:10]
-    directions = directions_of_worst(x, residuals, 18, generator())
-    assert len(directions) == len(torch.unique(directions, dim=0)) == 10
-
-
 @pytest.mark.parametrize("kind", [Sgd, PamSgd])
 def test_no_two_latents_are_re_aimed_at_one_row(kind):
     data = sparse_mixture()
