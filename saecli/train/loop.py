@@ -4,7 +4,7 @@ Several SAEs are trained from one reading of the rows, with the same results as 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -75,20 +75,18 @@ class Loop:
 
     def _decoder_steps(self, step: int) -> None:
         """Make the decoder steps that are due after a step; solvers that need equally many rows share a pass."""
-        due: dict[int, list[tuple[Training, Pass]]] = {}
+        due: dict[int, dict[Training, Pass]] = {}
         for training in self.live():
             decoder_pass = training.solver.schedule.get(step)
             if decoder_pass is not None:
-                due.setdefault(decoder_pass.rows, []).append((training, decoder_pass))
-        for count, members in due.items():
-            reread = partial(members[0][0].rows.some, count, step)
-            self._decoder_step(members, reread)
+                due.setdefault(decoder_pass.rows, {})[training] = decoder_pass
+        for count, passes in due.items():
+            rows = next(iter(passes)).rows
+            self._decoder_step(passes, partial(rows.some, count, step))
 
     def _decoder_step(
-        self, members: Sequence[tuple[Training, Pass]], reread: Callable[[], Iterable[Batch]]
+        self, passes: Mapping[Training, Pass], reread: Callable[[], Iterable[Batch]]
     ) -> None:
-        trainings = [training for training, _ in members]
-        passes = dict(members)
         steps: dict[Training, Any] = {}
 
         def begin(training: Training) -> None:
@@ -103,10 +101,10 @@ class Loop:
                     training.log()  # a NaN loss explains the failure better
                 raise
 
-        self._each(begin, among=trainings)
+        self._each(begin, among=passes)
         for batch in reread():
-            self._each(lambda training, batch: steps[training].add(batch), batch, among=trainings)
-        self._each(update, among=trainings)
+            self._each(lambda training, batch: steps[training].add(batch), batch, among=passes)
+        self._each(update, among=passes)
 
     def _keep(self, trainings: Sequence[Training], after_epoch: bool = False) -> None:
         """Keep SAEs and checkpoints; after an epoch with measures on test rows."""
@@ -123,14 +121,14 @@ class Loop:
                 training.test = test
         self._each(lambda training: training.keep(saes[training], after_epoch), among=trainings)
 
-    def _among(self, trainings: Sequence[Training]) -> list[Training]:
+    def _among(self, trainings: Iterable[Training]) -> list[Training]:
         return [training for training in trainings if training not in self.errors]
 
     def _each(
         self,
         action: Callable[..., None],
         *arguments: Any,
-        among: Sequence[Training] | None = None,
+        among: Iterable[Training] | None = None,
     ) -> None:
         """Call `action(training, ...)` for each that has not failed; with several, an error ends only its own."""
         for training in self._among(self.trainings if among is None else among):

@@ -17,6 +17,7 @@ from ..base.errors import RunError, TrainingError, number
 from ..base.processes import ALONE, Communicator
 from ..sae.dictionary import SAE, Batch, Dictionary
 from ..sae.metrics import reconstruction, reconstructions
+from ..store.reader import RowSource
 from .options import CALIBRATION_ROWS, TRAIN_ON
 from .plan import Plan, demand_machine, doubts_at_end, doubts_at_start
 from .rows import (
@@ -403,10 +404,11 @@ def _normalised(
             rows.d_target,
             rows.reads,
         )
-    # A GPU gets the rows as stored, and converts them.
-    stored = (
-        rows if device.type == "cpu" else DeviceRows(rows, device) if holds else rows.as_stored()
-    )
+    stored: RowSource | DeviceRows = rows
+    if holds:
+        stored = DeviceRows(rows, device)
+    elif device.type != "cpu":  # which gets the rows as stored, and converts them
+        stored = rows.as_stored()
     return TrainingRows(
         stored, normalisation.to(device), training.batch_size, training.shuffle_seed, communicator
     )

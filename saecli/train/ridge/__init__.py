@@ -38,11 +38,10 @@ prediction; see `solve.py`.
 from .iterative import TOLERANCE, StreamedCodes
 from .solve import DecoderState, choose_alpha, plan, solve
 from .sums import HeldRows, Sums
-from .system import AllReduce, Factorisation, SkipSums, System, Terms
+from .system import Factorisation, SkipSums, System, Terms
 
 __all__ = [
     "TOLERANCE",
-    "AllReduce",
     "DecoderState",
     "Factorisation",
     "HeldRows",
