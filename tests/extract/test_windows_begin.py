@@ -1,6 +1,7 @@
 """What stands around every window: BOS, or what a tokenizer has in its place, and what it appends."""
 
 import re
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,8 @@ def tokenizer_of(
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if template:
         added = [(word, vocabulary[word]) for word in template.split() if word in SPECIAL]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=added
-        )
+        processing = processors.TemplateProcessing(single=template, special_tokens=added)
+        tokenizer.post_processor = processing
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
@@ -164,10 +164,8 @@ TURNS = (
 
 
 def chat_of(tokenizer: Any, *contents: str) -> Document:
-    messages = [
-        {"role": ("user", "assistant")[number % 2], "content": content}
-        for number, content in enumerate(contents)
-    ]
+    roles = cycle(("user", "assistant"))
+    messages = [{"role": role, "content": own} for own, role in zip(contents, roles, strict=False)]
     read = Chats(tokenizer, TURNS, "it").read
     return Document(0, read({"messages": messages}, "messages", "it"), None)
 
@@ -215,11 +213,8 @@ def test_rows_of_massive_norm_that_remain_are_told_with_what_drops_them(
     assert sae("import", tmp_path / "x.npy", "--name", "x").status == 0
     assert sae(f"import {tmp_path / 'x.npy'} --name less --max-norm-multiple 10").status == 0
     words = ("train", "--act", "topk", "--k", "2", "--d-sae", "8", "--epochs", "1", "--data")
-    told = re.search(
-        r"x: 7 of 2,000 rows have over 10 times the median norm, and hold at least ([\d.]+)% of the "
-        r"variance; --max-norm-multiple 10 drops them",
-        sae(*words, "x").err,
-    )
+    said = r"x: 7 of 2,000 rows have over 10 times the median norm, and hold at least ([\d.]+)% of "
+    told = re.search(said + "the variance; --max-norm-multiple 10 drops", sae(*words, "x").err)
     assert float(told[1]) / 100 == pytest.approx(squares[massive].sum() / squares.sum(), abs=0.02)
     assert "median norm" not in sae(*words, "less").err
 

@@ -81,14 +81,11 @@ def test_rescaled_parameters_scale_codes_with_pre_activations(
     activation: Activation, factor: float
 ) -> None:
     pre = random_pre()
-    parameters = {
-        name: torch.full_like(start, 0.6) for name, start in activation.parameters(F).items()
-    }
+    start = activation.parameters(F).items()
+    parameters = {name: torch.full_like(value, 0.6) for name, value in start}
     rescaled = activation.rescaled(parameters, factor) | {"W_enc": factor * W_ENC["W_enc"]}
-    torch.testing.assert_close(
-        activation(pre * factor, rescaled).dense(),
-        activation(pre, parameters | W_ENC).dense() * factor,
-    )
+    expected = activation(pre, parameters | W_ENC).dense() * factor
+    torch.testing.assert_close(activation(pre * factor, rescaled).dense(), expected)
 
 
 def test_the_l0_penaltys_gradient_is_the_straight_through_estimate() -> None:
@@ -97,9 +94,8 @@ def test_the_l0_penaltys_gradient_is_the_straight_through_estimate() -> None:
     activation = JumpRelu()
     near = (np.abs(pre.numpy() - threshold.detach().numpy()) < bandwidth / 2).astype(float)
     assert 0 < near.mean() < 1
-    penalty = activation.penalty("l0").value(
-        pre, Codes(pre), torch.eye(F), {"threshold": threshold}
-    )
+    learned = {"threshold": threshold}
+    penalty = activation.penalty("l0").value(pre, Codes(pre), torch.eye(F), learned)
     assert penalty.item() == pytest.approx((pre > threshold).sum(1).double().mean().item())
     penalty.backward()
     np.testing.assert_allclose(threshold.grad.numpy(), -near.mean(0) / bandwidth, rtol=1e-12)
@@ -166,6 +162,5 @@ def test_matching_pursuit_takes_rows_of_any_size(scale):
     W_enc, x = normal(8, 20).float(), normal(30, 8, seed=1).float()
     pursuit = MatchingPursuit(k=3)
     expected = pursuit(x @ W_enc, {"W_enc": W_enc}).dense()
-    torch.testing.assert_close(
-        pursuit(x @ (W_enc * scale), {"W_enc": W_enc * scale}).dense() / scale, expected
-    )
+    codes = pursuit(x @ (W_enc * scale), {"W_enc": W_enc * scale}).dense()
+    torch.testing.assert_close(codes / scale, expected)

@@ -21,10 +21,9 @@ from saecli.sae.formats.hooks import NORMALIZED, why_unsettled
 
 LAYER = 1
 DEEP = {"num_hidden_layers": 3, "hidden_size": WIDTH, "vocab_size": 64, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 MODELS = CONFIGS | {
-    "gemma": lambda: GemmaConfig(
-        **DEEP, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8
-    ),
+    "gemma": lambda: GemmaConfig(**DEEP, **HEADS, intermediate_size=24),
     "gptj": lambda: GPTJConfig(n_embd=WIDTH, n_layer=3, n_head=2, rotary_dim=4, vocab_size=64),
 }
 NORMS = {  # before the MLP
