@@ -281,15 +281,15 @@ def _train(
         try:
             saes = loop.train()
         except TrainingError as error:
-            raise _with_state(error, loop.trainings[0]) from error
+            raise _explained(error, jobs[0], loop.trainings[0]) from error
         results = iter(loop.results(saes) if saes else [])
     for name, training in trainings.items():
         if training in loop.errors:
-            errors[name] = _with_state(loop.errors[training], training)
+            errors[name] = loop.errors[training]
     documents = []
     for job in jobs:
         if job.name in errors:
-            failure = _explained(errors[job.name], job)
+            failure = _explained(errors[job.name], job, trainings.get(job.name))
             if isinstance(failure, SaeError):
                 failure = failure.within(job.name)
             errors[job.name] = failure
@@ -330,19 +330,14 @@ def _start_trainings(
     return trainings
 
 
-def _explained(error: Exception, job: Job) -> Exception:
-    """The error; instead of the system's about a full disk one that says how the run goes on."""
-    if not is_disk_full(error):
-        return error
-    return TrainingError(
-        f"the disk is full, writing {getattr(error, 'filename', None) or 'a file'}; nothing half-written "
-        f"was kept: free some space, and {job.remedy}"
-    )
-
-
-def _with_state(error: Exception, training: Training) -> Exception:
-    """A TrainingError with words on what is kept of the run; another error as it is."""
-    if not isinstance(error, TrainingError):
+def _explained(error: Exception, job: Job, training: Training | None = None) -> Exception:
+    """The error: of a full disk with words on how the run goes on, of training on what is kept of it."""
+    if is_disk_full(error):
+        return TrainingError(
+            f"the disk is full, writing {getattr(error, 'filename', None) or 'a file'}; nothing half-written "
+            f"was kept: free some space, and {job.remedy}"
+        )
+    if training is None or not isinstance(error, TrainingError):
         return error
     kept, steps = training.progress.step, training.plan.steps
     stops = f"the run stops at step {training.solver.steps:,} of {steps:,}"
