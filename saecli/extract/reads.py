@@ -14,6 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .model_source import named_file
+
 # The first of each that a block has. A block without one before attention, such as OLMo 2's, reads x itself.
 BEFORE_ATTENTION = ("input_layernorm", "ln_1", "norm_1", "self_attn_layer_norm", "operator_norm")
 BEFORE_MLP = (
@@ -25,6 +27,7 @@ BEFORE_MLP = (
     "final_layer_norm",
     "ffn_norm",
 )
+PACKED_NORMS = ("attn_norm", "ffn_norm")  # both in a GGUF file
 LEAST = 1e-3  # of the mean over dimensions
 
 
@@ -32,18 +35,19 @@ LEAST = 1e-3  # of the mean over dimensions
 def weights_read(blocks: nn.ModuleList, path: str, location: str, first: int) -> Tensor | None:
     """The root mean square, (D,), of the weights of the norms that read the residual stream in blocks from `first` on.
 
-    None if there is no such block, or if the weights are not in safetensors files in a folder. `blocks` may be without
-    weights; `path` is theirs in the model. Of a norm that multiplies by 1 plus its weight (Gemma) that is the weight.
+    None if there is no such block, or if the weights are in neither a GGUF file nor safetensors files in a folder.
+    `blocks` may be without weights; `path` is theirs in the model. The weight of a norm that multiplies by 1 plus its
+    parameter (Gemma) is that sum.
     """
-    tail = path.rpartition(".")[2]
-    norms: dict[str, nn.Module] = {}
-    for layer in range(first, len(blocks)):
-        for name in reading_norms(blocks[layer]):
-            norms[f"{tail}.{layer}.{name}"] = getattr(blocks[layer], name)
-    weights = _stored(Path(location), tail, {f"{name}.weight" for name in norms})
-    if not norms or len(weights) < len(norms):
+    if all(not reading_norms(block) for block in blocks[first:]):
         return None
-    factors = [_factor(norm, weights[f"{name}.weight"]) for name, norm in norms.items()]
+    packed = named_file(location)
+    if packed is None:
+        factors = _factors_in(Path(location), blocks, path, first)
+    else:
+        factors = _factors_packed(packed, range(first, len(blocks)))
+    if not factors:
+        return None
     reads = torch.stack(factors).square().mean(0).sqrt()
     return reads.clamp(min=LEAST * reads.mean().item())
 
@@ -53,6 +57,27 @@ def reading_norms(block: nn.Module) -> list[str]:
     first = [name for name in BEFORE_ATTENTION if hasattr(block, name)]
     second = [name for name in BEFORE_MLP if hasattr(block, name)]
     return [*first[:1], *second[:1]] if first else []
+
+
+def _factors_in(folder: Path, blocks: nn.ModuleList, path: str, first: int) -> list[Tensor]:
+    tail = path.rpartition(".")[2]
+    norms: dict[str, nn.Module] = {}
+    for layer in range(first, len(blocks)):
+        for name in reading_norms(blocks[layer]):
+            norms[f"{tail}.{layer}.{name}"] = getattr(blocks[layer], name)
+    weights = _stored(folder, tail, {f"{name}.weight" for name in norms})
+    if len(weights) < len(norms):
+        return []
+    return [_factor(norm, weights[f"{name}.weight"]) for name, norm in norms.items()]
+
+
+def _factors_packed(file: Path, layers: range) -> list[Tensor]:
+    """Of a GGUF file, whose weights of norms are what these multiply by."""
+    from gguf import GGUFReader  # an extra
+
+    wanted = {f"blk.{layer}.{name}.weight" for layer in layers for name in PACKED_NORMS}
+    tensors = [tensor for tensor in GGUFReader(file).tensors if tensor.name in wanted]
+    return [torch.from_numpy(tensor.data.astype("float32")) for tensor in tensors]
 
 
 def _stored(folder: Path, tail: str, wanted: Collection[str]) -> dict[str, Tensor]:

@@ -60,8 +60,12 @@ def test_rows_are_those_of_the_dense_weights(
     np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
     for name in columns:
         assert np.array_equal(columns[name], expected_columns[name])
-    source = json.loads((sae.home / "activations" / "packed" / "store.json").read_text())["source"]
-    assert (source["model"], source["dequantised"]) == (str(path), True)
+    packed, dense = (
+        json.loads((sae.home / "activations" / name / "store.json").read_text())
+        for name in ("packed", "dense")
+    )
+    assert (packed["source"]["model"], packed["source"]["dequantised"]) == (str(path), True)
+    np.testing.assert_allclose(packed["reads"], dense["reads"], rtol=1e-5)
 
 
 def test_first_blocks_and_head_are_loaded_as_of_a_folder(tmp_path: Path):
