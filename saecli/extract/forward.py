@@ -208,7 +208,7 @@ def demand_some(stored: int, dtype: str, offered: int, points: int, ended: bool 
 
 
 def in_groups(blocks: Iterable[Block], tokens: int, rows: int) -> Iterator[list[Block]]:
-    """Blocks to run together: as many as a batch of `tokens` needs, up to the last of `rows` rows."""
+    """Blocks to run together, enough for a batch of `tokens`, up to the last of `rows` rows."""
     group: list[Block] = []
     for block in blocks:
         group.append(block)

@@ -1,6 +1,6 @@
 """Where an SAE acts in a language model, and the windows of tokens to run that model over.
 
-The windows of tokens are those that a store keeps beside its rows, so that neither the text nor the
+The windows of tokens are those that a store keeps with its rows, so that neither the text nor the
 network is needed.
 
 Shapes: B windows, T tokens, n of them rows, D = d_in.

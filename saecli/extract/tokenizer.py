@@ -61,7 +61,7 @@ def affixes(tokenizer: Any, prepend_bos: bool = True) -> Affixes:
 
 
 def known_text(tokenizer: Any) -> str:
-    """A text of which the tokenizer makes a token: "a" if it has that, else a word of its vocabulary."""
+    """A text that the tokenizer makes a token: "a" if it has that, else a word of its vocabulary."""
     for text in _words(tokenizer):
         if tokenizer(text, add_special_tokens=False)["input_ids"]:
             return text

@@ -272,7 +272,7 @@ def _sample(rows: Rows, count: int, size: int) -> Iterator[NDArray[np.float32]]:
 
 @torch.no_grad()
 def survey_rows(cells: Cells, batches: Iterable[Tensor], rows: int) -> Survey:
-    """One pass over so many rows, in batches of (any number, D)."""
+    """One pass over a number of rows, in batches of (any number, D)."""
     census = Census()
     margins, sample = [], []
     sampled = np.zeros(rows, bool)

@@ -111,10 +111,10 @@ def _solve(sae: SAE, moments: Moments, direction: Tensor | None) -> DecoderState
 def _system(sae: SAE, rows: RowSource) -> System:
     width = sae.d_out + (0 if sae.W_skip is None else sae.d_in)
     batch_bytes = 3 * sae.W_enc.itemsize * BLOCK_ROWS * sae.d_sae
-    beside = sampled_bytes(rows.rows, width, sae.d_sae) + batch_bytes
+    other_bytes = sampled_bytes(rows.rows, width, sae.d_sae) + batch_bytes
     free = free_memory(sae.W_enc.device)
-    memory_plan = plan(rows.rows, sae.d_sae, width, free - beside, prefixes=sae.prefixes)
-    needed = memory_plan.bytes + beside
+    memory_plan = plan(rows.rows, sae.d_sae, width, free - other_bytes, prefixes=sae.prefixes)
+    needed = memory_plan.bytes + other_bytes
     if needed > free:
         raise MachineError(
             f"refitting {sae.d_sae:,} latents needs {needed / 2**30:.1f} GiB of memory, "

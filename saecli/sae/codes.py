@@ -160,7 +160,7 @@ class Codes:
 
 @dataclass(frozen=True, eq=False)
 class SparseCodes(Codes):
-    """Some entries of the matrix, row after row, as `values`, (n,), some of which may be zero; all others are zero."""
+    """Some entries of the matrix, row after row, as `values`, (n,), perhaps some zero; all others are zero."""
 
     offsets: Tensor  # first entry of each row, (B,)
     indices: Tensor  # latents, (n,), distinct within a row, in any order

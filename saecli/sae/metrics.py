@@ -126,7 +126,7 @@ class Reconstruction:
         `mse` is a mean over rows and dimensions; `fvu` is infinite or NaN if the rows do not vary; `cosine` is 0 for a
         row if it or its reconstruction is zero; `l0` and `l1` are means over rows; `silent_fraction` counts latents
         that fire on no row, on training rows the dead ones; `prefixes`, of a nested SAE, have `latents`, `l0`, `fvu`.
-        Where massive rows are told apart also `massive_rows`, their number, `massive_variance`, the fraction of the
+        Where massive rows are kept apart also `massive_rows`, their number, `massive_variance`, the fraction of the
         variance that they hold, and `ordinary_fvu`, the FVU of the others.
         """
         _demand_rows(self.rows)

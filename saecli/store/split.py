@@ -400,7 +400,7 @@ def _orders(deal: Deal, pool: ThreadPoolExecutor, first: int) -> Iterator[np.nda
 
 
 def _of_part(order: np.ndarray, batch_size: int, part: Part) -> np.ndarray:
-    """The rows of a part of each batch, the last of which may be short."""
+    """The rows of a part of each batch; the last batch may be short."""
     if part == WHOLE:
         return order
     whole = len(order) - len(order) % batch_size

@@ -246,9 +246,9 @@ def train_runs(
     finished = [job for job in jobs if job.name not in errors]
     for job, document in zip(finished, documents, strict=True):
         prefix = f"{job.name}: " if len(jobs) > 1 else ""
-        told = doubts_at_start(job.run.plan)
+        shown = doubts_at_start(job.run.plan)
         for warning in document["warnings"]:
-            if warning not in told:
+            if warning not in shown:
                 listener.note(f"{prefix}warning: {warning}")
         for note in document["notes"]:
             listener.note(f"{prefix}{note}")

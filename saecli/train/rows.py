@@ -249,14 +249,14 @@ class TrainingRows:
         )
 
     def from_step(self, step: int, batches: int, epochs: int) -> Generator[Batch, None, None]:
-        """Shuffled batches after a number of steps, to the end of the last of `epochs` of so many `batches`."""
+        """Shuffled batches after a number of steps, to the end of the last of `epochs`, each of `batches` batches."""
         epoch, first = divmod(step, batches)
         while epoch < epochs:
             yield from self.shuffled(epoch, first)
             epoch, first = epoch + 1, 0
 
     def some(self, count: int, number: int) -> Iterator[Batch]:
-        """`count` of the rows once, or as many as there are, in larger batches: all in stored order, or the first in
+        """`count` of the rows once, at most all, in larger batches: all in stored order, or the first in
         shuffled order `number`."""
         if count == self.rows:
             yield from self._sequential()

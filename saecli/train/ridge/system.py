@@ -165,7 +165,7 @@ class OwnRows(NamedTuple):
 
 
 class Inverse(NamedTuple):
-    """M, of which not all is known."""
+    """M, not all of it known."""
 
     diagonal: Tensor  # (F,)
     block: Callable[[Tensor], Tensor]  # gives the rows and columns, (m, m), of latents, (m,)
