@@ -7,7 +7,7 @@ are loaded; the configuration stays the whole model's, so that they compute the 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from os.path import commonpath
 from typing import Any, TypeVar, cast
 
@@ -28,7 +28,7 @@ from ..base.errors import ConfigError, ModelError, SaeError, counted, one_line
 from ..base.machine import is_out_of_memory
 from .model_source import UNLOADABLE, ModelSource, dense, explained, no_tokenizer, place_of
 from .options import HookPoint
-from .reads import weights_read
+from .reads import norm_factors, weights_read
 
 Taken = TypeVar("Taken")
 PROBED = 16  # tokens
@@ -223,9 +223,11 @@ class LanguageModel:
         """How strongly later blocks read each dimension at a hook point, (D,); None if that is not known."""
         if self._random or point.site == "mlp_in":
             return None
-        first = point.layer + (point.site != "resid_pre")
-        outline = self._outline
-        return weights_read(outline.blocks, outline.path, self.source.location, first)
+        return weights_read(self._norm_factors, point.layer + (point.site != "resid_pre"))
+
+    @cached_property
+    def _norm_factors(self) -> dict[int, list[Tensor]]:
+        return norm_factors(self._outline.blocks, self._outline.path, self.source.location)
 
 
 def _with_head(source: ModelSource) -> Any:

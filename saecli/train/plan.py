@@ -62,8 +62,8 @@ def parts_of(
     if begun:
         share = TRAINED
     elif activation.is_calibrated(training.sparsity):
-        rows = store.split("train", seed=seed).rows
-        share = max(TRAINED, 1 - CALIBRATION_ROWS / rows)
+        train_rows = test.inputs[0].store.rows - test.rows
+        share = max(TRAINED, 1 - CALIBRATION_ROWS / train_rows)
     if share == 1:
         return Parts(store.split("train", fraction=fraction, seed=seed), test, None, fraction)
     fraction = min(fraction, share)
