@@ -1,6 +1,7 @@
 """The sites of tiny models of many families, against plain hooks, hidden_states and the sum of a block's parts; and
 multimodal models, whose language model is read and spliced."""
 
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,24 +108,30 @@ VISION = {
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 TOKENS = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
 MASK = (torch.arange(9) < torch.tensor([9, 6, 9])[:, None]).long()
+NEWER = "a newer transformers has it"
 WHOLE = {"attention_mask": MASK, "use_cache": False, "output_hidden_states": True}
 
 
-@pytest.mark.parametrize(
-    ("family", "paths"),
-    [
-        pytest.param(family, paths, marks=() if family in QUICK else pytest.mark.slow)
-        for paths, families in FAMILIES.items()
-        for family in families.split()
-    ],
-)
+def cases(families: Mapping[str, str], quick: Collection[str]) -> list[Any]:
+    """Each family with the words that stand for it in the table; slow, unless quick."""
+    params = []
+    for words, names in families.items():
+        for family in names.split():
+            absent = pytest.mark.skipif(family not in CONFIG_MAPPING, reason=NEWER)
+            marks = [absent] if family in quick else [absent, pytest.mark.slow]
+            params.append(pytest.param(family, words, marks=marks))
+    return params
+
+
+def tiny_config(family: str) -> Any:
+    return AutoConfig.for_model(family, **TINY | OWN.get(family, {}))
+
+
+@pytest.mark.parametrize(("family", "paths"), cases(FAMILIES, QUICK))
 def test_every_site_is_what_plain_hooks_see_and_can_be_replaced(
     family: str, paths: str, tmp_path: Path
 ):
-    if family not in CONFIG_MAPPING:
-        pytest.skip("a newer transformers has it")
-    config = AutoConfig.for_model(family, **TINY | OWN.get(family, {}))
-    model, seen = loaded(save_model(tmp_path, config), head=True), {}
+    model, seen = loaded(save_model(tmp_path, tiny_config(family)), head=True), {}
     for layer, block in enumerate(model.blocks):
 
         def hook(_: Any, args: tuple, kwargs: dict, out: Any, layer: int, site: str) -> None:
@@ -189,7 +196,7 @@ def test_a_multimodal_model_is_read_and_spliced_in_its_language_model(
     sae: CommandLine, tmp_path: Path, family: str
 ):
     if family not in CONFIG_MAPPING:
-        pytest.skip("a newer transformers has it")
+        pytest.skip(NEWER)
     text_config = TINY | {"rope_parameters": ROPE}
     config = AutoConfig.for_model(family, text_config=text_config, vision_config=VISION)
     folder = save_model(tmp_path / family, config, loader=AutoModelForImageTextToText)

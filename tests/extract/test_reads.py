@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_families import MASK, OWN, TINY, TOKENS
+from test_families import MASK, TOKENS, cases, tiny_config
 from tiny_models import loaded, save_model
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from saecli.extract.options import HookPoint
 from saecli.extract.reads import reading_norms
@@ -28,7 +28,7 @@ FAST = ("llama", "gemma2", "gpt2", "olmo2")
 
 
 def save_with_random_norms(folder: Path, family: str) -> None:
-    save_model(folder, AutoConfig.for_model(family, **TINY | OWN.get(family, {})))
+    save_model(folder, tiny_config(family))
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -48,19 +48,10 @@ def measured_factor(norm: nn.Module) -> Tensor:
         return ((norm(x) - norm(-x)) / 2 / normalised).median(0).values
 
 
-@pytest.mark.parametrize(
-    ("family", "names"),
-    [
-        pytest.param(family, names, marks=() if family in FAST else pytest.mark.slow)
-        for names, families in NORMS.items()
-        for family in families.split()
-    ],
-)
+@pytest.mark.parametrize(("family", "names"), cases(NORMS, FAST))
 def test_the_norms_of_later_blocks_read_the_residual_stream(
     family: str, names: str, tmp_path: Path
 ):
-    if family not in CONFIG_MAPPING:
-        pytest.skip("a newer transformers has it")
     save_with_random_norms(tmp_path, family)
     model = loaded(tmp_path, head=True)
     block = model.blocks[1]
