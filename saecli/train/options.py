@@ -160,7 +160,8 @@ class TrainingConfig(Config):
         Gt(0),
         Le(1),
         Shown(
-            f"Fraction of the training rows to use, with --init at most {TRAINED:g}; does not change "
+            f"Fraction of the training rows to use, with --init at most {TRAINED:g}; batchtopk, jumprelu and "
+            f"gated leave out up to {CALIBRATION_ROWS:,} rows, to set thresholds on. Does not change "
             "the held-out tenth of the documents.",
             once=True,
             advanced=True,
