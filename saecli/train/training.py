@@ -37,6 +37,7 @@ LOG_EVERY = 20  # steps between lines of measures, and between checks for diverg
 # Mean squared error, over the error of reconstructing every row as 0, above which training has diverged. Steps against
 # a decoder solved without a ridge reached 2e4 on the paper's settings, from which the next decoder step recovers.
 DIVERGED = 1e6
+MOVING = 0.05  # change of L0 over the last tenth of the steps, from which it is said
 ADVICE = "lower --lr, or look at the data"
 
 
@@ -45,6 +46,8 @@ class Progress:
     step: int = 0
     rows: int = 0  # seen
     seconds: float = 0.0
+    l0: float = 0.0  # of the last line of measures
+    l0_before: float = 0.0  # of the last one before the last tenth of the steps
 
 
 class Record:
@@ -184,12 +187,16 @@ class Training:
         variance = self.rows.normalisation.variance * self.solver.smoothing.inflation
         line = averages(reports, variance, self.rows.communicator)
         self.record.line(line)
+        progress = self.progress
+        progress.l0 = line["batch_l0"]
+        if line["step"] <= 0.9 * self.plan.steps:
+            progress.l0_before = progress.l0
         # Fewer reports may hold one batch of outliers, and the epoch's end checks again.
         if len(reports) == LOG_EVERY:
             steps = f"over steps {reports[0].step} to {line['step']}"
             demand_no_worse(line["batch_fvu"], self._worst_fvu, steps)
-        seconds = self.progress.seconds + time.monotonic() - self.resumed_at
-        rate = self.progress.rows / max(seconds, 1e-9)
+        seconds = progress.seconds + time.monotonic() - self.resumed_at
+        rate = progress.rows / max(seconds, 1e-9)
         self.show(
             self.solver.steps,
             f"loss {line['loss']:.4g} fvu {line['batch_fvu']:.4f} l0 {line['batch_l0']:.1f} "
@@ -289,7 +296,11 @@ class Training:
             "steps": progress.step,
             "seconds": progress.seconds,
             "rows_per_second": progress.rows / max(progress.seconds, 1e-9),
-            "warnings": [*doubts_at_start(plan), *doubts_at_end(plan, train, test)],
+            "warnings": [
+                *doubts_at_start(plan),
+                *doubts_at_end(plan, train, test),
+                *doubt_of_l0(plan, progress),
+            ],
             "notes": self.notes(),
             **compared,
             "decoder_steps": [asdict(due) for due in solver.schedule.values()],
@@ -438,6 +449,18 @@ def averages(
         "batch_fvu": (weights @ errors / variance.item()).item(),
         "batch_l0": (weights @ l0s).item(),
     }
+
+
+def doubt_of_l0(plan: Plan, progress: Progress) -> list[str]:
+    """A warning if a penalty of fixed weight has not brought L0 to rest; a tenth of fewer steps has no line."""
+    before, now = progress.l0_before, progress.l0
+    told = plan.training.penalised and plan.steps >= 10 * LOG_EVERY
+    if not told or abs(now - before) <= MOVING * before:
+        return []
+    return [
+        f"L0 was still moving at the end, from {number(before)} to {number(now)} over the last tenth of "
+        "the steps; train for more --steps, or ask for an L0: --act jumprelu --target-l0 L0"
+    ]
 
 
 def demand_no_worse(fvu: float, worst: float, when: str) -> None:

@@ -106,6 +106,21 @@ def test_rows_fitted_by_heart_and_rows_of_massive_norm_are_warned_of(sae: Comman
     )
 
 
+@pytest.mark.parametrize(
+    "words, moves",
+    [
+        ("--lr 1.5e-3 --lr-decay 0 --sparsity-weight 10", True),
+        ("--lr 1e-2 --sparsity-weight 1", False),
+    ],
+)
+def test_an_l0_that_still_moves_is_warned_of(sae: CommandLine, words: str, moves: bool):
+    make_store(sae.home, "rows", some_rows(300))
+    options = "--solver sgd --act relu --d-sae 12 --steps 200 --json"
+    done = sae(f"train {options} {words}")
+    said = "L0 was still moving at the end, from .* to .*; train for more --steps"
+    assert any(re.match(said, warning) for warning in done.json["warnings"]) == moves
+
+
 @pytest.mark.slow
 def test_an_interrupt_saves_and_says_how_to_go_on(sae: CommandLine):
     make_store(sae.home, "rows", some_rows(20_000))
