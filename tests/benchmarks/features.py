@@ -18,10 +18,8 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -34,21 +32,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from scipy.stats import t
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from tests.benchmarks.saelens import every_row, trained
 
-    from saecli import SAE, ActivationStore
-    from saecli.store.reader import Rows
+if TYPE_CHECKING:
+    from saecli import ActivationStore
 
 MODEL = "tiny-gemma2"
 CODE, REFERENCE = "stdlib-code.jsonl", "python-reference.jsonl"  # see `write_text`
 SOLVERS = ("sgd", "pam-sgd")
 MEASURES = ("seconds", "l0", "fvu", "ce_recovered", "kl", "mcc", "f1")
 SAELENS_CASES, SAELENS_RATES = ("batchtopk", "matryoshka"), ("3e-4", "1e-3", "2e-3", "3e-3", "6e-3")
-SAELENS_DECAY = 1 / 3  # last fraction of its steps, over which its learning rate falls to zero
-SAELENS_SCRIPT = Path(__file__).with_name("saelens_training.py")
 CEILING_EPOCHS, CEILING_RATE, CEILING_ROWS = 20, 0.02, 30_000
-AGREEMENT = 1e-3  # relative, between SAELens' own measures of an SAE and ours
 
 Making = tuple[str, dict[str, Any]]  # the library's function that fills a store, with its arguments
 STORES: dict[str, Making] = {
@@ -154,7 +148,9 @@ def run(job: Job, home: Path, saelens: Path | None) -> dict[str, Any]:
     cell, seed = CELLS[job.cell], int(job.seed)
     store = saecli.open_store(cell.store, home)
     if job.solver in SAELENS_CASES:
-        *saes, known = by_saelens(job, store, saelens)
+        assert saelens is not None
+        case, count = f"{job.solver}-{cell.options['k']}", steps(store, cell.options)
+        *saes, known = trained(saelens, store, case, cell.options["d_sae"], count, job.rate, seed)
     else:
         began = time.process_time()
         sweep = [{"sparsity_weight": weight} for weight in cell.weights] or [{}]
@@ -184,59 +180,6 @@ def interpolated(sweep: Sequence[Mapping[str, Any]], cell: Cell) -> dict[str, fl
         if name in sweep[0]
     }
     return at | {"l0": float(np.exp(-np.interp(cell.fvu, fvu, logs)))}
-
-
-def by_saelens(job: Job, store: "ActivationStore", python: Path) -> tuple["SAE", dict[str, float]]:
-    """SAELens' SAE on raw rows, with its seconds of processor time and the fraction of its latents that it counts as
-    dead. The rows are normalised as `sae train` does, which saves centring to SAELens.
-
-    Raises:
-        RuntimeError: on the test rows, L0 or FVU of the SAE is not what SAELens' own encoding and decoding comes to.
-    """
-    import torch
-
-    import saecli
-    from saecli.sae.metrics import reconstruction
-    from saecli.train.rows import fit_normalisation, on_raw_rows
-
-    train, test, options = store.split("train"), store.split("test"), CELLS[job.cell].options
-    normalisation = fit_normalisation("scale", train.spread(), torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, rows in (("train", train), ("test", test)):
-            np.save(Path(folder) / f"{name}.npy", normalisation(every_row(rows)).numpy())
-        words = [
-            folder,
-            f"{job.solver}-{options['k']}",
-            options["d_sae"],
-            steps(store, options),
-            256,
-            job.rate,
-            f"--seed={job.seed}",
-            f"--decay={SAELENS_DECAY}",
-        ]
-        done = subprocess.run(
-            [python, SAELENS_SCRIPT, *map(str, words)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            check=True,
-        )
-        found = json.loads(done.stdout.splitlines()[-1])
-        sae = on_raw_rows(saecli.load_sae(Path(folder) / job.rate), normalisation)
-    ours = reconstruction(sae, map(torch.from_numpy, test.sequential(2048)))
-    for name in ("fvu", "l0"):
-        if abs(ours[name] - found[name]) > AGREEMENT * found[name]:
-            raise RuntimeError(
-                f"{name} of SAELens' SAE: expected {found[name]}, as it measures itself, "
-                f"got {ours[name]}"
-            )
-    return sae, {"seconds": found["processor"], "dead": found["dead"]}
-
-
-def every_row(rows: "Rows") -> "Tensor":
-    import torch
-
-    return torch.cat([torch.from_numpy(batch.copy()) for batch in rows.sequential(2048)])
 
 
 def ceiling(cell: Cell, home: Path) -> dict[str, Any]:

@@ -1,21 +1,29 @@
-"""Both solvers on a store of a real model: held-out FVU, L0, and KL with the SAE spliced in.
+"""Both solvers on a store of a real model, and SAELens' trainer: held-out FVU, L0, and KL with the SAE spliced in.
 
-    python real.py HOME STORE MODEL [--act topk --act batchtopk --act jumprelu] [--solver sgd --solver pam-sgd]
-        [--l0 32] [--seed 0] [--tokens 3000] [OPTION=VALUE ...]
+    PYTHONPATH=. python tests/benchmarks/real.py HOME STORE MODEL [--act topk --act batchtopk --act jumprelu]
+        [--solver sgd --solver pam-sgd] [--l0 32] [--seed 0] [--tokens 3000] [OPTION=VALUE ...]
+    PYTHONPATH=. python tests/benchmarks/real.py HOME STORE MODEL --saelens-python PYTHON
+        --case batchtopk-32 --rate 1e-3 [--seed 0] [--tokens 3000] [--steps N]
 
-prints a line of JSON for each activation and solver; OPTION is one of `saecli.fit`, such as normalize=scale.
+print a line of JSON for each activation and solver, or each case and rate; OPTION is one of `saecli.fit`, such as
+normalize=scale. PYTHON is that of an environment that has sae-lens 6.54.12; `saelens_training.py` has its cases.
 """
 
 import json
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import saecli
+from saecli import SAE, ActivationStore
+from tests.benchmarks.saelens import trained
 
 ACTS = ("topk", "batchtopk", "jumprelu")
 MEASURED = ("fvu", "l0", "kl", "ce_recovered", "silent_fraction")
+Trained = Iterator[tuple[dict[str, Any], SAE]]
 
 
 def main(
@@ -28,18 +36,52 @@ def main(
     l0: int = 32,
     seed: int = 0,
     tokens: int = 3000,
+    saelens_python: Path | None = None,
+    case: Annotated[list[str], typer.Option()] = ["batchtopk-32"],  # noqa: B006
+    rate: Annotated[list[str], typer.Option()] = ["1e-3"],  # noqa: B006
+    steps: int = 4000,
 ) -> None:
     rows = saecli.open_store(store, home=home)
     given: dict[str, Any] = dict(option.split("=", 1) for option in options or [])
-    for kind in act:
-        sparsity = {"k": l0} if "topk" in kind else {"target_l0": float(l0)}
-        for name in solver:
+    if saelens_python is None:
+        saes = ours(rows, act, solver, l0, seed, given)
+    else:
+        saes = by_saelens(saelens_python, rows, case, rate, steps, seed)
+    for line, sae in saes:
+        measures = saecli.evaluate(sae, rows, model=model, tokens=tokens, home=home)
+        print(json.dumps(line | {key: round(measures[key], 4) for key in MEASURED}), flush=True)
+
+
+def ours(
+    rows: ActivationStore,
+    acts: list[str],
+    solvers: list[str],
+    l0: int,
+    seed: int,
+    options: dict[str, Any],
+) -> Trained:
+    for act in acts:
+        sparsity = {"k": l0} if "topk" in act else {"target_l0": float(l0)}
+        for solver in solvers:
             began = time.process_time()
-            sae = saecli.fit(rows, solver=name, act=kind, seed=seed, **sparsity, **given)
+            sae = saecli.fit(rows, solver=solver, act=act, seed=seed, **sparsity, **options)
             seconds = time.process_time() - began
-            measures = saecli.evaluate(sae, rows, model=model, tokens=tokens, home=home)
-            line = {"act": kind, "solver": name, "seed": seed, **given, "seconds": round(seconds)}
-            print(json.dumps(line | {key: round(measures[key], 4) for key in MEASURED}), flush=True)
+            line = {"act": act, "l0": l0, "solver": solver, "seed": seed, **options}
+            yield line | {"seconds": round(seconds)}, sae
+
+
+def by_saelens(
+    python: Path,
+    rows: ActivationStore,
+    cases: list[str],
+    rates: list[str],
+    steps: int,
+    seed: int,
+) -> Trained:
+    for case in cases:
+        for rate in rates:
+            sae, known = trained(python, rows, case, 4 * rows.d_in, steps, rate, seed)
+            yield {"saelens": case, "rate": rate, "steps": steps, "seed": seed} | known, sae
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """SAELens' side of `features.py` and `training_speed.py`: run by the Python of an environment that has sae-lens.
 
-    python saelens_training.py FOLDER CASE D_SAE STEPS BATCH RATE [--seed 0] [--decay 0.2]
+    python saelens_training.py FOLDER CASE D_SAE STEPS BATCH RATE [--seed 0] [--decay 0.2] [--threads 1]
     python saelens_training.py steps D_IN D_SAE BATCH STEPS THREADS CASE ...
 
-A case is "relu", "topk-K", "batchtopk-K" or "matryoshka-K", which has levels of `PARTS` of D_SAE. The first trains on
-FOLDER/train.npy, normalised rows in memory, on one thread, saves the SAE as FOLDER/RATE, and prints as JSON the seconds
-of processor time of its training alone, the fraction of latents that it counts as dead, and L0 and FVU on
-FOLDER/test.npy. The schedule is that of SAELens' own tutorial: the rate falls to zero over the last steps (--decay);
-all else is its default. The second prints as JSON the least seconds of a full training step of each case, after two
-others; a case may end in "-bf16" for SAELens' own autocast to bfloat16.
+A case is "relu", "topk-K", "batchtopk-K", "matryoshka-K", which has levels of `PARTS` of D_SAE, or "jumprelu-L0", with
+SAELens' quadratic penalty about a target L0. The first trains on FOLDER/train.npy, normalised rows in memory, saves the
+SAE as FOLDER/RATE, and prints as JSON the seconds of processor time of its training alone, the fraction of latents that
+it counts as dead, and L0 and FVU on FOLDER/test.npy. The schedule is that of SAELens' own tutorial: the rate falls to
+zero over the last steps (--decay); all else is its default. The second prints as JSON the least seconds of a full
+training step of each case, after two others; a case may end in "-bf16" for SAELens' own autocast to bfloat16.
 """
 
 import argparse
@@ -27,6 +27,8 @@ from sae_lens.saes import (
     SAE,
     BatchTopKTrainingSAE,
     BatchTopKTrainingSAEConfig,
+    JumpReLUTrainingSAE,
+    JumpReLUTrainingSAEConfig,
     MatryoshkaBatchTopKTrainingSAE,
     MatryoshkaBatchTopKTrainingSAEConfig,
     StandardTrainingSAE,
@@ -48,6 +50,9 @@ def new_sae(case: str, d_in: int, d_sae: int, **topk: Any) -> TrainingSAE:
         return StandardTrainingSAE(StandardTrainingSAEConfig(**shape, l1_coefficient=1.0))
     if kind == "topk":
         return TopKTrainingSAE(TopKTrainingSAEConfig(**shape, k=int(k), **topk))
+    if kind == "jumprelu":
+        target = {"jumprelu_sparsity_loss_mode": "quadratic", "target_l0": float(k)}
+        return JumpReLUTrainingSAE(JumpReLUTrainingSAEConfig(**shape, **target))
     if kind == "batchtopk":
         return BatchTopKTrainingSAE(BatchTopKTrainingSAEConfig(**shape, k=float(k)))
     return MatryoshkaBatchTopKTrainingSAE(
@@ -122,8 +127,9 @@ def main() -> None:
     parser.add_argument("rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--decay", type=float, default=0.2)
+    parser.add_argument("--threads", type=int, default=1)
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(chosen.threads)
     train, test = (
         torch.from_numpy(np.load(chosen.folder / f"{name}.npy")) for name in ("train", "test")
     )
