@@ -301,7 +301,7 @@ def test_memory_that_runs_out_halves_the_forward_pass(sae, home, monkeypatch):
         ("old --data bare", 1, "expected a store that `sae extract` made"),
         ("narrow", 2, "expected an SAE of the model's width, 16, got 8"),
         ("nowhere", 2, "records no hook point"),
-        ("old --resume", 2, "does nothing with --resume"),
+        ("old --resume", 2, "--model does nothing with --resume"),
         ("old --fvu-weight -1", 2, "--fvu-weight must be at least 0"),
         ("old --only encoder", 2, "--only"),
         ("old --model nothing/here", 1, "nothing/here"),
@@ -315,4 +315,10 @@ def test_what_cannot_work_is_refused_in_a_sentence(sae, home, model, words, stat
     make_run(home, "narrow", random_sae(), data="resid_post")
     done = sae(f"finetune {words}", *([] if "--model" in words else ["--model", model]))
     assert (done.status, sentence in " ".join(done.err.split())) == (status, True), done.err
+
+
+def test_the_sae_that_a_resumed_run_began_with_is_not_named_again(sae, home):
+    begun(home, TopK(k=4))
+    done = sae("finetune old --resume")
+    assert (done.status, "leave RUN out" in " ".join(done.err.split())) == (2, True)
     assert not [path for path in (home / "runs").iterdir() if "finetune" in path.name]
