@@ -137,4 +137,5 @@ def least_squares(
     solution = np.linalg.lstsq(rows, targets, rcond=None)[0]
     both = solution[: E * width].reshape(E, width).T
     c = solution[-1] if c_is_unknown else c or 0.0
-    return SimpleNamespace(W=both[:F], skip=both[F:-1], b=both[-1], c=c)
+    objective = np.square(rows @ solution - targets).sum()
+    return SimpleNamespace(W=both[:F], skip=both[F:-1], b=both[-1], c=c, objective=objective)

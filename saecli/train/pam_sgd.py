@@ -173,28 +173,28 @@ class PamSolver(Solver):
 
     def solve_for_decoder(self, due: Pass, moments: Moments) -> DecoderState:
         """The decoder's optimum, the same in all processes."""
-        dictionary, most_replaceable = self.dictionary, self.most_replaceable(moments)
+        dictionary, needless = self.dictionary, self.needless(moments)
         tensors = {
             "Delta": dictionary.Delta,
             "b": dictionary.b_dec,
             "skip": dictionary.W_skip,
-            "replaceable": dictionary.b_enc.detach() if most_replaceable else None,
+            "needless": dictionary.b_enc.detach() if needless else None,
         }
         like = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         state = None
         if self.communicator.is_main or moments.solved_together:
-            state = self._solution(due, moments, most_replaceable)
+            state = self._solution(due, moments, needless)
             rounded: dict[str, Any] = {
                 name: getattr(state, name).to(dictionary.W_enc.dtype) for name in like
             }
             state = replace(state, alpha=state.alpha * self.task.rows / moments.rows, **rounded)
         return broadcast_state(state, like, self.communicator)
 
-    def most_replaceable(self, moments: Moments) -> int:
-        """Latents that the solution may find replaceable by others."""
+    def needless(self, moments: Moments) -> int:
+        """How many latents the solution finds that are missed least."""
         return 0
 
-    def _solution(self, due: Pass, moments: Moments, most_replaceable: int) -> DecoderState:
+    def _solution(self, due: Pass, moments: Moments, needless: int) -> DecoderState:
         alpha = self.alpha
         chooses = due.chooses or math.isnan(alpha)
         penalised = bool(self.task.training.sparsity_weight) and moments.norm_weights.any()
@@ -209,7 +209,7 @@ class PamSolver(Solver):
         dof_rows = None
         if due.number + 1 == len(self.schedule):
             dof_rows = moments.z if len(moments.z) == moments.rows else moments.z[::8]
-        state = solve(moments.system, terms, factorisation, dof_rows, most_replaceable)
+        state = solve(moments.system, terms, factorisation, dof_rows, needless)
         if state.skip is not None and self.dictionary.W_skip is not None:
             state = replace(state, skip=state.skip + self.dictionary.W_skip)
         return state

@@ -31,7 +31,7 @@ from .solver import DECODER_STEPS, Task
 # better: FVU 0.1346 instead of 0.1333, in a world of known features 0.148 instead of 0.145.
 PASS_ROWS = 32
 LAST_ROWS = 256  # of the last
-MOST_REAIMED = 0.02  # largest fraction of the latents re-aimed at a decoder step as replaceable
+REAIMED = 0.02  # fraction of the latents re-aimed at a decoder step as missed least
 SILENT = 1e-3  # part of a row's norm: a penalty has silenced latents that contribute less where they fire
 
 
@@ -90,11 +90,11 @@ class PamSgdSolver(PamSolver):
         direction = self.dictionary.direction().detach()
         return replace(super().terms(due, moments, alpha), direction=direction, decay=decay)
 
-    def most_replaceable(self, moments: Moments) -> int:
+    def needless(self, moments: Moments) -> int:
         # With fewer rows each latent's codes are near a combination of the others'.
         d_sae = self.dictionary.d_sae
         enough = self.revives and moments.rows >= REVIVAL_ROWS * d_sae
-        return int(MOST_REAIMED * d_sae) if enough else 0
+        return int(REAIMED * d_sae) if enough else 0
 
     def release(self) -> None:
         """From here on W_dec, b_dec and a skip are trained by gradient."""
@@ -160,10 +160,10 @@ def release(solver: PamSgdSolver, step: DecoderStep, state: DecoderState) -> Non
 
 
 def re_aim(solver: PamSgdSolver, step: DecoderStep, state: DecoderState) -> None:
-    """Re-aim latents that fired on no row of the pass, or that the others can replace."""
+    """Re-aim latents that fired on no row of the pass, or are missed least."""
     used = step.moments.fired
-    if state.replaceable is not None:
-        used = used & (state.replaceable == 0)
+    if state.needless is not None:
+        used = used & (state.needless == 0)
     solver.revive(used, step.moments.rows)
 
 

@@ -66,7 +66,7 @@ def ours(
             began = time.process_time()
             sae = saecli.fit(rows, solver=solver, act=act, seed=seed, **sparsity, **options)
             seconds = time.process_time() - began
-            line = {"act": act, "l0": l0, "solver": solver, "seed": seed, **options}
+            line = {"act": act, "asked": l0, "solver": solver, "seed": seed, **options}
             yield line | {"seconds": round(seconds)}, sae
 
 

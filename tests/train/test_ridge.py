@@ -222,46 +222,39 @@ def test_effective_dof_is_the_trace_of_the_hat_matrix(kind, prefixes, rows):
 
 
 @pytest.mark.parametrize("case", ["sums", "streamed", "skip", "nested"])
-def test_of_copies_all_but_one_are_replaceable(case):
-    """Columns 0, 4 and 9 are nearly equal, 7 is the sum of three others, 2 of one row in a hundred, alone."""
-    z, y, _, _, _ = problem(400, 12, 4)
-    x, zeros = beside(400), torch.zeros(12, 4).double()
-    prefixes = (5, 12) if case == "nested" else ()
-    z[:, 2] = torch.arange(400).double() % 100 == 1
-    z[:, 4], z[:, 9] = z[:, 0] + 0.01 * z[:, 5], z[:, 0] - 0.01 * z[:, 6]
-    z[:, 7] = z[:, 1] + z[:, 3] + z[:, 8] + 0.05 * z[:, 10]
-    terms = terms_of((0.01, 0.0, 0.0, 0.0), None, zeros, zeros[0])
-    if case == "skip":  # the skip explains a latent too
-        z[:, 11] = x[:, 0] + 0.01 * z[:, 11]
+def test_latents_missed_least_are_those_whose_loss_costs_the_objective_least(case):
+    """Columns 0, 4 and 9 are nearly equal, 2 is of one row in twenty, 6 never fires."""
+    z, y, _, W_t, _ = problem(60, F, E)
+    z[:, 2] = torch.arange(60).double() % 20 == 1
+    z[:, 4], z[:, 9] = z[:, 0] + 0.05 * z[:, 5], z[:, 0] - 0.05 * z[:, 7]
+    z[:, 6] = 0
+    prefixes = (5, F) if case == "nested" else ()
+    x = beside(60) if case == "skip" else None
+    terms = terms_of((0.1, 2.0, 0.0, 0.0), None, W_t, y.mean(0))
+    missed_least: list[int] = []
+    for _ in range(4):
+        without = {latent: [*missed_least, latent] for latent in range(F) if latent != 6}
+        costs = {
+            latent: least_squares(z.index_fill(1, torch.tensor(gone), 0), y, terms, prefixes, x)
+            for latent, gone in without.items()
+            if latent not in missed_least
+        }
+        missed_least.append(min(costs, key=lambda latent: costs[latent].objective))
+    assert len({0, 4, 9} & {*missed_least}) == 2  # one of the copies stays
+
+    if x is not None:
         terms, y = with_skip(terms, x, y), torch.cat([y, x], 1)
     system = system_of("streamed" if case == "streamed" else "sums", z, y, prefixes)
-    replaced = {*solve(system, terms, most_replaceable=12).replaceable.nonzero()[:, 0].tolist()}
-    kept = [latent for latent in range(12) if latent not in replaced]
-    beyond = np.concatenate([z[:, kept], np.ones((400, 1)), *([x] if case == "skip" else [])], 1)
-    for latent in replaced:
-        left = z[:, latent].numpy() - beyond @ np.linalg.lstsq(beyond, z[:, latent].numpy())[0]
-        assert left.var() < 0.1 * z[:, latent].numpy().var()
-    if case == "nested":  # only 0 and 4 are in the same prefixes
-        assert replaced in ({0}, {4})
-        return
-    assert len(replaced & {0, 4, 9}) == 2
-    assert len(replaced & {1, 3, 7, 8}) == 1
-    assert (11 in replaced) == (case == "skip")
-    assert len(replaced) == 3 + (case == "skip")
-    assert solve(system, terms, most_replaceable=2).replaceable.sum() == 2
+    found = solve(system, terms, needless=4).needless
+    assert {*found.nonzero()[:, 0].tolist()} == {*missed_least}
 
 
-def test_rare_latents_are_not_replaceable():
-    """Of one size, each alone, with frequencies over two decades."""
-    rows, latents = 40_000, 60
-    draws = torch.Generator().manual_seed(0)
-    frequency = torch.logspace(-3.5, -1.5, latents)
-    z = (torch.rand(rows, latents, generator=draws) < frequency).double()
-    y = z @ torch.randn(latents, 8, generator=draws).double()
-    zeros = torch.zeros(latents, 8).double()
-    terms = terms_of((1e-3, 0.0, 0.0, 0.0), None, zeros, zeros[0])
-    state = solve(system_of("sums", z, y, block=4096), terms, most_replaceable=latents)
-    assert not state.replaceable.any()
+def test_no_more_latents_are_missed_least_than_there_are():
+    z, y, _, W_t, b_t = problem(60, F, E)
+    z[:, 3:] = 0
+    terms = terms_of((0.1, 0.0, 0.0, 0.0), None, W_t, b_t)
+    needless = solve(system_of("sums", z, y), terms, needless=9).needless
+    assert needless.nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
 @both

@@ -428,7 +428,7 @@ def test_directions_of_the_worst_rows_are_unit_whatever_their_size(size):
 
 @pytest.mark.parametrize("solve", ["direct", "iterative"])
 def test_a_latent_that_doubles_another_is_re_aimed_after_the_decoder_step(monkeypatch, solve):
-    monkeypatch.setattr(upkeep, "MOST_REAIMED", 1.5 / F)
+    monkeypatch.setattr(upkeep, "REAIMED", 1.5 / F)
     rows = sparse_mixture()
     solver = started(PamSgd(alpha=0.01, solve=solve), rows, Relu())
     with torch.no_grad():

@@ -42,7 +42,6 @@ from .iterative import COLUMNS, StreamedCodes
 from .sums import HeldRows, Sums
 from .system import Factorisation, Inverse, System, Terms
 
-LEAST_TOLERANCE = 0.1  # of a latent that others cannot replace: a variance inflation factor of 10
 LEAST, MOST = 1e-7, 1e3  # range of alpha over A's mean diagonal; W is lost in rounding, or is T
 STEP = 3.0  # factor between neighbouring alphas
 FIRST_STRIDE = 3  # steps at once, where there is no start
@@ -109,7 +108,7 @@ class DecoderState:
     residual: float  # of an iteration's worst column, over its right side; else nan
     dof: float  # effective degrees of freedom of each target coordinate, without a skip's; nan if not asked for
     skip: Tensor | None = None  # (D, E)
-    replaceable: Tensor | None = None  # 1 for latents that others can replace, else 0, (F,)
+    needless: Tensor | None = None  # 1 for the latents that are missed least, else 0, (F,)
 
     def W(self, direction: Tensor | None) -> Tensor:  # noqa: N802
         """(F, E), given T0."""
@@ -123,14 +122,14 @@ def solve(
     terms: Terms,
     factorisation: Factorisation | None = None,
     z: Tensor | None = None,
-    most_replaceable: int = 0,
+    needless: int = 0,
 ) -> DecoderState:
     """The decoder that minimises the package's objective, jointly with c if there is a direction. The alpha of a
-    `factorisation` replaces the terms'. `z`: codes of some rows, (n, F), for the degrees of freedom. At most
-    `most_replaceable` latents are found that others can replace.
+    `factorisation` replaces the terms'. `z`: codes of some rows, (n, F), for the degrees of freedom. `needless` is the
+    number of latents to find that are missed least.
 
     Cost: one factorisation if none is given; 2 F^2 E operations for each of W and T0, n F^2 for the degrees of freedom,
-    F^3 / 3 for replaceable latents.
+    F^3 / 3 for needless latents.
     """
     M = factorisation or system.factorise(terms)
     rows, E, alpha = system.rows, terms.d_out, M.alpha
@@ -160,18 +159,18 @@ def solve(
     b = b - s * (system.u @ W)
     if S is not None:
         b = b - s * (system.y_bar[E:] @ S)
-    if terms.direction is not None:
-        W.sub_(terms.direction.double(), alpha=c)
 
     dof = math.nan if z is None else effective_dof(M, terms, z)
     condition, residual = M.condition(), M.residual()
-    replaceable = None
-    if most_replaceable:  # last, since the inverse may overwrite the factor
+    missed_least = None
+    if needless:  # last, since the inverse may overwrite the factor
         inverse = M.inverse()
         if elimination is not None:
             inverse = elimination.inverse(inverse)
-        diagonal = system.diagonal(terms.shrink(rows))
-        replaceable = replaced_by_others(diagonal, inverse, most_replaceable)
+        varies = system.diagonal(terms.shrink(rows)) > 0
+        missed_least = least_missed(W, inverse, varies, needless)
+    if terms.direction is not None:
+        W.sub_(terms.direction.double(), alpha=c)
     return DecoderState(
         c=c,
         Delta=W,
@@ -184,34 +183,33 @@ def solve(
         residual=residual,
         dof=dof,
         skip=S,
-        replaceable=replaceable,
+        needless=missed_least,
     )
 
 
-def replaced_by_others(diagonal: Tensor, inverse: Inverse, most: int) -> Tensor:
-    """1 for at most `most` latents that others can replace, else 0, (F,), float64; `diagonal` is A's.
+def least_missed(W: Tensor, inverse: Inverse, varies: Tensor, most: int) -> Tensor:
+    """1 for `most` of the latents whose codes vary, a mask (F,), that are missed least, else 0, (F,), float64.
 
-    A latent's tolerance `1 / (A_ii M_ii)`, the reciprocal of the variance inflation factor, is the fraction of its
-    variance that the others' codes do not explain, however rare it is; with a ridge it is larger. They are found one
+    Without latent i, and with the others refitted, the objective is larger by `||W_i||^2 / M_ii`. They are found one
     after another, each without those before, so that one of several copies stays.
 
-    Source: Belsley, Kuh and Welsch, "Regression Diagnostics" (1980), chapter 3.
+    Source: Hassibi and Stork, "Second order derivatives for network pruning: Optimal Brain Surgeon" (1993).
     """
-    inflation, order = (diagonal * inverse.diagonal).sort(descending=True)
-    latents = order[: 2 * most][inflation[: 2 * most] > 1 / LEAST_TOLERANCE]
-    replaceable = torch.zeros_like(diagonal)
-    if not len(latents):
-        return replaceable
-    M, A_ii = inverse.block(latents), diagonal[latents]
+    effect = W.square().sum(1) / inverse.diagonal
+    effect[~varies] = torch.inf
+    latents = effect.argsort()[: min(2 * most, int(varies.sum()))]
+    W, M = W[latents], inverse.block(latents)
+    left = torch.ones(len(latents), dtype=torch.bool, device=W.device)
     for _ in range(min(most, len(latents))):
-        inflation = A_ii * M.diagonal()
-        worst = inflation.argmax()
-        if inflation[worst] <= 1 / LEAST_TOLERANCE:
-            break
-        replaceable[latents[worst]] = 1
-        M = M - torch.outer(M[:, worst], M[worst]) / M[worst, worst]
-        A_ii[worst] = 0
-    return replaceable
+        effect = (W.square().sum(1) / M.diagonal()).masked_fill(~left, torch.inf)
+        least = effect.argmin()
+        left[least] = False
+        along = M[:, least] / M[least, least]
+        W = W - torch.outer(along, W[least])
+        M = M - torch.outer(along, M[least])
+    missed_least = torch.zeros(len(varies), dtype=torch.float64, device=W.device)
+    missed_least[latents[~left]] = 1
+    return missed_least
 
 
 def best_multiple(T0: Tensor, untargeted: Tensor, along: Tensor, alpha: float) -> float:
