@@ -137,7 +137,7 @@ ROWS = _random.standard_normal((300, 12)) @ _random.standard_normal((12, 20)) + 
 ROWS = ROWS.astype(np.float32)
 ACTS = [
     ("relu", {}),
-    ("relu", {"sparsity": "kl"}),
+    ("relu", {"sparsity": "l1-codes"}),
     ("gated", {}),
     ("jumprelu", {}),
     ("topk", {"k": 3}),

@@ -132,7 +132,7 @@ class TrainingConfig(Config):
         Shown(
             "Penalty on the codes z of a row: l1, sum of |z_i| ||W_dec_i||; l0, number of "
             "active latents; target-l0, square of its excess over --target-l0, with gated "
-            "l1 of the weight that gives it; kl, divergence of firing rates from --target-rate. "
+            "l1 of the weight that gives it. "
             "Default: l1 with relu, target-l0 with jumprelu and gated, else none.",
             metavar=f"<{'|'.join(sparsity_names())}>",
         ),
@@ -144,7 +144,7 @@ class TrainingConfig(Config):
         Shown(
             "Weight of the penalty next to a row's squared error (rows have mean squared norm d_in). Default: "
             " l1 0.1 sqrt(d_in), l0 0.001 d_in, target-l0 0.05 d_in (with gated as l1, at the "
-            "start), kl 0.01 d_in."
+            "start)."
         ),
     ] = None
     sparsity_warm_up: Annotated[

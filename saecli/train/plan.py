@@ -120,11 +120,6 @@ class Plan:
                 "--skip does nothing without --target: from rows to themselves it would be all; leave it "
                 "out, or name the store that is predicted"
             )
-        if train_rows.places and training.sparsity == "kl":
-            raise ConfigError(
-                f"--sparsity kl is defined for one hook point, got {len(train_rows.places)}; use "
-                "another, such as l1"
-            )
         if start is not None:
             training, activation = start.inherit(training, activation, train_rows)
         if train_rows.passes == 1 and training.epochs is training.steps is None:
@@ -316,11 +311,6 @@ def _demand_processes(plan: Plan, trainings: int, world_size: int) -> None:
         raise ConfigError(
             f"--batch-size must be at least the number of processes, {world_size}, which share every "
             f"batch, got {plan.training.batch_size}"
-        )
-    if plan.training.sparsity == "kl":
-        raise ConfigError(
-            "--sparsity kl needs one process, since firing rates are measured on a whole batch: got "
-            f"{world_size}; run it without torchrun, or use another penalty"
         )
 
 

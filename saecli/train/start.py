@@ -18,7 +18,6 @@ from ..base.errors import ConfigError, RunError
 from ..base.files import to_json
 from ..base.home import Home
 from ..sae.activations import Activation, LearnsThresholds, activation_to_json
-from ..sae.activations.base import PENALTY_OPTIONS
 from ..sae.dictionary import SAE, Batch
 from ..sae.library import hook_points, lasting_name, open_sae
 from ..store.opening import Joined
@@ -147,8 +146,8 @@ class Start:
         if activation.name != act:
             return {}
         settings = {name: getattr(activation, name) for name in activation.of_codes}
-        if {"sparsity", *PENALTY_OPTIONS}.isdisjoint(given):
-            names = ("sparsity", "sparsity_weight", *PENALTY_OPTIONS)
+        if not {"sparsity", "target_l0"} & set(given):
+            names = ("sparsity", "sparsity_weight", "target_l0")
             settings |= {name: metadata[name] for name in names if metadata.get(name) is not None}
         return settings
 

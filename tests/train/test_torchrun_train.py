@@ -234,7 +234,6 @@ def test_control_c_stops_all_and_says_how_to_go_on(sae: CommandLine):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--sparsity", "kl", "--act", "relu"), "--sparsity kl needs one process"),
         (("--device", "cuda:1"), "--device cuda:1 gives one GPU to all 2 processes of this"),
         (("--batch-size", "1"), "--batch-size must be at least the number of processes, 2"),
         (("--solver", "sgd", "--lr", "1e20"), "lower --lr"),

@@ -321,7 +321,6 @@ WRONG = [
     ("--data rows --normalize model", "--normalize model needs weights of the model's later norms"),
     ("--act matching-pursuit --normalize standardize", "--act matching-pursuit compares"),
     ("--data rows --data beside --act matching-pursuit", "--act matching-pursuit compares"),
-    ("--data rows --data beside --sparsity kl", "--sparsity kl is defined for one hook point"),
     ("--data rows --rows 500", "--rows does nothing without --model"),
     ("--model tiny-gemma2 --data rows", "--data does nothing with --model tiny-gemma2"),
     ("--model tiny-gemma2 --fraction 0.5", "--fraction does nothing with --model tiny-gemma2"),

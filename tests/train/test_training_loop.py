@@ -245,7 +245,7 @@ SHORT = {"d_sae": 24, "epochs": 3, "batch_size": 64}
 TOPK = {"k": 3}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("sgd", "relu", {}),
-    ("sgd", "relu", {"sparsity": "kl"}),
+    ("sgd", "relu", {"sparsity": "l1-codes"}),
     ("sgd", "jumprelu", {}),
     ("sgd", "batchtopk", TOPK),
     ("sgd", "topk", TOPK | {"tied": True, "clip_norm": 1.0}),

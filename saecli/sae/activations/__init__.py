@@ -3,7 +3,7 @@
 An activation is a configuration (its fields are its options), and owns what depends on it: its parameters, gradient and
 the penalties that it offers. To add one, write its class and a line in `ACTIVATIONS`.
 
-    base.py    Activation, KeepsK, Thresholded, LearnsThresholds; l1, l1-codes, kl, TargetL0
+    base.py    Activation, KeepsK, Thresholded, LearnsThresholds; l1, l1-codes, TargetL0
 
 Shapes: B rows, D = d_in, E = d_out, F = d_sae, K = k.
 """
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...base.errors import unknown_choice
 from .base import (
-    KL,
     L1,
     Activation,
     KeepsK,
@@ -25,7 +24,6 @@ from .base import (
     Parameters,
     Penalty,
     TargetL0,
-    TargetRate,
     Thresholded,
 )
 
@@ -51,10 +49,8 @@ class Relu(Thresholded):
 
     name: ClassVar[str] = "relu"
 
-    target_rate: TargetRate = None
-
     def penalties(self) -> dict[str, Penalty]:
-        return {"l1": L1(), "l1-codes": L1OfCodes(), "kl": KL(self.target_rate), "none": Penalty()}
+        return {"l1": L1(), "l1-codes": L1OfCodes(), "none": Penalty()}
 
     def thresholds(self, parameters: Parameters, d_sae: int) -> Tensor:
         import torch
@@ -123,15 +119,12 @@ class JumpRelu(LearnsThresholds):
 
     name: ClassVar[str] = "jumprelu"
 
-    target_rate: TargetRate = None
-
     def penalties(self) -> dict[str, Penalty]:
         return {
             "target-l0": L0Constraint(self.target_l0, self),
             "l0": L0(self),
             "l1": L1(),
             "l1-codes": L1OfCodes(),
-            "kl": KL(self.target_rate),
             "none": Penalty(),
         }
 

@@ -11,9 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeAlias
 
-from annotated_types import Ge, Lt
-
-from ...base.errors import ConfigError, flag_of
+from ...base.errors import ConfigError
 from ...base.options import Config, Count, Positive, Shown
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
 Parameters: TypeAlias = dict[str, "Tensor"]
 
-TARGET_RATE = 0.05  # the default of kl
-LEAST_RATE = 1e-6  # below this rate a latent is dead, and the penalty constant
 TARGET_L0 = 32.0  # the default of target-l0
 MOST_TARGETED = 1 / 8  # fraction of the latents that the default may be at most
 
@@ -32,19 +28,6 @@ MOST_TARGETED = 1 / 8  # fraction of the latents that the default may be at most
 # after 2,000 steps of SGD: 0.165 with the fall over 0.2 of the steps, 0.160 over 0.5 (batchtopk: 0.174).
 DENSE = 4.0  # the first aim over the target
 FALL = 0.5  # fraction of all steps over which the aim falls to the target
-# Options of penalties, each with the one that it belongs to.
-PENALTY_OPTIONS = {"target_rate": "kl", "target_l0": "target-l0"}
-
-TargetRate = Annotated[
-    float | None,
-    Ge(LEAST_RATE),
-    Lt(1),
-    Shown(
-        "Firing rate that --sparsity kl aims at for every latent, a fraction of the rows; default: "
-        f"{TARGET_RATE}.",
-        advanced=True,
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -116,54 +99,6 @@ class L1OfCodes(Penalty):
 
     def default_weight(self, d_in: int) -> float:
         return 0.1 * math.sqrt(d_in)
-
-
-@dataclass(frozen=True)
-class KL(Penalty):
-    """The classical `sum_i KL(rho || rho_i)`, in nats, between coins of the target rate rho and of each latent's firing
-    rate over the batch,
-
-        rho_i = mean over rows of u_i / (u_i + s),    s = 0.03 sqrt(E)
-
-    At equal L0, `u / (u + s)` gave a little less error than `1 - exp(-u / s)`, and both less than L1 (digits, relu,
-    SGD: FVU 0.050 against 0.078 at L0 51); with an s ten times larger, L0 stays above half of F. Source: Ng, "Sparse
-    autoencoder", lecture notes of CS294A (2011).
-    """
-
-    target_rate: float | None
-
-    @property
-    def _rho(self) -> float:
-        return self.target_rate or TARGET_RATE
-
-    def _rates(self, codes: Codes, W_dec: Tensor) -> Tensor:
-        """rho_i, (F,), clamped away from 0 and 1."""
-        u = codes.values.abs() * codes.by_latent(W_dec.norm(dim=1))
-        rates = codes.with_values(u / (u + _half_firing(W_dec))).sums() / codes.shape[0]
-        return rates.clamp(LEAST_RATE, 1 - LEAST_RATE)
-
-    def value(self, pre: Tensor, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        rho, rates = self._rho, self._rates(codes, W_dec)
-        return (rho * (rho / rates).log() + (1 - rho) * ((1 - rho) / (1 - rates)).log()).sum()
-
-    def norm_weights(self, codes: Codes, W_dec: Tensor, parameters: Parameters) -> Tensor:
-        """0 below the target, where a decoder step drawn to larger norms has no minimum. A decoder step may raise the
-        objective: no quadratic in the norm majorises the divergence."""
-        rho, rates, half = self._rho, self._rates(codes, W_dec), _half_firing(W_dec)
-        size, norms = codes.values.abs(), codes.by_latent(W_dec.norm(dim=1))
-        # Of B rho_i in the norm.
-        slope = codes.with_values(size * half / (size * norms + half).square()).sums()
-        pull = ((1 - rho) / (1 - rates) - rho / rates) * slope
-        return pull.where((rates > rho) & (rates < 1 - LEAST_RATE), 0.0)
-
-    def default_weight(self, d_in: int) -> float:
-        """A nat costs a hundredth of a row's mean squared norm."""
-        return 0.01 * d_in
-
-
-def _half_firing(W_dec: Tensor) -> float:
-    """s of `KL`: the norm of a latent's part of x_hat that is half a firing, for rows of norm sqrt(E)."""
-    return 0.03 * math.sqrt(W_dec.shape[1])
 
 
 @dataclass(frozen=True)
@@ -275,12 +210,11 @@ class Activation(Config):
                 f"--sparsity {sparsity} cannot be used with --act {self.name}; use one of "
                 f"{', '.join(self.penalties())}"
             )
-        for name, penalty in PENALTY_OPTIONS.items():
-            if getattr(self, name, None) is not None and sparsity != penalty:
-                raise ConfigError(
-                    f"{flag_of(name)} does nothing with --sparsity {sparsity}; leave it out, or use "
-                    f"--sparsity {penalty}"
-                )
+        if getattr(self, "target_l0", None) is not None and sparsity != "target-l0":
+            raise ConfigError(
+                f"--target-l0 does nothing with --sparsity {sparsity}; leave it out, or use "
+                "--sparsity target-l0"
+            )
 
     def resolved(self, sparsity: str, d_sae: int) -> Self:
         """The same with the defaults that its penalty needs; idempotent."""
